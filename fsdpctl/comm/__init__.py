@@ -1,0 +1,1 @@
+"""The only package that calls torch.distributed: process groups, collectives, streams."""

@@ -1,0 +1,171 @@
+"""Collectives over gloo (CPU) and NCCL (CUDA) process groups.
+
+Note: why gloo's own reductions are not used. gloo reduces by an all-reduce of everything, in ring
+order. An all-to-all followed by additions in rank order moves half the bytes, and its result does
+not depend on which rank owns what: every strategy gives the same bits.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdpctl.comm.base import Collectives, Handle, LocalCollectives
+from fsdpctl.plan.layout import Span
+
+# torch 2.13 renamed both; the old names warn there.
+_all_gather_single: Callable[..., dist.Work] = getattr(
+    dist, "all_gather_single", None
+) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
+_reduce_scatter_single: Callable[..., dist.Work] = getattr(
+    dist, "reduce_scatter_single", None
+) or getattr(dist, "reduce_scatter_tensor")  # noqa: B009
+
+_BROADCAST_FROM_BYTES = 16 << 20  # from here one broadcast per part beats gloo's all-gather
+_MAX_DIRECT_RANKS = 8  # above, gloo's own algorithms scale better than everybody to everybody
+
+
+def _are_even(parts: Sequence[Span]) -> bool:
+    return len({part.numel for part in parts}) == 1
+
+
+class _ProcessGroupCollectives:
+    """What gloo and NCCL do alike. Gathers and reductions have a process group each."""
+
+    def __init__(self, ranks: Sequence[int] | None = None) -> None:
+        self._gather_group = dist.new_group(ranks)
+        self._reduce_group = dist.new_group(ranks)
+        self.rank = dist.get_rank(self._gather_group)
+        self.size = dist.get_world_size(self._gather_group)
+
+    def all_reduce(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self._gather_group)
+        return values
+
+    def broadcast(self, values: Tensor, source: int = 0) -> Tensor:
+        dist.broadcast(values, group=self._gather_group, group_src=source)
+        return values
+
+    def gather_objects(self, value: object) -> list[object]:
+        values: list[object] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._gather_group)
+        return values
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._gather_group)
+
+    def _broadcast_parts(self, whole: Tensor, parts: Sequence[Span]) -> list[dist.Work]:
+        return [
+            dist.broadcast(
+                whole[part.start : part.stop],
+                group=self._gather_group,
+                group_src=owner,
+                async_op=True,
+            )
+            for owner, part in enumerate(parts)
+            if part.numel
+        ]
+
+
+class GlooCollectives(_ProcessGroupCollectives):
+    """Collectives on the CPU, overlapped by gloo's own threads."""
+
+    def all_gather(self, whole: Tensor, parts: Sequence[Span], shard: Tensor | None) -> Handle:
+        own = parts[self.rank]
+        if shard is not None:
+            whole[own.start : own.stop].copy_(shard)
+        small = whole.nbytes < _BROADCAST_FROM_BYTES or self.size > _MAX_DIRECT_RANKS
+        if small and _are_even(parts):
+            source = whole[own.start : own.stop]
+            works = [_all_gather_single(whole, source, group=self._gather_group, async_op=True)]
+        else:
+            works = self._broadcast_parts(whole, parts)
+
+        def finish() -> Tensor:
+            for work in works:
+                work.wait()
+            return whole
+
+        return Handle(finish)
+
+    def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Handle:
+        own = parts[self.rank]
+        if self.size > _MAX_DIRECT_RANKS and _are_even(parts):
+            part = whole.new_empty(own.numel)
+            work = _reduce_scatter_single(part, whole, group=self._reduce_group, async_op=True)
+            return Handle(lambda: (work.wait(), part)[1])
+        received = whole.new_empty(own.numel * self.size)
+        work = dist.all_to_all_single(
+            received,
+            whole,
+            output_split_sizes=[own.numel] * self.size,
+            input_split_sizes=[part.numel for part in parts],
+            group=self._reduce_group,
+            async_op=True,
+        )
+
+        def finish() -> Tensor:
+            work.wait()
+            contributions = received.view(self.size, own.numel).unbind()
+            total = contributions[0] + contributions[1]
+            for contribution in contributions[2:]:
+                total += contribution
+            return total
+
+        return Handle(finish)
+
+
+class NcclCollectives(_ProcessGroupCollectives):
+    """Collectives on CUDA, gathers and reductions on a stream each.
+
+    Memory is allocated on the compute stream only and given back after the compute stream has
+    waited for its last use, so no tensor needs `record_stream`.
+    """
+
+    def __init__(self, device: torch.device, ranks: Sequence[int] | None = None) -> None:
+        super().__init__(ranks)
+        self._gather_stream = torch.cuda.Stream(device, priority=-1)
+        self._reduce_stream = torch.cuda.Stream(device, priority=-1)
+
+    def all_gather(self, whole: Tensor, parts: Sequence[Span], shard: Tensor | None) -> Handle:
+        own = parts[self.rank]
+        # Whoever used this memory before did so on the current stream; a prefetch is issued
+        # before the running unit's work, so it overlaps with that.
+        self._gather_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._gather_stream):
+            source = whole[own.start : own.stop]
+            if shard is not None:
+                source.copy_(shard)
+            if _are_even(parts):
+                _all_gather_single(whole, source, group=self._gather_group)
+            else:
+                for work in self._broadcast_parts(whole, parts):
+                    work.wait()
+            done = self._gather_stream.record_event()
+        return Handle(lambda: (torch.cuda.current_stream().wait_event(done), whole)[1])
+
+    def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Handle:
+        own = parts[self.rank]
+        part = whole[own.start : own.stop]
+        self._reduce_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._reduce_stream):
+            if _are_even(parts):
+                _reduce_scatter_single(part, whole, group=self._reduce_group)
+            else:
+                for owner, span in enumerate(parts):
+                    if span.numel:
+                        dist.reduce(
+                            whole[span.start : span.stop],
+                            group=self._reduce_group,
+                            group_dst=owner,
+                        )
+            done = self._reduce_stream.record_event()
+        return Handle(lambda: (torch.cuda.current_stream().wait_event(done), part)[1])
+
+
+def collectives_for(device: torch.device) -> Collectives:
+    """Collectives among all ranks of the default process group, or of this process alone."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return LocalCollectives()
+    return NcclCollectives(device) if device.type == "cuda" else GlooCollectives()

@@ -1,0 +1,163 @@
+"""`shard_model`: any nn.Module, sharded."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.process_group import collectives_for
+from fsdpctl.engine.build import build_runtime
+from fsdpctl.engine.precision import Precision
+from fsdpctl.engine.runtime import Runtime
+from fsdpctl.engine.state import full_state, persistent_buffers
+from fsdpctl.errors import EngineError
+from fsdpctl.plan.schedule import Event, Prefetch
+from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy
+from fsdpctl.shards import FlatShard
+
+Initializer = Callable[[str, Tensor], None]
+
+
+class ShardedModel(nn.Module):
+    """A module whose parameters are sharded as its strategy says.
+
+    Call it like the module. The module's Parameter objects stay what they were, with name, shape
+    and dtype; where the strategy shards parameters they read NaN outside forward and backward.
+    """
+
+    def __init__(self, module: nn.Module, runtime: Runtime, strategy: Strategy) -> None:
+        super().__init__()
+        self.module = module
+        self.strategy = strategy  # as asked for; one rank alone runs as no_shard
+        self._runtime = runtime
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own result."""
+        return self.module(*args, **kwargs)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's parameters under its own names."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    @property
+    def collectives(self) -> Collectives:
+        """The ranks that share the model."""
+        return self._runtime.collectives
+
+    def flat_shards(self) -> tuple[FlatShard, ...]:
+        """This rank's shards, root first, in the same order on every rank."""
+        units = self._runtime.units.values()
+        return tuple(buffer.shard for unit in units for buffer in unit.buffers)
+
+    def persistent_buffers(self) -> Mapping[str, Tensor]:
+        """The module's buffers that its state dict contains, by name."""
+        return persistent_buffers(self.module)
+
+    def absent_parameters(self) -> list[str]:
+        """Names of trainable parameters that had no gradient here since gradients were dropped."""
+        return [
+            placement.param.name
+            for unit in self._runtime.units.values()
+            for buffer in unit.trainable_buffers
+            for index, placement in enumerate(buffer.layout.placements)
+            if index not in buffer.present
+        ]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward inside keeps whole gradients here; the next one outside reduces them too."""
+        before, self._runtime.reduces = self._runtime.reduces, False
+        try:
+            yield
+        finally:
+            self._runtime.reduces = before
+
+    def sync_gradients(self) -> None:
+        """Reduce what `no_sync` held back; does nothing when every gradient is reduced.
+
+        Raises:
+            EngineError: there was no backward since gradients were dropped.
+        """
+        runtime = self._runtime
+        buffers = [b for unit in runtime.units.values() for b in unit.trainable_buffers]
+        if any(buffer.held_gradients is not None for buffer in buffers):
+            runtime.reducer.advance(flush=True)
+            runtime.reducer.finish()
+        if all(buffer.shard.grad is None for buffer in buffers):
+            raise EngineError("sync_gradients: there are no gradients; call backward first")
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, reduced or not."""
+        for unit in self._runtime.units.values():
+            for buffer in unit.buffers:
+                buffer.shard.grad = None
+                buffer.held_gradients = None
+                buffer.present.clear()
+
+    def publish_updates(self) -> None:
+        """Let the next forward see what was written to the masters."""
+        self._runtime.masters_changed()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Whole master weights and buffers on the CPU, under the module's names. Collective."""
+        return full_state(self.module, self.flat_shards(), self.collectives)
+
+    @contextmanager
+    def recorded_events(self) -> Iterator[list[Event]]:
+        """The gathers, releases and reductions that happen in the block, as a growing list."""
+        trace: list[Event] = []
+        self._runtime.trace = trace
+        try:
+            yield trace
+        finally:
+            self._runtime.trace = None
+
+    def gathered_nbytes(self) -> int:
+        """Bytes that the slots of gathered parameters take now."""
+        slots = {id(unit.slot): unit.slot for unit in self._runtime.units.values()}
+        return sum(slot.allocated_nbytes for slot in slots.values())
+
+
+def shard_model(
+    module: nn.Module,
+    strategy: str | Strategy = "full_shard",
+    *,
+    units: str | Sequence[type[nn.Module]] = "auto",
+    prefetch: Prefetch | None = None,
+    precision: Precision | None = None,
+    device: torch.device | None = None,
+    initialize: Initializer | None = None,
+) -> ShardedModel:
+    """Shard `module` over the ranks of the process group. Collective; rank 0's weights win.
+
+    Args:
+        module: any module; its parameters may lie on the meta device if `initialize` is given.
+        strategy: a name of the strategy table, or one of its rows.
+        units: "auto", or the module classes whose instances are gathered and freed as one.
+        prefetch: how many units are gathered ahead; one in each direction by default.
+        precision: dtypes of compute, reduction and masters; the module's own by default.
+        device: where the model runs; by default where the module is, or the CPU.
+        initialize: `initialize(name, whole)` fills a parameter in place, alike on every rank.
+
+    Raises:
+        UsageError: the strategy is unknown or does not run, or no module has a class of `units`.
+        EngineError: the ranks' modules differ.
+    """
+    row = get_strategy(strategy) if isinstance(strategy, str) else strategy
+    device = device or next((p.device for p in module.parameters() if not p.is_meta), None)
+    collectives = collectives_for(device or torch.device("cpu"))
+    runtime = build_runtime(
+        module,
+        effective_strategy(row, collectives.size),
+        classes=None if units == "auto" else [each.__name__ for each in units],  # type: ignore[union-attr]  # a str is "auto"
+        prefetch=prefetch or Prefetch(),
+        precision=precision or Precision(),
+        collectives=collectives,
+        source=(device or torch.device("cpu"), initialize),
+    )
+    return ShardedModel(module, runtime, row)

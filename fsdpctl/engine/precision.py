@@ -1,0 +1,28 @@
+"""In which dtype parameters compute, gradients are reduced and masters are kept."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """None keeps each parameter's own dtype; masters and reductions are fp32 (fp64 for fp64)."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | None = None
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter of `dtype` is gathered and used."""
+        return self.param_dtype or dtype
+
+    def dtype_of_master(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that the optimizer updates."""
+        return self.master_dtype or (dtype if dtype == torch.float64 else torch.float32)
+
+    def dtype_of_reduction(self, master_dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients are added over ranks."""
+        return self.reduce_dtype or (
+            master_dtype if master_dtype == torch.float64 else torch.float32
+        )

@@ -1,0 +1,185 @@
+"""Which unit is whole when: the state of a sharded model while it runs.
+
+The plan says the order of the units and how far ahead to gather. The runtime follows the module
+and autograd events as they really come: a unit that needs a slot in use evicts its owner, whose
+next use gathers it again; a prefetch never evicts.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdpctl.comm.base import Collectives
+from fsdpctl.engine.reduction import GradientReducer
+from fsdpctl.engine.unit import ShardedUnit, State, UnitBuffer, refresh_whole
+from fsdpctl.plan.schedule import Event, EventKind, Prefetch, UnitOrder, following
+from fsdpctl.plan.strategy import Strategy
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Runtime:
+    """Gathers, releases and reduces units as their modules run."""
+
+    def __init__(
+        self,
+        units: Sequence[ShardedUnit],
+        order: UnitOrder,
+        *,
+        strategy: Strategy,
+        prefetch: Prefetch,
+        collectives: Collectives,
+        reduce_dtypes: dict[torch.dtype, torch.dtype],
+    ) -> None:
+        self.units = {unit.name: unit for unit in units}
+        self.order = order
+        self.root = self.units[order.root]
+        self.strategy = strategy
+        self.prefetch = prefetch
+        self.collectives = collectives
+        self.reduces = True  # whether backward reduces what it finds
+        self.trace: list[Event] | None = None  # records events while it is a list
+        self.reducer = GradientReducer(
+            [self.units[name] for name in order.reduction],
+            collectives,
+            reduce_dtypes,
+            self.note,
+            limit=reductions_in_flight(reduce_dtypes),
+        )
+        self._backward_began = False
+
+    def note(self, kind: EventKind, unit: str) -> None:
+        """Record what happens."""
+        if self.trace is not None:
+            self.trace.append(Event(kind, unit))
+
+    # ---- gathering -----------------------------------------------------------------------
+
+    def use(self, unit: ShardedUnit) -> None:
+        """Return once `unit` is whole, whatever had to make room for it."""
+        if unit.state is State.AT_REST:
+            self._evict(unit)
+            self._start_gather(unit)
+        if unit.state is State.GATHERING:
+            unit.finish_gather()
+            self.note(EventKind.READY, unit.name)
+
+    def gather_ahead(self, names: Sequence[str]) -> None:
+        """Start to gather units that will be used soon, where their slot is free."""
+        for name in names:
+            unit = self.units[name]
+            if unit.state is State.AT_REST and unit.slot.owner is None:
+                self._start_gather(unit)
+
+    def release(self, unit: ShardedUnit) -> None:
+        """Give back the memory of a unit, if it has any to give."""
+        if self.strategy.shards_params and unit.state is not State.AT_REST:
+            unit.release()
+            self.note(EventKind.RELEASE, unit.name)
+
+    def _start_gather(self, unit: ShardedUnit) -> None:
+        self.note(EventKind.GATHER, unit.name)
+        unit.start_gather(self.collectives)
+
+    def _evict(self, unit: ShardedUnit) -> None:
+        if unit.slot.owner is not None:
+            self.release(self.units[unit.slot.owner])
+
+    # ---- forward -------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """The outermost module starts."""
+        if self._backward_began and not in_backward():
+            self.recover()
+        if self.strategy.shards_params:
+            self.use(self.root)
+            self.gather_ahead(self.order.forward[: self.prefetch.forward])
+
+    def begin_unit(self, unit: ShardedUnit) -> None:
+        """A unit's forward starts, or is computed again in backward."""
+        self.use(unit)
+        if not in_backward():
+            self.gather_ahead(following(self.order.forward, unit.name, self.prefetch.forward))
+
+    def end_unit(self, unit: ShardedUnit) -> None:
+        """A unit's forward has ended."""
+        if in_backward():
+            return
+        if not torch.is_grad_enabled() or not self.order.keeps_after_forward(
+            unit.name, self.strategy
+        ):
+            self.release(unit)
+
+    def end_forward(self) -> None:
+        """The outermost module has ended."""
+        if not torch.is_grad_enabled():
+            self.release(self.root)
+
+    # ---- backward ------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """The gradient of the outermost module's output is there."""
+        if not self._backward_began:
+            self._backward_began = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        self.use(self.root)
+
+    def begin_unit_backward(self, unit: ShardedUnit) -> None:
+        """The gradient of one of a unit's outputs is there."""
+        self.use(unit)
+        ahead = following(self.order.backward, unit.name, self.prefetch.backward)
+        self.gather_ahead(ahead)
+
+    def gradient_arrived(self, unit: ShardedUnit, buffer: UnitBuffer, index: int) -> None:
+        """A parameter's gradient is complete."""
+        buffer.arrived.add(index)
+        if not unit.is_complete:
+            return
+        if unit is not self.root:
+            self.release(unit)
+            if self.reduces:
+                self.reducer.advance()
+            else:
+                self.reducer.collect(unit)
+
+    def end_backward(self) -> None:
+        """Autograd has done all it had to do."""
+        for unit in self.units.values():
+            self.release(unit)
+            if not self.reduces:
+                self.reducer.collect(unit)
+        if self.reduces:
+            self.reducer.advance(flush=True)
+            self.reducer.finish()
+        self._backward_began = False
+
+    # ---- between steps -------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Clear what a backward left behind that ended in an exception."""
+        self.reducer.abandon()
+        self.rest()
+        self._backward_began = False
+
+    def rest(self) -> None:
+        """Release everything that is released between steps."""
+        for unit in self.units.values():
+            self.release(unit)
+
+    @torch.no_grad()
+    def masters_changed(self) -> None:
+        """The masters were written to: what was gathered from them is out of date."""
+        self.rest()
+        for unit in self.units.values():
+            unit.masters_changed()
+            if self.strategy.keeps_whole_params:
+                for buffer in unit.buffers:
+                    refresh_whole(buffer)
+
+
+def reductions_in_flight(reduce_dtypes: dict[torch.dtype, torch.dtype]) -> int:
+    """How many reduce buffers may live at once: two of two bytes cost what one of four does."""
+    return 1 if any(dtype.itemsize > 2 for dtype in reduce_dtypes.values()) else 2

@@ -1,0 +1,50 @@
+"""Whole tensors out of shards."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fsdpctl.comm.base import Collectives
+from fsdpctl.engine.describe import all_named_parameters
+from fsdpctl.shards import FlatShard
+
+
+def persistent_buffers(module: nn.Module) -> Mapping[str, Tensor]:
+    """The buffers that a state dict of `module` contains, by name."""
+    found: dict[str, Tensor] = {}
+    for prefix, each in module.named_modules():
+        for key, buffer in each._buffers.items():
+            if buffer is not None and key not in each._non_persistent_buffers_set:
+                found[f"{prefix}.{key}" if prefix else key] = buffer
+    return found
+
+
+@torch.no_grad()
+def whole_values(shard: FlatShard, values: Tensor, collectives: Collectives) -> Tensor:
+    """The whole flat buffer of which `values`, a tensor like the master, is this rank's part."""
+    if shard.held.numel == shard.layout.numel:
+        return values
+    whole = values.new_empty(shard.layout.numel)
+    return collectives.all_gather(whole, shard.layout.parts, values).wait()
+
+
+@torch.no_grad()
+def full_state(
+    module: nn.Module, shards: Sequence[FlatShard], collectives: Collectives
+) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer on the CPU, shared ones under each of their names."""
+    whole: dict[str, Tensor] = {}
+    for shard in shards:
+        flat = whole_values(shard, shard.master, collectives).cpu()
+        for placement in shard.layout.placements:
+            span = placement.span
+            values = flat[span.start : span.stop].view(placement.param.shape)
+            whole[placement.param.name] = values.clone()
+    first_names = {id(param): name for name, param in module.named_parameters()}
+    state = {
+        name: whole[first_names[id(param)]]
+        for name, _, _, param in all_named_parameters(module)
+    }
+    state.update({name: each.cpu().clone() for name, each in persistent_buffers(module).items()})
+    return state

@@ -1,0 +1,155 @@
+"""The life of one unit: at rest, gathering, whole, at rest again.
+
+Note: why version counters move. Autograd checks that a saved parameter has the version it had in
+forward. A released unit's version is one higher, so a backward that would read memory which now
+holds another unit raises instead; gathering the unit again makes the saved version right.
+"""
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+
+from fsdpctl.comm.base import Collectives, Handle
+from fsdpctl.engine.slots import Slot
+from fsdpctl.plan.layout import FlatLayout, Span
+from fsdpctl.shards import FlatShard
+
+_set_versions = torch._C._autograd._unsafe_set_version_counter
+
+
+class State(Enum):
+    """Where a unit's parameters are."""
+
+    AT_REST = auto()  # only the masters exist; reading a parameter gives NaN
+    GATHERING = auto()  # an all-gather is in flight
+    WHOLE = auto()
+
+
+class UnitBuffer:
+    """One flat buffer of a unit: its parameters, this rank's shard, and gradients on their way."""
+
+    def __init__(self, shard: FlatShard, params: Sequence[nn.Parameter], whole: Tensor) -> None:
+        self.shard = shard
+        self.params = tuple(params)  # in the layout's order
+        self.whole = whole  # 1-D in the slot; readable while the unit is whole
+        self.held_gradients: Tensor | None = None  # whole, not yet reduced
+        self.arrived: set[int] = set()  # parameters whose gradient of this backward is there
+        self.present: set[int] = set()  # parameters that had one since gradients were dropped
+        self._rests = [
+            torch.full((), float("nan"), dtype=whole.dtype, device=whole.device).expand(
+                placement.param.shape
+            )
+            for placement in self.layout.placements
+        ]
+        self._views = self.param_views(whole)
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Where its parameters lie."""
+        return self.shard.layout
+
+    def param_views(self, flat: Tensor) -> list[Tensor]:
+        """A window into `flat`, a tensor like the whole buffer, for each parameter."""
+        return [
+            flat[placement.span.start : placement.span.stop].view(placement.param.shape)
+            for placement in self.layout.placements
+        ]
+
+    def point_to_whole(self) -> None:
+        """The parameters read the slot."""
+        for param, view in zip(self.params, self._views, strict=True):
+            param.data = view
+
+    def point_to_rest(self) -> None:
+        """The parameters read NaN and refuse writes."""
+        for param, rest in zip(self.params, self._rests, strict=True):
+            param.data = rest
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every gradient of this backward has arrived."""
+        return not self.shard.trainable or len(self.arrived) == len(self.params)
+
+
+class ShardedUnit:
+    """Parameters that are gathered, freed and reduced together."""
+
+    def __init__(self, name: str, buffers: Sequence[UnitBuffer], slot: Slot) -> None:
+        self.name = name
+        self.buffers = tuple(buffers)
+        self.slot = slot
+        self.state = State.AT_REST
+        self._handles: list[Handle] = []
+        self._params = tuple(param for buffer in buffers for param in buffer.params)
+        self._version = max((param._version for param in self._params), default=0)
+
+    @property
+    def trainable_buffers(self) -> tuple[UnitBuffer, ...]:
+        """Those whose gradients are reduced."""
+        return tuple(buffer for buffer in self.buffers if buffer.shard.trainable)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every gradient of this backward has arrived."""
+        return all(buffer.is_complete for buffer in self.buffers)
+
+    @torch.no_grad()
+    def start_gather(self, collectives: Collectives) -> None:
+        """Start to make it whole. The slot must be free."""
+        assert self.state is State.AT_REST and self.slot.owner is None
+        self.slot.take(self.name)
+        self._handles = [
+            collectives.all_gather(buffer.whole, buffer.layout.parts, buffer.shard.master)
+            for buffer in self.buffers
+        ]
+        self.state = State.GATHERING
+
+    @torch.no_grad()
+    def finish_gather(self) -> None:
+        """Wait for the gather; afterwards the parameters can be read."""
+        assert self.state is State.GATHERING
+        for handle in self._handles:
+            handle.wait()
+        self._handles = []
+        self.become_whole()
+
+    def become_whole(self) -> None:
+        """The slot holds the parameters: let them be read."""
+        for buffer in self.buffers:
+            buffer.point_to_whole()
+        self.state = State.WHOLE
+        self._set_version(self._version)
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Give the slot back. The masters keep the values."""
+        if self.state is State.GATHERING:
+            self.finish_gather()
+        assert self.state is State.WHOLE
+        self.rest()
+        self.state = State.AT_REST
+
+    def rest(self) -> None:
+        """Keep nothing but the masters."""
+        for buffer in self.buffers:
+            buffer.point_to_rest()
+        self._set_version(self._version + 1)
+        self.slot.give_back()
+
+    def masters_changed(self) -> None:
+        """Make every graph that saved the old values invalid."""
+        self._version += 2
+        self._set_version(self._version + (self.state is not State.WHOLE))
+
+    def _set_version(self, version: int) -> None:
+        _set_versions(self._params, (version,) * len(self._params))
+
+
+def refresh_whole(buffer: UnitBuffer) -> None:
+    """Copy the masters into parameters that stay whole, where they are not the same memory."""
+    shard = buffer.shard
+    if shard.master.data_ptr() != buffer.whole.data_ptr():
+        held: Span = shard.held
+        buffer.whole[held.start : held.stop].copy_(shard.master)

@@ -1,0 +1,52 @@
+"""The exceptions of fsdpctl, each with the exit code that the command line ends with.
+
+FsdpctlError            1   something failed
+├── UsageError          2   what the user typed or configured cannot work
+├── CheckpointError     4   a checkpoint is damaged or incomplete
+├── StoppedError       75   stopped on request, after saving
+├── NonFiniteError     76   a loss or gradient was not finite
+└── EngineError         1   the sharded model was used in a way it cannot serve
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class FsdpctlError(Exception):
+    """Root of all errors that fsdpctl raises on purpose; the message is one line for the user."""
+
+    exit_code = 1
+
+
+class UsageError(FsdpctlError):
+    """The command line or configuration asks for something impossible."""
+
+    exit_code = 2
+
+
+class CheckpointError(FsdpctlError):
+    """A checkpoint is damaged, incomplete or not one of ours."""
+
+    exit_code = 4
+
+
+class StoppedError(FsdpctlError):
+    """The run was asked to stop, and saved its state before it did."""
+
+    exit_code = 75
+
+
+class NonFiniteError(FsdpctlError):
+    """A loss or gradient was infinite or not a number."""
+
+    exit_code = 76
+
+
+class EngineError(FsdpctlError):
+    """The sharded model was called in an order or with values that it cannot serve."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` for the known word closest to `word`, else an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,1 @@
+"""Steps the flat shards: optimizers, gradient norm and clipping, learning-rate schedules."""

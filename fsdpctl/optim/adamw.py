@@ -1,0 +1,171 @@
+"""AdamW over flat shards."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdpctl.errors import UsageError, nearest
+from fsdpctl.plan.layout import ParamSpec, Span
+from fsdpctl.plan.runs import optimizer_runs
+from fsdpctl.shards import FlatShard, Sharded, trainable_shards
+
+DECAY, NO_DECAY = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class SteppedRun:
+    """A stretch of a shard that the optimizer sees as one parameter."""
+
+    shard: FlatShard
+    span: Span  # in the flat buffer
+    param: nn.Parameter  # a window into the shard's master
+
+
+class ShardedAdamW(torch.optim.AdamW):
+    """torch's fused AdamW on this rank's shards; schedulers work on it as on any optimizer.
+
+    Vectors and scalars (norms, biases) get no weight decay. Adam's moments have the masters' dtype
+    and lie next to the elements they belong to, so each rank keeps only those of its shards.
+    """
+
+    def __init__(
+        self,
+        model: Sharded,
+        *,
+        lr: float = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        param_groups: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Make an optimizer for all trainable parameters of `model`.
+
+        Args:
+            model: a sharded model.
+            lr: learning rate.
+            betas: decay rates of the first and second moment.
+            eps: added to the denominator.
+            weight_decay: decoupled decay of parameters with at least two dimensions.
+            param_groups: further groups as `{"names": [...], "lr": ..., ...}`.
+
+        Raises:
+            UsageError: a group names a parameter that the model does not have.
+        """
+        self._model = model
+        group_of = _group_numbers(model, param_groups)
+        self.runs = _make_runs(model, group_of)
+        options = [
+            {},
+            {"weight_decay": 0.0},
+            *({key: value for key, value in g.items() if key != "names"} for g in param_groups),
+        ]
+        groups: list[dict[str, Any]] = [{"params": [], **each} for each in options]
+        for run, group in self.runs:
+            groups[group]["params"].append(run.param)
+        super().__init__(
+            groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
+        )
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]  # torch's overloads differ by closure only
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> float | None:
+        """Step every shard with its mean gradient, then let the model see the new weights.
+
+        Args:
+            closure: as in torch.
+            grad_scale: a float32 scalar that gradients are divided by.
+            found_inf: a float32 scalar; unless it is zero nothing is stepped.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._model.sync_gradients()
+        for run, _ in self.runs:
+            grad = run.shard.grad
+            run.param.grad = None if grad is None else run.shard.view(grad, run.span)
+        self.grad_scale, self.found_inf = _fused_scalars(self.runs, grad_scale, found_inf)
+        super().step()
+        self._model.publish_updates()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; they are always freed."""
+        self._model.drop_gradients()
+        for run, _ in self.runs:
+            run.param.grad = None
+
+    def memory_bytes(self) -> int:
+        """Bytes of this rank's optimizer states."""
+        return sum(
+            value.nbytes
+            for state in self.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        )
+
+    def create_states(self) -> None:
+        """Make the states that the first step would make: moments of zero, no steps."""
+        for run, _ in self.runs:
+            state = self.state[run.param]
+            if not state:
+                device = run.param.device
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                state["exp_avg"] = torch.zeros_like(run.param)
+                state["exp_avg_sq"] = torch.zeros_like(run.param)
+
+    def run_states(self) -> Iterator[tuple[SteppedRun, dict[str, Tensor]]]:
+        """Each run and its states: `step`, `exp_avg`, `exp_avg_sq`; empty before the first step."""
+        for run, _ in self.runs:
+            yield run, self.state[run.param]
+
+
+def _fused_scalars(
+    runs: Sequence[tuple[SteppedRun, int]], grad_scale: Tensor | None, found_inf: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The fused kernel reads float32 scalars: for float64 gradients divide beforehand."""
+    grads = [run.param.grad for run, _ in runs if run.param.grad is not None]
+    if grad_scale is not None and any(grad.dtype == torch.float64 for grad in grads):
+        torch._foreach_div_(grads, grad_scale)
+        grad_scale = None
+    if grad_scale is not None:
+        grad_scale = grad_scale.float()
+    return grad_scale, found_inf
+
+
+def _group_numbers(
+    model: Sharded, param_groups: Sequence[Mapping[str, Any]]
+) -> Callable[[ParamSpec], int]:
+    chosen = {
+        name: number
+        for number, group in enumerate(param_groups, start=2)
+        for name in group["names"]
+    }
+    known = {param.name for shard in trainable_shards(model) for param in shard.layout.params}
+    for name in chosen:
+        if name not in known:
+            raise UsageError(f"param_groups: no trainable parameter {name}{nearest(name, known)}")
+
+    def group_of(param: ParamSpec) -> int:
+        return chosen.get(param.name, DECAY if len(param.shape) > 1 else NO_DECAY)
+
+    return group_of
+
+
+def _make_runs(
+    model: Sharded, group_of: Callable[[ParamSpec], int]
+) -> tuple[tuple[SteppedRun, int], ...]:
+    made = []
+    for shard in trainable_shards(model):
+        for run in optimizer_runs(shard.layout, shard.held, group_of):
+            param = nn.Parameter(shard.view(shard.master, run.span))
+            made.append((SteppedRun(shard, run.span, param), run.group))
+    return tuple(made)

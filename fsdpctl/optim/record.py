@@ -1,0 +1,99 @@
+"""The step record: one small all-reduce from which everything about a step follows.
+
+It carries the sum of squares of the gradient, the number of target tokens, the summed loss and
+whether a rank wants to stop. From it come the token mean, clipping and skipping, as two scalars
+that the fused optimizer reads on the device, so the host never waits for them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fsdpctl.shards import FlatShard
+
+_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+class _AllReduces(Protocol):
+    def all_reduce(self, values: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """What the host gets to know of a step."""
+
+    loss: float  # mean over all target tokens of the step
+    grad_norm: float  # before clipping
+    tokens: int
+    finite: bool  # loss and gradient
+    stop_requested: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """The record of one step, the same on every rank."""
+
+    grad_scale: Tensor  # float scalar: divide gradients by it
+    found_inf: Tensor  # float32 scalar: 1 where the step must be skipped
+    _figures: Tensor  # loss, grad_norm, tokens, found_inf, stop; on its way to the host
+    _ready: torch.cuda.Event | None
+
+    def figures(self) -> StepFigures:
+        """What the host may know; waits for the device if it has to."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        loss, norm, tokens, found_inf, stop = self._figures.tolist()
+        return StepFigures(loss, norm, int(tokens), found_inf == 0, stop > 0)
+
+
+def sum_of_squares(shards: Sequence[FlatShard]) -> Tensor:
+    """Of all owned gradients, as a float64 scalar; this rank's share."""
+    grads = [grad for shard in shards if (grad := shard.owned_grad) is not None]
+    if not grads:
+        return torch.zeros((), dtype=torch.float64)
+    norms = torch.stack(torch._foreach_norm(grads, 2))
+    return norms.double().square().sum()
+
+
+@torch.no_grad()
+def record_step(
+    shards: Sequence[FlatShard],
+    collectives: _AllReduces,
+    *,
+    loss_sum: Tensor,
+    tokens: Tensor,
+    nominal_tokens: int,
+    max_grad_norm: float,
+    stop: bool = False,
+) -> StepRecord:
+    """Add up the ranks' shares and derive what the optimizer needs. Collective.
+
+    Args:
+        shards: this rank's shards, with reduced gradients.
+        collectives: the ranks of the model.
+        loss_sum: this rank's loss, summed over its target tokens of the step.
+        tokens: how many those were.
+        nominal_tokens: how many the losses were divided by, in all ranks together.
+        max_grad_norm: the norm above which the gradient is scaled down; 0 for never.
+        stop: whether this rank was asked to stop.
+    """
+    share = sum_of_squares(shards)
+    values = torch.stack(
+        [share, loss_sum.to(share), tokens.to(share), torch.full_like(share, float(stop))]
+    )
+    squares, loss, count, stops = collectives.all_reduce(values).unbind()
+    token_factor = nominal_tokens / count
+    norm = squares.sqrt() * token_factor
+    factor = token_factor
+    if max_grad_norm > 0:
+        factor = factor * (max_grad_norm / (norm + _EPS)).clamp(max=1.0)
+    found_inf = (~torch.isfinite(norm + loss)).float()
+    figures = torch.stack([loss / count, norm, count, found_inf.double(), stops])
+    ready = None
+    if figures.is_cuda:
+        figures = figures.to("cpu", non_blocking=True)
+        ready = torch.cuda.current_stream().record_event()
+    return StepRecord(1 / factor, found_inf, figures, ready)

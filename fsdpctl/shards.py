@@ -1,0 +1,75 @@
+"""A rank's part of a unit: what the engine, the optimizer and the checkpoints share."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from fsdpctl.plan.layout import FlatLayout, Piece, Span
+
+
+@dataclass(slots=True)
+class FlatShard:
+    """Master weights of one flat buffer, as far as this rank holds them, and their gradient."""
+
+    unit: str
+    layout: FlatLayout
+    master: Tensor  # 1-D, the elements `held`
+    held: Span  # everything where parameters are replicated, else `owned`
+    owned: Span  # the part that this rank answers for: in checkpoints, in norms
+    grad: Tensor | None = None  # 1-D, like `master`; None until gradients were reduced
+
+    @property
+    def trainable(self) -> bool:
+        """Whether its parameters are trained."""
+        return self.layout.placements[0].param.trainable
+
+    @property
+    def owned_grad(self) -> Tensor | None:
+        """The gradient of the owned elements."""
+        if self.grad is None:
+            return None
+        start = self.owned.start - self.held.start
+        return self.grad[start : start + self.owned.numel]
+
+    def view(self, values: Tensor, span: Span) -> Tensor:
+        """The elements `span` of the flat buffer in `values`, a tensor like `master`."""
+        return values[span.start - self.held.start : span.stop - self.held.start]
+
+    def owned_pieces(self) -> tuple[Piece, ...]:
+        """The parts of parameters that this rank answers for."""
+        return self.layout.pieces(self.owned)
+
+    def held_pieces(self) -> tuple[Piece, ...]:
+        """The parts of parameters that `master` has."""
+        return self.layout.pieces(self.held)
+
+
+class Sharded(Protocol):
+    """What the optimizer and the checkpoints need of a sharded model."""
+
+    def flat_shards(self) -> tuple[FlatShard, ...]:
+        """This rank's shards, in the same order on every rank."""
+        ...
+
+    def persistent_buffers(self) -> Mapping[str, Tensor]:
+        """The module's buffers that belong into a checkpoint, by name."""
+        ...
+
+    def sync_gradients(self) -> None:
+        """Reduce what has been held back; afterwards every shard has its gradient."""
+        ...
+
+    def publish_updates(self) -> None:
+        """Let the next forward see what was written to the masters."""
+        ...
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients."""
+        ...
+
+
+def trainable_shards(model: Sharded) -> Iterator[FlatShard]:
+    """The shards that the optimizer steps."""
+    return (shard for shard in model.flat_shards() if shard.trainable)

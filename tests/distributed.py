@@ -1,0 +1,132 @@
+"""Runs a test body on several gloo ranks of this machine, in a tenth of a second.
+
+Ranks are forked from a server that has imported torch and never used it: as cheap as a fork of
+pytest itself, which would hang once pytest has used OpenMP.
+"""
+
+import faulthandler
+import functools
+import importlib
+import inspect
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "pytest", "fsdpctl.engine.model"]
+)
+
+Body = Callable[..., None]
+
+
+def distributed(world_size: int | None = None, timeout: float = 60.0) -> Callable[[Body], Body]:
+    """Run the decorated test on every rank, as `test(rank, world_size, **fixtures)`.
+
+    Without a `world_size` the test takes it from its parameters.
+    """
+
+    def decorate(body: Body) -> Body:
+        @functools.wraps(body)
+        def test(**fixtures: Any) -> None:
+            ranks = world_size or fixtures.pop("world_size")
+            _run(body, ranks, timeout, fixtures)
+
+        hidden = {"rank"} if world_size is None else {"rank", "world_size"}
+        signature = inspect.signature(body)
+        kept = [each for name, each in signature.parameters.items() if name not in hidden]
+        test.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run(body: Body, world_size: int, timeout: float, fixtures: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        ranks: list[BaseProcess] = []
+        reports: dict[Connection, int] = {}
+        for rank in range(world_size):
+            ours, theirs = _server.Pipe(duplex=False)
+            where = (body.__module__, body.__qualname__)
+            process = _server.Process(
+                target=_rank_main,
+                args=(theirs, where, (rank, world_size), Path(scratch), fixtures),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            ranks.append(process)
+            reports[ours] = rank
+        try:
+            _raise_first_failure(reports, time.monotonic() + timeout)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\n{_stacks(ranks, Path(scratch))}") from None
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def _raise_first_failure(reports: dict[Connection, int], deadline: float) -> None:
+    """The first rank to fail is the cause; the others fail because of it."""
+    pending = dict(reports)
+    while pending:
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TimeoutError(f"ranks {sorted(pending.values())} did not finish")
+        for report in ready:
+            assert isinstance(report, Connection)
+            rank = pending.pop(report)
+            try:
+                failure = report.recv()
+            except EOFError:
+                failure = "died without a report"
+            if failure:
+                raise AssertionError(f"rank {rank}:\n{failure}")
+
+
+def _stacks(ranks: list[BaseProcess], scratch: Path) -> str:
+    """Where each rank hangs."""
+    for process in ranks:
+        if process.is_alive() and process.pid is not None:
+            os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(0.3)
+    files = sorted(scratch.glob("stack-*"))
+    return "\n".join(f"{file.name}:\n{file.read_text()}" for file in files)
+
+
+def _rank_main(
+    report: Connection,
+    where: tuple[str, str],
+    place: tuple[int, int],
+    scratch: Path,
+    fixtures: dict[str, Any],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    rank, world_size = place
+    stack = (scratch / f"stack-{rank}").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    try:
+        store = dist.FileStore(str(scratch / "rendezvous"), world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        module, name = where
+        body = getattr(importlib.import_module(module), name).__wrapped__
+        body(rank=rank, world_size=world_size, **fixtures)
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        report.send(traceback.format_exc())
+    else:
+        report.send(None)

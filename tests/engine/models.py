@@ -1,0 +1,67 @@
+"""Small modules with awkward shapes."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class OddBlock(nn.Module):
+    """A residual block whose parameters fit nothing: 7x13 matrices, a vector of 5, a scalar."""
+
+    def __init__(self, width: int = 13, hidden: int = 7) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class OddNet(nn.Module):
+    """Embedding, blocks, norm and head; the head may share the embedding's weight."""
+
+    def __init__(self, *, tied: bool, num_blocks: int = 5, vocab: int = 17) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, 13)
+        self.blocks = nn.ModuleList(OddBlock() for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(13)
+        self.head = nn.Linear(13, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+def make_net(*, tied: bool, dtype: torch.dtype = torch.float32) -> OddNet:
+    """The same network in every process."""
+    torch.manual_seed(0)
+    return OddNet(tied=tied).to(dtype)
+
+
+def next_token_loss(module: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean cross entropy of predicting the next token."""
+    logits = module(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def token_batches(steps: int, ranks: int, micro_steps: int = 1) -> list[list[list[Tensor]]]:
+    """Different tokens for every step, rank and micro-step."""
+    generator = torch.Generator().manual_seed(1)
+
+    def batch() -> Tensor:
+        return torch.randint(0, 17, (3, 6), generator=generator)
+
+    return [[[batch() for _ in range(micro_steps)] for _ in range(ranks)] for _ in range(steps)]

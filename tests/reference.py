@@ -1,0 +1,95 @@
+"""One process that does what all ranks together should do, without any sharding.
+
+Each rank's micro-batches are run separately and their gradients summed per rank; the ranks' sums
+are added in rank order and multiplied by 1/W; then torch's own AdamW steps. Its parameters are
+padded with zeros to 64 elements, because torch's fused kernel on the CPU rounds the last elements
+of a tensor differently from those before them.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+Batches = Sequence[Sequence[Sequence[Tensor]]]  # [step][rank][micro-step]
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+class PaddedAdamW:
+    """torch.optim.AdamW over copies of the parameters, each padded to a multiple of 64."""
+
+    def __init__(self, params: dict[str, nn.Parameter], lr: float, weight_decay: float) -> None:
+        self._params = params
+        self._padded = {name: nn.Parameter(_padded(param)) for name, param in params.items()}
+        decay = [self._padded[name] for name, param in params.items() if param.ndim > 1]
+        plain = [self._padded[name] for name, param in params.items() if param.ndim <= 1]
+        self._optimizer = torch.optim.AdamW(
+            [{"params": decay}, {"params": plain, "weight_decay": 0.0}],
+            lr=lr,
+            betas=(0.9, 0.95),
+            weight_decay=weight_decay,
+            fused=True,
+        )
+
+    @torch.no_grad()
+    def step(self, gradients: dict[str, Tensor]) -> None:
+        """Step with the given mean gradients; parameters without one are left alone."""
+        for name, padded in self._padded.items():
+            gradient = gradients.get(name)
+            padded.grad = None if gradient is None else _padded(gradient)
+        self._optimizer.step()
+        for name, param in self._params.items():
+            param.copy_(self._padded[name][: param.numel()].view(param.shape))
+
+
+def _padded(values: Tensor) -> Tensor:
+    flat = values.detach().reshape(-1)
+    padded = flat.new_zeros(-(-flat.numel() // 64) * 64)
+    padded[: flat.numel()] = flat
+    return padded
+
+
+def train_reference(
+    module: nn.Module,
+    loss_of: Loss,
+    batches: Batches,
+    *,
+    lr: float = 1e-2,
+    weight_decay: float = 0.1,
+    max_norm: float = 0.0,
+) -> dict[str, Tensor]:
+    """Train `module` in this process and return its state."""
+    params = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    optimizer = PaddedAdamW(params, lr, weight_decay)
+    for of_ranks in batches:
+        totals = _summed_gradients(module, params, loss_of, of_ranks)
+        if max_norm:
+            _clip(totals, max_norm)
+        optimizer.step(totals)
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def _summed_gradients(
+    module: nn.Module,
+    params: dict[str, nn.Parameter],
+    loss_of: Loss,
+    of_ranks: Sequence[Sequence[Tensor]],
+) -> dict[str, Tensor]:
+    totals: dict[str, Tensor] = {}
+    for micro_batches in of_ranks:
+        module.zero_grad()
+        for micro_batch in micro_batches:
+            (loss_of(module, micro_batch) / len(micro_batches)).backward()
+        for name, param in params.items():
+            if param.grad is not None:
+                totals[name] = totals[name] + param.grad if name in totals else param.grad.clone()
+    if len(of_ranks) > 1:
+        totals = {name: total * (1 / len(of_ranks)) for name, total in totals.items()}
+    return totals
+
+
+def _clip(gradients: dict[str, Tensor], max_norm: float) -> None:
+    norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients.values()]))
+    factor = min(1.0, max_norm / (float(norm) + 1e-6))
+    for gradient in gradients.values():
+        gradient.mul_(factor)
