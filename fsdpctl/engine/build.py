@@ -98,7 +98,7 @@ def build_runtime(
 ) -> Runtime:
     """Take over `module`'s parameters and hook its events; `source` says where values come from."""
     device, initialize = source
-    specs = _divide(module, classes)
+    specs = divide_module(module, classes)
     _check_same_model(specs, collectives)
     dtypes = {name: param.dtype for name, param in module.named_parameters()}
     if initialize is None and any(param.is_meta for param in module.parameters()):
@@ -128,7 +128,8 @@ def build_runtime(
     return runtime
 
 
-def _divide(module: nn.Module, classes: Sequence[str] | None) -> tuple[UnitSpec, ...]:
+def divide_module(module: nn.Module, classes: Sequence[str] | None) -> tuple[UnitSpec, ...]:
+    """The units of a module, root first; `classes` None finds the repeated blocks."""
     return divide_into_units(
         describe_module(module),
         classes=classes,

@@ -1,0 +1,64 @@
+"""Brings a checkpoint into a model and its optimizer, however either is sharded."""
+
+import torch
+
+from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, Progress, tensor_key
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.state import (
+    ShardedOptimizer,
+    model_pieces,
+    optimizer_pieces,
+)
+from fsdpctl.errors import CheckpointError
+from fsdpctl.shards import Sharded
+
+
+@torch.no_grad()
+def load_checkpoint(
+    reader: CheckpointReader, model: Sharded, optimizer: ShardedOptimizer | None
+) -> Progress:
+    """Fill this rank's shards and states, reading only what it holds; returns how far it was.
+
+    Raises:
+        CheckpointError: a byte was changed, or the checkpoint is of another model.
+    """
+    _check_model(reader, model)
+    for each in model_pieces(model, owned=False):
+        reader.read_into(each.key, each.piece.in_param, each.values)
+    for name, buffer in model.persistent_buffers().items():
+        everything = buffer.view(-1)
+        key = tensor_key(BUFFER, name)
+        for span, values in reader.read_parts(key):
+            everything[span.start : span.stop].copy_(values)
+    progress = reader.manifest.progress
+    if optimizer is not None and progress.optimizer_step:
+        optimizer.create_states()
+        for each in optimizer_pieces(optimizer, owned=False):
+            reader.read_into(each.key, each.piece.in_param, each.values)
+        _set_steps(optimizer, progress)
+    model.publish_updates()
+    return progress
+
+
+def _check_model(reader: CheckpointReader, model: Sharded) -> None:
+    params = {p.name: p for shard in model.flat_shards() for p in shard.layout.params}
+    for name, param in params.items():
+        shape = reader.info(tensor_key(PARAMETER, name)).shape
+        if tuple(shape) != param.shape:
+            raise CheckpointError(
+                f"{reader.folder}: {name} has shape {shape}, the model's is {list(param.shape)}"
+            )
+    for name in reader.names(PARAMETER):
+        if name not in params:
+            raise CheckpointError(f"{reader.folder}: the model has no parameter {name}")
+
+
+def _set_steps(optimizer: ShardedOptimizer, progress: Progress) -> None:
+    for run, states in optimizer.run_states():
+        names = [piece.param.name for piece in run.shard.layout.pieces(run.span)]
+        counts = {
+            progress.optimizer_steps.get(name, progress.optimizer_step) for name in names
+        }
+        if len(counts) != 1:
+            raise CheckpointError(f"{names[0]} and its neighbours were stepped unequally often")
+        states["step"].fill_(counts.pop())

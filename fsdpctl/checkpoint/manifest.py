@@ -1,0 +1,103 @@
+"""What a checkpoint consists of: the file that is written last and makes it complete."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from fsdpctl.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+_FORMAT = "fsdpctl-checkpoint"
+_VERSION = 1
+
+PARAMETER, BUFFER = "model", "buffer"  # kinds of tensors; other kinds are optimizer states
+
+
+def tensor_key(kind: str, name: str) -> str:
+    """How a tensor is called in files: its kind, then the parameter's name."""
+    return f"{kind}/{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A file of the checkpoint, as it must be."""
+
+    size: int
+    header_xxh3: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A whole tensor, however many files its spans lie in."""
+
+    shape: list[int]
+    dtype: str  # safetensors' name
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has; 1 for a scalar."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the run had come."""
+
+    step: int = 0  # optimizer steps done
+    samples: int = 0  # samples consumed: the position in the data
+    data_fingerprint: str = ""
+    optimizer_step: int = 0  # of every parameter that `optimizer_steps` does not name
+    optimizer_steps: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything about a checkpoint but the tensors' bytes."""
+
+    files: dict[str, FileInfo]
+    tensors: dict[str, TensorInfo]  # by key
+    progress: Progress
+    config: dict[str, str]  # the resolved configuration, as words
+    versions: dict[str, str]
+    world_size: int
+
+    def to_json(self) -> str:
+        """The contents of manifest.json."""
+        content = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the checkpoint in `folder`.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of a version this one does not know.
+    """
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}: not a complete checkpoint") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: damaged: {error}") from None
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise CheckpointError(f"{path}: not the manifest of a checkpoint")
+    if content.get("version") != _VERSION:
+        raise CheckpointError(f"{path}: version {content.get('version')}, this reads {_VERSION}")
+    try:
+        return _from_content(content)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: damaged: {error}") from None
+
+
+def _from_content(content: dict[str, Any]) -> Manifest:
+    return Manifest(
+        {name: FileInfo(**each) for name, each in content["files"].items()},
+        {name: TensorInfo(**each) for name, each in content["tensors"].items()},
+        Progress(**content["progress"]),
+        content["config"],
+        content["versions"],
+        content["world_size"],
+    )

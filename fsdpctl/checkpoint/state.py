@@ -1,0 +1,79 @@
+"""The tensors of a model and its optimizer, as checkpoints see them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from fsdpctl.checkpoint.manifest import PARAMETER, tensor_key
+from fsdpctl.plan.layout import Piece, Span
+from fsdpctl.shards import FlatShard, Sharded
+
+
+class SteppedRun(Protocol):
+    """A stretch of a shard that the optimizer steps as one tensor."""
+
+    @property
+    def shard(self) -> FlatShard:
+        """The shard that it lies in."""
+        ...
+
+    @property
+    def span(self) -> Span:
+        """Its elements of the flat buffer."""
+        ...
+
+
+class ShardedOptimizer(Protocol):
+    """What checkpoints need of an optimizer."""
+
+    def create_states(self) -> None:
+        """Make the states that the first step would make."""
+        ...
+
+    def run_states(self) -> Iterator[tuple[SteppedRun, dict[str, Tensor]]]:
+        """Each run with its states: `step`, a scalar, and tensors like the run."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StatePiece:
+    """A part of one parameter or of one of its optimizer states, in this rank's memory."""
+
+    key: str
+    piece: Piece
+    values: Tensor  # 1-D, the elements `piece.in_param`
+
+
+def model_pieces(model: Sharded, *, owned: bool) -> Iterator[StatePiece]:
+    """The parts of parameters that this rank answers for, or all that it holds."""
+    for shard in model.flat_shards():
+        for piece in shard.owned_pieces() if owned else shard.held_pieces():
+            values = shard.view(shard.master, piece.in_flat)
+            yield StatePiece(tensor_key(PARAMETER, piece.param.name), piece, values)
+
+
+def optimizer_pieces(optimizer: ShardedOptimizer, *, owned: bool) -> Iterator[StatePiece]:
+    """The same of the optimizer's states; nothing before the first step."""
+    for run, states in optimizer.run_states():
+        within = run.span.intersect(run.shard.owned) if owned else run.span
+        if within is None:
+            continue
+        for piece in run.shard.layout.pieces(within):
+            for kind, values in states.items():
+                if kind != "step":
+                    start = piece.in_flat.start - run.span.start
+                    part = values[start : start + piece.in_flat.numel]
+                    yield StatePiece(tensor_key(kind, piece.param.name), piece, part)
+
+
+def optimizer_steps(optimizer: ShardedOptimizer) -> dict[str, int]:
+    """The step counter of each parameter that this rank answers for."""
+    steps = {}
+    for run, states in optimizer.run_states():
+        if "step" in states:
+            count = int(states["step"])
+            for piece in run.shard.layout.pieces(run.span):
+                steps[piece.param.name] = count
+    return steps

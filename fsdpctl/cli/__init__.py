@@ -1,0 +1,1 @@
+"""Commands: each parses, calls one thing and prints what it returns."""

@@ -1,0 +1,67 @@
+"""The command line: its commands, and what an error becomes."""
+
+import sys
+from collections.abc import Callable
+
+import typer
+from typer.core import TyperGroup
+
+from fsdpctl.cli import console
+from fsdpctl.cli.checkpoint import consolidate_checkpoint, inspect_checkpoint, verify_checkpoint
+from fsdpctl.cli.data import tokenize
+from fsdpctl.cli.listing import list_choices
+from fsdpctl.cli.sample import sample
+from fsdpctl.cli.train import train
+from fsdpctl.cli.version import print_version
+from fsdpctl.errors import FsdpctlError
+
+_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="fsdpctl",
+    cls=TyperGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Trains PyTorch models with fully sharded data parallelism.\n\n"
+    "`fsdpctl train` trains now, on this machine, on text that it finds there.",
+)
+
+_SETTINGS = {"ignore_unknown_options": True}  # a word with dashes is answered by the configuration
+_COMMANDS: tuple[tuple[str, Callable[..., None], bool], ...] = (
+    ("train", train, True),
+    ("sample", sample, False),
+    ("consolidate-checkpoint", consolidate_checkpoint, False),
+    ("inspect-checkpoint", inspect_checkpoint, False),
+    ("verify-checkpoint", verify_checkpoint, False),
+    ("tokenize", tokenize, False),
+    ("list", list_choices, False),
+)
+for _name, _command, _takes_words in _COMMANDS:
+    app.command(_name, context_settings=_SETTINGS if _takes_words else None)(_command)
+
+
+@app.callback()
+def about(
+    version: bool = typer.Option(
+        False,
+        "--version",
+        help="Print the versions of fsdpctl, torch, CUDA and NCCL, and the devices.",
+        callback=print_version,
+        is_eager=True,
+    ),
+) -> None:
+    """Options that belong to no command."""
+
+
+def main() -> None:
+    """Run the command line; an error is one line, the exit code says of which kind."""
+    try:
+        app()
+    except FsdpctlError as error:
+        console.fail(str(error))
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        console.fail("interrupted")
+        sys.exit(_INTERRUPTED)

@@ -1,0 +1,46 @@
+"""`fsdpctl tokenize`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fsdpctl.cli.console import say
+from fsdpctl.errors import UsageError
+
+
+def tokenize(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A text file, directory or glob.")],
+    destination: Annotated[
+        Path, typer.Argument(metavar="DST.bin", help="The token file; DST.json describes it.")
+    ],
+    tokenizer: Annotated[
+        str, typer.Option(metavar="bytes|DIR", help="DIR has a tokenizer.json.")
+    ] = "bytes",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST.bin.")] = False,
+) -> None:
+    """Make a token file for `data=tokens` out of text."""
+    from fsdpctl.data.files import read_text
+    from fsdpctl.data.tokenizer import open_tokenizer
+    from fsdpctl.data.tokens import write_token_file
+
+    if destination.suffix != ".bin":
+        raise UsageError(f"{destination}: name it {destination.with_suffix('.bin').name}")
+    for file in (destination, destination.with_suffix(".json")):
+        if file.exists() and not overwrite:
+            raise UsageError(f"{file}: exists already; --overwrite replaces it")
+    text = read_text(source, "SRC")
+    chosen = open_tokenizer(tokenizer)
+    tokens = chosen.encode(text)
+    try:
+        write_token_file(
+            destination,
+            tokens,
+            vocab_size=chosen.vocab_size,
+            tokenizer=chosen.name,
+            num_bytes=text.num_bytes,
+        )
+    except OSError as error:
+        raise UsageError(f"{destination}: {error.strerror}") from None
+    left_out = f", {text.skipped} binary files left out" if text.skipped else ""
+    say(f"{destination}: {len(tokens):,} tokens of {text.num_bytes:,} bytes{left_out}")

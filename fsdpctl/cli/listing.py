@@ -1,0 +1,81 @@
+"""`fsdpctl list`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from fsdpctl.cli.console import out, say
+from fsdpctl.config.compose import choices_of, compose_config
+from fsdpctl.config.files import first_comment, package_folder
+from fsdpctl.config.keys import Key
+from fsdpctl.config.recipe import recipe_names
+from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
+from fsdpctl.errors import UsageError, nearest
+
+
+def list_choices(
+    group: Annotated[
+        str | None, typer.Argument(help="A group or section, as in `fsdpctl list model`.")
+    ] = None,
+    config_dir: Annotated[
+        Path | None, typer.Option(help="A directory with further choices, a folder per group.")
+    ] = None,
+) -> None:
+    """List the groups and recipes there are, or a group's choices and keys."""
+    if group is None:
+        _list_everything(config_dir)
+    elif group in SECTIONS:
+        _list_section(group, config_dir)
+    else:
+        known = ", ".join(SECTIONS)
+        raise UsageError(f"{group}: no such group{nearest(group, SECTIONS)} ({known})")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=bool(columns), header_style="bold")
+    for column in columns or ("", ""):
+        table.add_column(column, no_wrap=column in ("key", "choice", ""), overflow="fold")
+    return table
+
+
+def _list_everything(config_dir: Path | None) -> None:
+    default = compose_config([]).config
+    groups = _table("group", "choices (the default first)")
+    for group in GROUPS:
+        first = getattr(default, group).name
+        others = [each for each in choices_of(group, config_dir) if each != first]
+        groups.add_row(group, ", ".join([first, *others]))
+    out.print(groups)
+    say(f"\nsections with keys only: {', '.join(set(SECTIONS) - set(GROUPS))}")
+    recipes = _table("recipe", "what it shows")
+    for name in recipe_names():
+        recipes.add_row(name, first_comment(package_folder("recipes") / f"{name}.yaml"))
+    say()
+    out.print(recipes)
+    say("\n`fsdpctl list GROUP` shows a group's choices and keys.")
+
+
+def _list_section(section: str, config_dir: Path | None) -> None:
+    default: Config = compose_config([]).config
+    part = getattr(default, section)
+    if section in GROUPS:
+        choices = _table("choice", "what it is")
+        for choice in choices_of(section, config_dir):
+            file = package_folder("conf") / section / f"{choice}.yaml"
+            marked = f"{choice} (default)" if choice == part.name else choice
+            if not file.is_file() and config_dir is not None:
+                file = config_dir / section / f"{choice}.yaml"
+            choices.add_row(marked, first_comment(file))
+        out.print(choices)
+        say()
+    keys = _table("key", "default", "allowed", "meaning")
+    for name, key in KEYS.items():
+        if name.startswith(f"{section}."):
+            keys.add_row(name, _default(key, part), key.allowed, key.meaning)
+    out.print(keys)
+
+
+def _default(key: Key, part: object) -> str:
+    return key.text(getattr(part, key.name.split(".", 1)[1])) or "-"

@@ -1,0 +1,154 @@
+"""`fsdpctl train`."""
+
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fsdpctl.cli.console import fail, say, show_panel
+from fsdpctl.config.compose import Composed, compose_config, config_to_yaml
+
+if TYPE_CHECKING:
+    from fsdpctl.launch.local import Failure, Outcome
+
+_WORKER = "fsdpctl.train.worker"
+_SAVED = 75
+_LAST_LINES = 12
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        show_default=False,
+        help="Settings, as in `model=llama3_1b strategy=full_shard optimizer.lr=1e-3`. "
+        "`fsdpctl list` shows them all.",
+    ),
+]
+Recipe = Annotated[
+    str | None, typer.Option(metavar="NAME|PATH", help="Start from a recipe's settings.")
+]
+ConfigDir = Annotated[
+    Path | None, typer.Option(help="A directory with further choices, a folder per group.")
+]
+
+
+def train(
+    words: Words = None,
+    recipe: Recipe = None,
+    config_dir: ConfigDir = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check that it would run, show units; train nothing.")
+    ] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the configuration and end.")
+    ] = False,
+) -> None:
+    """Train a model. The same command again resumes where the last one ended."""
+    typed = list(words or [])
+    composed = compose_config(typed, recipe, config_dir)
+    if print_config:
+        say(config_to_yaml(composed.config).rstrip())
+        return
+    for name in composed.dropped:
+        say(f"recipe's {name} left out: {name.split('.')[0]} was chosen on the command line")
+    if dry_run:
+        _dry_run(composed)
+    else:
+        _run(composed, [*([f"--recipe {recipe}"] if recipe else []), *typed])
+
+
+def _dry_run(composed: Composed) -> None:
+    from fsdpctl.train.describe import describe_run, describe_units
+    from fsdpctl.train.resolve import resolve
+    from fsdpctl.train.run_dir import inspect_run_dir
+
+    run = resolve(composed)
+    state = inspect_run_dir(Path(str(run.config.train.run_dir)), run.config)
+    for line in [*describe_run(run, state), "", *describe_units(run)]:
+        say(line)
+    say("\nit would run; nothing was trained")
+
+
+def _run(composed: Composed, typed: list[str]) -> None:
+    from fsdpctl.launch.local import launch_workers
+    from fsdpctl.train.describe import describe_run
+    from fsdpctl.train.resolve import resolve
+    from fsdpctl.train.run_dir import (
+        LOGS,
+        Standing,
+        inspect_run_dir,
+        open_run_dir,
+        prepare_run_dir,
+    )
+
+    run = resolve(composed)
+    run_dir = Path(str(run.config.train.run_dir))
+    state = inspect_run_dir(run_dir, run.config)
+    if state.standing is not Standing.FINISHED:
+        lock = open_run_dir(run_dir)
+        state = inspect_run_dir(run_dir, run.config)  # it may have moved on until it was locked
+    if state.standing is Standing.FINISHED:
+        say(f"{run_dir}: finished at step {state.step}; nothing to do")
+        return
+    for line in describe_run(run, state):
+        say(line)
+    prepare_run_dir(run_dir, run.config, typed)
+    ranks = run.config.launch.nproc_per_node
+    assert ranks is not None
+    del run  # the workers read their own data
+    outcome = launch_workers(_WORKER, [str(run_dir)], ranks=ranks, logs=run_dir / LOGS)
+    lock.release()
+    _end(outcome, run_dir)
+
+
+def _end(outcome: "Outcome", run_dir: Path) -> None:
+    """Say how it ended, and exit with the code for it."""
+    cause = outcome.cause
+    if cause is None:
+        say(f"done: {run_dir}")
+        return
+    interrupted = outcome.stop_signal == signal.SIGINT
+    if outcome.stop_signal is not None and cause.exit_code in (
+        _SAVED,
+        *(-each for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)),
+    ):
+        text = cause.message if cause.exit_code == _SAVED else "stopped before the first step"
+        fail(f"{text}; the same command goes on from there")
+        raise typer.Exit(130 if interrupted else _SAVED)
+    if cause.exit_code in (2, 4, 76):
+        fail(cause.message)
+        raise typer.Exit(cause.exit_code)
+    if interrupted and cause.was_killed:
+        fail("killed; the same command goes on from the last checkpoint")
+        raise typer.Exit(130)
+    _show_failure(cause, run_dir)
+    raise typer.Exit(1)
+
+
+def _show_failure(cause: "Failure", run_dir: Path) -> None:
+    log = run_dir / "logs" / f"rank-{cause.rank:05d}.log"
+    lines = [f"cause  {_name(cause)}"]
+    last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.is_file() else []
+    if last:
+        lines += ["", *last, ""]
+    lines += [f"hint   {_hint(cause)}", f"log    {log}"]
+    show_panel(f"rank {cause.rank} on {cause.host} failed", lines)
+
+
+def _name(cause: "Failure") -> str:
+    if cause.was_killed:
+        return f"killed by signal {-cause.exit_code} ({signal.Signals(-cause.exit_code).name})"
+    return cause.message
+
+
+def _hint(cause: "Failure") -> str:
+    again = "the same command goes on from the last checkpoint"
+    if cause.exit_code == -signal.SIGKILL:
+        return f"often the kernel, out of memory: fewer ranks or a smaller micro-batch; {again}"
+    if "out of memory" in cause.message.lower():
+        return "a smaller train.micro_batch_size, or a strategy that shards more"
+    if "timed out" in cause.message.lower():
+        return f"another rank hung or died: see {os.path.join('logs', 'rank-*.log')}; {again}"
+    return again

@@ -1,0 +1,27 @@
+"""`fsdpctl --version`."""
+
+import sys
+from importlib.metadata import version
+
+import typer
+
+from fsdpctl.cli.console import say
+
+
+def print_version(wanted: bool) -> None:
+    """Print versions and devices, and end."""
+    if not wanted:
+        return
+    import torch
+
+    say(f"fsdpctl {version('fsdpctl')}")
+    say(f"python {sys.version.split()[0]}")
+    say(f"torch {torch.__version__}")
+    if torch.cuda.is_available():
+        say(f"CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+        for index in range(torch.cuda.device_count()):
+            about = torch.cuda.get_device_properties(index)
+            say(f"device {index}: {about.name}, {about.total_memory / (1 << 30):.0f} GiB")
+    else:
+        say("devices: CPU only")
+    raise typer.Exit

@@ -1,0 +1,197 @@
+"""Builds a `Config` out of typed words, a recipe and the choices in conf/.
+
+Hydra composes the choices. Values never pass its grammar, so any file name arrives as typed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from fsdpctl.config.files import package_folder
+from fsdpctl.config.keys import Value
+from fsdpctl.config.recipe import find_recipe, read_recipe
+from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, Config
+from fsdpctl.config.words import hint
+from fsdpctl.errors import UsageError
+
+_OPTIONS = ("--recipe", "--config-dir", "--resume", "--dry-run", "--print-config", "--json", "--help")
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """A configuration, and what is worth saying about how it came about."""
+
+    config: Config
+    recipe: str | None  # its name, without folder and ending
+    dropped: tuple[str, ...]  # recipe keys that a choice on the command line overruled
+
+
+def choices_of(group: str, config_dir: Path | None = None) -> list[str]:
+    """The choices of a group, those in `config_dir` included."""
+    folders = [package_folder("conf"), *([config_dir] if config_dir else [])]
+    return sorted({file.stem for each in folders for file in (each / group).glob("*.yaml")})
+
+
+def compose_config(
+    words: Sequence[str], recipe: str | None = None, config_dir: Path | None = None
+) -> Composed:
+    """The configuration that `words` (KEY=VALUE) and a recipe ask for.
+
+    Raises:
+        UsageError: a word is unknown or given twice, or its value is not allowed.
+    """
+    if config_dir is not None and not config_dir.is_dir():
+        raise UsageError(f"--config-dir {config_dir}: no such directory")
+    typed = [_split(word) for word in words]
+    _refuse_doubles(typed)
+    path = find_recipe(recipe) if recipe else None
+    base = read_recipe(path) if path else []
+    chosen = {name for name, _ in typed if name in GROUPS}
+    dropped = tuple(
+        name for name, _ in base if "." in name and name.split(".")[0] in chosen
+    )
+    kept = [pair for pair in base if pair[0] not in chosen and pair[0] not in dropped]
+    pairs = [*kept, *typed]
+    for name, text in pairs:
+        _check_known(name, text, config_dir)
+    choices = {name: text for name, text in pairs if name in GROUPS}
+    values = _values_of_choices(choices, config_dir)
+    values.update({name: KEYS[name].parse(text) for name, text in pairs if name in KEYS})
+    given = {name for name, _ in typed}
+    _settle_length(values, given, {name for name, _ in kept})
+    return Composed(_to_config(values, choices), path.stem if path else None, dropped)
+
+
+def _split(word: str) -> Pair:
+    name, equals, value = word.partition("=")
+    name = name.strip()
+    if word.startswith("-"):
+        known = hint(name.lstrip("-").replace("-", "_"), [*KEYS, *GROUPS])
+        raise UsageError(
+            f"{word}: no such option; settings are typed KEY=VALUE without dashes"
+            f"{known or hint(name, list(_OPTIONS))}"
+        )
+    if name[:1] in ("+", "~") or "@" in name:
+        raise UsageError(
+            f"{name}: keys are neither added nor removed here; `fsdpctl list` shows those there are"
+        )
+    if name == "hydra" or name.startswith("hydra."):
+        raise UsageError(f"{name}: Hydra's own settings are not open; `fsdpctl list` shows ours")
+    if not equals:
+        raise UsageError(f"{word}: write KEY=VALUE{hint(word, [*KEYS, *GROUPS])}")
+    return name, value
+
+
+def _refuse_doubles(typed: Sequence[Pair]) -> None:
+    seen: dict[str, str] = {}
+    for name, value in typed:
+        if name in seen:
+            raise UsageError(f"{name}: given twice, as {seen[name]} and as {value}")
+        seen[name] = value
+
+
+def _check_known(name: str, text: str, config_dir: Path | None) -> None:
+    if name in GROUPS:
+        choices = choices_of(name, config_dir)
+        if text not in choices:
+            raise UsageError(
+                f"{name}={text}: no such choice{hint(text, choices)} ({', '.join(choices)})"
+            )
+    elif name in SECTIONS:
+        raise UsageError(f"{name}: a section, not a key; `fsdpctl list {name}` shows its keys")
+    elif name not in KEYS:
+        raise UsageError(f"{name}: no such key{hint(name, [*KEYS, *GROUPS])}")
+
+
+def _values_of_choices(choices: dict[str, str], config_dir: Path | None) -> dict[str, Value]:
+    """The values that conf/ gives, checked like typed ones; the schema's defaults elsewhere."""
+    overrides = [f"{group}={choice}" for group, choice in choices.items()]
+    if config_dir is not None:
+        overrides.append(f"hydra.searchpath=['file://{config_dir.resolve()}']")
+    with initialize_config_dir(str(package_folder("conf").resolve()), version_base="1.3"):
+        composed: Any = OmegaConf.to_container(compose("config", overrides), resolve=True)
+    values = {name: each.default for name, each in KEYS.items()}
+    for section, content in composed.items():
+        for word, value in (content or {}).items():
+            if word == "name":
+                continue
+            name = f"{section}.{word}"
+            if name not in KEYS:
+                raise UsageError(f"conf/{section}: {name}: no such key{hint(name, list(KEYS))}")
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            values[name] = KEYS[name].parse(text)
+    return values
+
+
+def _settle_length(values: dict[str, Value], typed: set[str], recipe: set[str]) -> None:
+    """Exactly one of the three ways to say how long: the one typed, else the recipe's."""
+    for source in (typed, recipe):
+        said = [name for name in LENGTHS if name in source]
+        if len(said) > 1:
+            raise UsageError(f"{' and '.join(said)}: say the length in one way only")
+        if said:
+            values.update({name: None for name in LENGTHS if name != said[0]})
+            return
+
+
+def _to_config(values: dict[str, Value], choices: dict[str, str]) -> Config:
+    sections = {}
+    for section, schema in SECTIONS.items():
+        content: dict[str, Any] = {
+            name.split(".", 1)[1]: value
+            for name, value in values.items()
+            if name.split(".", 1)[0] == section
+        }
+        if section in choices:
+            content["name"] = choices[section]
+        sections[section] = schema(**content)
+    return Config(**sections)
+
+
+def config_from_words(words: Mapping[str, str]) -> Config:
+    """The configuration that `config_words` made into `words`, on whatever machine.
+
+    Raises:
+        UsageError: a key is unknown to this version, or its value is not allowed.
+    """
+    for name in words:
+        if name not in KEYS and name not in GROUPS:
+            raise UsageError(f"{name}: no such key{hint(name, [*KEYS, *GROUPS])}")
+    values = {
+        name: each.parse(words[name]) if name in words else None if each.optional else each.default
+        for name, each in KEYS.items()
+    }
+    return _to_config(values, {name: words[name] for name in GROUPS if name in words})
+
+
+def config_words(config: Config) -> dict[str, str]:
+    """The configuration as the words one would type; what is not set is left out."""
+    words = {}
+    for section in SECTIONS:
+        part = getattr(config, section)
+        if section in GROUPS:
+            words[section] = part.name
+        for name, each in KEYS.items():
+            if name.startswith(f"{section}."):
+                text = each.text(getattr(part, name.split(".", 1)[1]))
+                if text:
+                    words[name] = text
+    return words
+
+
+def config_to_yaml(config: Config) -> str:
+    """The configuration as a recipe: reading it gives the same configuration again."""
+    lines = []
+    for name, text in config_words(config).items():
+        key = KEYS.get(name)
+        is_text = key is None or key.type == "text" or text == "auto"
+        value = yaml.safe_dump(text, allow_unicode=True, width=10**6) if is_text else text
+        lines.append(f"{name}: {value.removesuffix('...' + chr(10)).strip()}")
+    return "\n".join(lines) + "\n"

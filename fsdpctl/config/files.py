@@ -1,0 +1,22 @@
+"""Where the YAML files lie that come with fsdpctl."""
+
+from pathlib import Path
+
+import fsdpctl
+
+
+def package_folder(name: str) -> Path:
+    """The folder `conf` or `recipes`: inside an installed package, else beside it."""
+    package = Path(fsdpctl.__file__).parent
+    inside = package / name
+    return inside if inside.is_dir() else package.parent / name
+
+
+def first_comment(file: Path) -> str:
+    """The comment that a YAML file begins with: what it is."""
+    lines = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.removeprefix("#").strip())
+    return " ".join(lines)

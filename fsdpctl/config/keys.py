@@ -1,0 +1,116 @@
+"""One configuration key: its type, what is allowed, what it means, and text made into its value."""
+
+import dataclasses
+import math
+import os
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_type_hints
+
+from fsdpctl.errors import UsageError, nearest
+
+AUTO = "auto"
+Value = str | int | float | bool | None  # None stands for `auto` or, where optional, for not set
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What can be said about one key."""
+
+    name: str  # dotted
+    type: Literal["text", "whole number", "number", "true or false"]
+    default: Value
+    meaning: str
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    auto: bool = False  # `auto` is allowed, and stored as None
+    optional: bool = False  # may be left unset
+    is_path: bool = False
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values in words."""
+        words = ", ".join(self.choices) or self.type
+        if self.minimum is not None and self.maximum is not None:
+            words += f" from {self.minimum:g} to {self.maximum:g}"
+        elif self.minimum is not None:
+            words += f" from {self.minimum:g}"
+        return f"{words}, or auto" if self.auto else words
+
+    def text(self, value: Value) -> str:
+        """How `value` is typed."""
+        if value is None:
+            return AUTO if self.auto else ""
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    def parse(self, text: str) -> Value:
+        """The value that `text` means.
+
+        Raises:
+            UsageError: it is not an allowed value.
+        """
+        if self.auto and text == AUTO:
+            return None
+        if self.type == "text":
+            return self._parse_text(text)
+        if self.type == "true or false":
+            if text.lower() in ("true", "false"):
+                return text.lower() == "true"
+            raise self._refused(text)
+        return self._parse_number(text)
+
+    def _parse_text(self, text: str) -> str:
+        if self.choices and text not in self.choices:
+            raise self._refused(text, nearest(text, self.choices))
+        if not text:
+            raise self._refused(text)
+        return os.path.expanduser(text) if self.is_path else text
+
+    def _parse_number(self, text: str) -> int | float:
+        try:
+            number = float(text)
+        except ValueError:
+            raise self._refused(text) from None
+        whole = self.type == "whole number"
+        if not math.isfinite(number) or (whole and number != int(number)):
+            raise self._refused(text)
+        if self.minimum is not None and number < self.minimum:
+            raise self._refused(text)
+        if self.maximum is not None and number > self.maximum:
+            raise self._refused(text)
+        if not whole:
+            return number
+        try:
+            return int(text)  # floats lose digits above 2**53
+        except ValueError:
+            return int(number)
+
+    def _refused(self, text: str, hint: str = "") -> UsageError:
+        return UsageError(f"{self.name}={text}: allowed is {self.allowed}{hint}")
+
+
+def key(default: Value, meaning: str, **about: Any) -> Any:
+    """A dataclass field that is a configuration key; `about` are fields of `Key`."""
+    return dataclasses.field(default=default, metadata={"meaning": meaning, **about})
+
+
+_TYPES: dict[type, Literal["text", "whole number", "number", "true or false"]] = {
+    bool: "true or false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+}
+
+
+def keys_of(section: str, schema: type) -> dict[str, Key]:
+    """The keys of a section, by dotted name, from the fields of its dataclass."""
+    hints = get_type_hints(schema)
+    found = {}
+    for field in dataclasses.fields(schema):
+        if "meaning" not in field.metadata:
+            continue
+        hint = hints[field.name]
+        base = next(each for each in (get_args(hint) or (hint,)) if each is not type(None))
+        name = f"{section}.{field.name}"
+        found[name] = Key(name, _TYPES[base], field.default, **field.metadata)
+    return found

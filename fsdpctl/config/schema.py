@@ -1,0 +1,199 @@
+"""The typed shape of a run's configuration: a dataclass per section, a field per key.
+
+Sections that are groups have a `name`: the choice, a file in conf/. None stands for `auto` until
+a run resolves it.
+"""
+
+from dataclasses import dataclass, field
+
+from fsdpctl.config.keys import Key, key, keys_of
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A Llama-style decoder: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU."""
+
+    name: str = "llama_tiny"
+    num_layers: int = key(4, "decoder blocks", minimum=1)
+    hidden_size: int = key(144, "width of the residual stream", minimum=1)
+    intermediate_size: int = key(384, "width inside the MLP", minimum=1)
+    num_heads: int = key(6, "query heads", minimum=1)
+    num_kv_heads: int = key(2, "key and value heads; divides num_heads", minimum=1)
+    head_dim: int | None = key(None, "width of a head", minimum=2, auto=True)
+    vocab_size: int | None = key(None, "rows of the embedding", minimum=1, auto=True)
+    max_seq_len: int = key(2048, "longest sequence the exported model claims", minimum=1)
+    rms_norm_eps: float = key(1e-5, "added to the variance", minimum=0)
+    rope_theta: float = key(10000.0, "base of the rotary frequencies", minimum=1)
+    rope_scaling: str = key("none", "stretching of long wavelengths", choices=("none", "llama3"))
+    rope_factor: float = key(8.0, "llama3 scaling: how much longer", minimum=1)
+    rope_low_freq_factor: float = key(1.0, "llama3 scaling: where it begins", minimum=0)
+    rope_high_freq_factor: float = key(4.0, "llama3 scaling: where it is complete", minimum=0)
+    rope_original_len: int = key(8192, "llama3 scaling: length trained on first", minimum=1)
+    tie_embeddings: bool = key(True, "the output head shares the input embedding's weight")
+    qk_norm: bool = key(False, "RMSNorm on queries and keys, as in Qwen3")
+    init_std: float = key(0.02, "standard deviation of the initial weights", minimum=0)
+
+
+@dataclass(frozen=True, slots=True)
+class DataConfig:
+    """What is trained on, and what validates."""
+
+    name: str = "python_stdlib"
+    path: str | None = key(
+        None, "file, directory or glob (text); token file (tokens)", is_path=True, optional=True
+    )
+    val_path: str | None = key(
+        None, "the same, for validation, instead of val_fraction", is_path=True, optional=True
+    )
+    val_fraction: float = key(
+        0.02, "share of the data held out for validation", minimum=0, maximum=0.5
+    )
+    tokenizer: str | None = key(
+        None, "bytes, or a directory with a tokenizer.json", is_path=True, auto=True
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyConfig:
+    """Which model states are sharded."""
+
+    name: str = "full_shard"
+    dp_shard_size: int | None = key(
+        None, "hybrid_*: ranks that share one copy; auto: the ranks of a node", minimum=1, auto=True
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchConfig:
+    """How many units' parameters are all-gathered ahead of the running one."""
+
+    name: str = "both"
+    forward: int = key(1, "units ahead in forward", minimum=0)
+    backward: int = key(1, "units ahead in backward", minimum=0)
+
+
+@dataclass(frozen=True, slots=True)
+class AccumulationConfig:
+    """When gradients of several micro-batches are reduced: after every, or after the last."""
+
+    name: str = "every"
+    steps: int | None = key(
+        None, "micro-batches of a step; auto: from the batch sizes", minimum=1, auto=True
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionConfig:
+    """Dtypes of compute, reduction and master weights."""
+
+    name: str = "auto"
+    param_dtype: str | None = key(None, "of compute and gathers", choices=DTYPES, auto=True)
+    reduce_dtype: str | None = key(None, "of gradient reduction", choices=DTYPES, auto=True)
+    master_dtype: str | None = key(None, "of what the optimizer updates", choices=DTYPES, auto=True)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    """AdamW's numbers, and clipping."""
+
+    name: str = "adamw"
+    lr: float = key(4e-3, "peak learning rate", minimum=0)
+    beta1: float = key(0.9, "decay of the first moment", minimum=0, maximum=0.999999)
+    beta2: float = key(0.95, "decay of the second moment", minimum=0, maximum=0.999999)
+    eps: float = key(1e-8, "added to the denominator", minimum=0)
+    weight_decay: float = key(0.1, "decoupled decay of matrices", minimum=0)
+    max_grad_norm: float = key(1.0, "gradients are scaled down to it; 0: never", minimum=0)
+
+
+@dataclass(frozen=True, slots=True)
+class LrSchedulerConfig:
+    """The learning rate over the steps."""
+
+    name: str = "cosine"
+    warmup_steps: int = key(50, "steps of linear rise from 0", minimum=0)
+    min_lr_ratio: float = key(0.1, "final over peak learning rate", minimum=0, maximum=1)
+    decay_ratio: float = key(0.2, "wsd: share of the steps that decay", minimum=0, maximum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """How workers are started."""
+
+    name: str = "local"
+    nproc_per_node: int | None = key(
+        None, "ranks; auto: one per CUDA device, else 2", minimum=1, auto=True
+    )
+    nnodes: int = key(1, "machines", minimum=1)
+    device: str | None = key(None, "where ranks compute", choices=("cpu", "cuda"), auto=True)
+    timeout: float = key(600.0, "seconds after which a stuck collective ends the run", minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """The run itself."""
+
+    run_dir: str | None = key(
+        None, "where everything of the run lies; auto: runs/NAME-HASH", is_path=True, auto=True
+    )
+    steps: int | None = key(700, "length in optimizer steps", minimum=1, optional=True)
+    epochs: float | None = key(None, "length in passes over the data", minimum=0, optional=True)
+    tokens: int | None = key(None, "length in trained tokens", minimum=1, optional=True)
+    seq_len: int = key(128, "tokens of a sample", minimum=1)
+    global_batch_size: int = key(16, "samples of a step, over all ranks", minimum=1)
+    micro_batch_size: int | None = key(
+        None, "samples of a rank and pass; auto: all of its share", minimum=1, auto=True
+    )
+    seed: int = key(0, "of weights and data order", minimum=0)
+    eval_every: int = key(200, "steps between validations; 0: only at the end", minimum=0)
+    eval_batches: int = key(0, "global batches of a validation; 0: all there are", minimum=0)
+    log_every: int = key(10, "steps between plain progress lines", minimum=1)
+    sample_tokens: int = key(200, "tokens generated at the end; 0: none", minimum=0)
+    on_nonfinite: str = key("stop", "at a non-finite loss or gradient", choices=("stop", "skip"))
+    deterministic: bool = key(False, "CUDA: only kernels that repeat their results")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """When the state is saved."""
+
+    every: int = key(100, "steps between checkpoints; 0: only at the end", minimum=0)
+    keep_last: int = key(2, "complete checkpoints kept; 0: all", minimum=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything that a run is told."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
+    accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_scheduler: LrSchedulerConfig = field(default_factory=LrSchedulerConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "strategy": StrategyConfig,
+    "prefetch": PrefetchConfig,
+    "accumulation": AccumulationConfig,
+    "precision": PrecisionConfig,
+    "optimizer": OptimizerConfig,
+    "lr_scheduler": LrSchedulerConfig,
+    "launch": LaunchConfig,
+    "train": TrainConfig,
+    "checkpoint": CheckpointConfig,
+}
+GROUPS = tuple(name for name, schema in SECTIONS.items() if hasattr(schema, "name"))
+KEYS: dict[str, Key] = {
+    name: each for section, schema in SECTIONS.items() for name, each in keys_of(section, schema).items()
+}
+LENGTHS = ("train.steps", "train.epochs", "train.tokens")

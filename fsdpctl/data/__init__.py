@@ -1,0 +1,1 @@
+"""Token streams, and which samples of them a step sees. Order and position are arithmetic."""

@@ -1,0 +1,138 @@
+"""Which files text comes from, and which of it is held out."""
+
+import glob
+import hashlib
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdpctl.errors import UsageError
+
+_FILES_FOR_WHOLE_HOLDOUT = 50  # with fewer files, the end of each is held out instead
+_NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test"}
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Documents of UTF-8 text as bytes, and how many files were passed over as binary."""
+
+    documents: tuple[bytes, ...]
+    skipped: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all documents."""
+        return sum(map(len, self.documents))
+
+
+def _is_text(content: bytes) -> bool:
+    if b"\0" in content:
+        return False
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def read_text(path: str, key: str = "data.path") -> Text:
+    """The text of a file, of all files below a directory, or of those that a glob matches.
+
+    Raises:
+        UsageError: there is no such file, it is not text, or there is no text at all.
+    """
+    files = _find_files(path, key)
+    documents, skipped = [], 0
+    for file in files:
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise UsageError(f"{key}={path}: {file}: {error.strerror}") from None
+        if not _is_text(content):
+            if len(files) == 1:
+                raise UsageError(f"{key}={path}: not UTF-8 text; data=tokens takes token files")
+            skipped += 1
+        elif content:
+            documents.append(content)
+    if not documents:
+        raise UsageError(f"{key}={path}: there is no text in it ({len(files)} files)")
+    return Text(tuple(documents), skipped)
+
+
+def _find_files(path: str, key: str) -> list[Path]:
+    place = Path(path)
+    if place.is_file():
+        return [place]
+    if place.is_dir():
+        return sorted(each for each in place.rglob("*") if each.is_file() and not _hidden(each, place))
+    matches = sorted(Path(name) for name in glob.glob(path, recursive=True))
+    files = [each for each in matches if each.is_file()]
+    if not files:
+        raise UsageError(f"{key}={path}: no such file or directory, and no file matches it")
+    return files
+
+
+def _hidden(file: Path, below: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(below).parts)
+
+
+def standard_library() -> Text:
+    """The source files of Python's own standard library, without its tests."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [
+        file
+        for file in sorted(root.rglob("*.py"))
+        if not _NOT_LIBRARY.intersection(file.relative_to(root).parts)
+    ]
+    documents = tuple(content for file in files if _is_text(content := file.read_bytes()))
+    if not documents:
+        raise UsageError(f"data=python_stdlib: no source files below {root}; use data=text")
+    return Text(tuple(document for document in documents if document))
+
+
+def hold_out(text: Text, fraction: float) -> tuple[Text, Text | None]:
+    """Split text into one to train on and one to validate.
+
+    Of many files some are held out whole, chosen by their content; of few, the end of each.
+    """
+    if fraction == 0:
+        return text, None
+    if len(text.documents) >= _FILES_FOR_WHOLE_HOLDOUT:
+        kept, held = _by_document(text.documents, fraction)
+    else:
+        halves = [_split_document(document, fraction) for document in text.documents]
+        kept, held = [a for a, _ in halves if a], [b for _, b in halves if b]
+    return Text(tuple(kept), text.skipped), Text(tuple(held)) if held else None
+
+
+def _by_document(documents: Sequence[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
+    wanted = fraction * sum(map(len, documents))
+    order = sorted(
+        range(len(documents)), key=lambda index: hashlib.sha256(documents[index]).digest()
+    )
+    chosen, size = set(), 0
+    for index in order:
+        if size + len(documents[index]) <= wanted:
+            chosen.add(index)
+            size += len(documents[index])
+    return (
+        [each for index, each in enumerate(documents) if index not in chosen],
+        [each for index, each in enumerate(documents) if index in chosen],
+    )
+
+
+def _split_document(document: bytes, fraction: float) -> tuple[bytes, bytes]:
+    """Cut off the end, at a line where there is one near, never within a character."""
+    cut = len(document) - int(len(document) * fraction)
+    line = document.find(b"\n", cut, cut + 4096)
+    if 0 <= line < len(document) - 1:
+        cut = line + 1
+    while cut < len(document) and document[cut] & 0xC0 == 0x80:
+        cut += 1
+    return document[:cut], document[cut:]
+
+
+def iter_documents(text: Text) -> Iterator[str]:
+    """The documents as strings."""
+    return (document.decode("utf-8") for document in text.documents)

@@ -1,0 +1,129 @@
+"""From the data section of a configuration to token streams."""
+
+import gzip
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from fsdpctl.config.schema import DataConfig
+from fsdpctl.data.files import Text, hold_out, read_text, standard_library
+from fsdpctl.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, open_tokenizer
+from fsdpctl.data.tokens import TokenStream, open_token_file, write_token_file
+from fsdpctl.errors import UsageError
+
+_GZIP_LIMIT = 64 << 20  # above, compressing for comparison takes longer than it is worth
+
+
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """What a run trains on and validates with."""
+
+    train: TokenStream
+    val: TokenStream | None
+    tokenizer: Tokenizer
+    vocab_size: int
+    description: str
+    gzip_bits_per_byte: float | None  # what `gzip -9` needs for the validation text
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the content of both parts."""
+        return self.train.fingerprint + (self.val.fingerprint if self.val else "")
+
+
+def load_data(config: DataConfig) -> DataSet:
+    """Read (or map) the data of a run.
+
+    Raises:
+        UsageError: it is missing, empty or not what it should be.
+    """
+    if config.name == "tokens":
+        return _from_token_files(config)
+    tokenizer = open_tokenizer(config.tokenizer)
+    text, where = _read(config)
+    if config.val_path is not None:
+        train, val = text, read_text(config.val_path, "data.val_path")
+    else:
+        train, val = _split(text, config.val_fraction)
+    skipped = f", {text.skipped} binary files left out" if text.skipped else ""
+    files = "file" if len(text.documents) == 1 else "files"
+    return DataSet(
+        _encode(tokenizer, train),
+        _encode(tokenizer, val) if val else None,
+        tokenizer,
+        tokenizer.vocab_size,
+        f"{where}, {len(text.documents)} {files}{skipped}",
+        _gzip_bits(val) if val else None,
+    )
+
+
+def _read(config: DataConfig) -> tuple[Text, str]:
+    if config.name == "python_stdlib":
+        return standard_library(), "source files of Python's standard library"
+    if config.path is None:
+        raise UsageError("data=text: say which, as data.path=FILE, DIR or GLOB")
+    return read_text(config.path), config.path
+
+
+def _split(text: Text, fraction: float) -> tuple[Text, Text | None]:
+    train, val = hold_out(text, fraction)
+    if not train.documents:
+        raise UsageError(f"data.val_fraction={fraction:g}: leaves nothing to train on")
+    return train, val
+
+
+def _from_token_files(config: DataConfig) -> DataSet:
+    if config.path is None:
+        raise UsageError("data=tokens: say which, as data.path=FILE.bin")
+    file = open_token_file(Path(config.path))
+    train, val = file.stream, None
+    if config.val_path is not None:
+        held = open_token_file(Path(config.val_path), "data.val_path")
+        if held.vocab_size != file.vocab_size:
+            raise UsageError(
+                f"data.val_path={config.val_path}: a vocabulary of {held.vocab_size}, where "
+                f"data.path has one of {file.vocab_size}"
+            )
+        val = held.stream
+    elif config.val_fraction:
+        cut = len(train.tokens) - int(len(train.tokens) * config.val_fraction)
+        train, val = TokenStream(train.tokens[:cut], None), TokenStream(train.tokens[cut:], None)
+    name = config.tokenizer or file.tokenizer
+    known = name == BYTES or (Path(name) / "tokenizer.json").is_file() or config.tokenizer
+    tokenizer = open_tokenizer(name) if known else ByteTokenizer()
+    return DataSet(train, val, tokenizer, file.vocab_size, config.path, None)
+
+
+def _encode(tokenizer: Tokenizer, text: Text) -> TokenStream:
+    """Tokens of the text; those that cost time are kept in the user's cache, by content."""
+    if tokenizer.name == BYTES:
+        return TokenStream(tokenizer.encode(text), text.num_bytes)
+    digest = xxhash.xxh3_128(Path(tokenizer.name, "tokenizer.json").read_bytes())
+    for document in text.documents:
+        digest.update(len(document).to_bytes(8, "little"))
+        digest.update(document)
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdpctl"
+    path = folder / f"{digest.hexdigest()}.bin"
+    if path.with_suffix(".json").is_file():
+        return open_token_file(path).stream
+    tokens = tokenizer.encode(text)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_token_file(
+            path,
+            tokens,
+            vocab_size=tokenizer.vocab_size,
+            tokenizer=tokenizer.name,
+            num_bytes=text.num_bytes,
+        )
+    except OSError:  # a cache that cannot be written only costs time
+        pass
+    return TokenStream(tokens, text.num_bytes)
+
+
+def _gzip_bits(text: Text) -> float | None:
+    if text.num_bytes > _GZIP_LIMIT:
+        return None
+    return 8 * len(gzip.compress(b"".join(text.documents), 9, mtime=0)) / text.num_bytes

@@ -1,0 +1,166 @@
+"""Starts workers on this machine and waits for them, whatever happens to them or to us.
+
+Note: signals. Workers have sessions of their own, so Ctrl-C reaches only this process. The first
+request to stop is passed on to the workers, which finish their step, save and exit by themselves;
+the agent is not told, because its own way of stopping loses their exit codes. A second request
+kills them.
+"""
+
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How one worker ended."""
+
+    rank: int
+    host: str
+    exit_code: int  # negative: the signal that killed it
+    message: str
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended it."""
+        return self.exit_code < 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a launch ended: no failure means that all workers did their work."""
+
+    failures: tuple[Failure, ...]
+    stop_signal: int | None
+
+    @property
+    def cause(self) -> Failure | None:
+        """The failure that the others follow from: a killed worker breaks everybody's talks."""
+        killed = [each for each in self.failures if each.was_killed]
+        spoken = [each for each in self.failures if not _is_broken_talk(each.message)]
+        return next(iter([*killed, *spoken, *self.failures]), None)
+
+
+def _is_broken_talk(message: str) -> bool:
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
+    return any(word in message for word in words)
+
+
+class _StopRequests:
+    """Passes requests to stop on to the workers."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        again = self.first is not None
+        self.first = self.first if again else number
+        for child in psutil.Process().children():
+            with _ignoring_the_dead():
+                child.send_signal(signal.SIGKILL if again else number)
+
+
+@contextmanager
+def _ignoring_the_dead() -> Iterator[None]:
+    try:
+        yield
+    except psutil.NoSuchProcess:
+        return
+
+
+@contextmanager
+def _handling_signals() -> Iterator[_StopRequests]:
+    requests = _StopRequests()
+    before = {number: signal.signal(number, requests.handle) for number in _STOPPING}
+    try:
+        yield requests
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def launch_workers(module: str, args: Sequence[str], *, ranks: int, logs: Path) -> Outcome:
+    """Run `python -m module args…` on `ranks` ranks of this machine until all have ended.
+
+    Args:
+        module: what to run; it finds its rank in torchrun's environment variables.
+        args: its arguments.
+        ranks: how many.
+        logs: an existing directory for the agent's own log.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id="fsdpctl",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        monitor_interval=0.1,
+        signals_to_handle="SIGQUIT",  # not those that _StopRequests passes on
+    )
+    start = elastic_launch(config, sys.executable)
+    with _logging_to(logs / "node-00000.log"), _environment(ranks), _handling_signals() as requests:
+        try:
+            start("-m", module, *args)
+            failures: tuple[Failure, ...] = ()
+        except ChildFailedError as error:
+            failures = tuple(_failure(rank, each) for rank, each in sorted(error.failures.items()))
+    return Outcome(failures, requests.first)
+
+
+@contextmanager
+def _logging_to(path: Path) -> Iterator[None]:
+    """Send what the agent logs to a file: what matters of it is said in one panel."""
+    logger = logging.getLogger("torch.distributed")
+    handler = logging.FileHandler(path, delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    before = logger.propagate, logger.handlers
+    logger.propagate, logger.handlers = False, [handler]
+    try:
+        yield
+    finally:
+        logger.propagate, logger.handlers = before
+        handler.close()
+
+
+@contextmanager
+def _environment(ranks: int) -> Iterator[None]:
+    """What workers inherit: their share of the cores, their launcher, and gloo's interface."""
+    values = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
+        "FSDPCTL_LAUNCHER": str(os.getpid()),
+    }
+    if Path("/sys/class/net/lo").exists():
+        values["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name may not resolve
+    before = dict(os.environ)
+    os.environ.update({name: before.get(name, value) for name, value in values.items()})
+    os.environ["FSDPCTL_LAUNCHER"] = values["FSDPCTL_LAUNCHER"]
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _failure(rank: int, found: Any) -> Failure:
+    message = found.message
+    if isinstance(message, dict):
+        message = message.get("message", "")
+    return Failure(rank, socket.gethostname(), found.exitcode, str(message))

@@ -1,0 +1,1 @@
+"""Bytes before a run, from the plan alone."""

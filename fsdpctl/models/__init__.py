@@ -1,0 +1,1 @@
+"""Plain modules that know nothing of sharding, with Hugging Face's parameter names."""

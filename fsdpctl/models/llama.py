@@ -1,0 +1,130 @@
+"""A Llama-style decoder."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fsdpctl.config.schema import ModelConfig
+from fsdpctl.models.rope import rotate, rotation
+
+
+class RMSNorm(nn.Module):
+    """Scales each vector to unit root mean square (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` with its last dimension normalised; the variance is computed in float32."""
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Causal self-attention whose query heads share key and value heads in groups."""
+
+    def __init__(self, config: ModelConfig, head_dim: int) -> None:
+        super().__init__()
+        width, self.head_dim = config.hidden_size, head_dim
+        self.config = config
+        self.q_proj = nn.Linear(width, config.num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(width, config.num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(width, config.num_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * head_dim, width, bias=False)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, length, hidden_size) in and out."""
+        batch, length, _ = x.shape
+
+        def heads(values: Tensor) -> Tensor:
+            return values.view(batch, length, -1, self.head_dim)
+
+        q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+        if self.config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        cos, sin = rotation(self.config, self.head_dim, length, x.device, x.dtype)
+        mixed = F.scaled_dot_product_attention(
+            rotate(q, cos, sin),
+            rotate(k, cos, sin),
+            v,
+            is_causal=True,
+            enable_gqa=self.config.num_heads != self.config.num_kv_heads,
+        )
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return out
+
+
+class SwiGLU(nn.Module):
+    """A gated MLP (Shazeer, 2020)."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, hidden, bias=False)
+        self.up_proj = nn.Linear(width, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (..., width) in and out."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, head_dim: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, head_dim)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, length, hidden_size) in and out."""
+        x = x + self.self_attn(self.input_layernorm(x))
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class _Backbone(nn.Module):
+    def __init__(self, config: ModelConfig, head_dim: int, vocab_size: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, head_dim) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.norm(x)
+        return out
+
+
+class LlamaDecoder(nn.Module):
+    """Token ids in, next-token logits out."""
+
+    def __init__(self, config: ModelConfig, head_dim: int, vocab_size: int) -> None:
+        super().__init__()
+        self.model = _Backbone(config, head_dim, vocab_size)
+        self.lm_head = nn.Linear(config.hidden_size, vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The token embedding."""
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The output head."""
+        return self.lm_head
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Shape (batch, length) in, (batch, length, vocab_size) out."""
+        logits: Tensor = self.lm_head(self.model(tokens))
+        return logits

@@ -1,0 +1,43 @@
+"""Rotary position embeddings (Su et al., RoFormer), in the half-split form of Llama."""
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fsdpctl.config.schema import ModelConfig
+
+
+def inverse_frequencies(config: ModelConfig, head_dim: int) -> Tensor:
+    """Radians per position of each pair of dimensions; float32, shape (head_dim / 2,).
+
+    With `rope_scaling=llama3`, wavelengths far above the original training length are stretched by
+    `rope_factor`, those far below are kept, and those between are blended (Llama 3.1).
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    if config.rope_scaling == "none":
+        return frequencies
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    turns = config.rope_original_len * frequencies / (2 * math.pi)
+    blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - blend) * frequencies / config.rope_factor + blend * frequencies
+
+
+@lru_cache(maxsize=8)
+def rotation(
+    config: ModelConfig, head_dim: int, length: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position, each of shape (length, head_dim)."""
+    frequencies = inverse_frequencies(config, head_dim).to(device)
+    positions = torch.arange(length, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, frequencies)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each head's pairs of dimensions; `x` has shape (batch, heads, length, head_dim)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin

@@ -1,0 +1,26 @@
+"""The learning rate as a function of the step."""
+
+import math
+
+from fsdpctl.config.schema import LrSchedulerConfig
+
+
+def lr_factor(config: LrSchedulerConfig, step: int, total_steps: int) -> float:
+    """What the peak learning rate is multiplied by in step `step`, counted from 0.
+
+    Warm-up rises to 1 over `warmup_steps`. Then `cosine` falls along half a cosine to
+    `min_lr_ratio` at the last step, `wsd` stays until the last `decay_ratio` of the steps and
+    falls linearly, `constant` stays.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.name == "constant":
+        return 1.0
+    begin = config.warmup_steps
+    if config.name == "wsd":
+        begin = max(begin, total_steps - round(config.decay_ratio * total_steps))
+        if step < begin:
+            return 1.0
+    done = (step - begin) / max(1, total_steps - 1 - begin)
+    fall = 0.5 * (1 + math.cos(math.pi * done)) if config.name == "cosine" else 1 - done
+    return config.min_lr_ratio + (1 - config.min_lr_ratio) * fall

@@ -1,0 +1,107 @@
+"""The one place where a configuration becomes objects."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from fsdpctl.checkpoint.folders import CHECKPOINTS, newest_checkpoint
+from fsdpctl.checkpoint.load import load_checkpoint
+from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.comm.world import World
+from fsdpctl.config.schema import Config
+from fsdpctl.data.batches import Batches
+from fsdpctl.data.source import DataSet, load_data
+from fsdpctl.engine.model import ShardedModel, shard_model
+from fsdpctl.engine.precision import Precision
+from fsdpctl.errors import UsageError
+from fsdpctl.models.registry import build_model, initialize_parameter
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.plan.batch import BatchPlan, plan_batches
+from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.train.loop import Trainer, TrainingParts
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def make_model(config: Config, device: torch.device, *, strategy: str | None = None) -> ShardedModel:
+    """The model with its initial weights, sharded as the configuration says. Collective."""
+    precision = config.precision
+    return shard_model(
+        build_model(config.model),
+        strategy or config.strategy.name,
+        prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
+        precision=Precision(
+            *(
+                _DTYPES[name or "float32"]
+                for name in (precision.param_dtype, precision.reduce_dtype, precision.master_dtype)
+            )
+        ),
+        device=device,
+        initialize=partial(
+            initialize_parameter, seed=config.train.seed, std=config.model.init_std
+        ),
+    )
+
+
+def make_optimizer(config: Config, model: ShardedModel) -> ShardedAdamW:
+    """The optimizer over the model's shards."""
+    about = config.optimizer
+    return ShardedAdamW(
+        model,
+        lr=about.lr,
+        betas=(about.beta1, about.beta2),
+        eps=about.eps,
+        weight_decay=about.weight_decay,
+    )
+
+
+def make_trainer(
+    config: Config, world: World, stop_requested: Callable[[], bool]
+) -> Trainer:
+    """Everything for a run, brought to where its newest checkpoint was. Collective."""
+    run_dir = Path(str(config.train.run_dir))
+    data = load_data(config.data)
+    plan = plan_batches(
+        config.train.global_batch_size,
+        world.world_size,
+        micro_batch_size=config.train.micro_batch_size,
+        num_micro_batches=config.accumulation.steps,
+    )
+    model = make_model(config, world.device)
+    optimizer = make_optimizer(config, model)
+    done = _resume(run_dir, model, optimizer, data)
+    train = config.train
+    parts = TrainingParts(
+        config=config,
+        run_dir=run_dir,
+        data=data,
+        model=model,
+        optimizer=optimizer,
+        train_batches=Batches(data.train, train.seq_len, plan, train.seed),
+        val_batches=_validation(data, train.seq_len, plan),
+        device=world.device,
+        stop_requested=stop_requested,
+    )
+    return Trainer(parts, done)
+
+
+def _validation(data: DataSet, seq_len: int, plan: BatchPlan) -> Batches | None:
+    return None if data.val is None else Batches(data.val, seq_len, plan, seed=0)
+
+
+def _resume(
+    run_dir: Path, model: ShardedModel, optimizer: ShardedAdamW, data: DataSet
+) -> Progress:
+    newest = newest_checkpoint(run_dir / CHECKPOINTS)
+    if newest is None:
+        return Progress()
+    reader = CheckpointReader(newest)
+    if reader.manifest.progress.data_fingerprint != data.fingerprint:
+        raise UsageError(
+            f"train.run_dir={run_dir}: the data is not what the run was trained on so far; "
+            "choose another train.run_dir="
+        )
+    return load_checkpoint(reader, model, optimizer)

@@ -1,0 +1,145 @@
+"""What is said of a run before it starts."""
+
+from collections.abc import Iterator
+
+from fsdpctl.engine.build import divide_module
+from fsdpctl.memory.states import StateBytes, state_bytes
+from fsdpctl.plan.strategy import effective_strategy, get_strategy
+from fsdpctl.plan.units import UnitSpec
+from fsdpctl.train.progress import format_bytes
+from fsdpctl.train.resolve import ResolvedRun
+from fsdpctl.train.run_dir import RunState, Standing
+
+
+def _units(run: ResolvedRun) -> tuple[UnitSpec, ...]:
+    return divide_module(run.module, None)
+
+
+def _count(number: float) -> str:
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:.0f}"
+
+
+def describe_run(run: ResolvedRun, state: RunState) -> list[str]:
+    """The first lines of a run: everything that was decided, `auto` included."""
+    rows = [
+        ("model", _model(run)),
+        ("ranks", _ranks(run)),
+        ("data", _data(run)),
+        ("batch", _batch(run)),
+        ("length", _length(run)),
+        ("memory", _memory(run)),
+        ("run", _run(run, state)),
+    ]
+    lines = [f"{name:<8}{text}" for name, text in rows]
+    return [*lines, *(f"changed {line}" for line in state.differences)]
+
+
+def _auto(run: ResolvedRun, name: str) -> str:
+    return " (auto)" if name in run.automatic else ""
+
+
+def _num_params(run: ResolvedRun) -> int:
+    return sum(param.numel() for param in run.module.parameters())
+
+
+def _model(run: ResolvedRun) -> str:
+    config = run.config
+    return (
+        f"{config.model.name}, {_count(_num_params(run))} parameters, vocabulary "
+        f"{config.model.vocab_size}{_auto(run, 'model.vocab_size')}, weights drawn from seed "
+        f"{config.train.seed}"
+    )
+
+
+def _ranks(run: ResolvedRun) -> str:
+    config = run.config
+    precision = config.precision
+    dtypes = (
+        precision.param_dtype
+        if precision.param_dtype == precision.reduce_dtype == precision.master_dtype
+        else f"{precision.param_dtype} compute, {precision.reduce_dtype} reduction, "
+        f"{precision.master_dtype} masters"
+    )
+    alone = " (one rank: runs as no_shard)" if config.launch.nproc_per_node == 1 else ""
+    return (
+        f"{config.launch.nproc_per_node}{_auto(run, 'launch.nproc_per_node')} on "
+        f"{config.launch.device}{_auto(run, 'launch.device')}, {config.strategy.name}{alone}, "
+        f"prefetch {config.prefetch.name}, {dtypes}{_auto(run, 'precision.param_dtype')}"
+    )
+
+
+def _data(run: ResolvedRun) -> str:
+    data = run.data
+    text = f"{data.description}: {_count(len(data.train.tokens))} tokens ({data.tokenizer.name})"
+    if data.val is None:
+        return f"{text}, none held out"
+    text += f", {_count(len(data.val.tokens))} to validate"
+    if data.gzip_bits_per_byte is not None:
+        text += f" (gzip -9: {data.gzip_bits_per_byte:.3f} bits per byte)"
+    return text
+
+
+def _batch(run: ResolvedRun) -> str:
+    plan, train = run.batches, run.config.train
+    return (
+        f"{plan.global_batch_size} samples of {train.seq_len} tokens a step: {plan.world_size} "
+        f"ranks x {plan.num_micro_batches} micro-batches of {plan.micro_batch_size}"
+        f"{_auto(run, 'train.micro_batch_size')}"
+    )
+
+
+def _length(run: ResolvedRun) -> str:
+    train = run.config.train
+    tokens = run.total_steps * train.global_batch_size * train.seq_len
+    samples = run.data.train.num_samples(train.seq_len)
+    epochs = run.total_steps * train.global_batch_size / samples
+    return f"{run.total_steps} steps, {_count(tokens)} tokens, {epochs:.2g} epochs"
+
+
+def run_state_bytes(run: ResolvedRun) -> StateBytes:
+    """The model states of each rank."""
+    config = run.config
+    ranks = run.batches.world_size
+    return state_bytes(
+        _units(run),
+        effective_strategy(get_strategy(config.strategy.name), ranks),
+        ranks,
+        param_dtype=str(config.precision.param_dtype),
+        master_dtype=str(config.precision.master_dtype),
+        prefetch_depth=max(config.prefetch.forward, config.prefetch.backward),
+    )
+
+
+def _memory(run: ResolvedRun) -> str:
+    held = run_state_bytes(run)
+    return (
+        f"{format_bytes(held.total)} a rank: masters {format_bytes(held.masters)}, gradients "
+        f"{format_bytes(held.gradients)}, optimizer {format_bytes(held.optimizer)}, gathered "
+        f"{format_bytes(held.gathered)}; activations not counted"
+    )
+
+
+def _run(run: ResolvedRun, state: RunState) -> str:
+    where = run.config.train.run_dir
+    if state.standing is Standing.NEW:
+        return f"{where} (new)"
+    if state.standing is Standing.FINISHED:
+        return f"{where} (finished at step {state.step})"
+    return f"{where} (resumes at step {state.step})"
+
+
+def describe_units(run: ResolvedRun) -> Iterator[str]:
+    """Units and their layout over the ranks, a line each."""
+    ranks = run.batches.world_size
+    units = _units(run)
+    width = max(len(unit.name) for unit in units) + 2
+    yield f"{'unit':<{width}}{'kind':<11}{'parameters':>14}{'padding':>10}{'a rank':>14}"
+    for unit in units:
+        layouts = unit.layouts(ranks)
+        numel = sum(param.numel for param in unit.params)
+        padded = sum(layout.numel for layout in layouts)
+        part = sum(layout.parts[0].numel for layout in layouts)
+        yield f"{unit.name:<{width}}{unit.kind:<11}{numel:>14,}{padded - numel:>10,}{part:>14,}"

@@ -1,0 +1,222 @@
+"""The training loop."""
+
+import contextlib
+import hashlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fsdpctl.checkpoint.folders import CHECKPOINTS, LATEST, point_to, remove_old, step_folder
+from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.save import write_checkpoint
+from fsdpctl.config.compose import config_words
+from fsdpctl.config.schema import Config
+from fsdpctl.data.batches import Batches
+from fsdpctl.data.source import DataSet
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.errors import NonFiniteError, StoppedError
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.optim.record import StepFigures, StepRecord, record_step
+from fsdpctl.optim.schedule import lr_factor
+from fsdpctl.train.generate import generate
+from fsdpctl.train.loss import summed_loss, validation_loss
+from fsdpctl.train.metrics import MetricsFile, StepMetrics, peak_memory
+from fsdpctl.train.progress import RunProgress
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingParts:
+    """Everything that a loop works with, made by assemble.py."""
+
+    config: Config
+    run_dir: Path
+    data: DataSet
+    model: ShardedModel
+    optimizer: ShardedAdamW
+    train_batches: Batches
+    val_batches: Batches | None
+    device: torch.device
+    stop_requested: Callable[[], bool]
+
+
+class Trainer:
+    """Steps from where the last checkpoint was to the end of the run."""
+
+    def __init__(self, parts: TrainingParts, done: Progress) -> None:
+        self.parts = parts
+        self.step = done.step  # optimizer steps done
+        self.samples = done.samples
+        self._saved_step = done.step if done.step else -1
+        self._ranks = parts.model.collectives
+        self._is_main = self._ranks.rank == 0
+        config = parts.config
+        assert config.train.steps is not None
+        self.total_steps = config.train.steps
+        self._metrics = (
+            MetricsFile(parts.run_dir / "metrics.jsonl", done.step) if self._is_main else None
+        )
+        self._progress = RunProgress(
+            self.total_steps, done.step, log_every=config.train.log_every, shows=self._is_main
+        )
+
+    def run(self) -> None:
+        """Train to the end.
+
+        Raises:
+            StoppedError: it was asked to stop, and has saved.
+            NonFiniteError: a loss or gradient was not finite, and the configuration says stop.
+        """
+        config = self.parts.config
+        with self._progress:
+            while self.step < self.total_steps:
+                stop = self._train_step()
+                last = self.step == self.total_steps
+                if last or _is_multiple(self.step, config.train.eval_every):
+                    self._validate(last=last)
+                if last or stop or _is_multiple(self.step, config.checkpoint.every):
+                    self.save()
+                if stop and not last:
+                    raise StoppedError(f"stopped at step {self.step} of {self.total_steps}, saved")
+        self._show_sample()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    # ---- one step ------------------------------------------------------------------------
+
+    def _train_step(self) -> bool:
+        """Returns whether some rank was asked to stop."""
+        began = time.perf_counter()
+        parts, config = self.parts, self.parts.config
+        record = self._gradients()
+        lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.step, self.total_steps)
+        for group in parts.optimizer.param_groups:
+            group["lr"] = lr
+        parts.optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
+        parts.optimizer.zero_grad()
+        self.step += 1
+        self.samples += config.train.global_batch_size
+        figures = record.figures()
+        metrics = StepMetrics(
+            self.step, figures, lr, time.perf_counter() - began, peak_memory(parts.device)
+        )
+        if self._metrics is not None:
+            self._metrics.write(metrics.to_line())
+        self._progress.step(metrics)
+        self._check_finite(figures)
+        return figures.stop_requested
+
+    def _gradients(self) -> StepRecord:
+        """Forward and backward of every micro-step, and the record of what came of it."""
+        parts, config = self.parts, self.parts.config
+        plan = parts.train_batches.plan
+        nominal = plan.micro_batch_size * plan.num_micro_batches * config.train.seq_len
+        loss_sum = torch.zeros((), dtype=torch.float64, device=parts.device)
+        tokens = 0
+        for micro_step in range(plan.num_micro_batches):
+            _reseed(config.train.seed, self.step, micro_step, self._ranks.rank)
+            batch = parts.train_batches.training(self.samples, self._ranks.rank, micro_step)
+            is_last = micro_step == plan.num_micro_batches - 1
+            holds = config.accumulation.name == "last" and not is_last
+            with parts.model.no_sync() if holds else contextlib.nullcontext():
+                loss = summed_loss(parts.model, batch, parts.device)
+                (loss / nominal).backward()
+            loss_sum += loss.detach()
+            tokens += int((batch.targets >= 0).sum())
+        return record_step(
+            parts.model.flat_shards(),
+            self._ranks,
+            loss_sum=loss_sum,
+            tokens=torch.tensor(tokens, device=parts.device),
+            nominal_tokens=nominal * self._ranks.size,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            stop=parts.stop_requested(),
+        )
+
+    def _check_finite(self, figures: StepFigures) -> None:
+        if figures.finite:
+            return
+        what = f"step {self.step}: loss {figures.loss}, gradient norm {figures.grad_norm}"
+        if self.parts.config.train.on_nonfinite == "stop":
+            raise NonFiniteError(
+                f"{what}; the step was not applied. A lower optimizer.lr may help; "
+                "train.on_nonfinite=skip goes on without such steps"
+            )
+        self._progress.say(f"{what}; skipped")
+
+    # ---- between steps -------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, unless there is one."""
+        if self._saved_step == self.step:
+            return
+        parts = self.parts
+        checkpoints = parts.run_dir / CHECKPOINTS
+        folder = step_folder(checkpoints, self.step)
+        write_checkpoint(
+            folder,
+            parts.model,
+            parts.optimizer,
+            self._ranks,
+            progress=Progress(self.step, self.samples, parts.data.fingerprint),
+            config=config_words(parts.config),
+        )
+        if self._is_main:
+            point_to(checkpoints / LATEST, folder)
+            remove_old(checkpoints, parts.config.checkpoint.keep_last)
+        self._saved_step = self.step
+
+    def _validate(self, *, last: bool) -> None:
+        parts = self.parts
+        if parts.val_batches is None:
+            return
+        loss = validation_loss(
+            parts.model,
+            parts.val_batches,
+            self._ranks,
+            parts.device,
+            at_most=parts.config.train.eval_batches,
+        )
+        if self._metrics is not None:
+            self._metrics.write({"step": self.step, "val_loss": loss})
+        self._progress.say(f"step {self.step}: {_describe(loss, parts.data, compare=last)}")
+
+    def _show_sample(self) -> None:
+        config, parts = self.parts.config, self.parts
+        if not config.train.sample_tokens:
+            return
+        tokens = generate(
+            parts.model,
+            parts.data.tokenizer.encode_prompt(""),
+            config.train.sample_tokens,
+            context=config.train.seq_len,
+            seed=config.train.seed,
+            device=parts.device,
+        )
+        self._progress.say("a sample:\n" + parts.data.tokenizer.decode(tokens))
+
+
+def _describe(loss: float, data: DataSet, *, compare: bool) -> str:
+    """A validation loss in words; at the end compared with gzip where that makes sense."""
+    text = f"validation loss {loss:.4f} nats per token"
+    if data.val is None or not data.val.num_bytes:
+        return text
+    bits = loss / math.log(2) * len(data.val.tokens) / data.val.num_bytes
+    text += f", {bits:.3f} bits per byte"
+    if compare and data.gzip_bits_per_byte is not None:
+        relation = "below" if bits < data.gzip_bits_per_byte else "not below"
+        text += f": {relation} the {data.gzip_bits_per_byte:.3f} that gzip -9 needs for this text"
+    return text
+
+
+def _is_multiple(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _reseed(*place: int) -> None:
+    """Give torch's generators a state that follows from where in the run this is."""
+    digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -1,0 +1,46 @@
+"""The loss of a micro-batch, and of a validation set."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fsdpctl.comm.base import Collectives
+from fsdpctl.data.batches import IGNORED, Batches, MicroBatch
+
+
+def summed_loss(model: nn.Module, batch: MicroBatch, device: torch.device) -> Tensor:
+    """Cross entropy in nats, in float32, summed over the targets that count."""
+    logits = model(batch.tokens.to(device, non_blocking=True))
+    targets = batch.targets.to(device, non_blocking=True)
+    return F.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+@torch.no_grad()
+def validation_loss(
+    model: nn.Module,
+    batches: Batches,
+    collectives: Collectives,
+    device: torch.device,
+    *,
+    at_most: int,
+) -> float:
+    """Mean nats per token over the validation data. Collective.
+
+    Every rank runs the same number of passes, and losses are added in float64, so that the result
+    does not depend on the number of ranks beyond the rounding of single passes.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for number in range(batches.num_validation_batches(at_most)):
+        for micro_step in range(batches.plan.num_micro_batches):
+            batch = batches.validation(number, collectives.rank, micro_step)
+            logits = model(batch.tokens.to(device))
+            targets = batch.targets.to(device).flatten()
+            losses = F.cross_entropy(
+                logits.float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="none"
+            )
+            total[0] += losses.double().sum()
+            total[1] += (targets != IGNORED).sum()
+    summed, count = collectives.all_reduce(total).tolist()
+    return float(summed / count)

@@ -1,0 +1,102 @@
+"""What is written down of every step: one JSON object a line in metrics.jsonl."""
+
+import json
+import math
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdpctl.errors import UsageError
+from fsdpctl.optim.record import StepFigures
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """One optimizer step as it is reported."""
+
+    step: int  # steps done, this one included
+    figures: StepFigures
+    lr: float
+    seconds: float
+    memory: "PeakMemory"
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Target tokens of all ranks per second."""
+        return self.figures.tokens / self.seconds
+
+    def to_line(self) -> dict[str, Any]:
+        """The object in metrics.jsonl."""
+        return {
+            "step": self.step,
+            "loss": _finite(self.figures.loss),
+            "grad_norm": _finite(self.figures.grad_norm),
+            "lr": self.lr,
+            "tokens": self.figures.tokens,
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "seconds": round(self.seconds, 6),
+            "peak_allocated_bytes": self.memory.allocated,
+            "peak_reserved_bytes": self.memory.reserved,
+        }
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+@dataclass(frozen=True, slots=True)
+class PeakMemory:
+    """The most that this rank has held so far."""
+
+    allocated: int | None  # in tensors; not known on the CPU
+    reserved: int  # by the caching allocator; on the CPU by the process
+
+
+def peak_memory(device: torch.device) -> PeakMemory:
+    """Of this rank, since it started."""
+    if device.type == "cuda":
+        return PeakMemory(
+            torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        )
+    return PeakMemory(None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+class MetricsFile:
+    """metrics.jsonl of a run; each line is on its way to the disk when `write` returns."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        """Open `path` as it was when the checkpoint of `step` was made: later lines are cut off."""
+        _cut_back(path, step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append one object."""
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._file.close()
+
+
+def _cut_back(path: Path, step: int) -> None:
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # the torn last line of a killed run
+        if not isinstance(entry, dict) or "step" not in entry:
+            raise UsageError(f"{path}: not the metrics of a run: {line[:60]}")
+        if entry["step"] <= step:
+            kept.append(line + "\n")
+    scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    scratch.write_text("".join(kept), encoding="utf-8")
+    scratch.replace(path)

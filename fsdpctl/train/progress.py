@@ -1,0 +1,105 @@
+"""What rank 0 shows while a run goes on: a bar on a terminal, plain lines elsewhere."""
+
+import math
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from fsdpctl.train.metrics import StepMetrics
+
+_GIB = 1 << 30
+_MIB = 1 << 20
+
+
+def format_bytes(count: float) -> str:
+    """In GiB or MiB, with the unit."""
+    return f"{count / _GIB:.2f} GiB" if count >= _GIB else f"{count / _MIB:.1f} MiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """As h:mm:ss or m:ss."""
+    whole = math.ceil(seconds)
+    hours, rest = divmod(whole, 3600)
+    minutes, left = divmod(rest, 60)
+    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
+
+
+class RunProgress:
+    """Shows a run's progress on standard output; silent on all ranks but 0.
+
+    A reader that goes away (a closed pipe) silences it; training goes on.
+    """
+
+    def __init__(self, total_steps: int, first_step: int, *, log_every: int, shows: bool) -> None:
+        self._console = Console(highlight=False, soft_wrap=True, quiet=not shows)
+        self._total = total_steps
+        self._log_every = log_every
+        self._live: Progress | None = None
+        self._task: TaskID | None = None
+        self._done_here = 0
+        self._began = time.monotonic()
+        if shows and self._console.is_terminal:
+            self._live = _make_bar(self._console)
+            self._task = self._live.add_task("", total=total_steps, completed=first_step, note="")
+
+    def __enter__(self) -> "RunProgress":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def step(self, metrics: StepMetrics) -> None:
+        """A step is done."""
+        self._done_here += 1
+        note = (
+            f"loss {metrics.figures.loss:.3f}  {metrics.tokens_per_second:,.0f} tok/s  "
+            f"{format_bytes(metrics.memory.reserved)}"
+        )
+        if self._live is not None and self._task is not None:
+            self._live.update(self._task, completed=metrics.step, note=note)
+        elif metrics.step % self._log_every == 0 or metrics.step == self._total:
+            each = (time.monotonic() - self._began) / self._done_here
+            left = format_seconds(each * (self._total - metrics.step))
+            self.say(f"step {metrics.step}/{self._total}  {note}  {left} left")
+
+    def say(self, line: str) -> None:
+        """Print a line that stays."""
+        try:
+            self._console.print(line, markup=False)
+            self._console.file.flush()
+        except OSError:
+            self._console.quiet = True
+            sys.stdout = None  # type: ignore[assignment]  # nothing may flush it at exit
+
+
+def _make_bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("[bold]step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        refresh_per_second=4,
+    )

@@ -1,0 +1,177 @@
+"""Fills in every `auto` of a configuration on this machine, and checks that the run can work."""
+
+import hashlib
+import json
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fsdpctl.config.compose import Composed, config_words
+from fsdpctl.config.schema import Config, PrecisionConfig
+from fsdpctl.data.batches import Batches
+from fsdpctl.data.source import DataSet, load_data
+from fsdpctl.errors import UsageError
+from fsdpctl.models.registry import build_model
+from fsdpctl.plan.batch import BatchPlan, plan_batches
+from fsdpctl.plan.strategy import get_strategy
+
+# What decides the losses; the rest may change from one start of a run to the next.
+_DECIDES = ("model", "data", "optimizer", "lr_scheduler", "precision")
+_DECIDING_KEYS = ("train.seed", "train.seq_len", "train.global_batch_size")
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRun:
+    """A configuration without `auto`, and what was loaded to find out."""
+
+    config: Config
+    automatic: frozenset[str]  # the keys that were `auto`
+    data: DataSet
+    module: nn.Module  # on the meta device
+    batches: BatchPlan
+    total_steps: int
+
+
+def decides_losses(name: str) -> bool:
+    """Whether a key decides the losses of a run."""
+    return name.split(".")[0] in _DECIDES or name in _DECIDING_KEYS
+
+
+def resolve(composed: Composed) -> ResolvedRun:
+    """The run that `composed` describes, on this machine.
+
+    Raises:
+        UsageError: it cannot work; the message names the key.
+    """
+    config = _with_ranks(composed.config)
+    config = replace(config, precision=_precision(config))
+    _check_strategy(config)
+    data = load_data(config.data)
+    config = _with_data(config, data)
+    module = build_model(config.model)
+    assert config.launch.nproc_per_node is not None
+    batches = plan_batches(
+        config.train.global_batch_size,
+        config.launch.nproc_per_node,
+        micro_batch_size=config.train.micro_batch_size,
+        num_micro_batches=config.accumulation.steps,
+    )
+    steps = _total_steps(config, data, batches)
+    config = replace(
+        config,
+        accumulation=replace(config.accumulation, steps=batches.num_micro_batches),
+        train=replace(
+            config.train,
+            steps=steps,
+            epochs=None,
+            tokens=None,
+            micro_batch_size=batches.micro_batch_size,
+        ),
+    )
+    config = _with_run_dir(config, composed.recipe)
+    before = config_words(composed.config)
+    automatic = frozenset(name for name, text in before.items() if text == "auto")
+    return ResolvedRun(config, automatic, data, module, batches, steps)
+
+
+def _with_ranks(config: Config) -> Config:
+    launch = config.launch
+    if launch.nnodes != 1:
+        raise UsageError(f"launch.nnodes={launch.nnodes}: this version trains on one machine only")
+    has_cuda = torch.cuda.is_available()
+    if launch.device == "cuda" and not has_cuda:
+        raise UsageError("launch.device=cuda: torch finds no CUDA device here; use cpu or auto")
+    device = launch.device or ("cuda" if has_cuda else "cpu")
+    available = torch.cuda.device_count() if device == "cuda" else None
+    ranks = launch.nproc_per_node or available or 2
+    if available is not None and ranks > available:
+        raise UsageError(
+            f"launch.nproc_per_node={ranks}: there are {available} CUDA devices, one for each rank"
+        )
+    return replace(config, launch=replace(launch, device=device, nproc_per_node=ranks))
+
+
+def _precision(config: Config) -> PrecisionConfig:
+    given = config.precision
+    bf16 = config.launch.device == "cuda" and torch.cuda.is_bf16_supported()
+    return replace(
+        given,
+        param_dtype=given.param_dtype or ("bfloat16" if bf16 else "float32"),
+        reduce_dtype=given.reduce_dtype or "float32",
+        master_dtype=given.master_dtype or "float32",
+    )
+
+
+def _check_strategy(config: Config) -> None:
+    strategy = get_strategy(config.strategy.name)
+    if config.strategy.dp_shard_size is not None and not strategy.replicates:
+        raise UsageError(
+            f"strategy.dp_shard_size={config.strategy.dp_shard_size}: only hybrid strategies have "
+            f"one, and strategy={strategy.name} is none"
+        )
+
+
+def _with_data(config: Config, data: DataSet) -> Config:
+    vocab_size = config.model.vocab_size or data.vocab_size
+    if vocab_size < data.vocab_size:
+        raise UsageError(
+            f"model.vocab_size={vocab_size}: the tokens of the data go up to {data.vocab_size}"
+        )
+    if config.train.seq_len > config.model.max_seq_len:
+        raise UsageError(
+            f"train.seq_len={config.train.seq_len}: above model.max_seq_len="
+            f"{config.model.max_seq_len}"
+        )
+    paths = {
+        name: os.path.abspath(value)
+        for name in ("path", "val_path")
+        if (value := getattr(config.data, name)) is not None
+    }
+    name = data.tokenizer.name
+    tokenizer = name if name == "bytes" else os.path.abspath(name)
+    return replace(
+        config,
+        model=replace(config.model, vocab_size=vocab_size),
+        data=replace(config.data, tokenizer=tokenizer, **paths),
+    )
+
+
+def _total_steps(config: Config, data: DataSet, plan: BatchPlan) -> int:
+    train = config.train
+    batches = Batches(data.train, train.seq_len, plan, train.seed)
+    if data.val is not None:
+        _check_validation(data, train.seq_len)
+    if train.epochs is not None:
+        return max(1, math.ceil(train.epochs * batches.num_samples / plan.global_batch_size))
+    if train.tokens is not None:
+        return math.ceil(train.tokens / (plan.global_batch_size * train.seq_len))
+    if train.steps is None:
+        raise UsageError("train.steps: say how long, in steps, epochs or tokens")
+    return train.steps
+
+
+def _check_validation(data: DataSet, seq_len: int) -> None:
+    assert data.val is not None
+    if data.val.num_samples(seq_len) == 0:
+        raise UsageError(
+            f"train.seq_len={seq_len}: longer than the validation data, which has "
+            f"{len(data.val.tokens)} tokens; change data.val_fraction, 0 for no validation"
+        )
+
+
+def run_identity(config: Config) -> str:
+    """Six hexadecimal digits of what decides the losses."""
+    words = {name: text for name, text in config_words(config).items() if decides_losses(name)}
+    return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:6]
+
+
+def _with_run_dir(config: Config, recipe: str | None) -> Config:
+    run_dir = config.train.run_dir
+    if run_dir is None:
+        name = recipe or config.model.name
+        run_dir = str(Path("runs") / f"{name}-{run_identity(config)}")
+    return replace(config, train=replace(config.train, run_dir=run_dir))

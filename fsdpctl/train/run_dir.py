@@ -1,0 +1,196 @@
+"""The directory of a run: whose it is, how far it has come, and who may write to it."""
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+
+import psutil
+
+from fsdpctl.checkpoint.folders import (
+    CHECKPOINTS,
+    LATEST,
+    newest_checkpoint,
+    point_to,
+    remove_unfinished,
+)
+from fsdpctl.checkpoint.manifest import read_manifest
+from fsdpctl.config.compose import config_from_words, config_to_yaml, config_words
+from fsdpctl.config.recipe import read_recipe
+from fsdpctl.config.schema import Config
+from fsdpctl.errors import UsageError
+from fsdpctl.train.resolve import decides_losses
+
+RUNS = "runs"  # the folder of runs whose directory was not given
+CONFIG, OVERRIDES, METRICS, LOGS, LOCK = (
+    "config.yaml",
+    "overrides.txt",
+    "metrics.jsonl",
+    "logs",
+    "lock",
+)
+_WIND_DOWN_SECONDS = 60.0  # a killed launcher's workers save and go within it
+
+
+class Standing(Enum):
+    """How a run directory stands to the run that is asked for."""
+
+    NEW = auto()
+    RESUMES = auto()
+    FINISHED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What was found in a run directory."""
+
+    standing: Standing
+    step: int  # of the newest checkpoint
+    differences: tuple[str, ...]  # of what may differ, a line each
+
+
+def read_config(run_dir: Path) -> Config:
+    """The configuration that the run in `run_dir` was last started with."""
+    return config_from_words(dict(read_recipe(run_dir / CONFIG)))
+
+
+def inspect_run_dir(run_dir: Path, config: Config) -> RunState:
+    """How the directory stands to `config`. Writes nothing.
+
+    Raises:
+        UsageError: it belongs to another configuration, or to something else.
+        CheckpointError: its newest checkpoint is damaged.
+    """
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UsageError(f"train.run_dir={run_dir}: is a file")
+    if not (run_dir / CONFIG).is_file():
+        foreign = run_dir.is_dir() and any(
+            each.name not in (LOCK, LOGS) for each in run_dir.iterdir()
+        )
+        if foreign:
+            raise UsageError(
+                f"train.run_dir={run_dir}: not empty, and not a run of fsdpctl; choose another"
+            )
+        return RunState(Standing.NEW, 0, ())
+    differences = _differences(run_dir, config)
+    newest = newest_checkpoint(run_dir / CHECKPOINTS)
+    if newest is None:
+        return RunState(Standing.NEW, 0, differences)
+    step = read_manifest(newest).progress.step
+    assert config.train.steps is not None
+    finished = step >= config.train.steps
+    return RunState(Standing.FINISHED if finished else Standing.RESUMES, step, differences)
+
+
+def _differences(run_dir: Path, config: Config) -> tuple[str, ...]:
+    before, now = config_words(read_config(run_dir)), config_words(config)
+    changed = [
+        name
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name) and name != "train.run_dir"
+    ]
+    deciding = [name for name in changed if decides_losses(name)]
+    if deciding:
+        said = ", ".join(
+            f"{name} {before.get(name, 'not set')} -> {now.get(name, 'not set')}"
+            for name in deciding
+        )
+        raise UsageError(
+            f"train.run_dir={run_dir}: holds a run with another configuration ({said}); "
+            "choose another train.run_dir="
+        )
+    return tuple(
+        f"{name} was {before.get(name, 'not set')}, is {now.get(name, 'not set')}"
+        for name in changed
+    )
+
+
+class RunLock:
+    """Held by a launcher and its workers; gone when the last of them is."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / LOCK
+        self._file = self._path.open("a+")
+
+    def acquire(self) -> None:
+        """Become the only launcher of the run.
+
+        Workers of a launcher that was killed may still be saving; they are waited for.
+
+        Raises:
+            UsageError: another launcher is alive.
+        """
+        deadline = time.monotonic() + _WIND_DOWN_SECONDS
+        while not self._try(fcntl.LOCK_EX):
+            self._file.seek(0)
+            text = self._file.read().strip()
+            alive = text.isdigit() and psutil.pid_exists(int(text))
+            if alive or time.monotonic() > deadline:
+                raise UsageError(
+                    f"train.run_dir={self._path.parent}: in use by a living run (process {text})"
+                )
+            time.sleep(0.2)
+        self._file.truncate(0)
+        self._file.write(str(os.getpid()))
+        self._file.flush()
+        if not self._try(fcntl.LOCK_SH):
+            raise UsageError(f"train.run_dir={self._path.parent}: in use by a living run")
+
+    def join(self) -> None:
+        """Hold the lock together with the launcher, as one of its workers."""
+        fcntl.flock(self._file, fcntl.LOCK_SH)
+
+    def release(self) -> None:
+        """Let go; the file stays."""
+        self._file.close()
+
+    def _try(self, kind: int) -> bool:
+        try:
+            fcntl.flock(self._file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def open_run_dir(run_dir: Path) -> RunLock:
+    """Make the directory if need be, and lock it.
+
+    Raises:
+        UsageError: it cannot be written, or a living run uses it.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(run_dir)
+    except OSError as error:
+        raise UsageError(f"train.run_dir={run_dir}: {error.strerror}") from None
+    lock.acquire()
+    return lock
+
+
+def prepare_run_dir(run_dir: Path, config: Config, words: Sequence[str]) -> None:
+    """Write down what will run. The lock must be held.
+
+    Raises:
+        UsageError: the directory cannot be written.
+    """
+    try:
+        shutil.rmtree(run_dir / LOGS, ignore_errors=True)
+        (run_dir / LOGS).mkdir(exist_ok=True)
+        (run_dir / CHECKPOINTS).mkdir(exist_ok=True)
+        remove_unfinished(run_dir / CHECKPOINTS)
+        _replace_text(run_dir / CONFIG, config_to_yaml(config))
+        _replace_text(run_dir / OVERRIDES, "".join(f"{word}\n" for word in words))
+        if run_dir.parent.name == RUNS:
+            point_to(run_dir.parent / LATEST, run_dir)
+    except OSError as error:
+        raise UsageError(f"train.run_dir={run_dir}: {error.strerror}") from None
+
+
+def _replace_text(path: Path, text: str) -> None:
+    scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(path)

@@ -1,0 +1,39 @@
+"""Text from a saved checkpoint."""
+
+from pathlib import Path
+
+import torch
+
+from fsdpctl.checkpoint.consolidate import run_tokenizer
+from fsdpctl.checkpoint.load import load_checkpoint
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.config.compose import config_from_words
+from fsdpctl.errors import UsageError
+from fsdpctl.train.assemble import make_model
+from fsdpctl.train.generate import generate
+
+
+def sample_text(checkpoint: Path, prompt: str, count: int, seed: int) -> str:
+    """The prompt and `count` further tokens, from the model in `checkpoint`.
+
+    Raises:
+        UsageError: the run's tokenizer is not known.
+        CheckpointError: the checkpoint is damaged.
+    """
+    reader = CheckpointReader(checkpoint)
+    config = config_from_words(reader.manifest.config)
+    tokenizer = run_tokenizer(reader, config.data.tokenizer)
+    if tokenizer is None:
+        raise UsageError(f"{checkpoint}: the run's tokenizer is not there any more")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = make_model(config, device, strategy="no_shard")
+    load_checkpoint(reader, model, None)
+    tokens = generate(
+        model,
+        tokenizer.encode_prompt(prompt),
+        count,
+        context=config.train.seq_len,
+        seed=seed,
+        device=device,
+    )
+    return prompt + tokenizer.decode(tokens)
