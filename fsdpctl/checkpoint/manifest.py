@@ -6,11 +6,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from fsdpctl.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _FORMAT = "fsdpctl-checkpoint"
 _VERSION = 1
+_BLANK = "0" * 32
 
 PARAMETER, BUFFER = "model", "buffer"  # kinds of tensors; other kinds are optimizer states
 
@@ -65,8 +68,15 @@ class Manifest:
 
     def to_json(self) -> str:
         """The contents of manifest.json."""
-        content = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
-        return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        content = {"format": _FORMAT, "version": _VERSION, **asdict(self), "xxh3": _BLANK}
+        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        before, _, after = text.rpartition(_BLANK)
+        return before + _checksum(text) + after
+
+
+def _checksum(text: str) -> str:
+    """Of the manifest's text with zeros where its checksum stands."""
+    return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -77,7 +87,8 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes().decode("utf-8")
+        content = json.loads(text)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}: not a complete checkpoint") from None
     except ValueError as error:
@@ -86,6 +97,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path}: not the manifest of a checkpoint")
     if content.get("version") != _VERSION:
         raise CheckpointError(f"{path}: version {content.get('version')}, this reads {_VERSION}")
+    before, digest, after = text.rpartition(str(content.get("xxh3")))
+    if not digest or _checksum(before + _BLANK + after) != digest:
+        raise CheckpointError(f"{path}: damaged: its checksum does not match")
     try:
         return _from_content(content)
     except (KeyError, TypeError, AttributeError) as error:

@@ -14,7 +14,7 @@ from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.state import full_state, persistent_buffers
 from fsdpctl.errors import EngineError
-from fsdpctl.plan.schedule import Event, Prefetch
+from fsdpctl.plan.schedule import Event, Prefetch, UnitOrder
 from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy
 from fsdpctl.shards import FlatShard
 
@@ -116,6 +116,22 @@ class ShardedModel(nn.Module):
             yield trace
         finally:
             self._runtime.trace = None
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Have `callback()` run after each recorded event."""
+        self._runtime.on_event = callback
+
+    @property
+    def unit_order(self) -> UnitOrder:
+        """The units in the order of their forward."""
+        return self._runtime.order
+
+    def unit_nbytes(self) -> dict[str, int]:
+        """Bytes of each unit's parameters when they are whole, padding included."""
+        return {
+            name: sum(buffer.layout.numel * buffer.whole.itemsize for buffer in unit.buffers)
+            for name, unit in self._runtime.units.items()
+        }
 
     def gathered_nbytes(self) -> int:
         """Bytes that the slots of gathered parameters take now."""

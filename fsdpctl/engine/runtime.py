@@ -5,7 +5,7 @@ and autograd events as they really come: a unit that needs a slot in use evicts 
 next use gathers it again; a prefetch never evicts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,9 +16,17 @@ from fsdpctl.plan.schedule import Event, EventKind, Prefetch, UnitOrder, followi
 from fsdpctl.plan.strategy import Strategy
 
 
+_NO_TASK = -1
+
+
+def current_backward() -> int:
+    """The number of the backward that autograd runs on this thread, or _NO_TASK."""
+    return int(torch._C._current_graph_task_id())
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return current_backward() != _NO_TASK
 
 
 class Runtime:
@@ -42,6 +50,7 @@ class Runtime:
         self.collectives = collectives
         self.reduces = True  # whether backward reduces what it finds
         self.trace: list[Event] | None = None  # records events while it is a list
+        self.on_event: Callable[[], None] = lambda: None
         self.reducer = GradientReducer(
             [self.units[name] for name in order.reduction],
             collectives,
@@ -49,12 +58,13 @@ class Runtime:
             self.note,
             limit=reductions_in_flight(reduce_dtypes),
         )
-        self._backward_began = False
+        self._backward = _NO_TASK  # the outermost one that is running, or did not end
 
     def note(self, kind: EventKind, unit: str) -> None:
         """Record what happens."""
         if self.trace is not None:
             self.trace.append(Event(kind, unit))
+            self.on_event()
 
     # ---- gathering -----------------------------------------------------------------------
 
@@ -81,8 +91,8 @@ class Runtime:
             self.note(EventKind.RELEASE, unit.name)
 
     def _start_gather(self, unit: ShardedUnit) -> None:
-        self.note(EventKind.GATHER, unit.name)
         unit.start_gather(self.collectives)
+        self.note(EventKind.GATHER, unit.name)
 
     def _evict(self, unit: ShardedUnit) -> None:
         if unit.slot.owner is not None:
@@ -92,7 +102,7 @@ class Runtime:
 
     def begin_forward(self) -> None:
         """The outermost module starts."""
-        if self._backward_began and not in_backward():
+        if self._backward != _NO_TASK and not in_backward():
             self.recover()
         if self.strategy.shards_params:
             self.use(self.root)
@@ -122,8 +132,8 @@ class Runtime:
 
     def begin_backward(self) -> None:
         """The gradient of the outermost module's output is there."""
-        if not self._backward_began:
-            self._backward_began = True
+        if self._backward == _NO_TASK:
+            self._backward = current_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self.use(self.root)
 
@@ -140,7 +150,8 @@ class Runtime:
             return
         if unit is not self.root:
             self.release(unit)
-            if self.reduces:
+            # A backward within a backward (re-entrant checkpointing) may bring more later.
+            if self.reduces and current_backward() == self._backward:
                 self.reducer.advance()
             else:
                 self.reducer.collect(unit)
@@ -154,7 +165,7 @@ class Runtime:
         if self.reduces:
             self.reducer.advance(flush=True)
             self.reducer.finish()
-        self._backward_began = False
+        self._backward = _NO_TASK
 
     # ---- between steps -------------------------------------------------------------------
 
@@ -162,7 +173,7 @@ class Runtime:
         """Clear what a backward left behind that ended in an exception."""
         self.reducer.abandon()
         self.rest()
-        self._backward_began = False
+        self._backward = _NO_TASK
 
     def rest(self) -> None:
         """Release everything that is released between steps."""

@@ -1,0 +1,187 @@
+"""What is saved is what is loaded, whoever saved it and whoever loads it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fsdpctl.checkpoint.load import load_checkpoint
+from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.reader import CheckpointReader, empty_like
+from fsdpctl.checkpoint.save import write_checkpoint
+from fsdpctl.comm.process_group import collectives_for
+from fsdpctl.engine.model import ShardedModel, shard_model
+from fsdpctl.errors import CheckpointError, FsdpctlError
+from fsdpctl.optim.adamw import ShardedAdamW
+from tests.distributed import distributed
+from tests.engine.models import make_net, next_token_loss, token_batches
+from tests.engine.test_parity import largest_difference
+
+CPU = torch.device("cpu")
+
+
+def trained(strategy: str, steps: int = 2) -> tuple[ShardedModel, ShardedAdamW]:
+    """A model that is the same on any number of ranks: all of them see the same data."""
+    model = shard_model(make_net(tied=True), strategy)
+    optimizer = ShardedAdamW(model, lr=1e-2)
+    train_on(model, optimizer, steps)
+    return model, optimizer
+
+
+def train_on(model: ShardedModel, optimizer: ShardedAdamW, steps: int) -> None:
+    for of_ranks in token_batches(steps, 1):
+        next_token_loss(model, of_ranks[0][0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def save(folder: Path, model: ShardedModel, optimizer: ShardedAdamW) -> None:
+    progress = Progress(step=2, samples=10, data_fingerprint="abc")
+    write_checkpoint(
+        folder, model, optimizer, model.collectives, progress=progress, config={"model": "odd"}
+    )
+
+
+def whole_tensors(folder: Path) -> dict[str, Tensor]:
+    reader = CheckpointReader(folder)
+    found = {}
+    for key, info in reader.manifest.tensors.items():
+        found[key] = empty_like(info)
+        for span, values in reader.read_parts(key):
+            found[key].view(-1)[span.start : span.stop] = values
+    return found
+
+
+@distributed()
+def saves(rank: int, world_size: int, folder: str, strategy: str, source: str) -> None:
+    """Train, or load from `source`, then save."""
+    if source:
+        model, optimizer = trained(strategy, steps=0)
+        progress = load_checkpoint(CheckpointReader(Path(source)), model, optimizer)
+        assert progress.samples == 10
+    else:
+        model, optimizer = trained(strategy)
+    save(Path(folder), model, optimizer)
+
+
+CHAIN = [("full_shard", 2), ("no_shard", 3), ("shard_grad_op", 1), ("full_shard", 4), ("no_shard", 2)]
+
+
+def test_a_checkpoint_survives_any_change_of_ranks_and_strategy_bit_for_bit(tmp_path):
+    previous = ""
+    for number, (strategy, ranks) in enumerate(CHAIN):
+        folder = tmp_path / f"c{number}"
+        saves(world_size=ranks, folder=str(folder), strategy=strategy, source=previous)
+        previous = str(folder)
+    first, last = whole_tensors(tmp_path / "c0"), whole_tensors(Path(previous))
+    assert first.keys() == last.keys()
+    assert any(key.startswith("exp_avg/") for key in first)
+    assert all(torch.equal(first[key], last[key]) for key in first)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@distributed(world_size=2)
+def test_training_goes_on_bit_for_bit(
+    rank: int, world_size: int, strategy: str, tmp_path: Path
+) -> None:
+    model, optimizer = trained(strategy)
+    folder = collectives_for(CPU).gather_objects(tmp_path)[0]
+    assert isinstance(folder, Path)
+    save(folder / "c", model, optimizer)
+    train_on(model, optimizer, 3)
+    resumed, its_optimizer = trained(strategy, steps=0)
+    load_checkpoint(CheckpointReader(folder / "c"), resumed, its_optimizer)
+    train_on(resumed, its_optimizer, 3)
+    assert largest_difference(model.state_dict(), resumed.state_dict()) == 0.0
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "step-00000002"
+    saves(world_size=2, folder=str(folder), strategy="full_shard", source="")
+    return folder
+
+
+def test_files_are_safetensors_and_readable_by_others(checkpoint):
+    for file in checkpoint.glob("*.safetensors"):
+        assert file.stat().st_mode & 0o777 == 0o644
+        for key, values in load_file(file).items():
+            info = CheckpointReader(checkpoint).info(key)
+            assert 0 < values.numel() <= info.numel
+    assert not list(checkpoint.parent.glob("*.tmp-*"))
+
+
+def read_everything(folder: Path) -> None:
+    for _ in CheckpointReader(folder).verify():
+        pass
+
+
+def test_every_flipped_byte_is_refused(checkpoint):
+    read_everything(checkpoint)
+    generator = torch.Generator().manual_seed(0)
+    for file in sorted(checkpoint.iterdir()):
+        content = file.read_bytes()
+        for _ in range(70):
+            place = int(torch.randint(len(content), (1,), generator=generator))
+            flip = int(torch.randint(1, 256, (1,), generator=generator))
+            file.write_bytes(
+                content[:place] + bytes([content[place] ^ flip]) + content[place + 1 :]
+            )
+            with pytest.raises(CheckpointError, match=r"step-00000002"):
+                read_everything(checkpoint)
+        file.write_bytes(content)
+    read_everything(checkpoint)
+
+
+def test_missing_cut_swapped_and_additional_files_are_refused(checkpoint):
+    files = sorted(checkpoint.iterdir())
+    for file in files:
+        content = file.read_bytes()
+        file.unlink()
+        with pytest.raises(CheckpointError, match=file.name):
+            read_everything(checkpoint)
+        for size in (0, 5, 100, len(content) - 1):
+            file.write_bytes(content[:size])
+            with pytest.raises(CheckpointError, match=file.name):
+                read_everything(checkpoint)
+        file.write_bytes(content)
+    one, two = (file for file in files if file.suffix == ".safetensors")
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second), two.write_bytes(first)
+    with pytest.raises(CheckpointError, match="not the file that manifest.json describes"):
+        read_everything(checkpoint)
+    one.write_bytes(first), two.write_bytes(second)
+    (checkpoint / "extra.safetensors").write_bytes(first)
+    with pytest.raises(CheckpointError, match=r"extra.safetensors: does not belong"):
+        read_everything(checkpoint)
+
+
+@distributed(world_size=2)
+def test_a_failed_save_leaves_nothing_and_is_an_error_on_every_rank(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    model, optimizer = trained("full_shard")
+    folder = model.collectives.gather_objects(tmp_path)[0]
+    assert isinstance(folder, Path)
+    blocked = folder / "file"
+    if rank == 0:
+        blocked.write_text("in the way")
+    model.collectives.barrier()
+    with pytest.raises(FsdpctlError, match="could not be written"):
+        save(blocked / "step-00000002", model, optimizer)
+    assert [each.name for each in folder.iterdir()] == ["file"]
+
+
+@distributed(world_size=2)
+def test_another_models_checkpoint_is_refused(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    model, optimizer = trained("full_shard")
+    folder = model.collectives.gather_objects(tmp_path)[0]
+    assert isinstance(folder, Path)
+    save(folder / "c", model, optimizer)
+    other = shard_model(make_net(tied=False), "full_shard")
+    with pytest.raises(CheckpointError, match=r"there is no model/head.weight"):
+        load_checkpoint(CheckpointReader(folder / "c"), other, None)

@@ -1,0 +1,203 @@
+"""Words, recipes and choices become one configuration; everything else is answered in one line."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdpctl.config.compose import (
+    choices_of,
+    compose_config,
+    config_from_words,
+    config_to_yaml,
+    config_words,
+)
+from fsdpctl.config.recipe import read_recipe, recipe_names
+from fsdpctl.config.schema import GROUPS, KEYS
+from fsdpctl.errors import UsageError
+
+AWKWARD = "a b,c~{d}(e)[f]=g#h&i;j!k'l$m\"日本:%@*?\\"
+
+
+def test_the_default_is_a_tiny_llama_fully_sharded_on_the_standard_library():
+    config = compose_config([]).config
+    assert (config.model.name, config.strategy.name, config.data.name) == (
+        "llama_tiny",
+        "full_shard",
+        "python_stdlib",
+    )
+    assert config.launch.nproc_per_node is None
+
+
+@pytest.mark.parametrize("value", [AWKWARD, " x ", "=", "null", "true", "1e3", "${model.name}", "- a"])
+def test_text_is_taken_literally(value):
+    config = compose_config([f"data.path={value}"]).config
+    assert config.data.path == value
+    assert config_from_words(config_words(config)) == config
+
+
+@settings(max_examples=30)
+@given(st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_size=1))
+def test_any_text_survives_the_resolved_file(tmp_path_factory, value):
+    if value.startswith("~"):
+        return
+    config = compose_config([f"data.path={value}"]).config
+    file = tmp_path_factory.mktemp("run") / "config.yaml"
+    file.write_text(config_to_yaml(config), encoding="utf-8")
+    assert config_from_words(dict(read_recipe(file))) == config
+    assert compose_config([], str(file)).config == config
+
+
+def test_a_leading_tilde_is_the_home_directory(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert compose_config(["data.path=~/x"]).config.data.path == "/home/someone/x"
+    assert compose_config(["data.path=a/~"]).config.data.path == "a/~"
+
+
+@pytest.mark.parametrize(("text", "steps"), [("1e3", 1000), ("10_000", 10000), ("7.0", 7)])
+def test_whole_numbers_may_be_written_in_several_ways(text, steps):
+    assert compose_config([f"train.steps={text}"]).config.train.steps == steps
+
+
+@pytest.mark.parametrize(
+    ("word", "parts"),
+    [
+        ("train.steps=1.5", ["train.steps=1.5", "whole number"]),
+        ("train.steps=nan", ["train.steps=nan"]),
+        ("train.steps=inf", ["train.steps=inf"]),
+        ("train.steps=", ["train.steps="]),
+        ("train.steps=-1", ["from 1"]),
+        ("optimizer.lr=fast", ["optimizer.lr=fast", "number"]),
+        ("optimizer.lr=nan", ["optimizer.lr=nan"]),
+        ("model.tie_embeddings=maybe", ["true or false"]),
+        ("train.stepz=3", ["train.stepz", "did you mean train.steps?"]),
+        ("num_layers=3", ["did you mean model.num_layers?"]),
+        ("+train.extra=3", ["+train.extra", "neither added nor removed"]),
+        ("~optimizer", ["neither added nor removed"]),
+        ("++train.steps=3", ["neither added nor removed"]),
+        ("model@x=llama_tiny", ["neither added nor removed"]),
+        ("hydra.run.dir=x", ["Hydra's own settings"]),
+        ("strategy=full_shart", ["did you mean full_shard?", "no_shard"]),
+        ("strategy=zero3", ["strategy=full_shard"]),
+        ("learning_rate=1", ["here it is optimizer.lr"]),
+        ("gradient_accumulation_steps=4", ["here it is accumulation.steps"]),
+        ("accumulation=4", ["no such choice", "every, last"]),
+        ("tensor_parallel_degree=2", ["does not offer tensor parallelism"]),
+        ("lora=true", ["does not offer LoRA"]),
+        ("train=3", ["section"]),
+        ("steps", ["KEY=VALUE", "train.steps"]),
+        ("--lr=3", ["without dashes", "optimizer.lr"]),
+        ("--recpie", ["--recipe"]),
+        ("launch.nproc_per_node=0", ["from 1"]),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(word, parts):
+    with pytest.raises(UsageError) as caught:
+        compose_config([word])
+    for part in parts:
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_given_twice_is_refused():
+    with pytest.raises(UsageError, match=r"train.steps: given twice, as 3 and as 4"):
+        compose_config(["train.steps=3", "train.steps=4"])
+
+
+def test_the_length_is_said_in_one_way():
+    with pytest.raises(UsageError, match="one way only"):
+        compose_config(["train.steps=3", "train.epochs=1"])
+    train = compose_config(["train.tokens=1e6"]).config.train
+    assert (train.steps, train.epochs, train.tokens) == (None, None, 1_000_000)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "model: llama_tiny\nmodel.num_layers: 3\nstrategy: no_shard\ntrain:\n  epochs: 2\n"
+        "data: {name: text, path: 'a, b'}\nlr_scheduler.warmup_steps: 1_0\n"
+    )
+    return str(file)
+
+
+def test_a_recipe_is_the_words_one_types(recipe):
+    config = compose_config([], recipe).config
+    assert config.model.num_layers == 3
+    assert config.strategy.name == "no_shard"
+    assert (config.train.steps, config.train.epochs) == (None, 2)
+    assert (config.data.name, config.data.path) == ("text", "a, b")
+
+
+def test_a_choice_on_the_command_line_drops_the_recipes_values_below_it(recipe):
+    composed = compose_config(["model=llama3_1b"], recipe)
+    assert composed.config.model == compose_config(["model=llama3_1b"]).config.model
+    assert composed.config.model.num_layers == 16
+    assert composed.dropped == ("model.num_layers",)
+
+
+def test_typed_values_win_over_the_recipe(recipe):
+    config = compose_config(["model.num_layers=5", "train.steps=7"], recipe).config
+    assert config.model.num_layers == 5
+    assert (config.train.steps, config.train.epochs) == (7, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        ("- a\n", "mapping"),
+        ("a: [1, 2]\n", "no plain value"),
+        ("a: b: c\n", "not YAML"),
+        ("train.steps: null\n", "no plain value"),
+        ("train.stepz: 3\n", "did you mean train.steps?"),
+        ("defaults: {model: x}\n", "defaults.model"),
+    ],
+)
+def test_a_broken_recipe_is_refused(tmp_path, content, word):
+    file = tmp_path / "r.yaml"
+    file.write_text(content)
+    with pytest.raises(UsageError) as caught:
+        compose_config([], str(file))
+    assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_recipe_lists_those_there_are():
+    with pytest.raises(UsageError, match="quick"):
+        compose_config([], "quik")
+
+
+def test_a_directory_of_ones_own_adds_choices(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("num_layers: 7\n")
+    config = compose_config(["model=mine"], config_dir=tmp_path).config
+    assert (config.model.name, config.model.num_layers) == ("mine", 7)
+    (tmp_path / "model" / "bad.yaml").write_text("layers: 7\n")
+    with pytest.raises(UsageError, match="model.layers: no such key"):
+        compose_config(["model=bad"], config_dir=tmp_path)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_choice_composes_and_says_what_it_is(group):
+    from fsdpctl.config.files import first_comment, package_folder
+
+    for choice in choices_of(group):
+        config = compose_config([f"{group}={choice}"]).config
+        assert getattr(config, group).name == choice
+        assert first_comment(package_folder("conf") / group / f"{choice}.yaml")
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_composes_and_is_short(name):
+    from fsdpctl.config.files import first_comment, package_folder
+
+    file = package_folder("recipes") / f"{name}.yaml"
+    assert compose_config([], name).recipe == name
+    assert first_comment(file)
+    assert len(file.read_text().splitlines()) <= 25
+
+
+def test_every_key_has_a_meaning_and_its_default_is_allowed():
+    for key in KEYS.values():
+        assert key.meaning
+        text = key.text(key.default)
+        assert not text or key.parse(text) == key.default

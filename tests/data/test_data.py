@@ -1,0 +1,220 @@
+"""Samples, their order, and where they come from."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from fsdpctl.config.schema import DataConfig
+from fsdpctl.data.batches import IGNORED, Batches
+from fsdpctl.data.files import Text, hold_out, read_text, standard_library
+from fsdpctl.data.order import permute, samples_at
+from fsdpctl.data.source import load_data
+from fsdpctl.data.tokens import TokenStream, open_token_file, write_token_file
+from fsdpctl.errors import UsageError
+from fsdpctl.plan.batch import plan_batches
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 5))
+def test_an_epochs_order_is_a_permutation(count, seed, epoch):
+    order = permute(np.arange(count, dtype=np.uint64), count, seed, epoch)
+    assert sorted(order.tolist()) == list(range(count))
+
+
+def test_orders_differ_by_seed_and_epoch():
+    orders = {
+        tuple(permute(np.arange(100, dtype=np.uint64), 100, seed, epoch).tolist())
+        for seed in (0, 1)
+        for epoch in (0, 1, 2)
+    }
+    assert len(orders) == 6
+    assert tuple(range(100)) not in orders
+
+
+def test_an_order_is_well_mixed():
+    order = permute(np.arange(10_000, dtype=np.uint64), 10_000, 0, 0).astype(np.float64)
+    assert abs(np.corrcoef(np.arange(10_000), order)[0, 1]) < 0.03
+
+
+@given(st.integers(0, 200), st.integers(1, 60), st.integers(1, 50))
+def test_any_stretch_of_positions_is_the_same_sequence(position, length, count):
+    whole = samples_at(0, position + length, count, seed=7)
+    assert samples_at(position, length, count, seed=7).tolist() == whole[position:].tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("micro_batch", [None, 2])
+def test_a_step_sees_the_same_samples_on_any_number_of_ranks(world_size, micro_batch):
+    stream = TokenStream(np.arange(101, dtype=np.uint16), None)
+    plan = plan_batches(7, world_size, micro_batch_size=micro_batch)
+    batches = Batches(stream, 5, plan, seed=3)
+    rows = []
+    for rank in range(world_size):
+        for micro_step in range(plan.num_micro_batches):
+            batch = batches.training(14, rank, micro_step)
+            assert batch.tokens.shape == (plan.micro_batch_size, 5)
+            for tokens, targets in zip(batch.tokens, batch.targets, strict=True):
+                if (targets != IGNORED).all():
+                    assert torch.equal(tokens[1:], targets[:-1])
+                    rows.append(int(tokens[0]) // 5)
+                else:
+                    assert (targets == IGNORED).all()
+    assert rows == samples_at(14, 7, 20, seed=3).tolist()
+
+
+def test_validation_sees_every_sample_once_and_in_order():
+    stream = TokenStream(np.arange(101, dtype=np.uint16), None)
+    batches = Batches(stream, 5, plan_batches(8, 2), seed=0)
+    assert batches.num_validation_batches(0) == 3
+    assert batches.num_validation_batches(2) == 2
+    rows = [
+        int(tokens[0]) // 5
+        for number in range(3)
+        for rank in range(2)
+        for tokens, targets in zip(
+            *(lambda b: (b.tokens, b.targets))(batches.validation(number, rank, 0)), strict=True
+        )
+        if (targets != IGNORED).all()
+    ]
+    assert rows == list(range(20))
+
+
+def test_a_sequence_longer_than_the_data_is_refused():
+    stream = TokenStream(np.arange(5, dtype=np.uint16), None)
+    with pytest.raises(UsageError, match=r"train.seq_len=5: longer than the data"):
+        Batches(stream, 5, plan_batches(1, 1), seed=0)
+
+
+def test_the_standard_library_is_text_and_splits_into_whole_files():
+    text = standard_library()
+    train, val = hold_out(text, 0.02)
+    assert val is not None
+    assert sorted(train.documents + val.documents) == sorted(text.documents)
+    assert 0.01 < val.num_bytes / text.num_bytes <= 0.02
+
+
+def test_of_one_file_the_end_is_held_out_at_a_line():
+    document = "".join(f"line {i} ä\n" for i in range(1000)).encode()
+    train, val = hold_out(Text((document,)), 0.1)
+    assert val is not None
+    assert train.documents[0] + val.documents[0] == document
+    assert train.documents[0].endswith(b"\n")
+    assert 0.08 < val.num_bytes / len(document) < 0.12
+
+
+def test_a_cut_is_never_within_a_character():
+    document = ("日本" * 5000).encode()
+    for fraction in (0.1, 0.11, 0.12, 0.13):
+        train, val = hold_out(Text((document,)), fraction)
+        assert val is not None
+        assert train.documents[0].decode() + val.documents[0].decode() == document.decode()
+
+
+AWKWARD = "a b,c~{d}(e)[f]=g#h&i;j!k'l$m日本.txt"
+
+
+def test_files_directories_and_globs(tmp_path):
+    (tmp_path / AWKWARD).write_text("one\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "two.txt").write_text("two\n")
+    (tmp_path / "sub" / "x.bin").write_bytes(b"\0\1\2")
+    (tmp_path / ".hidden").write_text("no\n")
+    assert read_text(str(tmp_path / AWKWARD)).documents == (b"one\n",)
+    everything = read_text(str(tmp_path))
+    assert sorted(everything.documents) == [b"one\n", b"two\n"]
+    assert everything.skipped == 1
+    assert read_text(str(tmp_path / "**" / "t*.txt")).documents == (b"two\n",)
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda path: None, "no such file"),
+        (lambda path: path.write_bytes(b""), "there is no text in it"),
+        (lambda path: path.write_bytes(b"\0\1\2\xff"), "not UTF-8 text"),
+        (lambda path: path.write_bytes(b"abc\xff"), "not UTF-8 text"),
+        (lambda path: path.mkdir(), "there is no text in it"),
+    ],
+)
+def test_missing_empty_and_binary_files_are_refused(tmp_path, make, word):
+    path = tmp_path / "x"
+    make(path)
+    with pytest.raises(UsageError, match=word):
+        read_text(str(path))
+
+
+@pytest.mark.parametrize("vocab_size", [256, 70_000])
+def test_token_files_round_trip(tmp_path, vocab_size):
+    tokens = np.array([0, 5, vocab_size - 1, 7], dtype=np.uint32)
+    path = tmp_path / "t.bin"
+    write_token_file(path, tokens, vocab_size=vocab_size, tokenizer="bytes", num_bytes=9)
+    file = open_token_file(path)
+    assert file.stream.tokens.tolist() == tokens.tolist()
+    assert (file.vocab_size, file.stream.num_bytes) == (vocab_size, 9)
+    assert path.stat().st_size == 4 * (2 if vocab_size == 256 else 4)
+
+
+def _spoil(path, **changes):
+    header = json.loads(path.with_suffix(".json").read_text())
+    path.with_suffix(".json").write_text(json.dumps(header | changes))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "word"),
+    [
+        (lambda path: path.unlink(), "no such token file"),
+        (lambda path: path.with_suffix(".json").unlink(), "there is no t.json beside it"),
+        (lambda path: path.with_suffix(".json").write_text("{"), "not JSON"),
+        (lambda path: path.with_suffix(".json").write_text("{}"), "not the header"),
+        (lambda path: path.write_bytes(b"abc"), "3 bytes"),
+        (lambda path: _spoil(path, dtype="int3"), "int3"),
+        (lambda path: _spoil(path, num_tokens=99), "99 tokens"),
+    ],
+)
+def test_broken_token_files_are_refused(tmp_path, spoil, word):
+    path = tmp_path / "t.bin"
+    write_token_file(path, np.arange(9), vocab_size=256, tokenizer="bytes", num_bytes=9)
+    spoil(path)
+    with pytest.raises(UsageError, match=word):
+        open_token_file(path)
+
+
+@pytest.fixture
+def word_tokenizer(tmp_path):
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "?": 2, "<end>": 3}, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    return folder
+
+
+def test_a_tokenizer_of_ones_own_marks_the_ends_and_is_cached(
+    tmp_path, monkeypatch, word_tokenizer
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "1").write_text("a b a")
+    (tmp_path / "text" / "2").write_text("b zzz")
+    config = DataConfig(
+        name="text", path=str(tmp_path / "text"), val_fraction=0, tokenizer=str(word_tokenizer)
+    )
+    first = load_data(config)
+    assert first.train.tokens.tolist() == [0, 1, 0, 3, 1, 2, 3]
+    assert len(list((tmp_path / "cache" / "fsdpctl").glob("*.bin"))) == 1
+    assert load_data(config).fingerprint == first.fingerprint
+    assert (first.vocab_size, first.val) == (4, None)
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
+    (tmp_path / "t").write_text("text")
+    config = DataConfig(name="text", path=str(tmp_path / "t"), tokenizer=str(tmp_path))
+    with pytest.raises(UsageError, match="there is no tokenizer.json"):
+        load_data(config)

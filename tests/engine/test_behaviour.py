@@ -1,0 +1,248 @@
+"""What users' modules and loops may do, and what they are told when they may not."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdpctl.engine.model import ShardedModel, shard_model
+from fsdpctl.errors import EngineError, UsageError
+from fsdpctl.optim.adamw import ShardedAdamW
+from tests.distributed import distributed
+from tests.engine.models import OddBlock, make_net, next_token_loss, token_batches
+from tests.engine.test_parity import largest_difference
+from tests.reference import train_reference
+
+
+class Wayward(nn.Module):
+    """Runs its blocks in an order of its own: twice, backwards, not at all."""
+
+    def __init__(self, order: list[int], *, checkpoints: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(OddBlock() for _ in range(4))
+        self.order, self.checkpoints = order, checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            if self.checkpoints:
+                x = torch.utils.checkpoint.checkpoint(
+                    self.blocks[index], x, use_reentrant=self.checkpoints == "reentrant"
+                )
+            else:
+                x = self.blocks[index](x)
+        return x
+
+
+def square_loss(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x.requires_grad_()).square().mean()
+
+
+def float_batches(steps: int, ranks: int) -> list[list[list[Tensor]]]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        [[torch.randn(4, 13, generator=generator)] for _ in range(ranks)] for _ in range(steps)
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [0, 1, 0, 1, 2, 3], [2, 0, 3, 3, 1, 0]])
+@pytest.mark.parametrize("checkpoints", ["", "plain", "reentrant"])
+@distributed(world_size=2)
+def test_blocks_may_run_in_any_order(
+    rank: int, world_size: int, strategy: str, order: list[int], checkpoints: str
+) -> None:
+    batches = float_batches(3, world_size)
+    expected = train_reference(Wayward(order), square_loss, batches)
+    model = shard_model(Wayward(order, checkpoints=checkpoints), strategy)
+    optimizer = ShardedAdamW(model, lr=1e-2)
+    for of_ranks in batches:
+        square_loss(model, of_ranks[rank][0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert largest_difference(model.state_dict(), expected) == 0.0
+
+
+@distributed(world_size=2)
+def test_a_parameter_keeps_its_identity_name_and_shape(rank: int, world_size: int) -> None:
+    net = make_net(tied=True)
+    before = {name: (id(param), param.shape) for name, param in net.named_parameters()}
+    model = shard_model(net, "full_shard")
+    next_token_loss(model, token_batches(1, world_size)[0][rank][0]).backward()
+    assert {n: (id(p), p.shape) for n, p in model.named_parameters()} == before
+    assert net.head.weight is net.embed.weight
+
+
+@distributed(world_size=2)
+def test_a_parameter_at_rest_reads_nan_and_refuses_writes(rank: int, world_size: int) -> None:
+    model = shard_model(make_net(tied=False), "full_shard")
+    param = dict(model.named_parameters())["blocks.0.up.weight"]
+    assert param.isnan().all()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="more than one element"):
+        param.add_(1)
+
+
+@distributed(world_size=2)
+def test_parameters_are_views_of_one_buffer_while_whole(rank: int, world_size: int) -> None:
+    model = shard_model(make_net(tied=False), "full_shard")
+    seen: list[set[int]] = []
+    block = model.module.blocks[0]
+    block.register_forward_pre_hook(
+        lambda *_: seen.append({p.untyped_storage().data_ptr() for p in block.parameters()})
+    )
+    model(token_batches(1, world_size)[0][rank][0])
+    assert len(seen[0]) == 1
+
+
+def steps_with_accident(model: ShardedModel, rank: int, accident: int | None) -> None:
+    optimizer = ShardedAdamW(model, lr=1e-2)
+    for step, of_ranks in enumerate(token_batches(4, 2)):
+        if step == accident:
+            with pytest.raises(ZeroDivisionError):
+                next_token_loss(model, of_ranks[rank][0]).backward()
+            optimizer.zero_grad()
+        next_token_loss(model, of_ranks[rank][0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class _Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@distributed(world_size=2)
+def test_after_an_exception_the_next_step_is_as_if_it_had_not_happened(
+    rank: int, world_size: int, where: str, strategy: str
+) -> None:
+    expected = shard_model(make_net(tied=False), strategy)
+    steps_with_accident(expected, rank, None)
+    model = shard_model(make_net(tied=False), strategy)
+    calls = 0
+
+    def breaks_once(module: nn.Module, args: object, out: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls != 3:
+            return out
+        if where == "forward":
+            raise ZeroDivisionError
+        return _Breaks.apply(out)  # type: ignore[no-any-return,no-untyped-call]
+
+    model.module.blocks[1].register_forward_hook(breaks_once)
+    steps_with_accident(model, rank, 2)
+    assert largest_difference(model.state_dict(), expected.state_dict()) == 0.0
+
+
+@distributed(world_size=2)
+def test_evaluation_between_forward_and_backward_changes_nothing(
+    rank: int, world_size: int
+) -> None:
+    batch = token_batches(1, world_size)[0][rank][0]
+    plain = shard_model(make_net(tied=False), "full_shard")
+    next_token_loss(plain, batch).backward()
+    model = shard_model(make_net(tied=False), "full_shard")
+    loss = next_token_loss(model, batch)
+    with torch.no_grad():
+        model(batch)
+    loss.backward()
+    for ours, theirs in zip(model.flat_shards(), plain.flat_shards(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+class _Hidden:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class _HidingBlock(OddBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Hidden(super().forward(x))  # type: ignore[return-value]
+
+
+class _HidingNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_HidingBlock() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).value
+        return x
+
+
+@distributed(world_size=2)
+def test_an_output_that_hides_its_tensors_is_an_error_not_a_wrong_result(
+    rank: int, world_size: int
+) -> None:
+    model = shard_model(_HidingNet(), "full_shard")
+    loss = square_loss(model, torch.randn(4, 13))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@distributed(world_size=2)
+def test_padding_stays_zero(rank: int, world_size: int) -> None:
+    model = shard_model(make_net(tied=True), "full_shard")
+    optimizer = ShardedAdamW(model, lr=1e-2)
+    for of_ranks in token_batches(5, world_size):
+        next_token_loss(model, of_ranks[rank][0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for shard in model.flat_shards():
+        for gap in shard.layout.padding:
+            inside = gap.intersect(shard.held)
+            if inside is not None:
+                assert not shard.view(shard.master, inside).any()
+
+
+@distributed(world_size=2)
+def test_states_are_sharded(rank: int, world_size: int) -> None:
+    model = shard_model(make_net(tied=False), "full_shard")
+    optimizer = ShardedAdamW(model, lr=1e-2)
+    next_token_loss(model, token_batches(1, world_size)[0][rank][0]).backward()
+    total = sum(shard.layout.numel for shard in model.flat_shards())
+    assert sum(shard.master.numel() for shard in model.flat_shards()) * 2 == total
+    assert sum(s.grad.numel() for s in model.flat_shards() if s.grad is not None) * 2 == total
+    optimizer.step()
+    steps = 4 * len(optimizer.runs)
+    assert optimizer.memory_bytes() - steps <= 2 * 4 * total // 2
+
+
+@distributed(world_size=2)
+def test_ranks_with_different_models_are_told(rank: int, world_size: int) -> None:
+    net = make_net(tied=rank == 0)
+    with pytest.raises(EngineError, match="has another model than rank"):
+        shard_model(net, "full_shard")
+
+
+@distributed(world_size=2)
+def test_syncing_without_gradients_is_an_error(rank: int, world_size: int) -> None:
+    model = shard_model(make_net(tied=True), "full_shard")
+    with pytest.raises(EngineError, match="call backward first"):
+        model.sync_gradients()
+
+
+def test_a_row_that_does_not_run_says_so():
+    with pytest.raises(UsageError, match="strategy=hybrid_shard: planned"):
+        shard_model(make_net(tied=True), "hybrid_shard")
+
+
+def test_without_a_process_group_it_runs_as_one_rank():
+    batches = token_batches(3, 1)
+    expected = train_reference(make_net(tied=True), next_token_loss, batches)
+    model = shard_model(make_net(tied=True), "full_shard")
+    optimizer = ShardedAdamW(model, lr=1e-2)
+    for of_ranks in batches:
+        next_token_loss(model, of_ranks[0][0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert largest_difference(model.state_dict(), expected) == 0.0

@@ -1,0 +1,101 @@
+"""Our models compute what transformers computes from the directory that we write."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fsdpctl.checkpoint.consolidate import consolidate
+from fsdpctl.checkpoint.folders import find_checkpoint
+from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.save import write_checkpoint
+from fsdpctl.config.compose import compose_config, config_words
+from fsdpctl.config.schema import Config
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.train.assemble import make_model
+
+SMALL = ["model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=48",
+         "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=auto",
+         "model.vocab_size=256", "model.init_std=0.1", "data.tokenizer=bytes"]  # fmt: skip
+VARIANTS = {
+    "tied": [],
+    "untied": ["model.tie_embeddings=false"],
+    "one kv head each": ["model.num_kv_heads=4"],
+    "wide heads": ["model.head_dim=16"],
+    "llama3 rope": [
+        "model.rope_scaling=llama3", "model.rope_original_len=16", "model.rope_theta=500",
+        "model.rope_factor=4",
+    ],
+    "qwen3": ["model.qk_norm=true", "model.head_dim=16", "model.rope_theta=1000000"],
+}  # fmt: skip
+
+
+def make_checkpoint(folder: Path, words: list[str]) -> tuple[Config, ShardedModel]:
+    known = {word.split("=")[0]: word for word in [*SMALL, *words]}
+    config = compose_config(list(known.values())).config
+    model = make_model(config, torch.device("cpu"))
+    write_checkpoint(
+        folder, model, None, model.collectives, progress=Progress(1), config=config_words(config)
+    )
+    return config, model
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_transformers_gives_the_same_logits(tmp_path, variant):
+    _, model = make_checkpoint(tmp_path / "step-00000001", VARIANTS[variant])
+    consolidate(CheckpointReader(tmp_path / "step-00000001"), tmp_path / "hf")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    tokens = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        difference = (model(tokens) - theirs(tokens).logits).abs().max()
+    assert difference <= 1e-5
+
+
+def test_the_byte_tokenizer_opens_in_transformers(tmp_path):
+    make_checkpoint(tmp_path / "step-00000001", [])
+    consolidate(CheckpointReader(tmp_path / "step-00000001"), tmp_path / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    text = "def f(x):\n\treturn 'héllo 日本 🙂'  # \x7f\n\n"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+
+
+def test_large_models_are_split_and_cast(tmp_path):
+    make_checkpoint(tmp_path / "step-00000001", [])
+    reader = CheckpointReader(tmp_path / "step-00000001")
+    exported = consolidate(reader, tmp_path / "hf", dtype="bfloat16", max_file_bytes=20_000)
+    assert exported.files > 2
+    assert (tmp_path / "hf" / "model.safetensors.index.json").is_file()
+    for file in (tmp_path / "hf").glob("*.safetensors"):
+        assert {values.dtype for values in load_file(file).values()} == {torch.bfloat16}
+        assert file.stat().st_mode & 0o777 == 0o644
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert theirs.dtype == torch.bfloat16
+
+
+def test_an_existing_destination_is_kept_unless_told_otherwise(tmp_path):
+    make_checkpoint(tmp_path / "step-00000001", [])
+    reader = CheckpointReader(tmp_path / "step-00000001")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "precious").write_text("x")
+    with pytest.raises(UsageError, match="exists already"):
+        consolidate(reader, tmp_path / "hf")
+    assert (tmp_path / "hf" / "precious").read_text() == "x"
+    consolidate(reader, tmp_path / "hf", overwrite=True)
+    assert not (tmp_path / "hf" / "precious").exists()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["hf", "step-00000001"]
+
+
+def test_a_damaged_checkpoint_gives_no_directory(tmp_path):
+    make_checkpoint(tmp_path / "step-00000001", [])
+    file = tmp_path / "step-00000001" / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="rank-00000.safetensors: damaged"):
+        consolidate(CheckpointReader(find_checkpoint(tmp_path)), tmp_path / "hf")
+    assert [each.name for each in tmp_path.iterdir()] == ["step-00000001"]

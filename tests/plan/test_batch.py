@@ -1,0 +1,43 @@
+"""How samples are shared out."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdpctl.errors import UsageError
+from fsdpctl.plan.batch import plan_batches
+
+
+@given(st.integers(1, 12), st.integers(0, 50), st.data())
+def test_every_sample_is_seen_exactly_once(world_size, more, data):
+    samples = world_size + more
+    micro = data.draw(st.one_of(st.none(), st.integers(1, -(-samples // world_size))))
+    plan = plan_batches(samples, world_size, micro_batch_size=micro)
+    seen = [
+        sample
+        for rank in range(world_size)
+        for micro_step in range(plan.num_micro_batches)
+        for sample in plan.samples(rank, micro_step)
+    ]
+    assert seen == list(range(samples))
+
+
+def test_micro_batches_follow_from_the_steps():
+    plan = plan_batches(16, 2, num_micro_batches=4)
+    assert (plan.micro_batch_size, plan.num_micro_batches) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"global_batch_size": 3, "world_size": 4}, "global_batch_size=3"),
+        ({"global_batch_size": 8, "world_size": 2, "micro_batch_size": 5}, "micro_batch_size=5"),
+        (
+            {"global_batch_size": 8, "world_size": 2, "micro_batch_size": 2, "num_micro_batches": 3},
+            "accumulation.steps=3",
+        ),
+    ],
+)
+def test_sizes_that_contradict_are_refused(arguments, word):
+    with pytest.raises(UsageError, match=word):
+        plan_batches(**arguments)

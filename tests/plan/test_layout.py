@@ -1,0 +1,60 @@
+"""Properties of flat layouts and optimizer runs."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdpctl.plan.layout import ALIGNMENT, ParamSpec, Span, flat_layout
+from fsdpctl.plan.runs import optimizer_runs
+
+shapes = st.lists(st.integers(1, 40), max_size=3).map(tuple)
+param_lists = st.lists(shapes, min_size=1, max_size=8).map(
+    lambda found: [ParamSpec(f"p{index}", shape) for index, shape in enumerate(found)]
+)
+part_counts = st.integers(1, 9)
+
+
+@given(param_lists, part_counts)
+def test_every_element_is_owned_exactly_once(params, num_parts):
+    layout = flat_layout(params, num_parts)
+    owned: dict[str, list[Span]] = {param.name: [] for param in params}
+    for part in layout.parts:
+        for piece in layout.pieces(part):
+            owned[piece.param.name].append(piece.in_param)
+    for param in params:
+        spans = sorted(owned[param.name])
+        assert [span.start for span in spans] == [0, *(span.stop for span in spans[:-1])]
+        assert spans[-1].stop == param.numel
+
+
+@given(param_lists, part_counts)
+def test_parts_are_equal_aligned_and_cover_the_buffer(params, num_parts):
+    layout = flat_layout(params, num_parts)
+    assert len({part.numel for part in layout.parts}) == 1
+    assert all(part.start % ALIGNMENT == 0 for part in layout.parts)
+    assert layout.parts[0].start == 0
+    assert layout.parts[-1].stop == layout.numel
+    assert all(placement.span.start % ALIGNMENT == 0 for placement in layout.placements)
+
+
+@given(param_lists, part_counts)
+def test_padding_is_what_no_parameter_fills(params, num_parts):
+    layout = flat_layout(params, num_parts)
+    assert sum(span.numel for span in layout.padding) == layout.numel - sum(
+        param.numel for param in params
+    )
+    for gap in layout.padding:
+        assert layout.pieces(gap) == ()
+    assert layout.numel - sum(p.numel for p in params) < ALIGNMENT * (len(params) + num_parts)
+
+
+@given(param_lists, part_counts, st.data())
+def test_runs_cover_every_piece_and_hold_one_group(params, num_parts, data):
+    layout = flat_layout(params, num_parts)
+    part = data.draw(st.sampled_from(layout.parts))
+    runs = optimizer_runs(layout, part, lambda param: len(param.shape) > 1)
+    for piece in layout.pieces(part):
+        inside = [run for run in runs if run.span.intersect(piece.in_flat) == piece.in_flat]
+        assert [run.group for run in inside] == [len(piece.param.shape) > 1]
+    assert all(run.span.start % ALIGNMENT == run.span.stop % ALIGNMENT == 0 for run in runs)
+    assert len(runs) <= 2
+    assert all(a.span.stop <= b.span.start for a, b in zip(runs, runs[1:], strict=False))

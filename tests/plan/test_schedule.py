@@ -1,0 +1,81 @@
+"""What holds in every schedule, and what a known one looks like."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdpctl.plan.schedule import EventKind, Prefetch, UnitOrder, most_whole_units, step_events
+from fsdpctl.plan.slots import assign_slots
+from fsdpctl.plan.strategy import STRATEGIES
+
+K = EventKind
+orders = st.integers(1, 6).map(
+    lambda n: UnitOrder("root", ("embed", *(f"b{i}" for i in range(n)), "head"), frozenset({"embed"}))
+)
+prefetches = st.builds(Prefetch, st.integers(0, 2), st.integers(0, 2))
+
+
+@given(orders, prefetches, st.sampled_from(["full_shard", "shard_grad_op"]))
+def test_every_unit_is_gathered_before_use_released_after_and_reduced_once(order, prefetch, name):
+    events = step_events(order, STRATEGIES[name], prefetch)
+    for unit in (order.root, *order.forward):
+        kinds = [event.kind for event in events if event.unit == unit]
+        assert [kind for kind in kinds if kind in (K.REDUCE, K.REDUCED)] == [K.REDUCE, K.REDUCED]
+        moves = [kind for kind in kinds if kind not in (K.REDUCE, K.REDUCED)]
+        passes = len(moves) // 3
+        assert moves == [K.GATHER, K.READY, K.RELEASE] * passes
+        assert passes == (2 if order_regathers(order, unit, name) else 1)
+
+
+def order_regathers(order: UnitOrder, unit: str, name: str) -> bool:
+    kept = unit in (order.root, order.forward[-1]) or name == "shard_grad_op"
+    return not kept and unit not in order.needs_no_backward_gather
+
+
+@given(orders, prefetches)
+def test_full_shard_never_has_more_blocks_whole_than_depth_plus_one(order, prefetch):
+    events = step_events(order, STRATEGIES["full_shard"], prefetch)
+    for alive in most_whole_units(events):
+        assert len([unit for unit in alive if unit.startswith("b")]) <= prefetch.depth + 1
+
+
+@given(orders, prefetches)
+def test_units_that_are_whole_together_have_different_slots(order, prefetch):
+    nbytes = {unit: 10 for unit in ("root", *order.forward)}
+    slots = assign_slots(nbytes, "root", order.forward, prefetch.depth)
+    assert sorted(unit for slot in slots for unit in slot.units) == sorted(nbytes)
+    events = step_events(order, STRATEGIES["full_shard"], prefetch)
+    for alive in most_whole_units(events):
+        for slot in slots:
+            assert len(alive & set(slot.units)) <= 1
+
+
+def test_a_unit_far_above_the_median_has_a_slot_of_its_own():
+    nbytes = {"root": 5, "embed": 100, "a": 10, "b": 10, "c": 12}
+    slots = assign_slots(nbytes, "root", ("embed", "a", "b", "c"), 1)
+    assert [(slot.nbytes, slot.units, slot.resident) for slot in slots] == [
+        (5, ("root",), False),
+        (100, ("embed",), False),
+        (12, ("a", "c"), True),
+        (10, ("b",), True),
+    ]
+
+
+def test_no_shard_only_reduces():
+    order = UnitOrder("root", ("a", "b"))
+    events = step_events(order, STRATEGIES["no_shard"], Prefetch(), reduces=(False, True))
+    assert [event.unit for event in events] == ["b", "b", "a", "a", "root", "root"]
+    assert {event.kind for event in events} == {K.REDUCE, K.REDUCED}
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_reductions_in_flight_are_bounded(in_flight):
+    order = UnitOrder("root", ("a", "b", "c"))
+    events = step_events(
+        order, STRATEGIES["full_shard"], Prefetch(), reductions_in_flight=in_flight
+    )
+    change = {K.REDUCE: 1, K.REDUCED: -1}
+    counts = itertools.accumulate(change.get(event.kind, 0) for event in events)
+    assert max(counts) == in_flight

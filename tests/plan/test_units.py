@@ -1,0 +1,81 @@
+"""How models are divided into units."""
+
+import pytest
+
+from fsdpctl.errors import UsageError
+from fsdpctl.plan.layout import ParamSpec
+from fsdpctl.plan.units import ModuleSpec, divide_into_units
+
+
+def leaf(name: str, class_name: str = "Linear", shared: str = "") -> ModuleSpec:
+    param = ParamSpec(shared or f"{name}.weight", (4, 4))
+    return ModuleSpec(name, class_name, False, (param,), ())
+
+
+def node(name: str, class_name: str, *children: ModuleSpec) -> ModuleSpec:
+    return ModuleSpec(name, class_name, class_name in ("ModuleList", "Sequential"), (), children)
+
+
+def decoder(head_shared: str = "") -> ModuleSpec:
+    blocks = [
+        node(f"layers.{i}", "Block", leaf(f"layers.{i}.a"), leaf(f"layers.{i}.b")) for i in range(3)
+    ]
+    return node(
+        "",
+        "Decoder",
+        leaf("embed", "Embedding"),
+        node("layers", "ModuleList", *blocks),
+        leaf("norm", "RMSNorm"),
+        leaf("head", shared=head_shared),
+    )
+
+
+def names(module: ModuleSpec, **about: object) -> dict[str, list[str]]:
+    units = divide_into_units(module, **about)  # type: ignore[arg-type]
+    return {unit.name: [param.name for param in unit.params] for unit in units}
+
+
+def test_blocks_embedding_and_head_are_units_and_the_rest_is_the_root():
+    assert names(decoder(), embedding="embed", head="head") == {
+        "root": ["norm.weight"],
+        "embed": ["embed.weight"],
+        "layers.0": ["layers.0.a.weight", "layers.0.b.weight"],
+        "layers.1": ["layers.1.a.weight", "layers.1.b.weight"],
+        "layers.2": ["layers.2.a.weight", "layers.2.b.weight"],
+        "head": ["head.weight"],
+    }
+
+
+def test_a_tied_parameter_belongs_to_the_root():
+    found = names(decoder(head_shared="embed.weight"), embedding="embed", head="head")
+    assert found["root"] == ["embed.weight", "norm.weight"]
+    assert "embed" not in found
+    assert "head" not in found
+
+
+def test_a_parameter_shared_by_blocks_belongs_to_the_root():
+    blocks = [node(f"layers.{i}", "Block", leaf(f"layers.{i}.a"), leaf("", shared="s")) for i in (0, 1)]
+    found = names(node("", "Net", node("layers", "ModuleList", *blocks)))
+    assert found == {"root": ["s"], "layers.0": ["layers.0.a.weight"], "layers.1": ["layers.1.a.weight"]}
+
+
+def test_only_the_outermost_list_makes_blocks():
+    inner = node("layers.0.inner", "Sequential", leaf("layers.0.inner.0"), leaf("layers.0.inner.1"))
+    outer = node("layers", "ModuleList", node("layers.0", "Block", inner), node("layers.1", "Block", leaf("layers.1.a")))
+    assert list(names(node("", "Net", outer))) == ["root", "layers.0", "layers.1"]
+
+
+def test_a_list_of_unlike_children_makes_no_blocks():
+    module = node("", "Net", node("parts", "Sequential", leaf("parts.0", "Conv"), leaf("parts.1")))
+    assert list(names(module)) == ["root"]
+
+
+def test_units_can_be_named_by_class():
+    assert list(names(decoder(), classes=["Linear"]))[1:] == [
+        "layers.0.a", "layers.0.b", "layers.1.a", "layers.1.b", "layers.2.a", "layers.2.b", "head",
+    ]  # fmt: skip
+
+
+def test_an_unknown_class_is_an_error():
+    with pytest.raises(UsageError, match="no such modules"):
+        divide_into_units(decoder(), classes=["Attention"])

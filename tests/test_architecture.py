@@ -1,0 +1,184 @@
+"""The layers drawn in the README, and the limits of CONTRIBUTING.md, held by the suite.
+
+Every rule is a function from sources to complaints, so that it can be shown to find a fault.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "fsdpctl"
+
+# Bottom to top. A module imports from lower rows or its own package, never from a neighbour.
+LAYERS = [
+    {"errors"},
+    {"plan"},
+    {"config"},
+    {"comm", "models", "data"},
+    {"shards"},
+    {"engine", "optim", "checkpoint", "memory"},
+    {"train", "launch"},
+    {"compare"},
+    {"cli"},
+]
+HEIGHT = {name: height for height, row in enumerate(LAYERS) for name in row}
+WITHOUT_TORCH = ["errors", "plan", "config", "memory", "cli"]
+SPEAKS_DISTRIBUTED = {"comm", "launch"}
+# The agent's protocol for a worker's error message is part of how it is launched.
+EXCEPTIONS = {("fsdpctl.train.worker", "torch.distributed.elastic.multiprocessing.errors")}
+MAX_FILE, MAX_FUNCTION, MAX_PARAMS = 300, 40, 7
+
+Sources = Mapping[str, str]  # dotted module name -> source
+
+
+def package_sources() -> dict[str, str]:
+    return {
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): file.read_text()
+        for file in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def imports(source: str, *, at_top: bool = False) -> set[str]:
+    """Modules and names that a source imports; in functions too, unless `at_top`."""
+    tree = ast.parse(source)
+    found: set[str] = set()
+    for node in _outside_functions(tree) if at_top else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        is_typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and not is_typing:
+            yield child
+            yield from _outside_functions(child)
+
+
+def layer_of(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[0] == "fsdpctl" and parts[1] in HEIGHT else None
+
+
+def wrong_directions(sources: Sources) -> list[str]:
+    found = []
+    for module, source in sources.items():
+        here = layer_of(module)
+        for name in imports(source):
+            there = layer_of(name)
+            if name.startswith("."):
+                found.append(f"{module}: relative import")
+            if here and there and there != here and HEIGHT[there] >= HEIGHT[here]:
+                found.append(f"{module} imports {name}")
+    return found
+
+
+def unplaced(sources: Sources) -> list[str]:
+    top = {module.split(".")[1] for module in sources if module.count(".") >= 1}
+    return sorted(top - set(HEIGHT) - {"__main__"})
+
+
+def cycles(sources: Sources) -> list[str]:
+    graph = {
+        module: {name for name in imports(source, at_top=True) if name in sources} - {module}
+        for module, source in sources.items()
+    }
+    try:
+        tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        return [" -> ".join(error.args[1])]
+    return []
+
+
+def too_long(sources: Sources) -> list[str]:
+    found = []
+    for module, source in sources.items():
+        if len(source.splitlines()) > MAX_FILE:
+            found.append(f"{module}: {len(source.splitlines())} lines")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef):
+                # The docstring is for the reader of the signature, not of the body.
+                first = node.body[0]
+                documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+                begin = (first.end_lineno or 0) if documented else node.lineno - 1
+                length = (node.end_lineno or 0) - begin
+                given = node.args.args + node.args.kwonlyargs
+                count = len([each for each in given if each.arg not in ("self", "cls")])
+                if length > MAX_FUNCTION:
+                    found.append(f"{module}.{node.name}: {length} lines")
+                if count > MAX_PARAMS:
+                    found.append(f"{module}.{node.name}: {count} parameters")
+    return found
+
+
+def distributed_elsewhere(sources: Sources) -> list[str]:
+    return [
+        f"{module} imports {name}"
+        for module, source in sources.items()
+        for name in sorted(imports(source))
+        if f"{name}.".startswith("torch.distributed.")
+        and layer_of(module) not in SPEAKS_DISTRIBUTED
+        and not any(module == here and name.startswith(there) for here, there in EXCEPTIONS)
+    ]
+
+
+RULES = [wrong_directions, unplaced, cycles, too_long, distributed_elsewhere]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps_the_rule(rule):
+    assert rule(package_sources()) == []
+
+
+PLANTED = [
+    (wrong_directions, {"fsdpctl.plan.layout": "from fsdpctl.engine.unit import ShardedUnit"}),
+    (wrong_directions, {"fsdpctl.engine.unit": "import fsdpctl.optim.adamw"}),
+    (wrong_directions, {"fsdpctl.plan.layout": "from .units import UnitSpec"}),
+    (wrong_directions, {"fsdpctl.comm.base": "def f():\n    import fsdpctl.engine.unit"}),
+    (unplaced, {"fsdpctl.utils.misc": ""}),
+    (cycles, {"fsdpctl.plan.a": "import fsdpctl.plan.b", "fsdpctl.plan.b": "import fsdpctl.plan.a"}),
+    (too_long, {"fsdpctl.plan.a": "x = 1\n" * 301}),
+    (too_long, {"fsdpctl.plan.a": "def f():\n" + "    x = 1\n" * 41}),
+    (too_long, {"fsdpctl.plan.a": "def f(a, b, c, d, *, e, f, g, h): ..."}),
+    (distributed_elsewhere, {"fsdpctl.engine.unit": "import torch.distributed as dist"}),
+    (distributed_elsewhere, {"fsdpctl.optim.clip": "from torch import distributed"}),
+    (distributed_elsewhere, {"fsdpctl.train.loop": "from torch.distributed import barrier"}),
+]
+
+
+@pytest.mark.parametrize(("rule", "sources"), PLANTED)
+def test_the_rule_finds_a_planted_fault(rule, sources):
+    assert rule(sources)
+
+
+def modules_without_torch() -> list[str]:
+    return [
+        module
+        for module in package_sources()
+        if module == "fsdpctl" or layer_of(module) in WITHOUT_TORCH
+    ]
+
+
+def imports_torch(statement: str) -> bool:
+    code = f"import sys\n{statement}\nsys.exit('torch' in sys.modules)"
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 1
+
+
+def test_the_command_line_and_the_plan_import_no_torch():
+    assert not imports_torch("\n".join(f"import {name}" for name in modules_without_torch()))
+
+
+def test_an_import_of_torch_would_be_noticed():
+    assert imports_torch("import fsdpctl.shards")
