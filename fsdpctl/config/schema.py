@@ -17,9 +17,9 @@ class ModelConfig:
 
     name: str = "llama_tiny"
     num_layers: int = key(4, "decoder blocks", minimum=1)
-    hidden_size: int = key(144, "width of the residual stream", minimum=1)
+    hidden_size: int = key(128, "width of the residual stream", minimum=1)
     intermediate_size: int = key(384, "width inside the MLP", minimum=1)
-    num_heads: int = key(6, "query heads", minimum=1)
+    num_heads: int = key(4, "query heads", minimum=1)
     num_kv_heads: int = key(2, "key and value heads; divides num_heads", minimum=1)
     head_dim: int | None = key(None, "width of a head", minimum=2, auto=True)
     vocab_size: int | None = key(None, "rows of the embedding", minimum=1, auto=True)
@@ -99,7 +99,12 @@ class OptimizerConfig:
     """AdamW's numbers, and clipping."""
 
     name: str = "adamw"
-    lr: float = key(4e-3, "peak learning rate", minimum=0)
+    lr: float | None = key(
+        None,
+        "peak learning rate; auto: 3e-3 up to 1 M parameters, falling with their 4th root",
+        minimum=0,
+        auto=True,
+    )
     beta1: float = key(0.9, "decay of the first moment", minimum=0, maximum=0.999999)
     beta2: float = key(0.95, "decay of the second moment", minimum=0, maximum=0.999999)
     eps: float = key(1e-8, "added to the denominator", minimum=0)
@@ -137,7 +142,7 @@ class TrainConfig:
     run_dir: str | None = key(
         None, "where everything of the run lies; auto: runs/NAME-HASH", is_path=True, auto=True
     )
-    steps: int | None = key(700, "length in optimizer steps", minimum=1, optional=True)
+    steps: int | None = key(1000, "length in optimizer steps", minimum=1, optional=True)
     epochs: float | None = key(None, "length in passes over the data", minimum=0, optional=True)
     tokens: int | None = key(None, "length in trained tokens", minimum=1, optional=True)
     seq_len: int = key(128, "tokens of a sample", minimum=1)
@@ -194,6 +199,8 @@ SECTIONS: dict[str, type] = {
 }
 GROUPS = tuple(name for name, schema in SECTIONS.items() if hasattr(schema, "name"))
 KEYS: dict[str, Key] = {
-    name: each for section, schema in SECTIONS.items() for name, each in keys_of(section, schema).items()
+    name: each
+    for section, schema in SECTIONS.items()
+    for name, each in keys_of(section, schema).items()
 }
 LENGTHS = ("train.steps", "train.epochs", "train.tokens")

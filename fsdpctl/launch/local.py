@@ -47,10 +47,15 @@ class Outcome:
 
     @property
     def cause(self) -> Failure | None:
-        """The failure that the others follow from: a killed worker breaks everybody's talks."""
-        killed = [each for each in self.failures if each.was_killed]
-        spoken = [each for each in self.failures if not _is_broken_talk(each.message)]
-        return next(iter([*killed, *spoken, *self.failures]), None)
+        """The failure that the others follow from.
+
+        A killed worker breaks everybody's talks; SIGTERM is what the agent sends to the rest.
+        """
+        by_agent = [each for each in self.failures if each.exit_code == -signal.SIGTERM]
+        own = [each for each in self.failures if each not in by_agent]
+        killed = [each for each in own if each.was_killed]
+        spoken = [each for each in own if not _is_broken_talk(each.message)]
+        return next(iter([*killed, *spoken, *own, *by_agent]), None)
 
 
 def _is_broken_talk(message: str) -> bool:

@@ -51,7 +51,7 @@ def make_optimizer(config: Config, model: ShardedModel) -> ShardedAdamW:
     about = config.optimizer
     return ShardedAdamW(
         model,
-        lr=about.lr,
+        lr=about.lr or 0.0,  # the trainer sets it before every step
         betas=(about.beta1, about.beta2),
         eps=about.eps,
         weight_decay=about.weight_decay,

@@ -96,7 +96,10 @@ def _length(run: ResolvedRun) -> str:
     tokens = run.total_steps * train.global_batch_size * train.seq_len
     samples = run.data.train.num_samples(train.seq_len)
     epochs = run.total_steps * train.global_batch_size / samples
-    return f"{run.total_steps} steps, {_count(tokens)} tokens, {epochs:.2g} epochs"
+    return (
+        f"{run.total_steps} steps, {_count(tokens)} tokens, {epochs:.2g} epochs; peak learning "
+        f"rate {run.config.optimizer.lr:g}{_auto(run, 'optimizer.lr')}"
+    )
 
 
 def run_state_bytes(run: ResolvedRun) -> StateBytes:

@@ -92,7 +92,9 @@ class Trainer:
         began = time.perf_counter()
         parts, config = self.parts, self.parts.config
         record = self._gradients()
-        lr = config.optimizer.lr * lr_factor(config.lr_scheduler, self.step, self.total_steps)
+        assert config.optimizer.lr is not None
+        factor = lr_factor(config.lr_scheduler, self.step, self.total_steps)
+        lr = config.optimizer.lr * factor
         for group in parts.optimizer.param_groups:
             group["lr"] = lr
         parts.optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
@@ -173,16 +175,16 @@ class Trainer:
         parts = self.parts
         if parts.val_batches is None:
             return
+        at_most = parts.config.train.eval_batches
         loss = validation_loss(
-            parts.model,
-            parts.val_batches,
-            self._ranks,
-            parts.device,
-            at_most=parts.config.train.eval_batches,
+            parts.model, parts.val_batches, self._ranks, parts.device, at_most=at_most
         )
         if self._metrics is not None:
             self._metrics.write({"step": self.step, "val_loss": loss})
-        self._progress.say(f"step {self.step}: {_describe(loss, parts.data, compare=last)}")
+        every_batch = parts.val_batches.num_validation_batches(0)
+        all_of_it = parts.val_batches.num_validation_batches(at_most) == every_batch
+        text = _describe(loss, parts.data, compare=last and all_of_it)
+        self._progress.say(f"step {self.step}: {text}")
 
     def _show_sample(self) -> None:
         config, parts = self.parts.config, self.parts

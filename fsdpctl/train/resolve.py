@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdpctl.config.compose import Composed, config_words
-from fsdpctl.config.schema import Config, PrecisionConfig
+from fsdpctl.config.schema import Config, OptimizerConfig, PrecisionConfig
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.source import DataSet, load_data
 from fsdpctl.errors import UsageError
@@ -53,6 +53,7 @@ def resolve(composed: Composed) -> ResolvedRun:
     data = load_data(config.data)
     config = _with_data(config, data)
     module = build_model(config.model)
+    config = replace(config, optimizer=_with_lr(config.optimizer, module))
     assert config.launch.nproc_per_node is not None
     batches = plan_batches(
         config.train.global_batch_size,
@@ -138,6 +139,17 @@ def _with_data(config: Config, data: DataSet) -> Config:
         model=replace(config.model, vocab_size=vocab_size),
         data=replace(config.data, tokenizer=tokenizer, **paths),
     )
+
+
+def _with_lr(optimizer: OptimizerConfig, module: nn.Module) -> OptimizerConfig:
+    """The peak learning rate for the model's size.
+
+    The rule meets what is published for Llama 3: 3e-4 at 8 B and 1.5e-4 at 70 B parameters.
+    """
+    if optimizer.lr is not None:
+        return optimizer
+    millions = sum(param.numel() for param in module.parameters()) / 1e6
+    return replace(optimizer, lr=float(f"{3e-3 / max(1.0, millions) ** 0.25:.2g}"))
 
 
 def _total_steps(config: Config, data: DataSet, plan: BatchPlan) -> int:

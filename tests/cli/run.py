@@ -1,0 +1,35 @@
+"""Runs the command line as a person would: as a process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TINY = [
+    "model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=48",
+    "model.num_heads=4", "model.num_kv_heads=2", "train.seq_len=16", "train.global_batch_size=8",
+    "train.eval_every=20", "train.sample_tokens=0", "checkpoint.every=25", "data=text",
+]  # fmt: skip
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "fsdpctl", *words]
+
+
+def fsdpctl(*words: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run to the end, with standard output and error as text."""
+    return subprocess.run(
+        command(*words), cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment()
+    )
+
+
+def environment() -> dict[str, str]:
+    root = str(Path(__file__).parent.parent.parent)
+    return {**os.environ, "PYTHONPATH": root, "PYTHONUNBUFFERED": "1"}
+
+
+def make_text(folder: Path) -> Path:
+    """A file with enough words to train on for a moment."""
+    file = folder / "words.txt"
+    file.write_text("".join(f"line {n} is {n * n % 97} and {n % 7}\n" for n in range(900)))
+    return file

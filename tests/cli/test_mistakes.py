@@ -1,0 +1,165 @@
+"""What a person gets for a mistake: one line, exit code 2, and nothing overwritten."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fsdpctl.cli.app import app, main
+from fsdpctl.errors import FsdpctlError
+from tests.cli.run import TINY, fsdpctl, make_text
+
+
+def run(*words: str) -> tuple[int, str]:
+    """In this process: the exit code and everything that was printed."""
+    result = CliRunner().invoke(app, list(words))
+    if isinstance(result.exception, FsdpctlError):
+        return result.exception.exit_code, str(result.exception)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return [*TINY, f"data.path={make_text(tmp_path)}", "train.steps=10"]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "parts"),
+    [
+        ("model.num_heads=5", ["model.num_kv_heads=2", "must divide"]),
+        ("model.num_kv_heads=3", ["model.num_kv_heads=3", "must divide"]),
+        ("model.head_dim=3", ["even"]),
+        ("model.vocab_size=100", ["model.vocab_size=100", "256"]),
+        ("train.seq_len=100000", ["train.seq_len=100000", "max_seq_len"]),
+        ("model.max_seq_len=8", ["train.seq_len=16"]),
+        ("launch.nnodes=2", ["launch.nnodes=2", "one machine"]),
+        ("launch.device=cuda", ["launch.device=cuda", "no CUDA device"]),
+        ("strategy=hybrid_shard", ["strategy=hybrid_shard", "does not run"]),
+        ("strategy.dp_shard_size=2", ["only hybrid"]),
+        ("train.global_batch_size=1", ["train.global_batch_size=1", "at least 2"]),
+        ("train.micro_batch_size=9", ["train.micro_batch_size=9"]),
+        ("accumulation.steps=3", ["accumulation.steps=3"]),
+        ("data.val_fraction=0.0005", ["validation data"]),
+        ("data.path=/no/such/file", ["data.path=/no/such/file", "no such file"]),
+        ("data.tokenizer=/no/where", ["data.tokenizer=/no/where"]),
+        ("train.run_dir=/proc/none/x", ["train.run_dir=/proc/none/x"]),
+    ],
+)
+def test_an_impossible_run_is_refused_before_it_starts(words, mistake, parts, tmp_path):
+    name = mistake.split("=")[0]
+    kept = [word for word in words if word.split("=")[0] != name]
+    code, said = run("train", *kept, mistake)
+    assert code == 2
+    for part in parts:
+        assert part in said
+    assert "\n" not in said.strip()
+    assert [each.name for each in tmp_path.iterdir()] == ["words.txt"]
+
+
+def test_a_sequence_longer_than_the_data_is_refused(words):
+    code, said = run("train", *words, "model.max_seq_len=1e6", *[])
+    kept = [word for word in words if not word.startswith("train.seq_len")]
+    code, said = run("train", *kept, "model.max_seq_len=1e6", "train.seq_len=30000")
+    assert (code, "longer than the data" in said) == (2, True)
+
+
+def test_a_folder_of_something_else_is_left_alone(words, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    code, said = run("train", *words, "train.run_dir=mine")
+    assert code == 2
+    assert "not a run of fsdpctl" in said
+    assert [each.name for each in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+
+
+def test_dry_run_shows_units_and_writes_nothing(words, tmp_path):
+    code, said = run("train", "--dry-run", *words)
+    assert code == 0
+    for part in ("model.layers.1", "root", "it would run", "2 (auto) on cpu (auto)"):
+        assert part in said
+    assert [each.name for each in tmp_path.iterdir()] == ["words.txt"]
+
+
+def test_dry_run_of_a_large_model_needs_no_memory(words):
+    code, said = run("train", "--dry-run", "model=llama3_405b", "launch.nproc_per_node=8",
+                     "data=text", f"data.path={Path('words.txt').resolve()}")  # fmt: skip
+    assert code == 0
+    assert "405.8" in said
+    assert "model.layers.125" in said
+
+
+def test_print_config_is_a_recipe(words, tmp_path):
+    code, printed = run("train", "--print-config", *words)
+    assert code == 0
+    (tmp_path / "mine.yaml").write_text(printed)
+    assert run("train", "--print-config", "--recipe", "mine.yaml") == (0, printed)
+
+
+@pytest.mark.parametrize("group", ["", "model", "strategy", "train", "data", "checkpoint"])
+def test_list_shows_choices_and_keys(group):
+    code, said = run("list", *([group] if group else []))
+    assert code == 0
+    if group:
+        assert f"{group}." in said
+    else:
+        assert "quick" in said
+        assert "full_shard" in said
+
+
+def test_list_of_an_unknown_group_names_the_nearest():
+    code, said = run("list", "modle")
+    assert (code, "did you mean model?" in said) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["consolidate-checkpoint", "inspect-checkpoint", "verify-checkpoint", "sample", "tokenize",
+     "train", "list"],
+)  # fmt: skip
+def test_every_command_has_a_help_text(name):
+    code, said = run(name, "--help")
+    assert code == 0
+    assert "Usage" in said
+    assert "--help" in said
+
+
+@pytest.mark.parametrize("name", ["inspect-checkpoint", "verify-checkpoint", "sample"])
+def test_a_source_without_a_checkpoint_is_a_usage_error(name, tmp_path):
+    assert run(name, str(tmp_path / "none"))[0] == 2
+    code, said = run(name, str(tmp_path))
+    assert (code, "no finished checkpoint" in said) == (2, True)
+
+
+def test_a_consolidation_with_nonsense_is_refused(tmp_path):
+    assert run("consolidate-checkpoint", "x", "y", "--dtype", "float3")[0] == 2
+    code, said = run("consolidate-checkpoint", "x", "y", "--max-file-size", "five")
+    assert (code, "5GB" in said) == (2, True)
+
+
+def test_an_error_is_one_line_on_standard_error(tmp_path):
+    result = fsdpctl("train", "train.stepz=3", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == "fsdpctl: train.stepz: no such key; did you mean train.steps?\n"
+
+
+def test_tokenize_makes_what_data_tokens_takes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_text(tmp_path)
+    assert run("tokenize", "words.txt", "words.bin")[0] == 0
+    header = json.loads(Path("words.json").read_text())
+    assert (header["dtype"], header["tokenizer"]) == ("uint16", "bytes")
+    assert run("tokenize", "words.txt", "words.bin")[0] == 2
+    assert run("tokenize", "words.txt", "words.tok")[0] == 2
+    tiny = [word for word in TINY if word != "data=text"]
+    code, said = run("train", "--dry-run", *tiny, "data=tokens", "data.path=words.bin")
+    assert code == 0
+    assert "(bytes)" in said
+
+
+def test_main_is_the_entry_point():
+    assert callable(main)

@@ -1,0 +1,207 @@
+"""A run from the first command to the exported model, with every way to interrupt it."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.cli.run import TINY, command, environment, fsdpctl, make_text
+
+STEPS = 150
+Figures = list[tuple[int, float | None, float | None]]
+
+
+def words(folder: Path, name: str = "run") -> list[str]:
+    return [*TINY, f"data.path={make_text(folder)}", f"train.steps={STEPS}", f"train.run_dir={name}"]
+
+
+def figures(run_dir: Path) -> Figures:
+    """Step, loss and validation loss of every line."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line.get("loss"), line.get("val_loss")) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run."""
+    folder = tmp_path_factory.mktemp("finished")
+    result = fsdpctl("train", *words(folder), cwd=folder)
+    assert result.returncode == 0, result.stderr
+    return folder / "run"
+
+
+def test_a_run_leaves_what_it_promises(finished):
+    assert {each.name for each in finished.iterdir()} >= {
+        "config.yaml", "overrides.txt", "metrics.jsonl", "checkpoints", "logs",
+    }  # fmt: skip
+    assert len([line for line in figures(finished) if line[1] is not None]) == STEPS
+    names = sorted(each.name for each in (finished / "checkpoints").iterdir())
+    assert names == ["latest", "step-00000125", "step-00000150"]
+    assert (finished / "checkpoints" / "latest").resolve().name == "step-00000150"
+    assert not list((finished / "logs").glob("rank-*.log"))
+    losses = [line[1] for line in figures(finished) if line[1] is not None]
+    assert losses[-1] < losses[0] - 1
+
+
+def test_the_same_command_again_says_that_it_is_finished(finished):
+    before = (finished / "metrics.jsonl").read_bytes()
+    result = fsdpctl("train", *words(finished.parent), cwd=finished.parent)
+    assert result.returncode == 0
+    assert "finished at step 150" in result.stdout
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_another_configuration_is_refused_with_the_keys(finished):
+    result = fsdpctl("train", *words(finished.parent), "optimizer.lr=1", cwd=finished.parent)
+    assert result.returncode == 2
+    assert "optimizer.lr 0.0" in result.stderr
+    assert "train.run_dir=" in result.stderr
+
+
+def test_another_length_and_strategy_go_on(finished, tmp_path):
+    subprocess.run(["cp", "-r", finished, tmp_path / "run"], check=True)
+    changed = [word for word in words(finished.parent) if not word.startswith("train.steps")]
+    result = fsdpctl(
+        "train", *changed, "train.steps=160", "strategy=no_shard", "launch.nproc_per_node=3",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "changed train.steps was 150, is 160" in result.stdout
+    assert "changed strategy was full_shard, is no_shard" in result.stdout
+    assert figures(tmp_path / "run")[-1][0] == 160
+
+
+def test_commands_on_its_checkpoint(finished, tmp_path):
+    verified = fsdpctl("verify-checkpoint", str(finished), "--json", cwd=tmp_path)
+    assert json.loads(verified.stdout)["verified"] is True
+    shown = fsdpctl("inspect-checkpoint", str(finished / "checkpoints"), "--json", cwd=tmp_path)
+    assert json.loads(shown.stdout)["progress"]["step"] == STEPS
+    sampled = fsdpctl("sample", str(finished), "--prompt", "line 7", "--tokens", "5", cwd=tmp_path)
+    assert sampled.stdout.startswith("line 7")
+    exported = fsdpctl("consolidate-checkpoint", str(finished), "hf", cwd=tmp_path)
+    assert exported.returncode == 0, exported.stderr
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    assert theirs(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 256)
+
+
+def test_a_damaged_checkpoint_ends_with_exit_code_4(finished, tmp_path):
+    subprocess.run(["cp", "-r", finished, tmp_path / "run"], check=True)
+    file = tmp_path / "run" / "checkpoints" / "step-00000150" / "rank-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert fsdpctl("verify-checkpoint", "run", cwd=tmp_path).returncode == 4
+    changed = [word for word in words(finished.parent) if not word.startswith("train.steps")]
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    result = fsdpctl("train", *changed, "train.steps=160", cwd=tmp_path)
+    assert result.returncode == 4
+    assert "rank-00001.safetensors: damaged" in result.stderr
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def start(folder: Path, typed: list[str]) -> subprocess.Popen[str]:
+    """A run in the background, some steps after its first checkpoint."""
+    process = subprocess.Popen(
+        command("train", *typed),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = folder / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 40:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    return process
+
+
+def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def kill_a_worker(process: subprocess.Popen[str]) -> None:
+    workers(process)[1].kill()
+
+
+def signal_it(number: int) -> Callable[[subprocess.Popen[str]], None]:
+    return lambda process: os.kill(process.pid, number)
+
+
+INTERRUPTIONS = {
+    "SIGINT": (signal_it(signal.SIGINT), 130, "saved"),
+    "SIGTERM": (signal_it(signal.SIGTERM), 75, "saved"),
+    "SIGUSR1": (signal_it(signal.SIGUSR1), 75, "saved"),
+    "SIGKILL of a worker": (kill_a_worker, 1, "killed by signal 9"),
+    "SIGKILL of the launcher": (signal_it(signal.SIGKILL), -9, ""),
+}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(how, marks=() if how in ("SIGTERM", "SIGKILL of the launcher") else pytest.mark.slow)
+        for how in INTERRUPTIONS
+    ],
+)
+def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(finished, tmp_path, how):
+    interrupt, code, said = INTERRUPTIONS[how]
+    process = start(tmp_path, words(tmp_path))
+    family = workers(process)
+    interrupt(process)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    assert said in errors
+    psutil.wait_procs(family, timeout=10)
+    assert not [each for each in family if each.is_running() and each.status() != "zombie"]
+    result = fsdpctl("train", *words(tmp_path), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "resumes at step" in result.stdout
+    assert figures(tmp_path / "run") == figures(finished)
+
+
+@pytest.mark.slow
+def test_a_living_run_is_not_disturbed(tmp_path):
+    endless = [*words(tmp_path)[:-2], "train.steps=100000", "train.run_dir=run"]
+    process = start(tmp_path, endless)
+    try:
+        second = fsdpctl("train", *endless, cwd=tmp_path)
+        assert second.returncode == 2
+        assert "in use by a living run" in second.stderr
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 75
+
+
+@pytest.mark.slow
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
+    line = " ".join(f"'{word}'" for word in command("train", *words(tmp_path)))
+    subprocess.run(
+        ["bash", "-c", f"{line} | head -2"], cwd=tmp_path, env=environment(), check=True, timeout=90,
+        capture_output=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while len(figures(tmp_path / "run")) < STEPS:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_a_non_finite_loss_ends_the_run_with_exit_code_76(tmp_path):
+    result = fsdpctl(
+        "train", *words(tmp_path), "optimizer.lr=1e30", "lr_scheduler.warmup_steps=0",
+        "optimizer.max_grad_norm=0", cwd=tmp_path,
+    )  # fmt: skip
+    assert result.returncode == 76, result.stderr
+    assert "train.on_nonfinite=skip" in result.stderr

@@ -1,0 +1,125 @@
+"""The engine on a CUDA device: streams, NCCL and precision, at world size 1.
+
+One rank alone normally runs as no_shard; here the sharded paths are forced through NCCL.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdpctl.comm.process_group import NcclCollectives
+from fsdpctl.engine.build import build_runtime
+from fsdpctl.engine.model import ShardedModel, shard_model
+from fsdpctl.engine.precision import Precision
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.strategy import STRATEGIES
+from tests.engine.models import make_net, next_token_loss, token_batches
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SLEEP_CYCLES = 20_000_000  # about ten milliseconds
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]:
+    store = dist.FileStore(str(Path(tmp_path_factory.mktemp("store")) / "rendezvous"), 1)
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+    yield device
+    dist.destroy_process_group()
+
+
+class SleepyCollectives(NcclCollectives):
+    """Every collective is preceded by a pause on its own stream: a missing wait shows."""
+
+    def all_gather(self, whole, parts, shard):  # type: ignore[no-untyped-def]
+        with torch.cuda.stream(self._gather_stream):
+            torch.cuda._sleep(SLEEP_CYCLES)
+        return super().all_gather(whole, parts, shard)
+
+    def reduce_scatter(self, whole, parts):  # type: ignore[no-untyped-def]
+        with torch.cuda.stream(self._reduce_stream):
+            torch.cuda._sleep(SLEEP_CYCLES)
+        return super().reduce_scatter(whole, parts)
+
+
+def forced(
+    device: torch.device,
+    strategy: str,
+    *,
+    precision: Precision | None = None,
+    collectives: Callable[[torch.device], NcclCollectives] = NcclCollectives,
+    prefetch: Prefetch | None = None,
+) -> ShardedModel:
+    net = make_net(tied=False)
+    row = STRATEGIES[strategy]
+    runtime = build_runtime(
+        net,
+        row,
+        classes=None,
+        prefetch=prefetch or Prefetch(),
+        precision=precision or Precision(),
+        collectives=collectives(device),
+        source=(device, None),
+    )
+    return ShardedModel(net, runtime, row)
+
+
+def losses(model: ShardedModel, device: torch.device, steps: int = 6) -> list[float]:
+    optimizer = ShardedAdamW(model, lr=1e-2)
+    found: list[Tensor] = []
+    for of_ranks in token_batches(steps, 1):
+        loss = next_token_loss(model, of_ranks[0][0].to(device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return torch.stack(found).tolist()
+
+
+def unsharded_losses(device: torch.device, precision: Precision | None = None) -> list[float]:
+    """The plain path: whole parameters, no collectives. NCCL is there but has one rank."""
+    model = shard_model(make_net(tied=False), "no_shard", precision=precision, device=device)
+    return losses(model, device)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_losses_equal_the_unsharded_ones(device: torch.device, strategy: str) -> None:
+    assert losses(forced(device, strategy), device) == pytest.approx(
+        unsharded_losses(device), rel=1e-6
+    )
+
+
+def test_bf16_compute_keeps_float32_masters(device: torch.device) -> None:
+    precision = Precision(param_dtype=torch.bfloat16)
+    model = forced(device, "full_shard", precision=precision)
+    assert losses(model, device) == pytest.approx(unsharded_losses(device, precision), rel=1e-2)
+    assert {shard.master.dtype for shard in model.flat_shards()} == {torch.float32}
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_slow_streams_change_nothing(device: torch.device, depth: int) -> None:
+    prefetch = Prefetch(depth, depth)
+    sleepy = forced(device, "full_shard", collectives=SleepyCollectives, prefetch=prefetch)
+    assert losses(sleepy, device) == losses(forced(device, "full_shard", prefetch=prefetch), device)
+
+
+def test_nothing_stays_allocated_between_steps_but_states_and_slots(device: torch.device) -> None:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    model = forced(device, "full_shard")
+    losses(model, device, steps=2)
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated() - before
+    masters = sum(shard.master.nbytes for shard in model.flat_shards())
+    # Moments went with the optimizer; rounding to 512 bytes per tensor is all that may come on top.
+    tensors = 6 * sum(len(shard.layout.placements) for shard in model.flat_shards()) + 64
+    assert held <= masters + model.gathered_nbytes() + 512 * tensors
