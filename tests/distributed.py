@@ -56,7 +56,7 @@ def _run(body: Body, world_size: int, timeout: float, fixtures: dict[str, Any]) 
         for rank in range(world_size):
             ours, theirs = _server.Pipe(duplex=False)
             where = (body.__module__, body.__qualname__)
-            process = _server.Process(
+            process: BaseProcess = _server.Process(
                 target=_rank_main,
                 args=(theirs, where, (rank, world_size), Path(scratch), fixtures),
                 daemon=True,
@@ -112,6 +112,7 @@ def _rank_main(
 ) -> None:
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
 
     rank, world_size = place
     stack = (scratch / f"stack-{rank}").open("w")
@@ -119,7 +120,7 @@ def _rank_main(
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     try:
-        store = dist.FileStore(str(scratch / "rendezvous"), world_size)
+        store = FileStore(str(scratch / "rendezvous"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         module, name = where
         body = getattr(importlib.import_module(module), name).__wrapped__

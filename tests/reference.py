@@ -21,10 +21,18 @@ class PaddedAdamW:
     def __init__(self, params: dict[str, nn.Parameter], lr: float, weight_decay: float) -> None:
         self._params = params
         self._padded = {name: nn.Parameter(_padded(param)) for name, param in params.items()}
-        decay = [self._padded[name] for name, param in params.items() if param.ndim > 1]
-        plain = [self._padded[name] for name, param in params.items() if param.ndim <= 1]
+        decay: list[Tensor] = [
+            self._padded[name] for name, param in params.items() if param.ndim > 1
+        ]
+        plain: list[Tensor] = [
+            self._padded[name] for name, param in params.items() if param.ndim <= 1
+        ]
+        groups: list[dict[str, object]] = [
+            {"params": decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
         self._optimizer = torch.optim.AdamW(
-            [{"params": decay}, {"params": plain, "weight_decay": 0.0}],
+            groups,
             lr=lr,
             betas=(0.9, 0.95),
             weight_decay=weight_decay,

@@ -148,7 +148,10 @@ PLANTED = [
     (wrong_directions, {"fsdpctl.plan.layout": "from .units import UnitSpec"}),
     (wrong_directions, {"fsdpctl.comm.base": "def f():\n    import fsdpctl.engine.unit"}),
     (unplaced, {"fsdpctl.utils.misc": ""}),
-    (cycles, {"fsdpctl.plan.a": "import fsdpctl.plan.b", "fsdpctl.plan.b": "import fsdpctl.plan.a"}),
+    (
+        cycles,
+        {"fsdpctl.plan.a": "import fsdpctl.plan.b", "fsdpctl.plan.b": "import fsdpctl.plan.a"},
+    ),
     (too_long, {"fsdpctl.plan.a": "x = 1\n" * 301}),
     (too_long, {"fsdpctl.plan.a": "def f():\n" + "    x = 1\n" * 41}),
     (too_long, {"fsdpctl.plan.a": "def f(a, b, c, d, *, e, f, g, h): ..."}),

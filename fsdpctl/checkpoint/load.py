@@ -56,9 +56,7 @@ def _check_model(reader: CheckpointReader, model: Sharded) -> None:
 def _set_steps(optimizer: ShardedOptimizer, progress: Progress) -> None:
     for run, states in optimizer.run_states():
         names = [piece.param.name for piece in run.shard.layout.pieces(run.span)]
-        counts = {
-            progress.optimizer_steps.get(name, progress.optimizer_step) for name in names
-        }
+        counts = {progress.optimizer_steps.get(name, progress.optimizer_step) for name in names}
         if len(counts) != 1:
             raise CheckpointError(f"{names[0]} and its neighbours were stepped unequally often")
         states["step"].fill_(counts.pop())

@@ -57,9 +57,7 @@ class CheckpointReader:
     def names(self, kind: str) -> list[str]:
         """Names of the tensors of one kind, sorted."""
         prefix = f"{kind}/"
-        return sorted(
-            key.removeprefix(prefix) for key in self._parts if key.startswith(prefix)
-        )
+        return sorted(key.removeprefix(prefix) for key in self._parts if key.startswith(prefix))
 
     def info(self, key: str) -> TensorInfo:
         """Shape and dtype of a whole tensor.

@@ -142,9 +142,7 @@ def _write_pieces(path: Path, pieces: list[StatePiece]) -> FileInfo:
     return FileInfo(size, xxhash.xxh3_128_hexdigest(header))
 
 
-def _manifest(
-    written: list[_Written], progress: Progress, config: Mapping[str, str]
-) -> Manifest:
+def _manifest(written: list[_Written], progress: Progress, config: Mapping[str, str]) -> Manifest:
     steps: dict[str, int] = {}
     tensors: dict[str, TensorInfo] = {}
     for each in written:

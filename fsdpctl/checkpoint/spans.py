@@ -19,9 +19,7 @@ class StoredSpan:
 
 def spans_to_json(stored: Mapping[str, StoredSpan]) -> str:
     """As it stands in the header: key -> [start, stop, xxh3]."""
-    content = {
-        key: [each.span.start, each.span.stop, each.xxh3] for key, each in stored.items()
-    }
+    content = {key: [each.span.start, each.span.stop, each.xxh3] for key, each in stored.items()}
     return json.dumps(content, separators=(",", ":"))
 
 

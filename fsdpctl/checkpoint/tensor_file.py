@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fsdpctl.errors import CheckpointError
@@ -53,7 +54,8 @@ class TensorEntry:
 def tensor_bytes(values: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, not copied."""
     flat = values.detach().contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    array: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return array.data if flat.numel() else memoryview(b"")
 
 
 def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> bytes:

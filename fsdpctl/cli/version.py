@@ -13,12 +13,13 @@ def print_version(wanted: bool) -> None:
     if not wanted:
         return
     import torch
+    from torch.cuda import nccl
 
     say(f"fsdpctl {version('fsdpctl')}")
     say(f"python {sys.version.split()[0]}")
     say(f"torch {torch.__version__}")
     if torch.cuda.is_available():
-        say(f"CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+        say(f"CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, nccl.version()))}")
         for index in range(torch.cuda.device_count()):
             about = torch.cuda.get_device_properties(index)
             say(f"device {index}: {about.name}, {about.total_memory / (1 << 30):.0f} GiB")

@@ -14,13 +14,17 @@ from torch import Tensor
 from fsdpctl.comm.base import Collectives, Handle, LocalCollectives
 from fsdpctl.plan.layout import Span
 
-# torch 2.13 renamed both; the old names warn there.
-_all_gather_single: Callable[..., dist.Work] = getattr(
-    dist, "all_gather_single", None
-) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
-_reduce_scatter_single: Callable[..., dist.Work] = getattr(
-    dist, "reduce_scatter_single", None
-) or getattr(dist, "reduce_scatter_tensor")  # noqa: B009
+_Collective = Callable[..., dist.Work]
+
+
+def _renamed(name: str, before: str) -> _Collective:
+    """A function that torch 2.13 renamed; the old name warns there."""
+    found: _Collective = getattr(dist, name, None) or getattr(dist, before)
+    return found
+
+
+_all_gather_single = _renamed("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter_single = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
 
 _BROADCAST_FROM_BYTES = 16 << 20  # from here one broadcast per part beats gloo's all-gather
 _MAX_DIRECT_RANKS = 8  # above, gloo's own algorithms scale better than everybody to everybody
@@ -55,7 +59,7 @@ class _ProcessGroupCollectives:
     def barrier(self) -> None:
         dist.barrier(group=self._gather_group)
 
-    def _broadcast_parts(self, whole: Tensor, parts: Sequence[Span]) -> list[dist.Work]:
+    def _start_broadcasts(self, whole: Tensor, parts: Sequence[Span]) -> list[dist.Work]:
         return [
             dist.broadcast(
                 whole[part.start : part.stop],
@@ -72,6 +76,7 @@ class GlooCollectives(_ProcessGroupCollectives):
     """Collectives on the CPU, overlapped by gloo's own threads."""
 
     def all_gather(self, whole: Tensor, parts: Sequence[Span], shard: Tensor | None) -> Handle:
+        """By gloo's all-gather, or one broadcast per part where that is faster."""
         own = parts[self.rank]
         if shard is not None:
             whole[own.start : own.stop].copy_(shard)
@@ -80,21 +85,17 @@ class GlooCollectives(_ProcessGroupCollectives):
             source = whole[own.start : own.stop]
             works = [_all_gather_single(whole, source, group=self._gather_group, async_op=True)]
         else:
-            works = self._broadcast_parts(whole, parts)
+            works = self._start_broadcasts(whole, parts)
 
-        def finish() -> Tensor:
-            for work in works:
-                work.wait()
-            return whole
-
-        return Handle(finish)
+        return _after_works(works, whole)
 
     def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Handle:
+        """By an all-to-all and additions in rank order; see the note above."""
         own = parts[self.rank]
         if self.size > _MAX_DIRECT_RANKS and _are_even(parts):
             part = whole.new_empty(own.numel)
             work = _reduce_scatter_single(part, whole, group=self._reduce_group, async_op=True)
-            return Handle(lambda: (work.wait(), part)[1])
+            return _after_works([work], part)
         received = whole.new_empty(own.numel * self.size)
         work = dist.all_to_all_single(
             received,
@@ -129,6 +130,7 @@ class NcclCollectives(_ProcessGroupCollectives):
         self._reduce_stream = torch.cuda.Stream(device, priority=-1)
 
     def all_gather(self, whole: Tensor, parts: Sequence[Span], shard: Tensor | None) -> Handle:
+        """On the gather stream."""
         own = parts[self.rank]
         # Whoever used this memory before did so on the current stream; a prefetch is issued
         # before the running unit's work, so it overlaps with that.
@@ -140,12 +142,13 @@ class NcclCollectives(_ProcessGroupCollectives):
             if _are_even(parts):
                 _all_gather_single(whole, source, group=self._gather_group)
             else:
-                for work in self._broadcast_parts(whole, parts):
+                for work in self._start_broadcasts(whole, parts):
                     work.wait()
             done = self._gather_stream.record_event()
-        return Handle(lambda: (torch.cuda.current_stream().wait_event(done), whole)[1])
+        return _after_event(done, whole)
 
     def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Handle:
+        """On the reduce stream; the result is a part of `whole`."""
         own = parts[self.rank]
         part = whole[own.start : own.stop]
         self._reduce_stream.wait_stream(torch.cuda.current_stream())
@@ -161,7 +164,24 @@ class NcclCollectives(_ProcessGroupCollectives):
                             group_dst=owner,
                         )
             done = self._reduce_stream.record_event()
-        return Handle(lambda: (torch.cuda.current_stream().wait_event(done), part)[1])
+        return _after_event(done, part)
+
+
+def _after_works(works: Sequence[dist.Work], result: Tensor) -> Handle:
+    def finish() -> Tensor:
+        for work in works:
+            work.wait()
+        return result
+
+    return Handle(finish)
+
+
+def _after_event(done: torch.cuda.Event, result: Tensor) -> Handle:
+    def finish() -> Tensor:
+        torch.cuda.current_stream().wait_event(done)
+        return result
+
+    return Handle(finish)
 
 
 def collectives_for(device: torch.device) -> Collectives:

@@ -19,7 +19,15 @@ from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, Config
 from fsdpctl.config.words import hint
 from fsdpctl.errors import UsageError
 
-_OPTIONS = ("--recipe", "--config-dir", "--resume", "--dry-run", "--print-config", "--json", "--help")
+_OPTIONS = (
+    "--recipe",
+    "--config-dir",
+    "--resume",
+    "--dry-run",
+    "--print-config",
+    "--json",
+    "--help",
+)
 
 Pair = tuple[str, str]
 
@@ -54,9 +62,7 @@ def compose_config(
     path = find_recipe(recipe) if recipe else None
     base = read_recipe(path) if path else []
     chosen = {name for name, _ in typed if name in GROUPS}
-    dropped = tuple(
-        name for name, _ in base if "." in name and name.split(".")[0] in chosen
-    )
+    dropped = tuple(name for name, _ in base if "." in name and name.split(".")[0] in chosen)
     kept = [pair for pair in base if pair[0] not in chosen and pair[0] not in dropped]
     pairs = [*kept, *typed]
     for name, text in pairs:

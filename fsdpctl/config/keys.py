@@ -105,12 +105,13 @@ _TYPES: dict[type, Literal["text", "whole number", "number", "true or false"]] =
 def keys_of(section: str, schema: type) -> dict[str, Key]:
     """The keys of a section, by dotted name, from the fields of its dataclass."""
     hints = get_type_hints(schema)
-    found = {}
+    found: dict[str, Key] = {}
     for field in dataclasses.fields(schema):
         if "meaning" not in field.metadata:
             continue
         hint = hints[field.name]
         base = next(each for each in (get_args(hint) or (hint,)) if each is not type(None))
         name = f"{section}.{field.name}"
-        found[name] = Key(name, _TYPES[base], field.default, **field.metadata)
+        default: Any = field.default
+        found[name] = Key(name, _TYPES[base], default, **field.metadata)
     return found

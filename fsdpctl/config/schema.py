@@ -152,8 +152,10 @@ class TrainConfig:
     )
     seed: int = key(0, "of weights and data order", minimum=0)
     eval_every: int = key(200, "steps between validations; 0: only at the end", minimum=0)
-    eval_batches: int = key(0, "global batches of a validation; 0: all there are", minimum=0)
-    log_every: int = key(10, "steps between plain progress lines", minimum=1)
+    eval_batches: int = key(
+        20, "global batches of a validation; 0: all there are; at the end always all", minimum=0
+    )
+    log_every: int = key(50, "steps between plain progress lines", minimum=1)
     sample_tokens: int = key(200, "tokens generated at the end; 0: none", minimum=0)
     on_nonfinite: str = key("stop", "at a non-finite loss or gradient", choices=("stop", "skip"))
     deterministic: bool = key(False, "CUDA: only kernels that repeat their results")

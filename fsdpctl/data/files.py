@@ -65,7 +65,9 @@ def _find_files(path: str, key: str) -> list[Path]:
     if place.is_file():
         return [place]
     if place.is_dir():
-        return sorted(each for each in place.rglob("*") if each.is_file() and not _hidden(each, place))
+        return sorted(
+            each for each in place.rglob("*") if each.is_file() and not _hidden(each, place)
+        )
     matches = sorted(Path(name) for name in glob.glob(path, recursive=True))
     files = [each for each in matches if each.is_file()]
     if not files:

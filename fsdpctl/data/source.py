@@ -43,10 +43,7 @@ def load_data(config: DataConfig) -> DataSet:
         return _from_token_files(config)
     tokenizer = open_tokenizer(config.tokenizer)
     text, where = _read(config)
-    if config.val_path is not None:
-        train, val = text, read_text(config.val_path, "data.val_path")
-    else:
-        train, val = _split(text, config.val_fraction)
+    train, val = _split(text, config)
     skipped = f", {text.skipped} binary files left out" if text.skipped else ""
     files = "file" if len(text.documents) == 1 else "files"
     return DataSet(
@@ -67,10 +64,12 @@ def _read(config: DataConfig) -> tuple[Text, str]:
     return read_text(config.path), config.path
 
 
-def _split(text: Text, fraction: float) -> tuple[Text, Text | None]:
-    train, val = hold_out(text, fraction)
+def _split(text: Text, config: DataConfig) -> tuple[Text, Text | None]:
+    if config.val_path is not None:
+        return text, read_text(config.val_path, "data.val_path")
+    train, val = hold_out(text, config.val_fraction)
     if not train.documents:
-        raise UsageError(f"data.val_fraction={fraction:g}: leaves nothing to train on")
+        raise UsageError(f"data.val_fraction={config.val_fraction:g}: leaves nothing to train on")
     return train, val
 
 

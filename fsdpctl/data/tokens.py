@@ -13,7 +13,7 @@ from fsdpctl.data.tokenizer import Tokens
 from fsdpctl.errors import UsageError
 
 _FORMAT = "fsdpctl-tokens"
-_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ class ShardedModel(nn.Module):
         """Let the next forward see what was written to the masters."""
         self._runtime.masters_changed()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Whole master weights and buffers on the CPU, under the module's names. Collective."""
         return full_state(self.module, self.flat_shards(), self.collectives)
 

@@ -15,7 +15,6 @@ from fsdpctl.engine.unit import ShardedUnit, State, UnitBuffer, refresh_whole
 from fsdpctl.plan.schedule import Event, EventKind, Prefetch, UnitOrder, following
 from fsdpctl.plan.strategy import Strategy
 
-
 _NO_TASK = -1
 
 

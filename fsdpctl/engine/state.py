@@ -43,8 +43,7 @@ def full_state(
             whole[placement.param.name] = values.clone()
     first_names = {id(param): name for name, param in module.named_parameters()}
     state = {
-        name: whole[first_names[id(param)]]
-        for name, _, _, param in all_named_parameters(module)
+        name: whole[first_names[id(param)]] for name, _, _, param in all_named_parameters(module)
     }
     state.update({name: each.cpu().clone() for name, each in persistent_buffers(module).items()})
     return state

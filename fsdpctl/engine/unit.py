@@ -98,7 +98,8 @@ class ShardedUnit:
     @torch.no_grad()
     def start_gather(self, collectives: Collectives) -> None:
         """Start to make it whole. The slot must be free."""
-        assert self.state is State.AT_REST and self.slot.owner is None
+        assert self.state is State.AT_REST
+        assert self.slot.owner is None
         self.slot.take(self.name)
         self._handles = [
             collectives.all_gather(buffer.whole, buffer.layout.parts, buffer.shard.master)

@@ -65,9 +65,7 @@ class ShardedAdamW(torch.optim.AdamW):
         groups: list[dict[str, Any]] = [{"params": [], **each} for each in options]
         for run, group in self.runs:
             groups[group]["params"].append(run.param)
-        super().__init__(
-            groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
-        )
+        super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # torch's overloads differ by closure only

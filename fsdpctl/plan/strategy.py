@@ -25,7 +25,7 @@ class Strategy:
 
 
 _TABLE = (
-    #         name                     known as              params reshard grads  optim  repl.  runs
+    #        name, known as, shards params, reshards, shards grads, optimizer, replicates, runs
     Strategy("no_shard", "DDP", False, False, False, False, False, True),
     Strategy("shard_optimizer", "ZeRO-1", False, False, True, True, False, False),
     Strategy("shard_grad_op", "ZeRO-2", True, False, True, True, False, True),

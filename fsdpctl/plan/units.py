@@ -101,9 +101,7 @@ def divide_into_units(
     Raises:
         UsageError: none of `classes` is in the model.
     """
-    kinds: dict[str, UnitKind] = {
-        block.name: "block" for block in _checked_blocks(module, classes)
-    }
+    kinds: dict[str, UnitKind] = {block.name: "block" for block in _checked_blocks(module, classes)}
     if embedding is not None:
         kinds = {embedding: "embedding", **kinds}
     if head is not None:

@@ -26,7 +26,9 @@ from fsdpctl.train.loop import Trainer, TrainingParts
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def make_model(config: Config, device: torch.device, *, strategy: str | None = None) -> ShardedModel:
+def make_model(
+    config: Config, device: torch.device, *, strategy: str | None = None
+) -> ShardedModel:
     """The model with its initial weights, sharded as the configuration says. Collective."""
     precision = config.precision
     return shard_model(
@@ -40,9 +42,7 @@ def make_model(config: Config, device: torch.device, *, strategy: str | None = N
             )
         ),
         device=device,
-        initialize=partial(
-            initialize_parameter, seed=config.train.seed, std=config.model.init_std
-        ),
+        initialize=partial(initialize_parameter, seed=config.train.seed, std=config.model.init_std),
     )
 
 
@@ -58,9 +58,7 @@ def make_optimizer(config: Config, model: ShardedModel) -> ShardedAdamW:
     )
 
 
-def make_trainer(
-    config: Config, world: World, stop_requested: Callable[[], bool]
-) -> Trainer:
+def make_trainer(config: Config, world: World, stop_requested: Callable[[], bool]) -> Trainer:
     """Everything for a run, brought to where its newest checkpoint was. Collective."""
     run_dir = Path(str(config.train.run_dir))
     data = load_data(config.data)
@@ -92,9 +90,7 @@ def _validation(data: DataSet, seq_len: int, plan: BatchPlan) -> Batches | None:
     return None if data.val is None else Batches(data.val, seq_len, plan, seed=0)
 
 
-def _resume(
-    run_dir: Path, model: ShardedModel, optimizer: ShardedAdamW, data: DataSet
-) -> Progress:
+def _resume(run_dir: Path, model: ShardedModel, optimizer: ShardedAdamW, data: DataSet) -> Progress:
     newest = newest_checkpoint(run_dir / CHECKPOINTS)
     if newest is None:
         return Progress()

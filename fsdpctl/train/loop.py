@@ -175,16 +175,13 @@ class Trainer:
         parts = self.parts
         if parts.val_batches is None:
             return
-        at_most = parts.config.train.eval_batches
+        at_most = 0 if last else parts.config.train.eval_batches
         loss = validation_loss(
             parts.model, parts.val_batches, self._ranks, parts.device, at_most=at_most
         )
         if self._metrics is not None:
             self._metrics.write({"step": self.step, "val_loss": loss})
-        every_batch = parts.val_batches.num_validation_batches(0)
-        all_of_it = parts.val_batches.num_validation_batches(at_most) == every_batch
-        text = _describe(loss, parts.data, compare=last and all_of_it)
-        self._progress.say(f"step {self.step}: {text}")
+        self._progress.say(f"step {self.step}: {_describe(loss, parts.data, compare=last)}")
 
     def _show_sample(self) -> None:
         config, parts = self.parts.config, self.parts

@@ -88,7 +88,7 @@ class RunProgress:
             self._console.file.flush()
         except OSError:
             self._console.quiet = True
-            sys.stdout = None  # type: ignore[assignment]  # nothing may flush it at exit
+            sys.stdout = None  # nothing may flush it at exit
 
 
 def _make_bar(console: Console) -> Progress:

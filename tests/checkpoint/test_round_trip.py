@@ -66,7 +66,13 @@ def saves(rank: int, world_size: int, folder: str, strategy: str, source: str) -
     save(Path(folder), model, optimizer)
 
 
-CHAIN = [("full_shard", 2), ("no_shard", 3), ("shard_grad_op", 1), ("full_shard", 4), ("no_shard", 2)]
+CHAIN = [
+    ("full_shard", 2),
+    ("no_shard", 3),
+    ("shard_grad_op", 1),
+    ("full_shard", 4),
+    ("no_shard", 2),
+]
 
 
 def test_a_checkpoint_survives_any_change_of_ranks_and_strategy_bit_for_bit(tmp_path):
@@ -175,9 +181,7 @@ def test_a_failed_save_leaves_nothing_and_is_an_error_on_every_rank(
 
 
 @distributed(world_size=2)
-def test_another_models_checkpoint_is_refused(
-    rank: int, world_size: int, tmp_path: Path
-) -> None:
+def test_another_models_checkpoint_is_refused(rank: int, world_size: int, tmp_path: Path) -> None:
     model, optimizer = trained("full_shard")
     folder = model.collectives.gather_objects(tmp_path)[0]
     assert isinstance(folder, Path)

@@ -20,7 +20,12 @@ Figures = list[tuple[int, float | None, float | None]]
 
 
 def words(folder: Path, name: str = "run") -> list[str]:
-    return [*TINY, f"data.path={make_text(folder)}", f"train.steps={STEPS}", f"train.run_dir={name}"]
+    return [
+        *TINY,
+        f"data.path={make_text(folder)}",
+        f"train.steps={STEPS}",
+        f"train.run_dir={name}",
+    ]
 
 
 def figures(run_dir: Path) -> Figures:
@@ -66,6 +71,7 @@ def test_another_configuration_is_refused_with_the_keys(finished):
     assert "train.run_dir=" in result.stderr
 
 
+@pytest.mark.slow
 def test_another_length_and_strategy_go_on(finished, tmp_path):
     subprocess.run(["cp", "-r", finished, tmp_path / "run"], check=True)
     changed = [word for word in words(finished.parent) if not word.startswith("train.steps")]
@@ -92,6 +98,7 @@ def test_commands_on_its_checkpoint(finished, tmp_path):
     assert theirs(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 256)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_ends_with_exit_code_4(finished, tmp_path):
     subprocess.run(["cp", "-r", finished, tmp_path / "run"], check=True)
     file = tmp_path / "run" / "checkpoints" / "step-00000150" / "rank-00001.safetensors"
@@ -150,7 +157,9 @@ INTERRUPTIONS = {
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param(how, marks=() if how in ("SIGTERM", "SIGKILL of the launcher") else pytest.mark.slow)
+        pytest.param(
+            how, marks=() if how == "SIGKILL of the launcher" else pytest.mark.slow
+        )
         for how in INTERRUPTIONS
     ],
 )
@@ -188,9 +197,13 @@ def test_a_living_run_is_not_disturbed(tmp_path):
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
     line = " ".join(f"'{word}'" for word in command("train", *words(tmp_path)))
     subprocess.run(
-        ["bash", "-c", f"{line} | head -2"], cwd=tmp_path, env=environment(), check=True, timeout=90,
+        ["bash", "-c", f"{line} | head -2"],
+        cwd=tmp_path,
+        env=environment(),
+        check=True,
+        timeout=90,
         capture_output=True,
-    )  # fmt: skip
+    )
     deadline = time.monotonic() + 60
     while len(figures(tmp_path / "run")) < STEPS:
         assert time.monotonic() < deadline

@@ -179,7 +179,9 @@ def _spoil(path, **changes):
 )
 def test_broken_token_files_are_refused(tmp_path, spoil, word):
     path = tmp_path / "t.bin"
-    write_token_file(path, np.arange(9), vocab_size=256, tokenizer="bytes", num_bytes=9)
+    write_token_file(
+        path, np.arange(9, dtype=np.uint16), vocab_size=256, tokenizer="bytes", num_bytes=9
+    )
     spoil(path)
     with pytest.raises(UsageError, match=word):
         open_token_file(path)

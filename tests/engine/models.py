@@ -16,7 +16,8 @@ class OddBlock(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * self.down(torch.tanh(self.up(self.norm(x))))
+        out: Tensor = x + self.scale * self.down(torch.tanh(self.up(self.norm(x))))
+        return out
 
 
 class OddNet(nn.Module):

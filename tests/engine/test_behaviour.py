@@ -34,18 +34,19 @@ class Wayward(nn.Module):
 
 
 def square_loss(module: nn.Module, x: Tensor) -> Tensor:
-    return module(x.requires_grad_()).square().mean()
+    loss: Tensor = module(x.requires_grad_()).square().mean()
+    return loss
 
 
 def float_batches(steps: int, ranks: int) -> list[list[list[Tensor]]]:
     generator = torch.Generator().manual_seed(2)
-    return [
-        [[torch.randn(4, 13, generator=generator)] for _ in range(ranks)] for _ in range(steps)
-    ]
+    return [[[torch.randn(4, 13, generator=generator)] for _ in range(ranks)] for _ in range(steps)]
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [0, 1, 0, 1, 2, 3], [2, 0, 3, 3, 1, 0]])
+@pytest.mark.parametrize(
+    "order", [[0, 1, 2, 3], [3, 2, 1, 0], [0, 1, 0, 1, 2, 3], [2, 0, 3, 3, 1, 0]]
+)
 @pytest.mark.parametrize("checkpoints", ["", "plain", "reentrant"])
 @distributed(world_size=2)
 def test_blocks_may_run_in_any_order(
@@ -85,7 +86,7 @@ def test_a_parameter_at_rest_reads_nan_and_refuses_writes(rank: int, world_size:
 def test_parameters_are_views_of_one_buffer_while_whole(rank: int, world_size: int) -> None:
     model = shard_model(make_net(tied=False), "full_shard")
     seen: list[set[int]] = []
-    block = model.module.blocks[0]
+    block = model.module.get_submodule("blocks.0")
     block.register_forward_pre_hook(
         lambda *_: seen.append({p.untyped_storage().data_ptr() for p in block.parameters()})
     )
@@ -107,11 +108,11 @@ def steps_with_accident(model: ShardedModel, rank: int, accident: int | None) ->
 
 class _Breaks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):  # type: ignore[no-untyped-def]
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+    def backward(ctx, gradient):
         raise ZeroDivisionError
 
 
@@ -133,9 +134,10 @@ def test_after_an_exception_the_next_step_is_as_if_it_had_not_happened(
             return out
         if where == "forward":
             raise ZeroDivisionError
-        return _Breaks.apply(out)  # type: ignore[no-any-return,no-untyped-call]
+        broken: Tensor = _Breaks.apply(out)
+        return broken
 
-    model.module.blocks[1].register_forward_hook(breaks_once)
+    model.module.get_submodule("blocks.1").register_forward_hook(breaks_once)
     steps_with_accident(model, rank, 2)
     assert largest_difference(model.state_dict(), expected.state_dict()) == 0.0
 

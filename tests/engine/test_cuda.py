@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from fsdpctl.comm.process_group import NcclCollectives
 from fsdpctl.engine.build import build_runtime
@@ -29,7 +30,7 @@ SLEEP_CYCLES = 20_000_000  # about ten milliseconds
 
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]:
-    store = dist.FileStore(str(Path(tmp_path_factory.mktemp("store")) / "rendezvous"), 1)
+    store = FileStore(str(Path(tmp_path_factory.mktemp("store")) / "rendezvous"), 1)
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
@@ -40,12 +41,12 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]:
 class SleepyCollectives(NcclCollectives):
     """Every collective is preceded by a pause on its own stream: a missing wait shows."""
 
-    def all_gather(self, whole, parts, shard):  # type: ignore[no-untyped-def]
+    def all_gather(self, whole, parts, shard):
         with torch.cuda.stream(self._gather_stream):
             torch.cuda._sleep(SLEEP_CYCLES)
         return super().all_gather(whole, parts, shard)
 
-    def reduce_scatter(self, whole, parts):  # type: ignore[no-untyped-def]
+    def reduce_scatter(self, whole, parts):
         with torch.cuda.stream(self._reduce_stream):
             torch.cuda._sleep(SLEEP_CYCLES)
         return super().reduce_scatter(whole, parts)

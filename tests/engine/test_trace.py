@@ -51,9 +51,7 @@ def test_whole_parameters_alive_are_what_the_plan_says(
     two_blocks = 2 * block  # the resident slots, whether in use or not
     seen: list[tuple[int, frozenset[str]]] = []
     with model.recorded_events() as trace:
-        model.watch(
-            lambda: seen.append((model.gathered_nbytes(), most_whole_units(trace)[-1]))
-        )
+        model.watch(lambda: seen.append((model.gathered_nbytes(), most_whole_units(trace)[-1])))
         next_token_loss(model, token_batches(1, world_size)[0][rank][0]).backward()
     assert len(seen) == len(trace)
     oversize = {name for name in nbytes if name == "root" or not name.startswith("blocks.")}

@@ -33,7 +33,12 @@ def test_micro_batches_follow_from_the_steps():
         ({"global_batch_size": 3, "world_size": 4}, "global_batch_size=3"),
         ({"global_batch_size": 8, "world_size": 2, "micro_batch_size": 5}, "micro_batch_size=5"),
         (
-            {"global_batch_size": 8, "world_size": 2, "micro_batch_size": 2, "num_micro_batches": 3},
+            {
+                "global_batch_size": 8,
+                "world_size": 2,
+                "micro_batch_size": 2,
+                "num_micro_batches": 3,
+            },
             "accumulation.steps=3",
         ),
     ],

@@ -12,7 +12,9 @@ from fsdpctl.plan.strategy import STRATEGIES
 
 K = EventKind
 orders = st.integers(1, 6).map(
-    lambda n: UnitOrder("root", ("embed", *(f"b{i}" for i in range(n)), "head"), frozenset({"embed"}))
+    lambda n: UnitOrder(
+        "root", ("embed", *(f"b{i}" for i in range(n)), "head"), frozenset({"embed"})
+    )
 )
 prefetches = st.builds(Prefetch, st.integers(0, 2), st.integers(0, 2))
 
@@ -43,7 +45,7 @@ def test_full_shard_never_has_more_blocks_whole_than_depth_plus_one(order, prefe
 
 @given(orders, prefetches)
 def test_units_that_are_whole_together_have_different_slots(order, prefetch):
-    nbytes = {unit: 10 for unit in ("root", *order.forward)}
+    nbytes = dict.fromkeys(("root", *order.forward), 10)
     slots = assign_slots(nbytes, "root", order.forward, prefetch.depth)
     assert sorted(unit for slot in slots for unit in slot.units) == sorted(nbytes)
     events = step_events(order, STRATEGIES["full_shard"], prefetch)

@@ -54,14 +54,25 @@ def test_a_tied_parameter_belongs_to_the_root():
 
 
 def test_a_parameter_shared_by_blocks_belongs_to_the_root():
-    blocks = [node(f"layers.{i}", "Block", leaf(f"layers.{i}.a"), leaf("", shared="s")) for i in (0, 1)]
+    blocks = [
+        node(f"layers.{i}", "Block", leaf(f"layers.{i}.a"), leaf("", shared="s")) for i in (0, 1)
+    ]
     found = names(node("", "Net", node("layers", "ModuleList", *blocks)))
-    assert found == {"root": ["s"], "layers.0": ["layers.0.a.weight"], "layers.1": ["layers.1.a.weight"]}
+    assert found == {
+        "root": ["s"],
+        "layers.0": ["layers.0.a.weight"],
+        "layers.1": ["layers.1.a.weight"],
+    }
 
 
 def test_only_the_outermost_list_makes_blocks():
     inner = node("layers.0.inner", "Sequential", leaf("layers.0.inner.0"), leaf("layers.0.inner.1"))
-    outer = node("layers", "ModuleList", node("layers.0", "Block", inner), node("layers.1", "Block", leaf("layers.1.a")))
+    outer = node(
+        "layers",
+        "ModuleList",
+        node("layers.0", "Block", inner),
+        node("layers.1", "Block", leaf("layers.1.a")),
+    )
     assert list(names(node("", "Net", outer))) == ["root", "layers.0", "layers.1"]
 
 

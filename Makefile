@@ -1,0 +1,38 @@
+# Everything a fresh machine needs is Python 3.11 or newer and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: train test test-slow check format clean
+
+train: $(VENV)/installed  ## train a small language model, now, on this machine
+	$(BIN)/fsdpctl train
+
+test: $(VENV)/developed  ## the fast tests
+	$(BIN)/python -m pytest -q
+
+test-slow: $(VENV)/developed  ## the whole matrices
+	$(BIN)/python -m pytest -q -m slow
+
+check: $(VENV)/developed  ## what CI, the pre-commit hook and people run
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q
+
+format: $(VENV)/developed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/developed: $(VENV)/installed
+	$(PIP) --editable '.[dev]'
+	touch $@
