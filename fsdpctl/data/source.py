@@ -58,7 +58,7 @@ def load_data(config: DataConfig) -> DataSet:
 
 def _read(config: DataConfig) -> tuple[Text, str]:
     if config.name == "python_stdlib":
-        return standard_library(), "source files of Python's standard library"
+        return standard_library(), "Python's standard library"
     if config.path is None:
         raise UsageError("data=text: say which, as data.path=FILE, DIR or GLOB")
     return read_text(config.path), config.path

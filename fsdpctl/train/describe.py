@@ -78,7 +78,7 @@ def _data(run: ResolvedRun) -> str:
         return f"{text}, none held out"
     text += f", {_count(len(data.val.tokens))} to validate"
     if data.gzip_bits_per_byte is not None:
-        text += f" (gzip -9: {data.gzip_bits_per_byte:.3f} bits per byte)"
+        text += f" (gzip -9: {data.gzip_bits_per_byte:.2f} bits per byte)"
     return text
 
 

@@ -12,7 +12,6 @@ from rich.progress import (
     Progress,
     TaskID,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
@@ -97,9 +96,8 @@ def _make_bar(console: Console) -> Progress:
         MofNCompleteColumn(),
         BarColumn(bar_width=24),
         TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
+        TimeRemainingColumn(compact=True),
         TextColumn("left"),
-        TimeRemainingColumn(),
         console=console,
         refresh_per_second=4,
     )
