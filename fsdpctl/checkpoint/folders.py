@@ -59,6 +59,13 @@ def point_to(link: Path, target: Path) -> None:
     scratch.replace(link)
 
 
+def copy_checkpoint(source: Path, folder: Path) -> None:
+    """Copy a checkpoint; it appears complete or not at all."""
+    scratch = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    shutil.copytree(source, scratch)
+    scratch.rename(folder)
+
+
 def remove_unfinished(checkpoints: Path) -> None:
     """Delete what saves that were cut short left behind. Only while no save is running."""
     for folder in checkpoints.glob("step-*.tmp-*"):

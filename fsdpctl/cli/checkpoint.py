@@ -50,7 +50,7 @@ def consolidate_checkpoint(
         bool, typer.Option("--overwrite", help="Replace DST if it exists.")
     ] = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face model directory that transformers opens."""
+    """Write a directory that transformers opens."""
     from fsdpctl.checkpoint.consolidate import consolidate, refuse_existing
     from fsdpctl.checkpoint.folders import find_checkpoint
     from fsdpctl.checkpoint.reader import CheckpointReader
@@ -102,7 +102,7 @@ def inspect_checkpoint(source: Source, as_json: AsJson = False) -> None:
 
 
 def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
-    """Check every byte of a checkpoint; exit code 4 if one is wrong."""
+    """Check every byte; exit code 4 if one is wrong."""
     from fsdpctl.checkpoint.folders import find_checkpoint
     from fsdpctl.checkpoint.reader import CheckpointReader
 

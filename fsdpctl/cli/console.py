@@ -4,8 +4,10 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(highlight=False, soft_wrap=True, stderr=True)
+from fsdpctl.train.console import PatientConsole
+
+out = PatientConsole(highlight=False, soft_wrap=True)
+err = PatientConsole(highlight=False, soft_wrap=True, stderr=True)
 
 
 def say(line: str = "") -> None:

@@ -19,7 +19,7 @@ def tokenize(
     ] = "bytes",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST.bin.")] = False,
 ) -> None:
-    """Make a token file for `data=tokens` out of text."""
+    """Make a token file for `data=tokens` of text."""
     from fsdpctl.data.files import read_text
     from fsdpctl.data.tokenizer import open_tokenizer
     from fsdpctl.data.tokens import write_token_file

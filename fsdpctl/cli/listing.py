@@ -7,8 +7,7 @@ import typer
 from rich.table import Table
 
 from fsdpctl.cli.console import out, say
-from fsdpctl.config.compose import choices_of, compose_config
-from fsdpctl.config.files import first_comment, package_folder
+from fsdpctl.config.files import choices_of, first_comment, package_folder
 from fsdpctl.config.keys import Key
 from fsdpctl.config.recipe import recipe_names
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
@@ -23,11 +22,14 @@ def list_choices(
         Path | None, typer.Option(help="A directory with further choices, a folder per group.")
     ] = None,
 ) -> None:
-    """List the groups and recipes there are, or a group's choices and keys."""
+    """List all groups and recipes, or a group's keys."""
+    from fsdpctl.config.compose import compose_config
+
+    default = compose_config([], config_dir=config_dir).config
     if group is None:
-        _list_everything(config_dir)
+        _list_everything(default, config_dir)
     elif group in SECTIONS:
-        _list_section(group, config_dir)
+        _list_section(group, default, config_dir)
     else:
         known = ", ".join(SECTIONS)
         raise UsageError(f"{group}: no such group{nearest(group, SECTIONS)} ({known})")
@@ -40,8 +42,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _list_everything(config_dir: Path | None) -> None:
-    default = compose_config([]).config
+def _list_everything(default: Config, config_dir: Path | None) -> None:
     groups = _table("group", "choices (the default first)")
     for group in GROUPS:
         first = getattr(default, group).name
@@ -57,8 +58,7 @@ def _list_everything(config_dir: Path | None) -> None:
     say("\n`fsdpctl list GROUP` shows a group's choices and keys.")
 
 
-def _list_section(section: str, config_dir: Path | None) -> None:
-    default: Config = compose_config([]).config
+def _list_section(section: str, default: Config, config_dir: Path | None) -> None:
     part = getattr(default, section)
     if section in GROUPS:
         choices = _table("choice", "what it is")

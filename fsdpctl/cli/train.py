@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsdpctl.cli.console import fail, say, show_panel
-from fsdpctl.config.compose import Composed, compose_config, config_to_yaml
 
 if TYPE_CHECKING:
+    from fsdpctl.config.compose import Composed
     from fsdpctl.launch.local import Failure, Outcome
 
 _WORKER = "fsdpctl.train.worker"
@@ -20,7 +20,7 @@ _LAST_LINES = 12
 Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...",
+        metavar="KEY=VALUE",
         show_default=False,
         help="Settings, as in `model=llama3_1b strategy=full_shard optimizer.lr=1e-3`. "
         "`fsdpctl list` shows them all.",
@@ -38,6 +38,14 @@ def train(
     words: Words = None,
     recipe: Recipe = None,
     config_dir: ConfigDir = None,
+    resume: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|never|PATH",
+            help="auto: go on where the run was. never: start a new run beside it. PATH: start a "
+            "new run from the full state of that run or checkpoint.",
+        ),
+    ] = "auto",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check that it would run, show units; train nothing.")
     ] = False,
@@ -46,6 +54,8 @@ def train(
     ] = False,
 ) -> None:
     """Train a model. The same command again resumes where the last one ended."""
+    from fsdpctl.config.compose import compose_config, config_to_yaml
+
     typed = list(words or [])
     composed = compose_config(typed, recipe, config_dir)
     if print_config:
@@ -54,50 +64,45 @@ def train(
     for name in composed.dropped:
         say(f"recipe's {name} left out: {name.split('.')[0]} was chosen on the command line")
     if dry_run:
-        _dry_run(composed)
+        _dry_run(composed, resume)
     else:
-        _run(composed, [*([f"--recipe {recipe}"] if recipe else []), *typed])
+        options = [f"--recipe {recipe}"] if recipe else []
+        _run(composed, [*options, *typed], resume)
 
 
-def _dry_run(composed: Composed) -> None:
+def _dry_run(composed: "Composed", resume: str) -> None:
     from fsdpctl.train.describe import describe_run, describe_units
     from fsdpctl.train.resolve import resolve
-    from fsdpctl.train.run_dir import inspect_run_dir
+    from fsdpctl.train.run_dir import plan_start
 
     run = resolve(composed)
-    state = inspect_run_dir(Path(str(run.config.train.run_dir)), run.config)
-    for line in [*describe_run(run, state), "", *describe_units(run)]:
+    start = plan_start(run.config, resume)
+    for line in [*describe_run(run, start), "", *describe_units(run)]:
         say(line)
     say("\nit would run; nothing was trained")
 
 
-def _run(composed: Composed, typed: list[str]) -> None:
+def _run(composed: "Composed", typed: list[str], resume: str) -> None:
     from fsdpctl.launch.local import launch_workers
     from fsdpctl.train.describe import describe_run
     from fsdpctl.train.resolve import resolve
-    from fsdpctl.train.run_dir import (
-        LOGS,
-        Standing,
-        inspect_run_dir,
-        open_run_dir,
-        prepare_run_dir,
-    )
+    from fsdpctl.train.run_dir import LOGS, Standing, lock_run_dir, plan_start, prepare_run_dir
 
     run = resolve(composed)
-    run_dir = Path(str(run.config.train.run_dir))
-    state = inspect_run_dir(run_dir, run.config)
-    if state.standing is not Standing.FINISHED:
-        lock = open_run_dir(run_dir)
-        state = inspect_run_dir(run_dir, run.config)  # it may have moved on until it was locked
-    if state.standing is Standing.FINISHED:
-        say(f"{run_dir}: finished at step {state.step}; nothing to do")
+    start = plan_start(run.config, resume)
+    if start.standing is Standing.FINISHED:
+        say(f"{start.run_dir}: finished at step {start.step}; nothing to do")
         return
-    for line in describe_run(run, state):
+    lock = lock_run_dir(start.run_dir)
+    if resume == "auto":  # it may have moved on until it was locked
+        start = plan_start(run.config, resume)
+    for line in describe_run(run, start):
         say(line)
-    prepare_run_dir(run_dir, run.config, typed)
+    prepare_run_dir(start, typed)
     ranks = run.config.launch.nproc_per_node
     assert ranks is not None
     del run  # the workers read their own data
+    run_dir = start.run_dir
     outcome = launch_workers(_WORKER, [str(run_dir)], ranks=ranks, logs=run_dir / LOGS)
     lock.release()
     _end(outcome, run_dir)

@@ -12,7 +12,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from fsdpctl.config.files import package_folder
+from fsdpctl.config.files import choices_of, package_folder
 from fsdpctl.config.keys import Value
 from fsdpctl.config.recipe import find_recipe, read_recipe
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, Config
@@ -39,12 +39,6 @@ class Composed:
     config: Config
     recipe: str | None  # its name, without folder and ending
     dropped: tuple[str, ...]  # recipe keys that a choice on the command line overruled
-
-
-def choices_of(group: str, config_dir: Path | None = None) -> list[str]:
-    """The choices of a group, those in `config_dir` included."""
-    folders = [package_folder("conf"), *([config_dir] if config_dir else [])]
-    return sorted({file.stem for each in folders for file in (each / group).glob("*.yaml")})
 
 
 def compose_config(

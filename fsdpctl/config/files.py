@@ -20,3 +20,9 @@ def first_comment(file: Path) -> str:
             break
         lines.append(line.removeprefix("#").strip())
     return " ".join(lines)
+
+
+def choices_of(group: str, config_dir: Path | None = None) -> list[str]:
+    """The choices of a group, those in `config_dir` included."""
+    folders = [package_folder("conf"), *([config_dir] if config_dir else [])]
+    return sorted({file.stem for each in folders for file in (each / group).glob("*.yaml")})

@@ -8,7 +8,7 @@ from fsdpctl.plan.strategy import effective_strategy, get_strategy
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.train.progress import format_bytes
 from fsdpctl.train.resolve import ResolvedRun
-from fsdpctl.train.run_dir import RunState, Standing
+from fsdpctl.train.run_dir import Standing, Start
 
 
 def _units(run: ResolvedRun) -> tuple[UnitSpec, ...]:
@@ -22,7 +22,7 @@ def _count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def describe_run(run: ResolvedRun, state: RunState) -> list[str]:
+def describe_run(run: ResolvedRun, start: Start) -> list[str]:
     """The first lines of a run: everything that was decided, `auto` included."""
     rows = [
         ("model", _model(run)),
@@ -31,10 +31,10 @@ def describe_run(run: ResolvedRun, state: RunState) -> list[str]:
         ("batch", _batch(run)),
         ("length", _length(run)),
         ("memory", _memory(run)),
-        ("run", _run(run, state)),
+        ("run", _run(start)),
     ]
     lines = [f"{name:<8}{text}" for name, text in rows]
-    return [*lines, *(f"changed {line}" for line in state.differences)]
+    return [*lines, *(f"changed {line}" for line in start.differences)]
 
 
 def _auto(run: ResolvedRun, name: str) -> str:
@@ -127,13 +127,13 @@ def _memory(run: ResolvedRun) -> str:
     )
 
 
-def _run(run: ResolvedRun, state: RunState) -> str:
-    where = run.config.train.run_dir
-    if state.standing is Standing.NEW:
-        return f"{where} (new)"
-    if state.standing is Standing.FINISHED:
-        return f"{where} (finished at step {state.step})"
-    return f"{where} (resumes at step {state.step})"
+def _run(start: Start) -> str:
+    if start.standing is Standing.NEW:
+        return f"{start.run_dir} (new)"
+    if start.standing is Standing.FINISHED:
+        return f"{start.run_dir} (finished at step {start.step})"
+    source = f" of {start.source}" if start.source else ""
+    return f"{start.run_dir} (resumes at step {start.step}{source})"
 
 
 def describe_units(run: ResolvedRun) -> Iterator[str]:

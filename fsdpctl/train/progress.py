@@ -1,7 +1,6 @@
 """What rank 0 shows while a run goes on: a bar on a terminal, plain lines elsewhere."""
 
 import math
-import sys
 import time
 from types import TracebackType
 
@@ -15,6 +14,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from fsdpctl.train.console import PatientConsole
 from fsdpctl.train.metrics import StepMetrics
 
 _GIB = 1 << 30
@@ -35,13 +35,10 @@ def format_seconds(seconds: float) -> str:
 
 
 class RunProgress:
-    """Shows a run's progress on standard output; silent on all ranks but 0.
-
-    A reader that goes away (a closed pipe) silences it; training goes on.
-    """
+    """Shows a run's progress on standard output; silent on all ranks but 0."""
 
     def __init__(self, total_steps: int, first_step: int, *, log_every: int, shows: bool) -> None:
-        self._console = Console(highlight=False, soft_wrap=True, quiet=not shows)
+        self._console = PatientConsole(highlight=False, soft_wrap=True, quiet=not shows)
         self._total = total_steps
         self._log_every = log_every
         self._live: Progress | None = None
@@ -82,12 +79,7 @@ class RunProgress:
 
     def say(self, line: str) -> None:
         """Print a line that stays."""
-        try:
-            self._console.print(line, markup=False)
-            self._console.file.flush()
-        except OSError:
-            self._console.quiet = True
-            sys.stdout = None  # nothing may flush it at exit
+        self._console.print(line, markup=False)
 
 
 def _make_bar(console: Console) -> Progress:

@@ -1,11 +1,12 @@
 """The directory of a run: whose it is, how far it has come, and who may write to it."""
 
 import fcntl
+import itertools
 import os
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
 
@@ -14,9 +15,12 @@ import psutil
 from fsdpctl.checkpoint.folders import (
     CHECKPOINTS,
     LATEST,
+    copy_checkpoint,
+    find_checkpoint,
     newest_checkpoint,
     point_to,
     remove_unfinished,
+    step_folder,
 )
 from fsdpctl.checkpoint.manifest import read_manifest
 from fsdpctl.config.compose import config_from_words, config_to_yaml, config_words
@@ -45,12 +49,19 @@ class Standing(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class RunState:
-    """What was found in a run directory."""
+class Start:
+    """Where a run goes and from where it begins."""
 
+    config: Config  # with its run directory
     standing: Standing
-    step: int  # of the newest checkpoint
-    differences: tuple[str, ...]  # of what may differ, a line each
+    step: int  # of the checkpoint that it begins from
+    differences: tuple[str, ...] = ()  # from the last start, of what may differ, a line each
+    source: Path | None = None  # a checkpoint of another run, to begin from
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's directory."""
+        return Path(str(self.config.train.run_dir))
 
 
 def read_config(run_dir: Path) -> Config:
@@ -58,32 +69,56 @@ def read_config(run_dir: Path) -> Config:
     return config_from_words(dict(read_recipe(run_dir / CONFIG)))
 
 
-def inspect_run_dir(run_dir: Path, config: Config) -> RunState:
-    """How the directory stands to `config`. Writes nothing.
+def plan_start(config: Config, resume: str) -> Start:
+    """What `--resume RESUME` means for `config` and its run directory. Writes nothing.
 
     Raises:
-        UsageError: it belongs to another configuration, or to something else.
-        CheckpointError: its newest checkpoint is damaged.
+        UsageError: the directory belongs to something else, or the checkpoint to another model.
+        CheckpointError: the checkpoint is damaged.
     """
+    if resume == "auto":
+        return _go_on(config)
+    fresh = _fresh_run_dir(Path(str(config.train.run_dir)))
+    config = replace(config, train=replace(config.train, run_dir=str(fresh)))
+    if resume == "never":
+        return Start(config, Standing.NEW, 0)
+    source = find_checkpoint(Path(resume).expanduser())
+    manifest = read_manifest(source)
+    changed = [
+        f"{name} {manifest.config.get(name, 'not set')} -> {text}"
+        for name, text in config_words(config).items()
+        if name.startswith("model.") and manifest.config.get(name, "not set") != text
+    ]
+    if changed:
+        raise UsageError(f"--resume {resume}: is of another model ({', '.join(changed)})")
+    return Start(config, Standing.RESUMES, manifest.progress.step, source=source)
+
+
+def _fresh_run_dir(run_dir: Path) -> Path:
+    """The first of NAME, NAME-2, NAME-3 … that is not there."""
+    names = (run_dir.with_name(f"{run_dir.name}-{number}") for number in itertools.count(2))
+    return next(each for each in itertools.chain([run_dir], names) if not each.exists())
+
+
+def _go_on(config: Config) -> Start:
+    run_dir = Path(str(config.train.run_dir))
     if run_dir.exists() and not run_dir.is_dir():
         raise UsageError(f"train.run_dir={run_dir}: is a file")
     if not (run_dir / CONFIG).is_file():
-        foreign = run_dir.is_dir() and any(
-            each.name not in (LOCK, LOGS) for each in run_dir.iterdir()
-        )
-        if foreign:
+        own = (LOCK, LOGS, CHECKPOINTS)
+        if run_dir.is_dir() and any(each.name not in own for each in run_dir.iterdir()):
             raise UsageError(
                 f"train.run_dir={run_dir}: not empty, and not a run of fsdpctl; choose another"
             )
-        return RunState(Standing.NEW, 0, ())
+        return Start(config, Standing.NEW, 0)
     differences = _differences(run_dir, config)
     newest = newest_checkpoint(run_dir / CHECKPOINTS)
     if newest is None:
-        return RunState(Standing.NEW, 0, differences)
+        return Start(config, Standing.NEW, 0, differences)
     step = read_manifest(newest).progress.step
     assert config.train.steps is not None
-    finished = step >= config.train.steps
-    return RunState(Standing.FINISHED if finished else Standing.RESUMES, step, differences)
+    standing = Standing.FINISHED if step >= config.train.steps else Standing.RESUMES
+    return Start(config, standing, step, differences)
 
 
 def _differences(run_dir: Path, config: Config) -> tuple[str, ...]:
@@ -101,7 +136,7 @@ def _differences(run_dir: Path, config: Config) -> tuple[str, ...]:
         )
         raise UsageError(
             f"train.run_dir={run_dir}: holds a run with another configuration ({said}); "
-            "choose another train.run_dir="
+            "choose another train.run_dir=, or --resume never"
         )
     return tuple(
         f"{name} was {before.get(name, 'not set')}, is {now.get(name, 'not set')}"
@@ -156,7 +191,7 @@ class RunLock:
         return True
 
 
-def open_run_dir(run_dir: Path) -> RunLock:
+def lock_run_dir(run_dir: Path) -> RunLock:
     """Make the directory if need be, and lock it.
 
     Raises:
@@ -171,18 +206,22 @@ def open_run_dir(run_dir: Path) -> RunLock:
     return lock
 
 
-def prepare_run_dir(run_dir: Path, config: Config, words: Sequence[str]) -> None:
+def prepare_run_dir(start: Start, words: Sequence[str]) -> None:
     """Write down what will run. The lock must be held.
 
     Raises:
         UsageError: the directory cannot be written.
     """
+    run_dir = start.run_dir
+    checkpoints = run_dir / CHECKPOINTS
     try:
         shutil.rmtree(run_dir / LOGS, ignore_errors=True)
         (run_dir / LOGS).mkdir(exist_ok=True)
-        (run_dir / CHECKPOINTS).mkdir(exist_ok=True)
-        remove_unfinished(run_dir / CHECKPOINTS)
-        _replace_text(run_dir / CONFIG, config_to_yaml(config))
+        checkpoints.mkdir(exist_ok=True)
+        remove_unfinished(checkpoints)
+        if start.source is not None:
+            copy_checkpoint(start.source, step_folder(checkpoints, start.step))
+        _replace_text(run_dir / CONFIG, config_to_yaml(start.config))
         _replace_text(run_dir / OVERRIDES, "".join(f"{word}\n" for word in words))
         if run_dir.parent.name == RUNS:
             point_to(run_dir.parent / LATEST, run_dir)

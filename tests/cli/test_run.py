@@ -157,9 +157,7 @@ INTERRUPTIONS = {
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param(
-            how, marks=() if how == "SIGKILL of the launcher" else pytest.mark.slow
-        )
+        pytest.param(how, marks=() if how == "SIGKILL of the launcher" else pytest.mark.slow)
         for how in INTERRUPTIONS
     ],
 )
@@ -218,3 +216,25 @@ def test_a_non_finite_loss_ends_the_run_with_exit_code_76(tmp_path):
     )  # fmt: skip
     assert result.returncode == 76, result.stderr
     assert "train.on_nonfinite=skip" in result.stderr
+
+
+@pytest.mark.slow
+def test_resume_never_and_resume_path_start_runs_of_their_own(finished, tmp_path):
+    subprocess.run(["cp", "-r", finished, tmp_path / "run"], check=True)
+    typed = words(finished.parent)
+    again = fsdpctl("train", *typed, "--resume", "never", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert figures(tmp_path / "run-2") == figures(finished)
+    longer = [word for word in typed if not word.startswith("train.steps")]
+    source = str(finished / "checkpoints" / "step-00000125")
+    forked = fsdpctl("train", *longer, "train.steps=151", "--resume", source, cwd=tmp_path)
+    assert forked.returncode == 0, forked.stderr
+    assert "resumes at step 125 of" in forked.stdout
+    steps = [step for step, loss, _ in figures(tmp_path / "run-3") if loss is not None]
+    assert steps == list(range(126, 152))
+    other = fsdpctl("train", *typed, "model.num_layers=1", "--resume", source, cwd=tmp_path)
+    assert other.returncode == 2
+    kept = [word for word in typed if not word.startswith("model.num_layers")]
+    other = fsdpctl("train", *kept, "model.num_layers=1", "--resume", source, cwd=tmp_path)
+    assert other.returncode == 2
+    assert "model.num_layers 2 -> 1" in other.stderr

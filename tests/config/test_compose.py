@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpctl.config.compose import (
-    choices_of,
     compose_config,
     config_from_words,
     config_to_yaml,
     config_words,
 )
+from fsdpctl.config.files import choices_of
 from fsdpctl.config.recipe import read_recipe, recipe_names
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.errors import UsageError
