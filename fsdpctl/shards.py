@@ -17,7 +17,8 @@ class FlatShard:
     layout: FlatLayout
     master: Tensor  # 1-D, the elements `held`
     held: Span  # everything where parameters are replicated, else `owned`
-    owned: Span  # the part that this rank answers for: in checkpoints, in norms
+    owned: Span  # the part whose gradient this rank reduces: norms count it
+    written: Span  # the part that this rank saves: replicas share the work
     grad: Tensor | None = None  # 1-D, like `master`; None until gradients were reduced
 
     @property
@@ -37,9 +38,14 @@ class FlatShard:
         """The elements `span` of the flat buffer in `values`, a tensor like `master`."""
         return values[span.start - self.held.start : span.stop - self.held.start]
 
-    def owned_pieces(self) -> tuple[Piece, ...]:
-        """The parts of parameters that this rank answers for."""
-        return self.layout.pieces(self.owned)
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds all of the masters; alike on all ranks."""
+        return self.held != self.owned
+
+    def written_pieces(self) -> tuple[Piece, ...]:
+        """The parts of parameters that this rank saves."""
+        return self.layout.pieces(self.written)
 
     def held_pieces(self) -> tuple[Piece, ...]:
         """The parts of parameters that `master` has."""

@@ -23,7 +23,7 @@ def load_checkpoint(
         CheckpointError: a byte was changed, or the checkpoint is of another model.
     """
     _check_model(reader, model)
-    for each in model_pieces(model, owned=False):
+    for each in model_pieces(model, written=False):
         reader.read_into(each.key, each.piece.in_param, each.values)
     for name, buffer in model.persistent_buffers().items():
         everything = buffer.view(-1)
@@ -33,7 +33,7 @@ def load_checkpoint(
     progress = reader.manifest.progress
     if optimizer is not None and progress.optimizer_step:
         optimizer.create_states()
-        for each in optimizer_pieces(optimizer, owned=False):
+        for each in optimizer_pieces(optimizer, written=False):
             reader.read_into(each.key, each.piece.in_param, each.values)
         _set_steps(optimizer, progress)
     model.publish_updates()

@@ -117,9 +117,9 @@ def _write_rank(
 def _rank_pieces(
     model: Sharded, optimizer: ShardedOptimizer | None, rank: int
 ) -> Iterator[StatePiece]:
-    yield from model_pieces(model, owned=True)
+    yield from model_pieces(model, written=True)
     if optimizer is not None:
-        yield from optimizer_pieces(optimizer, owned=True)
+        yield from optimizer_pieces(optimizer, written=True)
     if rank == 0:
         for name, buffer in model.persistent_buffers().items():
             spec = ParamSpec(name, tuple(buffer.shape))

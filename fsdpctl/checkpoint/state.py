@@ -46,18 +46,18 @@ class StatePiece:
     values: Tensor  # 1-D, the elements `piece.in_param`
 
 
-def model_pieces(model: Sharded, *, owned: bool) -> Iterator[StatePiece]:
-    """The parts of parameters that this rank answers for, or all that it holds."""
+def model_pieces(model: Sharded, *, written: bool) -> Iterator[StatePiece]:
+    """The parts of parameters that this rank saves, or all that it holds."""
     for shard in model.flat_shards():
-        for piece in shard.owned_pieces() if owned else shard.held_pieces():
+        for piece in shard.written_pieces() if written else shard.held_pieces():
             values = shard.view(shard.master, piece.in_flat)
             yield StatePiece(tensor_key(PARAMETER, piece.param.name), piece, values)
 
 
-def optimizer_pieces(optimizer: ShardedOptimizer, *, owned: bool) -> Iterator[StatePiece]:
+def optimizer_pieces(optimizer: ShardedOptimizer, *, written: bool) -> Iterator[StatePiece]:
     """The same of the optimizer's states; nothing before the first step."""
     for run, states in optimizer.run_states():
-        within = run.span.intersect(run.shard.owned) if owned else run.span
+        within = run.span.intersect(run.shard.written) if written else run.span
         if within is None:
             continue
         for piece in run.shard.layout.pieces(within):
@@ -69,7 +69,7 @@ def optimizer_pieces(optimizer: ShardedOptimizer, *, owned: bool) -> Iterator[St
 
 
 def optimizer_steps(optimizer: ShardedOptimizer) -> dict[str, int]:
-    """The step counter of each parameter that this rank answers for."""
+    """The step counter of each parameter that this rank steps."""
     steps = {}
     for run, states in optimizer.run_states():
         if "step" in states:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from fsdpctl.plan.layout import Span
@@ -46,6 +45,10 @@ class Collectives(Protocol):
         """Sum `values` over the ranks in place, and return them."""
         ...
 
+    def start_all_reduce(self, values: Tensor) -> Handle:
+        """The same, in the background; `values` belong to it until the handle was waited for."""
+        ...
+
     def broadcast(self, values: Tensor, source: int = 0) -> Tensor:
         """Overwrite `values` with those of rank `source`, and return them."""
         ...
@@ -79,6 +82,10 @@ class LocalCollectives:
         """`values`."""
         return values
 
+    def start_all_reduce(self, values: Tensor) -> Handle:
+        """`values`."""
+        return Handle(lambda: values)
+
     def broadcast(self, values: Tensor, source: int = 0) -> Tensor:
         """`values`."""
         return values
@@ -89,9 +96,3 @@ class LocalCollectives:
 
     def barrier(self) -> None:
         """Nobody to wait for."""
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until `device` has done all work that was given to it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

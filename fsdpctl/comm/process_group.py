@@ -37,26 +37,32 @@ def _are_even(parts: Sequence[Span]) -> bool:
 class _ProcessGroupCollectives:
     """What gloo and NCCL do alike. Gathers and reductions have a process group each."""
 
-    def __init__(self, ranks: Sequence[int] | None = None) -> None:
-        self._gather_group = dist.new_group(ranks)
-        self._reduce_group = dist.new_group(ranks)
+    def __init__(self, groups: Sequence[Sequence[int]] | None = None) -> None:
+        """Join the ranks of one of `groups`, which together are all ranks; None: all ranks."""
+        groups = groups or [range(dist.get_world_size())]
+        self._gather_group = _own_group(groups)
+        self._reduce_group = _own_group(groups)
         self.rank = dist.get_rank(self._gather_group)
         self.size = dist.get_world_size(self._gather_group)
 
     def all_reduce(self, values: Tensor) -> Tensor:
+        """By the backend's all-reduce, at once."""
         dist.all_reduce(values, group=self._gather_group)
         return values
 
     def broadcast(self, values: Tensor, source: int = 0) -> Tensor:
+        """By the backend's broadcast, at once."""
         dist.broadcast(values, group=self._gather_group, group_src=source)
         return values
 
     def gather_objects(self, value: object) -> list[object]:
+        """By the backend's all-gather of pickled objects."""
         values: list[object] = [None] * self.size
         dist.all_gather_object(values, value, group=self._gather_group)
         return values
 
     def barrier(self) -> None:
+        """By the backend's barrier."""
         dist.barrier(group=self._gather_group)
 
     def _start_broadcasts(self, whole: Tensor, parts: Sequence[Span]) -> list[dist.Work]:
@@ -70,6 +76,13 @@ class _ProcessGroupCollectives:
             for owner, part in enumerate(parts)
             if part.numel
         ]
+
+
+def _own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """The process group of this rank; every rank takes part in making all of them."""
+    own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
+    assert isinstance(own, dist.ProcessGroup)
+    return own
 
 
 class GlooCollectives(_ProcessGroupCollectives):
@@ -116,6 +129,11 @@ class GlooCollectives(_ProcessGroupCollectives):
 
         return Handle(finish)
 
+    def start_all_reduce(self, values: Tensor) -> Handle:
+        """By gloo's all-reduce."""
+        work = dist.all_reduce(values, group=self._reduce_group, async_op=True)
+        return _after_works([work], values)
+
 
 class NcclCollectives(_ProcessGroupCollectives):
     """Collectives on CUDA, gathers and reductions on a stream each.
@@ -124,8 +142,9 @@ class NcclCollectives(_ProcessGroupCollectives):
     waited for its last use, so no tensor needs `record_stream`.
     """
 
-    def __init__(self, device: torch.device, ranks: Sequence[int] | None = None) -> None:
-        super().__init__(ranks)
+    def __init__(self, device: torch.device, groups: Sequence[Sequence[int]] | None = None) -> None:
+        """Join one of `groups`; None: all ranks."""
+        super().__init__(groups)
         self._gather_stream = torch.cuda.Stream(device, priority=-1)
         self._reduce_stream = torch.cuda.Stream(device, priority=-1)
 
@@ -166,6 +185,14 @@ class NcclCollectives(_ProcessGroupCollectives):
             done = self._reduce_stream.record_event()
         return _after_event(done, part)
 
+    def start_all_reduce(self, values: Tensor) -> Handle:
+        """On the reduce stream."""
+        self._reduce_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._reduce_stream):
+            dist.all_reduce(values, group=self._reduce_group)
+            done = self._reduce_stream.record_event()
+        return _after_event(done, values)
+
 
 def _after_works(works: Sequence[dist.Work], result: Tensor) -> Handle:
     def finish() -> Tensor:
@@ -184,8 +211,17 @@ def _after_event(done: torch.cuda.Event, result: Tensor) -> Handle:
     return Handle(finish)
 
 
-def collectives_for(device: torch.device) -> Collectives:
-    """Collectives among all ranks of the default process group, or of this process alone."""
+def collectives_for(
+    device: torch.device, groups: Sequence[Sequence[int]] | None = None
+) -> Collectives:
+    """Collectives among the ranks of this rank's group, or of this process alone.
+
+    Args:
+        device: where the tensors lie.
+        groups: a division of all ranks; None is one group of all.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return LocalCollectives()
-    return NcclCollectives(device) if device.type == "cuda" else GlooCollectives()
+    if groups is not None and len(groups[0]) == 1:
+        return LocalCollectives()
+    return NcclCollectives(device, groups) if device.type == "cuda" else GlooCollectives(groups)

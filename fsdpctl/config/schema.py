@@ -7,6 +7,7 @@ a run resolves it.
 from dataclasses import dataclass, field
 
 from fsdpctl.config.keys import Key, key, keys_of
+from fsdpctl.plan.owners import OWNER_MAPS
 
 DTYPES = ("float32", "bfloat16")
 
@@ -62,6 +63,9 @@ class StrategyConfig:
     name: str = "full_shard"
     dp_shard_size: int | None = key(
         None, "hybrid_*: ranks that share one copy; auto: the ranks of a node", minimum=1, auto=True
+    )
+    owner_map: str = key(
+        "even", "shard_optimizer: who keeps which optimizer states", choices=OWNER_MAPS
     )
 
 

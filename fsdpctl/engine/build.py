@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.describe import describe_module, name_of_submodule, replace_meta_parameters
 from fsdpctl.engine.hooks import hook_gradients, hook_root, hook_unit
 from fsdpctl.engine.precision import Precision
@@ -14,7 +15,7 @@ from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.slots import Slot
 from fsdpctl.engine.unit import ShardedUnit, UnitBuffer
 from fsdpctl.errors import EngineError
-from fsdpctl.plan.layout import FlatLayout, Span
+from fsdpctl.plan.layout import FlatLayout, Span, share_of
 from fsdpctl.plan.schedule import Prefetch, UnitOrder
 from fsdpctl.plan.slots import SlotSpec, assign_slots
 from fsdpctl.plan.strategy import Strategy
@@ -23,19 +24,35 @@ from fsdpctl.shards import FlatShard
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """Where a model's values come from, and where they shall be."""
+
+    device: torch.device
+    initialize: Callable[[str, Tensor], None] | None = None  # None: rank 0's parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How a model is cut: into units, and each unit's flat buffers into parts."""
+
+    units: tuple[UnitSpec, ...]
+    layouts: dict[str, tuple[FlatLayout, ...]]  # by unit
+
+
+@dataclass(frozen=True, slots=True)
 class _Builder:
     """What every unit is built with."""
 
+    division: Division
     strategy: Strategy
     precision: Precision
-    collectives: Collectives
-    device: torch.device
-    initialize: Callable[[str, Tensor], None] | None
+    mesh: Mesh
+    source: Source
     params: dict[str, nn.Parameter]
     dtypes: dict[str, torch.dtype]  # of the parameters as the user made them
 
     def layouts(self, spec: UnitSpec) -> tuple[FlatLayout, ...]:
-        return spec.layouts(self.collectives.size)
+        return self.division.layouts[spec.name]
 
     def compute_dtype(self, layout: FlatLayout) -> torch.dtype:
         return self.precision.compute_dtype(self.dtypes[layout.params[0].name])
@@ -62,66 +79,66 @@ class _Builder:
     def buffer(self, unit: str, layout: FlatLayout, whole: Tensor) -> UnitBuffer:
         values = self.initial_values(layout)
         everything = Span(0, layout.numel)
-        owned = layout.parts[self.collectives.rank]
+        owned = layout.parts[self.mesh.shard.rank]
         held = owned if self.strategy.shards_optimizer else everything
         if self.strategy.keeps_whole_params:
             whole.copy_(values)
-            master = whole if whole.dtype == values.dtype else values
-        else:
-            master = values[held.start : held.stop].clone()
-        shard = FlatShard(unit, layout, master, held, owned)
+        own = whole if self.strategy.keeps_whole_params and whole.dtype == values.dtype else values
+        master = own[held.start : held.stop]
+        if own is values and held != everything:
+            master = master.clone()  # the rest of the values can go
+        written = share_of(owned, self.mesh.replica_rank, self.mesh.num_replicas)
+        shard = FlatShard(unit, layout, master, held, owned, written)
         return UnitBuffer(shard, [self.params[p.name] for p in layout.params], whole)
 
     def initial_values(self, layout: FlatLayout) -> Tensor:
         """The whole flat buffer in the masters' dtype, the same on every rank."""
         dtype = self.precision.dtype_of_master(self.dtypes[layout.params[0].name])
-        flat = torch.zeros(layout.numel, dtype=dtype, device=self.device)
+        flat = torch.zeros(layout.numel, dtype=dtype, device=self.source.device)
         for placement in layout.placements:
             name, span = placement.param.name, placement.span
             view = flat[span.start : span.stop].view(placement.param.shape)
-            if self.initialize is None:
+            if self.source.initialize is None:
                 view.copy_(self.params[name])
             else:
-                self.initialize(name, view)
-        return self.collectives.broadcast(flat) if self.initialize is None else flat
+                self.source.initialize(name, view)
+        return self.mesh.world.broadcast(flat) if self.source.initialize is None else flat
 
 
 def build_runtime(
     module: nn.Module,
-    strategy: Strategy,
+    division: Division,
+    mesh: Mesh,
+    source: Source,
     *,
-    classes: Sequence[str] | None,
+    strategy: Strategy,
     prefetch: Prefetch,
     precision: Precision,
-    collectives: Collectives,
-    source: tuple[torch.device, Callable[[str, Tensor], None] | None],
 ) -> Runtime:
-    """Take over `module`'s parameters and hook its events; `source` says where values come from."""
-    device, initialize = source
-    specs = divide_module(module, classes)
-    _check_same_model(specs, collectives)
+    """Take over `module`'s parameters, give each unit its memory, and hook its events.
+
+    Raises:
+        EngineError: the ranks' modules differ, or parameters have no values.
+    """
+    _check_same_model(division.units, mesh.world)
     dtypes = {name: param.dtype for name, param in module.named_parameters()}
-    if initialize is None and any(param.is_meta for param in module.parameters()):
+    for name, dtype in dtypes.items():
+        if not dtype.is_floating_point:
+            raise EngineError(f"parameter {name} is {dtype}: only real floating point is sharded")
+    if source.initialize is None and any(param.is_meta for param in module.parameters()):
         raise EngineError("parameters on the meta device have no values: pass initialize=")
-    replace_meta_parameters(module, device)
-    _move_buffers(module, device, collectives)
-    builder = _Builder(
-        strategy,
-        precision,
-        collectives,
-        device,
-        initialize,
-        dict(module.named_parameters()),
-        dtypes,
-    )
-    units = _build_units(specs, builder, prefetch)
+    replace_meta_parameters(module, source.device)
+    _move_buffers(module, source.device, mesh.world)
+    params = dict(module.named_parameters())
+    builder = _Builder(division, strategy, precision, mesh, source, params, dtypes)
+    units = _build_units(builder, prefetch)
     masters = {buffer.shard.master.dtype for unit in units for buffer in unit.buffers}
     runtime = Runtime(
         units,
-        _unit_order(module, specs),
+        _unit_order(module, division.units),
         strategy=strategy,
         prefetch=prefetch,
-        collectives=collectives,
+        mesh=mesh,
         reduce_dtypes={dtype: precision.dtype_of_reduction(dtype) for dtype in masters},
     )
     _hook(module, runtime, precision)
@@ -148,9 +165,8 @@ def _unit_order(module: nn.Module, specs: Sequence[UnitSpec]) -> UnitOrder:
     return UnitOrder(root.name, tuple(spec.name for spec in others), lookups)
 
 
-def _build_units(
-    specs: Sequence[UnitSpec], builder: _Builder, prefetch: Prefetch
-) -> list[ShardedUnit]:
+def _build_units(builder: _Builder, prefetch: Prefetch) -> list[ShardedUnit]:
+    specs = builder.division.units
     nbytes = {spec.name: builder.nbytes(spec) for spec in specs}
     root, *others = (spec.name for spec in specs)
     slots = _slot_specs(builder.strategy, nbytes, root, others, prefetch.depth)
@@ -161,7 +177,7 @@ def _build_units(
         number = slot_of[spec.name]
         if number not in made:
             resident = slots[number].resident or builder.strategy.keeps_whole_params
-            made[number] = Slot(slots[number].nbytes, builder.device, resident=resident)
+            made[number] = Slot(slots[number].nbytes, builder.source.device, resident=resident)
         units.append(builder.unit(spec, made[number]))
     return units
 
@@ -197,12 +213,17 @@ def _move_buffers(module: nn.Module, device: torch.device, collectives: Collecti
     for each in module.modules():
         for key, buffer in each._buffers.items():
             if buffer is not None:
-                each._buffers[key] = collectives.broadcast(buffer.to(device))
+                if buffer.is_meta:
+                    raise EngineError(f"buffer {key} is on the meta device: it has no values")
+                moved = buffer.to(device).contiguous()
+                # As bytes: no backend knows every dtype.
+                collectives.broadcast(moved.view(-1).view(torch.uint8))
+                each._buffers[key] = moved
 
 
 def _hook(module: nn.Module, runtime: Runtime, precision: Precision) -> None:
     hook_root(module, runtime, precision.param_dtype)
     for unit in runtime.units.values():
         hook_gradients(runtime, unit)
-        if unit is not runtime.root and runtime.strategy.shards_params:
+        if unit is not runtime.root:
             hook_unit(module.get_submodule(unit.name), runtime, unit)

@@ -31,7 +31,8 @@ def describe_module(module: nn.Module) -> ModuleSpec:
             for key, child in each.named_children()
         )
         is_list = isinstance(each, nn.ModuleList | nn.Sequential)
-        return ModuleSpec(name, type(each).__name__, is_list, own, children)
+        is_called = not isinstance(each, nn.ModuleList | nn.ModuleDict)
+        return ModuleSpec(name, type(each).__name__, is_list, is_called, own, children)
 
     return describe("", module)
 

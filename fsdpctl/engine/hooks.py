@@ -1,22 +1,33 @@
 """Binds module and autograd events to the runtime. Takes no decision."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fsdpctl.engine.runtime import Runtime
+from fsdpctl.engine.runtime import Call, Runtime
 from fsdpctl.engine.unit import ShardedUnit, UnitBuffer
 
 
-def _on_gradient(outputs: object, call: Any) -> None:
-    """Have `call()` run when the gradient of any tensor in `outputs` is there."""
+def _on_gradient(outputs: object, inputs: object, call: Callable[[], None]) -> bool:
+    """Have `call()` run when the gradient of any tensor in `outputs` is there.
+
+    Tensors that are merely passed through from `inputs` say nothing about this module's backward.
+    Returns whether there was any other.
+    """
     if not torch.is_grad_enabled():
-        return
-    for leaf in tree_leaves(outputs):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            leaf.register_hook(lambda gradient: call())
+        return False
+    given = {id(leaf) for leaf in tree_leaves(inputs)}
+    own = [
+        leaf
+        for leaf in tree_leaves(outputs)
+        if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in given
+    ]
+    for leaf in own:
+        leaf.register_hook(lambda gradient: call())
+    return bool(own)
 
 
 def hook_root(module: nn.Module, runtime: Runtime, param_dtype: torch.dtype | None) -> None:
@@ -31,7 +42,7 @@ def hook_root(module: nn.Module, runtime: Runtime, param_dtype: torch.dtype | No
         return (args, kwargs) if param_dtype is None else tree_map(cast, (args, kwargs))
 
     def after(module: nn.Module, args: Any, outputs: Any) -> None:
-        _on_gradient(outputs, runtime.begin_backward)
+        _on_gradient(outputs, (), runtime.begin_backward)
         runtime.end_forward()
 
     module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
@@ -40,18 +51,18 @@ def hook_root(module: nn.Module, runtime: Runtime, param_dtype: torch.dtype | No
 
 def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
     """Events of the module whose parameters form `unit`."""
-    gathers_in_backward = unit.name not in runtime.order.needs_no_backward_gather
 
     def before(module: nn.Module, args: Any) -> None:
         runtime.begin_unit(unit)
 
-    def after(module: nn.Module, args: Any, outputs: Any) -> None:
-        if gathers_in_backward:
-            _on_gradient(outputs, lambda: runtime.begin_unit_backward(unit))
+    def after(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        call = Call(unit)
+        if _on_gradient(outputs, (args, kwargs), lambda: runtime.begin_unit_backward(call)):
+            runtime.opened(call)
         runtime.end_unit(unit)
 
     module.register_forward_pre_hook(before, prepend=True)
-    module.register_forward_hook(after)
+    module.register_forward_hook(after, with_kwargs=True)
 
 
 def hook_gradients(runtime: Runtime, unit: ShardedUnit) -> None:

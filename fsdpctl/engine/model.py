@@ -2,23 +2,30 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.mesh import Mesh, make_mesh
 from fsdpctl.comm.process_group import collectives_for
-from fsdpctl.engine.build import build_runtime
+from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.state import full_state, persistent_buffers
-from fsdpctl.errors import EngineError
+from fsdpctl.errors import EngineError, UsageError
+from fsdpctl.plan.owners import OwnerMap
 from fsdpctl.plan.schedule import Event, Prefetch, UnitOrder
-from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy
+from fsdpctl.plan.strategy import (
+    Strategy,
+    effective_strategy,
+    get_strategy,
+    ranks_per_copy,
+)
+from fsdpctl.plan.units import lay_out
 from fsdpctl.shards import FlatShard
-
-Initializer = Callable[[str, Tensor], None]
 
 
 class ShardedModel(nn.Module):
@@ -45,9 +52,14 @@ class ShardedModel(nn.Module):
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     @property
+    def mesh(self) -> Mesh:
+        """The ranks that share a copy of the model with this one, and those of other copies."""
+        return self._runtime.mesh
+
+    @property
     def collectives(self) -> Collectives:
-        """The ranks that share the model."""
-        return self._runtime.collectives
+        """All ranks of the model."""
+        return self._runtime.mesh.world
 
     def flat_shards(self) -> tuple[FlatShard, ...]:
         """This rank's shards, root first, in the same order on every rank."""
@@ -86,7 +98,7 @@ class ShardedModel(nn.Module):
         runtime = self._runtime
         buffers = [b for unit in runtime.units.values() for b in unit.trainable_buffers]
         if any(buffer.held_gradients is not None for buffer in buffers):
-            runtime.reducer.advance(flush=True)
+            runtime.reducer.advance()
             runtime.reducer.finish()
         if all(buffer.shard.grad is None for buffer in buffers):
             raise EngineError("sync_gradients: there are no gradients; call backward first")
@@ -95,9 +107,11 @@ class ShardedModel(nn.Module):
         """Forget all gradients, reduced or not."""
         for unit in self._runtime.units.values():
             for buffer in unit.buffers:
-                buffer.shard.grad = None
-                buffer.held_gradients = None
-                buffer.present.clear()
+                buffer.drop_gradients()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; they are always freed."""
+        self.drop_gradients()
 
     def publish_updates(self) -> None:
         """Let the next forward see what was written to the masters."""
@@ -105,7 +119,7 @@ class ShardedModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Whole master weights and buffers on the CPU, under the module's names. Collective."""
-        return full_state(self.module, self.flat_shards(), self.collectives)
+        return full_state(self.module, self.flat_shards(), self.mesh.shard)
 
     @contextmanager
     def recorded_events(self) -> Iterator[list[Event]]:
@@ -139,41 +153,70 @@ class ShardedModel(nn.Module):
         return sum(slot.allocated_nbytes for slot in slots.values())
 
 
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a model is sharded; see `shard_model`."""
+
+    strategy: str | Strategy = "full_shard"
+    units: str | Sequence[type[nn.Module]] = "auto"
+    dp_shard_size: int | None = None
+    owner_map: str | OwnerMap = "even"
+    prefetch: Prefetch = Prefetch()
+    precision: Precision = Precision()
+
+
 def shard_model(
     module: nn.Module,
     strategy: str | Strategy = "full_shard",
     *,
     units: str | Sequence[type[nn.Module]] = "auto",
-    prefetch: Prefetch | None = None,
-    precision: Precision | None = None,
-    device: torch.device | None = None,
-    initialize: Initializer | None = None,
+    dp_shard_size: int | None = None,
+    owner_map: str | OwnerMap = "even",
+    prefetch: Prefetch = Prefetch(),
+    precision: Precision = Precision(),
 ) -> ShardedModel:
     """Shard `module` over the ranks of the process group. Collective; rank 0's weights win.
 
     Args:
-        module: any module; its parameters may lie on the meta device if `initialize` is given.
+        module: any module with values, on the device where it shall run.
         strategy: a name of the strategy table, or one of its rows.
         units: "auto", or the module classes whose instances are gathered and freed as one.
+        dp_shard_size: hybrid strategies: how many ranks share one copy; by default all.
+        owner_map: shard_optimizer: who keeps the states of what; a name, or a map of your own.
         prefetch: how many units are gathered ahead; one in each direction by default.
         precision: dtypes of compute, reduction and masters; the module's own by default.
-        device: where the model runs; by default where the module is, or the CPU.
-        initialize: `initialize(name, whole)` fills a parameter in place, alike on every rank.
 
     Raises:
-        UsageError: the strategy is unknown or does not run, or no module has a class of `units`.
+        UsageError: a name is unknown, or sizes do not fit the number of ranks.
         EngineError: the ranks' modules differ.
     """
+    first = next((param.device for param in module.parameters()), torch.device("cpu"))
+    sharding = Sharding(strategy, units, dp_shard_size, owner_map, prefetch, precision)
+    return shard_from(Source(first), module, sharding)
+
+
+def shard_from(source: Source, module: nn.Module, sharding: Sharding) -> ShardedModel:
+    """`shard_model` with values and device from `source`; `module` may lie on the meta device."""
+    strategy, owner_map = sharding.strategy, sharding.owner_map
     row = get_strategy(strategy) if isinstance(strategy, str) else strategy
-    device = device or next((p.device for p in module.parameters() if not p.is_meta), None)
-    collectives = collectives_for(device or torch.device("cpu"))
+    world = collectives_for(source.device)
+    copy_size = ranks_per_copy(row, world.size, sharding.dp_shard_size)
+    if owner_map != "even" and not row.has_owner_map:
+        raise UsageError(f"owner_map: only shard_optimizer has one, and {row.name} is another")
+    effective = effective_strategy(row, copy_size)
+    mesh = make_mesh(world, source.device, copy_size if copy_size > 1 else world.size)
+    units = sharding.units
+    specs = divide_module(
+        module, None if isinstance(units, str) else [each.__name__ for each in units]
+    )
+    layouts = lay_out(specs, mesh.shard.size, owner_map if effective is row else "even")
     runtime = build_runtime(
         module,
-        effective_strategy(row, collectives.size),
-        classes=None if units == "auto" else [each.__name__ for each in units],  # type: ignore[union-attr]  # a str is "auto"
-        prefetch=prefetch or Prefetch(),
-        precision=precision or Precision(),
-        collectives=collectives,
-        source=(device or torch.device("cpu"), initialize),
+        Division(specs, layouts),
+        mesh,
+        source,
+        strategy=effective,
+        prefetch=sharding.prefetch,
+        precision=sharding.precision,
     )
     return ShardedModel(module, runtime, row)

@@ -1,11 +1,10 @@
 """From the gradients of a unit's parameters to this rank's part of their mean.
 
-When all gradients of a unit have arrived, one fused copy moves (and casts) them into a buffer that
+When a unit's backward is over, one fused copy moves (and casts) its gradients into a buffer that
 exists only until the reduction is done. Copying each as it arrives would take that buffer while the
 unit's backward has just begun, and with it the memory in which the previous reduction overlaps.
 
-All ranks start the reductions in the same order, the plan's: a unit whose gradients are complete
-waits until those before it have started. What did not arrive counts as zero.
+All ranks start the reductions in the same order, the plan's. What did not arrive counts as zero.
 """
 
 from collections import deque
@@ -15,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.base import Collectives, Handle
+from fsdpctl.comm.base import Handle
+from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.unit import ShardedUnit, UnitBuffer
 from fsdpctl.plan.schedule import EventKind
 
@@ -34,20 +34,20 @@ class GradientReducer:
     def __init__(
         self,
         units: Sequence[ShardedUnit],
-        collectives: Collectives,
+        mesh: Mesh,
         reduce_dtypes: dict[torch.dtype, torch.dtype],
         note: Note,
         *,
         limit: int,
     ) -> None:
         self.units = tuple(units)  # in the order of reduction
-        self._collectives = collectives
+        self._mesh = mesh
         self._dtypes = reduce_dtypes  # by the masters' dtype
         self._note = note
         self._limit = limit
         self._next = 0
         self._in_flight: deque[_InFlight] = deque()
-        self._gathering: list[tuple[UnitBuffer, Handle]] = []
+        self._second_stage: list[tuple[UnitBuffer, Handle]] = []  # after the reduce-scatter
 
     def collect(self, unit: ShardedUnit) -> None:
         """Move the gradients that have arrived out of the parameters, and hold them."""
@@ -55,10 +55,10 @@ class GradientReducer:
             if buffer.arrived:
                 self._hold(buffer)
 
-    def advance(self, *, flush: bool = False) -> None:
-        """Start the reductions whose turn it is; with `flush`, the root's and all others left."""
-        stop = len(self.units) if flush else len(self.units) - 1
-        while self._next < stop and (flush or self.units[self._next].is_complete):
+    def advance(self, last: ShardedUnit | None = None) -> None:
+        """Start the reductions up to that of `last`, or all that are left."""
+        stop = len(self.units) if last is None else self.units.index(last) + 1
+        while self._next < stop:
             self._start(self.units[self._next])
             self._next += 1
 
@@ -66,9 +66,9 @@ class GradientReducer:
         """Wait until every started reduction has ended, and begin anew."""
         while self._in_flight:
             self._finish_oldest()
-        for buffer, handle in self._gathering:
+        for buffer, handle in self._second_stage:
             _add_gradient(buffer, handle.wait())
-        self._gathering = []
+        self._second_stage = []
         self._next = 0
 
     def abandon(self) -> None:
@@ -77,15 +77,14 @@ class GradientReducer:
             for _, handle in started.reductions:
                 handle.wait()
         self._in_flight.clear()
-        for _, handle in self._gathering:
+        for _, handle in self._second_stage:
             handle.wait()
-        self._gathering = []
+        self._second_stage = []
         self._next = 0
         for unit in self.units:
+            unit.open_calls = 0
             for buffer in unit.trainable_buffers:
-                buffer.arrived.clear()
-                for param in buffer.params:
-                    param.grad = None
+                buffer.drop_gradients()
 
     def _start(self, unit: ShardedUnit) -> None:
         if not unit.trainable_buffers:
@@ -94,13 +93,13 @@ class GradientReducer:
             self._finish_oldest()
         self._note(EventKind.REDUCE, unit.name)
         started = _InFlight(unit.name, [])
+        self._in_flight.append(started)  # before its first collective: one that fails loses none
         for buffer in unit.trainable_buffers:
             self._hold(buffer)
             gradients, buffer.held_gradients = buffer.held_gradients, None
             assert gradients is not None
-            handle = self._collectives.reduce_scatter(gradients, buffer.layout.parts)
+            handle = self._mesh.shard.reduce_scatter(gradients, buffer.layout.parts)
             started.reductions.append((buffer, handle))
-        self._in_flight.append(started)
 
     def _finish_oldest(self) -> None:
         started = self._in_flight.popleft()
@@ -111,16 +110,20 @@ class GradientReducer:
     @torch.no_grad()
     def _take_part(self, buffer: UnitBuffer, total: Tensor) -> None:
         shard = buffer.shard
-        size = self._collectives.size
-        # A product is a tensor of its own, so that the reduce buffer can go.
-        mean = total * (1 / size) if size > 1 else total
-        mean = mean.to(shard.master.dtype)
-        if shard.held == shard.owned:
-            _add_gradient(buffer, mean)
+        size = self._mesh.world.size
+        if shard.is_replicated:
+            whole = torch.empty_like(shard.master)
+            whole[shard.owned.start : shard.owned.stop] = total * (1 / size)
+            handle = self._mesh.shard.all_gather(whole, buffer.layout.parts, None)
+            self._second_stage.append((buffer, handle))
             return
-        whole = torch.empty_like(shard.master)
-        handle = self._collectives.all_gather(whole, buffer.layout.parts, mean)
-        self._gathering.append((buffer, handle))
+        # A product is a tensor of its own, so that the reduce buffer can go.
+        mean = (total * (1 / size) if size > 1 else total).to(shard.master.dtype)
+        if self._mesh.replicas is not None:
+            handle = self._mesh.replicas.start_all_reduce(mean)
+            self._second_stage.append((buffer, handle))
+        else:
+            _add_gradient(buffer, mean)
 
     @torch.no_grad()
     def _hold(self, buffer: UnitBuffer) -> None:

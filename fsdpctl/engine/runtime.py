@@ -6,12 +6,14 @@ next use gathers it again; a prefetch never evicts.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.reduction import GradientReducer
-from fsdpctl.engine.unit import ShardedUnit, State, UnitBuffer, refresh_whole
+from fsdpctl.engine.unit import ShardedUnit, State, UnitBuffer
+from fsdpctl.errors import EngineError
 from fsdpctl.plan.schedule import Event, EventKind, Prefetch, UnitOrder, following
 from fsdpctl.plan.strategy import Strategy
 
@@ -28,6 +30,14 @@ def in_backward() -> bool:
     return current_backward() != _NO_TASK
 
 
+@dataclass(slots=True)
+class Call:
+    """One forward of a unit, and whether its backward has begun."""
+
+    unit: ShardedUnit
+    began: bool = False
+
+
 class Runtime:
     """Gathers, releases and reduces units as their modules run."""
 
@@ -38,7 +48,7 @@ class Runtime:
         *,
         strategy: Strategy,
         prefetch: Prefetch,
-        collectives: Collectives,
+        mesh: Mesh,
         reduce_dtypes: dict[torch.dtype, torch.dtype],
     ) -> None:
         self.units = {unit.name: unit for unit in units}
@@ -46,13 +56,13 @@ class Runtime:
         self.root = self.units[order.root]
         self.strategy = strategy
         self.prefetch = prefetch
-        self.collectives = collectives
+        self.mesh = mesh
         self.reduces = True  # whether backward reduces what it finds
         self.trace: list[Event] | None = None  # records events while it is a list
         self.on_event: Callable[[], None] = lambda: None
         self.reducer = GradientReducer(
             [self.units[name] for name in order.reduction],
-            collectives,
+            mesh,
             reduce_dtypes,
             self.note,
             limit=reductions_in_flight(reduce_dtypes),
@@ -80,7 +90,9 @@ class Runtime:
         """Start to gather units that will be used soon, where their slot is free."""
         for name in names:
             unit = self.units[name]
-            if unit.state is State.AT_REST and unit.slot.owner is None:
+            if unit.state is State.AT_REST:
+                if unit.slot.owner is not None:
+                    return  # to skip it would gather in another order than other ranks
                 self._start_gather(unit)
 
     def release(self, unit: ShardedUnit) -> None:
@@ -90,7 +102,7 @@ class Runtime:
             self.note(EventKind.RELEASE, unit.name)
 
     def _start_gather(self, unit: ShardedUnit) -> None:
-        unit.start_gather(self.collectives)
+        unit.start_gather(self.mesh.shard)
         self.note(EventKind.GATHER, unit.name)
 
     def _evict(self, unit: ShardedUnit) -> None:
@@ -136,35 +148,63 @@ class Runtime:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         self.use(self.root)
 
-    def begin_unit_backward(self, unit: ShardedUnit) -> None:
-        """The gradient of one of a unit's outputs is there."""
+    def opened(self, call: Call) -> None:
+        """A unit's forward has made something whose gradient will come."""
+        if not in_backward():
+            call.unit.open_calls += 1
+
+    def begin_unit_backward(self, call: Call) -> None:
+        """The gradient of one of a call's outputs is there."""
+        unit = call.unit
+        if current_backward() == self._backward or self._backward == _NO_TASK:
+            unit.open_calls -= not call.began
+            call.began = True
+            self._close_before(unit)
+        if unit.name in self.order.needs_no_backward_gather:
+            return
         self.use(unit)
-        ahead = following(self.order.backward, unit.name, self.prefetch.backward)
-        self.gather_ahead(ahead)
+        self.gather_ahead(following(self.order.backward, unit.name, self.prefetch.backward))
 
     def gradient_arrived(self, unit: ShardedUnit, buffer: UnitBuffer, index: int) -> None:
         """A parameter's gradient is complete."""
         buffer.arrived.add(index)
-        if not unit.is_complete:
-            return
-        if unit is not self.root:
-            self.release(unit)
-            # A backward within a backward (re-entrant checkpointing) may bring more later.
-            if self.reduces and current_backward() == self._backward:
-                self.reducer.advance()
-            else:
-                self.reducer.collect(unit)
+        # A backward within a backward (re-entrant checkpointing) may bring another one later.
+        if current_backward() != self._backward and self._backward != _NO_TASK:
+            self.reducer.collect(unit)
+
+    def _close_before(self, unit: ShardedUnit) -> None:
+        """The backward of `unit` begins: that of the units before it is over.
+
+        Counting arrived gradients would not do: a parameter that only some ranks use would let
+        the others run ahead, and wait for each other in different collectives.
+        """
+        for name in self.order.reduction:
+            other = self.units[name]
+            if other is unit or other.open_calls > 0:
+                return
+            self._close(other)
+
+    def _close(self, unit: ShardedUnit) -> None:
+        self.release(unit)
+        if self.reduces:
+            self.reducer.advance(unit)
+        else:
+            self.reducer.collect(unit)
 
     def end_backward(self) -> None:
         """Autograd has done all it had to do."""
-        for unit in self.units.values():
-            self.release(unit)
-            if not self.reduces:
-                self.reducer.collect(unit)
+        for name in self.order.reduction:
+            self._close(self.units[name])
+            self.units[name].open_calls = 0
         if self.reduces:
-            self.reducer.advance(flush=True)
             self.reducer.finish()
         self._backward = _NO_TASK
+        for unit in self.units.values():
+            if any(buffer.arrived for buffer in unit.buffers):
+                raise EngineError(
+                    f"gradients of {unit.name} came after it was reduced: its output reaches the "
+                    "loss in a way that hooks do not see"
+                )
 
     # ---- between steps -------------------------------------------------------------------
 
@@ -183,11 +223,15 @@ class Runtime:
     def masters_changed(self) -> None:
         """The masters were written to: what was gathered from them is out of date."""
         self.rest()
+        handles = []
         for unit in self.units.values():
             unit.masters_changed()
             if self.strategy.keeps_whole_params:
-                for buffer in unit.buffers:
-                    refresh_whole(buffer)
+                handles += unit.start_sync(self.mesh.shard)
+                if self.strategy.shards_optimizer:
+                    self.note(EventKind.SYNC, unit.name)
+        for handle in handles:
+            handle.wait()
 
 
 def reductions_in_flight(reduce_dtypes: dict[torch.dtype, torch.dtype]) -> int:

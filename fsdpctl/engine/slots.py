@@ -34,9 +34,9 @@ class Slot:
 
     def take(self, owner: str) -> None:
         """Hold `owner`'s parameters from now on."""
-        self.owner = owner
         if not self._resident:
             self._bytes.untyped_storage().resize_(self.nbytes)
+        self.owner = owner
 
     def give_back(self) -> None:
         """Nobody reads it any more; what was read so far was read on the current stream."""

@@ -23,7 +23,7 @@ def persistent_buffers(module: nn.Module) -> Mapping[str, Tensor]:
 @torch.no_grad()
 def whole_values(shard: FlatShard, values: Tensor, collectives: Collectives) -> Tensor:
     """The whole flat buffer of which `values`, a tensor like the master, is this rank's part."""
-    if shard.held.numel == shard.layout.numel:
+    if shard.is_replicated:
         return values
     whole = values.new_empty(shard.layout.numel)
     return collectives.all_gather(whole, shard.layout.parts, values).wait()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsdpctl.comm.base import Collectives, Handle
 from fsdpctl.engine.slots import Slot
-from fsdpctl.plan.layout import FlatLayout, Span
+from fsdpctl.plan.layout import FlatLayout
 from fsdpctl.shards import FlatShard
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
@@ -67,10 +67,14 @@ class UnitBuffer:
         for param, rest in zip(self.params, self._rests, strict=True):
             param.data = rest
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every gradient of this backward has arrived."""
-        return not self.shard.trainable or len(self.arrived) == len(self.params)
+    def drop_gradients(self) -> None:
+        """Forget all gradients, wherever they are on their way."""
+        for param in self.params:
+            param.grad = None
+        self.shard.grad = None
+        self.held_gradients = None
+        self.arrived.clear()
+        self.present.clear()
 
 
 class ShardedUnit:
@@ -81,6 +85,7 @@ class ShardedUnit:
         self.buffers = tuple(buffers)
         self.slot = slot
         self.state = State.AT_REST
+        self.open_calls = 0  # forwards whose backward has not begun
         self._handles: list[Handle] = []
         self._params = tuple(param for buffer in buffers for param in buffer.params)
         self._version = max((param._version for param in self._params), default=0)
@@ -90,22 +95,16 @@ class ShardedUnit:
         """Those whose gradients are reduced."""
         return tuple(buffer for buffer in self.buffers if buffer.shard.trainable)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every gradient of this backward has arrived."""
-        return all(buffer.is_complete for buffer in self.buffers)
-
     @torch.no_grad()
     def start_gather(self, collectives: Collectives) -> None:
         """Start to make it whole. The slot must be free."""
         assert self.state is State.AT_REST
         assert self.slot.owner is None
         self.slot.take(self.name)
-        self._handles = [
-            collectives.all_gather(buffer.whole, buffer.layout.parts, buffer.shard.master)
-            for buffer in self.buffers
-        ]
         self.state = State.GATHERING
+        for buffer in self.buffers:
+            handle = collectives.all_gather(buffer.whole, buffer.layout.parts, buffer.shard.master)
+            self._handles.append(handle)
 
     @torch.no_grad()
     def finish_gather(self) -> None:
@@ -144,13 +143,20 @@ class ShardedUnit:
         self._version += 2
         self._set_version(self._version + (self.state is not State.WHOLE))
 
+    def start_sync(self, collectives: Collectives) -> list[Handle]:
+        """Start to bring changed masters into parameters that stay whole.
+
+        Where both have one dtype the masters are a window into the parameters.
+        """
+        handles = []
+        for buffer in self.buffers:
+            shard = buffer.shard
+            source = None if shard.master.dtype == buffer.whole.dtype else shard.master
+            if not shard.is_replicated:
+                handles.append(collectives.all_gather(buffer.whole, shard.layout.parts, source))
+            elif source is not None:
+                buffer.whole.copy_(source)
+        return handles
+
     def _set_version(self, version: int) -> None:
         _set_versions(self._params, (version,) * len(self._params))
-
-
-def refresh_whole(buffer: UnitBuffer) -> None:
-    """Copy the masters into parameters that stay whole, where they are not the same memory."""
-    shard = buffer.shard
-    if shard.master.data_ptr() != buffer.whole.data_ptr():
-        held: Span = shard.held
-        buffer.whole[held.start : held.stop].copy_(shard.master)

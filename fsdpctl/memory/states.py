@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fsdpctl.plan.slots import assign_slots
 from fsdpctl.plan.strategy import Strategy
-from fsdpctl.plan.units import UnitSpec
+from fsdpctl.plan.units import UnitSpec, lay_out
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -37,9 +37,9 @@ def state_bytes(
     """The model states of a rank under AdamW, and the memory that units are gathered into."""
     masters = optimizer = gradients = 0
     nbytes: dict[str, int] = {}
-    for unit in units:
-        nbytes[unit.name] = 0
-        for layout in unit.layouts(num_ranks):
+    for name, layouts in lay_out(units, num_ranks).items():
+        nbytes[name] = 0
+        for layout in layouts:
             part = layout.parts[0].numel
             trainable = layout.params[0].trainable
             master = part if strategy.shards_optimizer else layout.numel
@@ -47,7 +47,7 @@ def state_bytes(
             masters += master * DTYPE_BYTES[master_dtype]
             gradients += trainable * grad * DTYPE_BYTES[master_dtype]
             optimizer += trainable * 2 * master * DTYPE_BYTES[master_dtype]
-            nbytes[unit.name] += layout.numel * DTYPE_BYTES[param_dtype]
+            nbytes[name] += layout.numel * DTYPE_BYTES[param_dtype]
     gathered = _gathered_bytes(nbytes, strategy, prefetch_depth)
     if strategy.keeps_whole_params and param_dtype == master_dtype:
         gathered = 0  # the masters are the parameters

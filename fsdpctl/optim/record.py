@@ -12,13 +12,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fsdpctl.shards import FlatShard
+from fsdpctl.comm.mesh import Mesh
+from fsdpctl.shards import FlatShard, Sharded
 
 _EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
-class _AllReduces(Protocol):
-    def all_reduce(self, values: Tensor) -> Tensor: ...
+class _Replicated(Sharded, Protocol):
+    @property
+    def mesh(self) -> Mesh: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,7 @@ def sum_of_squares(shards: Sequence[FlatShard]) -> Tensor:
 
 @torch.no_grad()
 def record_step(
-    shards: Sequence[FlatShard],
-    collectives: _AllReduces,
+    model: _Replicated,
     *,
     loss_sum: Tensor,
     tokens: Tensor,
@@ -72,19 +73,18 @@ def record_step(
     """Add up the ranks' shares and derive what the optimizer needs. Collective.
 
     Args:
-        shards: this rank's shards, with reduced gradients.
-        collectives: the ranks of the model.
+        model: the sharded model, with reduced gradients.
         loss_sum: this rank's loss, summed over its target tokens of the step.
         tokens: how many those were.
         nominal_tokens: how many the losses were divided by, in all ranks together.
         max_grad_norm: the norm above which the gradient is scaled down; 0 for never.
         stop: whether this rank was asked to stop.
     """
-    share = sum_of_squares(shards)
+    share = sum_of_squares(model.flat_shards()) / model.mesh.num_replicas
     values = torch.stack(
         [share, loss_sum.to(share), tokens.to(share), torch.full_like(share, float(stop))]
     )
-    squares, loss, count, stops = collectives.all_reduce(values).unbind()
+    squares, loss, count, stops = model.mesh.world.all_reduce(values).unbind()
     token_factor = nominal_tokens / count
     norm = squares.sqrt() * token_factor
     factor = token_factor

@@ -41,6 +41,13 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def share_of(span: Span, index: int, count: int) -> Span:
+    """The `index`-th of `count` nearly equal shares of `span`, cut at multiples of ALIGNMENT."""
+    step = round_up(-(-span.numel // count), ALIGNMENT)
+    start = min(span.start + index * step, span.stop)
+    return Span(start, min(start + step, span.stop))
+
+
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
     """What the plan needs to know of one parameter."""

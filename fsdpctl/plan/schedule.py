@@ -20,6 +20,7 @@ class EventKind(StrEnum):
     RELEASE = "release"
     REDUCE = "reduce"
     REDUCED = "reduced"
+    SYNC = "sync"  # parameters that stay whole are renewed after the optimizer's step
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +168,17 @@ def step_events(
     for reduce in reduces:
         if strategy.shards_params:
             simulation.forward(prefetch)
-        simulation.backward(prefetch, reduces=reduce) if strategy.shards_params else (
+            simulation.backward(prefetch, reduces=reduce)
+        else:
             _reduce_only(simulation, reduce)
-        )
     return tuple(simulation.events)
+
+
+def update_events(order: UnitOrder, strategy: Strategy) -> tuple[Event, ...]:
+    """What follows the optimizer's step."""
+    if strategy.shards_params or not strategy.shards_optimizer:
+        return ()
+    return tuple(Event(EventKind.SYNC, unit) for unit in (order.root, *order.forward))
 
 
 def _reduce_only(simulation: _Simulation, reduce: bool) -> None:

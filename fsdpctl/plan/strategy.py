@@ -16,22 +16,26 @@ class Strategy:
     shards_grads: bool  # once reduced
     shards_optimizer: bool  # states and master weights
     replicates: bool  # one copy per group of `dp_shard_size` ranks
-    runs: bool  # whether this version's engine executes it
 
     @property
     def keeps_whole_params(self) -> bool:
         """Whether the parameters stay whole on every rank between steps."""
         return not self.shards_params
 
+    @property
+    def has_owner_map(self) -> bool:
+        """Whether it is free which rank steps which elements."""
+        return self.shards_optimizer and not self.shards_params
+
 
 _TABLE = (
-    #        name, known as, shards params, reshards, shards grads, optimizer, replicates, runs
-    Strategy("no_shard", "DDP", False, False, False, False, False, True),
-    Strategy("shard_optimizer", "ZeRO-1", False, False, True, True, False, False),
-    Strategy("shard_grad_op", "ZeRO-2", True, False, True, True, False, True),
-    Strategy("full_shard", "ZeRO-3, FSDP", True, True, True, True, False, True),
-    Strategy("hybrid_shard", "HSDP", True, True, True, True, True, False),
-    Strategy("hybrid_shard_grad_op", "HSDP, ZeRO-2", True, False, True, True, True, False),
+    #        name, known as, shards params, reshards, shards grads, optimizer, replicates
+    Strategy("no_shard", "DDP", False, False, False, False, False),
+    Strategy("shard_optimizer", "ZeRO-1", False, False, True, True, False),
+    Strategy("shard_grad_op", "ZeRO-2", True, False, True, True, False),
+    Strategy("full_shard", "ZeRO-3, FSDP", True, True, True, True, False),
+    Strategy("hybrid_shard", "HSDP", True, True, True, True, True),
+    Strategy("hybrid_shard_grad_op", "HSDP, ZeRO-2", True, False, True, True, True),
 )
 
 STRATEGIES: dict[str, Strategy] = {row.name: row for row in _TABLE}
@@ -41,18 +45,37 @@ def get_strategy(name: str) -> Strategy:
     """The strategy called `name`.
 
     Raises:
-        UsageError: no strategy has that name, or this version cannot run it yet.
+        UsageError: no strategy has that name.
     """
     if name not in STRATEGIES:
         known = ", ".join(STRATEGIES)
         raise UsageError(f"strategy={name}: no such strategy{nearest(name, STRATEGIES)} ({known})")
-    strategy = STRATEGIES[name]
-    if not strategy.runs:
-        runs = ", ".join(row.name for row in _TABLE if row.runs)
-        raise UsageError(f"strategy={name}: planned, but does not run in this version ({runs} do)")
-    return strategy
+    return STRATEGIES[name]
 
 
-def effective_strategy(strategy: Strategy, num_ranks: int) -> Strategy:
-    """What really runs on `num_ranks` ranks: a single rank has nobody to share with."""
-    return strategy if num_ranks > 1 else STRATEGIES["no_shard"]
+def effective_strategy(strategy: Strategy, num_sharing: int) -> Strategy:
+    """What really runs where `num_sharing` ranks share one copy: one alone shares nothing."""
+    return strategy if num_sharing > 1 else STRATEGIES["no_shard"]
+
+
+def ranks_per_copy(strategy: Strategy, world_size: int, dp_shard_size: int | None) -> int:
+    """How many ranks share one copy of the model.
+
+    Raises:
+        UsageError: `dp_shard_size` does not divide the number of ranks, or is given to a strategy
+            without replicas.
+    """
+    if not strategy.replicates:
+        if dp_shard_size is not None:
+            raise UsageError(
+                f"strategy.dp_shard_size={dp_shard_size}: only hybrid strategies have one, and "
+                f"{strategy.name} is none"
+            )
+        return world_size
+    size = dp_shard_size or world_size
+    if world_size % size:
+        divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise UsageError(
+            f"strategy.dp_shard_size={size}: must divide the {world_size} ranks ({divisors})"
+        )
+    return size

@@ -6,11 +6,12 @@ output head. What is left, and every parameter that several units share, is the 
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import FlatLayout, ParamSpec, flat_layout
+from fsdpctl.plan.owners import OwnerMap, make_owner_map
 
 ROOT = "root"
 UnitKind = Literal["block", "embedding", "head", "root"]
@@ -23,6 +24,7 @@ class ModuleSpec:
     name: str  # dotted, "" for the outermost
     class_name: str
     is_list: bool  # a ModuleList or Sequential
+    is_called: bool  # has a forward; a ModuleList has none
     params: tuple[ParamSpec, ...]  # its own, shared ones under their first name
     children: tuple["ModuleSpec", ...]
 
@@ -46,17 +48,50 @@ class UnitSpec:
     kind: UnitKind
     params: tuple[ParamSpec, ...]
 
-    def layouts(self, num_parts: int) -> tuple[FlatLayout, ...]:
-        """One flat buffer for each combination of dtype and trainability in it."""
+    def param_groups(self) -> list[list[ParamSpec]]:
+        """Its parameters by dtype and trainability: a flat buffer each."""
         groups: dict[tuple[str, bool], list[ParamSpec]] = {}
         for param in self.params:
             groups.setdefault((param.dtype, param.trainable), []).append(param)
-        return tuple(flat_layout(group, num_parts) for group in groups.values())
+        return list(groups.values())
+
+
+def lay_out(
+    units: Sequence[UnitSpec], num_parts: int, owner_map: str | OwnerMap = "even"
+) -> dict[str, tuple[FlatLayout, ...]]:
+    """The flat buffers of every unit, cut into a part for each rank.
+
+    Args:
+        units: the whole model.
+        num_parts: how many ranks share it.
+        owner_map: `even`, or who owns which stretch of the blocks, the flat buffers in order.
+
+    Raises:
+        UsageError: the owner map is unknown, or for other blocks or ranks.
+    """
+    if owner_map == "even":
+        return {
+            unit.name: tuple(flat_layout(group, num_parts) for group in unit.param_groups())
+            for unit in units
+        }
+    uncut = {unit.name: [flat_layout(g, 1) for g in unit.param_groups()] for unit in units}
+    sizes = [layout.numel for layouts in uncut.values() for layout in layouts]
+    if isinstance(owner_map, str):
+        owners = make_owner_map(owner_map, sizes, num_parts)
+    else:
+        owners = owner_map.fitted_to(sizes, num_parts)
+    parts = iter(owners.parts)
+    return {
+        name: tuple(replace(layout, parts=next(parts)) for layout in layouts)
+        for name, layouts in uncut.items()
+    }
 
 
 def _repeated_children(module: ModuleSpec) -> tuple[ModuleSpec, ...]:
     """The children that make a list of blocks: parameterised, at least two of one class."""
     children = tuple(child for child in module.children if child.all_params())
+    if not all(child.is_called for child in children):
+        return ()
     counts = Counter(child.class_name for child in children)
     return children if module.is_list and counts and max(counts.values()) >= 2 else ()
 

@@ -14,7 +14,8 @@ from fsdpctl.comm.world import World
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.source import DataSet, load_data
-from fsdpctl.engine.model import ShardedModel, shard_model
+from fsdpctl.engine.build import Source
+from fsdpctl.engine.model import ShardedModel, Sharding, shard_from
 from fsdpctl.engine.precision import Precision
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_model, initialize_parameter
@@ -31,9 +32,10 @@ def make_model(
 ) -> ShardedModel:
     """The model with its initial weights, sharded as the configuration says. Collective."""
     precision = config.precision
-    return shard_model(
-        build_model(config.model),
+    sharding = Sharding(
         strategy or config.strategy.name,
+        dp_shard_size=config.strategy.dp_shard_size,
+        owner_map=config.strategy.owner_map,
         prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
         precision=Precision(
             *(
@@ -41,9 +43,9 @@ def make_model(
                 for name in (precision.param_dtype, precision.reduce_dtype, precision.master_dtype)
             )
         ),
-        device=device,
-        initialize=partial(initialize_parameter, seed=config.train.seed, std=config.model.init_std),
     )
+    initialize = partial(initialize_parameter, seed=config.train.seed, std=config.model.init_std)
+    return shard_from(Source(device, initialize), build_model(config.model), sharding)
 
 
 def make_optimizer(config: Config, model: ShardedModel) -> ShardedAdamW:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from fsdpctl.engine.build import divide_module
 from fsdpctl.memory.states import StateBytes, state_bytes
 from fsdpctl.plan.strategy import effective_strategy, get_strategy
-from fsdpctl.plan.units import UnitSpec
+from fsdpctl.plan.units import UnitSpec, lay_out
 from fsdpctl.train.progress import format_bytes
 from fsdpctl.train.resolve import ResolvedRun
 from fsdpctl.train.run_dir import Standing, Start
@@ -140,10 +140,11 @@ def describe_units(run: ResolvedRun) -> Iterator[str]:
     """Units and their layout over the ranks, a line each."""
     ranks = run.batches.world_size
     units = _units(run)
+    laid_out = lay_out(units, ranks)
     width = max(len(unit.name) for unit in units) + 2
     yield f"{'unit':<{width}}{'kind':<11}{'parameters':>14}{'padding':>10}{'a rank':>14}"
     for unit in units:
-        layouts = unit.layouts(ranks)
+        layouts = laid_out[unit.name]
         numel = sum(param.numel for param in unit.params)
         padded = sum(layout.numel for layout in layouts)
         part = sum(layout.parts[0].numel for layout in layouts)

@@ -129,8 +129,7 @@ class Trainer:
             loss_sum += loss.detach()
             tokens += int((batch.targets >= 0).sum())
         return record_step(
-            parts.model.flat_shards(),
-            self._ranks,
+            parts.model,
             loss_sum=loss_sum,
             tokens=torch.tensor(tokens, device=parts.device),
             nominal_tokens=nominal * self._ranks.size,

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from fsdpctl.config.compose import Composed, config_words
-from fsdpctl.config.schema import Config, OptimizerConfig, PrecisionConfig
+from fsdpctl.config.schema import Config, OptimizerConfig, PrecisionConfig, StrategyConfig
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.source import DataSet, load_data
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.batch import BatchPlan, plan_batches
-from fsdpctl.plan.strategy import get_strategy
+from fsdpctl.plan.strategy import get_strategy, ranks_per_copy
 
 # What decides the losses; the rest may change from one start of a run to the next.
 _DECIDES = ("model", "data", "optimizer", "lr_scheduler", "precision")
@@ -48,8 +48,7 @@ def resolve(composed: Composed) -> ResolvedRun:
         UsageError: it cannot work; the message names the key.
     """
     config = _with_ranks(composed.config)
-    config = replace(config, precision=_precision(config))
-    _check_strategy(config)
+    config = replace(config, precision=_precision(config), strategy=_strategy(config))
     data = load_data(config.data)
     config = _with_data(config, data)
     module = build_model(config.model)
@@ -107,13 +106,17 @@ def _precision(config: Config) -> PrecisionConfig:
     )
 
 
-def _check_strategy(config: Config) -> None:
-    strategy = get_strategy(config.strategy.name)
-    if config.strategy.dp_shard_size is not None and not strategy.replicates:
+def _strategy(config: Config) -> StrategyConfig:
+    given, ranks = config.strategy, config.launch.nproc_per_node
+    assert ranks is not None
+    row = get_strategy(given.name)
+    size = ranks_per_copy(row, ranks, given.dp_shard_size)
+    if given.owner_map != "even" and not row.has_owner_map:
         raise UsageError(
-            f"strategy.dp_shard_size={config.strategy.dp_shard_size}: only hybrid strategies have "
-            f"one, and strategy={strategy.name} is none"
+            f"strategy.owner_map={given.owner_map}: only shard_optimizer has one, and "
+            f"strategy={row.name} is another"
         )
+    return replace(given, dp_shard_size=size if row.replicates else None)
 
 
 def _with_data(config: Config, data: DataSet) -> Config:

@@ -233,9 +233,15 @@ def test_syncing_without_gradients_is_an_error(rank: int, world_size: int) -> No
         model.sync_gradients()
 
 
-def test_a_row_that_does_not_run_says_so():
-    with pytest.raises(UsageError, match="strategy=hybrid_shard: planned"):
-        shard_model(make_net(tied=True), "hybrid_shard")
+@distributed(world_size=4)
+def test_a_shard_size_that_does_not_divide_lists_those_that_do(rank: int, world_size: int) -> None:
+    with pytest.raises(UsageError, match=r"must divide the 4 ranks \(1, 2, 4\)"):
+        shard_model(make_net(tied=True), "hybrid_shard", dp_shard_size=3)
+
+
+def test_an_owner_map_where_there_is_none_is_an_error():
+    with pytest.raises(UsageError, match="only shard_optimizer has one"):
+        shard_model(make_net(tied=True), "full_shard", owner_map="balanced")
 
 
 def test_without_a_process_group_it_runs_as_one_rank():

@@ -12,13 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
+from fsdpctl.comm.mesh import Mesh
 from fsdpctl.comm.process_group import NcclCollectives
-from fsdpctl.engine.build import build_runtime
-from fsdpctl.engine.model import ShardedModel, shard_model
+from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
+from fsdpctl.engine.model import ShardedModel, Sharding, shard_from
 from fsdpctl.engine.precision import Precision
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.plan.units import lay_out
 from tests.engine.models import make_net, next_token_loss, token_batches
 
 pytestmark = [
@@ -62,14 +64,16 @@ def forced(
 ) -> ShardedModel:
     net = make_net(tied=False)
     row = STRATEGIES[strategy]
+    nccl = collectives(device)
+    specs = divide_module(net, None)
     runtime = build_runtime(
         net,
-        row,
-        classes=None,
+        Division(specs, lay_out(specs, 1)),
+        Mesh(nccl, nccl, None),
+        Source(device),
+        strategy=row,
         prefetch=prefetch or Prefetch(),
         precision=precision or Precision(),
-        collectives=collectives(device),
-        source=(device, None),
     )
     return ShardedModel(net, runtime, row)
 
@@ -88,7 +92,8 @@ def losses(model: ShardedModel, device: torch.device, steps: int = 6) -> list[fl
 
 def unsharded_losses(device: torch.device, precision: Precision | None = None) -> list[float]:
     """The plain path: whole parameters, no collectives. NCCL is there but has one rank."""
-    model = shard_model(make_net(tied=False), "no_shard", precision=precision, device=device)
+    sharding = Sharding("no_shard", precision=precision or Precision())
+    model = shard_from(Source(device), make_net(tied=False), sharding)
     return losses(model, device)
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.engine.model import ShardedModel, shard_model
+from fsdpctl.engine.precision import Precision
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step
 from fsdpctl.plan.strategy import STRATEGIES
@@ -12,7 +13,7 @@ from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches
 from tests.reference import train_reference
 
-RUNNING = [name for name, row in STRATEGIES.items() if row.runs]
+RUNNING = list(STRATEGIES)
 
 
 def train(model: ShardedModel, rank: int, batches: list[list[list[Tensor]]], *, last: bool) -> None:
@@ -85,8 +86,7 @@ def test_clipping_equals_one_process(rank: int, world_size: int, strategy: str) 
     for of_ranks in batches:
         next_token_loss(model, of_ranks[rank][0]).backward()
         record = record_step(
-            model.flat_shards(),
-            model.collectives,
+            model,
             loss_sum=torch.zeros(()),
             tokens=torch.tensor(15),
             nominal_tokens=15 * world_size,
@@ -96,6 +96,52 @@ def test_clipping_equals_one_process(rank: int, world_size: int, strategy: str) 
         optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
         optimizer.zero_grad()
     assert largest_difference(model.state_dict(), expected) <= 1e-6
+
+
+HYBRIDS = ["hybrid_shard", "hybrid_shard_grad_op"]
+
+
+@pytest.mark.parametrize("strategy", HYBRIDS)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dp_shard_size", [1, 2])
+@distributed(world_size=4)
+def test_hybrid_equals_one_process_in_float64(
+    rank: int, world_size: int, strategy: str, tied: bool, dp_shard_size: int
+) -> None:
+    batches = token_batches(5, world_size)
+    expected = train_reference(make_net(tied=tied, dtype=torch.float64), next_token_loss, batches)
+    net = make_net(tied=tied, dtype=torch.float64)
+    model = shard_model(net, strategy, dp_shard_size=dp_shard_size)
+    train(model, rank, batches, last=False)
+    assert largest_difference(model.state_dict(), expected) <= 1e-12
+
+
+@pytest.mark.parametrize("owner_map", ["round_robin", "contiguous", "balanced"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@distributed()
+def test_owner_maps_equal_one_process_bit_for_bit(
+    rank: int, world_size: int, owner_map: str
+) -> None:
+    batches = token_batches(5, world_size, micro_steps=3)
+    expected = train_reference(make_net(tied=True), next_token_loss, batches)
+    model = shard_model(make_net(tied=True), "shard_optimizer", owner_map=owner_map)
+    train(model, rank, batches, last=True)
+    assert largest_difference(model.state_dict(), expected) == 0.0
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "shard_optimizer", "full_shard"])
+@distributed(world_size=2)
+def test_bf16_compute_equals_other_strategies_bit_for_bit(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    batches = token_batches(5, world_size)
+    precision = Precision(param_dtype=torch.bfloat16)
+    expected = shard_model(make_net(tied=False), "shard_grad_op", precision=precision)
+    train(expected, rank, batches, last=False)
+    model = shard_model(make_net(tied=False), strategy, precision=precision)
+    train(model, rank, batches, last=False)
+    assert {shard.master.dtype for shard in model.flat_shards()} == {torch.float32}
+    assert largest_difference(model.state_dict(), expected.state_dict()) == 0.0
 
 
 @distributed(world_size=2)

@@ -9,11 +9,12 @@ from fsdpctl.plan.units import ModuleSpec, divide_into_units
 
 def leaf(name: str, class_name: str = "Linear", shared: str = "") -> ModuleSpec:
     param = ParamSpec(shared or f"{name}.weight", (4, 4))
-    return ModuleSpec(name, class_name, False, (param,), ())
+    return ModuleSpec(name, class_name, False, True, (param,), ())
 
 
 def node(name: str, class_name: str, *children: ModuleSpec) -> ModuleSpec:
-    return ModuleSpec(name, class_name, class_name in ("ModuleList", "Sequential"), (), children)
+    is_list = class_name in ("ModuleList", "Sequential")
+    return ModuleSpec(name, class_name, is_list, class_name != "ModuleList", (), children)
 
 
 def decoder(head_shared: str = "") -> ModuleSpec:

@@ -1,0 +1,45 @@
+"""The two axes of data parallelism: ranks that share one copy, and copies of the same part.
+
+dp_shard_size = 2 on 4 ranks            dp_shard ->
+                                         rank 0   rank 1     one copy
+                          dp_replicate   rank 2   rank 3     another
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.process_group import collectives_for
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """This rank's groups."""
+
+    world: Collectives
+    shard: Collectives  # the ranks that share a copy with this one
+    replicas: Collectives | None  # the ranks that hold the same part; None where there is one copy
+
+    @property
+    def num_replicas(self) -> int:
+        """How many copies there are."""
+        return self.replicas.size if self.replicas else 1
+
+    @property
+    def replica_rank(self) -> int:
+        """Which of them this rank has a part of."""
+        return self.replicas.rank if self.replicas else 0
+
+
+def make_mesh(world: Collectives, device: torch.device, dp_shard_size: int) -> Mesh:
+    """Divide the world into copies of `dp_shard_size` neighbouring ranks. Collective.
+
+    `dp_shard_size` divides the number of ranks.
+    """
+    if dp_shard_size == world.size:
+        return Mesh(world, world, None)
+    starts = range(0, world.size, dp_shard_size)
+    copies = [range(start, start + dp_shard_size) for start in starts]
+    same_part = [range(part, world.size, dp_shard_size) for part in range(dp_shard_size)]
+    return Mesh(world, collectives_for(device, copies), collectives_for(device, same_part))
