@@ -61,7 +61,9 @@ def consolidate(
         UsageError: the destination exists.
         CheckpointError: a checksum does not match.
     """
+    destination = destination.resolve()  # what a symbolic link points to, not the link
     refuse_existing(destination, overwrite=overwrite)
+    _refuse_source(reader.folder.resolve(), destination)
     scratch = destination.with_name(f"{destination.name}.tmp-{os.getpid()}")
     try:
         scratch.mkdir(parents=True)
@@ -76,13 +78,23 @@ def consolidate(
 
 
 def refuse_existing(destination: Path, *, overwrite: bool) -> None:
-    """Raise UsageError unless `destination` may be written."""
-    if destination.exists() and not overwrite:
-        empty = destination.is_dir() and not any(destination.iterdir())
-        if not empty:
-            raise UsageError(f"{destination}: exists already; --overwrite replaces it")
-    if destination.is_file():
+    """Raise UsageError unless `destination` may be written: it is not there, or an old export."""
+    if destination.exists() and not destination.is_dir():
         raise UsageError(f"{destination}: is a file; give a directory")
+    if not destination.is_dir() or not any(destination.iterdir()):
+        return
+    if not overwrite:
+        raise UsageError(f"{destination}: exists already; --overwrite replaces an earlier export")
+    is_export = (destination / "config.json").is_file() and any(
+        destination.glob("model*.safetensors")
+    )
+    if not is_export or any(each.is_dir() for each in destination.iterdir()):
+        raise UsageError(f"{destination}: is no earlier export; --overwrite replaces only those")
+
+
+def _refuse_source(folder: Path, destination: Path) -> None:
+    if destination == folder or destination in folder.parents or folder in destination.parents:
+        raise UsageError(f"{destination}: is where the checkpoint {folder} lies; give another")
 
 
 def _put_in_place(scratch: Path, destination: Path) -> None:

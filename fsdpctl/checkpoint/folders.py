@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from fsdpctl.checkpoint.manifest import MANIFEST
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import CheckpointError, UsageError
 
 CHECKPOINTS, LATEST = "checkpoints", "latest"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -30,8 +30,20 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
-    """The newest finished checkpoint, or None."""
-    return next(reversed(complete_checkpoints(checkpoints)), None)
+    """The newest finished checkpoint, or None.
+
+    Raises:
+        CheckpointError: a newer one has lost its manifest.
+    """
+    newest = next(reversed(complete_checkpoints(checkpoints)), None)
+    folders = checkpoints.iterdir() if checkpoints.is_dir() else ()
+    for folder in folders:
+        if _STEP.fullmatch(folder.name) and (newest is None or folder.name > newest.name):
+            raise CheckpointError(
+                f"{folder / MANIFEST}: missing: the newest checkpoint is damaged; without its "
+                f"directory, {newest.name if newest else 'nothing'} is the newest"
+            )
+    return newest
 
 
 def find_checkpoint(source: Path) -> Path:

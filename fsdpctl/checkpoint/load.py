@@ -3,13 +3,14 @@
 import torch
 
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, Progress, tensor_key
-from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.reader import CheckpointReader, empty_like
 from fsdpctl.checkpoint.state import (
     ShardedOptimizer,
     model_pieces,
     optimizer_pieces,
 )
 from fsdpctl.errors import CheckpointError
+from fsdpctl.plan.layout import Span
 from fsdpctl.shards import Sharded
 
 
@@ -26,10 +27,10 @@ def load_checkpoint(
     for each in model_pieces(model, written=False):
         reader.read_into(each.key, each.piece.in_param, each.values)
     for name, buffer in model.persistent_buffers().items():
-        everything = buffer.view(-1)
         key = tensor_key(BUFFER, name)
-        for span, values in reader.read_parts(key):
-            everything[span.start : span.stop].copy_(values)
+        whole = empty_like(reader.info(key))
+        reader.read_into(key, Span(0, whole.numel()), whole.view(-1))
+        buffer.copy_(whole)
     progress = reader.manifest.progress
     if optimizer is not None and progress.optimizer_step:
         optimizer.create_states()
@@ -43,14 +44,22 @@ def load_checkpoint(
 def _check_model(reader: CheckpointReader, model: Sharded) -> None:
     params = {p.name: p for shard in model.flat_shards() for p in shard.layout.params}
     for name, param in params.items():
-        shape = reader.info(tensor_key(PARAMETER, name)).shape
-        if tuple(shape) != param.shape:
-            raise CheckpointError(
-                f"{reader.folder}: {name} has shape {shape}, the model's is {list(param.shape)}"
-            )
-    for name in reader.names(PARAMETER):
-        if name not in params:
-            raise CheckpointError(f"{reader.folder}: the model has no parameter {name}")
+        _check_shape(reader, PARAMETER, name, param.shape)
+    buffers = model.persistent_buffers()
+    for name, buffer in buffers.items():
+        _check_shape(reader, BUFFER, name, tuple(buffer.shape))
+    for kind, known in ((PARAMETER, params.keys()), (BUFFER, buffers.keys())):
+        for name in reader.names(kind):
+            if name not in known:
+                raise CheckpointError(f"{reader.folder}: the model has no {name}")
+
+
+def _check_shape(reader: CheckpointReader, kind: str, name: str, shape: tuple[int, ...]) -> None:
+    stored = tuple(reader.info(tensor_key(kind, name)).shape)
+    if stored != shape:
+        raise CheckpointError(
+            f"{reader.folder}: {name} has shape {list(stored)}, the model's is {list(shape)}"
+        )
 
 
 def _set_steps(optimizer: ShardedOptimizer, progress: Progress) -> None:

@@ -133,6 +133,8 @@ class CheckpointReader:
             stored = spans_from_json(file.metadata[SPANS])
         except (ValueError, TypeError, KeyError):
             raise CheckpointError(f"{path}: damaged: it does not say what it holds") from None
+        if stored.keys() != file.entries.keys():
+            raise CheckpointError(f"{path}: damaged: it does not say what it holds")
         for key, each in stored.items():
             self._add(key, _Part(each, file, file.entries[key]))
 
@@ -146,14 +148,12 @@ class CheckpointReader:
     def _check_cover(self, key: str, info: TensorInfo) -> None:
         parts = self._parts[key]
         parts.sort(key=lambda part: part.stored.span)
-        end = 0
-        for part in parts:
-            if part.stored.span.start != end:
-                break
-            end = part.stored.span.stop
-        if end != info.numel or (parts and parts[-1].stored.span.stop != end):
+        starts = [part.stored.span.start for part in parts]
+        stops = [part.stored.span.stop for part in parts]
+        if [*starts, info.numel] != [0, *stops]:
             raise CheckpointError(
-                f"{self.folder}: {key} is covered up to element {end} of {info.numel}"
+                f"{self.folder}: the files do not hold each of the {info.numel} elements of {key} "
+                "exactly once"
             )
 
 

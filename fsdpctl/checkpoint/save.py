@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -86,8 +86,7 @@ def write_checkpoint(
     failure = next((each for each in everything if each.error), None)
     error = f"{failure.file}: {failure.error}" if failure else ""
     if ranks.rank == 0:
-        manifest = _manifest(everything, progress, config)
-        error = error or _publish(scratch, folder, manifest)
+        error = error or _publish(scratch, folder, lambda: _manifest(everything, progress, config))
         if error:
             shutil.rmtree(scratch, ignore_errors=True)
     error = str(ranks.gather_objects(error)[0])
@@ -99,18 +98,18 @@ def _write_rank(
     scratch: Path, model: Sharded, optimizer: ShardedOptimizer | None, rank: int
 ) -> _Written:
     name = f"rank-{rank:05d}.safetensors"
-    pieces = list(_rank_pieces(model, optimizer, rank))
-    steps = optimizer_steps(optimizer) if optimizer else {}
-    tensors = {
-        each.key: TensorInfo(list(each.piece.param.shape), DTYPE_NAMES[each.values.dtype])
-        for each in pieces
-    }
-    try:
+    try:  # whatever goes wrong, the other ranks wait to hear of it
+        pieces = list(_rank_pieces(model, optimizer, rank))
+        steps = optimizer_steps(optimizer) if optimizer else {}
+        tensors = {
+            each.key: TensorInfo(list(each.piece.param.shape), DTYPE_NAMES[each.values.dtype])
+            for each in pieces
+        }
         scratch.mkdir(parents=True, exist_ok=True)
         info = _write_pieces(scratch / name, pieces) if pieces else None
         sync_folder(scratch)
-    except OSError as error:
-        return _Written(name, None, {}, {}, str(error.strerror or error))
+    except Exception as error:
+        return _Written(name, None, {}, {}, str(getattr(error, "strerror", None) or repr(error)))
     return _Written(name, info, tensors, steps)
 
 
@@ -164,11 +163,11 @@ def _manifest(written: list[_Written], progress: Progress, config: Mapping[str, 
     )
 
 
-def _publish(scratch: Path, folder: Path, manifest: Manifest) -> str:
+def _publish(scratch: Path, folder: Path, manifest: Callable[[], Manifest]) -> str:
     """Make the checkpoint appear; returns what went wrong, or an empty string."""
     try:
         with (scratch / MANIFEST).open("x", encoding="utf-8") as file:
-            file.write(manifest.to_json())
+            file.write(manifest().to_json())
             file.flush()
             os.fsync(file.fileno())
         sync_folder(scratch)
@@ -176,6 +175,6 @@ def _publish(scratch: Path, folder: Path, manifest: Manifest) -> str:
             shutil.rmtree(folder)  # what a removal that was cut short left behind
         scratch.rename(folder)
         sync_folder(folder.parent)
-    except OSError as error:
-        return str(error.strerror or error)
+    except Exception as error:
+        return str(getattr(error, "strerror", None) or repr(error))
     return ""

@@ -1,7 +1,10 @@
 """The command line: its commands, and what an error becomes."""
 
+import contextlib
+import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
 
 import typer
 from typer.core import TyperGroup
@@ -13,9 +16,12 @@ from fsdpctl.cli.listing import list_choices
 from fsdpctl.cli.sample import sample
 from fsdpctl.cli.train import train
 from fsdpctl.cli.version import print_version
-from fsdpctl.errors import FsdpctlError
+from fsdpctl.errors import FsdpctlError, StoppedError, UsageError
 
 _INTERRUPTED = 130
+# Mistakes on the command line itself; click's class, which newer versions of typer bring along.
+_ParserError: type[Exception] = typer.BadParameter.__mro__[2]
+
 
 app = typer.Typer(
     name="fsdpctl",
@@ -55,13 +61,27 @@ def about(
     """Options that belong to no command."""
 
 
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise StoppedError("stopped before there was anything to save")
+
+
 def main() -> None:
     """Run the command line; an error is one line, the exit code says of which kind."""
+    signal.signal(signal.SIGTERM, _stop)
     try:
-        app()
+        code = app(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
     except FsdpctlError as error:
         console.fail(str(error))
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         console.fail("interrupted")
         sys.exit(_INTERRUPTED)
+    except _ParserError as error:
+        console.fail(getattr(error, "message", "") or str(error))
+        sys.exit(UsageError.exit_code)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        with contextlib.suppress(OSError):
+            console.fail(f"{where}{error.strerror or error}")
+        sys.exit(UsageError.exit_code)

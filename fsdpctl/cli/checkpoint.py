@@ -59,7 +59,7 @@ def consolidate_checkpoint(
         known = ", ".join(_DTYPES)
         raise UsageError(f"--dtype {dtype}: allowed is {known}{nearest(dtype, _DTYPES)}")
     limit = parse_bytes(max_file_size, "--max-file-size")
-    refuse_existing(destination, overwrite=overwrite)
+    refuse_existing(destination.resolve(), overwrite=overwrite)
     reader = CheckpointReader(find_checkpoint(source))
     with _progress() as progress:
         task = progress.add_task("", total=None)

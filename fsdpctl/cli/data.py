@@ -24,8 +24,10 @@ def tokenize(
     from fsdpctl.data.tokenizer import open_tokenizer
     from fsdpctl.data.tokens import write_token_file
 
+    if not source:
+        raise UsageError("SRC: is empty; give a file, a directory or a glob")
     if destination.suffix != ".bin":
-        raise UsageError(f"{destination}: name it {destination.with_suffix('.bin').name}")
+        raise UsageError(f"{destination}: the name of a token file ends in .bin")
     for file in (destination, destination.with_suffix(".json")):
         if file.exists() and not overwrite:
             raise UsageError(f"{file}: exists already; --overwrite replaces it")
@@ -41,6 +43,6 @@ def tokenize(
             num_bytes=text.num_bytes,
         )
     except OSError as error:
-        raise UsageError(f"{destination}: {error.strerror}") from None
+        raise UsageError(f"{destination}: {error.strerror or error}") from None
     left_out = f", {text.skipped} binary files left out" if text.skipped else ""
     say(f"{destination}: {len(tokens):,} tokens of {text.num_bytes:,} bytes{left_out}")

@@ -12,7 +12,7 @@ def sample(
     source: Source,
     prompt: Annotated[str, typer.Option(help="The text to continue.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to generate.")] = 200,
-    seed: Annotated[int, typer.Option(min=0, help="Another seed, another text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**53, help="Another seed, another text.")] = 0,
 ) -> None:
     """Generate text from a checkpoint, in this process."""
     from fsdpctl.checkpoint.folders import find_checkpoint

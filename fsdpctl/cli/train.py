@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _WORKER = "fsdpctl.train.worker"
 _SAVED = 75
+_SAID = (2, 4, 76)  # the message says it all
 _LAST_LINES = 12
 
 Words = Annotated[
@@ -93,7 +94,9 @@ def _run(composed: "Composed", typed: list[str], resume: str) -> None:
     if start.standing is Standing.FINISHED:
         say(f"{start.run_dir}: finished at step {start.step}; nothing to do")
         return
-    lock = lock_run_dir(start.run_dir)
+    lock = lock_run_dir(
+        start.run_dir, lambda: say(f"waiting for the workers of the last start of {start.run_dir}")
+    )
     if resume == "auto":  # it may have moved on until it was locked
         start = plan_start(run.config, resume)
     for line in describe_run(run, start):
@@ -111,32 +114,31 @@ def _run(composed: "Composed", typed: list[str], resume: str) -> None:
 def _end(outcome: "Outcome", run_dir: Path) -> None:
     """Say how it ended, and exit with the code for it."""
     cause = outcome.cause
+    stopped = 130 if outcome.stop_signal == signal.SIGINT else _SAVED
+    if outcome.stopped_early or (cause and outcome.stop_signal == -cause.exit_code):
+        fail("stopped before there was anything to save")
+        raise typer.Exit(stopped)
     if cause is None:
         say(f"done: {run_dir}")
-        return
-    interrupted = outcome.stop_signal == signal.SIGINT
-    if outcome.stop_signal is not None and cause.exit_code in (
-        _SAVED,
-        *(-each for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)),
-    ):
-        text = cause.message if cause.exit_code == _SAVED else "stopped before the first step"
-        fail(f"{text}; the same command goes on from there")
-        raise typer.Exit(130 if interrupted else _SAVED)
-    if cause.exit_code in (2, 4, 76):
+    elif cause.exit_code == _SAVED:
+        fail(f"{cause.message}; the same command goes on from there")
+        raise typer.Exit(stopped)
+    elif cause.exit_code in _SAID:
         fail(cause.message)
         raise typer.Exit(cause.exit_code)
-    if interrupted and cause.was_killed:
+    elif outcome.stop_signal is not None and cause.exit_code == -signal.SIGKILL:
         fail("killed; the same command goes on from the last checkpoint")
-        raise typer.Exit(130)
-    _show_failure(cause, run_dir)
-    raise typer.Exit(1)
+        raise typer.Exit(stopped)
+    else:
+        _show_failure(cause, run_dir)
+        raise typer.Exit(1)
 
 
 def _show_failure(cause: "Failure", run_dir: Path) -> None:
     log = run_dir / "logs" / f"rank-{cause.rank:05d}.log"
     lines = [f"cause  {_name(cause)}"]
     last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.is_file() else []
-    if last:
+    if len(last) > 1:
         lines += ["", *last, ""]
     lines += [f"hint   {_hint(cause)}", f"log    {log}"]
     show_panel(f"rank {cause.rank} on {cause.host} failed", lines)

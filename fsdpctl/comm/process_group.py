@@ -37,11 +37,13 @@ def _are_even(parts: Sequence[Span]) -> bool:
 class _ProcessGroupCollectives:
     """What gloo and NCCL do alike. Gathers and reductions have a process group each."""
 
+    _device_type = "cpu"
+
     def __init__(self, groups: Sequence[Sequence[int]] | None = None) -> None:
         """Join the ranks of one of `groups`, which together are all ranks; None: all ranks."""
         groups = groups or [range(dist.get_world_size())]
-        self._gather_group = _own_group(groups)
-        self._reduce_group = _own_group(groups)
+        self._gather_group = _own_group(groups, self._device_type)
+        self._reduce_group = _own_group(groups, self._device_type)
         self.rank = dist.get_rank(self._gather_group)
         self.size = dist.get_world_size(self._gather_group)
 
@@ -78,9 +80,16 @@ class _ProcessGroupCollectives:
         ]
 
 
-def _own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """The process group of this rank; every rank takes part in making all of them."""
-    own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
+def _own_group(groups: Sequence[Sequence[int]], device_type: str) -> dist.ProcessGroup:
+    """The process group of this rank; every rank takes part in making all of them.
+
+    It times out as the default group does.
+    """
+    default = dist.distributed_c10d._get_default_group()
+    options = default._get_backend(torch.device(device_type)).options
+    own, _ = dist.new_subgroups_by_enumeration(
+        [list(ranks) for ranks in groups], timeout=options._timeout
+    )
     assert isinstance(own, dist.ProcessGroup)
     return own
 
@@ -139,8 +148,11 @@ class NcclCollectives(_ProcessGroupCollectives):
     """Collectives on CUDA, gathers and reductions on a stream each.
 
     Memory is allocated on the compute stream only and given back after the compute stream has
-    waited for its last use, so no tensor needs `record_stream`.
+    waited for its last use, so no tensor needs `record_stream`. A shard that is copied from must
+    outlive its all-gather.
     """
+
+    _device_type = "cuda"
 
     def __init__(self, device: torch.device, groups: Sequence[Sequence[int]] | None = None) -> None:
         """Join one of `groups`; None: all ranks."""

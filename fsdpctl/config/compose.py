@@ -10,24 +10,19 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from fsdpctl.config.files import choices_of, package_folder
+from fsdpctl.config.files import choices_below, choices_of, package_folder
 from fsdpctl.config.keys import Value
 from fsdpctl.config.recipe import find_recipe, read_recipe
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, Config
 from fsdpctl.config.words import hint
 from fsdpctl.errors import UsageError
 
-_OPTIONS = (
-    "--recipe",
-    "--config-dir",
-    "--resume",
-    "--dry-run",
-    "--print-config",
-    "--json",
-    "--help",
-)
+_OPTIONS = ("--recipe", "--config-dir", "--resume", "--dry-run", "--print-config", "--help")
 
 Pair = tuple[str, str]
 
@@ -49,12 +44,12 @@ def compose_config(
     Raises:
         UsageError: a word is unknown or given twice, or its value is not allowed.
     """
-    if config_dir is not None and not config_dir.is_dir():
-        raise UsageError(f"--config-dir {config_dir}: no such directory")
+    _check_config_dir(config_dir)
     typed = [_split(word) for word in words]
     _refuse_doubles(typed)
-    path = find_recipe(recipe) if recipe else None
+    path = None if recipe is None else find_recipe(recipe)
     base = read_recipe(path) if path else []
+    _refuse_doubles(base)
     chosen = {name for name, _ in typed if name in GROUPS}
     dropped = tuple(name for name, _ in base if "." in name and name.split(".")[0] in chosen)
     kept = [pair for pair in base if pair[0] not in chosen and pair[0] not in dropped]
@@ -69,11 +64,27 @@ def compose_config(
     return Composed(_to_config(values, choices), path.stem if path else None, dropped)
 
 
+def _check_config_dir(config_dir: Path | None) -> None:
+    if config_dir is None:
+        return
+    if not config_dir.is_dir() or "'" in str(config_dir.resolve()):
+        raise UsageError(f"--config-dir {config_dir}: no such directory, or a quote in its name")
+    for group in GROUPS:
+        ours = set(choices_of(group))
+        for choice in sorted(ours.intersection(choices_below(config_dir / group))):
+            raise UsageError(
+                f"{config_dir / group / choice}.yaml: {group}={choice} exists already; "
+                "name yours otherwise"
+            )
+
+
 def _split(word: str) -> Pair:
     name, equals, value = word.partition("=")
     name = name.strip()
     if word.startswith("-"):
         known = hint(name.lstrip("-").replace("-", "_"), [*KEYS, *GROUPS])
+        if name in _OPTIONS:
+            raise UsageError(f"{word}: options are written as {name} VALUE")
         raise UsageError(
             f"{word}: no such option; settings are typed KEY=VALUE without dashes"
             f"{known or hint(name, list(_OPTIONS))}"
@@ -82,10 +93,17 @@ def _split(word: str) -> Pair:
         raise UsageError(
             f"{name}: keys are neither added nor removed here; `fsdpctl list` shows those there are"
         )
+    if not name:
+        raise UsageError(f"{word!r}: write KEY=VALUE")
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{word!r}: not UTF-8; rename the file") from None
     if name == "hydra" or name.startswith("hydra."):
         raise UsageError(f"{name}: Hydra's own settings are not open; `fsdpctl list` shows ours")
     if not equals:
-        raise UsageError(f"{word}: write KEY=VALUE{hint(word, [*KEYS, *GROUPS])}")
+        known = "" if word in KEYS or word in GROUPS else hint(word, [*KEYS, *GROUPS])
+        raise UsageError(f"{word}: write KEY=VALUE, without spaces around the ={known}")
     return name, value
 
 
@@ -115,8 +133,13 @@ def _values_of_choices(choices: dict[str, str], config_dir: Path | None) -> dict
     overrides = [f"{group}={choice}" for group, choice in choices.items()]
     if config_dir is not None:
         overrides.append(f"hydra.searchpath=['file://{config_dir.resolve()}']")
-    with initialize_config_dir(str(package_folder("conf").resolve()), version_base="1.3"):
-        composed: Any = OmegaConf.to_container(compose("config", overrides), resolve=True)
+    conf = str(package_folder("conf").resolve())
+    try:
+        with initialize_config_dir(conf, version_base="1.3"):
+            composed: Any = OmegaConf.to_container(compose("config", overrides), resolve=True)
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        cause = " ".join(str(error.__cause__ or error).split())
+        raise UsageError(f"--config-dir {config_dir}: {cause}") from None
     values = {name: each.default for name, each in KEYS.items()}
     for section, content in composed.items():
         for word, value in (content or {}).items():

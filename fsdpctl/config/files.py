@@ -1,8 +1,12 @@
 """Where the YAML files lie that come with fsdpctl."""
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsdpctl
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def package_folder(name: str) -> Path:
@@ -25,4 +29,11 @@ def first_comment(file: Path) -> str:
 def choices_of(group: str, config_dir: Path | None = None) -> list[str]:
     """The choices of a group, those in `config_dir` included."""
     folders = [package_folder("conf"), *([config_dir] if config_dir else [])]
-    return sorted({file.stem for each in folders for file in (each / group).glob("*.yaml")})
+    return sorted({name for folder in folders for name in choices_below(folder / group)})
+
+
+def choices_below(folder: Path) -> Iterator[str]:
+    """The YAML files in `folder` whose names can be typed as a choice."""
+    for file in folder.glob("*.yaml"):
+        if file.is_file() and _NAME.fullmatch(file.stem) and file.stem != "null":
+            yield file.stem

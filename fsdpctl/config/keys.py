@@ -22,7 +22,7 @@ class Key:
     meaning: str
     choices: tuple[str, ...] = ()
     minimum: float | None = None
-    maximum: float | None = None
+    maximum: float | None = 2.0**53  # what a float, and so any text form, holds exactly
     auto: bool = False  # `auto` is allowed, and stored as None
     optional: bool = False  # may be left unset
     is_path: bool = False
@@ -31,7 +31,7 @@ class Key:
     def allowed(self) -> str:
         """The allowed values in words."""
         words = ", ".join(self.choices) or self.type
-        if self.minimum is not None and self.maximum is not None:
+        if self.minimum is not None and self.maximum not in (None, 2.0**53):
             words += f" from {self.minimum:g} to {self.maximum:g}"
         elif self.minimum is not None:
             words += f" from {self.minimum:g}"

@@ -38,17 +38,18 @@ def read_recipe(path: Path) -> list[tuple[str, str]]:
         UsageError: it is not a YAML mapping of words to plain values.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        # Every value stays the text that it is, as on the command line.
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+        return list(_flatten(path, "", content))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+
+
+def _flatten(path: Path, prefix: str, content: object) -> Iterator[tuple[str, str]]:
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: a recipe is a mapping of keys to values")
-    return list(_flatten(path, "", content))
-
-
-def _flatten(path: Path, prefix: str, content: dict[object, object]) -> Iterator[tuple[str, str]]:
+        raise UsageError(f"{path}: is no mapping of keys to values")
     for word, value in content.items():
         name = f"{prefix}{word}"
         if isinstance(value, dict):
@@ -56,9 +57,7 @@ def _flatten(path: Path, prefix: str, content: dict[object, object]) -> Iterator
             if "name" in inner:
                 yield name, str(inner.pop("name"))
             yield from _flatten(path, f"{name}.", inner)
-        elif isinstance(value, bool):
-            yield name, str(value).lower()
-        elif isinstance(value, str | int | float):
-            yield name, str(value)
+        elif isinstance(value, str):
+            yield name, value
         else:
             raise UsageError(f"{path}: {name} has no plain value")

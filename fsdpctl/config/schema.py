@@ -136,7 +136,9 @@ class LaunchConfig:
     )
     nnodes: int = key(1, "machines", minimum=1)
     device: str | None = key(None, "where ranks compute", choices=("cpu", "cuda"), auto=True)
-    timeout: float = key(600.0, "seconds after which a stuck collective ends the run", minimum=1)
+    timeout: float = key(
+        600.0, "seconds after which a stuck collective ends the run", minimum=1, maximum=1e6
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +149,12 @@ class TrainConfig:
         None, "where everything of the run lies; auto: runs/NAME-HASH", is_path=True, auto=True
     )
     steps: int | None = key(1000, "length in optimizer steps", minimum=1, optional=True)
-    epochs: float | None = key(None, "length in passes over the data", minimum=0, optional=True)
+    epochs: float | None = key(
+        None, "length in passes over the data", minimum=1e-9, maximum=1e6, optional=True
+    )
     tokens: int | None = key(None, "length in trained tokens", minimum=1, optional=True)
     seq_len: int = key(128, "tokens of a sample", minimum=1)
-    global_batch_size: int = key(16, "samples of a step, over all ranks", minimum=1)
+    global_batch_size: int = key(16, "samples of a step, over all ranks", minimum=1, maximum=1e9)
     micro_batch_size: int | None = key(
         None, "samples of a rank and pass; auto: all of its share", minimum=1, auto=True
     )

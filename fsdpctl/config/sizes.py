@@ -20,7 +20,8 @@ def parse_bytes(text: str, key: str) -> int:
     """
     match = _FORM.fullmatch(text.strip())
     unit = _UNITS.get(match.group(2).lower()) if match else None
-    count = int(float(match.group(1)) * unit) if match and unit else 0
+    number = float(match.group(1)) if match and len(text) < 20 else 0.0
+    count = int(number * unit) if unit else 0
     if count <= 0:
         raise UsageError(f"{key} {text}: allowed is a size above 0, as in 500MB, 5GB or 4GiB")
     return count

@@ -62,12 +62,12 @@ def read_text(path: str, key: str = "data.path") -> Text:
 
 def _find_files(path: str, key: str) -> list[Path]:
     place = Path(path)
+    if not path:
+        raise UsageError(f"{key}: is empty; give a file, a directory or a glob")
     if place.is_file():
         return [place]
     if place.is_dir():
-        return sorted(
-            each for each in place.rglob("*") if each.is_file() and not _hidden(each, place)
-        )
+        return sorted(_files_below(place))
     matches = sorted(Path(name) for name in glob.glob(path, recursive=True))
     files = [each for each in matches if each.is_file()]
     if not files:
@@ -75,8 +75,16 @@ def _find_files(path: str, key: str) -> list[Path]:
     return files
 
 
-def _hidden(file: Path, below: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(below).parts)
+def _files_below(folder: Path) -> Iterator[Path]:
+    """All files but hidden ones and those of runs, which change while they are read."""
+    entries = [each for each in folder.iterdir() if not each.name.startswith(".")]
+    if {"config.yaml", "overrides.txt"} <= {each.name for each in entries}:
+        return
+    for each in entries:
+        if each.is_dir() and not each.is_symlink():
+            yield from _files_below(each)
+        elif each.is_file():
+            yield each
 
 
 def standard_library() -> Text:

@@ -58,6 +58,8 @@ def load_data(config: DataConfig) -> DataSet:
 
 def _read(config: DataConfig) -> tuple[Text, str]:
     if config.name == "python_stdlib":
+        if config.path is not None:
+            raise UsageError(f"data.path={config.path}: is read with data=text or data=tokens")
         return standard_library(), "Python's standard library"
     if config.path is None:
         raise UsageError("data=text: say which, as data.path=FILE, DIR or GLOB")
@@ -88,7 +90,8 @@ def _from_token_files(config: DataConfig) -> DataSet:
         val = held.stream
     elif config.val_fraction:
         cut = len(train.tokens) - int(len(train.tokens) * config.val_fraction)
-        train, val = TokenStream(train.tokens[:cut], None), TokenStream(train.tokens[cut:], None)
+        parts = train.tokens[:cut], train.tokens[cut:]
+        train, val = (TokenStream(part, None, f"{train.checksum}/{cut}") for part in parts)
     name = config.tokenizer or file.tokenizer
     known = name == BYTES or (Path(name) / "tokenizer.json").is_file() or config.tokenizer
     tokenizer = open_tokenizer(name) if known else ByteTokenizer()

@@ -59,7 +59,8 @@ class ByteTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text; what is no UTF-8 becomes a replacement character."""
-        return bytes(tokens).decode("utf-8", errors="replace")
+        known = bytes(token if token < self.vocab_size else 0xFF for token in tokens)
+        return known.decode("utf-8", errors="replace")
 
     def save(self, folder: Path) -> None:
         """A byte-level BPE without merges: its 256 tokens are the bytes, in order."""
@@ -95,20 +96,27 @@ class FileTokenizer:
     def __init__(self, folder: Path) -> None:
         file = folder / "tokenizer.json"
         if not file.is_file():
-            raise UsageError(f"data.tokenizer={folder}: there is no tokenizer.json; or use bytes")
+            raise UsageError(f"tokenizer {folder}: there is no tokenizer.json; or use bytes")
         try:
             self._tokenizer = JsonTokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
-            raise UsageError(f"data.tokenizer={folder}: {error}") from None
+            raise UsageError(f"tokenizer {folder}: {error}") from None
         self.name = str(folder)
-        self.vocab_size = self._tokenizer.get_vocab_size()
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=0)
         self._folder = folder
         self._end = self._find_end_token()
 
     def _find_end_token(self) -> int | None:
         file = self._folder / "tokenizer_config.json"
-        named = json.loads(file.read_text()).get("eos_token") if file.is_file() else None
+        if not file.is_file():
+            return None
+        try:
+            named = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+        except (ValueError, AttributeError):
+            raise UsageError(f"{file}: not a JSON object") from None
         text = named.get("content") if isinstance(named, dict) else named
+        if text is not None and not isinstance(text, str):
+            raise UsageError(f"{file}: eos_token is no text")
         found: int | None = self._tokenizer.token_to_id(text) if text else None
         return found
 

@@ -22,11 +22,12 @@ class TokenStream:
 
     tokens: Tokens  # 1-D; may be a memory map
     num_bytes: int | None  # of the text that they stand for
+    checksum: str = ""  # as their file's header says
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the content: xxh3 of the tokens as they lie in memory."""
-        return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.tokens).data)
+        """Identifies the content: xxh3 of the tokens, unless their file says it already."""
+        return self.checksum or xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.tokens).data)
 
     def num_samples(self, seq_len: int) -> int:
         """How many samples of `seq_len` tokens and their targets there are."""
@@ -49,10 +50,14 @@ def write_token_file(
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     data = np.ascontiguousarray(tokens, dtype=_DTYPES[dtype])
     scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with scratch.open("wb") as file:
-        data.tofile(file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with scratch.open("wb") as file:
+            file.write(data.data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
     header = {
         "format": _FORMAT,
         "version": 1,
@@ -79,7 +84,9 @@ def open_token_file(path: Path, key: str = "data.path") -> TokenFile:
     try:
         dtype = _DTYPES[header["dtype"]]
         count, vocab_size = int(header["num_tokens"]), int(header["vocab_size"])
-        num_bytes = header["num_bytes"]
+        num_bytes, checksum = header["num_bytes"], str(header["xxh3"])
+        if vocab_size < 1 or not (num_bytes is None or isinstance(num_bytes, int)):
+            raise ValueError("vocab_size or num_bytes")
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{key}={path}: its header lacks or garbles {error}") from None
     if path.stat().st_size != count * dtype.itemsize:
@@ -91,7 +98,9 @@ def open_token_file(path: Path, key: str = "data.path") -> TokenFile:
         raise UsageError(f"{key}={path}: there are no tokens in it")
     tokens = np.memmap(path, dtype=dtype, mode="r")
     return TokenFile(
-        TokenStream(tokens, num_bytes), vocab_size, str(header.get("tokenizer", "unknown"))
+        TokenStream(tokens, num_bytes, checksum),
+        vocab_size,
+        str(header.get("tokenizer", "unknown")),
     )
 
 

@@ -6,8 +6,10 @@ the agent is not told, because its own way of stopping loses their exit codes. A
 kills them.
 """
 
+import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -21,6 +23,7 @@ from typing import Any
 import psutil
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_SAME_ACCIDENT_SECONDS = 5  # the agent's own SIGKILL comes half a minute after the first failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class Failure:
     host: str
     exit_code: int  # negative: the signal that killed it
     message: str
+    timestamp: int  # seconds since the epoch; of the error, or of when its end was noticed
 
     @property
     def was_killed(self) -> bool:
@@ -40,22 +44,24 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a launch ended: no failure means that all workers did their work."""
+    """How a launch ended: no failure and no early stop means that all workers did their work."""
 
     failures: tuple[Failure, ...]
     stop_signal: int | None
+    stopped_early: bool = False  # before there were workers
 
     @property
     def cause(self) -> Failure | None:
         """The failure that the others follow from.
 
-        A killed worker breaks everybody's talks; SIGTERM is what the agent sends to the rest.
+        A worker that dies breaks everybody's talks, and after a while the agent kills who is left.
         """
-        by_agent = [each for each in self.failures if each.exit_code == -signal.SIGTERM]
-        own = [each for each in self.failures if each not in by_agent]
+        first = min((each.timestamp for each in self.failures), default=0)
+        early = [each for each in self.failures if each.timestamp <= first + _SAME_ACCIDENT_SECONDS]
+        own = [each for each in early if each.exit_code != -signal.SIGTERM]
         killed = [each for each in own if each.was_killed]
         spoken = [each for each in own if not _is_broken_talk(each.message)]
-        return next(iter([*killed, *spoken, *own, *by_agent]), None)
+        return next(iter([*killed, *spoken, *own, *early]), None)
 
 
 def _is_broken_talk(message: str) -> bool:
@@ -63,26 +69,27 @@ def _is_broken_talk(message: str) -> bool:
     return any(word in message for word in words)
 
 
+class _StoppedEarlyError(BaseException):
+    """A request to stop came before there were workers to pass it on to."""
+
+
 class _StopRequests:
-    """Passes requests to stop on to the workers."""
+    """Passes the first request to stop on to the workers; a second Ctrl-C kills them."""
 
     def __init__(self) -> None:
         self.first: int | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         again = self.first is not None
-        self.first = self.first if again else number
-        for child in psutil.Process().children():
-            with _ignoring_the_dead():
+        if again and number != signal.SIGINT:
+            return  # schedulers and closing terminals repeat themselves
+        self.first = self.first or number
+        children = psutil.Process().children()
+        if not children:
+            raise _StoppedEarlyError
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 child.send_signal(signal.SIGKILL if again else number)
-
-
-@contextmanager
-def _ignoring_the_dead() -> Iterator[None]:
-    try:
-        yield
-    except psutil.NoSuchProcess:
-        return
 
 
 @contextmanager
@@ -123,8 +130,10 @@ def launch_workers(module: str, args: Sequence[str], *, ranks: int, logs: Path) 
     start = elastic_launch(config, sys.executable)
     with _logging_to(logs / "node-00000.log"), _environment(ranks), _handling_signals() as requests:
         try:
-            start("-m", module, *args)
-            failures: tuple[Failure, ...] = ()
+            start("-P", "-m", module, *args)  # -P: files in the current folder are no modules
+            return Outcome((), requests.first)
+        except _StoppedEarlyError:
+            return Outcome((), requests.first, stopped_early=True)
         except ChildFailedError as error:
             failures = tuple(_failure(rank, each) for rank, each in sorted(error.failures.items()))
     return Outcome(failures, requests.first)
@@ -168,4 +177,8 @@ def _failure(rank: int, found: Any) -> Failure:
     message = found.message
     if isinstance(message, dict):
         message = message.get("message", "")
-    return Failure(rank, socket.gethostname(), found.exitcode, str(message))
+    # torch puts the exception's class in front.
+    text = re.sub(r"^\w+(Error|Exception): ", "", str(message))
+    if text.startswith("To enable traceback"):
+        text = f"exit code {found.exitcode}, before it could say why"
+    return Failure(rank, socket.gethostname(), found.exitcode, text, int(found.timestamp))

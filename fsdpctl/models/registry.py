@@ -47,8 +47,11 @@ def build_model(config: ModelConfig) -> nn.Module:
     head_dim = head_dim_of(config)
     if config.vocab_size is None:
         raise UsageError("model.vocab_size=auto: not known without data; give a number")
-    with torch.device("meta"):
-        return LlamaDecoder(config, head_dim, config.vocab_size)
+    try:
+        with torch.device("meta"):
+            return LlamaDecoder(config, head_dim, config.vocab_size)
+    except (RuntimeError, TypeError, OverflowError):
+        raise UsageError("model: its sizes make matrices too large for any machine") from None
 
 
 def initialize_parameter(name: str, whole: Tensor, *, seed: int, std: float) -> None:

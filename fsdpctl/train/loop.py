@@ -75,9 +75,11 @@ class Trainer:
             while self.step < self.total_steps:
                 stop = self._train_step()
                 last = self.step == self.total_steps
+                if stop:  # who asked may not wait for a validation
+                    self.save()
                 if last or _is_multiple(self.step, config.train.eval_every):
                     self._validate(last=last)
-                if last or stop or _is_multiple(self.step, config.checkpoint.every):
+                if last or _is_multiple(self.step, config.checkpoint.every):
                     self.save()
                 if stop and not last:
                     raise StoppedError(f"stopped at step {self.step} of {self.total_steps}, saved")

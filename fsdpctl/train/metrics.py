@@ -88,14 +88,15 @@ def _cut_back(path: Path, step: int) -> None:
     if not path.is_file():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, start=1):
         try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # the torn last line of a killed run
-        if not isinstance(entry, dict) or "step" not in entry:
-            raise UsageError(f"{path}: not the metrics of a run: {line[:60]}")
-        if entry["step"] <= step:
+            at = int(json.loads(line)["step"])
+        except (ValueError, TypeError, KeyError):
+            if number == len(lines):
+                break  # torn when the run was killed
+            raise UsageError(f"{path}: line {number} is damaged; move the file away") from None
+        if at <= step:
             kept.append(line + "\n")
     scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     scratch.write_text("".join(kept), encoding="utf-8")

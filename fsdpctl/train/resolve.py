@@ -186,6 +186,8 @@ def run_identity(config: Config) -> str:
 
 def _with_run_dir(config: Config, recipe: str | None) -> Config:
     run_dir = config.train.run_dir
+    if run_dir is not None and Path(run_dir).is_symlink():  # such as runs/latest
+        run_dir = os.path.relpath(os.path.realpath(run_dir))
     if run_dir is None:
         name = recipe or config.model.name
         run_dir = str(Path("runs") / f"{name}-{run_identity(config)}")

@@ -5,7 +5,7 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
@@ -22,7 +22,7 @@ from fsdpctl.checkpoint.folders import (
     remove_unfinished,
     step_folder,
 )
-from fsdpctl.checkpoint.manifest import read_manifest
+from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.compose import config_from_words, config_to_yaml, config_words
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
@@ -65,8 +65,15 @@ class Start:
 
 
 def read_config(run_dir: Path) -> Config:
-    """The configuration that the run in `run_dir` was last started with."""
-    return config_from_words(dict(read_recipe(run_dir / CONFIG)))
+    """The configuration that the run in `run_dir` was last started with.
+
+    Raises:
+        UsageError: it is damaged, or of another version of fsdpctl.
+    """
+    try:
+        return config_from_words(dict(read_recipe(run_dir / CONFIG)))
+    except UsageError as error:
+        raise UsageError(f"{run_dir / CONFIG}: damaged, or of another version: {error}") from None
 
 
 def plan_start(config: Config, resume: str) -> Start:
@@ -83,7 +90,7 @@ def plan_start(config: Config, resume: str) -> Start:
     if resume == "never":
         return Start(config, Standing.NEW, 0)
     source = find_checkpoint(Path(resume).expanduser())
-    manifest = read_manifest(source)
+    manifest = CheckpointReader(source).manifest
     changed = [
         f"{name} {manifest.config.get(name, 'not set')} -> {text}"
         for name, text in config_words(config).items()
@@ -105,8 +112,7 @@ def _go_on(config: Config) -> Start:
     if run_dir.exists() and not run_dir.is_dir():
         raise UsageError(f"train.run_dir={run_dir}: is a file")
     if not (run_dir / CONFIG).is_file():
-        own = (LOCK, LOGS, CHECKPOINTS)
-        if run_dir.is_dir() and any(each.name not in own for each in run_dir.iterdir()):
+        if run_dir.is_dir() and not all(map(_is_of_a_start, run_dir.iterdir())):
             raise UsageError(
                 f"train.run_dir={run_dir}: not empty, and not a run of fsdpctl; choose another"
             )
@@ -114,11 +120,18 @@ def _go_on(config: Config) -> Start:
     differences = _differences(run_dir, config)
     newest = newest_checkpoint(run_dir / CHECKPOINTS)
     if newest is None:
+        if (run_dir / METRICS).is_file():
+            differences += (f"{METRICS} is kept as {METRICS}.old: there is no checkpoint to it",)
         return Start(config, Standing.NEW, 0, differences)
-    step = read_manifest(newest).progress.step
+    step = CheckpointReader(newest).manifest.progress.step
     assert config.train.steps is not None
     standing = Standing.FINISHED if step >= config.train.steps else Standing.RESUMES
     return Start(config, standing, step, differences)
+
+
+def _is_of_a_start(file: Path) -> bool:
+    """Whether a start that was cut short may have left it."""
+    return file.name in (LOCK, LOGS, CHECKPOINTS) or ".tmp-" in file.name
 
 
 def _differences(run_dir: Path, config: Config) -> tuple[str, ...]:
@@ -151,15 +164,17 @@ class RunLock:
         self._path = run_dir / LOCK
         self._file = self._path.open("a+")
 
-    def acquire(self) -> None:
+    def acquire(self, on_wait: Callable[[], None]) -> None:
         """Become the only launcher of the run.
 
-        Workers of a launcher that was killed may still be saving; they are waited for.
+        Workers of a launcher that was killed may still be saving; they are waited for, after
+        `on_wait()` was called.
 
         Raises:
             UsageError: another launcher is alive.
         """
         deadline = time.monotonic() + _WIND_DOWN_SECONDS
+        said = False
         while not self._try(fcntl.LOCK_EX):
             self._file.seek(0)
             text = self._file.read().strip()
@@ -168,6 +183,9 @@ class RunLock:
                 raise UsageError(
                     f"train.run_dir={self._path.parent}: in use by a living run (process {text})"
                 )
+            if not said:
+                on_wait()
+                said = True
             time.sleep(0.2)
         self._file.truncate(0)
         self._file.write(str(os.getpid()))
@@ -191,8 +209,8 @@ class RunLock:
         return True
 
 
-def lock_run_dir(run_dir: Path) -> RunLock:
-    """Make the directory if need be, and lock it.
+def lock_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> RunLock:
+    """Make the directory if need be, and lock it; `on_wait()` is called before a wait.
 
     Raises:
         UsageError: it cannot be written, or a living run uses it.
@@ -200,9 +218,9 @@ def lock_run_dir(run_dir: Path) -> RunLock:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = RunLock(run_dir)
+        lock.acquire(on_wait)
     except OSError as error:
         raise UsageError(f"train.run_dir={run_dir}: {error.strerror}") from None
-    lock.acquire()
     return lock
 
 
@@ -215,14 +233,16 @@ def prepare_run_dir(start: Start, words: Sequence[str]) -> None:
     run_dir = start.run_dir
     checkpoints = run_dir / CHECKPOINTS
     try:
+        _replace_text(run_dir / CONFIG, config_to_yaml(start.config))
+        _replace_text(run_dir / OVERRIDES, "".join(f"{word}\n" for word in words))
         shutil.rmtree(run_dir / LOGS, ignore_errors=True)
         (run_dir / LOGS).mkdir(exist_ok=True)
         checkpoints.mkdir(exist_ok=True)
+        if start.standing is Standing.NEW and (run_dir / METRICS).is_file():
+            (run_dir / METRICS).replace(run_dir / f"{METRICS}.old")
         remove_unfinished(checkpoints)
         if start.source is not None:
             copy_checkpoint(start.source, step_folder(checkpoints, start.step))
-        _replace_text(run_dir / CONFIG, config_to_yaml(start.config))
-        _replace_text(run_dir / OVERRIDES, "".join(f"{word}\n" for word in words))
         if run_dir.parent.name == RUNS:
             point_to(run_dir.parent / LATEST, run_dir)
     except OSError as error:
@@ -231,5 +251,8 @@ def prepare_run_dir(start: Start, words: Sequence[str]) -> None:
 
 def _replace_text(path: Path, text: str) -> None:
     scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    scratch.write_text(text, encoding="utf-8")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     scratch.replace(path)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _stop_signal: int | None = None
 
 
@@ -19,13 +20,22 @@ def _request_stop(number: int, frame: FrameType | None) -> None:
 
 
 def _tie_to_launcher() -> None:
-    """Have the kernel ask this worker to stop when its launcher dies, however it dies."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, _request_stop)
+    """Have the kernel end this worker when its launcher dies, however it dies.
+
+    Until there is something to save, a signal ends it at once, wherever it waits.
+    """
+    for number in _STOPPING:
+        signal.signal(number, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != int(os.environ.get("FSDPCTL_LAUNCHER", os.getppid())):
             sys.exit(1)  # it died before the kernel was told
+
+
+def _stop_at_the_next_step() -> None:
+    """From now on a signal lets the step end, and saves."""
+    for number in _STOPPING:
+        signal.signal(number, _request_stop)
 
 
 def _keep_errors(logs: Path, rank: int) -> Path:
@@ -55,7 +65,13 @@ def _train(run_dir: Path) -> None:
     lock.join()
     torch.use_deterministic_algorithms(config.train.deterministic)
     with joined_world(str(config.launch.device), config.launch.timeout) as world:
-        make_trainer(config, world, lambda: _stop_signal is not None).run()
+        try:
+            trainer = make_trainer(config, world, lambda: _stop_signal is not None)
+            _stop_at_the_next_step()
+            trainer.run()
+        except Exception as error:
+            _report(error)  # before the process group ends, which may hang without its peers
+            raise
     lock.release()
 
 
@@ -69,12 +85,10 @@ def main() -> None:
     try:
         _train(run_dir)
     except FsdpctlError as error:
-        print(f"{type(error).__name__} on {socket.gethostname()}: {error}", file=sys.stderr)
-        _report(error)
+        print(f"{socket.gethostname()}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except Exception as error:
+    except Exception:
         traceback.print_exc()
-        _report(error)
         sys.exit(1)
     log.unlink(missing_ok=True)
 

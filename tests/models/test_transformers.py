@@ -85,8 +85,19 @@ def test_an_existing_destination_is_kept_unless_told_otherwise(tmp_path):
     with pytest.raises(UsageError, match="exists already"):
         consolidate(reader, tmp_path / "hf")
     assert (tmp_path / "hf" / "precious").read_text() == "x"
-    consolidate(reader, tmp_path / "hf", overwrite=True)
-    assert not (tmp_path / "hf" / "precious").exists()
+    with pytest.raises(UsageError, match="no earlier export"):
+        consolidate(reader, tmp_path / "hf", overwrite=True)
+    with pytest.raises(UsageError, match="is where the checkpoint"):
+        consolidate(reader, tmp_path / "step-00000001" / "hf")
+    (tmp_path / "hf" / "precious").unlink()
+    consolidate(reader, tmp_path / "hf")
+    with pytest.raises(UsageError, match="exists already"):
+        consolidate(reader, tmp_path / "hf")
+    (tmp_path / "link").symlink_to("hf")
+    (tmp_path / "hf" / "mark").touch()
+    consolidate(reader, tmp_path / "link", overwrite=True)
+    assert not (tmp_path / "hf" / "mark").exists()
+    (tmp_path / "link").unlink()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["hf", "step-00000001"]
 
 
