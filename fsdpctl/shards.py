@@ -67,6 +67,10 @@ class Sharded(Protocol):
         """Reduce what has been held back; afterwards every shard has its gradient."""
         ...
 
+    def absent_everywhere(self) -> frozenset[str]:
+        """Names of the trainable parameters that had a gradient on no rank."""
+        ...
+
     def publish_updates(self) -> None:
         """Let the next forward see what was written to the masters."""
         ...

@@ -33,6 +33,7 @@ def load_checkpoint(
         buffer.copy_(whole)
     progress = reader.manifest.progress
     if optimizer is not None and progress.optimizer_step:
+        optimizer.isolate(progress.optimizer_steps)
         optimizer.create_states()
         for each in optimizer_pieces(optimizer, written=False):
             reader.read_into(each.key, each.piece.in_param, each.values)

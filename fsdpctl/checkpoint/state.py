@@ -1,6 +1,6 @@
 """The tensors of a model and its optimizer, as checkpoints see them."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,10 @@ class SteppedRun(Protocol):
 
 class ShardedOptimizer(Protocol):
     """What checkpoints need of an optimizer."""
+
+    def isolate(self, names: Collection[str]) -> None:
+        """Give each of the named parameters a run of its own."""
+        ...
 
     def create_states(self) -> None:
         """Make the states that the first step would make."""

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from fsdpctl.errors import UsageError, nearest
 
 AUTO = "auto"
+_LARGEST_WHOLE = 2**53  # up to here a float, and so 1e3, says exactly which number is meant
 Value = str | int | float | bool | None  # None stands for `auto` or, where optional, for not set
 
 
@@ -22,7 +23,7 @@ class Key:
     meaning: str
     choices: tuple[str, ...] = ()
     minimum: float | None = None
-    maximum: float | None = 2.0**53  # what a float, and so any text form, holds exactly
+    maximum: float | None = None
     auto: bool = False  # `auto` is allowed, and stored as None
     optional: bool = False  # may be left unset
     is_path: bool = False
@@ -31,7 +32,7 @@ class Key:
     def allowed(self) -> str:
         """The allowed values in words."""
         words = ", ".join(self.choices) or self.type
-        if self.minimum is not None and self.maximum not in (None, 2.0**53):
+        if self.minimum is not None and self.maximum is not None:
             words += f" from {self.minimum:g} to {self.maximum:g}"
         elif self.minimum is not None:
             words += f" from {self.minimum:g}"
@@ -76,7 +77,7 @@ class Key:
             raise self._refused(text)
         if self.minimum is not None and number < self.minimum:
             raise self._refused(text)
-        if self.maximum is not None and number > self.maximum:
+        if number > (self.maximum or (_LARGEST_WHOLE if whole else number)):
             raise self._refused(text)
         if not whole:
             return number

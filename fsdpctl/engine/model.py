@@ -25,7 +25,7 @@ from fsdpctl.plan.strategy import (
     ranks_per_copy,
 )
 from fsdpctl.plan.units import lay_out
-from fsdpctl.shards import FlatShard
+from fsdpctl.shards import FlatShard, trainable_shards
 
 
 class ShardedModel(nn.Module):
@@ -40,6 +40,8 @@ class ShardedModel(nn.Module):
         self.module = module
         self.strategy = strategy  # as asked for; one rank alone runs as no_shard
         self._runtime = runtime
+        self._all_present: Tensor | None = None
+        self._presence: tuple[int, Tensor | None] = (-1, None)  # after how many backwards
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own result."""
@@ -70,15 +72,40 @@ class ShardedModel(nn.Module):
         """The module's buffers that its state dict contains, by name."""
         return persistent_buffers(self.module)
 
-    def absent_parameters(self) -> list[str]:
-        """Names of trainable parameters that had no gradient here since gradients were dropped."""
-        return [
-            placement.param.name
-            for unit in self._runtime.units.values()
-            for buffer in unit.trainable_buffers
-            for index, placement in enumerate(buffer.layout.placements)
-            if index not in buffer.present
+    def presence(self) -> Tensor:
+        """For each trainable parameter, 1 if it had a gradient here since they were dropped."""
+        runtime = self._runtime
+        buffers = [b for unit in runtime.units.values() for b in unit.trainable_buffers]
+        if runtime.has_all_gradients:  # the usual case, for which nothing is copied to a device
+            if self._all_present is None:
+                count = sum(len(buffer.params) for buffer in buffers)
+                self._all_present = torch.ones(count, dtype=torch.float64, device=runtime.device)
+            return self._all_present
+        present = [
+            float(index in buffer.present)
+            for buffer in buffers
+            for index in range(len(buffer.params))
         ]
+        return torch.tensor(present, dtype=torch.float64, device=runtime.device)
+
+    def share_presence(self, counts: Tensor) -> None:
+        """Take note of the sum of all ranks' `presence()`."""
+        self._presence = self._runtime.num_backwards, counts
+
+    def absent_everywhere(self) -> frozenset[str]:
+        """Names of the trainable parameters that had a gradient on no rank. Collective.
+
+        A rank that had all of them knows the answer and does not wait for it.
+        """
+        own = self.presence()
+        at, counts = self._presence
+        if at != self._runtime.num_backwards or counts is None:
+            counts = self.mesh.world.all_reduce(own.clone())
+            self.share_presence(counts)
+        if self._runtime.has_all_gradients:
+            return frozenset()
+        names = [param.name for s in trainable_shards(self) for param in s.layout.params]
+        return frozenset(n for n, count in zip(names, counts.tolist(), strict=True) if not count)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

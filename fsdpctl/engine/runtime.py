@@ -67,6 +67,7 @@ class Runtime:
             self.note,
             limit=reductions_in_flight(reduce_dtypes),
         )
+        self.num_backwards = 0  # that have ended
         self._backward = _NO_TASK  # the outermost one that is running, or did not end
 
     def note(self, kind: EventKind, unit: str) -> None:
@@ -74,6 +75,17 @@ class Runtime:
         if self.trace is not None:
             self.trace.append(Event(kind, unit))
             self.on_event()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self.root.slot.device
+
+    @property
+    def has_all_gradients(self) -> bool:
+        """Whether every trainable parameter had a gradient since they were dropped."""
+        buffers = (b for unit in self.units.values() for b in unit.trainable_buffers)
+        return all(len(buffer.present) == len(buffer.params) for buffer in buffers)
 
     # ---- gathering -----------------------------------------------------------------------
 
@@ -198,6 +210,7 @@ class Runtime:
             self.units[name].open_calls = 0
         if self.reduces:
             self.reducer.finish()
+        self.num_backwards += 1
         self._backward = _NO_TASK
         for unit in self.units.values():
             if any(buffer.arrived for buffer in unit.buffers):

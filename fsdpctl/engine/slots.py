@@ -22,6 +22,11 @@ class Slot:
         self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self._bytes.device
+
+    @property
     def allocated_nbytes(self) -> int:
         """Bytes that it takes now."""
         return self._bytes.untyped_storage().nbytes()

@@ -1,11 +1,12 @@
 """What a rank holds of parameters, gradients and optimizer states: exact, from the plan."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fsdpctl.plan.layout import FlatLayout
 from fsdpctl.plan.slots import assign_slots
 from fsdpctl.plan.strategy import Strategy
-from fsdpctl.plan.units import UnitSpec, lay_out
+from fsdpctl.plan.units import UnitSpec
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -27,20 +28,45 @@ class StateBytes:
 
 def state_bytes(
     units: Sequence[UnitSpec],
+    layouts: Mapping[str, Sequence[FlatLayout]],
     strategy: Strategy,
-    num_ranks: int,
     *,
     param_dtype: str,
     master_dtype: str,
     prefetch_depth: int,
 ) -> StateBytes:
-    """The model states of a rank under AdamW, and the memory that units are gathered into."""
+    """The model states of the rank that holds most under AdamW, and its gathered parameters."""
+    ranks = range(len(layouts[units[0].name][0].parts))
+    return max(
+        (
+            _rank_bytes(
+                layouts,
+                strategy,
+                rank,
+                dtypes=(param_dtype, master_dtype),
+                prefetch_depth=prefetch_depth,
+            )
+            for rank in ranks
+        ),
+        key=lambda each: each.total,
+    )
+
+
+def _rank_bytes(
+    layouts: Mapping[str, Sequence[FlatLayout]],
+    strategy: Strategy,
+    rank: int,
+    *,
+    dtypes: tuple[str, str],
+    prefetch_depth: int,
+) -> StateBytes:
+    param_dtype, master_dtype = dtypes
     masters = optimizer = gradients = 0
     nbytes: dict[str, int] = {}
-    for name, layouts in lay_out(units, num_ranks).items():
+    for name, of_unit in layouts.items():
         nbytes[name] = 0
-        for layout in layouts:
-            part = layout.parts[0].numel
+        for layout in of_unit:
+            part = layout.parts[rank].numel
             trainable = layout.params[0].trainable
             master = part if strategy.shards_optimizer else layout.numel
             grad = part if strategy.shards_grads else layout.numel
@@ -50,7 +76,7 @@ def state_bytes(
             nbytes[name] += layout.numel * DTYPE_BYTES[param_dtype]
     gathered = _gathered_bytes(nbytes, strategy, prefetch_depth)
     if strategy.keeps_whole_params and param_dtype == master_dtype:
-        gathered = 0  # the masters are the parameters
+        gathered -= masters  # which are windows into the parameters
     return StateBytes(masters, gradients, optimizer, gathered)
 
 

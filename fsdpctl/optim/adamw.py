@@ -1,7 +1,8 @@
 """AdamW over flat shards."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ class SteppedRun:
 
     shard: FlatShard
     span: Span  # in the flat buffer
+    names: frozenset[str]  # of the parameters in it
     param: nn.Parameter  # a window into the shard's master
 
 
@@ -87,8 +89,11 @@ class ShardedAdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         self._model.sync_gradients()
+        absent = self._model.absent_everywhere()
+        if absent:
+            self.isolate(absent)
         for run, _ in self.runs:
-            grad = run.shard.grad
+            grad = None if absent and run.names <= absent else run.shard.grad
             run.param.grad = None if grad is None else run.shard.view(grad, run.span)
         self.grad_scale, self.found_inf = _fused_scalars(self.runs, grad_scale, found_inf)
         super().step()
@@ -109,6 +114,29 @@ class ShardedAdamW(torch.optim.AdamW):
             for value in state.values()
             if isinstance(value, Tensor)
         )
+
+    def isolate(self, names: Collection[str]) -> None:
+        """Step the named parameters as tensors of their own from now on.
+
+        A parameter without gradients is left alone, its step counter included, so it cannot share
+        a tensor with others any more. States move along.
+        """
+        runs: list[tuple[SteppedRun, int]] = []
+        for run, group in self.runs:
+            if len(run.names) == 1 or run.names.isdisjoint(names):
+                runs.append((run, group))
+                continue
+            state = self.state.pop(run.param, {})
+            order = {name: place for place, name in enumerate(sorted(run.names))}
+            each_alone = partial(_place, order)
+            for part in optimizer_runs(run.shard.layout, run.span, each_alone):
+                piece = _stepped_run(run.shard, part.span)
+                runs.append((piece, group))
+                if state:
+                    self.state[piece.param] = _state_within(state, run.span, part.span)
+        self.runs = tuple(runs)
+        for number, about in enumerate(self.param_groups):
+            about["params"] = [run.param for run, group in runs if group == number]
 
     def create_states(self) -> None:
         """Make the states that the first step would make: moments of zero, no steps."""
@@ -161,9 +189,25 @@ def _group_numbers(
 def _make_runs(
     model: Sharded, group_of: Callable[[ParamSpec], int]
 ) -> tuple[tuple[SteppedRun, int], ...]:
-    made = []
-    for shard in trainable_shards(model):
-        for run in optimizer_runs(shard.layout, shard.held, group_of):
-            param = nn.Parameter(shard.view(shard.master, run.span))
-            made.append((SteppedRun(shard, run.span, param), run.group))
-    return tuple(made)
+    return tuple(
+        (_stepped_run(shard, run.span), run.group)
+        for shard in trainable_shards(model)
+        for run in optimizer_runs(shard.layout, shard.held, group_of)
+    )
+
+
+def _place(order: Mapping[str, int], param: ParamSpec) -> int:
+    return order[param.name]
+
+
+def _stepped_run(shard: FlatShard, span: Span) -> SteppedRun:
+    names = frozenset(piece.param.name for piece in shard.layout.pieces(span))
+    return SteppedRun(shard, span, names, nn.Parameter(shard.view(shard.master, span)))
+
+
+def _state_within(state: Mapping[str, Tensor], whole: Span, part: Span) -> dict[str, Tensor]:
+    inside = slice(part.start - whole.start, part.stop - whole.start)
+    return {
+        name: values.clone() if values.ndim == 0 else values[inside].clone()
+        for name, values in state.items()
+    }

@@ -1,8 +1,8 @@
 """The step record: one small all-reduce from which everything about a step follows.
 
-It carries the sum of squares of the gradient, the number of target tokens, the summed loss and
-whether a rank wants to stop. From it come the token mean, clipping and skipping, as two scalars
-that the fused optimizer reads on the device, so the host never waits for them.
+It carries the sum of squares of the gradient, the number of target tokens, the summed loss, whether
+a rank wants to stop, and which parameters had a gradient. From it come the token mean, clipping and
+skipping, as two scalars that the fused optimizer reads on the device.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,10 @@ _EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 class _Replicated(Sharded, Protocol):
     @property
     def mesh(self) -> Mesh: ...
+
+    def presence(self) -> Tensor: ...
+
+    def share_presence(self, counts: Tensor) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +85,11 @@ def record_step(
         stop: whether this rank was asked to stop.
     """
     share = sum_of_squares(model.flat_shards()) / model.mesh.num_replicas
-    values = torch.stack(
-        [share, loss_sum.to(share), tokens.to(share), torch.full_like(share, float(stop))]
-    )
-    squares, loss, count, stops = model.mesh.world.all_reduce(values).unbind()
+    shares = [share, loss_sum.to(share), tokens.to(share), torch.full_like(share, float(stop))]
+    values = torch.cat([torch.stack(shares), model.presence()])
+    total = model.mesh.world.all_reduce(values)
+    model.share_presence(total[4:])
+    squares, loss, count, stops = total[:4].unbind()
     token_factor = nominal_tokens / count
     norm = squares.sqrt() * token_factor
     factor = token_factor

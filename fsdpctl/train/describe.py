@@ -1,18 +1,36 @@
 """What is said of a run before it starts."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from fsdpctl.engine.build import divide_module
 from fsdpctl.memory.states import StateBytes, state_bytes
-from fsdpctl.plan.strategy import effective_strategy, get_strategy
+from fsdpctl.plan.layout import FlatLayout
+from fsdpctl.plan.strategy import (
+    Strategy,
+    effective_strategy,
+    get_strategy,
+    ranks_per_copy,
+)
 from fsdpctl.plan.units import UnitSpec, lay_out
 from fsdpctl.train.progress import format_bytes
 from fsdpctl.train.resolve import ResolvedRun
 from fsdpctl.train.run_dir import Standing, Start
 
+_SHOWN_RANKS = 8
 
-def _units(run: ResolvedRun) -> tuple[UnitSpec, ...]:
-    return divide_module(run.module, None)
+
+def _division(
+    run: ResolvedRun,
+) -> tuple[tuple[UnitSpec, ...], Strategy, dict[str, tuple[FlatLayout, ...]]]:
+    """The units, the strategy that really runs, and each unit's layouts."""
+    row = get_strategy(run.config.strategy.name)
+    size = ranks_per_copy(row, run.batches.world_size, run.config.strategy.dp_shard_size)
+    strategy = effective_strategy(row, size)
+    units = divide_module(run.module, None)
+    parts = size if size > 1 else run.batches.world_size
+    owner_map = run.config.strategy.owner_map if strategy.has_owner_map else "even"
+    return units, strategy, lay_out(units, parts, owner_map)
 
 
 def _count(number: float) -> str:
@@ -63,10 +81,16 @@ def _ranks(run: ResolvedRun) -> str:
         else f"{precision.param_dtype} compute, {precision.reduce_dtype} reduction, "
         f"{precision.master_dtype} masters"
     )
+    name = config.strategy.name
+    if config.strategy.dp_shard_size is not None:
+        copies = run.batches.world_size // config.strategy.dp_shard_size
+        name += f" in {copies} copies of {config.strategy.dp_shard_size} ranks"
+    if config.strategy.owner_map != "even":
+        name += f", {config.strategy.owner_map} owners"
     alone = " (one rank: runs as no_shard)" if config.launch.nproc_per_node == 1 else ""
     return (
         f"{config.launch.nproc_per_node}{_auto(run, 'launch.nproc_per_node')} on "
-        f"{config.launch.device}{_auto(run, 'launch.device')}, {config.strategy.name}{alone}, "
+        f"{config.launch.device}{_auto(run, 'launch.device')}, {name}{alone}, "
         f"prefetch {config.prefetch.name}, {dtypes}{_auto(run, 'precision.param_dtype')}"
     )
 
@@ -107,11 +131,11 @@ def _length(run: ResolvedRun) -> str:
 def run_state_bytes(run: ResolvedRun) -> StateBytes:
     """The model states of each rank."""
     config = run.config
-    ranks = run.batches.world_size
+    units, strategy, layouts = _division(run)
     return state_bytes(
-        _units(run),
-        effective_strategy(get_strategy(config.strategy.name), ranks),
-        ranks,
+        units,
+        layouts,
+        strategy,
         param_dtype=str(config.precision.param_dtype),
         master_dtype=str(config.precision.master_dtype),
         prefetch_depth=max(config.prefetch.forward, config.prefetch.backward),
@@ -137,15 +161,32 @@ def _run(start: Start) -> str:
 
 
 def describe_units(run: ResolvedRun) -> Iterator[str]:
-    """Units and their layout over the ranks, a line each."""
-    ranks = run.batches.world_size
-    units = _units(run)
-    laid_out = lay_out(units, ranks)
+    """Units and their layout over the ranks, a line each; then each rank's share."""
+    units, strategy, layouts = _division(run)
     width = max(len(unit.name) for unit in units) + 2
-    yield f"{'unit':<{width}}{'kind':<11}{'parameters':>14}{'padding':>10}{'a rank':>14}"
+    yield f"{'unit':<{width}}{'kind':<11}{'parameters':>14}{'padding':>10}  elements of each rank"
+    totals: Counter[int] = Counter()
     for unit in units:
-        layouts = laid_out[unit.name]
         numel = sum(param.numel for param in unit.params)
-        padded = sum(layout.numel for layout in layouts)
-        part = sum(layout.parts[0].numel for layout in layouts)
-        yield f"{unit.name:<{width}}{unit.kind:<11}{numel:>14,}{padded - numel:>10,}{part:>14,}"
+        padded = sum(layout.numel for layout in layouts[unit.name])
+        owned = [
+            sum(part.numel for part in parts)
+            for parts in zip(*(layout.parts for layout in layouts[unit.name]), strict=True)
+        ]
+        totals.update(dict(enumerate(owned)))
+        shown = _shares(owned)
+        yield f"{unit.name:<{width}}{unit.kind:<11}{numel:>14,}{padded - numel:>10,}  {shown}"
+    shares = [totals[rank] for rank in sorted(totals)]
+    mean = sum(shares) / len(shares)
+    yield f"{'all':<{width}}{'':<11}{_num_params(run):>14,}{'':>10}  {_shares(shares)}"
+    if mean:
+        yield f"the largest share is {max(shares) / mean:.3f} of the mean"
+
+
+def _shares(owned: list[int]) -> str:
+    """A number for each rank, or one for all where they are alike or many."""
+    if len(set(owned)) == 1:
+        return f"{owned[0]:,}"
+    if len(owned) > _SHOWN_RANKS:
+        return f"{min(owned):,} to {max(owned):,}"
+    return "  ".join(f"{numel:,}" for numel in owned)

@@ -1,0 +1,206 @@
+"""Parameters that are frozen, unused, shared or oddly placed: equal to one process, or an error."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdpctl.engine.model import ShardedModel, shard_model
+from fsdpctl.errors import EngineError
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.plan.schedule import Prefetch
+from tests.distributed import distributed
+from tests.engine.models import OddBlock
+from tests.engine.test_behaviour import float_batches, square_loss
+from tests.engine.test_parity import largest_difference
+from tests.reference import train_reference
+
+STRATEGIES = ["no_shard", "shard_optimizer", "shard_grad_op", "full_shard"]
+
+
+class Stack(nn.Module):
+    """Five blocks, some of which treat their parameters in unusual ways."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(_KINDS[kind]() for _ in range(5))
+        if kind == "shared":
+            first, second = self.get_submodule("blocks.1.up"), self.get_submodule("blocks.3.up")
+            second.weight = first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Spare(OddBlock):
+    """Has a matrix that only inputs with a large first element use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(13, 13)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out.add(self.spare(out)) if float(x.detach()[0, 0]) > 0.5 else out
+
+
+class Never(Spare):
+    """Has a matrix that nothing uses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return OddBlock.forward(self, x)
+
+
+class Adapted(OddBlock):
+    """Frozen but for two small matrices, as with LoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.down_a, self.down_b = nn.Linear(13, 3), nn.Linear(3, 13)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).add(self.down_b(self.down_a(x)))
+
+
+class Detached(OddBlock):
+    """Reads a parameter twice, once without a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.scale.detach())
+
+
+_KINDS: dict[str, type[nn.Module]] = {
+    "spare": Spare,
+    "never": Never,
+    "adapted": Adapted,
+    "detached": Detached,
+    "shared": OddBlock,
+}
+
+
+def train(model: ShardedModel, rank: int, batches: list[list[list[Tensor]]]) -> None:
+    optimizer = ShardedAdamW(model, lr=1e-2)
+    for of_ranks in batches:
+        square_loss(model, of_ranks[rank][0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", list(_KINDS))
+@distributed()
+def test_equals_one_process_bit_for_bit(
+    rank: int, world_size: int, strategy: str, kind: str
+) -> None:
+    batches = float_batches(6, world_size)
+    expected = train_reference(Stack(kind), square_loss, batches)
+    model = shard_model(Stack(kind), strategy)
+    train(model, rank, batches)
+    assert largest_difference(model.state_dict(), expected) == 0.0
+
+
+@pytest.mark.parametrize("depth", [0, 2, 3])
+@distributed(world_size=2)
+def test_prefetch_changes_nothing_where_ranks_use_different_parameters(
+    rank: int, world_size: int, depth: int
+) -> None:
+    batches = float_batches(6, world_size)
+    expected = train_reference(Stack("spare"), square_loss, batches)
+    model = shard_model(Stack("spare"), "full_shard", prefetch=Prefetch(depth, depth))
+    train(model, rank, batches)
+    assert largest_difference(model.state_dict(), expected) == 0.0
+
+
+@distributed(world_size=2)
+def test_a_parameter_first_used_late_starts_its_own_count(rank: int, world_size: int) -> None:
+    """Nobody uses `spare` for two steps, then everybody does."""
+    batches = float_batches(6, world_size)
+    for step, of_ranks in enumerate(batches):
+        for micro_batches in of_ranks:
+            micro_batches[0][0, 0] = 5.0 if step >= 2 else -5.0
+    expected = train_reference(Stack("spare"), square_loss, batches)
+    model = shard_model(Stack("spare"), "full_shard")
+    train(model, rank, batches)
+    assert largest_difference(model.state_dict(), expected) == 0.0
+
+
+class PassesThrough(OddBlock):
+    """Hands its second input on, as models with a shared position bias do."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, bias = pair
+        return super().forward(x) + bias, bias
+
+
+class WithBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bias = nn.Linear(13, 13)
+        self.blocks = nn.ModuleList(PassesThrough() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pair = x, self.bias(x)
+        for block in self.blocks:
+            pair = block(pair)
+        return pair[0].add(pair[1])
+
+
+class Nested(nn.Module):
+    """Lists of lists, whose inner ones are never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.ModuleList([OddBlock(), nn.Linear(13, 13)]) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer[1](layer[0](x)))  # type: ignore[index]
+        return x
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("make", [WithBias, Nested])
+@distributed(world_size=2)
+def test_other_ways_to_build_modules(
+    rank: int, world_size: int, strategy: str, make: type[nn.Module]
+) -> None:
+    batches = float_batches(4, world_size)
+    expected = train_reference(make(), square_loss, batches)
+    model = shard_model(make(), strategy)
+    train(model, rank, batches)
+    assert largest_difference(model.state_dict(), expected) == 0.0
+
+
+@distributed(world_size=2)
+def test_zero_grad_of_the_model_forgets(rank: int, world_size: int) -> None:
+    model = shard_model(Stack("shared"), "full_shard")
+    x = float_batches(1, world_size)[0][rank][0]
+    square_loss(model, x).backward()
+    first = [shard.grad.clone() for shard in model.flat_shards() if shard.grad is not None]
+    model.zero_grad()
+    square_loss(model, x).backward()
+    second = [shard.grad for shard in model.flat_shards() if shard.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_parameters_that_are_not_real_numbers_are_refused():
+    module = nn.Module()
+    module.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(EngineError, match="phase is torch.complex64"):
+        shard_model(module, "no_shard")
+
+
+@distributed(world_size=2)
+def test_buffers_of_any_dtype_become_rank_zeros(rank: int, world_size: int) -> None:
+    module = nn.Linear(3, 3)
+    module.register_buffer("count", torch.tensor([rank, 7], dtype=torch.int16))
+    model = shard_model(module, "full_shard")
+    assert model.state_dict()["count"].tolist() == [0, 7]
