@@ -7,21 +7,43 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fsdpctl.engine.model import ShardedModel, shard_model
+    from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
+    from fsdpctl.engine.accumulation import GradAccumulator
+    from fsdpctl.engine.model import ShardedModel
     from fsdpctl.engine.precision import Precision
+    from fsdpctl.engine.shard import shard_model
     from fsdpctl.optim.adamw import ShardedAdamW
+    from fsdpctl.optim.clip import clip_grad_norm_
+    from fsdpctl.plan.owners import OwnerMap
     from fsdpctl.plan.schedule import Prefetch
     from fsdpctl.plan.strategy import Strategy
 
-__all__ = ["Precision", "Prefetch", "ShardedAdamW", "ShardedModel", "Strategy", "shard_model"]
+__all__ = [
+    "GradAccumulator",
+    "OwnerMap",
+    "Precision",
+    "Prefetch",
+    "ShardedAdamW",
+    "ShardedModel",
+    "Strategy",
+    "clip_grad_norm_",
+    "load_checkpoint",
+    "save_checkpoint",
+    "shard_model",
+]
 
 _HOMES = {
+    "GradAccumulator": "fsdpctl.engine.accumulation",
+    "OwnerMap": "fsdpctl.plan.owners",
     "Precision": "fsdpctl.engine.precision",
     "Prefetch": "fsdpctl.plan.schedule",
     "ShardedAdamW": "fsdpctl.optim.adamw",
     "ShardedModel": "fsdpctl.engine.model",
     "Strategy": "fsdpctl.plan.strategy",
-    "shard_model": "fsdpctl.engine.model",
+    "clip_grad_norm_": "fsdpctl.optim.clip",
+    "load_checkpoint": "fsdpctl.checkpoint.api",
+    "save_checkpoint": "fsdpctl.checkpoint.api",
+    "shard_model": "fsdpctl.engine.shard",
 }
 
 

@@ -1,30 +1,59 @@
 """A rank's part of a unit: what the engine, the optimizer and the checkpoints share."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdpctl.plan.layout import FlatLayout, Piece, Span
 
 
-@dataclass(slots=True)
 class FlatShard:
     """Master weights of one flat buffer, as far as this rank holds them, and their gradient."""
 
-    unit: str
-    layout: FlatLayout
-    master: Tensor  # 1-D, the elements `held`
-    held: Span  # everything where parameters are replicated, else `owned`
-    owned: Span  # the part whose gradient this rank reduces: norms count it
-    written: Span  # the part that this rank saves: replicas share the work
-    grad: Tensor | None = None  # 1-D, like `master`; None until gradients were reduced
+    def __init__(
+        self,
+        unit: str,
+        layout: FlatLayout,
+        master: Tensor,
+        *,
+        held: Span,
+        owned: Span,
+        written: Span,
+    ) -> None:
+        """Wrap `master`.
+
+        Args:
+            unit: the unit it belongs to.
+            layout: of the whole flat buffer.
+            master: 1-D, the elements `held`.
+            held: everything where masters are replicated, else `owned`.
+            owned: the part whose gradient this rank reduces; norms count it.
+            written: the part that this rank saves; replicas share the work.
+        """
+        self.unit = unit
+        self.layout = layout
+        self.held, self.owned, self.written = held, owned, written
+        self.param = nn.Parameter(master, requires_grad=layout.params[0].trainable)
+
+    @property
+    def master(self) -> Tensor:
+        """The weights that the optimizer updates; 1-D, the elements `held`."""
+        return self.param.detach()
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The reduced gradient, like `master`; None until there is one."""
+        return self.param.grad
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        self.param.grad = gradient
 
     @property
     def trainable(self) -> bool:
         """Whether its parameters are trained."""
-        return self.layout.placements[0].param.trainable
+        return self.param.requires_grad
 
     @property
     def owned_grad(self) -> Tensor | None:

@@ -22,7 +22,7 @@ from typing import Any
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "pytest", "fsdpctl.engine.model"]
+    ["torch", "torch.distributed", "torch._dynamo", "pytest", "fsdpctl.engine.shard"]
 )
 
 Body = Callable[..., None]

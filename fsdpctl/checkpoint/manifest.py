@@ -53,6 +53,7 @@ class Progress:
     data_fingerprint: str = ""
     optimizer_step: int = 0  # of every parameter that `optimizer_steps` does not name
     optimizer_steps: dict[str, int] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)  # the caller's own
 
 
 @dataclass(frozen=True, slots=True)

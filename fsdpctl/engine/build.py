@@ -88,7 +88,7 @@ class _Builder:
         if own is values and held != everything:
             master = master.clone()  # the rest of the values can go
         written = share_of(owned, self.mesh.replica_rank, self.mesh.num_replicas)
-        shard = FlatShard(unit, layout, master, held, owned, written)
+        shard = FlatShard(unit, layout, master, held=held, owned=owned, written=written)
         return UnitBuffer(shard, [self.params[p.name] for p in layout.params], whole)
 
     def initial_values(self, layout: FlatLayout) -> Tensor:

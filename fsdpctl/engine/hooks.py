@@ -45,8 +45,10 @@ def hook_root(module: nn.Module, runtime: Runtime, param_dtype: torch.dtype | No
         _on_gradient(outputs, (), runtime.begin_backward)
         runtime.end_forward()
 
-    module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-    module.register_forward_hook(after)
+    runtime.hooks += [
+        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+        module.register_forward_hook(after),
+    ]
 
 
 def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
@@ -61,8 +63,10 @@ def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
             runtime.opened(call)
         runtime.end_unit(unit)
 
-    module.register_forward_pre_hook(before, prepend=True)
-    module.register_forward_hook(after, with_kwargs=True)
+    runtime.hooks += [
+        module.register_forward_pre_hook(before, prepend=True),
+        module.register_forward_hook(after, with_kwargs=True),
+    ]
 
 
 def hook_gradients(runtime: Runtime, unit: ShardedUnit) -> None:
@@ -72,7 +76,7 @@ def hook_gradients(runtime: Runtime, unit: ShardedUnit) -> None:
         def arrived(param: Tensor) -> None:
             runtime.gradient_arrived(unit, buffer, index)
 
-        buffer.params[index].register_post_accumulate_grad_hook(arrived)
+        runtime.hooks.append(buffer.params[index].register_post_accumulate_grad_hook(arrived))
 
     for buffer in unit.trainable_buffers:
         for index in range(len(buffer.params)):

@@ -1,30 +1,22 @@
-"""`shard_model`: any nn.Module, sharded."""
+"""A sharded module, and everything that can be asked of it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from fsdpctl.comm.base import Collectives
-from fsdpctl.comm.mesh import Mesh, make_mesh
-from fsdpctl.comm.process_group import collectives_for
-from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
-from fsdpctl.engine.precision import Precision
+from fsdpctl.comm.mesh import Mesh
+from fsdpctl.engine import access
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.state import full_state, persistent_buffers
-from fsdpctl.errors import EngineError, UsageError
-from fsdpctl.plan.owners import OwnerMap
-from fsdpctl.plan.schedule import Event, Prefetch, UnitOrder
+from fsdpctl.errors import EngineError
+from fsdpctl.plan.schedule import Event, UnitOrder
 from fsdpctl.plan.strategy import (
     Strategy,
-    effective_strategy,
-    get_strategy,
-    ranks_per_copy,
 )
-from fsdpctl.plan.units import lay_out
 from fsdpctl.shards import FlatShard, trainable_shards
 
 
@@ -42,6 +34,7 @@ class ShardedModel(nn.Module):
         self._runtime = runtime
         self._all_present: Tensor | None = None
         self._presence: tuple[int, Tensor | None] = (-1, None)  # after how many backwards
+        access.guard_module(module, runtime)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own result."""
@@ -144,6 +137,67 @@ class ShardedModel(nn.Module):
         """Let the next forward see what was written to the masters."""
         self._runtime.masters_changed()
 
+    def prefetch_forward_params(self) -> None:
+        """Start to gather what the next forward uses first.
+
+        Raises:
+            EngineError: the strategy has nothing to gather, or this was called already.
+        """
+        self._runtime.prefetch_forward()
+
+    @property
+    def has_pending_prefetch(self) -> bool:
+        """Whether `prefetch_forward_params` was called and no forward has come since."""
+        return self._runtime.has_pending_prefetch
+
+    def broadcast_updated_params(self) -> None:
+        """Let every rank see its peers' new masters. Collective; optimizers' steps call it."""
+        self._runtime.masters_changed()
+
+    def update_shards(self, flat: Tensor) -> None:
+        """Overwrite this rank's masters with `flat`, 1-D, in the order of `flat_shards`."""
+        access.update_shards(self._runtime, flat)
+
+    def flat_parameters(self) -> list[nn.Parameter]:
+        """This rank's trainable shards, for any elementwise optimizer and for torch.nn.utils."""
+        return [shard.param for shard in trainable_shards(self)]
+
+    def full_parameters(self, *, writeback: bool = False) -> AbstractContextManager[None]:
+        """A block in which the parameters are whole master weights. Collective.
+
+        With `writeback`, what rank 0 changes in them goes into all ranks' shards.
+        """
+        return access.full_parameters(self._runtime, writeback=writeback)
+
+    def unwrap(self) -> nn.Module:
+        """The module back, with whole parameters; this model must not be used any more."""
+        return access.unwrap(self.module, self._runtime)
+
+    def shard_memory_bytes(self) -> int:
+        """Bytes of this rank's master weights, padding included."""
+        return sum(shard.master.nbytes for shard in self.flat_shards())
+
+    def replicated_memory_bytes(self) -> int:
+        """Bytes that all master weights take where they are not sharded, padding included."""
+        return sum(s.layout.numel * s.master.itemsize for s in self.flat_shards())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Take whole tensors under the module's names; each rank keeps its parts. Always strict."""
+        access.load_full_state(self.module, self._runtime, state_dict)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Refused: what is trained decides how the model is cut."""
+        raise access.refuse_call("requires_grad_")
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        raise access.refuse_call("moving or casting the model")
+
+    def __deepcopy__(self, memo: object) -> Self:
+        raise access.refuse_call("a copy of the model")
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        raise access.refuse_call("pickling the model")
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Whole master weights and buffers on the CPU, under the module's names. Collective."""
         return full_state(self.module, self.flat_shards(), self.mesh.shard)
@@ -178,72 +232,3 @@ class ShardedModel(nn.Module):
         """Bytes that the slots of gathered parameters take now."""
         slots = {id(unit.slot): unit.slot for unit in self._runtime.units.values()}
         return sum(slot.allocated_nbytes for slot in slots.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Sharding:
-    """How a model is sharded; see `shard_model`."""
-
-    strategy: str | Strategy = "full_shard"
-    units: str | Sequence[type[nn.Module]] = "auto"
-    dp_shard_size: int | None = None
-    owner_map: str | OwnerMap = "even"
-    prefetch: Prefetch = Prefetch()
-    precision: Precision = Precision()
-
-
-def shard_model(
-    module: nn.Module,
-    strategy: str | Strategy = "full_shard",
-    *,
-    units: str | Sequence[type[nn.Module]] = "auto",
-    dp_shard_size: int | None = None,
-    owner_map: str | OwnerMap = "even",
-    prefetch: Prefetch = Prefetch(),
-    precision: Precision = Precision(),
-) -> ShardedModel:
-    """Shard `module` over the ranks of the process group. Collective; rank 0's weights win.
-
-    Args:
-        module: any module with values, on the device where it shall run.
-        strategy: a name of the strategy table, or one of its rows.
-        units: "auto", or the module classes whose instances are gathered and freed as one.
-        dp_shard_size: hybrid strategies: how many ranks share one copy; by default all.
-        owner_map: shard_optimizer: who keeps the states of what; a name, or a map of your own.
-        prefetch: how many units are gathered ahead; one in each direction by default.
-        precision: dtypes of compute, reduction and masters; the module's own by default.
-
-    Raises:
-        UsageError: a name is unknown, or sizes do not fit the number of ranks.
-        EngineError: the ranks' modules differ.
-    """
-    first = next((param.device for param in module.parameters()), torch.device("cpu"))
-    sharding = Sharding(strategy, units, dp_shard_size, owner_map, prefetch, precision)
-    return shard_from(Source(first), module, sharding)
-
-
-def shard_from(source: Source, module: nn.Module, sharding: Sharding) -> ShardedModel:
-    """`shard_model` with values and device from `source`; `module` may lie on the meta device."""
-    strategy, owner_map = sharding.strategy, sharding.owner_map
-    row = get_strategy(strategy) if isinstance(strategy, str) else strategy
-    world = collectives_for(source.device)
-    copy_size = ranks_per_copy(row, world.size, sharding.dp_shard_size)
-    if owner_map != "even" and not row.has_owner_map:
-        raise UsageError(f"owner_map: only shard_optimizer has one, and {row.name} is another")
-    effective = effective_strategy(row, copy_size)
-    mesh = make_mesh(world, source.device, copy_size if copy_size > 1 else world.size)
-    units = sharding.units
-    specs = divide_module(
-        module, None if isinstance(units, str) else [each.__name__ for each in units]
-    )
-    layouts = lay_out(specs, mesh.shard.size, owner_map if effective is row else "even")
-    runtime = build_runtime(
-        module,
-        Division(specs, layouts),
-        mesh,
-        source,
-        strategy=effective,
-        prefetch=sharding.prefetch,
-        precision=sharding.precision,
-    )
-    return ShardedModel(module, runtime, row)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.reduction import GradientReducer
@@ -58,6 +59,8 @@ class Runtime:
         self.prefetch = prefetch
         self.mesh = mesh
         self.reduces = True  # whether backward reduces what it finds
+        self.hooks: list[RemovableHandle] = []
+        self.has_pending_prefetch = False  # asked for, and not used by a forward yet
         self.trace: list[Event] | None = None  # records events while it is a list
         self.on_event: Callable[[], None] = lambda: None
         self.reducer = GradientReducer(
@@ -121,12 +124,24 @@ class Runtime:
         if unit.slot.owner is not None:
             self.release(self.units[unit.slot.owner])
 
+    def prefetch_forward(self) -> None:
+        """Start to gather what a forward uses first, as far as there is room."""
+        if not self.strategy.shards_params:
+            raise EngineError(
+                f"prefetch_forward_params: {self.strategy.name} has nothing to gather"
+            )
+        if self.has_pending_prefetch:
+            raise EngineError("prefetch_forward_params: called twice without a forward between")
+        self.gather_ahead([self.order.root, *self.order.forward[: self.prefetch.forward + 1]])
+        self.has_pending_prefetch = True
+
     # ---- forward -------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """The outermost module starts."""
         if self._backward != _NO_TASK and not in_backward():
             self.recover()
+        self.has_pending_prefetch = False
         if self.strategy.shards_params:
             self.use(self.root)
             self.gather_ahead(self.order.forward[: self.prefetch.forward])

@@ -15,16 +15,24 @@ from torch import Tensor
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.shards import FlatShard, Sharded
 
-_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
-class _Replicated(Sharded, Protocol):
+class Replicated(Sharded, Protocol):
+    """What a record needs of a sharded model."""
+
     @property
-    def mesh(self) -> Mesh: ...
+    def mesh(self) -> Mesh:
+        """Its ranks."""
+        ...
 
-    def presence(self) -> Tensor: ...
+    def presence(self) -> Tensor:
+        """For each trainable parameter, whether it had a gradient here."""
+        ...
 
-    def share_presence(self, counts: Tensor) -> None: ...
+    def share_presence(self, counts: Tensor) -> None:
+        """Take note of the sum over the ranks."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +74,7 @@ def sum_of_squares(shards: Sequence[FlatShard]) -> Tensor:
 
 @torch.no_grad()
 def record_step(
-    model: _Replicated,
+    model: Replicated,
     *,
     loss_sum: Tensor,
     tokens: Tensor,
@@ -94,7 +102,7 @@ def record_step(
     norm = squares.sqrt() * token_factor
     factor = token_factor
     if max_grad_norm > 0:
-        factor = factor * (max_grad_norm / (norm + _EPS)).clamp(max=1.0)
+        factor = factor * (max_grad_norm / (norm + EPS)).clamp(max=1.0)
     found_inf = (~torch.isfinite(norm + loss)).float()
     figures = torch.stack([loss / count, norm, count, found_inf.double(), stops])
     ready = None

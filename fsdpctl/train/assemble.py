@@ -15,8 +15,9 @@ from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.source import DataSet, load_data
 from fsdpctl.engine.build import Source
-from fsdpctl.engine.model import ShardedModel, Sharding, shard_from
+from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
+from fsdpctl.engine.shard import Sharding, shard_from
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.optim.adamw import ShardedAdamW

@@ -12,7 +12,8 @@ from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.reader import CheckpointReader, empty_like
 from fsdpctl.checkpoint.save import write_checkpoint
 from fsdpctl.comm.process_group import collectives_for
-from fsdpctl.engine.model import ShardedModel, shard_model
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import CheckpointError, FsdpctlError
 from fsdpctl.optim.adamw import ShardedAdamW
 from tests.distributed import distributed

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.engine.model import ShardedModel, shard_model
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
 from tests.distributed import distributed

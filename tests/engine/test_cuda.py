@@ -15,8 +15,9 @@ from torch._C._distributed_c10d import FileStore
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.comm.process_group import NcclCollectives
 from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
-from fsdpctl.engine.model import ShardedModel, Sharding, shard_from
+from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
+from fsdpctl.engine.shard import Sharding, shard_from
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdpctl.engine.model import ShardedModel, shard_model
+from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
+from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step
 from fsdpctl.plan.strategy import STRATEGIES

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fsdpctl.engine.model import shard_model
 from fsdpctl.engine.runtime import reductions_in_flight
+from fsdpctl.engine.shard import shard_model
 from fsdpctl.plan.schedule import EventKind, Prefetch, most_whole_units, step_events
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fsdpctl.engine.build import divide_module
-from fsdpctl.engine.model import shard_model
 from fsdpctl.engine.precision import Precision
+from fsdpctl.engine.shard import shard_model
 from fsdpctl.memory.states import state_bytes
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.schedule import Prefetch

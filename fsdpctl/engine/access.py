@@ -1,0 +1,170 @@
+"""Whole parameters in and out of a sharded model, and what must not be done to it."""
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fsdpctl.engine.describe import all_named_parameters
+from fsdpctl.engine.runtime import Runtime
+from fsdpctl.engine.state import persistent_buffers, whole_values
+from fsdpctl.engine.unit import State
+from fsdpctl.errors import EngineError, nearest
+
+_MARK, _HOME = "_fsdpctl_is_sharded", "_fsdpctl_runtime"
+_REFUSED = "not possible after sharding: do it to the module before shard_model"
+
+
+@contextmanager
+@torch.no_grad()
+def full_parameters(runtime: Runtime, *, writeback: bool) -> Iterator[None]:
+    """Inside, the parameters are whole and have the masters' values and dtype. Collective."""
+    runtime.rest()
+    wholes = []
+    for unit in runtime.units.values():
+        for buffer in unit.buffers:
+            whole = whole_values(buffer.shard, buffer.shard.master, runtime.mesh.shard).clone()
+            for param, view in zip(buffer.params, buffer.param_views(whole), strict=True):
+                param.data = view
+            wholes.append((buffer, whole))
+    try:
+        yield
+        if writeback:
+            for buffer, whole in wholes:
+                runtime.mesh.world.broadcast(whole)
+                held = buffer.shard.held
+                buffer.shard.master.copy_(whole[held.start : held.stop])
+            runtime.masters_changed()
+    finally:
+        for unit in runtime.units.values():
+            for buffer in unit.buffers:
+                if unit.state is State.WHOLE:
+                    buffer.point_to_whole()
+                else:
+                    buffer.point_to_rest()
+
+
+@torch.no_grad()
+def load_full_state(module: nn.Module, runtime: Runtime, state: Mapping[str, Any]) -> None:
+    """Take every parameter and persistent buffer from `state`, whole tensors by name.
+
+    Raises:
+        EngineError: a name is missing or unknown, or a shape differs.
+    """
+    first_names = {id(param): name for name, param in module.named_parameters()}
+    names = {name: first_names[id(p)] for name, _, _, p in all_named_parameters(module)}
+    buffers = persistent_buffers(module)
+    for name in state:
+        if name not in names and name not in buffers:
+            raise EngineError(f"load_state_dict: unknown {name}{nearest(name, names)}")
+    values = {names[name]: value for name, value in state.items() if name in names}
+    shards = [buffer.shard for unit in runtime.units.values() for buffer in unit.buffers]
+    # All is checked before anything is written, and alike on every rank.
+    wholes = {
+        param.name: _whole_of(values, param.name, param.shape)
+        for shard in shards
+        for param in shard.layout.params
+    }
+    sources = {name: _whole_of(state, name, tuple(each.shape)) for name, each in buffers.items()}
+    for shard in shards:
+        for piece in shard.held_pieces():
+            part = wholes[piece.param.name].reshape(-1)[piece.in_param.start : piece.in_param.stop]
+            shard.view(shard.master, piece.in_flat).copy_(part)
+    for name, target in buffers.items():
+        target.copy_(sources[name])
+    runtime.masters_changed()
+
+
+def _whole_of(state: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Tensor:
+    if name not in state:
+        raise EngineError(f"load_state_dict: {name} is missing")
+    value = state[name]
+    if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise EngineError(f"load_state_dict: {name} is {found}, the model's is {list(shape)}")
+    return value
+
+
+@torch.no_grad()
+def update_shards(runtime: Runtime, flat: Tensor) -> None:
+    """Overwrite this rank's masters, laid end to end in the order of the units.
+
+    Raises:
+        EngineError: `flat` has another length.
+    """
+    masters = [buffer.shard.master for unit in runtime.units.values() for buffer in unit.buffers]
+    numel = sum(master.numel() for master in masters)
+    if flat.ndim != 1 or flat.numel() != numel:
+        raise EngineError(
+            f"update_shards: a tensor of shape {list(flat.shape)}, where this rank's shards have "
+            f"[{numel}] elements"
+        )
+    parts = flat.split([master.numel() for master in masters])
+    for master, part in zip(masters, parts, strict=True):
+        master.copy_(part)
+    runtime.masters_changed()
+
+
+def unwrap(module: nn.Module, runtime: Runtime) -> nn.Module:
+    """The plain module with whole parameters of its own; the sharded model ends. Collective."""
+    with full_parameters(runtime, writeback=False):
+        values = {name: param.detach().clone() for name, param in module.named_parameters()}
+    for handle in runtime.hooks:
+        handle.remove()
+    del module._apply
+    for name, param in module.named_parameters():
+        param.data = values[name]
+        param.grad = None
+        delattr(param, _MARK)
+    return module
+
+
+def guard_module(module: nn.Module, runtime: Runtime) -> None:
+    """Have mistakes with the sharded module answered instead of ignored."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise EngineError(f"moving or casting the model is {_REFUSED}")
+
+    module._apply = refuse  # type: ignore[method-assign]  # for this instance only
+    home = weakref.ref(runtime)
+    for param in module.parameters():
+        setattr(param, _MARK, True)
+    for unit in runtime.units.values():
+        for buffer in unit.buffers:
+            setattr(buffer.shard.param, _HOME, home)
+
+
+def refuse_call(what: str) -> EngineError:
+    """The error for a call that a sharded model cannot serve."""
+    return EngineError(f"{what} is {_REFUSED}")
+
+
+def _params(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if any(getattr(param, _MARK, False) for param in _params(optimizer)):
+        raise EngineError(
+            "the optimizer was made of model.parameters(), which are whole only while the model "
+            "runs: use ShardedAdamW(model), or any optimizer on model.flat_parameters()"
+        )
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    homes = {getattr(param, _HOME, None) for param in _params(optimizer)} - {None}
+    for home in homes:
+        runtime = home() if home is not None else None
+        if runtime is not None:
+            runtime.masters_changed()
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

@@ -1,0 +1,69 @@
+"""Gradients of several micro-batches as one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Literal
+
+import torch
+
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.errors import EngineError, nearest
+from fsdpctl.shards import trainable_shards
+
+_REDUCE = ("every", "last")
+
+
+class GradAccumulator:
+    """Makes the gradient the mean over the micro-steps of a window, however many there were.
+
+    With `reduce="every"` each micro-step reduces into the shards; with `"last"` whole gradients are
+    held until the window ends, and communicated once.
+    """
+
+    def __init__(
+        self, model: ShardedModel, steps: int, reduce: Literal["every", "last"] = "every"
+    ) -> None:
+        """Accumulate over windows of `steps` micro-steps.
+
+        Raises:
+            EngineError: `steps` is below 1, or `reduce` is neither word.
+        """
+        if steps < 1:
+            raise EngineError(f"GradAccumulator: steps={steps}, must be at least 1")
+        if reduce not in _REDUCE:
+            raise EngineError(
+                f"GradAccumulator: reduce={reduce!r}{nearest(reduce, _REDUCE)} (every, last)"
+            )
+        self.model = model
+        self.steps = steps
+        self.ready = False  # the window is complete, its gradient there
+        self._reduce = reduce
+        self._count = 0
+
+    @contextmanager
+    def micro_step(self) -> Iterator[None]:
+        """Run one backward inside; the last of a window ends it."""
+        self.ready = False
+        holds = self._reduce == "last" and self._count + 1 < self.steps
+        with self.model.no_sync() if holds else nullcontext():
+            yield
+        self._count += 1
+        if self._count == self.steps:
+            self.sync()
+
+    def sync(self) -> None:
+        """End the window, also a partial one; does nothing between windows."""
+        if self._count == 0:
+            return
+        self.model.sync_gradients()
+        if self._count > 1:
+            gradients = [s.grad for s in trainable_shards(self.model) if s.grad is not None]
+            torch._foreach_mul_(gradients, 1 / self._count)
+        self._count = 0
+        self.ready = True
+
+    def reset(self) -> None:
+        """Forget the window and its gradients."""
+        self.model.drop_gradients()
+        self._count = 0
+        self.ready = False

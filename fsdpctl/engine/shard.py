@@ -1,0 +1,87 @@
+"""`shard_model`: any nn.Module, sharded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fsdpctl.comm.mesh import make_mesh
+from fsdpctl.comm.process_group import collectives_for
+from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.precision import Precision
+from fsdpctl.errors import UsageError
+from fsdpctl.plan.owners import OwnerMap
+from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy, ranks_per_copy
+from fsdpctl.plan.units import lay_out
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a model is sharded; see `shard_model`."""
+
+    strategy: str | Strategy = "full_shard"
+    units: str | Sequence[type[nn.Module]] = "auto"
+    dp_shard_size: int | None = None
+    owner_map: str | OwnerMap = "even"
+    prefetch: Prefetch = Prefetch()
+    precision: Precision = Precision()
+
+
+def shard_model(
+    module: nn.Module,
+    strategy: str | Strategy = "full_shard",
+    *,
+    units: str | Sequence[type[nn.Module]] = "auto",
+    dp_shard_size: int | None = None,
+    owner_map: str | OwnerMap = "even",
+    prefetch: Prefetch = Prefetch(),
+    precision: Precision = Precision(),
+) -> ShardedModel:
+    """Shard `module` over the ranks of the process group. Collective; rank 0's weights win.
+
+    Args:
+        module: any module with values, on the device where it shall run.
+        strategy: a name of the strategy table, or one of its rows.
+        units: "auto", or the module classes whose instances are gathered and freed as one.
+        dp_shard_size: hybrid strategies: how many ranks share one copy; by default all.
+        owner_map: shard_optimizer: who keeps the states of what; a name, or a map of your own.
+        prefetch: how many units are gathered ahead; one in each direction by default.
+        precision: dtypes of compute, reduction and masters; the module's own by default.
+
+    Raises:
+        UsageError: a name is unknown, or sizes do not fit the number of ranks.
+        EngineError: the ranks' modules differ.
+    """
+    first = next((param.device for param in module.parameters()), torch.device("cpu"))
+    sharding = Sharding(strategy, units, dp_shard_size, owner_map, prefetch, precision)
+    return shard_from(Source(first), module, sharding)
+
+
+def shard_from(source: Source, module: nn.Module, sharding: Sharding) -> ShardedModel:
+    """`shard_model` with values and device from `source`; `module` may lie on the meta device."""
+    strategy, owner_map = sharding.strategy, sharding.owner_map
+    row = get_strategy(strategy) if isinstance(strategy, str) else strategy
+    world = collectives_for(source.device)
+    copy_size = ranks_per_copy(row, world.size, sharding.dp_shard_size)
+    if owner_map != "even" and not row.has_owner_map:
+        raise UsageError(f"owner_map: only shard_optimizer has one, and {row.name} is another")
+    effective = effective_strategy(row, copy_size)
+    mesh = make_mesh(world, source.device, copy_size if copy_size > 1 else world.size)
+    units = sharding.units
+    specs = divide_module(
+        module, None if isinstance(units, str) else [each.__name__ for each in units]
+    )
+    layouts = lay_out(specs, mesh.shard.size, owner_map if effective is row else "even")
+    runtime = build_runtime(
+        module,
+        Division(specs, layouts),
+        mesh,
+        source,
+        strategy=effective,
+        prefetch=sharding.prefetch,
+        precision=sharding.precision,
+    )
+    return ShardedModel(module, runtime, row)

@@ -1,0 +1,21 @@
+"""Clipping by the norm of the whole gradient."""
+
+import torch
+from torch import Tensor
+
+from fsdpctl.optim.record import EPS, Replicated, sum_of_squares
+from fsdpctl.shards import trainable_shards
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: Replicated, max_norm: float) -> Tensor:
+    """Scale all gradients so that their joint 2-norm is at most `max_norm`. Collective.
+
+    Returns the norm before, a float64 scalar, the same on every rank.
+    """
+    model.sync_gradients()
+    share = sum_of_squares(model.flat_shards()) / model.mesh.num_replicas
+    norm = model.mesh.world.all_reduce(share).sqrt()
+    gradients = [shard.grad for shard in trainable_shards(model) if shard.grad is not None]
+    torch._foreach_mul_(gradients, (max_norm / (norm + EPS)).clamp(max=1.0))
+    return norm

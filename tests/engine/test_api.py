@@ -1,0 +1,233 @@
+"""The Python interface: what users rely on by name."""
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import fsdpctl
+from fsdpctl.errors import EngineError, UsageError
+from tests.distributed import distributed
+from tests.engine.models import make_net, next_token_loss, token_batches
+from tests.engine.test_parity import largest_difference
+from tests.reference import train_reference
+
+STRATEGIES = [
+    "no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard",
+    "hybrid_shard_grad_op",
+]  # fmt: skip
+
+
+def one_step(model: fsdpctl.ShardedModel, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    next_token_loss(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_every_public_name_is_there_and_documented():
+    for name in fsdpctl.__all__:
+        assert getattr(fsdpctl, name).__doc__
+
+
+@pytest.mark.parametrize("reduce", ["every", "last"])
+@pytest.mark.parametrize("strategy", ["no_shard", "shard_optimizer", "full_shard"])
+@distributed(world_size=2)
+def test_accumulator_gives_the_mean_of_whole_and_partial_windows(
+    rank: int, world_size: int, strategy: str, reduce: str
+) -> None:
+    whole = token_batches(2, world_size, micro_steps=3)
+    partial = token_batches(1, world_size, micro_steps=2)
+    batches = [*whole, *partial]
+    expected = train_reference(make_net(tied=True, dtype=torch.float64), next_token_loss, batches)
+    net = make_net(tied=True, dtype=torch.float64)
+    model = fsdpctl.shard_model(net, strategy)
+    optimizer = fsdpctl.ShardedAdamW(model, lr=1e-2)
+    accumulator = fsdpctl.GradAccumulator(model, steps=3, reduce=reduce)  # type: ignore[arg-type]
+    for of_ranks in batches:
+        for batch in of_ranks[rank]:
+            assert not accumulator.ready
+            with accumulator.micro_step():
+                next_token_loss(model, batch).backward()
+        accumulator.sync()
+        assert accumulator.ready
+        optimizer.step()
+        optimizer.zero_grad()
+        accumulator.ready = False
+    assert largest_difference(model.state_dict(), expected) <= 1e-12
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=2)
+def test_state_dict_and_load_state_dict_are_whole(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    model = fsdpctl.shard_model(make_net(tied=True), strategy)
+    other = {name: value + 1 for name, value in make_net(tied=True).state_dict().items()}
+    other["head.weight"] = other["embed.weight"]
+    model.load_state_dict(other)
+    assert largest_difference(model.state_dict(), other) == 0.0
+    with pytest.raises(EngineError, match="norm.weight is missing"):
+        model.load_state_dict({k: v for k, v in other.items() if k != "norm.weight"})
+    with pytest.raises(EngineError, match="unknown nrom.weight; did you mean norm.weight?"):
+        model.load_state_dict({**other, "nrom.weight": torch.zeros(13)})
+    with pytest.raises(EngineError, match=r"norm.weight is \[3\]"):
+        model.load_state_dict({**other, "norm.weight": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=2)
+def test_full_parameters_are_whole_and_can_be_written(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    model = fsdpctl.shard_model(make_net(tied=True), strategy)
+    expected = make_net(tied=True).state_dict()
+    with model.full_parameters():
+        assert torch.equal(model.module.get_parameter("embed.weight"), expected["embed.weight"])
+        with torch.no_grad():
+            model.module.get_parameter("norm.weight").fill_(7.0)
+    assert largest_difference(model.state_dict(), expected) == 0.0
+    with model.full_parameters(writeback=True), torch.no_grad():
+        model.module.get_parameter("norm.weight").fill_(float(rank + 3))
+    assert (model.state_dict()["norm.weight"] == 3.0).all()
+    model(token_batches(1, 1)[0][0][0])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=2)
+def test_unwrap_gives_the_plain_module_back(rank: int, world_size: int, strategy: str) -> None:
+    net = make_net(tied=True)
+    model = fsdpctl.shard_model(net, strategy)
+    batch = token_batches(1, 1)[0][0][0]
+    expected = model(batch).detach()
+    plain = model.unwrap()
+    assert plain is net
+    assert net.head.weight is net.embed.weight
+    assert torch.equal(plain(batch), expected)
+    plain(batch).sum().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    plain.to(torch.float64)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=2)
+def test_any_elementwise_optimizer_works_on_flat_parameters(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    batches = token_batches(3, world_size)
+    model = fsdpctl.shard_model(make_net(tied=True), strategy)
+    optimizer = torch.optim.SGD(model.flat_parameters(), lr=0.1, momentum=0.9)
+    plain = make_net(tied=True)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for of_ranks in batches:
+        one_step(model, optimizer, of_ranks[rank][0])
+        for other in of_ranks:
+            (next_token_loss(plain, other[0]) / world_size).backward()
+        reference.step()
+        reference.zero_grad()
+    assert largest_difference(model.state_dict(), plain.state_dict()) <= 1e-6
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=2)
+def test_clipping_returns_the_norm_and_scales(rank: int, world_size: int, strategy: str) -> None:
+    model = fsdpctl.shard_model(make_net(tied=True), strategy)
+    batches = token_batches(1, world_size)[0]
+    next_token_loss(model, batches[rank][0]).backward()
+    norm = fsdpctl.clip_grad_norm_(model, 0.01)
+    plain = make_net(tied=True)
+    for batch in batches:
+        (next_token_loss(plain, batch[0]) / world_size).backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    assert float(norm) == pytest.approx(float(expected), rel=1e-5)
+    assert float(fsdpctl.clip_grad_norm_(model, 1.0)) == pytest.approx(0.01, rel=1e-3)
+
+
+@distributed(world_size=2)
+def test_prefetch_is_answered_when_it_makes_no_sense(rank: int, world_size: int) -> None:
+    model = fsdpctl.shard_model(make_net(tied=False), "full_shard")
+    model.prefetch_forward_params()
+    assert model.has_pending_prefetch
+    with pytest.raises(EngineError, match="called twice"):
+        model.prefetch_forward_params()
+    expected = fsdpctl.shard_model(make_net(tied=False), "no_shard")
+    batch = token_batches(1, 1)[0][0][0]
+    assert torch.equal(model(batch), expected(batch))
+    assert not model.has_pending_prefetch
+    with pytest.raises(EngineError, match="no_shard has nothing to gather"):
+        expected.prefetch_forward_params()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=2)
+def test_update_shards_writes_in_place_and_checks_the_length(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    model = fsdpctl.shard_model(make_net(tied=True), strategy)
+    numel = sum(shard.master.numel() for shard in model.flat_shards())
+    with pytest.raises(EngineError, match=rf"\[3\], where this rank's shards have \[{numel}\]"):
+        model.update_shards(torch.zeros(3))
+    model.update_shards(torch.full((numel,), 2.0))
+    assert all((value == 2.0).all() for value in model.state_dict().values())
+    model.broadcast_updated_params()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(world_size=2)
+def test_memory_is_what_the_strategy_promises(rank: int, world_size: int, strategy: str) -> None:
+    model = fsdpctl.shard_model(make_net(tied=False), strategy)
+    share = 1 if strategy == "no_shard" else 2
+    assert model.shard_memory_bytes() * share == model.replicated_memory_bytes()
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda model: model.half(),
+        lambda model: model.module.to(torch.float64),
+        lambda model: model.requires_grad_(False),
+        lambda model: copy.deepcopy(model),
+        lambda model: pickle.dumps(model),
+        lambda model: torch.optim.SGD(model.parameters(), lr=1.0).step(),
+        lambda model: fsdpctl.GradAccumulator(model, steps=0),
+        lambda model: fsdpctl.GradAccumulator(model, steps=2, reduce="lst"),  # type: ignore[arg-type]
+    ],
+)
+def test_misuse_is_answered(misuse):
+    with pytest.raises(EngineError):
+        misuse(fsdpctl.shard_model(make_net(tied=True), "full_shard"))
+
+
+@distributed(world_size=2)
+def test_parameter_groups_by_name(rank: int, world_size: int) -> None:
+    model = fsdpctl.shard_model(make_net(tied=True), "full_shard")
+    groups = [{"names": ["blocks.1.up.weight"], "lr": 0.0, "weight_decay": 0.0}]
+    optimizer = fsdpctl.ShardedAdamW(model, lr=1e-2, param_groups=groups)
+    before = model.state_dict()
+    one_step(model, optimizer, token_batches(1, world_size)[0][rank][0])
+    after = model.state_dict()
+    same = [name for name in before if torch.equal(before[name], after[name])]
+    assert same == ["blocks.1.up.weight"]
+    with pytest.raises(UsageError, match=r"did you mean blocks.1.up.weight?"):
+        fsdpctl.ShardedAdamW(model, param_groups=[{"names": ["blocks.1.up.wait"]}])
+
+
+@distributed(world_size=2)
+def test_save_and_load_return_what_was_given(rank: int, world_size: int, tmp_path: Path) -> None:
+    model = fsdpctl.shard_model(make_net(tied=True), "full_shard")
+    optimizer = fsdpctl.ShardedAdamW(model, lr=1e-2)
+    one_step(model, optimizer, token_batches(1, world_size)[0][rank][0])
+    folder = model.collectives.gather_objects(tmp_path)[0]
+    assert isinstance(folder, Path)
+    fsdpctl.save_checkpoint(folder / "c", model, optimizer, extra={"epoch": 3})
+    other = fsdpctl.shard_model(make_net(tied=True), "no_shard")
+    its_optimizer = fsdpctl.ShardedAdamW(other, lr=1e-2)
+    assert fsdpctl.load_checkpoint(folder / "c", other, its_optimizer) == {"epoch": 3}
+    batch = token_batches(2, world_size)[1][rank][0]
+    one_step(model, optimizer, batch)
+    one_step(other, its_optimizer, batch)
+    assert largest_difference(model.state_dict(), other.state_dict()) == 0.0
+    with pytest.raises(UsageError, match="exists already"):
+        fsdpctl.save_checkpoint(folder / "c", model, optimizer)
