@@ -22,7 +22,7 @@ from typing import Any
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "pytest", "fsdpctl.engine.shard"]
+    ["torch", "torch.distributed", "torch._dynamo", "pytest", "tests.preload"]
 )
 
 Body = Callable[..., None]

@@ -154,13 +154,8 @@ INTERRUPTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(how, marks=() if how == "SIGKILL of the launcher" else pytest.mark.slow)
-        for how in INTERRUPTIONS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", INTERRUPTIONS)
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(finished, tmp_path, how):
     interrupt, code, said = INTERRUPTIONS[how]
     process = start(tmp_path, words(tmp_path))

@@ -16,9 +16,13 @@ from tests.engine.test_parity import largest_difference
 from tests.reference import train_reference
 
 STRATEGIES = [
-    "no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard",
-    "hybrid_shard_grad_op",
-]  # fmt: skip
+    "full_shard",
+    "shard_optimizer",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("no_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_grad_op")
+    ),
+]
 
 
 def one_step(model: fsdpctl.ShardedModel, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:

@@ -11,6 +11,7 @@ from fsdpctl.optim.adamw import ShardedAdamW
 from tests.distributed import distributed
 from tests.engine.models import OddBlock, make_net, next_token_loss, token_batches
 from tests.engine.test_parity import largest_difference
+from tests.matrix import matrix
 from tests.reference import train_reference
 
 
@@ -44,11 +45,11 @@ def float_batches(steps: int, ranks: int) -> list[list[list[Tensor]]]:
     return [[[torch.randn(4, 13, generator=generator)] for _ in range(ranks)] for _ in range(steps)]
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@pytest.mark.parametrize(
-    "order", [[0, 1, 2, 3], [3, 2, 1, 0], [0, 1, 0, 1, 2, 3], [2, 0, 3, 3, 1, 0]]
+@matrix(
+    order=[[0, 1, 2, 3], [3, 2, 1, 0], [0, 1, 0, 1, 2, 3], [2, 0, 3, 3, 1, 0]],
+    checkpoints=["", "plain", "reentrant"],
+    strategy=["full_shard", "shard_grad_op"],
 )
-@pytest.mark.parametrize("checkpoints", ["", "plain", "reentrant"])
 @distributed(world_size=2)
 def test_blocks_may_run_in_any_order(
     rank: int, world_size: int, strategy: str, order: list[int], checkpoints: str

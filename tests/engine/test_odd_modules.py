@@ -13,6 +13,7 @@ from tests.distributed import distributed
 from tests.engine.models import OddBlock
 from tests.engine.test_behaviour import float_batches, square_loss
 from tests.engine.test_parity import largest_difference
+from tests.matrix import matrix
 from tests.reference import train_reference
 
 STRATEGIES = ["no_shard", "shard_optimizer", "shard_grad_op", "full_shard"]
@@ -90,9 +91,7 @@ def train(model: ShardedModel, rank: int, batches: list[list[list[Tensor]]]) -> 
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", list(_KINDS))
+@matrix(strategy=STRATEGIES, kind=list(_KINDS), world_size=[2, 3])
 @distributed()
 def test_equals_one_process_bit_for_bit(
     rank: int, world_size: int, strategy: str, kind: str

@@ -12,9 +12,10 @@ from fsdpctl.optim.record import record_step
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches
+from tests.matrix import matrix
 from tests.reference import train_reference
 
-RUNNING = list(STRATEGIES)
+STRATEGY_NAMES = list(STRATEGIES)
 
 
 def train(model: ShardedModel, rank: int, batches: list[list[list[Tensor]]], *, last: bool) -> None:
@@ -37,9 +38,7 @@ def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> fl
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("strategy", RUNNING)
-@pytest.mark.parametrize("tied", [False, True])
+@matrix(strategy=STRATEGY_NAMES, world_size=[1, 2, 3, 4], tied=[False, True])
 @distributed()
 def test_equals_one_process_bit_for_bit(
     rank: int, world_size: int, strategy: str, tied: bool
@@ -51,8 +50,7 @@ def test_equals_one_process_bit_for_bit(
     assert largest_difference(model.state_dict(), expected) == 0.0
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("strategy", RUNNING)
+@matrix(strategy=STRATEGY_NAMES, world_size=[2, 3])
 @distributed()
 def test_accumulating_without_reduction_equals_one_process(
     rank: int, world_size: int, strategy: str
@@ -64,7 +62,7 @@ def test_accumulating_without_reduction_equals_one_process(
     assert largest_difference(model.state_dict(), expected) == 0.0
 
 
-@pytest.mark.parametrize("strategy", RUNNING)
+@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
 @distributed(world_size=3)
 def test_reducing_every_micro_step_equals_one_process_in_float64(
     rank: int, world_size: int, strategy: str
@@ -76,8 +74,7 @@ def test_reducing_every_micro_step_equals_one_process_in_float64(
     assert largest_difference(model.state_dict(), expected) <= 1e-12
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("strategy", RUNNING)
+@matrix(strategy=STRATEGY_NAMES, world_size=[2, 3, 4])
 @distributed()
 def test_clipping_equals_one_process(rank: int, world_size: int, strategy: str) -> None:
     batches = token_batches(5, world_size)
@@ -102,9 +99,7 @@ def test_clipping_equals_one_process(rank: int, world_size: int, strategy: str) 
 HYBRIDS = ["hybrid_shard", "hybrid_shard_grad_op"]
 
 
-@pytest.mark.parametrize("strategy", HYBRIDS)
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dp_shard_size", [1, 2])
+@matrix(strategy=HYBRIDS, dp_shard_size=[1, 2], tied=[False, True])
 @distributed(world_size=4)
 def test_hybrid_equals_one_process_in_float64(
     rank: int, world_size: int, strategy: str, tied: bool, dp_shard_size: int
@@ -117,8 +112,7 @@ def test_hybrid_equals_one_process_in_float64(
     assert largest_difference(model.state_dict(), expected) <= 1e-12
 
 
-@pytest.mark.parametrize("owner_map", ["round_robin", "contiguous", "balanced"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@matrix(owner_map=["round_robin", "contiguous", "balanced"], world_size=[2, 3, 4])
 @distributed()
 def test_owner_maps_equal_one_process_bit_for_bit(
     rank: int, world_size: int, owner_map: str

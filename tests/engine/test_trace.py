@@ -9,13 +9,10 @@ from fsdpctl.plan.schedule import EventKind, Prefetch, most_whole_units, step_ev
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches
+from tests.matrix import matrix
 
-RUNNING = list(STRATEGIES)
 
-
-@pytest.mark.parametrize("strategy", RUNNING)
-@pytest.mark.parametrize("prefetch", [(0, 0), (0, 1), (1, 1), (2, 1)])
-@pytest.mark.parametrize("tied", [False, True])
+@matrix(strategy=list(STRATEGIES), tied=[False, True], prefetch=[(0, 0), (0, 1), (1, 1), (2, 1)])
 @distributed(world_size=2)
 def test_events_of_a_step_equal_the_plan(
     rank: int, world_size: int, strategy: str, prefetch: tuple[int, int], tied: bool

@@ -1,6 +1,5 @@
 """The planned bytes of model states are those that the engine holds."""
 
-import pytest
 import torch
 
 from fsdpctl.engine.build import divide_module
@@ -13,18 +12,19 @@ from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.plan.units import lay_out
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches
+from tests.matrix import matrix
 
 CASES = [(name, "even") for name in STRATEGIES] + [
     ("shard_optimizer", name) for name in ("round_robin", "contiguous", "balanced")
 ]
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize(("strategy", "owner_map"), CASES)
+@matrix(case=CASES, bf16=[False, True])
 @distributed(world_size=2)
 def test_planned_bytes_are_the_engines(
-    rank: int, world_size: int, strategy: str, owner_map: str, bf16: bool
+    rank: int, world_size: int, case: tuple[str, str], bf16: bool
 ) -> None:
+    strategy, owner_map = case
     precision = Precision(param_dtype=torch.bfloat16 if bf16 else None)
     units = divide_module(make_net(tied=False), None)
     row = STRATEGIES[strategy]
