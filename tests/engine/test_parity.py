@@ -38,7 +38,7 @@ def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> fl
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
-@matrix(strategy=STRATEGY_NAMES, world_size=[1, 2, 3, 4], tied=[False, True])
+@matrix(strategy=STRATEGY_NAMES, tied=[False, True], world_size=[1, 2, 3, 4])
 @distributed()
 def test_equals_one_process_bit_for_bit(
     rank: int, world_size: int, strategy: str, tied: bool
