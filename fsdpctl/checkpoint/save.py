@@ -16,6 +16,7 @@ import xxhash
 from fsdpctl.checkpoint.manifest import (
     BUFFER,
     MANIFEST,
+    PARAMETER,
     FileInfo,
     Manifest,
     Progress,
@@ -117,6 +118,8 @@ def _rank_pieces(
     model: Sharded, optimizer: ShardedOptimizer | None, rank: int
 ) -> Iterator[StatePiece]:
     yield from model_pieces(model, written=True)
+    if rank == 0:
+        yield from _empty_pieces(model)
     if optimizer is not None:
         yield from optimizer_pieces(optimizer, written=True)
     if rank == 0:
@@ -125,6 +128,16 @@ def _rank_pieces(
             everything = Span(0, buffer.numel())
             piece = Piece(spec, everything, everything)
             yield StatePiece(tensor_key(BUFFER, name), piece, buffer.detach().reshape(-1))
+
+
+def _empty_pieces(model: Sharded) -> Iterator[StatePiece]:
+    """Parameters without elements, which lie in nobody's part."""
+    nothing = Span(0, 0)
+    for shard in model.flat_shards():
+        for param in shard.layout.params:
+            if param.numel == 0:
+                key = tensor_key(PARAMETER, param.name)
+                yield StatePiece(key, Piece(param, nothing, nothing), shard.master[:0])
 
 
 def _write_pieces(path: Path, pieces: list[StatePiece]) -> FileInfo:

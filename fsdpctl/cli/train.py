@@ -154,6 +154,8 @@ def _hint(cause: "Failure") -> str:
     again = "the same command goes on from the last checkpoint"
     if cause.exit_code == -signal.SIGKILL:
         return f"often the kernel, out of memory: fewer ranks or a smaller micro-batch; {again}"
+    if "could not be written" in cause.message:
+        return f"make room, or give another train.run_dir; then {again}"
     if "out of memory" in cause.message.lower():
         return "a smaller train.micro_batch_size, or a strategy that shards more"
     if "timed out" in cause.message.lower():

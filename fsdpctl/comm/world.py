@@ -19,11 +19,6 @@ class World:
     world_size: int
     device: torch.device
 
-    @property
-    def is_main(self) -> bool:
-        """Whether this is the rank that prints and writes what is written once."""
-        return self.rank == 0
-
 
 @contextmanager
 def joined_world(device_type: str, timeout_seconds: float) -> Iterator[World]:

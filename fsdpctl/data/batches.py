@@ -30,6 +30,7 @@ class Batches:
     seq_len: int
     plan: BatchPlan
     seed: int
+    vocab_size: int
 
     def __post_init__(self) -> None:
         if self.num_samples == 0:
@@ -67,6 +68,11 @@ class Batches:
         for row, sample in enumerate(samples.tolist()):
             start = sample * self.seq_len
             rows[row] = self.stream.tokens[start : start + self.seq_len + 1]
+        if rows.max(initial=0) >= self.vocab_size:
+            raise UsageError(
+                f"{self.stream.origin}: damaged, or not of this vocabulary: token {rows.max()}, "
+                f"where it has {self.vocab_size}"
+            )
         targets = torch.from_numpy(rows[:, 1:].copy())
         targets[len(samples) :] = IGNORED
         return MicroBatch(torch.from_numpy(rows[:, :-1].copy()), targets)

@@ -91,7 +91,9 @@ def _from_token_files(config: DataConfig) -> DataSet:
     elif config.val_fraction:
         cut = len(train.tokens) - int(len(train.tokens) * config.val_fraction)
         parts = train.tokens[:cut], train.tokens[cut:]
-        train, val = (TokenStream(part, None, f"{train.checksum}/{cut}") for part in parts)
+        train, val = (
+            TokenStream(part, None, f"{train.checksum}/{cut}", train.origin) for part in parts
+        )
     name = config.tokenizer or file.tokenizer
     known = name == BYTES or (Path(name) / "tokenizer.json").is_file() or config.tokenizer
     tokenizer = open_tokenizer(name) if known else ByteTokenizer()

@@ -23,6 +23,7 @@ class TokenStream:
     tokens: Tokens  # 1-D; may be a memory map
     num_bytes: int | None  # of the text that they stand for
     checksum: str = ""  # as their file's header says
+    origin: str = "the data"
 
     @property
     def fingerprint(self) -> str:
@@ -98,7 +99,7 @@ def open_token_file(path: Path, key: str = "data.path") -> TokenFile:
         raise UsageError(f"{key}={path}: there are no tokens in it")
     tokens = np.memmap(path, dtype=dtype, mode="r")
     return TokenFile(
-        TokenStream(tokens, num_bytes, checksum),
+        TokenStream(tokens, num_bytes, checksum, str(path)),
         vocab_size,
         str(header.get("tokenizer", "unknown")),
     )

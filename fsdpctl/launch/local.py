@@ -84,6 +84,9 @@ class _StopRequests:
         if again and number != signal.SIGINT:
             return  # schedulers and closing terminals repeat themselves
         self.first = self.first or number
+        if number == signal.SIGINT:  # written as it is: a progress bar may own the terminal
+            said = b"killing\n" if again else b"stopping after this step; Ctrl-C again kills\n"
+            os.write(sys.stderr.fileno(), b"\n" + said)
         children = psutil.Process().children()
         if not children:
             raise _StoppedEarlyError

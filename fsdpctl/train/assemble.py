@@ -81,7 +81,7 @@ def make_trainer(config: Config, world: World, stop_requested: Callable[[], bool
         data=data,
         model=model,
         optimizer=optimizer,
-        train_batches=Batches(data.train, train.seq_len, plan, train.seed),
+        train_batches=Batches(data.train, train.seq_len, plan, train.seed, data.vocab_size),
         val_batches=_validation(data, train.seq_len, plan),
         device=world.device,
         stop_requested=stop_requested,
@@ -90,7 +90,7 @@ def make_trainer(config: Config, world: World, stop_requested: Callable[[], bool
 
 
 def _validation(data: DataSet, seq_len: int, plan: BatchPlan) -> Batches | None:
-    return None if data.val is None else Batches(data.val, seq_len, plan, seed=0)
+    return None if data.val is None else Batches(data.val, seq_len, plan, 0, data.vocab_size)
 
 
 def _resume(run_dir: Path, model: ShardedModel, optimizer: ShardedAdamW, data: DataSet) -> Progress:

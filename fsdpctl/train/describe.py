@@ -81,12 +81,12 @@ def _ranks(run: ResolvedRun) -> str:
         else f"{precision.param_dtype} compute, {precision.reduce_dtype} reduction, "
         f"{precision.master_dtype} masters"
     )
-    name = config.strategy.name
+    name = f"{config.strategy.name} ({get_strategy(config.strategy.name).known_as})"
     if config.strategy.dp_shard_size is not None:
         copies = run.batches.world_size // config.strategy.dp_shard_size
         name += f" in {copies} copies of {config.strategy.dp_shard_size} ranks"
     if config.strategy.owner_map != "even":
-        name += f", {config.strategy.owner_map} owners"
+        name += f" with {config.strategy.owner_map} owners"
     alone = " (one rank: runs as no_shard)" if config.launch.nproc_per_node == 1 else ""
     return (
         f"{config.launch.nproc_per_node}{_auto(run, 'launch.nproc_per_node')} on "

@@ -123,7 +123,7 @@ def _with_data(config: Config, data: DataSet) -> Config:
     vocab_size = config.model.vocab_size or data.vocab_size
     if vocab_size < data.vocab_size:
         raise UsageError(
-            f"model.vocab_size={vocab_size}: the tokens of the data go up to {data.vocab_size}"
+            f"model.vocab_size={vocab_size}: the data has {data.vocab_size} different tokens"
         )
     if config.train.seq_len > config.model.max_seq_len:
         raise UsageError(
@@ -157,7 +157,7 @@ def _with_lr(optimizer: OptimizerConfig, module: nn.Module) -> OptimizerConfig:
 
 def _total_steps(config: Config, data: DataSet, plan: BatchPlan) -> int:
     train = config.train
-    batches = Batches(data.train, train.seq_len, plan, train.seed)
+    batches = Batches(data.train, train.seq_len, plan, train.seed, data.vocab_size)
     if data.val is not None:
         _check_validation(data, train.seq_len)
     if train.epochs is not None:

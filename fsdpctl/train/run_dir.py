@@ -111,6 +111,9 @@ def _go_on(config: Config) -> Start:
     run_dir = Path(str(config.train.run_dir))
     if run_dir.exists() and not run_dir.is_dir():
         raise UsageError(f"train.run_dir={run_dir}: is a file")
+    nearest_folder = next(each for each in (run_dir, *run_dir.parents) if each.exists())
+    if not (nearest_folder.is_dir() and os.access(nearest_folder, os.W_OK)):
+        raise UsageError(f"train.run_dir={run_dir}: {nearest_folder} cannot be written to")
     if not (run_dir / CONFIG).is_file():
         if run_dir.is_dir() and not all(map(_is_of_a_start, run_dir.iterdir())):
             raise UsageError(

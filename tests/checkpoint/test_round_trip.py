@@ -182,6 +182,30 @@ def test_a_failed_save_leaves_nothing_and_is_an_error_on_every_rank(
 
 
 @distributed(world_size=2)
+def test_empty_parameters_and_buffers_survive(rank: int, world_size: int, tmp_path: Path) -> None:
+    def make() -> torch.nn.Module:
+        module = torch.nn.Linear(3, 3)
+        module.register_parameter("nothing", torch.nn.Parameter(torch.zeros(0, 4)))
+        module.register_buffer("seen", torch.tensor([[1.0, 2.0]]).t())
+        return module
+
+    model = shard_model(make(), "full_shard")
+    folder = model.collectives.gather_objects(tmp_path)[0]
+    assert isinstance(folder, Path)
+    save(folder / "c", model, ShardedAdamW(model))
+    other = shard_model(make(), "no_shard")
+    load_checkpoint(CheckpointReader(folder / "c"), other, None)
+    assert (
+        largest_difference(
+            {k: v for k, v in model.state_dict().items() if v.numel()},
+            {k: v for k, v in other.state_dict().items() if v.numel()},
+        )
+        == 0.0
+    )
+    assert other.state_dict()["nothing"].shape == (0, 4)
+
+
+@distributed(world_size=2)
 def test_another_models_checkpoint_is_refused(rank: int, world_size: int, tmp_path: Path) -> None:
     model, optimizer = trained("full_shard")
     folder = model.collectives.gather_objects(tmp_path)[0]

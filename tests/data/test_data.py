@@ -53,7 +53,7 @@ def test_any_stretch_of_positions_is_the_same_sequence(position, length, count):
 def test_a_step_sees_the_same_samples_on_any_number_of_ranks(world_size, micro_batch):
     stream = TokenStream(np.arange(101, dtype=np.uint16), None)
     plan = plan_batches(7, world_size, micro_batch_size=micro_batch)
-    batches = Batches(stream, 5, plan, seed=3)
+    batches = Batches(stream, 5, plan, 3, 101)
     rows = []
     for rank in range(world_size):
         for micro_step in range(plan.num_micro_batches):
@@ -70,7 +70,7 @@ def test_a_step_sees_the_same_samples_on_any_number_of_ranks(world_size, micro_b
 
 def test_validation_sees_every_sample_once_and_in_order():
     stream = TokenStream(np.arange(101, dtype=np.uint16), None)
-    batches = Batches(stream, 5, plan_batches(8, 2), seed=0)
+    batches = Batches(stream, 5, plan_batches(8, 2), 0, 101)
     assert batches.num_validation_batches(0) == 3
     assert batches.num_validation_batches(2) == 2
     rows = [
@@ -88,7 +88,14 @@ def test_validation_sees_every_sample_once_and_in_order():
 def test_a_sequence_longer_than_the_data_is_refused():
     stream = TokenStream(np.arange(5, dtype=np.uint16), None)
     with pytest.raises(UsageError, match=r"train.seq_len=5: longer than the data"):
-        Batches(stream, 5, plan_batches(1, 1), seed=0)
+        Batches(stream, 5, plan_batches(1, 1), 0, 101)
+
+
+def test_a_token_beyond_the_vocabulary_names_the_file():
+    stream = TokenStream(np.arange(50, dtype=np.uint16), None, origin="t.bin")
+    batches = Batches(stream, 5, plan_batches(9, 1), 0, 20)
+    with pytest.raises(UsageError, match=r"t.bin: damaged"):
+        batches.training(0, 0, 0)
 
 
 def test_the_standard_library_is_text_and_splits_into_whole_files():
