@@ -101,7 +101,7 @@ def _run(composed: "Composed", typed: list[str], resume: str) -> None:
         start = plan_start(run.config, resume)
     for line in describe_run(run, start):
         say(line)
-    prepare_run_dir(start, typed)
+    prepare_run_dir(start, typed, run.data.tokenizer)
     ranks = run.config.launch.nproc_per_node
     assert ranks is not None
     del run  # the workers read their own data

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from fsdpctl.checkpoint.consolidate import TOKENIZER
 from fsdpctl.checkpoint.folders import (
     CHECKPOINTS,
     LATEST,
@@ -26,6 +27,7 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.compose import config_from_words, config_to_yaml, config_words
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
+from fsdpctl.data.tokenizer import BYTES, Tokenizer
 from fsdpctl.errors import UsageError
 from fsdpctl.train.resolve import decides_losses
 
@@ -227,8 +229,8 @@ def lock_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> RunLock:
     return lock
 
 
-def prepare_run_dir(start: Start, words: Sequence[str]) -> None:
-    """Write down what will run. The lock must be held.
+def prepare_run_dir(start: Start, words: Sequence[str], tokenizer: Tokenizer) -> None:
+    """Write down what will run, and with which tokenizer. The lock must be held.
 
     Raises:
         UsageError: the directory cannot be written.
@@ -244,6 +246,9 @@ def prepare_run_dir(start: Start, words: Sequence[str]) -> None:
         if start.standing is Standing.NEW and (run_dir / METRICS).is_file():
             (run_dir / METRICS).replace(run_dir / f"{METRICS}.old")
         remove_unfinished(checkpoints)
+        if tokenizer.name != BYTES:
+            (run_dir / TOKENIZER).mkdir(exist_ok=True)
+            tokenizer.save(run_dir / TOKENIZER)
         if start.source is not None:
             copy_checkpoint(start.source, step_folder(checkpoints, start.step))
         if run_dir.parent.name == RUNS:

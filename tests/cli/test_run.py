@@ -11,6 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM
 
 from tests.cli.run import TINY, command, environment, fsdpctl, make_text
@@ -184,6 +187,23 @@ def test_a_living_run_is_not_disturbed(tmp_path):
         process.terminate()
         process.communicate(timeout=60)
     assert process.returncode == 75
+
+
+@pytest.mark.slow
+def test_a_tokenizer_of_ones_own_stays_with_the_run(tmp_path):
+    vocabulary = {"?": 0, "and": 1, "is": 2, "line": 3}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    (tmp_path / "mine").mkdir()
+    tokenizer.save(str(tmp_path / "mine" / "tokenizer.json"))
+    typed = [word for word in words(tmp_path) if not word.startswith("train.steps")]
+    result = fsdpctl("train", *typed, "train.steps=3", "data.tokenizer=mine", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    (tmp_path / "mine" / "tokenizer.json").unlink()
+    exported = fsdpctl("consolidate-checkpoint", "run", "hf", cwd=tmp_path)
+    assert exported.returncode == 0, exported.stderr
+    assert Tokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json")).get_vocab() == vocabulary
+    assert fsdpctl("sample", "run", "--tokens", "3", cwd=tmp_path).returncode == 0
 
 
 @pytest.mark.slow
