@@ -100,8 +100,8 @@ class Sharded(Protocol):
         """Names of the trainable parameters that had a gradient on no rank."""
         ...
 
-    def publish_updates(self) -> None:
-        """Let the next forward see what was written to the masters."""
+    def broadcast_updated_params(self) -> None:
+        """Let the next forward see what was written to the masters, here and by other ranks."""
         ...
 
     def drop_gradients(self) -> None:

@@ -38,7 +38,7 @@ def load_checkpoint(
         for each in optimizer_pieces(optimizer, written=False):
             reader.read_into(each.key, each.piece.in_param, each.values)
         _set_steps(optimizer, progress)
-    model.publish_updates()
+    model.broadcast_updated_params()
     return progress
 
 

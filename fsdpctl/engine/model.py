@@ -133,10 +133,6 @@ class ShardedModel(nn.Module):
         """Forget all gradients; they are always freed."""
         self.drop_gradients()
 
-    def publish_updates(self) -> None:
-        """Let the next forward see what was written to the masters."""
-        self._runtime.masters_changed()
-
     def prefetch_forward_params(self) -> None:
         """Start to gather what the next forward uses first.
 
@@ -151,7 +147,10 @@ class ShardedModel(nn.Module):
         return self._runtime.has_pending_prefetch
 
     def broadcast_updated_params(self) -> None:
-        """Let every rank see its peers' new masters. Collective; optimizers' steps call it."""
+        """Let the next forward see what was written to the masters, here and by other ranks.
+
+        Collective. The steps of optimizers call it.
+        """
         self._runtime.masters_changed()
 
     def update_shards(self, flat: Tensor) -> None:

@@ -97,7 +97,7 @@ class ShardedAdamW(torch.optim.AdamW):
             run.param.grad = None if grad is None else run.shard.view(grad, run.span)
         self.grad_scale, self.found_inf = _fused_scalars(self.runs, grad_scale, found_inf)
         super().step()
-        self._model.publish_updates()
+        self._model.broadcast_updated_params()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
