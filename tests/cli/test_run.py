@@ -88,6 +88,7 @@ def test_another_length_and_strategy_go_on(finished, tmp_path):
     assert figures(tmp_path / "run")[-1][0] == 160
 
 
+@pytest.mark.slow
 def test_commands_on_its_checkpoint(finished, tmp_path):
     verified = fsdpctl("verify-checkpoint", str(finished), "--json", cwd=tmp_path)
     assert json.loads(verified.stdout)["verified"] is True

@@ -62,14 +62,14 @@ def test_accumulating_without_reduction_equals_one_process(
     assert largest_difference(model.state_dict(), expected) == 0.0
 
 
-@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@matrix(tied=[False, True], strategy=STRATEGY_NAMES)
 @distributed(world_size=3)
 def test_reducing_every_micro_step_equals_one_process_in_float64(
-    rank: int, world_size: int, strategy: str
+    rank: int, world_size: int, tied: bool, strategy: str
 ) -> None:
     batches = token_batches(5, world_size, micro_steps=3)
-    expected = train_reference(make_net(tied=True, dtype=torch.float64), next_token_loss, batches)
-    model = shard_model(make_net(tied=True, dtype=torch.float64), strategy)
+    expected = train_reference(make_net(tied=tied, dtype=torch.float64), next_token_loss, batches)
+    model = shard_model(make_net(tied=tied, dtype=torch.float64), strategy)
     train(model, rank, batches, last=False)
     assert largest_difference(model.state_dict(), expected) <= 1e-12
 
