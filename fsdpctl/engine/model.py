@@ -14,9 +14,7 @@ from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.state import full_state, persistent_buffers
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.schedule import Event, UnitOrder
-from fsdpctl.plan.strategy import (
-    Strategy,
-)
+from fsdpctl.plan.strategy import Strategy
 from fsdpctl.shards import FlatShard, trainable_shards
 
 

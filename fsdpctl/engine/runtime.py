@@ -169,7 +169,7 @@ class Runtime:
     # ---- backward ------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """The gradient of the outermost module's output is there."""
+        """The first gradient of a backward is there, as a rule that of the outermost output."""
         if self._backward == _NO_TASK:
             self._backward = current_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
@@ -183,7 +183,9 @@ class Runtime:
     def begin_unit_backward(self, call: Call) -> None:
         """The gradient of one of a call's outputs is there."""
         unit = call.unit
-        if current_backward() == self._backward or self._backward == _NO_TASK:
+        if self._backward == _NO_TASK:  # the loss does not come from the outermost module's output
+            self.begin_backward()
+        if current_backward() == self._backward:
             unit.open_calls -= not call.began
             call.began = True
             self._close_before(unit)
@@ -196,7 +198,7 @@ class Runtime:
         """A parameter's gradient is complete."""
         buffer.arrived.add(index)
         # A backward within a backward (re-entrant checkpointing) may bring another one later.
-        if current_backward() != self._backward and self._backward != _NO_TASK:
+        if current_backward() != self._backward != _NO_TASK:
             self.reducer.collect(unit)
 
     def _close_before(self, unit: ShardedUnit) -> None:

@@ -2,8 +2,8 @@
 
 Note: signals. Workers have sessions of their own, so Ctrl-C reaches only this process. The first
 request to stop is passed on to the workers, which finish their step, save and exit by themselves;
-the agent is not told, because its own way of stopping loses their exit codes. A second request
-kills them.
+the agent is not told, because its own way of stopping loses their exit codes. A second Ctrl-C
+kills them; other repeated requests change nothing.
 """
 
 import contextlib

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from fsdpctl.plan.layout import FlatLayout
 from fsdpctl.plan.slots import assign_slots
 from fsdpctl.plan.strategy import Strategy
-from fsdpctl.plan.units import UnitSpec
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -27,7 +26,6 @@ class StateBytes:
 
 
 def state_bytes(
-    units: Sequence[UnitSpec],
     layouts: Mapping[str, Sequence[FlatLayout]],
     strategy: Strategy,
     *,
@@ -35,32 +33,11 @@ def state_bytes(
     master_dtype: str,
     prefetch_depth: int,
 ) -> StateBytes:
-    """The model states of the rank that holds most under AdamW, and its gathered parameters."""
-    ranks = range(len(layouts[units[0].name][0].parts))
-    return max(
-        (
-            _rank_bytes(
-                layouts,
-                strategy,
-                rank,
-                dtypes=(param_dtype, master_dtype),
-                prefetch_depth=prefetch_depth,
-            )
-            for rank in ranks
-        ),
-        key=lambda each: each.total,
-    )
+    """The model states of the rank that owns most under AdamW, and its gathered parameters.
 
-
-def _rank_bytes(
-    layouts: Mapping[str, Sequence[FlatLayout]],
-    strategy: Strategy,
-    rank: int,
-    *,
-    dtypes: tuple[str, str],
-    prefetch_depth: int,
-) -> StateBytes:
-    param_dtype, master_dtype = dtypes
+    `layouts` are those of every unit, root first.
+    """
+    rank = _fullest_rank(layouts)
     masters = optimizer = gradients = 0
     nbytes: dict[str, int] = {}
     for name, of_unit in layouts.items():
@@ -78,6 +55,15 @@ def _rank_bytes(
     if strategy.keeps_whole_params and param_dtype == master_dtype:
         gathered -= masters  # which are windows into the parameters
     return StateBytes(masters, gradients, optimizer, gathered)
+
+
+def _fullest_rank(layouts: Mapping[str, Sequence[FlatLayout]]) -> int:
+    owned = [0] * len(next(layout for each in layouts.values() for layout in each).parts)
+    for of_unit in layouts.values():
+        for layout in of_unit:
+            for rank, part in enumerate(layout.parts):
+                owned[rank] += part.numel
+    return owned.index(max(owned))
 
 
 def _gathered_bytes(nbytes: dict[str, int], strategy: Strategy, depth: int) -> int:

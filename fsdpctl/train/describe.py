@@ -131,9 +131,8 @@ def _length(run: ResolvedRun) -> str:
 def run_state_bytes(run: ResolvedRun) -> StateBytes:
     """The model states of each rank."""
     config = run.config
-    units, strategy, layouts = _division(run)
+    _, strategy, layouts = _division(run)
     return state_bytes(
-        units,
         layouts,
         strategy,
         param_dtype=str(config.precision.param_dtype),

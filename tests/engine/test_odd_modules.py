@@ -179,6 +179,43 @@ def test_other_ways_to_build_modules(
     assert largest_difference(model.state_dict(), expected) == 0.0
 
 
+class SideOutput(nn.Module):
+    """What its loss needs does not come out of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(OddBlock() for _ in range(4))
+        self.kept = torch.zeros(())
+
+    def forward(self, x: Tensor) -> None:
+        for block in self.blocks:
+            x = block(x)
+        self.kept = x.square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+@distributed(world_size=2)
+def test_a_loss_that_does_not_come_from_the_output(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    def loss(module: nn.Module, x: Tensor) -> Tensor:
+        module(x)
+        inner = module.module if isinstance(module, ShardedModel) else module
+        assert isinstance(inner, SideOutput)
+        return inner.kept
+
+    batches = float_batches(3, world_size)
+    expected = train_reference(SideOutput(), loss, batches)
+    model = shard_model(SideOutput(), strategy)
+    optimizer = ShardedAdamW(model, lr=1e-2)
+    for of_ranks in batches:
+        loss(model, of_ranks[rank][0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert largest_difference(model.state_dict(), expected) == 0.0
+
+
 @distributed(world_size=2)
 def test_zero_grad_of_the_model_forgets(rank: int, world_size: int) -> None:
     model = shard_model(Stack("shared"), "full_shard")

@@ -29,7 +29,6 @@ def test_planned_bytes_are_the_engines(
     units = divide_module(make_net(tied=False), None)
     row = STRATEGIES[strategy]
     planned = state_bytes(
-        units,
         lay_out(units, world_size, owner_map),
         row,
         param_dtype="bfloat16" if bf16 else "float32",
