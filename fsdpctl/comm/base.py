@@ -11,10 +11,11 @@ from fsdpctl.plan.layout import Span
 class Handle:
     """A started collective. `wait()` returns its result, once; until then it is in flight."""
 
-    __slots__ = ("_finish",)
+    __slots__ = ("_finish", "workspace_nbytes")
 
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
+    def __init__(self, finish: Callable[[], Tensor], workspace_nbytes: int = 0) -> None:
         self._finish = finish
+        self.workspace_nbytes = workspace_nbytes  # allocated for it, besides what it was given
 
     def wait(self) -> Tensor:
         """The result, safe to use on the current stream."""
@@ -37,7 +38,8 @@ class Collectives(Protocol):
     def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Handle:
         """The sum over the ranks of their `whole`, of which this rank gets its part.
 
-        `whole` belongs to the collective until the handle was waited for.
+        `whole` belongs to the collective. The result may be a window into it, or into the
+        collective's workspace.
         """
         ...
 

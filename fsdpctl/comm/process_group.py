@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdpctl.comm.base import Collectives, Handle, LocalCollectives
-from fsdpctl.plan.layout import Span
+from fsdpctl.plan.layout import Span, are_even
+from fsdpctl.plan.transport import MAX_DIRECT_RANKS, Transport, reduce_workspace
 
 _Collective = Callable[..., dist.Work]
 
@@ -27,11 +28,6 @@ _all_gather_single = _renamed("all_gather_single", "all_gather_into_tensor")
 _reduce_scatter_single = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
 
 _BROADCAST_FROM_BYTES = 16 << 20  # from here one broadcast per part beats gloo's all-gather
-_MAX_DIRECT_RANKS = 8  # above, gloo's own algorithms scale better than everybody to everybody
-
-
-def _are_even(parts: Sequence[Span]) -> bool:
-    return len({part.numel for part in parts}) == 1
 
 
 class _ProcessGroupCollectives:
@@ -102,8 +98,8 @@ class GlooCollectives(_ProcessGroupCollectives):
         own = parts[self.rank]
         if shard is not None:
             whole[own.start : own.stop].copy_(shard)
-        small = whole.nbytes < _BROADCAST_FROM_BYTES or self.size > _MAX_DIRECT_RANKS
-        if small and _are_even(parts):
+        small = whole.nbytes < _BROADCAST_FROM_BYTES or self.size > MAX_DIRECT_RANKS
+        if small and are_even(parts):
             source = whole[own.start : own.stop]
             works = [_all_gather_single(whole, source, group=self._gather_group, async_op=True)]
         else:
@@ -114,13 +110,12 @@ class GlooCollectives(_ProcessGroupCollectives):
     def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Handle:
         """By an all-to-all and additions in rank order; see the note above."""
         own = parts[self.rank]
-        if self.size > _MAX_DIRECT_RANKS and _are_even(parts):
-            part = whole.new_empty(own.numel)
-            work = _reduce_scatter_single(part, whole, group=self._reduce_group, async_op=True)
-            return _after_works([work], part)
-        received = whole.new_empty(own.numel * self.size)
+        workspace = whole.new_empty(reduce_workspace(Transport.GLOO, parts, self.rank))
+        if self.size > MAX_DIRECT_RANKS and are_even(parts):
+            work = _reduce_scatter_single(workspace, whole, group=self._reduce_group, async_op=True)
+            return _after_works([work], workspace, workspace.nbytes)
         work = dist.all_to_all_single(
-            received,
+            workspace,
             whole,
             output_split_sizes=[own.numel] * self.size,
             input_split_sizes=[part.numel for part in parts],
@@ -129,14 +124,15 @@ class GlooCollectives(_ProcessGroupCollectives):
         )
 
         def finish() -> Tensor:
+            nonlocal work
             work.wait()
-            contributions = received.view(self.size, own.numel).unbind()
-            total = contributions[0] + contributions[1]
-            for contribution in contributions[2:]:
+            del work  # and with it `whole`
+            total, *others = workspace.view(self.size, own.numel).unbind()
+            for contribution in others:
                 total += contribution
             return total
 
-        return Handle(finish)
+        return Handle(finish, workspace.nbytes)
 
     def start_all_reduce(self, values: Tensor) -> Handle:
         """By gloo's all-reduce."""
@@ -170,7 +166,7 @@ class NcclCollectives(_ProcessGroupCollectives):
             source = whole[own.start : own.stop]
             if shard is not None:
                 source.copy_(shard)
-            if _are_even(parts):
+            if are_even(parts):
                 _all_gather_single(whole, source, group=self._gather_group)
             else:
                 for work in self._start_broadcasts(whole, parts):
@@ -184,7 +180,7 @@ class NcclCollectives(_ProcessGroupCollectives):
         part = whole[own.start : own.stop]
         self._reduce_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._reduce_stream):
-            if _are_even(parts):
+            if are_even(parts):
                 _reduce_scatter_single(part, whole, group=self._reduce_group)
             else:
                 for owner, span in enumerate(parts):
@@ -206,13 +202,13 @@ class NcclCollectives(_ProcessGroupCollectives):
         return _after_event(done, values)
 
 
-def _after_works(works: Sequence[dist.Work], result: Tensor) -> Handle:
+def _after_works(works: list[dist.Work], result: Tensor, workspace_nbytes: int = 0) -> Handle:
     def finish() -> Tensor:
-        for work in works:
-            work.wait()
+        while works:
+            works.pop().wait()
         return result
 
-    return Handle(finish)
+    return Handle(finish, workspace_nbytes)
 
 
 def _after_event(done: torch.cuda.Event, result: Tensor) -> Handle:

@@ -17,9 +17,9 @@ from fsdpctl.engine.unit import ShardedUnit, UnitBuffer
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import FlatLayout, Span, share_of
 from fsdpctl.plan.schedule import Prefetch, UnitOrder
-from fsdpctl.plan.slots import SlotSpec, assign_slots
+from fsdpctl.plan.slots import slots_of
 from fsdpctl.plan.strategy import Strategy
-from fsdpctl.plan.units import UnitSpec, divide_into_units
+from fsdpctl.plan.units import UnitSpec, divide_into_units, unit_order
 from fsdpctl.shards import FlatShard
 
 
@@ -37,6 +37,11 @@ class Division:
 
     units: tuple[UnitSpec, ...]
     layouts: dict[str, tuple[FlatLayout, ...]]  # by unit
+
+    @property
+    def order(self) -> UnitOrder:
+        """The units in the order of their forward."""
+        return unit_order(self.units)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +140,7 @@ def build_runtime(
     masters = {buffer.shard.master.dtype for unit in units for buffer in unit.buffers}
     runtime = Runtime(
         units,
-        _unit_order(module, division.units),
+        division.order,
         strategy=strategy,
         prefetch=prefetch,
         mesh=mesh,
@@ -155,21 +160,11 @@ def divide_module(module: nn.Module, classes: Sequence[str] | None) -> tuple[Uni
     )
 
 
-def _unit_order(module: nn.Module, specs: Sequence[UnitSpec]) -> UnitOrder:
-    lookups = frozenset(
-        spec.name
-        for spec in specs
-        if spec.kind == "embedding" and isinstance(module.get_submodule(spec.name), nn.Embedding)
-    )
-    root, *others = specs
-    return UnitOrder(root.name, tuple(spec.name for spec in others), lookups)
-
-
 def _build_units(builder: _Builder, prefetch: Prefetch) -> list[ShardedUnit]:
     specs = builder.division.units
     nbytes = {spec.name: builder.nbytes(spec) for spec in specs}
     root, *others = (spec.name for spec in specs)
-    slots = _slot_specs(builder.strategy, nbytes, root, others, prefetch.depth)
+    slots = slots_of(builder.strategy, nbytes, root, others, prefetch.depth)
     slot_of = {unit: number for number, slot in enumerate(slots) for unit in slot.units}
     made: dict[int, Slot] = {}
     units = []
@@ -177,17 +172,11 @@ def _build_units(builder: _Builder, prefetch: Prefetch) -> list[ShardedUnit]:
         number = slot_of[spec.name]
         if number not in made:
             resident = slots[number].resident or builder.strategy.keeps_whole_params
-            made[number] = Slot(slots[number].nbytes, builder.source.device, resident=resident)
+            made[number] = Slot(
+                spec.name, slots[number].nbytes, builder.source.device, resident=resident
+            )
         units.append(builder.unit(spec, made[number]))
     return units
-
-
-def _slot_specs(
-    strategy: Strategy, nbytes: dict[str, int], root: str, others: list[str], depth: int
-) -> tuple[SlotSpec, ...]:
-    if strategy.reshard_after_forward:
-        return assign_slots(nbytes, root, others, depth)
-    return tuple(SlotSpec(nbytes[name], (name,), resident=False) for name in (root, *others))
 
 
 def _check_same_model(specs: Sequence[UnitSpec], collectives: Collectives) -> None:

@@ -32,7 +32,15 @@ def describe_module(module: nn.Module) -> ModuleSpec:
         )
         is_list = isinstance(each, nn.ModuleList | nn.Sequential)
         is_called = not isinstance(each, nn.ModuleList | nn.ModuleDict)
-        return ModuleSpec(name, type(each).__name__, is_list, is_called, own, children)
+        return ModuleSpec(
+            name,
+            type(each).__name__,
+            is_list,
+            is_called,
+            own,
+            children,
+            isinstance(each, nn.Embedding),
+        )
 
     return describe("", module)
 

@@ -78,6 +78,6 @@ def hook_gradients(runtime: Runtime, unit: ShardedUnit) -> None:
 
         runtime.hooks.append(buffer.params[index].register_post_accumulate_grad_hook(arrived))
 
-    for buffer in unit.trainable_buffers:
+    for buffer in unit.trained_buffers:
         for index in range(len(buffer.params)):
             watch(buffer, index)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine import access
+from fsdpctl.engine.ledger import Ledger
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.state import full_state, persistent_buffers
 from fsdpctl.errors import EngineError
@@ -66,7 +67,7 @@ class ShardedModel(nn.Module):
     def presence(self) -> Tensor:
         """For each trainable parameter, 1 if it had a gradient here since they were dropped."""
         runtime = self._runtime
-        buffers = [b for unit in runtime.units.values() for b in unit.trainable_buffers]
+        buffers = [b for unit in runtime.units.values() for b in unit.trained_buffers]
         if runtime.has_all_gradients:  # the usual case, for which nothing is copied to a device
             if self._all_present is None:
                 count = sum(len(buffer.params) for buffer in buffers)
@@ -114,7 +115,7 @@ class ShardedModel(nn.Module):
             EngineError: there was no backward since gradients were dropped.
         """
         runtime = self._runtime
-        buffers = [b for unit in runtime.units.values() for b in unit.trainable_buffers]
+        buffers = [b for unit in runtime.units.values() for b in unit.trained_buffers]
         if any(buffer.held_gradients is not None for buffer in buffers):
             runtime.reducer.advance()
             runtime.reducer.finish()
@@ -123,9 +124,7 @@ class ShardedModel(nn.Module):
 
     def drop_gradients(self) -> None:
         """Forget all gradients, reduced or not."""
-        for unit in self._runtime.units.values():
-            for buffer in unit.buffers:
-                buffer.drop_gradients()
+        self._runtime.reducer.drop_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; they are always freed."""
@@ -201,29 +200,31 @@ class ShardedModel(nn.Module):
 
     @contextmanager
     def recorded_events(self) -> Iterator[list[Event]]:
-        """The gathers, releases and reductions that happen in the block, as a growing list."""
+        """What happens in the block, as a growing list: collectives, and buffers come and gone."""
         trace: list[Event] = []
-        self._runtime.trace = trace
+        self._runtime.ledger.trace = trace
         try:
             yield trace
         finally:
-            self._runtime.trace = None
+            self._runtime.ledger.trace = None
 
     def watch(self, callback: Callable[[], None]) -> None:
         """Have `callback()` run after each recorded event."""
-        self._runtime.on_event = callback
+        self._runtime.ledger.on_event = callback
 
     @property
     def unit_order(self) -> UnitOrder:
         """The units in the order of their forward."""
         return self._runtime.order
 
+    @property
+    def ledger(self) -> Ledger:
+        """The bytes of the engine's buffers, now and at most; masters are not among them."""
+        return self._runtime.ledger
+
     def unit_nbytes(self) -> dict[str, int]:
         """Bytes of each unit's parameters when they are whole, padding included."""
-        return {
-            name: sum(buffer.layout.numel * buffer.whole.itemsize for buffer in unit.buffers)
-            for name, unit in self._runtime.units.items()
-        }
+        return {name: unit.nbytes for name, unit in self._runtime.units.items()}
 
     def gathered_nbytes(self) -> int:
         """Bytes that the slots of gathered parameters take now."""

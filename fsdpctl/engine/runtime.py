@@ -5,17 +5,18 @@ and autograd events as they really come: a unit that needs a slot in use evicts 
 next use gathers it again; a prefetch never evicts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from fsdpctl.comm.mesh import Mesh
+from fsdpctl.engine.ledger import Ledger
 from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.unit import ShardedUnit, State, UnitBuffer
 from fsdpctl.errors import EngineError
-from fsdpctl.plan.schedule import Event, EventKind, Prefetch, UnitOrder, following
+from fsdpctl.plan.schedule import Buffer, EventKind, Prefetch, UnitOrder, following
 from fsdpctl.plan.strategy import Strategy
 
 _NO_TASK = -1
@@ -61,23 +62,20 @@ class Runtime:
         self.reduces = True  # whether backward reduces what it finds
         self.hooks: list[RemovableHandle] = []
         self.has_pending_prefetch = False  # asked for, and not used by a forward yet
-        self.trace: list[Event] | None = None  # records events while it is a list
-        self.on_event: Callable[[], None] = lambda: None
+        self.ledger = Ledger()
         self.reducer = GradientReducer(
             [self.units[name] for name in order.reduction],
             mesh,
             reduce_dtypes,
-            self.note,
+            self.ledger,
             limit=reductions_in_flight(reduce_dtypes),
         )
         self.num_backwards = 0  # that have ended
         self._backward = _NO_TASK  # the outermost one that is running, or did not end
-
-    def note(self, kind: EventKind, unit: str) -> None:
-        """Record what happens."""
-        if self.trace is not None:
-            self.trace.append(Event(kind, unit))
-            self.on_event()
+        self._num_closed = 0  # units whose backward is over, in the order of reduction
+        for slot in {id(unit.slot): unit.slot for unit in units}.values():
+            if slot.allocated_nbytes:
+                self.ledger.allocate(Buffer.PARAMS, slot.name, 0, slot.allocated_nbytes)
 
     @property
     def device(self) -> torch.device:
@@ -87,7 +85,7 @@ class Runtime:
     @property
     def has_all_gradients(self) -> bool:
         """Whether every trainable parameter had a gradient since they were dropped."""
-        buffers = (b for unit in self.units.values() for b in unit.trainable_buffers)
+        buffers = (b for unit in self.units.values() for b in unit.trained_buffers)
         return all(len(buffer.present) == len(buffer.params) for buffer in buffers)
 
     # ---- gathering -----------------------------------------------------------------------
@@ -99,7 +97,7 @@ class Runtime:
             self._start_gather(unit)
         if unit.state is State.GATHERING:
             unit.finish_gather()
-            self.note(EventKind.READY, unit.name)
+            self.ledger.note(EventKind.READY, unit.name)
 
     def gather_ahead(self, names: Sequence[str]) -> None:
         """Start to gather units that will be used soon, where their slot is free."""
@@ -114,11 +112,15 @@ class Runtime:
         """Give back the memory of a unit, if it has any to give."""
         if self.strategy.shards_params and unit.state is not State.AT_REST:
             unit.release()
-            self.note(EventKind.RELEASE, unit.name)
+            self.ledger.note(EventKind.RELEASE, unit.name)
+            if not unit.slot.resident:
+                self.ledger.free(Buffer.PARAMS, unit.slot.name, 0)
 
     def _start_gather(self, unit: ShardedUnit) -> None:
+        if not unit.slot.resident:
+            self.ledger.allocate(Buffer.PARAMS, unit.slot.name, 0, unit.slot.nbytes)
         unit.start_gather(self.mesh.shard)
-        self.note(EventKind.GATHER, unit.name)
+        self.ledger.note(EventKind.GATHER, unit.name, unit.nbytes)
 
     def _evict(self, unit: ShardedUnit) -> None:
         if unit.slot.owner is not None:
@@ -207,27 +209,32 @@ class Runtime:
         Counting arrived gradients would not do: a parameter that only some ranks use would let
         the others run ahead, and wait for each other in different collectives.
         """
-        for name in self.order.reduction:
+        for name in self.order.reduction[self._num_closed :]:
             other = self.units[name]
             if other is unit or other.open_calls > 0:
                 return
             self._close(other)
 
     def _close(self, unit: ShardedUnit) -> None:
+        self._num_closed += 1
         self.release(unit)
         if self.reduces:
             self.reducer.advance(unit)
-        else:
+        elif unit.trained_buffers:
             self.reducer.collect(unit)
+            self.ledger.note(EventKind.HOLD, unit.name)
 
     def end_backward(self) -> None:
         """Autograd has done all it had to do."""
-        for name in self.order.reduction:
+        for name in self.order.reduction[self._num_closed :]:
             self._close(self.units[name])
-            self.units[name].open_calls = 0
+        for unit in self.units.values():
+            self.release(unit)
+            unit.open_calls = 0
         if self.reduces:
             self.reducer.finish()
         self.num_backwards += 1
+        self._num_closed = 0
         self._backward = _NO_TASK
         for unit in self.units.values():
             if any(buffer.arrived for buffer in unit.buffers):
@@ -242,6 +249,7 @@ class Runtime:
         """Clear what a backward left behind that ended in an exception."""
         self.reducer.abandon()
         self.rest()
+        self._num_closed = 0
         self._backward = _NO_TASK
 
     def rest(self) -> None:
@@ -259,7 +267,7 @@ class Runtime:
             if self.strategy.keeps_whole_params:
                 handles += unit.start_sync(self.mesh.shard)
                 if self.strategy.shards_optimizer:
-                    self.note(EventKind.SYNC, unit.name)
+                    self.ledger.note(EventKind.SYNC, unit.name, unit.nbytes)
         for handle in handles:
             handle.wait()
 

@@ -15,10 +15,11 @@ class Slot:
     It is born with its memory, so that views of it can be made; `give_back` ends that.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, *, resident: bool) -> None:
+    def __init__(self, name: str, nbytes: int, device: torch.device, *, resident: bool) -> None:
+        self.name = name  # that of its first unit
         self.nbytes = nbytes
         self.owner: str | None = None
-        self._resident = resident
+        self.resident = resident  # its memory stays for good
         self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     @property
@@ -39,12 +40,12 @@ class Slot:
 
     def take(self, owner: str) -> None:
         """Hold `owner`'s parameters from now on."""
-        if not self._resident:
+        if not self.resident:
             self._bytes.untyped_storage().resize_(self.nbytes)
         self.owner = owner
 
     def give_back(self) -> None:
         """Nobody reads it any more; what was read so far was read on the current stream."""
         self.owner = None
-        if not self._resident:
+        if not self.resident:
             self._bytes.untyped_storage().resize_(0)

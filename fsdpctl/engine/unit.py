@@ -89,11 +89,12 @@ class ShardedUnit:
         self._handles: list[Handle] = []
         self._params = tuple(param for buffer in buffers for param in buffer.params)
         self._version = max((param._version for param in self._params), default=0)
+        self.trained_buffers = tuple(each for each in self.buffers if each.shard.trainable)
 
     @property
-    def trainable_buffers(self) -> tuple[UnitBuffer, ...]:
-        """Those whose gradients are reduced."""
-        return tuple(buffer for buffer in self.buffers if buffer.shard.trainable)
+    def nbytes(self) -> int:
+        """Bytes of its parameters when they are whole, padding included."""
+        return sum(buffer.whole.nbytes for buffer in self.buffers)
 
     @torch.no_grad()
     def start_gather(self, collectives: Collectives) -> None:

@@ -10,6 +10,7 @@ that collectives and fused kernels always see 16-byte-aligned memory, at any num
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import overload
 
 ALIGNMENT = 64  # elements: 128 bytes in bf16, and no fused kernel's vector tail within a span
 
@@ -46,6 +47,34 @@ def share_of(span: Span, index: int, count: int) -> Span:
     step = round_up(-(-span.numel // count), ALIGNMENT)
     start = min(span.start + index * step, span.stop)
     return Span(start, min(start + step, span.stop))
+
+
+@dataclass(frozen=True, slots=True)
+class EvenParts(Sequence[Span]):
+    """`num_parts` spans of `size` elements, end to end; costs nothing however many they are."""
+
+    size: int
+    num_parts: int
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return self.num_parts
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Span]: ...
+    def __getitem__(self, index: int | slice) -> Span | Sequence[Span]:
+        """The span of one rank, or of several."""
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(self.num_parts))]
+        place = range(self.num_parts)[index]
+        return Span(place * self.size, (place + 1) * self.size)
+
+
+def are_even(parts: Sequence[Span]) -> bool:
+    """Whether all parts have one size."""
+    return isinstance(parts, EvenParts) or len({part.numel for part in parts}) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +115,7 @@ class FlatLayout:
 
     placements: tuple[Placement, ...]
     numel: int
-    parts: tuple[Span, ...]
+    parts: Sequence[Span]
 
     @property
     def params(self) -> tuple[ParamSpec, ...]:
@@ -127,6 +156,4 @@ def flat_layout(params: Sequence[ParamSpec], num_parts: int) -> FlatLayout:
         end = start + param.numel
         placements.append(Placement(param, Span(start, end)))
     numel = round_up(end, ALIGNMENT * num_parts)
-    size = numel // num_parts
-    parts = tuple(Span(index * size, (index + 1) * size) for index in range(num_parts))
-    return FlatLayout(tuple(placements), numel, parts)
+    return FlatLayout(tuple(placements), numel, EvenParts(numel // num_parts, num_parts))

@@ -2,7 +2,8 @@
 
 The events of a step are those of every rank. `gather` starts an all-gather and `ready` is when the
 unit's parameters may be read; `release` gives the memory back; `reduce` starts the reduction of a
-unit's gradients and `reduced` is when this rank has its part of the sum.
+unit's gradients and `reduced` is when this rank has its part of the sum. Where more than the part
+is wanted, `combine` starts a second collective: over the copies, or to put the parts together.
 """
 
 from collections.abc import Sequence
@@ -18,9 +19,24 @@ class EventKind(StrEnum):
     GATHER = "gather"
     READY = "ready"
     RELEASE = "release"
+    HOLD = "hold"  # gradients stay whole on this rank until a later backward reduces them
     REDUCE = "reduce"
     REDUCED = "reduced"
+    COMBINE = "combine"
+    COMBINED = "combined"
     SYNC = "sync"  # parameters that stay whole are renewed after the optimizer's step
+    ALLOCATE = "allocate"
+    FREE = "free"
+
+
+class Buffer(StrEnum):
+    """What memory is for."""
+
+    PARAMS = "params"  # the slot that a unit is gathered into
+    WHOLE_GRADS = "whole gradients"  # of a unit, being held or reduced
+    WORKSPACE = "workspace"  # of a reduction
+    SUM = "sum"  # what a reduction gives this rank, until it is in the gradient
+    GRADS = "gradients"  # reduced
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +45,8 @@ class Event:
 
     kind: EventKind
     unit: str
+    nbytes: int = 0  # sent by a collective or taken by a buffer; 0 where only the order is planned
+    buffer: Buffer | None = None  # of ALLOCATE and FREE
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +69,7 @@ class UnitOrder:
     root: str
     forward: tuple[str, ...]
     needs_no_backward_gather: frozenset[str] = frozenset()  # the embedding reads no weights there
+    frozen: frozenset[str] = frozenset()  # units without a trained parameter
 
     @property
     def backward(self) -> tuple[str, ...]:
@@ -63,6 +82,10 @@ class UnitOrder:
     def reduction(self) -> tuple[str, ...]:
         """The order in which all ranks start the reductions."""
         return (*reversed(self.forward), self.root)
+
+    def trains(self, unit: str) -> bool:
+        """Whether a unit has gradients."""
+        return unit not in self.frozen
 
     def keeps_after_forward(self, unit: str, strategy: Strategy) -> bool:
         """Whether a unit stays whole from its forward to its backward."""
@@ -77,17 +100,26 @@ def following(order: Sequence[str], unit: str, depth: int) -> tuple[str, ...]:
     return tuple(order[index + 1 : index + 1 + depth])
 
 
+@dataclass(frozen=True, slots=True)
+class Reductions:
+    """How gradients are reduced."""
+
+    in_flight: int = 1  # how many may run before one is waited for
+    combines: bool = False  # whether each is followed by a second collective
+
+
 class _Simulation:
     """The state of the units while the events of a step are written down."""
 
-    def __init__(self, order: UnitOrder, strategy: Strategy, reductions_in_flight: int) -> None:
+    def __init__(self, order: UnitOrder, strategy: Strategy, reductions: Reductions) -> None:
         self.order = order
         self.strategy = strategy
+        self.reductions = reductions
         self.events: list[Event] = []
         self.gathered: set[str] = set()
         self.whole: set[str] = set()
-        self.in_flight: list[str] = []
-        self.limit = reductions_in_flight
+        self.reducing: list[str] = []
+        self.combining: list[str] = []
 
     def note(self, kind: EventKind, unit: str) -> None:
         self.events.append(Event(kind, unit))
@@ -109,14 +141,31 @@ class _Simulation:
             self.gathered.remove(unit)
             self.note(EventKind.RELEASE, unit)
 
-    def reduce(self, unit: str) -> None:
-        while len(self.in_flight) >= self.limit:
+    def gradients(self, unit: str, *, reduces: bool) -> None:
+        if not self.order.trains(unit):
+            return
+        if not reduces:
+            self.note(EventKind.HOLD, unit)
+            return
+        while len(self.reducing) >= self.reductions.in_flight:
             self.finish_reduction()
         self.note(EventKind.REDUCE, unit)
-        self.in_flight.append(unit)
+        self.reducing.append(unit)
 
     def finish_reduction(self) -> None:
-        self.note(EventKind.REDUCED, self.in_flight.pop(0))
+        unit = self.reducing.pop(0)
+        self.note(EventKind.REDUCED, unit)
+        if self.reductions.combines:
+            while len(self.combining) >= self.reductions.in_flight:
+                self.note(EventKind.COMBINED, self.combining.pop(0))
+            self.note(EventKind.COMBINE, unit)
+            self.combining.append(unit)
+
+    def finish_reductions(self) -> None:
+        while self.reducing:
+            self.finish_reduction()
+        while self.combining:
+            self.note(EventKind.COMBINED, self.combining.pop(0))
 
     def forward(self, prefetch: Prefetch) -> None:
         order = self.order
@@ -138,13 +187,10 @@ class _Simulation:
                 for ahead in following(order.backward, unit, prefetch.backward):
                     self.gather(ahead)
             self.release(unit)
-            if reduces:
-                self.reduce(unit)
+            self.gradients(unit, reduces=reduces)
         self.release(order.root)
-        if reduces:
-            self.reduce(order.root)
-        while self.in_flight:
-            self.finish_reduction()
+        self.gradients(order.root, reduces=reduces)
+        self.finish_reductions()
 
 
 def step_events(
@@ -153,7 +199,7 @@ def step_events(
     prefetch: Prefetch,
     *,
     reduces: Sequence[bool] = (True,),
-    reductions_in_flight: int = 1,
+    reductions: Reductions = Reductions(),
 ) -> tuple[Event, ...]:
     """The events of one step: a forward and a backward for each entry of `reduces`.
 
@@ -162,15 +208,17 @@ def step_events(
         strategy: whole parameters make no gather, ready or release events.
         prefetch: how many units are gathered ahead.
         reduces: per micro-step, whether its backward reduces the gradients.
-        reductions_in_flight: how many reductions may run before one is waited for.
+        reductions: how gradients are reduced.
     """
-    simulation = _Simulation(order, strategy, reductions_in_flight)
+    simulation = _Simulation(order, strategy, reductions)
     for reduce in reduces:
         if strategy.shards_params:
             simulation.forward(prefetch)
             simulation.backward(prefetch, reduces=reduce)
         else:
-            _reduce_only(simulation, reduce)
+            for unit in order.reduction:
+                simulation.gradients(unit, reduces=reduce)
+            simulation.finish_reductions()
     return tuple(simulation.events)
 
 
@@ -179,13 +227,6 @@ def update_events(order: UnitOrder, strategy: Strategy) -> tuple[Event, ...]:
     if strategy.shards_params or not strategy.shards_optimizer:
         return ()
     return tuple(Event(EventKind.SYNC, unit) for unit in (order.root, *order.forward))
-
-
-def _reduce_only(simulation: _Simulation, reduce: bool) -> None:
-    for unit in simulation.order.reduction if reduce else ():
-        simulation.reduce(unit)
-    while simulation.in_flight:
-        simulation.finish_reduction()
 
 
 def most_whole_units(events: Sequence[Event]) -> list[frozenset[str]]:

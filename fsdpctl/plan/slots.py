@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from fsdpctl.plan.strategy import Strategy
+
 _OVERSIZE = 2  # a unit above this multiple of the median block would blow up a shared slot
 
 
@@ -40,3 +42,12 @@ def assign_slots(
     members = [tuple(shared[index::count]) for index in range(count)]
     common = [SlotSpec(max(nbytes[u] for u in units), units, resident=True) for units in members]
     return (*own, *common)
+
+
+def slots_of(
+    strategy: Strategy, nbytes: Mapping[str, int], root: str, forward: Sequence[str], depth: int
+) -> tuple[SlotSpec, ...]:
+    """The slots under a strategy; one that never reshards before backward shares none."""
+    if strategy.reshard_after_forward:
+        return assign_slots(nbytes, root, forward, depth)
+    return tuple(SlotSpec(nbytes[name], (name,), resident=False) for name in (root, *forward))

@@ -12,6 +12,7 @@ from typing import Literal
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import FlatLayout, ParamSpec, flat_layout
 from fsdpctl.plan.owners import OwnerMap, make_owner_map
+from fsdpctl.plan.schedule import UnitOrder
 
 ROOT = "root"
 UnitKind = Literal["block", "embedding", "head", "root"]
@@ -27,6 +28,7 @@ class ModuleSpec:
     is_called: bool  # has a forward; a ModuleList has none
     params: tuple[ParamSpec, ...]  # its own, shared ones under their first name
     children: tuple["ModuleSpec", ...]
+    is_lookup: bool = False  # an embedding, whose backward reads no weights
 
     def walk(self) -> Iterator["ModuleSpec"]:
         """This module and all below it, outermost first."""
@@ -47,6 +49,7 @@ class UnitSpec:
     name: str  # the module's name; "root" for the rest
     kind: UnitKind
     params: tuple[ParamSpec, ...]
+    is_lookup: bool = False  # its backward reads no weights
 
     def param_groups(self) -> list[list[ParamSpec]]:
         """Its parameters by dtype and trainability: a flat buffer each."""
@@ -54,6 +57,17 @@ class UnitSpec:
         for param in self.params:
             groups.setdefault((param.dtype, param.trainable), []).append(param)
         return list(groups.values())
+
+
+def unit_order(units: Sequence[UnitSpec]) -> UnitOrder:
+    """The order in which units run, root apart."""
+    root, *others = units
+    return UnitOrder(
+        root.name,
+        tuple(unit.name for unit in others),
+        frozenset(unit.name for unit in units if unit.is_lookup),
+        frozenset(unit.name for unit in units if not any(p.trainable for p in unit.params)),
+    )
 
 
 def lay_out(
@@ -147,7 +161,7 @@ def divide_into_units(
     outside = _used_outside(module, set(kinds))
     shared = {name for name, count in uses.items() if count > 1} | outside
     units = [
-        UnitSpec(name, kinds[name], own)
+        UnitSpec(name, kinds[name], own, name == embedding and modules[name].is_lookup)
         for name, params in members.items()
         if (own := tuple(param for param in params if param.name not in shared))
     ]

@@ -1,37 +1,177 @@
-"""The engine does what the plan says: the recorded events equal the planned ones."""
+"""The engine does what the plan says: recorded events, bytes and buffers equal the planned ones."""
 
 import pytest
 import torch
 
+from fsdpctl.engine.build import divide_module
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.runtime import reductions_in_flight
 from fsdpctl.engine.shard import shard_model
-from fsdpctl.plan.schedule import EventKind, Prefetch, most_whole_units, step_events
-from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.plan.replay import Itemsizes, RankPlace, Replay, unit_bytes
+from fsdpctl.plan.schedule import (
+    Buffer,
+    Event,
+    EventKind,
+    Prefetch,
+    Reductions,
+    most_whole_units,
+    step_events,
+    update_events,
+)
+from fsdpctl.plan.slots import slots_of
+from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy, get_strategy
+from fsdpctl.plan.transport import Transport
+from fsdpctl.plan.units import lay_out, unit_order
 from tests.distributed import distributed
-from tests.engine.models import make_net, next_token_loss, token_batches
+from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
 from tests.matrix import matrix
 
+MICRO_STEPS = {"one": (True,), "last": (False, False, True), "every": (True, True)}
 
-@matrix(strategy=list(STRATEGIES), tied=[False, True], prefetch=[(0, 0), (0, 1), (1, 1), (2, 1)])
+
+def planned_events(
+    model: ShardedModel,
+    net: OddNet,
+    prefetch: Prefetch,
+    owner_map: str,
+    sizes: Itemsizes,
+    row: Strategy | None = None,
+) -> tuple[list[Event], ...]:
+    """For one step of each kind of accumulation, what happens until the gradients are dropped."""
+    mesh = model.mesh
+    strategy = effective_strategy(row or model.strategy, mesh.shard.size)
+    units = divide_module(net, None)
+    order = unit_order(units)
+    layouts = lay_out(units, mesh.shard.size, owner_map)
+    nbytes = {n: sum(each.numel * sizes.param for each in of) for n, of in layouts.items()}
+    root, *others = nbytes
+    slots = slots_of(strategy, nbytes, root, others, prefetch.depth)
+    place = RankPlace(mesh.shard.rank, mesh.shard.size, mesh.num_replicas, Transport.GLOO)
+    combines = place.combines(strategy)
+    of_units = unit_bytes(layouts, slots, strategy, sizes, place)
+    limit = 1 if sizes.reduce > 2 else 2
+    return tuple(
+        Replay(of_units, combines=combines).play(
+            [
+                *step_events(
+                    order,
+                    strategy,
+                    prefetch,
+                    reduces=reduces,
+                    reductions=Reductions(limit, combines),
+                ),
+                *update_events(order, strategy),
+            ]
+        )
+        for reduces in MICRO_STEPS.values()
+    )
+
+
+def recorded_events(model: ShardedModel, rank: int) -> tuple[list[Event], ...]:
+    optimizer = ShardedAdamW(model, lr=1e-2)
+    batches = token_batches(1, model.collectives.size, micro_steps=3)[0][rank]
+    traces = []
+    for reduces in MICRO_STEPS.values():
+        with model.recorded_events() as trace:
+            for reduce, batch in zip(reduces, batches, strict=False):
+                if reduce:
+                    next_token_loss(model, batch).backward()
+                else:
+                    with model.no_sync():
+                        next_token_loss(model, batch).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        traces.append(trace)
+    return tuple(traces)
+
+
+PREFETCHES = [(0, 0), (0, 1), (1, 1), (2, 1)]
+
+
+@matrix(strategy=list(STRATEGIES), tied=[False, True], prefetch=PREFETCHES)
 @distributed(world_size=2)
-def test_events_of_a_step_equal_the_plan(
+def test_events_bytes_and_buffers_equal_the_plan(
     rank: int, world_size: int, strategy: str, prefetch: tuple[int, int], tied: bool
 ) -> None:
     depth = Prefetch(*prefetch)
-    model = shard_model(make_net(tied=tied), strategy, prefetch=depth)
-    batches = token_batches(1, world_size, micro_steps=2)[0][rank]
-    with model.recorded_events() as trace:
-        with model.no_sync():
-            next_token_loss(model, batches[0]).backward()
-        next_token_loss(model, batches[1]).backward()
-    planned = step_events(
-        model.unit_order,
-        STRATEGIES[strategy],
-        depth,
-        reduces=(False, True),
-        reductions_in_flight=reductions_in_flight({torch.float32: torch.float32}),
-    )
-    assert tuple(trace) == planned
+    net = make_net(tied=tied)
+    model = shard_model(net, strategy, prefetch=depth)
+    planned = planned_events(model, net, depth, "even", Itemsizes(4, 4, 4))
+    assert recorded_events(model, rank) == planned
+
+
+@matrix(bf16=[False, True], strategy=["hybrid_shard", "hybrid_shard_grad_op"], size=[1, 2, 4])
+@distributed(world_size=4)
+def test_events_of_copies_equal_the_plan(
+    rank: int, world_size: int, strategy: str, size: int, bf16: bool
+) -> None:
+    precision, sizes = Precision(), Itemsizes(4, 4, 4)
+    if bf16:
+        precision, sizes = Precision(torch.bfloat16, torch.bfloat16), Itemsizes(2, 2, 4)
+    net = make_net(tied=False)
+    model = shard_model(net, strategy, dp_shard_size=size, precision=precision)
+    # Where every rank has a copy of its own, no_shard runs.
+    row = get_strategy(strategy if size > 1 else "no_shard")
+    planned = planned_events(model, net, Prefetch(), "even", sizes, row)
+    assert recorded_events(model, rank) == planned
+
+
+@matrix(owner_map=["round_robin", "contiguous", "balanced"], world_size=[2, 3])
+@distributed()
+def test_events_of_owner_maps_equal_the_plan(rank: int, world_size: int, owner_map: str) -> None:
+    net = make_net(tied=True)
+    model = shard_model(net, "shard_optimizer", owner_map=owner_map)
+    planned = planned_events(model, net, Prefetch(), owner_map, Itemsizes(4, 4, 4))
+    assert recorded_events(model, rank) == planned
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_events_of_one_rank_equal_the_plan(strategy: str) -> None:
+    net = make_net(tied=True)
+    model = shard_model(net, strategy)
+    planned = planned_events(model, net, Prefetch(), "even", Itemsizes(4, 4, 4))
+    assert recorded_events(model, 0) == planned
+
+
+@matrix(tied=[False, True], strategy=list(STRATEGIES))
+@distributed(world_size=2)
+def test_counted_bytes_are_those_of_the_storages(
+    rank: int, world_size: int, strategy: str, tied: bool
+) -> None:
+    """After a backward with held gradients, after one with reduced ones, and after the step."""
+    model = shard_model(make_net(tied=tied), strategy)
+    optimizer = ShardedAdamW(model, lr=1e-2)
+    batch = token_batches(1, world_size)[0][rank][0]
+
+    def check() -> None:
+        gradients = [s.grad for s in model.flat_shards() if s.grad is not None]
+        reduced = sum(each.untyped_storage().nbytes() for each in gradients)
+        whole = [
+            buffer.held_gradients
+            for unit in model._runtime.units.values()
+            for buffer in unit.buffers
+            if buffer.held_gradients is not None
+        ]
+        held = sum(each.untyped_storage().nbytes() for each in whole)
+        ledger = model.ledger
+        assert ledger.held(Buffer.GRADS) == reduced
+        assert ledger.held(Buffer.WHOLE_GRADS) == held
+        assert ledger.held(Buffer.PARAMS) == model.gathered_nbytes()
+        assert ledger.nbytes == reduced + held + model.gathered_nbytes()
+
+    with model.no_sync():
+        next_token_loss(model, batch).backward()
+    check()
+    assert model.ledger.held(Buffer.WHOLE_GRADS)
+    next_token_loss(model, batch).backward()
+    check()
+    assert model.ledger.held(Buffer.GRADS)
+    optimizer.step()
+    optimizer.zero_grad()
+    check()
+    assert model.ledger.nbytes == model.gathered_nbytes()
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -46,18 +186,28 @@ def test_whole_parameters_alive_are_what_the_plan_says(
     blocks = [name for name in nbytes if name.startswith("blocks.")]
     block = max(nbytes[name] for name in blocks)
     two_blocks = 2 * block  # the resident slots, whether in use or not
-    seen: list[tuple[int, frozenset[str]]] = []
-    with model.recorded_events() as trace:
-        model.watch(lambda: seen.append((model.gathered_nbytes(), most_whole_units(trace)[-1])))
-        next_token_loss(model, token_batches(1, world_size)[0][rank][0]).backward()
-    assert len(seen) == len(trace)
-    oversize = {name for name in nbytes if name == "root" or not name.startswith("blocks.")}
+    oversize = {name for name in nbytes if not name.startswith("blocks.")}
     shared = {name for name in oversize if name != "root" and nbytes[name] <= 2 * block}
+    seen: list[tuple[int, frozenset[str]]] = []
+
+    def look() -> None:
+        if trace[-1].kind not in (EventKind.ALLOCATE, EventKind.FREE, EventKind.RELEASE):
+            seen.append((model.gathered_nbytes(), most_whole_units(trace)[-1]))
+
+    with model.recorded_events() as trace:
+        model.watch(look)
+        next_token_loss(model, token_batches(1, world_size)[0][rank][0]).backward()
+    assert len(seen) > len(nbytes)
     for taken, alive in seen:
         assert len([name for name in alive if name in blocks]) <= 2
         alone = sum(nbytes[name] for name in alive if name in oversize - shared)
         assert taken == two_blocks + alone
     assert model.gathered_nbytes() == two_blocks
+
+
+def test_bf16_reductions_may_be_two_at_a_time() -> None:
+    assert reductions_in_flight({torch.float32: torch.float32}) == 1
+    assert reductions_in_flight({torch.float32: torch.bfloat16}) == 2
 
 
 @distributed(world_size=2)

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdpctl.plan.schedule import EventKind, Prefetch, UnitOrder, most_whole_units, step_events
+from fsdpctl.plan.schedule import (
+    EventKind,
+    Prefetch,
+    Reductions,
+    UnitOrder,
+    most_whole_units,
+    step_events,
+)
 from fsdpctl.plan.slots import assign_slots
 from fsdpctl.plan.strategy import STRATEGIES
 
@@ -65,18 +72,36 @@ def test_a_unit_far_above_the_median_has_a_slot_of_its_own():
     ]
 
 
-def test_no_shard_only_reduces():
+def test_no_shard_only_holds_and_reduces():
     order = UnitOrder("root", ("a", "b"))
     events = step_events(order, STRATEGIES["no_shard"], Prefetch(), reduces=(False, True))
-    assert [event.unit for event in events] == ["b", "b", "a", "a", "root", "root"]
-    assert {event.kind for event in events} == {K.REDUCE, K.REDUCED}
+    assert [(event.kind, event.unit) for event in events] == [
+        *((K.HOLD, unit) for unit in ("b", "a", "root")),
+        *((kind, unit) for unit in ("b", "a", "root") for kind in (K.REDUCE, K.REDUCED)),
+    ]
+
+
+def test_a_second_collective_is_waited_for_when_the_next_one_starts():
+    order = UnitOrder("root", ("a", "b"), frozen=frozenset({"b"}))
+    reductions = Reductions(combines=True)
+    events = step_events(order, STRATEGIES["no_shard"], Prefetch(), reductions=reductions)
+    assert [(event.kind, event.unit) for event in events] == [
+        (K.REDUCE, "a"),
+        (K.REDUCED, "a"),
+        (K.COMBINE, "a"),
+        (K.REDUCE, "root"),
+        (K.REDUCED, "root"),
+        (K.COMBINED, "a"),
+        (K.COMBINE, "root"),
+        (K.COMBINED, "root"),
+    ]
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_reductions_in_flight_are_bounded(in_flight):
     order = UnitOrder("root", ("a", "b", "c"))
     events = step_events(
-        order, STRATEGIES["full_shard"], Prefetch(), reductions_in_flight=in_flight
+        order, STRATEGIES["full_shard"], Prefetch(), reductions=Reductions(in_flight)
     )
     change = {K.REDUCE: 1, K.REDUCED: -1}
     counts = itertools.accumulate(change.get(event.kind, 0) for event in events)

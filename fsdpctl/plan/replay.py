@@ -1,0 +1,154 @@
+"""Events with their bytes: what each collective sends, and which buffers come and go with it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fsdpctl.plan.layout import FlatLayout
+from fsdpctl.plan.schedule import Buffer, Event, EventKind
+from fsdpctl.plan.slots import SlotSpec
+from fsdpctl.plan.strategy import Strategy
+from fsdpctl.plan.transport import Transport, reduce_workspace
+
+K = EventKind
+
+
+@dataclass(frozen=True, slots=True)
+class Itemsizes:
+    """Bytes of one element."""
+
+    param: int  # gathered, and computed with
+    reduce: int  # gradients while they are added over ranks
+    master: int  # what the optimizer updates, its states, and reduced gradients
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Whose buffers are meant."""
+
+    rank: int  # among those that share a copy
+    size: int  # how many those are
+    num_replicas: int
+    transport: Transport
+
+    def combines(self, strategy: Strategy) -> bool:
+        """Whether a reduction is followed by a second collective."""
+        return self.num_replicas > 1 or (self.size > 1 and not strategy.shards_grads)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBytes:
+    """One trained flat buffer of a unit, in bytes."""
+
+    whole_grads: int
+    workspace: int
+    grads: int  # reduced, as this rank keeps them
+    in_place: bool  # the reduced gradient is the memory it was reduced in
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBytes:
+    """A unit, in bytes."""
+
+    params: int  # gathered
+    slot: int  # what it is gathered into
+    resident: bool  # the slot is there all the time
+    flats: tuple[FlatBytes, ...]
+
+
+def unit_bytes(
+    layouts: Mapping[str, Sequence[FlatLayout]],
+    slots: Iterable[SlotSpec],
+    strategy: Strategy,
+    sizes: Itemsizes,
+    place: RankPlace,
+) -> dict[str, UnitBytes]:
+    """Every unit as one rank sees it."""
+
+    def flat(layout: FlatLayout) -> FlatBytes:
+        kept = layout.parts[place.rank].numel if strategy.shards_grads else layout.numel
+        workspace = reduce_workspace(place.transport, layout.parts, place.rank)
+        return FlatBytes(
+            layout.numel * sizes.reduce,
+            workspace * sizes.reduce,
+            kept * sizes.master,
+            in_place=place.size == 1 and sizes.reduce == sizes.master,
+        )
+
+    return {
+        name: UnitBytes(
+            sum(layout.numel for layout in layouts[name]) * sizes.param,
+            slot.nbytes,
+            slot.resident or strategy.keeps_whole_params,
+            tuple(flat(each) for each in layouts[name] if each.params[0].trainable),
+        )
+        for slot in slots
+        for name in slot.units
+    }
+
+
+class Replay:
+    """Writes planned events down again with everything that has bytes."""
+
+    def __init__(self, units: Mapping[str, UnitBytes], *, combines: bool) -> None:
+        self.units = units
+        self.combines = combines
+        self.events: list[Event] = []
+        self._held: dict[tuple[Buffer, str, int], int] = {}
+
+    def play(self, events: Iterable[Event]) -> list[Event]:
+        """`events` with bytes, and what they allocate and free."""
+        for event in events:
+            self._play(event.kind, event.unit, self.units[event.unit])
+        return self.events
+
+    def _play(self, kind: EventKind, name: str, unit: UnitBytes) -> None:
+        indices = range(len(unit.flats))
+        if kind is K.GATHER and not unit.resident:
+            self._allocate(Buffer.PARAMS, name, 0, unit.slot)
+        if kind in (K.HOLD, K.REDUCE):
+            for index in indices:
+                self._start(name, index, unit.flats[index], reduces=kind is K.REDUCE)
+        if kind is K.REDUCED:
+            for index in indices:
+                self._finish(name, index, unit.flats[index])
+        if kind is K.COMBINED or (kind is K.REDUCED and not self.combines):
+            for index in indices:
+                self._settle(name, index, unit.flats[index])
+        self.events.append(Event(kind, name, self._sent(kind, unit)))
+        if kind is K.RELEASE and not unit.resident:
+            self._free(Buffer.PARAMS, name, 0)
+
+    def _start(self, name: str, index: int, flat: FlatBytes, *, reduces: bool) -> None:
+        if (Buffer.WHOLE_GRADS, name, index) not in self._held:
+            self._allocate(Buffer.WHOLE_GRADS, name, index, flat.whole_grads)
+        if reduces and flat.workspace:
+            self._allocate(Buffer.WORKSPACE, name, index, flat.workspace)
+
+    def _finish(self, name: str, index: int, flat: FlatBytes) -> None:
+        if flat.workspace or flat.in_place:
+            self._free(Buffer.WHOLE_GRADS, name, index)
+        self._allocate(Buffer.SUM, name, index, flat.grads)
+        if flat.workspace:
+            self._free(Buffer.WORKSPACE, name, index)
+        elif not flat.in_place:
+            self._free(Buffer.WHOLE_GRADS, name, index)
+
+    def _settle(self, name: str, index: int, flat: FlatBytes) -> None:
+        self._free(Buffer.SUM, name, index)
+        if (Buffer.GRADS, name, index) not in self._held:
+            self._allocate(Buffer.GRADS, name, index, flat.grads)
+
+    def _sent(self, kind: EventKind, unit: UnitBytes) -> int:
+        if kind in (K.GATHER, K.SYNC):
+            return unit.params
+        if kind is K.REDUCE:
+            return sum(flat.whole_grads for flat in unit.flats)
+        return sum(flat.grads for flat in unit.flats) if kind is K.COMBINE else 0
+
+    def _allocate(self, buffer: Buffer, name: str, index: int, nbytes: int) -> None:
+        self._held[buffer, name, index] = nbytes
+        self.events.append(Event(K.ALLOCATE, name, nbytes, buffer))
+
+    def _free(self, buffer: Buffer, name: str, index: int) -> None:
+        nbytes = self._held.pop((buffer, name, index))
+        self.events.append(Event(K.FREE, name, nbytes, buffer))
