@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from fsdpctl.cli import console
 from fsdpctl.cli.checkpoint import consolidate_checkpoint, inspect_checkpoint, verify_checkpoint
 from fsdpctl.cli.data import tokenize
+from fsdpctl.cli.estimate import estimate_memory
 from fsdpctl.cli.listing import list_choices
 from fsdpctl.cli.sample import sample
 from fsdpctl.cli.train import train
@@ -37,6 +38,7 @@ app = typer.Typer(
 _SETTINGS = {"ignore_unknown_options": True}  # a word with dashes is answered by the configuration
 _COMMANDS: tuple[tuple[str, Callable[..., None], bool], ...] = (
     ("train", train, True),
+    ("estimate-memory", estimate_memory, True),
     ("sample", sample, False),
     ("consolidate-checkpoint", consolidate_checkpoint, False),
     ("inspect-checkpoint", inspect_checkpoint, False),

@@ -1,10 +1,14 @@
 """What commands print with."""
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
 from fsdpctl.train.console import PatientConsole
+
+_WIDEST = 400  # columns
 
 out = PatientConsole(highlight=False, soft_wrap=True)
 err = PatientConsole(highlight=False, soft_wrap=True, stderr=True)
@@ -18,6 +22,13 @@ def say(line: str = "") -> None:
 def fail(message: str) -> None:
     """Print what went wrong, in one line, to standard error."""
     err.print(Text("fsdpctl: ", style="bold red") + Text(" ".join(message.split())))
+
+
+def show_table(table: Table) -> None:
+    """Print a table to standard output at its full width: cut names are of no use."""
+    wide = PatientConsole(highlight=False, width=_WIDEST)
+    wide.width = max(out.width, Measurement.get(wide, wide.options, table).maximum)
+    wide.print(table)
 
 
 def show_panel(title: str, lines: list[str]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsdpctl.cli.console import fail, say, show_panel
+from fsdpctl.cli.words import ConfigDir, Recipe, Words, composed_from
 
 if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
@@ -17,22 +18,6 @@ _WORKER = "fsdpctl.train.worker"
 _SAVED = 75
 _SAID = (2, 4, 76)  # the message says it all
 _LAST_LINES = 12
-
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        show_default=False,
-        help="Settings, as in `model=llama3_1b strategy=full_shard optimizer.lr=1e-3`. "
-        "`fsdpctl list` shows them all.",
-    ),
-]
-Recipe = Annotated[
-    str | None, typer.Option(metavar="NAME|PATH", help="Start from a recipe's settings.")
-]
-ConfigDir = Annotated[
-    Path | None, typer.Option(help="A directory with further choices, a folder per group.")
-]
 
 
 def train(
@@ -55,20 +40,16 @@ def train(
     ] = False,
 ) -> None:
     """Train a model. The same command again resumes where the last one ended."""
-    from fsdpctl.config.compose import compose_config, config_to_yaml
-
-    typed = list(words or [])
-    composed = compose_config(typed, recipe, config_dir)
+    composed = composed_from(words, recipe, config_dir, quiet=print_config)
     if print_config:
+        from fsdpctl.config.compose import config_to_yaml
+
         say(config_to_yaml(composed.config).rstrip())
-        return
-    for name in composed.dropped:
-        say(f"recipe's {name} left out: {name.split('.')[0]} was chosen on the command line")
-    if dry_run:
+    elif dry_run:
         _dry_run(composed, resume)
     else:
         options = [f"--recipe {recipe}"] if recipe else []
-        _run(composed, [*options, *typed], resume)
+        _run(composed, [*options, *(words or [])], resume)
 
 
 def _dry_run(composed: "Composed", resume: str) -> None:

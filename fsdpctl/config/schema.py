@@ -142,6 +142,26 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """Hardware that estimates assume; nothing runs there."""
+
+    name: str = "here"
+    memory: float | None = key(
+        None, "GiB that a rank may use, as torch reports a device's", minimum=0.001, auto=True
+    )
+    ranks_per_node: int | None = key(
+        None, "what launch.nproc_per_node=auto becomes in estimates", minimum=1, auto=True
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationCheckpointingConfig:
+    """Which activations are computed again in backward instead of kept."""
+
+    name: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
 class TrainConfig:
     """The run itself."""
 
@@ -166,6 +186,7 @@ class TrainConfig:
     log_every: int = key(50, "steps between plain progress lines", minimum=1)
     sample_tokens: int = key(200, "tokens generated at the end; 0: none", minimum=0)
     on_nonfinite: str = key("stop", "at a non-finite loss or gradient", choices=("stop", "skip"))
+    compile: bool = key(False, "torch.compile each block")
     deterministic: bool = key(False, "CUDA: only kernels that repeat their results")
 
 
@@ -187,9 +208,13 @@ class Config:
     prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    activation_checkpointing: ActivationCheckpointingConfig = field(
+        default_factory=ActivationCheckpointingConfig
+    )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LrSchedulerConfig = field(default_factory=LrSchedulerConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
@@ -201,9 +226,11 @@ SECTIONS: dict[str, type] = {
     "prefetch": PrefetchConfig,
     "accumulation": AccumulationConfig,
     "precision": PrecisionConfig,
+    "activation_checkpointing": ActivationCheckpointingConfig,
     "optimizer": OptimizerConfig,
     "lr_scheduler": LrSchedulerConfig,
     "launch": LaunchConfig,
+    "cluster": ClusterConfig,
     "train": TrainConfig,
     "checkpoint": CheckpointConfig,
 }

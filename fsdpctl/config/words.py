@@ -4,6 +4,8 @@ from fsdpctl.errors import nearest
 
 # Words of torchtitan, axolotl, accelerate, transformers, litgpt, torchtune, DeepSpeed -> ours.
 _OURS = {
+    "ac_mode": "activation_checkpointing",
+    "activation_checkpoint": "activation_checkpointing",
     "adam_beta1": "optimizer.beta1",
     "adam_beta2": "optimizer.beta2",
     "adam_epsilon": "optimizer.eps",
@@ -13,6 +15,7 @@ _OURS = {
     "bf16": "precision=bf16",
     "checkpoint_interval": "checkpoint.every",
     "clip_grad_norm": "optimizer.max_grad_norm",
+    "compile": "train.compile",
     "context_length": "train.seq_len",
     "cpu": "launch.device=cpu",
     "data_path": "data.path",
@@ -29,14 +32,18 @@ _OURS = {
     "fsdp_sharding_strategy": "strategy",
     "fsdp_backward_prefetch": "prefetch",
     "fsdp_forward_prefetch": "prefetch",
+    "enable_activation_checkpointing": "activation_checkpointing=full",
+    "enable_ac": "activation_checkpointing=full",
     "grad_accum_steps": "accumulation.steps",
     "grad_clip": "optimizer.max_grad_norm",
+    "gradient_checkpointing": "activation_checkpointing=full",
     "gradient_accumulation_iters": "accumulation.steps",
     "gradient_accumulation_steps": "accumulation.steps",
     "gradient_clip_val": "optimizer.max_grad_norm",
     "hsdp": "strategy=hybrid_shard",
     "learning_rate": "optimizer.lr",
     "local_batch_size": "train.micro_batch_size",
+    "gpu": "cluster",
     "log_freq": "train.log_every",
     "logging_steps": "train.log_every",
     "lr": "optimizer.lr",
@@ -70,6 +77,7 @@ _OURS = {
     "reshard_after_forward": "strategy=full_shard or strategy=shard_grad_op",
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep_last",
+    "selective_ac": "activation_checkpointing=selective",
     "scheduler": "lr_scheduler",
     "seed": "train.seed",
     "seq_len": "train.seq_len",
@@ -77,6 +85,7 @@ _OURS = {
     "sequence_length": "train.seq_len",
     "sharding_strategy": "strategy",
     "steps": "train.steps",
+    "torch_compile": "train.compile",
     "tokenizer_path": "data.tokenizer",
     "training_steps": "train.steps",
     "val_interval": "train.eval_every",
@@ -109,10 +118,6 @@ _NOT_OFFERED = {
 }
 
 _LATER = {
-    "activation_checkpointing": "activation checkpointing",
-    "gradient_checkpointing": "activation checkpointing",
-    "compile": "torch.compile",
-    "torch_compile": "torch.compile",
     "wandb": "logging to W&B",
     "tensorboard": "logging to TensorBoard",
 }

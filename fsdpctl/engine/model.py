@@ -177,6 +177,13 @@ class ShardedModel(nn.Module):
         """Bytes that all master weights take where they are not sharded, padding included."""
         return sum(s.layout.numel * s.master.itemsize for s in self.flat_shards())
 
+    def peak_memory_bytes(self) -> int:
+        """The most bytes so far of masters, gradients, gathered units and reduce buffers."""
+        slots = {unit.slot.address for unit in self._runtime.units.values()}
+        masters = [shard.master for shard in self.flat_shards()]
+        apart = [m.nbytes for m in masters if m.untyped_storage().data_ptr() not in slots]
+        return self.ledger.peak_nbytes + sum(apart)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Take whole tensors under the module's names; each rank keeps its parts. Always strict."""
         access.load_full_state(self.module, self._runtime, state_dict)

@@ -16,7 +16,14 @@ from fsdpctl.engine.ledger import Ledger
 from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.unit import ShardedUnit, State, UnitBuffer
 from fsdpctl.errors import EngineError
-from fsdpctl.plan.schedule import Buffer, EventKind, Prefetch, UnitOrder, following
+from fsdpctl.plan.schedule import (
+    Buffer,
+    EventKind,
+    Prefetch,
+    UnitOrder,
+    following,
+    reductions_in_flight,
+)
 from fsdpctl.plan.strategy import Strategy
 
 _NO_TASK = -1
@@ -68,7 +75,7 @@ class Runtime:
             mesh,
             reduce_dtypes,
             self.ledger,
-            limit=reductions_in_flight(reduce_dtypes),
+            limit=reductions_in_flight(dtype.itemsize for dtype in reduce_dtypes.values()),
         )
         self.num_backwards = 0  # that have ended
         self._backward = _NO_TASK  # the outermost one that is running, or did not end
@@ -270,8 +277,3 @@ class Runtime:
                     self.ledger.note(EventKind.SYNC, unit.name, unit.nbytes)
         for handle in handles:
             handle.wait()
-
-
-def reductions_in_flight(reduce_dtypes: dict[torch.dtype, torch.dtype]) -> int:
-    """How many reduce buffers may live at once: two of two bytes cost what one of four does."""
-    return 1 if any(dtype.itemsize > 2 for dtype in reduce_dtypes.values()) else 2

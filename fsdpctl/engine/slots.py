@@ -32,6 +32,11 @@ class Slot:
         """Bytes that it takes now."""
         return self._bytes.untyped_storage().nbytes()
 
+    @property
+    def address(self) -> int:
+        """Where its memory begins; 0 while it has none."""
+        return self._bytes.untyped_storage().data_ptr()
+
     def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D window of `numel` elements; readable while the slot is taken."""
         window = torch.empty(0, dtype=dtype, device=self._bytes.device)

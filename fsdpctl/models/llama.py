@@ -94,7 +94,9 @@ class Block(nn.Module):
 class _Backbone(nn.Module):
     def __init__(self, config: ModelConfig, head_dim: int, vocab_size: int) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(vocab_size, config.hidden_size)
+        # Built from values: drawing some would import half of torch, on the meta device too.
+        rows = torch.empty(vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(rows, freeze=False)
         self.layers = nn.ModuleList(Block(config, head_dim) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

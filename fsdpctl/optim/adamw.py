@@ -10,10 +10,8 @@ from torch import Tensor, nn
 
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.plan.layout import ParamSpec, Span
-from fsdpctl.plan.runs import optimizer_runs
+from fsdpctl.plan.runs import decay_group, optimizer_runs
 from fsdpctl.shards import FlatShard, Sharded, trainable_shards
-
-DECAY, NO_DECAY = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +179,7 @@ def _group_numbers(
             raise UsageError(f"param_groups: no trainable parameter {name}{nearest(name, known)}")
 
     def group_of(param: ParamSpec) -> int:
-        return chosen.get(param.name, DECAY if len(param.shape) > 1 else NO_DECAY)
+        return chosen.get(param.name, decay_group(param))
 
     return group_of
 

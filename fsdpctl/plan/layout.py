@@ -123,6 +123,11 @@ class FlatLayout:
         return tuple(placement.param for placement in self.placements)
 
     @property
+    def is_even(self) -> bool:
+        """Whether every rank owns as much."""
+        return are_even(self.parts)
+
+    @property
     def padding(self) -> tuple[Span, ...]:
         """The elements that belong to no parameter; they are always zero."""
         gaps, end = [], 0

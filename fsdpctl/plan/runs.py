@@ -5,6 +5,13 @@ from dataclasses import dataclass
 
 from fsdpctl.plan.layout import FlatLayout, ParamSpec, Span
 
+DECAY, NO_DECAY = 0, 1
+
+
+def decay_group(param: ParamSpec) -> int:
+    """The group of a parameter that is named in none: only matrices decay."""
+    return DECAY if len(param.shape) > 1 else NO_DECAY
+
 
 @dataclass(frozen=True, slots=True)
 class Run:

@@ -6,7 +6,7 @@ unit's gradients and `reduced` is when this rank has its part of the sum. Where 
 is wanted, `combine` starts a second collective: over the copies, or to put the parts together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -106,6 +106,11 @@ class Reductions:
 
     in_flight: int = 1  # how many may run before one is waited for
     combines: bool = False  # whether each is followed by a second collective
+
+
+def reductions_in_flight(itemsizes: Iterable[int]) -> int:
+    """How many reduce buffers may live at once: two of two bytes cost what one of four does."""
+    return 1 if any(itemsize > 2 for itemsize in itemsizes) else 2
 
 
 class _Simulation:

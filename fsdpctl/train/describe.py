@@ -3,34 +3,13 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from fsdpctl.engine.build import divide_module
-from fsdpctl.memory.states import StateBytes, state_bytes
-from fsdpctl.plan.layout import FlatLayout
-from fsdpctl.plan.strategy import (
-    Strategy,
-    effective_strategy,
-    get_strategy,
-    ranks_per_copy,
-)
-from fsdpctl.plan.units import UnitSpec, lay_out
+from fsdpctl.plan.strategy import get_strategy
+from fsdpctl.train.footprint import divide, estimate_run
 from fsdpctl.train.progress import format_bytes
 from fsdpctl.train.resolve import ResolvedRun
 from fsdpctl.train.run_dir import Standing, Start
 
 _SHOWN_RANKS = 8
-
-
-def _division(
-    run: ResolvedRun,
-) -> tuple[tuple[UnitSpec, ...], Strategy, dict[str, tuple[FlatLayout, ...]]]:
-    """The units, the strategy that really runs, and each unit's layouts."""
-    row = get_strategy(run.config.strategy.name)
-    size = ranks_per_copy(row, run.batches.world_size, run.config.strategy.dp_shard_size)
-    strategy = effective_strategy(row, size)
-    units = divide_module(run.module, None)
-    parts = size if size > 1 else run.batches.world_size
-    owner_map = run.config.strategy.owner_map if strategy.has_owner_map else "even"
-    return units, strategy, lay_out(units, parts, owner_map)
 
 
 def _count(number: float) -> str:
@@ -128,25 +107,14 @@ def _length(run: ResolvedRun) -> str:
     )
 
 
-def run_state_bytes(run: ResolvedRun) -> StateBytes:
-    """The model states of each rank."""
-    config = run.config
-    _, strategy, layouts = _division(run)
-    return state_bytes(
-        layouts,
-        strategy,
-        param_dtype=str(config.precision.param_dtype),
-        master_dtype=str(config.precision.master_dtype),
-        prefetch_depth=max(config.prefetch.forward, config.prefetch.backward),
-    )
-
-
 def _memory(run: ResolvedRun) -> str:
-    held = run_state_bytes(run)
+    peak = estimate_run(run.config, run.module, run.batches.num_micro_batches)
+    held = peak.breakdown
     return (
-        f"{format_bytes(held.total)} a rank: masters {format_bytes(held.masters)}, gradients "
-        f"{format_bytes(held.gradients)}, optimizer {format_bytes(held.optimizer)}, gathered "
-        f"{format_bytes(held.gathered)}; activations not counted"
+        f"{format_bytes(held.total)} a rank: parameters {format_bytes(held.parameters)}, gradients "
+        f"{format_bytes(held.gradients)}, optimizer states {format_bytes(held.optimizer_states)}, "
+        f"gathered units {format_bytes(held.gathered_units)}, reduce buffers "
+        f"{format_bytes(held.reduce_buffers)}; activations not counted"
     )
 
 
@@ -161,7 +129,8 @@ def _run(start: Start) -> str:
 
 def describe_units(run: ResolvedRun) -> Iterator[str]:
     """Units and their layout over the ranks, a line each; then each rank's share."""
-    units, strategy, layouts = _division(run)
+    division = divide(run.config, run.module).division
+    units, layouts = division.units, division.layouts
     width = max(len(unit.name) for unit in units) + 2
     yield f"{'unit':<{width}}{'kind':<11}{'parameters':>14}{'padding':>10}  elements of each rank"
     totals: Counter[int] = Counter()

@@ -7,17 +7,16 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from fsdpctl.config.compose import Composed, config_words
-from fsdpctl.config.schema import Config, OptimizerConfig, PrecisionConfig, StrategyConfig
+from fsdpctl.config.schema import Config, OptimizerConfig
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.source import DataSet, load_data
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.batch import BatchPlan, plan_batches
-from fsdpctl.plan.strategy import get_strategy, ranks_per_copy
+from fsdpctl.train.machine import placed_here, resolved_strategy, world_size
 
 # What decides the losses; the rest may change from one start of a run to the next.
 _DECIDES = ("model", "data", "optimizer", "lr_scheduler", "precision")
@@ -47,16 +46,15 @@ def resolve(composed: Composed) -> ResolvedRun:
     Raises:
         UsageError: it cannot work; the message names the key.
     """
-    config = _with_ranks(composed.config)
-    config = replace(config, precision=_precision(config), strategy=_strategy(config))
+    config = placed_here(composed.config)
+    config = replace(config, strategy=resolved_strategy(config, config.strategy))
     data = load_data(config.data)
     config = _with_data(config, data)
     module = build_model(config.model)
     config = replace(config, optimizer=_with_lr(config.optimizer, module))
-    assert config.launch.nproc_per_node is not None
     batches = plan_batches(
         config.train.global_batch_size,
-        config.launch.nproc_per_node,
+        world_size(config),
         micro_batch_size=config.train.micro_batch_size,
         num_micro_batches=config.accumulation.steps,
     )
@@ -76,47 +74,6 @@ def resolve(composed: Composed) -> ResolvedRun:
     before = config_words(composed.config)
     automatic = frozenset(name for name, text in before.items() if text == "auto")
     return ResolvedRun(config, automatic, data, module, batches, steps)
-
-
-def _with_ranks(config: Config) -> Config:
-    launch = config.launch
-    if launch.nnodes != 1:
-        raise UsageError(f"launch.nnodes={launch.nnodes}: this version trains on one machine only")
-    has_cuda = torch.cuda.is_available()
-    if launch.device == "cuda" and not has_cuda:
-        raise UsageError("launch.device=cuda: torch finds no CUDA device here; use cpu or auto")
-    device = launch.device or ("cuda" if has_cuda else "cpu")
-    available = torch.cuda.device_count() if device == "cuda" else None
-    ranks = launch.nproc_per_node or available or 2
-    if available is not None and ranks > available:
-        raise UsageError(
-            f"launch.nproc_per_node={ranks}: there are {available} CUDA devices, one for each rank"
-        )
-    return replace(config, launch=replace(launch, device=device, nproc_per_node=ranks))
-
-
-def _precision(config: Config) -> PrecisionConfig:
-    given = config.precision
-    bf16 = config.launch.device == "cuda" and torch.cuda.is_bf16_supported()
-    return replace(
-        given,
-        param_dtype=given.param_dtype or ("bfloat16" if bf16 else "float32"),
-        reduce_dtype=given.reduce_dtype or "float32",
-        master_dtype=given.master_dtype or "float32",
-    )
-
-
-def _strategy(config: Config) -> StrategyConfig:
-    given, ranks = config.strategy, config.launch.nproc_per_node
-    assert ranks is not None
-    row = get_strategy(given.name)
-    size = ranks_per_copy(row, ranks, given.dp_shard_size)
-    if given.owner_map != "even" and not row.has_owner_map:
-        raise UsageError(
-            f"strategy.owner_map={given.owner_map}: only shard_optimizer has one, and "
-            f"strategy={row.name} is another"
-        )
-    return replace(given, dp_shard_size=size if row.replicates else None)
 
 
 def _with_data(config: Config, data: DataSet) -> Config:

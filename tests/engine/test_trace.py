@@ -6,7 +6,6 @@ import torch
 from fsdpctl.engine.build import divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
-from fsdpctl.engine.runtime import reductions_in_flight
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.replay import Itemsizes, RankPlace, Replay, unit_bytes
@@ -17,6 +16,7 @@ from fsdpctl.plan.schedule import (
     Prefetch,
     Reductions,
     most_whole_units,
+    reductions_in_flight,
     step_events,
     update_events,
 )
@@ -51,7 +51,7 @@ def planned_events(
     place = RankPlace(mesh.shard.rank, mesh.shard.size, mesh.num_replicas, Transport.GLOO)
     combines = place.combines(strategy)
     of_units = unit_bytes(layouts, slots, strategy, sizes, place)
-    limit = 1 if sizes.reduce > 2 else 2
+    limit = reductions_in_flight([sizes.reduce])
     return tuple(
         Replay(of_units, combines=combines).play(
             [
@@ -206,8 +206,8 @@ def test_whole_parameters_alive_are_what_the_plan_says(
 
 
 def test_bf16_reductions_may_be_two_at_a_time() -> None:
-    assert reductions_in_flight({torch.float32: torch.float32}) == 1
-    assert reductions_in_flight({torch.float32: torch.bfloat16}) == 2
+    assert reductions_in_flight([4]) == 1
+    assert reductions_in_flight([2]) == 2
 
 
 @distributed(world_size=2)

@@ -1,0 +1,183 @@
+"""What a rank holds of the model and of what the engine needs to train it: exact, from the plan.
+
+Counted are master weights, gradients, optimizer states, gathered parameters and the buffers in
+which gradients are reduced, replayed event by event through a step. Not counted are activations,
+nor gradients that autograd has made and the engine has not collected yet.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+
+from fsdpctl.plan.layout import FlatLayout, Span
+from fsdpctl.plan.replay import Itemsizes, RankPlace, Replay, unit_bytes
+from fsdpctl.plan.runs import decay_group, optimizer_runs
+from fsdpctl.plan.schedule import (
+    Buffer,
+    Event,
+    EventKind,
+    Prefetch,
+    Reductions,
+    UnitOrder,
+    reductions_in_flight,
+    step_events,
+)
+from fsdpctl.plan.slots import slots_of
+from fsdpctl.plan.strategy import Strategy
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_MOMENTS = 2  # of AdamW, in the masters' dtype
+_STEP_BYTES = 4  # a float32 counter for each tensor that the optimizer sees
+_SEARCHED_RANKS = 64  # up to here all are looked at, above those that own most
+_CATEGORY = {
+    Buffer.PARAMS: "gathered_units",
+    Buffer.GRADS: "gradients",
+    Buffer.WHOLE_GRADS: "reduce_buffers",
+    Buffer.WORKSPACE: "reduce_buffers",
+    Buffer.SUM: "reduce_buffers",
+}
+
+_DOING = {
+    Buffer.PARAMS: "gathering",
+    Buffer.GRADS: "keeping the gradients of",
+    Buffer.WHOLE_GRADS: "collecting the gradients of",
+    Buffer.WORKSPACE: "reducing",
+    Buffer.SUM: "reducing",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Bytes of one rank at one moment, padding included."""
+
+    parameters: int  # masters, at rest
+    gradients: int  # reduced
+    optimizer_states: int
+    gathered_units: int  # slots of parameters that compute; masters that lie in them not again
+    reduce_buffers: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.to_dict().values())
+
+    def to_dict(self) -> dict[str, int]:
+        """By category."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the fullest rank holds."""
+
+    rank: int  # among those that share a copy
+    breakdown: Breakdown  # at the moment of a step when it is most
+    when: str  # that is
+    largest: Breakdown  # each category at its own most; these moments may differ
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes at that moment."""
+        return self.breakdown.total
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """Everything about a run that decides what the engine holds."""
+
+    order: UnitOrder
+    layouts: Mapping[str, Sequence[FlatLayout]]  # of every unit, root first
+    strategy: Strategy  # the one that runs
+    sizes: Itemsizes
+    prefetch: Prefetch
+    reduces: tuple[bool, ...]  # per micro-step, whether its backward reduces
+
+
+def estimate(plan: TrainingPlan, place: RankPlace) -> Estimate:
+    """The peak of the rank that needs most; `place.rank` is not looked at."""
+    candidates = _fullest_ranks(plan.layouts)
+    places = [
+        RankPlace(rank, place.size, place.num_replicas, place.transport) for rank in candidates
+    ]
+    return max((_estimate_rank(plan, each) for each in places), key=lambda each: each.peak_bytes)
+
+
+def _fullest_ranks(layouts: Mapping[str, Sequence[FlatLayout]]) -> list[int]:
+    """The ranks among which the one that needs most is found."""
+    flats = [layout for of_unit in layouts.values() for layout in of_unit]
+    ranks = range(len(flats[0].parts))
+    if len(ranks) <= _SEARCHED_RANKS:
+        return list(ranks)
+    if all(layout.is_even for layout in flats):
+        # They differ only by the counter of one more tensor, where two parameter groups meet.
+        return sorted({0, *(rank for layout in flats for rank in _meeting_ranks(layout))})
+    owned = [sum(layout.parts[rank].numel for layout in flats) for rank in ranks]
+    return sorted(ranks, key=lambda rank: -owned[rank])[:_SEARCHED_RANKS]
+
+
+def _meeting_ranks(layout: FlatLayout) -> Iterator[int]:
+    """The ranks whose part of an evenly cut buffer has parameters of two groups."""
+    size = layout.parts[0].numel
+    for before, after in pairwise(layout.placements):
+        if decay_group(before.param) != decay_group(after.param):
+            yield after.span.start // size
+
+
+def _estimate_rank(plan: TrainingPlan, place: RankPlace) -> Estimate:
+    nbytes = {
+        name: sum(layout.numel for layout in of_unit) * plan.sizes.param
+        for name, of_unit in plan.layouts.items()
+    }
+    root, *others = nbytes
+    slots = slots_of(plan.strategy, nbytes, root, others, plan.prefetch.depth)
+    units = unit_bytes(plan.layouts, slots, plan.strategy, plan.sizes, place)
+    combines = place.combines(plan.strategy)
+    events = step_events(
+        plan.order,
+        plan.strategy,
+        plan.prefetch,
+        reduces=plan.reduces,
+        reductions=Reductions(reductions_in_flight([plan.sizes.reduce]), combines),
+    )
+    masters, states = _states(plan, place.rank)
+    always = sum(slot.nbytes for slot in slots if units[slot.units[0]].resident)
+    held = {"gathered_units": always, "gradients": 0, "reduce_buffers": 0}
+    if plan.strategy.keeps_whole_params and plan.sizes.param == plan.sizes.master:
+        held["gathered_units"] -= masters  # which are windows into the parameters
+    peak, when, largest = _peak(Replay(units, combines=combines).play(events), held)
+    at_peak = Breakdown(parameters=masters, optimizer_states=states, **peak)
+    by_itself = Breakdown(parameters=masters, optimizer_states=states, **largest)
+    return Estimate(place.rank, at_peak, when, by_itself)
+
+
+def _states(plan: TrainingPlan, rank: int) -> tuple[int, int]:
+    """Bytes of the masters and of the optimizer's states."""
+    masters = states = 0
+    for layout in (layout for of_unit in plan.layouts.values() for layout in of_unit):
+        whole = Span(0, layout.numel)
+        held = layout.parts[rank] if plan.strategy.shards_optimizer else whole
+        masters += held.numel * plan.sizes.master
+        if layout.params[0].trainable:
+            runs = optimizer_runs(layout, held, decay_group)
+            numel = sum(run.span.numel for run in runs)
+            states += numel * _MOMENTS * plan.sizes.master + len(runs) * _STEP_BYTES
+    return masters, states
+
+
+def _peak(
+    events: Iterable[Event], held: dict[str, int]
+) -> tuple[dict[str, int], str, dict[str, int]]:
+    """By category: what is held when it is most, when that is, and the most of each category."""
+    most = sum(held.values())
+    at_peak, largest, when = dict(held), dict(held), "between steps"
+    for event in events:
+        if event.buffer is None:
+            continue
+        category = _CATEGORY[event.buffer]
+        held[category] += event.nbytes if event.kind is EventKind.ALLOCATE else -event.nbytes
+        largest[category] = max(largest[category], held[category])
+        total = sum(held.values())
+        if total > most:
+            most, at_peak = total, dict(held)
+            when = f"{_DOING[event.buffer]} {event.unit}"
+    return at_peak, when, largest

@@ -1,0 +1,100 @@
+"""What a run is placed on: this machine, or for estimates the machine that a cluster describes."""
+
+from dataclasses import replace
+
+import psutil
+import torch
+
+from fsdpctl.config.schema import Config, PrecisionConfig, StrategyConfig
+from fsdpctl.errors import UsageError
+from fsdpctl.plan.strategy import get_strategy, ranks_per_copy
+
+HERE = "here"
+_GIB = 1 << 30
+_CPU_RANKS = 2
+
+
+def placed_here(config: Config) -> Config:
+    """Device and ranks filled in for this machine.
+
+    Raises:
+        UsageError: it cannot run so here.
+    """
+    launch = config.launch
+    if launch.nnodes != 1:
+        raise UsageError(f"launch.nnodes={launch.nnodes}: this version trains on one machine only")
+    has_cuda = torch.cuda.is_available()
+    if launch.device == "cuda" and not has_cuda:
+        raise UsageError("launch.device=cuda: torch finds no CUDA device here; use cpu or auto")
+    device = launch.device or ("cuda" if has_cuda else "cpu")
+    available = torch.cuda.device_count() if device == "cuda" else None
+    ranks = launch.nproc_per_node or available or _CPU_RANKS
+    if available is not None and ranks > available:
+        raise UsageError(
+            f"launch.nproc_per_node={ranks}: there are {available} CUDA devices, one for each rank"
+        )
+    return _with_precision(
+        replace(config, launch=replace(launch, device=device, nproc_per_node=ranks))
+    )
+
+
+def placed_on_cluster(config: Config) -> Config:
+    """Device, ranks and memory filled in for `cluster`, which need not exist."""
+    launch, cluster = config.launch, config.cluster
+    here = cluster.name == HERE and cluster.memory is None
+    has_cuda = torch.cuda.is_available() if here else True
+    device = launch.device or ("cuda" if has_cuda else "cpu")
+    found = torch.cuda.device_count() if here and device == "cuda" else None
+    ranks = launch.nproc_per_node or cluster.ranks_per_node or found or _CPU_RANKS
+    memory = cluster.memory or _memory_here(device, ranks) / _GIB
+    placed = replace(
+        config,
+        launch=replace(launch, device=device, nproc_per_node=ranks),
+        cluster=replace(cluster, memory=memory, ranks_per_node=ranks),
+    )
+    return _with_precision(placed)
+
+
+def world_size(config: Config) -> int:
+    """Ranks of a configuration that is placed."""
+    assert config.launch.nproc_per_node is not None
+    return config.launch.nproc_per_node * config.launch.nnodes
+
+
+def _memory_here(device: str, ranks: int) -> float:
+    """Bytes that a rank may use."""
+    if device == "cuda" and torch.cuda.is_available():
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    return float(psutil.virtual_memory().total) / ranks
+
+
+def _with_precision(config: Config) -> Config:
+    given = config.precision
+    on_cuda = config.launch.device == "cuda"
+    bf16 = on_cuda and (not torch.cuda.is_available() or torch.cuda.is_bf16_supported())
+    precision = PrecisionConfig(
+        given.name,
+        given.param_dtype or ("bfloat16" if bf16 else "float32"),
+        given.reduce_dtype or "float32",
+        given.master_dtype or "float32",
+    )
+    return replace(config, precision=precision)
+
+
+def resolved_strategy(config: Config, given: StrategyConfig) -> StrategyConfig:
+    """`given` with its sizes filled in for a configuration that is placed.
+
+    Raises:
+        UsageError: it does not fit the number of ranks.
+    """
+    row, ranks = get_strategy(given.name), world_size(config)
+    if given.owner_map != "even" and not row.has_owner_map:
+        raise UsageError(
+            f"strategy.owner_map={given.owner_map}: only shard_optimizer has one, and "
+            f"strategy={row.name} is another"
+        )
+    asked = given.dp_shard_size
+    if row.replicates and asked is None:
+        asked = config.launch.nproc_per_node
+    size = ranks_per_copy(row, ranks, asked)
+    return replace(given, dp_shard_size=size if row.replicates else None)
