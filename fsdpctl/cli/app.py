@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from fsdpctl.cli import console
 from fsdpctl.cli.checkpoint import consolidate_checkpoint, inspect_checkpoint, verify_checkpoint
+from fsdpctl.cli.compare import compare
 from fsdpctl.cli.data import tokenize
 from fsdpctl.cli.estimate import estimate_memory
 from fsdpctl.cli.listing import list_choices
@@ -39,6 +40,7 @@ _SETTINGS = {"ignore_unknown_options": True}  # a word with dashes is answered b
 _COMMANDS: tuple[tuple[str, Callable[..., None], bool], ...] = (
     ("train", train, True),
     ("estimate-memory", estimate_memory, True),
+    ("compare", compare, True),
     ("sample", sample, False),
     ("consolidate-checkpoint", consolidate_checkpoint, False),
     ("inspect-checkpoint", inspect_checkpoint, False),

@@ -49,7 +49,7 @@ def _list_everything(default: Config, config_dir: Path | None) -> None:
         others = [each for each in choices_of(group, config_dir) if each != first]
         groups.add_row(group, ", ".join([first, *others]))
     out.print(groups)
-    say(f"\nsections with keys only: {', '.join(set(SECTIONS) - set(GROUPS))}")
+    say(f"\nsections with keys only: {', '.join(s for s in SECTIONS if s not in GROUPS)}")
     recipes = _table("recipe", "what it shows")
     for name in recipe_names():
         recipes.add_row(name, first_comment(package_folder("recipes") / f"{name}.yaml"))
@@ -69,6 +69,8 @@ def _list_section(section: str, default: Config, config_dir: Path | None) -> Non
                 file = config_dir / section / f"{choice}.yaml"
             choices.add_row(marked, first_comment(file))
         out.print(choices)
+        if not any(name.startswith(f"{section}.") for name in KEYS):
+            return
         say()
     keys = _table("key", "default", "allowed", "meaning")
     for name, key in KEYS.items():

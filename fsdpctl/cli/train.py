@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
     from fsdpctl.launch.local import Failure, Outcome
 
-_WORKER = "fsdpctl.train.worker"
 _SAVED = 75
 _SAID = (2, 4, 76)  # the message says it all
 _LAST_LINES = 12
@@ -69,6 +68,7 @@ def _run(composed: "Composed", typed: list[str], resume: str) -> None:
     from fsdpctl.train.describe import describe_run
     from fsdpctl.train.resolve import resolve
     from fsdpctl.train.run_dir import LOGS, Standing, lock_run_dir, plan_start, prepare_run_dir
+    from fsdpctl.train.worker import MODULE
 
     run = resolve(composed)
     start = plan_start(run.config, resume)
@@ -87,7 +87,7 @@ def _run(composed: "Composed", typed: list[str], resume: str) -> None:
     assert ranks is not None
     del run  # the workers read their own data
     run_dir = start.run_dir
-    outcome = launch_workers(_WORKER, [str(run_dir)], ranks=ranks, logs=run_dir / LOGS)
+    outcome = launch_workers(MODULE, [str(run_dir)], ranks=ranks, logs=run_dir / LOGS)
     lock.release()
     _end(outcome, run_dir)
 

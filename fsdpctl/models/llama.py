@@ -36,8 +36,8 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Shape (batch, length, hidden_size) in and out."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Shape (batch, length, hidden_size) in and out; `cos`, `sin` as `rotation` gives them."""
         batch, length, _ = x.shape
 
         def heads(values: Tensor) -> Tensor:
@@ -47,7 +47,6 @@ class Attention(nn.Module):
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        cos, sin = rotation(self.config, self.head_dim, length, x.device, x.dtype)
         mixed = F.scaled_dot_product_attention(
             rotate(q, cos, sin),
             rotate(k, cos, sin),
@@ -84,9 +83,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Shape (batch, length, hidden_size) in and out."""
-        x = x + self.self_attn(self.input_layernorm(x))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Shape (batch, length, hidden_size) in and out; `cos`, `sin` as `rotation` gives them."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -94,6 +93,7 @@ class Block(nn.Module):
 class _Backbone(nn.Module):
     def __init__(self, config: ModelConfig, head_dim: int, vocab_size: int) -> None:
         super().__init__()
+        self.config, self.head_dim = config, head_dim
         # Built from values: drawing some would import half of torch, on the meta device too.
         rows = torch.empty(vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(rows, freeze=False)
@@ -102,8 +102,9 @@ class _Backbone(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed_tokens(tokens)
+        cos, sin = rotation(self.config, self.head_dim, tokens.shape[-1], x.device, x.dtype)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, cos, sin)
         out: Tensor = self.norm(x)
         return out
 
@@ -120,7 +121,8 @@ class LlamaDecoder(nn.Module):
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""
-        return self.model.embed_tokens
+        embedding: nn.Module = self.model.embed_tokens
+        return embedding
 
     def get_output_embeddings(self) -> nn.Module:
         """The output head."""

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from fsdpctl.checkpoint.folders import CHECKPOINTS, newest_checkpoint
 from fsdpctl.checkpoint.load import load_checkpoint
@@ -14,7 +15,7 @@ from fsdpctl.comm.world import World
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.source import DataSet, load_data
-from fsdpctl.engine.build import Source
+from fsdpctl.engine.build import Source, divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import Sharding, shard_from
@@ -23,6 +24,7 @@ from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.train.blocks import checkpoint_block, compile_block
 from fsdpctl.train.loop import Trainer, TrainingParts
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -46,7 +48,20 @@ def make_model(
         ),
     )
     initialize = partial(initialize_parameter, seed=config.train.seed, std=config.model.init_std)
-    return shard_from(Source(device, initialize), build_model(config.model), sharding)
+    return shard_from(Source(device, initialize), _make_module(config), sharding)
+
+
+def _make_module(config: Config) -> nn.Module:
+    """The module without values, its blocks recomputed and compiled as configured."""
+    module = build_model(config.model)
+    for unit in divide_module(module, None):
+        if unit.kind == "block":
+            block = module.get_submodule(unit.name)
+            if config.activation_checkpointing.name != "none":
+                checkpoint_block(block, config.activation_checkpointing.name)
+            if config.train.compile:
+                compile_block(block)
+    return module
 
 
 def make_optimizer(config: Config, model: ShardedModel) -> ShardedAdamW:
@@ -61,8 +76,17 @@ def make_optimizer(config: Config, model: ShardedModel) -> ShardedAdamW:
     )
 
 
-def make_trainer(config: Config, world: World, stop_requested: Callable[[], bool]) -> Trainer:
-    """Everything for a run, brought to where its newest checkpoint was. Collective."""
+def make_trainer(
+    config: Config, world: World, stop_requested: Callable[[], bool], *, shows: bool
+) -> Trainer:
+    """Everything for a run, brought to where its newest checkpoint was. Collective.
+
+    Args:
+        config: resolved.
+        world: the ranks.
+        stop_requested: asked after every step.
+        shows: whether rank 0 shows the progress.
+    """
     run_dir = Path(str(config.train.run_dir))
     data = load_data(config.data)
     plan = plan_batches(
@@ -85,6 +109,7 @@ def make_trainer(config: Config, world: World, stop_requested: Callable[[], bool
         val_batches=_validation(data, train.seq_len, plan),
         device=world.device,
         stop_requested=stop_requested,
+        shows=shows,
     )
     return Trainer(parts, done)
 

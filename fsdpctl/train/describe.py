@@ -30,6 +30,7 @@ def describe_run(run: ResolvedRun, start: Start) -> list[str]:
         ("memory", _memory(run)),
         ("run", _run(start)),
     ]
+    rows += [("blocks", text) for text in _blocks(run)] + [("note", text) for text in run.notes]
     lines = [f"{name:<8}{text}" for name, text in rows]
     return [*lines, *(f"changed {line}" for line in start.differences)]
 
@@ -116,6 +117,15 @@ def _memory(run: ResolvedRun) -> str:
         f"gathered units {format_bytes(held.gathered_units)}, reduce buffers "
         f"{format_bytes(held.reduce_buffers)}; activations not counted"
     )
+
+
+def _blocks(run: ResolvedRun) -> Iterator[str]:
+    config = run.config
+    said = ["compiled"] if config.train.compile else []
+    if config.activation_checkpointing.name != "none":
+        said.append(f"activation checkpointing {config.activation_checkpointing.name}")
+    if said:
+        yield ", ".join(said)
 
 
 def _run(start: Start) -> str:

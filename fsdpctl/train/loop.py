@@ -41,6 +41,7 @@ class TrainingParts:
     val_batches: Batches | None
     device: torch.device
     stop_requested: Callable[[], bool]
+    shows: bool  # whether rank 0 shows the progress
 
 
 class Trainer:
@@ -60,7 +61,10 @@ class Trainer:
             MetricsFile(parts.run_dir / "metrics.jsonl", done.step) if self._is_main else None
         )
         self._progress = RunProgress(
-            self.total_steps, done.step, log_every=config.train.log_every, shows=self._is_main
+            self.total_steps,
+            done.step,
+            log_every=config.train.log_every,
+            shows=self._is_main and parts.shows,
         )
 
     def run(self) -> None:
@@ -84,7 +88,26 @@ class Trainer:
                 if stop and not last:
                     raise StoppedError(f"stopped at step {self.step} of {self.total_steps}, saved")
         self._show_sample()
+        self._end()
+
+    def measure(self) -> None:
+        """Do the steps and nothing else: no validation, no checkpoint, no sample.
+
+        Raises:
+            StoppedError: it was asked to stop.
+            NonFiniteError: as in `run`.
+        """
+        while self.step < self.total_steps:
+            if self._train_step() and self.step < self.total_steps:
+                raise StoppedError(f"stopped at step {self.step} of {self.total_steps}")
+        self._end()
+
+    def _end(self) -> None:
+        """Write down what only all ranks together know. Collective."""
+        own = self.parts.model.peak_memory_bytes() + self.parts.optimizer.memory_bytes()
+        largest = max(int(str(each)) for each in self._ranks.gather_objects(own))
         if self._metrics is not None:
+            self._metrics.write({"step": self.step, "peak_engine_bytes": largest})
             self._metrics.close()
 
     # ---- one step ------------------------------------------------------------------------

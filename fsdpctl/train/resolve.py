@@ -16,6 +16,7 @@ from fsdpctl.data.source import DataSet, load_data
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.batch import BatchPlan, plan_batches
+from fsdpctl.train.blocks import missing_compiler
 from fsdpctl.train.machine import placed_here, resolved_strategy, world_size
 
 # What decides the losses; the rest may change from one start of a run to the next.
@@ -33,6 +34,7 @@ class ResolvedRun:
     module: nn.Module  # on the meta device
     batches: BatchPlan
     total_steps: int
+    notes: tuple[str, ...]  # what cannot be as configured
 
 
 def decides_losses(name: str) -> bool:
@@ -48,6 +50,7 @@ def resolve(composed: Composed) -> ResolvedRun:
     """
     config = placed_here(composed.config)
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
+    config, notes = _with_compiler(config)
     data = load_data(config.data)
     config = _with_data(config, data)
     module = build_model(config.model)
@@ -73,7 +76,15 @@ def resolve(composed: Composed) -> ResolvedRun:
     config = _with_run_dir(config, composed.recipe)
     before = config_words(composed.config)
     automatic = frozenset(name for name, text in before.items() if text == "auto")
-    return ResolvedRun(config, automatic, data, module, batches, steps)
+    return ResolvedRun(config, automatic, data, module, batches, steps, notes)
+
+
+def _with_compiler(config: Config) -> tuple[Config, tuple[str, ...]]:
+    missing = missing_compiler(str(config.launch.device)) if config.train.compile else None
+    if missing is None:
+        return config, ()
+    note = f"train.compile=true: {missing}; blocks run uncompiled"
+    return replace(config, train=replace(config.train, compile=False)), (note,)
 
 
 def _with_data(config: Config, data: DataSet) -> Config:

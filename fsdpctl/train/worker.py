@@ -1,4 +1,4 @@
-"""What the launcher starts on every rank: `python -m fsdpctl.train.worker RUN_DIR`."""
+"""What the launcher starts on every rank: `python -m fsdpctl.train.worker RUN_DIR [measure]`."""
 
 import ctypes
 import os
@@ -8,6 +8,9 @@ import sys
 import traceback
 from pathlib import Path
 from types import FrameType
+
+MODULE = "fsdpctl.train.worker"
+MEASURE = "measure"  # as last argument: only steps, and nothing is shown
 
 _PR_SET_PDEATHSIG = 1
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -53,7 +56,7 @@ def _report(error: BaseException) -> None:
     get_error_handler().record_exception(error)
 
 
-def _train(run_dir: Path) -> None:
+def _train(run_dir: Path, *, only_measures: bool) -> None:
     import torch
 
     from fsdpctl.comm.world import joined_world
@@ -66,9 +69,14 @@ def _train(run_dir: Path) -> None:
     torch.use_deterministic_algorithms(config.train.deterministic)
     with joined_world(str(config.launch.device), config.launch.timeout) as world:
         try:
-            trainer = make_trainer(config, world, lambda: _stop_signal is not None)
+            trainer = make_trainer(
+                config, world, lambda: _stop_signal is not None, shows=not only_measures
+            )
             _stop_at_the_next_step()
-            trainer.run()
+            if only_measures:
+                trainer.measure()
+            else:
+                trainer.run()
         except Exception as error:
             _report(error)  # before the process group ends, which may hang without its peers
             raise
@@ -83,7 +91,7 @@ def main() -> None:
     from fsdpctl.errors import FsdpctlError
 
     try:
-        _train(run_dir)
+        _train(run_dir, only_measures=MEASURE in sys.argv[2:])
     except FsdpctlError as error:
         print(f"{socket.gethostname()}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

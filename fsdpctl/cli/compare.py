@@ -1,0 +1,100 @@
+"""`fsdpctl compare`."""
+
+import json
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from fsdpctl.cli.console import err, say, show_table
+from fsdpctl.cli.words import ConfigDir, Recipe, Words
+from fsdpctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from fsdpctl.compare.measure import Row
+
+_RESULT = "compare.json"
+
+
+def compare(
+    words: Words = None,
+    recipe: Recipe = None,
+    config_dir: ConfigDir = None,
+    steps: Annotated[int, typer.Option(min=4, help="Length of each run, in steps.")] = 20,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep the runs, and the result as compare.json."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run variants side by side for a few steps: speed, memory and loss of each.
+
+    Commas separate alternatives: `strategy=full_shard,no_shard train.micro_batch_size=1,2`.
+    Without any, all strategies are compared.
+    """
+    from fsdpctl.compare.measure import OK, measure_all
+    from fsdpctl.compare.vary import variants
+
+    found = variants(list(words or []), recipe, config_dir, steps=steps)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdpctl-")))
+        if out is not None:
+            folder = _made(out)
+        rows = measure_all(found, folder, lambda line: err.print(line, markup=False))
+        text = json.dumps([row.to_dict() for row in rows], indent=2)
+        if out is not None:
+            (folder / _RESULT).write_text(text + "\n")
+    if as_json:
+        say(text)
+    else:
+        show_table(_table(rows))
+        for row in rows:
+            if row.status != OK:
+                say(f"{_label(row)}: {row.status}")
+        say(_losses(rows))
+    if any(row.status != OK for row in rows):
+        raise typer.Exit(1)
+
+
+def _made(folder: Path) -> Path:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"--out {folder}: exists and is not an empty directory")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _label(row: "Row") -> str:
+    return " ".join(f"{name}={text}" for name, text in row.varied.items()) or row.strategy
+
+
+def _table(rows: list["Row"]) -> Table:
+    from fsdpctl.train.progress import format_bytes
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in rows[0].varied or ("strategy",):
+        table.add_column(name)
+    for name in ("tokens/s", "s/step", "engine bytes", "estimated", "final loss"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        measured, estimated = row.peak_allocated_bytes, row.estimated_peak_allocated_bytes
+        table.add_row(
+            *(row.varied.values() or (row.strategy,)),
+            "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+            "-" if row.step_seconds is None else f"{row.step_seconds:.4f}",
+            "-" if measured is None else format_bytes(measured),
+            "-" if estimated is None else format_bytes(estimated),
+            "-" if row.final_loss is None else f"{row.final_loss:.6f}",
+        )
+    return table
+
+
+def _losses(rows: list["Row"]) -> str:
+    losses = {row.final_loss for row in rows if row.final_loss is not None}
+    memory = "engine bytes: model, optimizer and buffers of the fullest rank; no activations"
+    if len(losses) < 2:
+        same = "; all losses are equal" if len(rows) > 1 and losses else ""
+        return f"{memory}{same}"
+    return f"{memory}; losses differ by up to {max(losses) - min(losses):.3g}"

@@ -1,0 +1,102 @@
+"""Runs each variant for some steps, one after another, and measures it."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fsdpctl.compare.vary import Variant
+from fsdpctl.errors import StoppedError, UsageError
+from fsdpctl.launch.local import launch_workers
+from fsdpctl.train.footprint import estimate_run
+from fsdpctl.train.machine import world_size
+from fsdpctl.train.resolve import ResolvedRun, resolve
+from fsdpctl.train.run_dir import LOGS, METRICS, lock_run_dir, plan_start, prepare_run_dir
+from fsdpctl.train.worker import MEASURE, MODULE
+
+OK = "ok"
+_WARM_UP = 0.25  # share of the steps that no figure is taken from
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What came of one variant; None where it did not get so far."""
+
+    varied: dict[str, str]
+    strategy: str
+    engine: str = "fsdpctl"
+    world_size: int | None = None
+    tokens_per_second: float | None = None
+    step_seconds: float | None = None
+    peak_allocated_bytes: int | None = None  # of what the estimate counts, on the fullest rank
+    estimated_peak_allocated_bytes: int | None = None
+    final_loss: float | None = None
+    status: str = OK
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `compare --json` prints of it."""
+        return asdict(self)
+
+
+def measure_all(variants: Sequence[Variant], folder: Path, say: Callable[[str], None]) -> list[Row]:
+    """A row for each variant, in order; one that fails does not keep the others from running.
+
+    Args:
+        variants: what to run.
+        folder: an existing directory for the runs' directories.
+        say: is told what is being run.
+
+    Raises:
+        StoppedError: somebody asked to stop.
+    """
+    rows = []
+    for number, variant in enumerate(variants, start=1):
+        say(f"{number}/{len(variants)}  {variant.label or variant.composed.config.strategy.name}")
+        rows.append(_measure(variant, folder / f"{number:02d}"))
+    return rows
+
+
+def _measure(variant: Variant, run_dir: Path) -> Row:
+    config = variant.composed.config
+    config = replace(config, train=replace(config.train, run_dir=str(run_dir)))
+    row = Row(variant.varied, config.strategy.name)
+    try:
+        run = resolve(replace(variant.composed, config=config))
+    except UsageError as error:
+        return replace(row, status=f"cannot run: {error}")
+    estimate = estimate_run(run.config, run.module, run.batches.num_micro_batches)
+    row = replace(
+        row,
+        world_size=world_size(run.config),
+        estimated_peak_allocated_bytes=estimate.peak_bytes,
+    )
+    failure = _run(run, variant, run_dir)
+    return replace(row, status=f"failed: {failure}") if failure else _with_figures(row, run_dir)
+
+
+def _run(run: ResolvedRun, variant: Variant, run_dir: Path) -> str | None:
+    """Returns why it failed, if it did."""
+    lock = lock_run_dir(run_dir, lambda: None)
+    start = plan_start(run.config, "auto")
+    prepare_run_dir(start, [variant.label], run.data.tokenizer)
+    ranks = world_size(run.config)
+    outcome = launch_workers(MODULE, [str(run_dir), MEASURE], ranks=ranks, logs=run_dir / LOGS)
+    lock.release()
+    if outcome.stop_signal is not None:
+        raise StoppedError("stopped; nothing was compared")
+    return None if outcome.cause is None else outcome.cause.message
+
+
+def _with_figures(row: Row, run_dir: Path) -> Row:
+    lines = [json.loads(line) for line in (run_dir / METRICS).read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    timed = steps[int(len(steps) * _WARM_UP) :]
+    return replace(
+        row,
+        tokens_per_second=median(line["tokens_per_second"] for line in timed),
+        step_seconds=median(line["seconds"] for line in timed),
+        peak_allocated_bytes=lines[-1]["peak_engine_bytes"],
+        final_loss=steps[-1]["loss"],
+    )

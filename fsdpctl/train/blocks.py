@@ -1,0 +1,96 @@
+"""What is done to a model's blocks before it is sharded: recomputation, and compilation."""
+
+import os
+from shutil import which
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+_PRODUCTS = ("mm", "addmm")
+_ATTENTION = (
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+
+
+def _ops(names: tuple[str, ...]) -> frozenset[Any]:
+    packets = (getattr(torch.ops.aten, name, None) for name in names)
+    return frozenset(packet.default for packet in packets if packet is not None)
+
+
+class _SelectivePolicy:
+    """Keeps what attention gives, and every second matrix product; the rest is computed again.
+
+    The policy of torchtitan's selective checkpointing by operator.
+    """
+
+    def __init__(self) -> None:
+        self._kept, self._products = _ops(_ATTENTION), _ops(_PRODUCTS)
+        self._counts = {False: 0, True: 0}  # in forward, and when computed again
+
+    def __call__(
+        self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
+        """Whether the result of one operator is kept."""
+        if op in self._products:
+            self._counts[context.is_recompute] += 1
+            keeps = self._counts[context.is_recompute] % 2 == 1
+        else:
+            keeps = op in self._kept
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective_contexts() -> Any:
+    return create_selective_checkpoint_contexts(_SelectivePolicy())
+
+
+def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(block._plain_forward, *args, use_reentrant=False, **kwargs)
+
+
+def _recomputed_selectively(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(
+        block._plain_forward,
+        *args,
+        use_reentrant=False,
+        context_fn=_selective_contexts,
+        **kwargs,
+    )
+
+
+_FORWARDS = {"full": _recomputed, "selective": _recomputed_selectively}
+
+
+def checkpoint_block(block: nn.Module, mode: str) -> None:
+    """Have `block` compute its activations again in backward; `mode` is full or selective.
+
+    Its forward is replaced and its hooks stay outside, so that names and units are what they were.
+    """
+    block._plain_forward = block.forward  # type: ignore[assignment]  # a method, not a submodule
+    block.forward = MethodType(_FORWARDS[mode], block)
+
+
+def compile_block(block: nn.Module) -> None:
+    """Have torch.compile make `block`'s forward; blocks that are alike share the result."""
+    block.forward = torch.compile(block.forward)
+
+
+def missing_compiler(device: str) -> str | None:
+    """Why torch.compile cannot work on this machine, or None.
+
+    It generates C++ for the CPU; for CUDA, Triton needs a C compiler.
+    """
+    variable, names = ("CC", ["gcc", "clang"]) if device == "cuda" else ("CXX", ["g++"])
+    wanted = [os.environ[variable]] if variable in os.environ else names
+    return None if any(map(which, wanted)) else f"there is no compiler {' or '.join(wanted)} here"
