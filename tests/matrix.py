@@ -1,7 +1,8 @@
 """Parameter matrices: all pairs in the fast suite, the rest in the slow one."""
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import combinations, product
+from typing import Any
 
 import pytest
 
@@ -21,3 +22,40 @@ def matrix(**factors: Sequence[object]) -> pytest.MarkDecorator:
         is_fast = place[-1] == sum(place[:-1]) % last
         cases.append(pytest.param(*values, marks=() if is_fast else pytest.mark.slow))
     return pytest.mark.parametrize(names, cases)
+
+
+WHOLE = pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+
+
+def cases(*factors: Sequence[Any], whole: bool) -> list[tuple[Any, ...]]:
+    """The product of `factors`, or a few of it in which every two values meet.
+
+    For matrices that a test goes through itself, because starting ranks takes longer than a case.
+    """
+    places = list(product(*(range(len(values)) for values in factors)))
+    chosen = places if whole else _covering(places)
+    return [
+        tuple(values[index] for values, index in zip(factors, place, strict=True))
+        for place in chosen
+    ]
+
+
+def _covering(places: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Greedily, the earliest of those places that bring most new pairs."""
+    pairs = {
+        place: {(a, place[a], b, place[b]) for a, b in combinations(range(len(place)), 2)}
+        for place in places
+    }
+    chosen = []
+    most = max(map(len, pairs.values()))
+    while most:
+        for place in places:
+            new = pairs[place]
+            if len(new) == most:
+                chosen.append(place)
+                for others in pairs.values():
+                    if others is not new:
+                        others -= new
+                new.clear()
+        most = max(map(len, pairs.values()))
+    return chosen

@@ -65,12 +65,21 @@ def train_reference(
     lr: float = 1e-2,
     weight_decay: float = 0.1,
     max_norm: float = 0.0,
+    divides_after: bool = False,
 ) -> dict[str, Tensor]:
-    """Train `module` in this process and return its state."""
+    """Train `module` in this process and return its state.
+
+    Losses of several micro-batches are divided by their number, or with `divides_after` the
+    reduced gradients are, as where the number is not known beforehand.
+    """
     params = {name: p for name, p in module.named_parameters() if p.requires_grad}
     optimizer = PaddedAdamW(params, lr, weight_decay)
     for of_ranks in batches:
-        totals = _summed_gradients(module, params, loss_of, of_ranks)
+        totals = _summed_gradients(
+            module, params, loss_of, of_ranks, divides_losses=not divides_after
+        )
+        if divides_after:
+            totals = {name: total * (1 / len(of_ranks[0])) for name, total in totals.items()}
         if max_norm:
             _clip(totals, max_norm)
         optimizer.step(totals)
@@ -82,12 +91,15 @@ def _summed_gradients(
     params: dict[str, nn.Parameter],
     loss_of: Loss,
     of_ranks: Sequence[Sequence[Tensor]],
+    *,
+    divides_losses: bool,
 ) -> dict[str, Tensor]:
     totals: dict[str, Tensor] = {}
     for micro_batches in of_ranks:
         module.zero_grad()
         for micro_batch in micro_batches:
-            (loss_of(module, micro_batch) / len(micro_batches)).backward()
+            count = len(micro_batches) if divides_losses else 1
+            (loss_of(module, micro_batch) / count).backward()
         for name, param in params.items():
             if param.grad is not None:
                 totals[name] = totals[name] + param.grad if name in totals else param.grad.clone()

@@ -5,6 +5,7 @@ Hydra composes the choices. Values never pass its grammar, so any file name arri
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -130,16 +131,7 @@ def _check_known(name: str, text: str, config_dir: Path | None) -> None:
 
 def _values_of_choices(choices: dict[str, str], config_dir: Path | None) -> dict[str, Value]:
     """The values that conf/ gives, checked like typed ones; the schema's defaults elsewhere."""
-    overrides = [f"{group}={choice}" for group, choice in choices.items()]
-    if config_dir is not None:
-        overrides.append(f"hydra.searchpath=['file://{config_dir.resolve()}']")
-    conf = str(package_folder("conf").resolve())
-    try:
-        with initialize_config_dir(conf, version_base="1.3"):
-            composed: Any = OmegaConf.to_container(compose("config", overrides), resolve=True)
-    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        cause = " ".join(str(error.__cause__ or error).split())
-        raise UsageError(f"--config-dir {config_dir}: {cause}") from None
+    composed = _composed_by_hydra(tuple(sorted(choices.items())), config_dir)
     values = {name: each.default for name, each in KEYS.items()}
     for section, content in composed.items():
         for word, value in (content or {}).items():
@@ -151,6 +143,23 @@ def _values_of_choices(choices: dict[str, str], config_dir: Path | None) -> dict
             text = str(value).lower() if isinstance(value, bool) else str(value)
             values[name] = KEYS[name].parse(text)
     return values
+
+
+@lru_cache(maxsize=64)
+def _composed_by_hydra(choices: tuple[Pair, ...], config_dir: Path | None) -> Mapping[str, Any]:
+    """The contents of the chosen files; a command that composes often reads them once."""
+    overrides = [f"{group}={choice}" for group, choice in choices]
+    if config_dir is not None:
+        overrides.append(f"hydra.searchpath=['file://{config_dir.resolve()}']")
+    conf = str(package_folder("conf").resolve())
+    try:
+        with initialize_config_dir(conf, version_base="1.3"):
+            composed: Any = OmegaConf.to_container(compose("config", overrides), resolve=True)
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        cause = " ".join(str(error.__cause__ or error).split())
+        raise UsageError(f"--config-dir {config_dir}: {cause}") from None
+    assert isinstance(composed, dict)
+    return composed
 
 
 def _settle_length(values: dict[str, Value], typed: set[str], recipe: set[str]) -> None:

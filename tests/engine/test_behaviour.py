@@ -10,59 +10,9 @@ from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
 from tests.distributed import distributed
 from tests.engine.models import OddBlock, make_net, next_token_loss, token_batches
+from tests.engine.odd import square_loss
 from tests.engine.test_parity import largest_difference
-from tests.matrix import matrix
 from tests.reference import train_reference
-
-
-class Wayward(nn.Module):
-    """Runs its blocks in an order of its own: twice, backwards, not at all."""
-
-    def __init__(self, order: list[int], *, checkpoints: str = "") -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(OddBlock() for _ in range(4))
-        self.order, self.checkpoints = order, checkpoints
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index in self.order:
-            if self.checkpoints:
-                x = torch.utils.checkpoint.checkpoint(
-                    self.blocks[index], x, use_reentrant=self.checkpoints == "reentrant"
-                )
-            else:
-                x = self.blocks[index](x)
-        return x
-
-
-def square_loss(module: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = module(x.requires_grad_()).square().mean()
-    return loss
-
-
-def float_batches(steps: int, ranks: int) -> list[list[list[Tensor]]]:
-    generator = torch.Generator().manual_seed(2)
-    return [[[torch.randn(4, 13, generator=generator)] for _ in range(ranks)] for _ in range(steps)]
-
-
-@matrix(
-    order=[[0, 1, 2, 3], [3, 2, 1, 0], [0, 1, 0, 1, 2, 3], [2, 0, 3, 3, 1, 0]],
-    checkpoints=["", "plain", "reentrant"],
-    strategy=["full_shard", "shard_grad_op"],
-)
-@distributed(world_size=2)
-def test_blocks_may_run_in_any_order(
-    rank: int, world_size: int, strategy: str, order: list[int], checkpoints: str
-) -> None:
-    batches = float_batches(3, world_size)
-    expected = train_reference(Wayward(order), square_loss, batches)
-    model = shard_model(Wayward(order, checkpoints=checkpoints), strategy)
-    optimizer = ShardedAdamW(model, lr=1e-2)
-    for of_ranks in batches:
-        square_loss(model, of_ranks[rank][0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert largest_difference(model.state_dict(), expected) == 0.0
 
 
 @distributed(world_size=2)

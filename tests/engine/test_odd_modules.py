@@ -11,96 +11,17 @@ from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.schedule import Prefetch
 from tests.distributed import distributed
 from tests.engine.models import OddBlock
-from tests.engine.test_behaviour import float_batches, square_loss
+from tests.engine.odd import Batches, Spare, Stack, TiedAcross, float_batches, square_loss
 from tests.engine.test_parity import largest_difference
-from tests.matrix import matrix
 from tests.reference import train_reference
 
-STRATEGIES = ["no_shard", "shard_optimizer", "shard_grad_op", "full_shard"]
 
-
-class Stack(nn.Module):
-    """Five blocks, some of which treat their parameters in unusual ways."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(_KINDS[kind]() for _ in range(5))
-        if kind == "shared":
-            first, second = self.get_submodule("blocks.1.up"), self.get_submodule("blocks.3.up")
-            second.weight = first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class Spare(OddBlock):
-    """Has a matrix that only inputs with a large first element use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.Linear(13, 13)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        return out.add(self.spare(out)) if float(x.detach()[0, 0]) > 0.5 else out
-
-
-class Never(Spare):
-    """Has a matrix that nothing uses."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return OddBlock.forward(self, x)
-
-
-class Adapted(OddBlock):
-    """Frozen but for two small matrices, as with LoRA."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-        self.down_a, self.down_b = nn.Linear(13, 3), nn.Linear(3, 13)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).add(self.down_b(self.down_a(x)))
-
-
-class Detached(OddBlock):
-    """Reads a parameter twice, once without a gradient."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1 + self.scale.detach())
-
-
-_KINDS: dict[str, type[nn.Module]] = {
-    "spare": Spare,
-    "never": Never,
-    "adapted": Adapted,
-    "detached": Detached,
-    "shared": OddBlock,
-}
-
-
-def train(model: ShardedModel, rank: int, batches: list[list[list[Tensor]]]) -> None:
+def train(model: ShardedModel, rank: int, batches: Batches) -> None:
     optimizer = ShardedAdamW(model, lr=1e-2)
     for of_ranks in batches:
         square_loss(model, of_ranks[rank][0]).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-@matrix(strategy=STRATEGIES, kind=list(_KINDS), world_size=[2, 3])
-@distributed()
-def test_equals_one_process_bit_for_bit(
-    rank: int, world_size: int, strategy: str, kind: str
-) -> None:
-    batches = float_batches(6, world_size)
-    expected = train_reference(Stack(kind), square_loss, batches)
-    model = shard_model(Stack(kind), strategy)
-    train(model, rank, batches)
-    assert largest_difference(model.state_dict(), expected) == 0.0
 
 
 @pytest.mark.parametrize("depth", [0, 2, 3])
@@ -109,21 +30,8 @@ def test_prefetch_changes_nothing_where_ranks_use_different_parameters(
     rank: int, world_size: int, depth: int
 ) -> None:
     batches = float_batches(6, world_size)
-    expected = train_reference(Stack("spare"), square_loss, batches)
-    model = shard_model(Stack("spare"), "full_shard", prefetch=Prefetch(depth, depth))
-    train(model, rank, batches)
-    assert largest_difference(model.state_dict(), expected) == 0.0
-
-
-@distributed(world_size=2)
-def test_a_parameter_first_used_late_starts_its_own_count(rank: int, world_size: int) -> None:
-    """Nobody uses `spare` for two steps, then everybody does."""
-    batches = float_batches(6, world_size)
-    for step, of_ranks in enumerate(batches):
-        for micro_batches in of_ranks:
-            micro_batches[0][0, 0] = 5.0 if step >= 2 else -5.0
-    expected = train_reference(Stack("spare"), square_loss, batches)
-    model = shard_model(Stack("spare"), "full_shard")
+    expected = train_reference(Stack(Spare), square_loss, batches)
+    model = shard_model(Stack(Spare), "full_shard", prefetch=Prefetch(depth, depth))
     train(model, rank, batches)
     assert largest_difference(model.state_dict(), expected) == 0.0
 
@@ -218,7 +126,7 @@ def test_a_loss_that_does_not_come_from_the_output(
 
 @distributed(world_size=2)
 def test_zero_grad_of_the_model_forgets(rank: int, world_size: int) -> None:
-    model = shard_model(Stack("shared"), "full_shard")
+    model = shard_model(TiedAcross(), "full_shard")
     x = float_batches(1, world_size)[0][rank][0]
     square_loss(model, x).backward()
     first = [shard.grad.clone() for shard in model.flat_shards() if shard.grad is not None]

@@ -1,9 +1,14 @@
 """Every strategy equals one process that sees all ranks' data."""
 
+from contextlib import nullcontext
+from functools import cache
+from itertools import product
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fsdpctl.engine.accumulation import GradAccumulator
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
@@ -12,23 +17,35 @@ from fsdpctl.optim.record import record_step
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches
-from tests.matrix import matrix
+from tests.engine.odd import KINDS, Batches, Kind
+from tests.matrix import WHOLE, cases
 from tests.reference import train_reference
 
+STEPS = 5
 STRATEGY_NAMES = list(STRATEGIES)
+HYBRIDS = [name for name, row in STRATEGIES.items() if row.replicates]
+SHARDINGS = [(name, "even") for name in STRATEGIES] + [
+    ("shard_optimizer", name) for name in ("round_robin", "contiguous", "balanced")
+]
+# Micro-steps of a window; what is left of one is a window that ends before it is full.
+WINDOWS = {"one": 1, "every": 3, "last": 3, "partial": 3}
 
 
-def train(model: ShardedModel, rank: int, batches: list[list[list[Tensor]]], *, last: bool) -> None:
+def train(model: ShardedModel, rank: int, batches: Batches, kind: Kind, window: str) -> None:
     optimizer = ShardedAdamW(model, lr=1e-2)
     for of_ranks in batches:
-        *held, final = of_ranks[rank]
-        for batch in held:
-            if last:
-                with model.no_sync():
-                    (next_token_loss(model, batch) / len(of_ranks[rank])).backward()
-            else:
-                (next_token_loss(model, batch) / len(of_ranks[rank])).backward()
-        (next_token_loss(model, final) / len(of_ranks[rank])).backward()
+        if window == "partial":
+            accumulator = GradAccumulator(model, WINDOWS[window] + 1, reduce="last")
+            for batch in of_ranks[rank]:
+                with accumulator.micro_step():
+                    kind.loss(model, batch).backward()
+            accumulator.sync()
+        else:
+            count = len(of_ranks[rank])
+            for number, batch in enumerate(of_ranks[rank], start=1):
+                holds = window == "last" and number < count
+                with model.no_sync() if holds else nullcontext():
+                    (kind.loss(model, batch) / count).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -38,105 +55,118 @@ def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> fl
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
-@matrix(strategy=STRATEGY_NAMES, tied=[False, True], world_size=[1, 2, 3, 4])
-@distributed()
-def test_equals_one_process_bit_for_bit(
-    rank: int, world_size: int, strategy: str, tied: bool
+def difference_to_one_process(
+    kind: Kind, window: str, sharding: tuple[str, str], rank: int, ranks: int, dtype: torch.dtype
+) -> float:
+    """On rank 0; the others only take part, and find 0."""
+    batches = kind.batches(STEPS, ranks, WINDOWS[window])
+    strategy, owner_map = sharding
+    copy = 2 if strategy in HYBRIDS and ranks == 4 else None
+    net: nn.Module = kind.make().to(dtype)
+    model = shard_model(net, strategy, owner_map=owner_map, dp_shard_size=copy)
+    train(model, rank, batches, kind, window)
+    state = model.state_dict()
+    if rank > 0:
+        return 0.0
+    plain = kind.make().to(dtype)
+    expected = train_reference(plain, kind.loss, batches, divides_after=window == "partial")
+    return largest_difference(state, expected)
+
+
+def check(rank: int, ranks: int, sharding: tuple[str, str], name: str, window: str) -> None:
+    exact = window != "every" and sharding[0] not in HYBRIDS
+    dtype = torch.float32 if exact else torch.float64
+    difference = difference_to_one_process(KINDS[name], window, sharding, rank, ranks, dtype)
+    assert difference <= (0.0 if exact else 1e-12), (sharding, name, window, difference)
+
+
+@cache
+def pairs() -> list[tuple[int, str, str, tuple[str, str]]]:
+    return cases([2, 3, 4], list(WINDOWS), list(KINDS), SHARDINGS, whole=False)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@distributed(timeout=120)
+def test_equals_one_process(rank: int, world_size: int) -> None:
+    """Bit for bit in fp32; where additions have another order, to 1e-12 in float64.
+
+    Every two of world size, window, kind of module and sharding meet in some case.
+    """
+    for ranks, window, name, sharding in pairs():
+        if ranks == world_size:
+            check(rank, ranks, sharding, name, window)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@distributed(timeout=300)
+def test_equals_one_process_in_every_case(
+    rank: int, world_size: int, sharding: tuple[str, str]
 ) -> None:
-    batches = token_batches(5, world_size)
-    expected = train_reference(make_net(tied=tied), next_token_loss, batches)
-    model = shard_model(make_net(tied=tied), strategy)
-    train(model, rank, batches, last=False)
-    assert largest_difference(model.state_dict(), expected) == 0.0
+    for name, window in product(KINDS, WINDOWS):
+        check(rank, world_size, sharding, name, window)
 
 
-@matrix(strategy=STRATEGY_NAMES, world_size=[2, 3])
-@distributed()
-def test_accumulating_without_reduction_equals_one_process(
-    rank: int, world_size: int, strategy: str
-) -> None:
-    batches = token_batches(5, world_size, micro_steps=3)
-    expected = train_reference(make_net(tied=False), next_token_loss, batches)
-    model = shard_model(make_net(tied=False), strategy)
-    train(model, rank, batches, last=True)
-    assert largest_difference(model.state_dict(), expected) == 0.0
+@pytest.mark.parametrize("strategy", ["no_shard", "hybrid_shard"])
+def test_one_rank_equals_one_process(strategy: str) -> None:
+    for number, name in enumerate(KINDS):
+        window = ("one", "last", "partial")[number % 3]
+        check(0, 1, (strategy, "even"), name, window)
 
 
-@matrix(tied=[False, True], strategy=STRATEGY_NAMES)
+@WHOLE
 @distributed(world_size=3)
-def test_reducing_every_micro_step_equals_one_process_in_float64(
-    rank: int, world_size: int, tied: bool, strategy: str
-) -> None:
-    batches = token_batches(5, world_size, micro_steps=3)
-    expected = train_reference(make_net(tied=tied, dtype=torch.float64), next_token_loss, batches)
-    model = shard_model(make_net(tied=tied, dtype=torch.float64), strategy)
-    train(model, rank, batches, last=False)
-    assert largest_difference(model.state_dict(), expected) <= 1e-12
+def test_clipping_equals_one_process(rank: int, world_size: int, whole: bool) -> None:
+    for strategy, tied in product(STRATEGY_NAMES, [False, True] if whole else [True]):
+        batches = token_batches(STEPS, world_size)
+        expected = train_reference(make_net(tied=tied), next_token_loss, batches, max_norm=0.05)
+        model = shard_model(make_net(tied=tied), strategy)
+        optimizer = ShardedAdamW(model, lr=1e-2)
+        for of_ranks in batches:
+            next_token_loss(model, of_ranks[rank][0]).backward()
+            record = record_step(
+                model,
+                loss_sum=torch.zeros(()),
+                tokens=torch.tensor(15),
+                nominal_tokens=15 * world_size,
+                max_grad_norm=0.05,
+            )
+            assert record.figures().grad_norm > 0.05
+            optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
+            optimizer.zero_grad()
+        assert largest_difference(model.state_dict(), expected) <= 1e-6
 
 
-@matrix(strategy=STRATEGY_NAMES, world_size=[2, 3, 4])
-@distributed()
-def test_clipping_equals_one_process(rank: int, world_size: int, strategy: str) -> None:
-    batches = token_batches(5, world_size)
-    expected = train_reference(make_net(tied=True), next_token_loss, batches, max_norm=0.05)
-    model = shard_model(make_net(tied=True), strategy)
-    optimizer = ShardedAdamW(model, lr=1e-2)
-    for of_ranks in batches:
-        next_token_loss(model, of_ranks[rank][0]).backward()
-        record = record_step(
-            model,
-            loss_sum=torch.zeros(()),
-            tokens=torch.tensor(15),
-            nominal_tokens=15 * world_size,
-            max_grad_norm=0.05,
-        )
-        assert record.figures().grad_norm > 0.05
-        optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
-        optimizer.zero_grad()
-    assert largest_difference(model.state_dict(), expected) <= 1e-6
-
-
-HYBRIDS = ["hybrid_shard", "hybrid_shard_grad_op"]
-
-
-@matrix(strategy=HYBRIDS, dp_shard_size=[1, 2], tied=[False, True])
+@pytest.mark.parametrize("dp_shard_size", [1, 2])
 @distributed(world_size=4)
-def test_hybrid_equals_one_process_in_float64(
-    rank: int, world_size: int, strategy: str, tied: bool, dp_shard_size: int
+def test_copies_of_any_size_equal_one_process(
+    rank: int, world_size: int, dp_shard_size: int
 ) -> None:
-    batches = token_batches(5, world_size)
-    expected = train_reference(make_net(tied=tied, dtype=torch.float64), next_token_loss, batches)
-    net = make_net(tied=tied, dtype=torch.float64)
-    model = shard_model(net, strategy, dp_shard_size=dp_shard_size)
-    train(model, rank, batches, last=False)
-    assert largest_difference(model.state_dict(), expected) <= 1e-12
+    for strategy in HYBRIDS:
+        batches = token_batches(STEPS, world_size)
+        net = make_net(tied=True, dtype=torch.float64)
+        expected = train_reference(
+            make_net(tied=True, dtype=torch.float64), next_token_loss, batches
+        )
+        model = shard_model(net, strategy, dp_shard_size=dp_shard_size)
+        train(model, rank, batches, KINDS["tied embedding"], "one")
+        assert largest_difference(model.state_dict(), expected) <= 1e-12
 
 
-@matrix(owner_map=["round_robin", "contiguous", "balanced"], world_size=[2, 3, 4])
-@distributed()
-def test_owner_maps_equal_one_process_bit_for_bit(
-    rank: int, world_size: int, owner_map: str
-) -> None:
-    batches = token_batches(5, world_size, micro_steps=3)
-    expected = train_reference(make_net(tied=True), next_token_loss, batches)
-    model = shard_model(make_net(tied=True), "shard_optimizer", owner_map=owner_map)
-    train(model, rank, batches, last=True)
-    assert largest_difference(model.state_dict(), expected) == 0.0
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "shard_optimizer", "full_shard"])
 @distributed(world_size=2)
-def test_bf16_compute_equals_other_strategies_bit_for_bit(
-    rank: int, world_size: int, strategy: str
-) -> None:
-    batches = token_batches(5, world_size)
-    precision = Precision(param_dtype=torch.bfloat16)
-    expected = shard_model(make_net(tied=False), "shard_grad_op", precision=precision)
-    train(expected, rank, batches, last=False)
-    model = shard_model(make_net(tied=False), strategy, precision=precision)
-    train(model, rank, batches, last=False)
-    assert {shard.master.dtype for shard in model.flat_shards()} == {torch.float32}
-    assert largest_difference(model.state_dict(), expected.state_dict()) == 0.0
+def test_bf16_compute_equals_other_strategies_bit_for_bit(rank: int, world_size: int) -> None:
+    kind = KINDS["odd shapes"]
+    batches = kind.batches(STEPS, world_size, 1)
+    states = []
+    for strategy in STRATEGY_NAMES:
+        precision = Precision(param_dtype=torch.bfloat16)
+        model = shard_model(kind.make(), strategy, precision=precision)
+        train(model, rank, batches, kind, "one")
+        assert {shard.master.dtype for shard in model.flat_shards()} == {torch.float32}
+        states.append(model.state_dict())
+    for state in states:
+        assert largest_difference(state, states[0]) == 0.0
 
 
 @distributed(world_size=2)

@@ -20,9 +20,9 @@ from fsdpctl.plan.units import lay_out, unit_order
 from fsdpctl.train.footprint import estimate_strategies
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches
-from tests.matrix import matrix
+from tests.matrix import WHOLE, cases
 
-CASES = [(name, "even") for name in STRATEGIES] + [
+SHARDINGS = [(name, "even") for name in STRATEGIES] + [
     ("shard_optimizer", name) for name in ("round_robin", "contiguous", "balanced")
 ]
 WINDOWS = [(True,), (True, True, True), (False, False, True)]
@@ -60,35 +60,25 @@ def measured(model: ShardedModel, rank: int, reduces: tuple[bool, ...]) -> int:
     return model.peak_memory_bytes() + optimizer.memory_bytes()
 
 
-@matrix(case=CASES, reduces=WINDOWS, tied=[False, True], world_size=[1, 2, 3, 4])
+@WHOLE
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @distributed()
 def test_the_estimate_is_what_the_fullest_rank_held(
-    rank: int,
-    world_size: int,
-    case: tuple[str, str],
-    reduces: tuple[bool, ...],
-    tied: bool,
+    rank: int, world_size: int, whole: bool
 ) -> None:
-    strategy, owner_map = case
-    owner_map = owner_map if world_size > 1 else "even"
-    model = shard_model(make_net(tied=tied), strategy, owner_map=owner_map)
-    held = model.collectives.gather_objects(measured(model, rank, reduces))
-    expected = planned(strategy, owner_map, world_size, reduces, tied=tied, bf16=False)
-    assert max(held) == expected.peak_bytes  # type: ignore[type-var]
-    assert held[expected.rank] == expected.peak_bytes
-
-
-@matrix(reduces=WINDOWS, case=CASES)
-@distributed(world_size=2)
-def test_the_estimate_in_bf16_is_what_the_fullest_rank_held(
-    rank: int, world_size: int, case: tuple[str, str], reduces: tuple[bool, ...]
-) -> None:
-    strategy, owner_map = case
-    precision = Precision(param_dtype=torch.bfloat16)
-    model = shard_model(make_net(tied=False), strategy, owner_map=owner_map, precision=precision)
-    held = model.collectives.gather_objects(measured(model, rank, reduces))
-    expected = planned(strategy, owner_map, world_size, reduces, tied=False, bf16=True)
-    assert max(held) == expected.peak_bytes  # type: ignore[type-var]
+    both = [False, True]
+    for ranks, reduces, tied, bf16, (strategy, owner_map) in cases(
+        [1, 2, 3, 4], WINDOWS, both, both, SHARDINGS, whole=whole
+    ):
+        if ranks != world_size:
+            continue
+        owner_map = owner_map if world_size > 1 else "even"
+        precision = Precision(param_dtype=torch.bfloat16 if bf16 else None)
+        net = make_net(tied=tied)
+        model = shard_model(net, strategy, owner_map=owner_map, precision=precision)
+        held = model.collectives.gather_objects(measured(model, rank, reduces))
+        expected = planned(strategy, owner_map, world_size, reduces, tied=tied, bf16=bf16)
+        assert max(held) == held[expected.rank] == expected.peak_bytes  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize("strategy", list(STRATEGIES))

@@ -1,0 +1,200 @@
+"""Modules that use their parameters in every way that has a right answer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdpctl.train.blocks import checkpoint_block
+from tests.engine.models import OddBlock, OddNet, next_token_loss, token_batches
+
+Batches = list[list[list[Tensor]]]  # [step][rank][micro-step]
+USED = 0.5  # inputs whose first element is larger use the spare matrix
+
+
+class Spare(OddBlock):
+    """Has a matrix that only some inputs use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(13, 13)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out.add(self.spare(out)) if self.is_used(x) else out
+
+    def is_used(self, x: Tensor) -> bool:
+        return float(x.detach()[0, 0]) > USED
+
+
+class Never(Spare):
+    """Has a matrix that nothing uses."""
+
+    def is_used(self, x: Tensor) -> bool:
+        return False
+
+
+class Adapted(OddBlock):
+    """Frozen but for two small matrices, as with LoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.down_a, self.down_b = nn.Linear(13, 3), nn.Linear(3, 13)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).add(self.down_b(self.down_a(x)))
+
+
+class Frozen(OddBlock):
+    """Trains nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+class Detached(OddBlock):
+    """Reads a parameter twice, once without a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.scale.detach())
+
+
+class TiedInside(OddBlock):
+    """Its two matrices are one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.also_up = nn.Linear(13, 7)
+        self.also_up.weight = self.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).add(torch.tanh(self.also_up(x)).sum(-1, keepdim=True))
+
+
+class Buffered(OddBlock):
+    """Multiplies by a buffer that training does not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("gain", torch.linspace(0.5, 1.5, 13))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.gain, Tensor)
+        return super().forward(x) * self.gain.to(x.dtype)
+
+
+class Stack(nn.Module):
+    """Four blocks one after another."""
+
+    def __init__(self, *blocks: type[OddBlock]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        kinds = [blocks[index % len(blocks)] for index in range(4)]
+        self.blocks = nn.ModuleList(kind() for kind in kinds)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class TiedAcross(Stack):
+    """Two blocks share a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__(OddBlock)
+        first, second = self.get_submodule("blocks.1.up"), self.get_submodule("blocks.3.up")
+        second.weight = first.weight
+
+
+class Wayward(nn.Module):
+    """Runs its blocks in an order of its own: twice, backwards, not at all."""
+
+    def __init__(self, order: list[int], *, checkpoints: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(OddBlock() for _ in range(4))
+        self.order, self.checkpoints = order, checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            if self.checkpoints:
+                reentrant = self.checkpoints == "reentrant"
+                x = checkpoint(self.blocks[index], x, use_reentrant=reentrant)
+            else:
+                x = self.blocks[index](x)
+        return x
+
+
+def recomputing(mode: str) -> nn.Module:
+    """A stack whose blocks do what `activation_checkpointing=MODE` makes of them."""
+    net = Stack(OddBlock)
+    for block in net.blocks:
+        checkpoint_block(block, mode)
+    return net
+
+
+def token_net(*, tied: bool) -> OddNet:
+    torch.manual_seed(0)
+    return OddNet(tied=tied, num_blocks=3)
+
+
+def square_loss(module: nn.Module, x: Tensor) -> Tensor:
+    dtype = next(module.parameters()).dtype
+    loss: Tensor = module(x.to(dtype).requires_grad_()).square().mean()
+    return loss
+
+
+def float_batches(steps: int, ranks: int, micro_steps: int = 1) -> Batches:
+    """Different inputs for every step, rank and micro-step."""
+    generator = torch.Generator().manual_seed(2)
+
+    def batch() -> Tensor:
+        return torch.randn(4, 13, generator=generator)
+
+    return [[[batch() for _ in range(micro_steps)] for _ in range(ranks)] for _ in range(steps)]
+
+
+def late_batches(steps: int, ranks: int, micro_steps: int = 1) -> Batches:
+    """Nobody uses the spare matrix for two steps, then everybody does."""
+    batches = float_batches(steps, ranks, micro_steps)
+    for step, of_ranks in enumerate(batches):
+        for micro_batches in of_ranks:
+            for batch in micro_batches:
+                batch[0, 0] = 5.0 if step >= 2 else -5.0
+    return batches
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A module, its data and its loss."""
+
+    make: Callable[[], nn.Module]
+    batches: Callable[[int, int, int], Batches] = float_batches
+    loss: Callable[[nn.Module, Tensor], Tensor] = square_loss
+
+
+KINDS: dict[str, Kind] = {
+    "odd shapes": Kind(lambda: token_net(tied=False), token_batches, next_token_loss),
+    "tied embedding": Kind(lambda: token_net(tied=True), token_batches, next_token_loss),
+    "tied within": Kind(lambda: Stack(TiedInside)),
+    "tied across": Kind(TiedAcross),
+    "frozen": Kind(lambda: Stack(OddBlock, Frozen)),
+    "adapted": Kind(lambda: Stack(Adapted)),
+    "detached": Kind(lambda: Stack(Detached)),
+    "never used": Kind(lambda: Stack(Never)),
+    "used on some ranks": Kind(lambda: Stack(Spare)),
+    "used later": Kind(lambda: Stack(Spare), late_batches),
+    "called twice": Kind(lambda: Wayward([0, 1, 0, 1, 2, 3])),
+    "reordered": Kind(lambda: Wayward([3, 2, 1, 0])),
+    "skipped": Kind(lambda: Wayward([2, 0, 3, 3])),
+    "buffers": Kind(lambda: Stack(Buffered)),
+    "recomputed": Kind(lambda: recomputing("full")),
+    "recomputed selectively": Kind(lambda: recomputing("selective")),
+    "checkpointed outside": Kind(lambda: Wayward([0, 1, 2, 3], checkpoints="plain")),
+    "checkpointed re-entrantly": Kind(lambda: Wayward([1, 0, 2, 3], checkpoints="reentrant")),
+}
