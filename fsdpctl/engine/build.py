@@ -122,16 +122,9 @@ def build_runtime(
 ) -> Runtime:
     """Take over `module`'s parameters, give each unit its memory, and hook its events.
 
-    Raises:
-        EngineError: the ranks' modules differ, or parameters have no values.
+    The ranks must have agreed on `division` and everything else.
     """
-    _check_same_model(division.units, mesh.world)
     dtypes = {name: param.dtype for name, param in module.named_parameters()}
-    for name, dtype in dtypes.items():
-        if not dtype.is_floating_point:
-            raise EngineError(f"parameter {name} is {dtype}: only real floating point is sharded")
-    if source.initialize is None and any(param.is_meta for param in module.parameters()):
-        raise EngineError("parameters on the meta device have no values: pass initialize=")
     replace_meta_parameters(module, source.device)
     _move_buffers(module, source.device, mesh.world)
     params = dict(module.named_parameters())
@@ -179,22 +172,22 @@ def _build_units(builder: _Builder, prefetch: Prefetch) -> list[ShardedUnit]:
     return units
 
 
-def _check_same_model(specs: Sequence[UnitSpec], collectives: Collectives) -> None:
-    for rank, theirs in enumerate(collectives.gather_objects(tuple(specs))):
-        if theirs != tuple(specs):
+def check_values(module: nn.Module, source: Source) -> None:
+    """See that there is something to shard.
+
+    Raises:
+        EngineError: a parameter or buffer has no values, or is no real number.
+    """
+    for name, param in module.named_parameters():
+        if not param.dtype.is_floating_point:
             raise EngineError(
-                f"rank {rank} has another model than rank {collectives.rank}: "
-                f"{_first_difference(specs, theirs)}"
+                f"parameter {name} is {param.dtype}: only real floating point is sharded"
             )
-
-
-def _first_difference(ours: Sequence[UnitSpec], theirs: object) -> str:
-    assert isinstance(theirs, tuple)
-    for mine, other in zip(ours, theirs, strict=False):
-        for param, other_param in zip(mine.params, other.params, strict=False):
-            if param != other_param:
-                return f"{other_param} there, {param} here"
-    return f"{len(theirs)} units there, {len(ours)} here"
+        if param.is_meta and source.initialize is None:
+            raise EngineError(f"parameter {name} is on the meta device: it has no values")
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise EngineError(f"buffer {name} is on the meta device: it has no values")
 
 
 @torch.no_grad()
@@ -202,8 +195,6 @@ def _move_buffers(module: nn.Module, device: torch.device, collectives: Collecti
     for each in module.modules():
         for key, buffer in each._buffers.items():
             if buffer is not None:
-                if buffer.is_meta:
-                    raise EngineError(f"buffer {key} is on the meta device: it has no values")
                 moved = buffer.to(device).contiguous()
                 # As bytes: no backend knows every dtype.
                 collectives.broadcast(moved.view(-1).view(torch.uint8))

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine import access
+from fsdpctl.engine.agreement import Agreement, check_replicas
 from fsdpctl.engine.ledger import Ledger
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.state import full_state, persistent_buffers
@@ -31,8 +31,7 @@ class ShardedModel(nn.Module):
         self.module = module
         self.strategy = strategy  # as asked for; one rank alone runs as no_shard
         self._runtime = runtime
-        self._all_present: Tensor | None = None
-        self._presence: tuple[int, Tensor | None] = (-1, None)  # after how many backwards
+        self._agreement = Agreement(runtime)
         access.guard_module(module, runtime)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,39 +64,34 @@ class ShardedModel(nn.Module):
         return persistent_buffers(self.module)
 
     def presence(self) -> Tensor:
-        """For each trainable parameter, 1 if it had a gradient here since they were dropped."""
-        runtime = self._runtime
-        buffers = [b for unit in runtime.units.values() for b in unit.trained_buffers]
-        if runtime.has_all_gradients:  # the usual case, for which nothing is copied to a device
-            if self._all_present is None:
-                count = sum(len(buffer.params) for buffer in buffers)
-                self._all_present = torch.ones(count, dtype=torch.float64, device=runtime.device)
-            return self._all_present
-        present = [
-            float(index in buffer.present)
-            for buffer in buffers
-            for index in range(len(buffer.params))
-        ]
-        return torch.tensor(present, dtype=torch.float64, device=runtime.device)
+        """For each trainable parameter, 1 if it had a gradient here since they were dropped.
 
-    def share_presence(self, counts: Tensor) -> None:
-        """Take note of the sum of all ranks' `presence()`."""
-        self._presence = self._runtime.num_backwards, counts
+        One more element tells the order of gathers: all ranks must have the same there.
+        """
+        return self._agreement.share()
+
+    def share_presence(self, sums: Tensor) -> None:
+        """Take note of the sum of all ranks' `presence()`.
+
+        Raises:
+            EngineError: the ranks did not gather the same units in the same order.
+        """
+        self._agreement.take(sums)
 
     def absent_everywhere(self) -> frozenset[str]:
         """Names of the trainable parameters that had a gradient on no rank. Collective.
 
         A rank that had all of them knows the answer and does not wait for it.
         """
-        own = self.presence()
-        at, counts = self._presence
-        if at != self._runtime.num_backwards or counts is None:
-            counts = self.mesh.world.all_reduce(own.clone())
-            self.share_presence(counts)
-        if self._runtime.has_all_gradients:
-            return frozenset()
-        names = [param.name for s in trainable_shards(self) for param in s.layout.params]
-        return frozenset(n for n, count in zip(names, counts.tolist(), strict=True) if not count)
+        return self._agreement.absent_everywhere()
+
+    def check_replicas(self) -> None:
+        """Compare what several ranks hold alike, bit for bit by a checksum. Collective.
+
+        Raises:
+            EngineError: a parameter differs; the message names it and the rank.
+        """
+        check_replicas(self._runtime)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

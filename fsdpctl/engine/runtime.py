@@ -5,6 +5,7 @@ and autograd events as they really come: a unit that needs a slot in use evicts 
 next use gathers it again; a prefetch never evicts.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from fsdpctl.plan.schedule import (
 from fsdpctl.plan.strategy import Strategy
 
 _NO_TASK = -1
+_FINGERPRINTS = 1 << 40  # how many there are; their sum over ranks is exact in float64
 
 
 def current_backward() -> int:
@@ -79,6 +81,9 @@ class Runtime:
         )
         self.num_backwards = 0  # that have ended
         self._backward = _NO_TASK  # the outermost one that is running, or did not end
+        self.gather_fingerprint = 0  # of the units gathered since it was last compared, in order
+        self._numbers = {name: number for number, name in enumerate(self.units, start=1)}
+        self._forward_order: list[str] | None = []  # as it really is, until it is known
         self._num_closed = 0  # units whose backward is over, in the order of reduction
         for slot in {id(unit.slot): unit.slot for unit in units}.values():
             if slot.allocated_nbytes:
@@ -127,6 +132,8 @@ class Runtime:
         if not unit.slot.resident:
             self.ledger.allocate(Buffer.PARAMS, unit.slot.name, 0, unit.slot.nbytes)
         unit.start_gather(self.mesh.shard)
+        number = self.gather_fingerprint * 1_000_003 + self._numbers[unit.name]
+        self.gather_fingerprint = number % _FINGERPRINTS
         self.ledger.note(EventKind.GATHER, unit.name, unit.nbytes)
 
     def _evict(self, unit: ShardedUnit) -> None:
@@ -158,8 +165,11 @@ class Runtime:
     def begin_unit(self, unit: ShardedUnit) -> None:
         """A unit's forward starts, or is computed again in backward."""
         self.use(unit)
-        if not in_backward():
-            self.gather_ahead(following(self.order.forward, unit.name, self.prefetch.forward))
+        if in_backward():
+            return
+        if self._forward_order is not None and torch.is_grad_enabled():
+            self._forward_order.append(unit.name)
+        self.gather_ahead(following(self.order.forward, unit.name, self.prefetch.forward))
 
     def end_unit(self, unit: ShardedUnit) -> None:
         """A unit's forward has ended."""
@@ -243,12 +253,28 @@ class Runtime:
         self.num_backwards += 1
         self._num_closed = 0
         self._backward = _NO_TASK
+        self._settle_order()
         for unit in self.units.values():
             if any(buffer.arrived for buffer in unit.buffers):
                 raise EngineError(
                     f"gradients of {unit.name} came after it was reduced: its output reaches the "
                     "loss in a way that hooks do not see"
                 )
+
+    def _settle_order(self) -> None:
+        """After the first backward: plan the units in the order in which they really ran."""
+        seen, self._forward_order = self._forward_order, None
+        if not seen or not self.strategy.shards_params:
+            return  # gradients are reduced in the planned order, which all ranks know
+        order = self.order.as_seen(seen)
+        if order != self.order:
+            warnings.warn(
+                "the model runs its units in another order than it defines them: from now on they "
+                f"are gathered ahead in the order {', '.join(order.forward)}",
+                stacklevel=2,
+            )
+            self.order = order
+            self.reducer.units = tuple(self.units[name] for name in order.reduction)
 
     # ---- between steps -------------------------------------------------------------------
 
@@ -258,6 +284,8 @@ class Runtime:
         self.rest()
         self._num_closed = 0
         self._backward = _NO_TASK
+        if self._forward_order is not None:
+            self._forward_order = []
 
     def rest(self) -> None:
         """Release everything that is released between steps."""

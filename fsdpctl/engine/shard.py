@@ -1,6 +1,6 @@
 """`shard_model`: any nn.Module, sharded."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,8 @@ from torch import nn
 
 from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.comm.process_group import collectives_for
-from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
+from fsdpctl.engine.agreement import agreed
+from fsdpctl.engine.build import Division, Source, build_runtime, check_values, divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.errors import UsageError
@@ -62,26 +63,55 @@ def shard_model(
 
 def shard_from(source: Source, module: nn.Module, sharding: Sharding) -> ShardedModel:
     """`shard_model` with values and device from `source`; `module` may lie on the meta device."""
-    strategy, owner_map = sharding.strategy, sharding.owner_map
-    row = get_strategy(strategy) if isinstance(strategy, str) else strategy
     world = collectives_for(source.device)
-    copy_size = ranks_per_copy(row, world.size, sharding.dp_shard_size)
-    if owner_map != "even" and not row.has_owner_map:
-        raise UsageError(f"owner_map: only shard_optimizer has one, and {row.name} is another")
-    effective = effective_strategy(row, copy_size)
-    mesh = make_mesh(world, source.device, copy_size if copy_size > 1 else world.size)
-    units = sharding.units
-    specs = divide_module(
-        module, None if isinstance(units, str) else [each.__name__ for each in units]
-    )
-    layouts = lay_out(specs, mesh.shard.size, owner_map if effective is row else "even")
+    cut = agreed(world, lambda: _cut(source, module, sharding, world.size), _described)
+    mesh = make_mesh(world, source.device, cut.ranks_per_part)
     runtime = build_runtime(
         module,
-        Division(specs, layouts),
+        cut.division,
         mesh,
         source,
-        strategy=effective,
+        strategy=cut.effective,
         prefetch=sharding.prefetch,
         precision=sharding.precision,
     )
-    return ShardedModel(module, runtime, row)
+    return ShardedModel(module, runtime, cut.row)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What all ranks must agree on."""
+
+    sharding: Sharding
+    row: Strategy
+    effective: Strategy
+    ranks_per_part: int
+    division: Division
+
+
+def _cut(source: Source, module: nn.Module, sharding: Sharding, num_ranks: int) -> _Cut:
+    strategy, owner_map, units = sharding.strategy, sharding.owner_map, sharding.units
+    row = get_strategy(strategy) if isinstance(strategy, str) else strategy
+    copy_size = ranks_per_copy(row, num_ranks, sharding.dp_shard_size)
+    if owner_map != "even" and not row.has_owner_map:
+        raise UsageError(f"owner_map: only shard_optimizer has one, and {row.name} is another")
+    check_values(module, source)
+    effective = effective_strategy(row, copy_size)
+    classes = None if isinstance(units, str) else [each.__name__ for each in units]
+    specs = divide_module(module, classes)
+    ranks_per_part = copy_size if copy_size > 1 else num_ranks
+    layouts = lay_out(specs, ranks_per_part, owner_map if effective is row else "even")
+    return _Cut(sharding, row, effective, ranks_per_part, Division(specs, layouts))
+
+
+def _described(cut: _Cut) -> Iterator[str]:
+    sharding = cut.sharding
+    yield f"strategy {cut.row.name}, with {cut.ranks_per_part} ranks to a copy"
+    yield f"owner map {sharding.owner_map}"
+    yield str(sharding.prefetch)
+    yield str(sharding.precision)
+    for unit in cut.division.units:
+        yield f"unit {unit.name}"
+        for param in unit.params:
+            frozen = "" if param.trainable else ", frozen"
+            yield f"parameter {param.name} {list(param.shape)} {param.dtype}{frozen}"

@@ -182,6 +182,7 @@ class Trainer:
         parts = self.parts
         checkpoints = parts.run_dir / CHECKPOINTS
         folder = step_folder(checkpoints, self.step)
+        parts.model.check_replicas()  # each copy writes a share of the checkpoint
         write_checkpoint(
             folder,
             parts.model,

@@ -1,5 +1,8 @@
 """What users' modules and loops may do, and what they are told when they may not."""
 
+import warnings
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -8,9 +11,10 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.plan.schedule import EventKind, Prefetch
 from tests.distributed import distributed
 from tests.engine.models import OddBlock, make_net, next_token_loss, token_batches
-from tests.engine.odd import square_loss
+from tests.engine.odd import Wayward, square_loss
 from tests.engine.test_parity import largest_difference
 from tests.reference import train_reference
 
@@ -171,11 +175,79 @@ def test_states_are_sharded(rank: int, world_size: int) -> None:
     assert optimizer.memory_bytes() - steps <= 2 * 4 * total // 2
 
 
+class _Frozen(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.requires_grad_(False)
+
+
+DISAGREEMENTS: dict[str, Callable[[int], ShardedModel]] = {
+    "rank 0 has parameter embed.weight": lambda r: shard_model(make_net(tied=r == 0)),
+    "rank 1 has .* frozen": lambda r: shard_model(_Frozen() if r else nn.Linear(3, 3)),
+    r"rank 1 has parameter weight \[4, 3\]": lambda r: shard_model(nn.Linear(3, 3 + r)),
+    "rank 1 has nothing more": lambda r: shard_model(nn.Linear(3, 3, bias=r == 0)),
+    "has strategy no_shard": lambda r: shard_model(nn.Linear(3, 3), ["full_shard", "no_shard"][r]),
+    "rank 1 has Prefetch": lambda r: shard_model(nn.Linear(3, 3), prefetch=Prefetch(r, 0)),
+    "has no values": lambda r: shard_model(nn.Linear(3, 3, device="meta" if r else None)),
+    "Conv2d": lambda r: shard_model(make_net(tied=True), units=[nn.Conv2d if r else OddBlock]),
+    "must divide": lambda r: shard_model(nn.Linear(3, 3), "hybrid_shard", dp_shard_size=2 + r),
+}
+
+
 @distributed(world_size=2)
-def test_ranks_with_different_models_are_told(rank: int, world_size: int) -> None:
-    net = make_net(tied=rank == 0)
-    with pytest.raises(EngineError, match="has another model than rank"):
-        shard_model(net, "full_shard")
+def test_ranks_that_disagree_are_told_on_every_rank(rank: int, world_size: int) -> None:
+    for said, shard in DISAGREEMENTS.items():
+        with pytest.raises((EngineError, UsageError), match=said):
+            shard(rank)
+
+
+@distributed(world_size=2)
+def test_ranks_that_run_units_in_different_orders_are_told(rank: int, world_size: int) -> None:
+    model = shard_model(Wayward([0, 1, 2, 3] if rank == 0 else [0, 2, 1, 3]), "full_shard")
+    optimizer = ShardedAdamW(model, lr=1e-2)
+    square_loss(model, torch.randn(4, 13)).backward()
+    with pytest.raises(EngineError, match="in different orders"):
+        optimizer.step()
+
+
+@distributed(world_size=2)
+def test_units_in_another_order_are_gathered_ahead_in_that_order_after_one_warning(
+    rank: int, world_size: int
+) -> None:
+    model = shard_model(Wayward([3, 2, 1, 0]), "full_shard")
+    optimizer = ShardedAdamW(model, lr=1e-2)
+    for step in range(3):
+        with warnings.catch_warnings(record=True) as caught, model.recorded_events() as trace:
+            warnings.simplefilter("always")
+            square_loss(model, torch.randn(4, 13)).backward()
+        assert len(caught) == (step == 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert "blocks.3, blocks.1, blocks.2, blocks.0" in str(model.unit_order.forward).replace(
+        "'", ""
+    )
+    kinds = (EventKind.GATHER, EventKind.READY)
+    gathers = [(event.kind, event.unit) for event in trace if event.kind in kinds]
+    second = gathers.index((EventKind.GATHER, "blocks.2"))
+    assert second < gathers.index((EventKind.READY, "blocks.3"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size"), [("no_shard", None), ("shard_optimizer", None), ("hybrid_shard", 2)]
+)
+@distributed(world_size=4)
+def test_a_replica_that_went_astray_is_found(
+    rank: int, world_size: int, strategy: str, size: int | None
+) -> None:
+    model = shard_model(make_net(tied=True), strategy, dp_shard_size=size)
+    model.check_replicas()
+    unit = model._runtime.units["blocks.1"]
+    buffer = unit.buffers[0]
+    if rank == 3:
+        values = buffer.shard.master if size else buffer.whole
+        values[0] += 1e-3
+    with pytest.raises(EngineError, match=r"blocks\.1\..* on rank .*3.* differs"):
+        model.check_replicas()
 
 
 @distributed(world_size=2)

@@ -1,0 +1,188 @@
+"""What the ranks must agree on, and how they find out that they do not."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
+from typing import NoReturn, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from fsdpctl.comm.base import Collectives
+from fsdpctl.engine.runtime import Runtime
+from fsdpctl.errors import EngineError, FsdpctlError
+from fsdpctl.plan.layout import Span
+
+T = TypeVar("T")
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def agreed(
+    collectives: Collectives, make: Callable[[], T], describe: Callable[[T], Iterable[str]]
+) -> T:
+    """What `make()` gives, if it gives the same on every rank. Collective.
+
+    Args:
+        collectives: the ranks.
+        make: may raise; then every rank raises.
+        describe: what must be equal, part by part.
+
+    Raises:
+        FsdpctlError: what `make()` raised here.
+        EngineError: it failed on another rank, or gave something else there.
+    """
+    made: T | None = None
+    parts: tuple[str, ...] = ()
+    error: FsdpctlError | None = None
+    try:
+        made = make()
+        parts = tuple(describe(made))
+    except FsdpctlError as caught:
+        error = caught
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    answers = collectives.gather_objects((None if error is None else str(error), digest))
+    if error is not None:
+        raise error
+    for rank, (message, _) in enumerate(cast("list[tuple[str | None, str]]", answers)):
+        if message is not None:
+            raise EngineError(f"rank {rank}: {message}")
+    if len(set(answers)) > 1:  # the parts are many, and as a rule not needed
+        _refuse_difference(parts, collectives)
+    assert made is not None
+    return made
+
+
+def _refuse_difference(ours: Sequence[str], collectives: Collectives) -> NoReturn:
+    everybody = cast("list[tuple[str, ...]]", collectives.gather_objects(tuple(ours)))
+    other = next(rank for rank, theirs in enumerate(everybody) if theirs != everybody[0])
+    first, second = next(
+        (mine, theirs)
+        for mine, theirs in zip_longest(everybody[0], everybody[other], fillvalue="nothing more")
+        if mine != theirs
+    )
+    raise EngineError(
+        "the ranks were given different models or settings: "
+        f"rank 0 has {first}, rank {other} has {second}"
+    )
+
+
+class Agreement:
+    """Which parameters had gradients, and whether all ranks gathered the same, once a step."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._all_present: tuple[int, Tensor] | None = None  # with which fingerprint
+        self._sums: tuple[int, Tensor | None] = (-1, None)  # after how many backwards
+        self._unchecked: tuple[int, Tensor, torch.cuda.Event] | None = None
+        units = runtime.units.values()
+        self._buffers = [buffer for unit in units for buffer in unit.trained_buffers]
+        self._names = [param.name for b in self._buffers for param in b.layout.params]
+
+    def share(self) -> Tensor:
+        """This rank's presence bits and fingerprint; nothing is copied where both are usual."""
+        runtime = self._runtime
+        fingerprint = runtime.gather_fingerprint
+        if runtime.has_all_gradients:
+            if self._all_present is None or self._all_present[0] != fingerprint:
+                values = [1.0] * len(self._names) + [float(fingerprint)]
+                self._all_present = fingerprint, self._on_device(values)
+            return self._all_present[1]
+        present = [
+            float(index in buffer.present)
+            for buffer in self._buffers
+            for index in range(len(buffer.params))
+        ]
+        return self._on_device([*present, float(fingerprint)])
+
+    def take(self, sums: Tensor) -> None:
+        """The sum over all ranks of what they shared.
+
+        On CUDA the fingerprint is looked at a step later, when it has long arrived.
+        """
+        runtime = self._runtime
+        self._sums = runtime.num_backwards, sums[:-1]
+        expected = runtime.gather_fingerprint * runtime.mesh.world.size
+        runtime.gather_fingerprint = 0
+        if not runtime.strategy.shards_params:
+            return
+        if not sums.is_cuda:
+            _check_fingerprint(expected, sums[-1])
+            return
+        if self._unchecked is not None:
+            before, found, arrived = self._unchecked
+            arrived.synchronize()
+            _check_fingerprint(before, found)
+        found = sums[-1].to("cpu", non_blocking=True)
+        self._unchecked = expected, found, torch.cuda.current_stream().record_event()
+
+    def absent_everywhere(self) -> frozenset[str]:
+        """Names of the trainable parameters that had a gradient on no rank. Collective."""
+        own = self.share()
+        at, counts = self._sums
+        if at != self._runtime.num_backwards or counts is None:
+            self.take(self._runtime.mesh.world.all_reduce(own.clone()))
+            counts = self._sums[1]
+        assert counts is not None
+        if self._runtime.has_all_gradients:
+            return frozenset()
+        pairs = zip(self._names, counts.tolist(), strict=True)
+        return frozenset(name for name, count in pairs if not count)
+
+    def _on_device(self, values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=self._runtime.device)
+
+
+def _check_fingerprint(expected: int, found: Tensor) -> None:
+    if int(found) != expected:
+        raise EngineError(
+            "the ranks ran the model's units in different orders, so what they gathered was mixed "
+            "up: every rank must call the same units in the same order"
+        )
+
+
+@torch.no_grad()
+def check_replicas(runtime: Runtime) -> None:
+    """Compare by a checksum what several ranks hold alike. Collective.
+
+    Raises:
+        EngineError: a parameter differs; the message names it and the rank.
+    """
+    mesh = runtime.mesh
+    if runtime.strategy.shards_params and mesh.replicas is None:
+        return
+    place = mesh.shard.rank if runtime.strategy.shards_params else 0
+    answers = mesh.world.gather_objects((place, _checksums(runtime)))
+    for part in range(mesh.shard.size):
+        of_part = {
+            rank: answer[1]
+            for rank, answer in enumerate(answers)
+            if isinstance(answer, tuple) and answer[0] == part
+        }
+        for name in next(iter(of_part.values()), {}):
+            found = {rank: checksums[name] for rank, checksums in of_part.items()}
+            usual = Counter(found.values()).most_common(1)[0][0]
+            odd = [str(rank) for rank, checksum in found.items() if checksum != usual]
+            if odd:
+                raise EngineError(
+                    f"{name} on rank {', '.join(odd)} differs from its other copies: a replica has "
+                    "gone astray, by a hardware fault or a write to parameters of one rank only"
+                )
+
+
+def _checksums(runtime: Runtime) -> dict[str, int]:
+    """Of each parameter, as far as this rank holds it: the sum of its bits, taken as integers."""
+    names, sums = [], []
+    for unit in runtime.units.values():
+        for buffer in unit.buffers:
+            whole = runtime.strategy.keeps_whole_params
+            held = Span(0, buffer.layout.numel) if whole else buffer.shard.held
+            values = buffer.whole if whole else buffer.shard.master
+            bits = values.view(_INTEGERS[values.itemsize])
+            for piece in buffer.layout.pieces(held):
+                inside = piece.in_flat.shift(-held.start)
+                names.append(piece.param.name)
+                sums.append(bits[inside.start : inside.stop].sum(dtype=torch.int64))
+    if not sums:
+        return {}
+    return dict(zip(names, torch.stack(sums).tolist(), strict=True))
