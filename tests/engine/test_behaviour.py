@@ -226,10 +226,10 @@ def test_units_in_another_order_are_gathered_ahead_in_that_order_after_one_warni
     assert "blocks.3, blocks.1, blocks.2, blocks.0" in str(model.unit_order.forward).replace(
         "'", ""
     )
-    kinds = (EventKind.GATHER, EventKind.READY)
+    kinds = (EventKind.GATHER, EventKind.RELEASE)
     gathers = [(event.kind, event.unit) for event in trace if event.kind in kinds]
     second = gathers.index((EventKind.GATHER, "blocks.2"))
-    assert second < gathers.index((EventKind.READY, "blocks.3"))
+    assert second < gathers.index((EventKind.RELEASE, "blocks.3"))
 
 
 @pytest.mark.parametrize(
