@@ -5,11 +5,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+from typer.testing import CliRunner
+
+from fsdpctl.cli.app import app
+from fsdpctl.errors import FsdpctlError
+
 TINY = [
     "model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=48",
     "model.num_heads=4", "model.num_kv_heads=2", "train.seq_len=16", "train.global_batch_size=8",
     "train.eval_every=20", "train.sample_tokens=0", "checkpoint.every=25", "data=text",
 ]  # fmt: skip
+
+
+def invoke(*words: str) -> tuple[int, str]:
+    """In this process: the exit code, and what was printed or the one line that it fails with."""
+    result = CliRunner().invoke(app, list(words))
+    if isinstance(result.exception, FsdpctlError):
+        return result.exception.exit_code, str(result.exception)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
 
 
 def command(*words: str) -> list[str]:

@@ -4,21 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from fsdpctl.cli.app import app, main
-from fsdpctl.errors import FsdpctlError
-from tests.cli.run import TINY, fsdpctl, make_text
-
-
-def run(*words: str) -> tuple[int, str]:
-    """In this process: the exit code and everything that was printed."""
-    result = CliRunner().invoke(app, list(words))
-    if isinstance(result.exception, FsdpctlError):
-        return result.exception.exit_code, str(result.exception)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.output
+from fsdpctl.cli.app import main
+from tests.cli.run import TINY, fsdpctl, invoke, make_text
 
 
 @pytest.fixture
@@ -52,7 +40,7 @@ def words(tmp_path, monkeypatch):
 def test_an_impossible_run_is_refused_before_it_starts(words, mistake, parts, tmp_path):
     name = mistake.split("=")[0]
     kept = [word for word in words if word.split("=")[0] != name]
-    code, said = run("train", *kept, mistake)
+    code, said = invoke("train", *kept, mistake)
     assert code == 2
     for part in parts:
         assert part in said
@@ -62,21 +50,21 @@ def test_an_impossible_run_is_refused_before_it_starts(words, mistake, parts, tm
 
 def test_a_sequence_longer_than_the_data_is_refused(words):
     kept = [word for word in words if not word.startswith("train.seq_len")]
-    code, said = run("train", *kept, "model.max_seq_len=1e6", "train.seq_len=30000")
+    code, said = invoke("train", *kept, "model.max_seq_len=1e6", "train.seq_len=30000")
     assert (code, "longer than the data" in said) == (2, True)
 
 
 def test_a_folder_of_something_else_is_left_alone(words, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    code, said = run("train", *words, "train.run_dir=mine")
+    code, said = invoke("train", *words, "train.run_dir=mine")
     assert code == 2
     assert "not a run of fsdpctl" in said
     assert [each.name for each in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
 
 def test_dry_run_shows_units_and_writes_nothing(words, tmp_path):
-    code, said = run("train", "--dry-run", *words)
+    code, said = invoke("train", "--dry-run", *words)
     assert code == 0
     for part in ("model.layers.1", "root", "it would run", "2 (auto) on cpu (auto)"):
         assert part in said
@@ -84,7 +72,7 @@ def test_dry_run_shows_units_and_writes_nothing(words, tmp_path):
 
 
 def test_dry_run_of_a_large_model_needs_no_memory(words):
-    code, said = run("train", "--dry-run", "model=llama3_405b", "launch.nproc_per_node=8",
+    code, said = invoke("train", "--dry-run", "model=llama3_405b", "launch.nproc_per_node=8",
                      "data=text", f"data.path={Path('words.txt').resolve()}")  # fmt: skip
     assert code == 0
     assert "405.8" in said
@@ -92,15 +80,15 @@ def test_dry_run_of_a_large_model_needs_no_memory(words):
 
 
 def test_print_config_is_a_recipe(words, tmp_path):
-    code, printed = run("train", "--print-config", *words)
+    code, printed = invoke("train", "--print-config", *words)
     assert code == 0
     (tmp_path / "mine.yaml").write_text(printed)
-    assert run("train", "--print-config", "--recipe", "mine.yaml") == (0, printed)
+    assert invoke("train", "--print-config", "--recipe", "mine.yaml") == (0, printed)
 
 
 @pytest.mark.parametrize("group", ["", "model", "strategy", "train", "data", "checkpoint"])
 def test_list_shows_choices_and_keys(group):
-    code, said = run("list", *([group] if group else []))
+    code, said = invoke("list", *([group] if group else []))
     assert code == 0
     if group:
         assert f"{group}." in said
@@ -110,7 +98,7 @@ def test_list_shows_choices_and_keys(group):
 
 
 def test_list_of_an_unknown_group_names_the_nearest():
-    code, said = run("list", "modle")
+    code, said = invoke("list", "modle")
     assert (code, "did you mean model?" in said) == (2, True)
 
 
@@ -120,7 +108,7 @@ def test_list_of_an_unknown_group_names_the_nearest():
      "train", "list"],
 )  # fmt: skip
 def test_every_command_has_a_help_text(name):
-    code, said = run(name, "--help")
+    code, said = invoke(name, "--help")
     assert code == 0
     assert "Usage" in said
     assert "--help" in said
@@ -128,14 +116,14 @@ def test_every_command_has_a_help_text(name):
 
 @pytest.mark.parametrize("name", ["inspect-checkpoint", "verify-checkpoint", "sample"])
 def test_a_source_without_a_checkpoint_is_a_usage_error(name, tmp_path):
-    assert run(name, str(tmp_path / "none"))[0] == 2
-    code, said = run(name, str(tmp_path))
+    assert invoke(name, str(tmp_path / "none"))[0] == 2
+    code, said = invoke(name, str(tmp_path))
     assert (code, "no finished checkpoint" in said) == (2, True)
 
 
 def test_a_consolidation_with_nonsense_is_refused(tmp_path):
-    assert run("consolidate-checkpoint", "x", "y", "--dtype", "float3")[0] == 2
-    code, said = run("consolidate-checkpoint", "x", "y", "--max-file-size", "five")
+    assert invoke("consolidate-checkpoint", "x", "y", "--dtype", "float3")[0] == 2
+    code, said = invoke("consolidate-checkpoint", "x", "y", "--max-file-size", "five")
     assert (code, "5GB" in said) == (2, True)
 
 
@@ -149,13 +137,13 @@ def test_an_error_is_one_line_on_standard_error(tmp_path):
 def test_tokenize_makes_what_data_tokens_takes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_text(tmp_path)
-    assert run("tokenize", "words.txt", "words.bin")[0] == 0
+    assert invoke("tokenize", "words.txt", "words.bin")[0] == 0
     header = json.loads(Path("words.json").read_text())
     assert (header["dtype"], header["tokenizer"]) == ("uint16", "bytes")
-    assert run("tokenize", "words.txt", "words.bin")[0] == 2
-    assert run("tokenize", "words.txt", "words.tok")[0] == 2
+    assert invoke("tokenize", "words.txt", "words.bin")[0] == 2
+    assert invoke("tokenize", "words.txt", "words.tok")[0] == 2
     tiny = [word for word in TINY if word != "data=text"]
-    code, said = run("train", "--dry-run", *tiny, "data=tokens", "data.path=words.bin")
+    code, said = invoke("train", "--dry-run", *tiny, "data=tokens", "data.path=words.bin")
     assert code == 0
     assert "(bytes)" in said
 

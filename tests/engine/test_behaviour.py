@@ -12,10 +12,12 @@ from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.schedule import EventKind, Prefetch
+from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.engine.models import OddBlock, make_net, next_token_loss, token_batches
 from tests.engine.odd import Wayward, square_loss
 from tests.engine.test_parity import largest_difference
+from tests.matrix import matrix
 from tests.reference import train_reference
 
 
@@ -72,8 +74,7 @@ class _Breaks(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@matrix(where=["forward", "backward"], strategy=list(STRATEGIES))
 @distributed(world_size=2)
 def test_after_an_exception_the_next_step_is_as_if_it_had_not_happened(
     rank: int, world_size: int, where: str, strategy: str

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.layout import ALIGNMENT
+from fsdpctl.plan.layout import ALIGNMENT, round_up
 from fsdpctl.plan.owners import OWNER_MAPS, OwnerMap, make_owner_map
 
 block_sizes = st.lists(st.integers(1, 40).map(lambda n: n * ALIGNMENT), min_size=1, max_size=12)
@@ -77,3 +77,41 @@ def test_what_is_out_of_range_is_an_error(call, word):
     with pytest.raises(UsageError) as caught:
         call(OwnerMap.round_robin(5, 2))
     assert word in str(caught.value)
+
+
+def _llama(hidden: int, inner: int, kv: int, layers: int, vocab: int, *, bias: bool) -> list[int]:
+    """Elements of each unit: root (norm, and the tied embedding), blocks."""
+    block = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner + 2 * hidden
+    return [hidden + vocab * hidden, *[block + bias * (hidden + 2 * kv)] * layers]
+
+
+def _padded(sizes: list[int]) -> list[int]:
+    return [round_up(size, ALIGNMENT) for size in sizes]
+
+
+# Root first, then units in order, as engine and plan cut these models.
+GPT2_BLOCK = 12 * 768 * 768 + 13 * 768
+UNTIED_8B = _llama(4096, 14336, 1024, 32, 0, bias=False)
+MODELS = {
+    "gpt2": [2 * 768 + 50257 * 768 + 1024 * 768, *[GPT2_BLOCK] * 12],
+    "llama3_8b": [UNTIED_8B[0], 128256 * 4096, *UNTIED_8B[1:], 128256 * 4096],
+    "llama3.2_1b": _llama(2048, 8192, 512, 16, 128256, bias=False),
+    "qwen2.5_0.5b": _llama(896, 4864, 128, 24, 151936, bias=True),
+}
+
+
+def test_the_models_have_the_sizes_that_are_published():
+    billions = {name: round(sum(sizes) / 1e9, 3) for name, sizes in MODELS.items()}
+    assert billions == {
+        "gpt2": 0.124,
+        "llama3_8b": 8.03,
+        "llama3.2_1b": 1.236,
+        "qwen2.5_0.5b": 0.494,
+    }
+
+
+@pytest.mark.parametrize("world_size", [4, 8, 64])
+@pytest.mark.parametrize("model", list(MODELS))
+def test_the_balanced_map_is_balanced_for_real_models(model, world_size):
+    owners = OwnerMap.balanced(_padded(MODELS[model]), world_size)
+    assert owners.max_over_mean() <= 1.01

@@ -1,0 +1,91 @@
+"""The step record makes the gradient that of the mean over all target tokens."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.shard import shard_model
+from fsdpctl.optim.record import record_step
+from fsdpctl.plan.strategy import STRATEGIES
+from tests.distributed import distributed
+from tests.engine.models import OddNet, make_net
+from tests.matrix import WHOLE
+
+IGNORED = -100
+MICRO_STEPS = 2
+NOMINAL = 3 * 5 * MICRO_STEPS  # targets of a rank, were none ignored
+
+
+def unequal_batches(ranks: int) -> list[list[tuple[Tensor, Tensor]]]:
+    """Inputs and targets by rank and micro-step; one micro-batch has no target at all."""
+    generator = torch.Generator().manual_seed(3)
+    batches = []
+    for rank in range(ranks):
+        of_rank = []
+        for micro_step in range(MICRO_STEPS):
+            tokens = torch.randint(0, 17, (3, 6), generator=generator)
+            targets = tokens[:, 1:].clone().flatten()
+            targets[torch.rand(15, generator=generator) < 0.3 * (rank + micro_step)] = IGNORED
+            if (rank, micro_step) == (1, 0):
+                targets[:] = IGNORED
+            of_rank.append((tokens[:, :-1], targets))
+        batches.append(of_rank)
+    return batches
+
+
+def summed_loss(net: OddNet | ShardedModel, tokens: Tensor, targets: Tensor) -> Tensor:
+    logits = net(tokens).flatten(0, 1)
+    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+
+
+def global_mean_gradients(ranks: int) -> tuple[dict[str, Tensor], float]:
+    """Of one process over all tokens; and the gradient's norm."""
+    net = make_net(tied=True, dtype=torch.float64)
+    batches = [batch for of_rank in unequal_batches(ranks) for batch in of_rank]
+    count = sum(int((targets != IGNORED).sum()) for _, targets in batches)
+    total = torch.stack([summed_loss(net, *batch) for batch in batches]).sum()
+    (total / count).backward()
+    grads = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    return grads, float(torch.stack([g.norm() for g in grads.values()]).norm())
+
+
+@WHOLE
+@pytest.mark.parametrize("world_size", [2, 4])
+@distributed()
+def test_the_gradient_is_that_of_the_mean_over_all_target_tokens(
+    rank: int, world_size: int, whole: bool
+) -> None:
+    expected, norm = global_mean_gradients(world_size)
+    strategies = list(STRATEGIES) if whole else ["no_shard", "full_shard", "hybrid_shard"]
+    for strategy in strategies:
+        for holds in (False, True):
+            net = make_net(tied=True, dtype=torch.float64)
+            copy = 2 if STRATEGIES[strategy].replicates else None
+            model = shard_model(net, strategy, dp_shard_size=copy)
+            loss_sum, count = torch.zeros((), dtype=torch.float64), 0
+            for number, (tokens, targets) in enumerate(unequal_batches(world_size)[rank]):
+                last = number == MICRO_STEPS - 1
+                with model.no_sync() if holds and not last else nullcontext():
+                    loss = summed_loss(model, tokens, targets)
+                    (loss / NOMINAL).backward()
+                loss_sum += loss.detach()
+                count += int((targets != IGNORED).sum())
+            record = record_step(
+                model,
+                loss_sum=loss_sum,
+                tokens=torch.tensor(count),
+                nominal_tokens=NOMINAL * world_size,
+                max_grad_norm=0.0,
+            )
+            assert record.figures().grad_norm == pytest.approx(norm, rel=1e-12)
+            for shard in model.flat_shards():
+                assert shard.grad is not None
+                for piece in shard.held_pieces():
+                    ours = shard.view(shard.grad, piece.in_flat) / record.grad_scale
+                    whole_grad = expected[piece.param.name].flatten()
+                    theirs = whole_grad[piece.in_param.start : piece.in_param.stop]
+                    assert float((ours - theirs).abs().max()) <= 1e-12

@@ -1,0 +1,85 @@
+"""Recomputed and compiled blocks: what they keep, and that their gradients are the same."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.models.llama import LlamaDecoder
+from fsdpctl.models.registry import build_model, initialize_parameter
+from fsdpctl.train.blocks import checkpoint_block, compile_block, missing_compiler
+from tests.cli.run import TINY
+
+TOKENS = torch.arange(32).view(2, 16)
+
+
+def decoder(mode: str = "none") -> LlamaDecoder:
+    config = compose_config([*TINY, "model.vocab_size=64"]).config
+    model = build_model(config.model).to_empty(device="cpu")
+    assert isinstance(model, LlamaDecoder)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            initialize_parameter(name, param, seed=0, std=0.02)
+    for block in model.model.layers:
+        if mode != "none":
+            checkpoint_block(block, mode)
+    return model
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    model(TOKENS).logsumexp(-1).mean().backward()
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def operators(mode: str) -> dict[str, int]:
+    """How often forward and backward call the matrix product and attention."""
+    model = decoder(mode)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        gradients(model)
+    counts = {each.key: each.count for each in seen.key_averages()}
+    attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    return {"products": counts["aten::mm"], "attention": counts[attention]}
+
+
+def test_recomputation_repeats_what_its_mode_does_not_keep():
+    """A block has seven products, of which four are kept, and one attention."""
+    none, full, selective = operators("none"), operators("full"), operators("selective")
+    blocks = 2
+    assert full["products"] - none["products"] == 7 * blocks
+    assert full["attention"] - none["attention"] == blocks
+    assert selective["products"] - none["products"] == 3 * blocks
+    assert selective["attention"] == none["attention"]
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputation_changes_no_bit(mode):
+    plain, recomputed = gradients(decoder()), gradients(decoder(mode))
+    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+
+
+def test_recomputation_leaves_names_as_they_were():
+    assert list(decoder("full").state_dict()) == list(decoder().state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch about itself
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_compiled_blocks_share_one_graph_and_have_the_same_gradients(mode):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = decoder(mode)
+    for block in model.model.layers:
+        compile_block(block)
+    for ours, theirs in zip(gradients(model), gradients(decoder()), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    assert "/no/such/compiler" in str(missing_compiler("cpu"))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    assert "gcc or clang" in str(missing_compiler("cuda"))
