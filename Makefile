@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test test-slow check format clean
+.PHONY: train test test-slow check docs format clean
 
 train: $(VENV)/installed  ## train a small language model, now, on this machine
 	$(BIN)/fsdpctl train
@@ -20,6 +20,9 @@ check: $(VENV)/developed  ## what CI, the pre-commit hook and people run
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q
+
+docs: $(VENV)/developed  ## the tables and the picture that come from the code
+	$(BIN)/python docs/generate.py
 
 format: $(VENV)/developed
 	$(BIN)/ruff format .

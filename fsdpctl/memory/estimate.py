@@ -5,8 +5,8 @@ which gradients are reduced, replayed event by event through a step. Not counted
 nor gradients that autograd has made and the engine has not collected yet.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from fsdpctl.plan.layout import FlatLayout, Span
@@ -63,7 +63,7 @@ class Breakdown:
 
     def to_dict(self) -> dict[str, int]:
         """By category."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,21 @@ class TrainingPlan:
     reduces: tuple[bool, ...]  # per micro-step, whether its backward reduces
 
 
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a rank holds after an event of a step; the first moment is before all events."""
+
+    event: Event | None
+    held: Breakdown
+
+    @property
+    def when(self) -> str:
+        """In words."""
+        if self.event is None or self.event.buffer is None:
+            return "between steps"
+        return f"{_DOING[self.event.buffer]} {self.event.unit}"
+
+
 def estimate(plan: TrainingPlan, place: RankPlace) -> Estimate:
     """The peak of the rank that needs most; `place.rank` is not looked at."""
     candidates = _fullest_ranks(plan.layouts)
@@ -100,6 +115,14 @@ def estimate(plan: TrainingPlan, place: RankPlace) -> Estimate:
         RankPlace(rank, place.size, place.num_replicas, place.transport) for rank in candidates
     ]
     return max((_estimate_rank(plan, each) for each in places), key=lambda each: each.peak_bytes)
+
+
+def _estimate_rank(plan: TrainingPlan, place: RankPlace) -> Estimate:
+    moments = list(timeline(plan, place))
+    peak = max(moments, key=lambda moment: moment.held.total)
+    of_each = zip(*(moment.held.to_dict().values() for moment in moments), strict=True)
+    largest = Breakdown(*(max(values) for values in of_each))
+    return Estimate(place.rank, peak.held, peak.when, largest)
 
 
 def _fullest_ranks(layouts: Mapping[str, Sequence[FlatLayout]]) -> list[int]:
@@ -123,7 +146,8 @@ def _meeting_ranks(layout: FlatLayout) -> Iterator[int]:
             yield after.span.start // size
 
 
-def _estimate_rank(plan: TrainingPlan, place: RankPlace) -> Estimate:
+def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
+    """What one rank holds in the course of a step, once there are optimizer states."""
     nbytes = {
         name: sum(layout.numel for layout in of_unit) * plan.sizes.param
         for name, of_unit in plan.layouts.items()
@@ -141,13 +165,17 @@ def _estimate_rank(plan: TrainingPlan, place: RankPlace) -> Estimate:
     )
     masters, states = _states(plan, place.rank)
     always = sum(slot.nbytes for slot in slots if units[slot.units[0]].resident)
-    held = {"gathered_units": always, "gradients": 0, "reduce_buffers": 0}
     if plan.strategy.keeps_whole_params and plan.sizes.param == plan.sizes.master:
-        held["gathered_units"] -= masters  # which are windows into the parameters
-    peak, when, largest = _peak(Replay(units, combines=combines).play(events), held)
-    at_peak = Breakdown(parameters=masters, optimizer_states=states, **peak)
-    by_itself = Breakdown(parameters=masters, optimizer_states=states, **largest)
-    return Estimate(place.rank, at_peak, when, by_itself)
+        always -= masters  # which are windows into the parameters
+    held = {"gathered_units": always, "gradients": 0, "reduce_buffers": 0}
+    now = Breakdown(parameters=masters, optimizer_states=states, **held)
+    yield Moment(None, now)
+    for event in Replay(units, combines=combines).play(events):
+        if event.buffer is not None:
+            change = event.nbytes if event.kind is EventKind.ALLOCATE else -event.nbytes
+            held[_CATEGORY[event.buffer]] += change
+            now = Breakdown(parameters=masters, optimizer_states=states, **held)
+        yield Moment(event, now)
 
 
 def _states(plan: TrainingPlan, rank: int) -> tuple[int, int]:
@@ -162,22 +190,3 @@ def _states(plan: TrainingPlan, rank: int) -> tuple[int, int]:
             numel = sum(run.span.numel for run in runs)
             states += numel * _MOMENTS * plan.sizes.master + len(runs) * _STEP_BYTES
     return masters, states
-
-
-def _peak(
-    events: Iterable[Event], held: dict[str, int]
-) -> tuple[dict[str, int], str, dict[str, int]]:
-    """By category: what is held when it is most, when that is, and the most of each category."""
-    most = sum(held.values())
-    at_peak, largest, when = dict(held), dict(held), "between steps"
-    for event in events:
-        if event.buffer is None:
-            continue
-        category = _CATEGORY[event.buffer]
-        held[category] += event.nbytes if event.kind is EventKind.ALLOCATE else -event.nbytes
-        largest[category] = max(largest[category], held[category])
-        total = sum(held.values())
-        if total > most:
-            most, at_peak = total, dict(held)
-            when = f"{_DOING[event.buffer]} {event.unit}"
-    return at_peak, when, largest

@@ -42,8 +42,10 @@ def divide(config: Config, module: nn.Module) -> ShardedLayout:
     return ShardedLayout(Division(units, lay_out(units, parts, owner_map)), strategy, parts)
 
 
-def estimate_run(config: Config, module: nn.Module, num_micro_batches: int) -> Estimate:
-    """The most that the fullest rank holds, for a resolved configuration."""
+def plan_run(
+    config: Config, module: nn.Module, num_micro_batches: int
+) -> tuple[TrainingPlan, RankPlace]:
+    """What a resolved configuration asks of the engine, and where its first rank stands."""
     cut = divide(config, module)
     precision = config.precision
     sizes = Itemsizes(
@@ -53,18 +55,22 @@ def estimate_run(config: Config, module: nn.Module, num_micro_batches: int) -> E
         )
     )
     shown = min(num_micro_batches, _REPEATING)
-    held = (config.accumulation.name == "every",) * (shown - 1)
     plan = TrainingPlan(
         cut.division.order,
         cut.division.layouts,
         cut.strategy,
         sizes,
         Prefetch(config.prefetch.forward, config.prefetch.backward),
-        (*held, True),
+        (*(config.accumulation.name == "every",) * (shown - 1), True),
     )
     transport = Transport.NCCL if config.launch.device == "cuda" else Transport.GLOO
     size = cut.ranks_per_copy
-    return estimate(plan, RankPlace(0, size, world_size(config) // size, transport))
+    return plan, RankPlace(0, size, world_size(config) // size, transport)
+
+
+def estimate_run(config: Config, module: nn.Module, num_micro_batches: int) -> Estimate:
+    """The most that the fullest rank holds, for a resolved configuration."""
+    return estimate(*plan_run(config, module, num_micro_batches))
 
 
 @dataclass(frozen=True, slots=True)

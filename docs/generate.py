@@ -1,0 +1,150 @@
+"""Writes what documentation takes from the code: `python docs/generate.py`.
+
+Tables go between the marks `<!-- NAME -->` and `<!-- /NAME -->` of the pages; the picture shows
+what the plan replays.
+"""
+
+from pathlib import Path
+
+import matplotlib
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.memory.estimate import Breakdown, Moment, timeline
+from fsdpctl.models.registry import build_model
+from fsdpctl.plan.schedule import EventKind
+from fsdpctl.plan.strategy import STRATEGIES, Strategy
+from fsdpctl.train.footprint import estimate_strategies, plan_run
+
+DOCS = Path(__file__).parent
+PAGES = (DOCS / "strategies.md", DOCS.parent / "README.md")
+PICTURE = DOCS / "strategies.svg"
+MODEL = ["model=llama3_8b", "cluster=h100", "launch.nproc_per_node=4", "launch.nnodes=2"]
+GIB = 1 << 30
+COLORS = {
+    "parameters": "#4269d0",
+    "optimizer_states": "#6cc5b0",
+    "gradients": "#efb118",
+    "gathered_units": "#a6bce8",
+    "reduce_buffers": "#ff725c",
+}
+
+
+def strategy_table() -> str:
+    """The table of strategies, a row each, in Markdown."""
+    rows = [
+        "| `strategy=` | known as | parameters between steps | after a unit's forward | gradients, "
+        "once reduced | optimizer states | after the step |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in STRATEGIES.items():
+        cells = (f"`{name}`", row.known_as, *_words(row))
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def _words(row: Strategy) -> tuple[str, ...]:
+    part = "own part" if row.has_owner_map else "shard"
+    within = " within `dp_shard_size` ranks" if row.replicates else ""
+    over = ", summed over copies" if row.replicates else ""
+    if row.keeps_whole_params:
+        after = "whole"
+    else:
+        after = "freed" if row.reshard_after_forward else "kept until its backward is over"
+    return (
+        "whole" if row.keeps_whole_params else f"shard{within}",
+        after,
+        f"{part}{over}" if row.shards_grads else "whole",
+        part if row.shards_optimizer else "whole",
+        "parameters are gathered" if row.has_owner_map else "–",
+    )
+
+
+def memory_table() -> str:
+    """What the fullest rank holds of the model in the picture, in GiB."""
+    rows = [
+        "| `strategy=` | parameters | optimizer states | gradients | gathered units | reduce "
+        "buffers | at once |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for found in estimate_strategies(compose_config(MODEL).config, every=True):
+        largest = found.estimate.largest.to_dict()
+        figures = [largest[name] for name in COLORS] + [found.estimate.peak_bytes]
+        cells = " | ".join(f"{figure / GIB:.1f}" for figure in figures)
+        rows.append(f"| `{found.config.strategy.name}` | {cells} |")
+    return "\n".join(rows)
+
+
+TABLES = {"strategies": strategy_table, "memory": memory_table}
+
+
+def filled(page: str) -> str:
+    """A page with its tables as the code gives them now."""
+    for name, table in TABLES.items():
+        start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        if start in page:
+            before, rest = page.split(start, 1)
+            page = f"{before}{start}{table()}\n{end}{rest.split(end, 1)[1]}"
+    return page
+
+
+def moments_of(name: str) -> list[Breakdown]:
+    """What a rank holds at rest, in each unit's forward, in each unit's backward, and after it."""
+    (found,) = estimate_strategies(compose_config([*MODEL, f"strategy={name}"]).config, every=False)
+    plan, place = plan_run(found.config, build_model(found.config.model), 1)
+    order = plan.order
+    moments = list(timeline(plan, place))
+    forward = _held_at(moments, EventKind.READY)
+    backward = _held_at(moments, EventKind.REDUCE)
+    rest = moments[0].held
+    units = (order.root, *order.forward)
+    return [
+        rest,
+        *(forward.get(unit, rest) for unit in units),
+        *(backward[unit] for unit in order.reduction),
+        moments[-1].held,
+    ]
+
+
+def _held_at(moments: list[Moment], kind: EventKind) -> dict[str, Breakdown]:
+    """By unit, what is held after its first event of a kind."""
+    found: dict[str, Breakdown] = {}
+    for moment in moments:
+        if moment.event is not None and moment.event.kind is kind:
+            found.setdefault(moment.event.unit, moment.held)
+    return found
+
+
+def draw(file: Path) -> None:
+    """The picture: a panel for each strategy, memory over the moments of a step."""
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "fsdpctl", "font.size": 9})
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(3, 2, figsize=(9, 8), sharex=True, layout="constrained")
+    for panel, name in zip(panels.flat, STRATEGIES, strict=True):
+        moments = moments_of(name)
+        heights = [[getattr(each, part) / GIB for each in moments] for part in COLORS]
+        labels = [part.replace("_", " ") for part in COLORS]
+        panel.stackplot(
+            range(len(moments)), heights, labels=labels, colors=list(COLORS.values()), step="mid"
+        )
+        middle = len(moments) / 2 - 0.5
+        panel.axvline(middle, color="black", linewidth=0.6, linestyle=":")
+        panel.set_xlim(0, len(moments) - 1)
+        panel.set_xticks([middle / 2, middle * 1.5], ["forward", "backward"])
+        panel.tick_params(axis="x", length=0)
+        panel.set_title(f"{name} ({STRATEGIES[name].known_as})", fontsize=9)
+        panel.set_ylabel("GiB a rank")
+    figure.legend(*panels.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.savefig(file, metadata={"Date": None})
+
+
+def main() -> None:
+    """Rewrite the pages and the picture."""
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))
+    draw(PICTURE)
+
+
+if __name__ == "__main__":
+    main()

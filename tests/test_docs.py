@@ -1,0 +1,49 @@
+"""What the documentation takes from the code is what the code says now."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs.generate import PAGES, PICTURE, draw, filled
+from fsdpctl.plan.strategy import STRATEGIES
+from tests.cli.run import environment
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_tables_are_those_of_the_code(page):
+    assert filled(page.read_text()) == page.read_text(), "run `make docs`"
+
+
+@pytest.mark.slow
+def test_the_picture_is_that_of_the_plan(tmp_path):
+    draw(tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == PICTURE.read_text(), "run `make docs`"
+
+
+def run_example(strategy: str, *words: str) -> list[str]:
+    file = str(ROOT / "docs" / "examples" / "conv_net.py")
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    result = subprocess.run(
+        [*start, file, strategy, "--steps", "40", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**environment(), "OMP_NUM_THREADS": "1", "TMPDIR": os.environ.get("TMPDIR", "/tmp")},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_the_example_learns_the_same_under_every_strategy():
+    first, *others = (run_example(strategy) for strategy in STRATEGIES)
+    steps = [line for line in first if line.startswith("step")]
+    assert len(steps) == 2
+    assert int(first[-1].split("%")[0].split()[-1]) >= 90  # of new images right
+    for lines in others:
+        assert [line for line in lines if line.startswith("step")] == steps
