@@ -7,7 +7,9 @@ what the plan replays.
 from pathlib import Path
 
 import matplotlib
+from typer.testing import CliRunner
 
+from fsdpctl.cli.app import app
 from fsdpctl.config.compose import compose_config
 from fsdpctl.memory.estimate import Breakdown, Moment, timeline
 from fsdpctl.models.registry import build_model
@@ -74,7 +76,15 @@ def memory_table() -> str:
     return "\n".join(rows)
 
 
-TABLES = {"strategies": strategy_table, "memory": memory_table}
+def estimate_output() -> str:
+    """What `fsdpctl estimate-memory` prints, as a code block."""
+    words = ["estimate-memory", "model=llama3_8b", "cluster=h100", "--all-strategies"]
+    printed = CliRunner().invoke(app, words).output
+    lines = [f"$ fsdpctl {' '.join(words)}", *map(str.rstrip, printed.splitlines())]
+    return "\n".join(["```", *lines, "```"])
+
+
+TABLES = {"strategies": strategy_table, "memory": memory_table, "estimate": estimate_output}
 
 
 def filled(page: str) -> str:
