@@ -6,6 +6,7 @@ not depend on which rank owns what: every strategy gives the same bits.
 """
 
 from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,12 @@ _reduce_scatter_single = _renamed("reduce_scatter_single", "reduce_scatter_tenso
 _BROADCAST_FROM_BYTES = 16 << 20  # from here one broadcast per part beats gloo's all-gather
 
 
+_GroupKey = tuple[tuple[tuple[int, ...], ...], str, str]
+_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[_GroupKey, dist.ProcessGroup]] = (
+    WeakKeyDictionary()
+)
+
+
 class _ProcessGroupCollectives:
     """What gloo and NCCL do alike. Gathers and reductions have a process group each."""
 
@@ -38,8 +45,8 @@ class _ProcessGroupCollectives:
     def __init__(self, groups: Sequence[Sequence[int]] | None = None) -> None:
         """Join the ranks of one of `groups`, which together are all ranks; None: all ranks."""
         groups = groups or [range(dist.get_world_size())]
-        self._gather_group = _own_group(groups, self._device_type)
-        self._reduce_group = _own_group(groups, self._device_type)
+        self._gather_group = _own_group(groups, self._device_type, "gather")
+        self._reduce_group = _own_group(groups, self._device_type, "reduce")
         self.rank = dist.get_rank(self._gather_group)
         self.size = dist.get_world_size(self._gather_group)
 
@@ -76,18 +83,25 @@ class _ProcessGroupCollectives:
         ]
 
 
-def _own_group(groups: Sequence[Sequence[int]], device_type: str) -> dist.ProcessGroup:
+def _own_group(
+    groups: Sequence[Sequence[int]], device_type: str, purpose: str
+) -> dist.ProcessGroup:
     """The process group of this rank; every rank takes part in making all of them.
 
-    It times out as the default group does.
+    All models share them: a group has threads, sockets and with NCCL memory that live as long as
+    the default group. It times out as that does.
     """
     default = dist.distributed_c10d._get_default_group()
-    options = default._get_backend(torch.device(device_type)).options
-    own, _ = dist.new_subgroups_by_enumeration(
-        [list(ranks) for ranks in groups], timeout=options._timeout
-    )
-    assert isinstance(own, dist.ProcessGroup)
-    return own
+    made = _GROUPS.setdefault(default, {})
+    key = (tuple(map(tuple, groups)), device_type, purpose)
+    if key not in made:
+        options = default._get_backend(torch.device(device_type)).options
+        own, _ = dist.new_subgroups_by_enumeration(
+            [list(ranks) for ranks in groups], timeout=options._timeout
+        )
+        assert isinstance(own, dist.ProcessGroup)
+        made[key] = own
+    return made[key]
 
 
 class GlooCollectives(_ProcessGroupCollectives):

@@ -42,11 +42,15 @@ class GradAccumulator:
 
     @contextmanager
     def micro_step(self) -> Iterator[None]:
-        """Run one backward inside; the last of a window ends it."""
+        """Run one backward inside; the last of a window ends it. An exception drops the window."""
         self.ready = False
         holds = self._reduce == "last" and self._count + 1 < self.steps
-        with self.model.no_sync() if holds else nullcontext():
-            yield
+        try:
+            with self.model.no_sync() if holds else nullcontext():
+                yield
+        except BaseException:
+            self.reset()
+            raise
         self._count += 1
         if self._count == self.steps:
             self.sync()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.engine.runtime import Runtime
-from fsdpctl.errors import EngineError, FsdpctlError
+from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import Span
 
 T = TypeVar("T")
@@ -29,16 +29,16 @@ def agreed(
         describe: what must be equal, part by part.
 
     Raises:
-        FsdpctlError: what `make()` raised here.
+        Exception: what `make()` raised here.
         EngineError: it failed on another rank, or gave something else there.
     """
     made: T | None = None
     parts: tuple[str, ...] = ()
-    error: FsdpctlError | None = None
+    error: Exception | None = None
     try:
         made = make()
         parts = tuple(describe(made))
-    except FsdpctlError as caught:
+    except Exception as caught:  # whatever it is, the others must not wait for this rank
         error = caught
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     answers = collectives.gather_objects((None if error is None else str(error), digest))
@@ -170,19 +170,23 @@ def check_replicas(runtime: Runtime) -> None:
                 )
 
 
-def _checksums(runtime: Runtime) -> dict[str, int]:
-    """Of each parameter, as far as this rank holds it: the sum of its bits, taken as integers."""
+def _checksums(runtime: Runtime) -> dict[str, tuple[int, ...]]:
+    """Of each parameter, as far as ranks hold it alike: the sums of its bits as integers."""
     names, sums = [], []
-    for unit in runtime.units.values():
-        for buffer in unit.buffers:
-            whole = runtime.strategy.keeps_whole_params
-            held = Span(0, buffer.layout.numel) if whole else buffer.shard.held
-            values = buffer.whole if whole else buffer.shard.master
+    for buffer in (buffer for unit in runtime.units.values() for buffer in unit.buffers):
+        shard = buffer.shard
+        alike = []
+        if runtime.strategy.keeps_whole_params:
+            alike.append((Span(0, buffer.layout.numel), buffer.whole))
+        if shard.is_replicated or runtime.strategy.shards_params:
+            alike.append((shard.held, shard.master))
+        for held, values in alike:
             bits = values.view(_INTEGERS[values.itemsize])
             for piece in buffer.layout.pieces(held):
                 inside = piece.in_flat.shift(-held.start)
                 names.append(piece.param.name)
                 sums.append(bits[inside.start : inside.stop].sum(dtype=torch.int64))
-    if not sums:
-        return {}
-    return dict(zip(names, torch.stack(sums).tolist(), strict=True))
+    found: dict[str, tuple[int, ...]] = {}
+    for name, checksum in zip(names, torch.stack(sums).tolist() if sums else (), strict=True):
+        found[name] = (*found.get(name, ()), checksum)
+    return found

@@ -185,6 +185,9 @@ def check_values(module: nn.Module, source: Source) -> None:
             )
         if param.is_meta and source.initialize is None:
             raise EngineError(f"parameter {name} is on the meta device: it has no values")
+    for name, each in module.named_modules():
+        if getattr(each, "sparse", False) is True:
+            raise EngineError(f"{name}: sparse gradients are not reduced; use sparse=False")
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             raise EngineError(f"buffer {name} is on the meta device: it has no values")

@@ -1,33 +1,39 @@
 """Binds module and autograd events to the runtime. Takes no decision."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fsdpctl.engine.runtime import Call, Runtime
+from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import ShardedUnit, UnitBuffer
 
 
-def _on_gradient(outputs: object, inputs: object, call: Callable[[], None]) -> bool:
-    """Have `call()` run when the gradient of any tensor in `outputs` is there.
+def _made_from(outputs: object, inputs: "_Inputs") -> list[Tensor]:
+    """The tensors that a forward made, and autograd follows.
 
-    Tensors that are merely passed through from `inputs` say nothing about this module's backward.
-    Returns whether there was any other.
+    Those merely passed through from `inputs` say nothing about this module's backward.
     """
     if not torch.is_grad_enabled():
-        return False
-    given = {id(leaf) for leaf in tree_leaves(inputs)}
-    own = [
+        return []
+    return [
         leaf
         for leaf in tree_leaves(outputs)
-        if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in given
+        if isinstance(leaf, Tensor) and leaf.requires_grad and not inputs.has_untouched(leaf)
     ]
-    for leaf in own:
-        leaf.register_hook(lambda gradient: call())
-    return bool(own)
+
+
+class _Inputs:
+    """What a forward was given, to tell whether it made something else of it."""
+
+    def __init__(self, *values: object) -> None:
+        tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+        self._versions = {id(tensor): tensor._version for tensor in tensors}
+
+    def has_untouched(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is one of them, and was not written to since."""
+        return self._versions.get(id(tensor)) == tensor._version
 
 
 def hook_root(module: nn.Module, runtime: Runtime, param_dtype: torch.dtype | None) -> None:
@@ -42,7 +48,8 @@ def hook_root(module: nn.Module, runtime: Runtime, param_dtype: torch.dtype | No
         return (args, kwargs) if param_dtype is None else tree_map(cast, (args, kwargs))
 
     def after(module: nn.Module, args: Any, outputs: Any) -> None:
-        _on_gradient(outputs, (), runtime.begin_backward)
+        for made in _made_from(outputs, _Inputs()):
+            made.register_hook(lambda gradient: runtime.begin_backward())
         runtime.end_forward()
 
     runtime.hooks += [
@@ -54,18 +61,25 @@ def hook_root(module: nn.Module, runtime: Runtime, param_dtype: torch.dtype | No
 def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
     """Events of the module whose parameters form `unit`."""
 
-    def before(module: nn.Module, args: Any) -> None:
-        runtime.begin_unit(unit)
+    given = _Inputs()
 
-    def after(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
-        call = Call(unit)
-        if _on_gradient(outputs, (args, kwargs), lambda: runtime.begin_unit_backward(call)):
-            runtime.opened(call)
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal given
+        runtime.begin_unit(unit)
+        given = _Inputs(args, kwargs)
+
+    def after(module: nn.Module, args: Any, outputs: Any) -> None:
+        nonlocal given
+        own, given = _made_from(outputs, given), _Inputs()
+        if own:
+            call = runtime.open_call(unit)
+            for made in own:
+                made.register_hook(lambda gradient: runtime.begin_unit_backward(unit, call))
         runtime.end_unit(unit)
 
     runtime.hooks += [
-        module.register_forward_pre_hook(before, prepend=True),
-        module.register_forward_hook(after, with_kwargs=True),
+        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+        module.register_forward_hook(after),
     ]
 
 

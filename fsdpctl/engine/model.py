@@ -13,7 +13,6 @@ from fsdpctl.engine.agreement import Agreement, check_replicas
 from fsdpctl.engine.ledger import Ledger
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.state import full_state, persistent_buffers
-from fsdpctl.errors import EngineError
 from fsdpctl.plan.schedule import Event, UnitOrder
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.shards import FlatShard, trainable_shards
@@ -106,19 +105,13 @@ class ShardedModel(nn.Module):
         """Reduce what `no_sync` held back; does nothing when every gradient is reduced.
 
         Raises:
-            EngineError: there was no backward since gradients were dropped.
+            EngineError: there was no backward since gradients were dropped, or it did not end.
         """
-        runtime = self._runtime
-        buffers = [b for unit in runtime.units.values() for b in unit.trained_buffers]
-        if any(buffer.held_gradients is not None for buffer in buffers):
-            runtime.reducer.advance()
-            runtime.reducer.finish()
-        if all(buffer.shard.grad is None for buffer in buffers):
-            raise EngineError("sync_gradients: there are no gradients; call backward first")
+        self._runtime.sync_gradients()
 
     def drop_gradients(self) -> None:
         """Forget all gradients, reduced or not."""
-        self._runtime.reducer.drop_gradients()
+        self._runtime.drop_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; they are always freed."""

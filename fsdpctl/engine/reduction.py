@@ -80,8 +80,6 @@ class GradientReducer:
         self._combining.clear()
         self._next = 0
         self.drop_gradients()
-        for unit in self.units:
-            unit.open_calls = 0
 
     def drop_gradients(self) -> None:
         """Forget all gradients that are not in flight."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.comm.process_group import collectives_for
@@ -87,6 +87,7 @@ class _Cut:
     effective: Strategy
     ranks_per_part: int
     division: Division
+    buffers: tuple[tuple[str, Tensor], ...]
 
 
 def _cut(source: Source, module: nn.Module, sharding: Sharding, num_ranks: int) -> _Cut:
@@ -101,7 +102,8 @@ def _cut(source: Source, module: nn.Module, sharding: Sharding, num_ranks: int) 
     specs = divide_module(module, classes)
     ranks_per_part = copy_size if copy_size > 1 else num_ranks
     layouts = lay_out(specs, ranks_per_part, owner_map if effective is row else "even")
-    return _Cut(sharding, row, effective, ranks_per_part, Division(specs, layouts))
+    division, buffers = Division(specs, layouts), tuple(module.named_buffers())
+    return _Cut(sharding, row, effective, ranks_per_part, division, buffers)
 
 
 def _described(cut: _Cut) -> Iterator[str]:
@@ -115,3 +117,5 @@ def _described(cut: _Cut) -> Iterator[str]:
         for param in unit.params:
             frozen = "" if param.trainable else ", frozen"
             yield f"parameter {param.name} {list(param.shape)} {param.dtype}{frozen}"
+    for name, buffer in cut.buffers:
+        yield f"buffer {name} {list(buffer.shape)} {buffer.dtype}"

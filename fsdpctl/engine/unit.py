@@ -85,7 +85,8 @@ class ShardedUnit:
         self.buffers = tuple(buffers)
         self.slot = slot
         self.state = State.AT_REST
-        self.open_calls = 0  # forwards whose backward has not begun
+        self.is_running = False  # its forward has begun and not ended
+        self.was_used_in_backward = False  # in the running one
         self._handles: list[Handle] = []
         self._params = tuple(param for buffer in buffers for param in buffer.params)
         self._version = max((param._version for param in self._params), default=0)

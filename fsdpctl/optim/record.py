@@ -67,7 +67,8 @@ def sum_of_squares(shards: Sequence[FlatShard]) -> Tensor:
     """Of all owned gradients, as a float64 scalar; this rank's share."""
     grads = [grad for shard in shards if (grad := shard.owned_grad) is not None]
     if not grads:
-        return torch.zeros((), dtype=torch.float64)
+        device = shards[0].master.device if shards else None
+        return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch.stack(torch._foreach_norm(grads, 2))
     return norms.double().square().sum()
 
