@@ -26,7 +26,7 @@ _REFUSED = "not possible after sharding: do it to the module before shard_model"
 @torch.no_grad()
 def full_parameters(runtime: Runtime, *, writeback: bool) -> Iterator[None]:
     """Inside, the parameters are whole and have the masters' values and dtype. Collective."""
-    runtime.rest()
+    runtime.gatherer.rest()
     wholes = []
     for unit in runtime.units.values():
         for buffer in unit.buffers:

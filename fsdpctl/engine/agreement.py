@@ -82,7 +82,7 @@ class Agreement:
     def share(self) -> Tensor:
         """This rank's presence bits and fingerprint; nothing is copied where both are usual."""
         runtime = self._runtime
-        fingerprint = runtime.gather_fingerprint
+        fingerprint = runtime.gatherer.fingerprint
         if runtime.has_all_gradients:
             if self._all_present is None or self._all_present[0] != fingerprint:
                 values = [1.0] * len(self._names) + [float(fingerprint)]
@@ -102,8 +102,8 @@ class Agreement:
         """
         runtime = self._runtime
         self._sums = runtime.num_backwards, sums[:-1]
-        expected = runtime.gather_fingerprint * runtime.mesh.world.size
-        runtime.gather_fingerprint = 0
+        expected = runtime.gatherer.fingerprint * runtime.mesh.world.size
+        runtime.gatherer.fingerprint = 0
         if not runtime.strategy.shards_params:
             return
         if not sums.is_cuda:

@@ -6,14 +6,13 @@ gradients instead would not do: a parameter that only some ranks use would let t
 and wait for each other in different collectives.
 """
 
-from collections.abc import Hashable
 from weakref import WeakSet
 
 
 class Call:
     """One forward of a unit. Its graph keeps it; it is gone with the graph."""
 
-    def __init__(self, unit: Hashable, number: int, forward: int) -> None:
+    def __init__(self, unit: str, number: int, forward: int) -> None:
         self.unit = unit
         self.number = number  # in the order of all calls
         self.forward = forward  # the forward of the outermost module that it belongs to
@@ -25,28 +24,28 @@ class Calls:
 
     def __init__(self) -> None:
         self.backward = 0  # the number of the next backward, or of the running one
-        self.order: list[str] = []  # names of the units in the running forward, as they come
+        self.order: dict[str, None] = {}  # names of the units in the last forward, as they ran
         self._forward = 0
         self._tracks = False  # whether the outermost module's forward makes a graph
         self._number = 0
-        self._open: dict[Hashable, WeakSet[Call]] = {}
-        self._hidden: set[Hashable] = set()
+        self._open: dict[str, WeakSet[Call]] = {}
+        self._hidden: set[str] = set()
 
     def begin_forward(self, *, tracks: bool) -> None:
         """The outermost module starts; `tracks` says whether autograd is on."""
         self._forward += 1
         self._tracks = tracks
-        self.order = []
+        self.order = {}
 
     def ran(self, unit: str, *, tracks: bool) -> None:
         """A unit's forward begins, with or without autograd."""
         if self._tracks:
-            self.order.append(unit)
+            self.order[unit] = None
             if not tracks:
                 # It may be computed again by a backward within the backward, whenever that comes.
                 self._hidden.add(unit)
 
-    def open(self, unit: Hashable) -> Call:
+    def open(self, unit: str) -> Call:
         """A unit's forward has made something whose gradient may come."""
         self._number += 1
         call = Call(unit, self._number, self._forward)
@@ -57,7 +56,7 @@ class Calls:
         """The running backward has come to `call`."""
         call.began_in = self.backward
 
-    def is_over(self, unit: Hashable, at: Call) -> bool:
+    def is_over(self, unit: str, at: Call) -> bool:
         """Whether no backward of `unit` can come any more once that of `at` has begun."""
         if unit in self._hidden:
             return False

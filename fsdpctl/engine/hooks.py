@@ -28,8 +28,12 @@ class _Inputs:
     """What a forward was given, to tell whether it made something else of it."""
 
     def __init__(self, *values: object) -> None:
-        tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-        self._versions = {id(tensor): tensor._version for tensor in tensors}
+        leaves = tree_leaves(values) if torch.is_grad_enabled() else ()
+        self._versions = {
+            id(leaf): leaf._version
+            for leaf in leaves
+            if isinstance(leaf, Tensor) and not leaf.is_inference()
+        }
 
     def has_untouched(self, tensor: Tensor) -> bool:
         """Whether `tensor` is one of them, and was not written to since."""

@@ -7,7 +7,7 @@ is wanted, `combine` starts a second collective: over the copies, or to put the 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from fsdpctl.plan.strategy import Strategy
@@ -82,12 +82,6 @@ class UnitOrder:
     def reduction(self) -> tuple[str, ...]:
         """The order in which all ranks start the reductions."""
         return (*reversed(self.forward), self.root)
-
-    def as_seen(self, units: Sequence[str]) -> "UnitOrder":
-        """The order in which `units` ran first; those that did not run come last."""
-        forward = tuple(unit for unit in dict.fromkeys(units) if unit in self.forward)
-        unseen = tuple(unit for unit in self.forward if unit not in forward)
-        return replace(self, forward=(*forward, *unseen))
 
     def trains(self, unit: str) -> bool:
         """Whether a unit has gradients."""
