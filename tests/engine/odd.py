@@ -87,13 +87,33 @@ class Buffered(OddBlock):
         return super().forward(x) * self.gain.to(x.dtype)
 
 
+class InPlace(OddBlock):
+    """Writes into its input and hands that on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += super().forward(x.clone())
+        return x
+
+
+class Leading(Spare):
+    """Frozen but for a matrix that only some inputs use: elsewhere its output has no graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.spare.requires_grad_(True)
+
+    def is_used(self, x: Tensor) -> bool:
+        return float(x.detach()[0, 0]) > 0
+
+
 class Stack(nn.Module):
-    """Four blocks one after another."""
+    """Four or more blocks one after another."""
 
     def __init__(self, *blocks: type[OddBlock]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        kinds = [blocks[index % len(blocks)] for index in range(4)]
+        kinds = [blocks[index % len(blocks)] for index in range(max(4, len(blocks)))]
         self.blocks = nn.ModuleList(kind() for kind in kinds)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,6 +150,39 @@ class Wayward(nn.Module):
         return x
 
 
+class SideOutputs(Stack):
+    """Adds the output of the third block only where the first element of the input is positive."""
+
+    def __init__(self) -> None:
+        super().__init__(OddBlock)
+
+    def forward(self, x: Tensor) -> Tensor:
+        side = self.blocks[2](x)
+        uses = float(x.detach()[0, 0]) > 0
+        for index in (0, 1, 3):
+            x = self.blocks[index](x)
+        return x.add(side) if uses else x
+
+
+class PartlyReentrant(OddNet):
+    """Embedding, head, and blocks of which two are checkpointed re-entrantly."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False, num_blocks=3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for number, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=True) if number != 1 else block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+def partly_reentrant() -> nn.Module:
+    torch.manual_seed(0)
+    return PartlyReentrant()
+
+
 def recomputing(mode: str) -> nn.Module:
     """A stack whose blocks do what `activation_checkpointing=MODE` makes of them."""
     net = Stack(OddBlock)
@@ -141,6 +194,13 @@ def recomputing(mode: str) -> nn.Module:
 def token_net(*, tied: bool) -> OddNet:
     torch.manual_seed(0)
     return OddNet(tied=tied, num_blocks=3)
+
+
+def frozen_loss(module: nn.Module, x: Tensor) -> Tensor:
+    """As `square_loss`, of an input without a gradient."""
+    dtype = next(module.parameters()).dtype
+    loss: Tensor = module(x.to(dtype)).square().mean()
+    return loss
 
 
 def square_loss(module: nn.Module, x: Tensor) -> Tensor:
@@ -181,11 +241,15 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "odd shapes": Kind(lambda: token_net(tied=False), token_batches, next_token_loss),
     "tied embedding": Kind(lambda: token_net(tied=True), token_batches, next_token_loss),
-    "mixed": Kind(lambda: Stack(TiedInside, Frozen, Buffered, Detached)),
+    "mixed": Kind(lambda: Stack(TiedInside, InPlace, Frozen, Buffered, Detached)),
     "tied across": Kind(TiedAcross),
     "adapted": Kind(lambda: Stack(Adapted)),
     "never used": Kind(lambda: Stack(Never)),
     "used on some ranks": Kind(lambda: Stack(Spare)),
+    "output used on some ranks": Kind(SideOutputs),
+    "graph on some ranks": Kind(
+        lambda: Stack(Leading, Leading, OddBlock, OddBlock), loss=frozen_loss
+    ),
     "used later": Kind(lambda: Stack(Spare), late_batches),
     "called twice": Kind(lambda: Wayward([0, 1, 0, 1, 2, 3])),
     "reordered": Kind(lambda: Wayward([3, 2, 1, 0])),
@@ -194,4 +258,5 @@ KINDS: dict[str, Kind] = {
     "recomputed selectively": Kind(lambda: recomputing("selective")),
     "checkpointed outside": Kind(lambda: Wayward([0, 1, 2, 3], checkpoints="plain")),
     "checkpointed re-entrantly": Kind(lambda: Wayward([1, 0, 2, 3], checkpoints="reentrant")),
+    "partly re-entrantly": Kind(partly_reentrant, token_batches, next_token_loss),
 }

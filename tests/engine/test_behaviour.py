@@ -1,23 +1,20 @@
-"""What users' modules and loops may do, and what they are told when they may not."""
+"""What users' modules and loops may do."""
 
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.plan.schedule import EventKind, Prefetch
-from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.plan.schedule import EventKind
 from tests.distributed import distributed
 from tests.engine.models import OddBlock, make_net, next_token_loss, token_batches
-from tests.engine.odd import Wayward, square_loss
+from tests.engine.odd import Leading, Stack, Wayward, square_loss
+from tests.engine.test_failures import as_tensor
 from tests.engine.test_parity import largest_difference
-from tests.matrix import matrix
 from tests.reference import train_reference
 
 
@@ -52,51 +49,65 @@ def test_parameters_are_views_of_one_buffer_while_whole(rank: int, world_size: i
     assert len(seen[0]) == 1
 
 
-def steps_with_accident(model: ShardedModel, rank: int, accident: int | None) -> None:
-    optimizer = ShardedAdamW(model, lr=1e-2)
-    for step, of_ranks in enumerate(token_batches(4, 2)):
-        if step == accident:
-            with pytest.raises(ZeroDivisionError):
-                next_token_loss(model, of_ranks[rank][0]).backward()
-            optimizer.zero_grad()
-        next_token_loss(model, of_ranks[rank][0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-class _Breaks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ZeroDivisionError
-
-
-@matrix(where=["forward", "backward"], strategy=list(STRATEGIES))
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [0, 1, 0, 1, 2, 3]])
 @distributed(world_size=2)
-def test_after_an_exception_the_next_step_is_as_if_it_had_not_happened(
-    rank: int, world_size: int, where: str, strategy: str
+def test_several_backwards_and_several_forwards_add_up(
+    rank: int, world_size: int, order: list[int]
 ) -> None:
-    expected = shard_model(make_net(tied=False), strategy)
-    steps_with_accident(expected, rank, None)
-    model = shard_model(make_net(tied=False), strategy)
-    calls = 0
+    """A graph gone through twice; two forwards, then two backwards; two forwards in one loss."""
 
-    def breaks_once(module: nn.Module, args: object, out: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if calls != 3:
-            return out
-        if where == "forward":
-            raise ZeroDivisionError
-        broken: Tensor = _Breaks.apply(out)
-        return broken
+    def twice(module: nn.Module) -> None:
+        loss = square_loss(module, ones)
+        loss.backward(retain_graph=True)
+        loss.backward()
 
-    model.module.get_submodule("blocks.1").register_forward_hook(breaks_once)
-    steps_with_accident(model, rank, 2)
-    assert largest_difference(model.state_dict(), expected.state_dict()) == 0.0
+    def one_by_one(module: nn.Module) -> None:
+        first, second = square_loss(module, ones), square_loss(module, 2 * ones)
+        first.backward()
+        second.backward()
+
+    def together(module: nn.Module) -> None:
+        (square_loss(module, ones) + square_loss(module, 2 * ones)).backward()
+
+    ones = torch.ones(4, 13)
+    for strategy in ("no_shard", "shard_grad_op", "full_shard"):
+        for backwards in (twice, one_by_one, together):
+            plain = Wayward(order)
+            backwards(plain)
+            model = shard_model(Wayward(order), strategy)
+            backwards(model)
+            grads = {name: p.grad for name, p in plain.named_parameters()}
+            for shard in model.flat_shards():
+                for piece in shard.held_pieces():
+                    ours = shard.view(as_tensor(shard.grad), piece.in_flat)
+                    whole = as_tensor(grads[piece.param.name]).flatten()
+                    theirs = whole[piece.in_param.start : piece.in_param.stop]
+                    assert torch.allclose(ours, theirs, atol=1e-7)
+
+
+@distributed(world_size=2)
+def test_a_window_in_which_one_rank_trains_nothing(rank: int, world_size: int) -> None:
+    model = shard_model(Stack(Leading, Leading), "full_shard")
+    optimizer = ShardedAdamW(model, lr=1e-2)
+    x = torch.full((4, 13), 1.0 if rank else -1.0, requires_grad=True)
+    with model.no_sync():
+        model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+
+
+@distributed(world_size=2)
+def test_a_unit_called_inside_another_that_shares_its_memory_is_an_error(
+    rank: int, world_size: int
+) -> None:
+    net = Wayward([2])
+    outer, inner = net.blocks[2], net.blocks[0]
+    plain = outer.forward
+    outer.forward = lambda x: plain(inner(x))
+    with pytest.raises(EngineError, match=r"blocks\.0 is called inside blocks\.2"):
+        shard_model(net, "full_shard")(torch.ones(4, 13))
 
 
 @distributed(world_size=2)
@@ -176,41 +187,6 @@ def test_states_are_sharded(rank: int, world_size: int) -> None:
     assert optimizer.memory_bytes() - steps <= 2 * 4 * total // 2
 
 
-class _Frozen(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-        self.requires_grad_(False)
-
-
-DISAGREEMENTS: dict[str, Callable[[int], ShardedModel]] = {
-    "rank 0 has parameter embed.weight": lambda r: shard_model(make_net(tied=r == 0)),
-    "rank 1 has .* frozen": lambda r: shard_model(_Frozen() if r else nn.Linear(3, 3)),
-    r"rank 1 has parameter weight \[4, 3\]": lambda r: shard_model(nn.Linear(3, 3 + r)),
-    "rank 1 has nothing more": lambda r: shard_model(nn.Linear(3, 3, bias=r == 0)),
-    "has strategy no_shard": lambda r: shard_model(nn.Linear(3, 3), ["full_shard", "no_shard"][r]),
-    "rank 1 has Prefetch": lambda r: shard_model(nn.Linear(3, 3), prefetch=Prefetch(r, 0)),
-    "has no values": lambda r: shard_model(nn.Linear(3, 3, device="meta" if r else None)),
-    "Conv2d": lambda r: shard_model(make_net(tied=True), units=[nn.Conv2d if r else OddBlock]),
-    "must divide": lambda r: shard_model(nn.Linear(3, 3), "hybrid_shard", dp_shard_size=2 + r),
-}
-
-
-@distributed(world_size=2)
-def test_ranks_that_disagree_are_told_on_every_rank(rank: int, world_size: int) -> None:
-    for said, shard in DISAGREEMENTS.items():
-        with pytest.raises((EngineError, UsageError), match=said):
-            shard(rank)
-
-
-@distributed(world_size=2)
-def test_ranks_that_run_units_in_different_orders_are_told(rank: int, world_size: int) -> None:
-    model = shard_model(Wayward([0, 1, 2, 3] if rank == 0 else [0, 2, 1, 3]), "full_shard")
-    optimizer = ShardedAdamW(model, lr=1e-2)
-    square_loss(model, torch.randn(4, 13)).backward()
-    with pytest.raises(EngineError, match="in different orders"):
-        optimizer.step()
-
-
 @distributed(world_size=2)
 def test_units_in_another_order_are_gathered_ahead_in_that_order_after_one_warning(
     rank: int, world_size: int
@@ -231,35 +207,11 @@ def test_units_in_another_order_are_gathered_ahead_in_that_order_after_one_warni
     assert second < gathers.index((EventKind.RELEASE, "blocks.3"))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "size"), [("no_shard", None), ("shard_optimizer", None), ("hybrid_shard", 2)]
-)
-@distributed(world_size=4)
-def test_a_replica_that_went_astray_is_found(
-    rank: int, world_size: int, strategy: str, size: int | None
-) -> None:
-    model = shard_model(make_net(tied=True), strategy, dp_shard_size=size)
-    model.check_replicas()
-    unit = model._runtime.units["blocks.1"]
-    buffer = unit.buffers[0]
-    if rank == 3:
-        values = buffer.shard.master if size else buffer.whole
-        values[0] += 1e-3
-    with pytest.raises(EngineError, match=r"blocks\.1\..* on rank .*3.* differs"):
-        model.check_replicas()
-
-
 @distributed(world_size=2)
 def test_syncing_without_gradients_is_an_error(rank: int, world_size: int) -> None:
     model = shard_model(make_net(tied=True), "full_shard")
     with pytest.raises(EngineError, match="call backward first"):
         model.sync_gradients()
-
-
-@distributed(world_size=4)
-def test_a_shard_size_that_does_not_divide_lists_those_that_do(rank: int, world_size: int) -> None:
-    with pytest.raises(UsageError, match=r"must divide the 4 ranks \(1, 2, 4\)"):
-        shard_model(make_net(tied=True), "hybrid_shard", dp_shard_size=3)
 
 
 def test_an_owner_map_where_there_is_none_is_an_error():

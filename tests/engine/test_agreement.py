@@ -1,0 +1,91 @@
+"""What ranks must have in common, and how they are told when they do not."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.shard import shard_model
+from fsdpctl.errors import EngineError, UsageError
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.plan.schedule import Prefetch
+from tests.distributed import distributed
+from tests.engine.models import OddBlock, make_net
+from tests.engine.odd import Wayward, square_loss
+
+
+class _Frozen(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.requires_grad_(False)
+
+
+class _Embeddingless(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+    def get_input_embeddings(self) -> nn.Module:
+        raise NotImplementedError("no embeddings here")
+
+
+def _with_buffer(size: int) -> nn.Module:
+    module = nn.Linear(3, 3)
+    module.register_buffer("count", torch.zeros(size))
+    return module
+
+
+DISAGREEMENTS: dict[str, Callable[[int], ShardedModel]] = {
+    "rank 0 has parameter embed.weight": lambda r: shard_model(make_net(tied=r == 0)),
+    "rank 1 has .* frozen": lambda r: shard_model(_Frozen() if r else nn.Linear(3, 3)),
+    r"rank 1 has parameter weight \[4, 3\]": lambda r: shard_model(nn.Linear(3, 3 + r)),
+    "rank 1 has nothing more": lambda r: shard_model(nn.Linear(3, 3, bias=r == 0)),
+    "has strategy no_shard": lambda r: shard_model(nn.Linear(3, 3), ["full_shard", "no_shard"][r]),
+    "rank 1 has Prefetch": lambda r: shard_model(nn.Linear(3, 3), prefetch=Prefetch(r, 0)),
+    "has no values": lambda r: shard_model(nn.Linear(3, 3, device="meta" if r else None)),
+    "Conv2d": lambda r: shard_model(make_net(tied=True), units=[nn.Conv2d if r else OddBlock]),
+    "no embeddings here": lambda r: shard_model(_Embeddingless() if r else nn.Linear(3, 3)),
+    r"rank 1 has buffer count \[2\]": lambda r: shard_model(_with_buffer(1 + r)),
+    "must divide": lambda r: shard_model(nn.Linear(3, 3), "hybrid_shard", dp_shard_size=2 + r),
+}
+
+
+@distributed(world_size=2)
+def test_ranks_that_disagree_are_told_on_every_rank(rank: int, world_size: int) -> None:
+    for said, shard in DISAGREEMENTS.items():
+        with pytest.raises((EngineError, UsageError, NotImplementedError), match=said):
+            shard(rank)
+
+
+@distributed(world_size=2)
+def test_ranks_that_run_units_in_different_orders_are_told(rank: int, world_size: int) -> None:
+    model = shard_model(Wayward([0, 1, 2, 3] if rank == 0 else [0, 2, 1, 3]), "full_shard")
+    optimizer = ShardedAdamW(model, lr=1e-2)
+    square_loss(model, torch.randn(4, 13)).backward()
+    with pytest.raises(EngineError, match="in different orders"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size"), [("no_shard", None), ("shard_optimizer", None), ("hybrid_shard", 2)]
+)
+@distributed(world_size=4)
+def test_a_replica_that_went_astray_is_found(
+    rank: int, world_size: int, strategy: str, size: int | None
+) -> None:
+    model = shard_model(make_net(tied=True), strategy, dp_shard_size=size)
+    model.check_replicas()
+    unit = model._runtime.units["blocks.1"]
+    buffer = unit.buffers[0]
+    if rank == 3:
+        values = buffer.shard.master if size else buffer.whole
+        values[0] += 1e-3
+    with pytest.raises(EngineError, match=r"blocks\.1\..* on rank .*3.* differs"):
+        model.check_replicas()
+
+
+@distributed(world_size=4)
+def test_a_shard_size_that_does_not_divide_lists_those_that_do(rank: int, world_size: int) -> None:
+    with pytest.raises(UsageError, match=r"must divide the 4 ranks \(1, 2, 4\)"):
+        shard_model(make_net(tied=True), "hybrid_shard", dp_shard_size=3)
