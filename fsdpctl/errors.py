@@ -5,6 +5,7 @@ FsdpctlError            1   something failed
 ├── CheckpointError     4   a checkpoint is damaged or incomplete
 ├── StoppedError       75   stopped on request, after saving
 ├── NonFiniteError     76   a loss or gradient was not finite
+├── InterruptError    130   stopped by Ctrl-C
 └── EngineError         1   the sharded model was used in a way it cannot serve
 """
 
@@ -40,6 +41,12 @@ class NonFiniteError(FsdpctlError):
     """A loss or gradient was infinite or not a number."""
 
     exit_code = 76
+
+
+class InterruptError(FsdpctlError):
+    """Somebody pressed Ctrl-C."""
+
+    exit_code = 130
 
 
 class EngineError(FsdpctlError):

@@ -18,9 +18,9 @@ from fsdpctl.cli.listing import list_choices
 from fsdpctl.cli.sample import sample
 from fsdpctl.cli.train import train
 from fsdpctl.cli.version import print_version
-from fsdpctl.errors import FsdpctlError, StoppedError, UsageError
+from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 
-_INTERRUPTED = 130
+_STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Mistakes on the command line itself; click's class, which newer versions of typer bring along.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[2]
 
@@ -65,22 +65,26 @@ def about(
     """Options that belong to no command."""
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise InterruptError("interrupted")
+
+
 def _stop(number: int, frame: FrameType | None) -> None:
     raise StoppedError("stopped before there was anything to save")
 
 
 def main() -> None:
     """Run the command line; an error is one line, the exit code says of which kind."""
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _interrupt)
+    for number in _STOPPING:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _stop)
     try:
         code = app(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except FsdpctlError as error:
         console.fail(str(error))
         sys.exit(error.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        console.fail("interrupted")
-        sys.exit(_INTERRUPTED)
     except _ParserError as error:
         console.fail(getattr(error, "message", "") or str(error))
         sys.exit(UsageError.exit_code)

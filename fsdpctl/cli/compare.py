@@ -11,19 +11,22 @@ from rich.table import Table
 
 from fsdpctl.cli.console import err, say, show_table
 from fsdpctl.cli.words import ConfigDir, Recipe, Words
+from fsdpctl.compare import OK, REFUSED
+from fsdpctl.config.keys import Key
 from fsdpctl.errors import UsageError
 
 if TYPE_CHECKING:
     from fsdpctl.compare.measure import Row
 
 _RESULT = "compare.json"
+_STEPS = Key("--steps", "whole number", 20, "", minimum=4, maximum=1_000_000)
 
 
 def compare(
     words: Words = None,
     recipe: Recipe = None,
     config_dir: ConfigDir = None,
-    steps: Annotated[int, typer.Option(min=4, help="Length of each run, in steps.")] = 20,
+    steps: Annotated[str, typer.Option(metavar="N", help="Length of each run, in steps.")] = "20",
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Keep the runs, and the result as compare.json."),
@@ -35,34 +38,53 @@ def compare(
     Commas separate alternatives: `strategy=full_shard,no_shard train.micro_batch_size=1,2`.
     Without any, all strategies are compared.
     """
-    from fsdpctl.compare.measure import OK, measure_all
+    from fsdpctl.compare.measure import measure_all
     from fsdpctl.compare.vary import variants
 
-    found = variants(list(words or []), recipe, config_dir, steps=steps)
+    length = int(str(_STEPS.parse(steps)))
+    found = variants(list(words or []), recipe, config_dir, steps=length)
+    for name in {name for each in found for name in each.composed.dropped}:
+        err.print(f"recipe's {name} left out: {name.split('.')[0]} is chosen here", markup=False)
+    rows: list[Row] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdpctl-")))
         if out is not None:
-            folder = _made(out)
-        rows = measure_all(found, folder, lambda line: err.print(line, markup=False))
-        text = json.dumps([row.to_dict() for row in rows], indent=2)
-        if out is not None:
-            (folder / _RESULT).write_text(text + "\n")
+            folder = _made(out.expanduser())
+        stack.callback(_show, rows, folder if out else None, as_json=as_json)
+        rows.extend(measure_all(found, folder, lambda line: err.print(line, markup=False)))
+    if any(row.status != OK for row in rows):
+        raise typer.Exit(1)
+
+
+def _show(rows: "list[Row]", folder: Path | None, *, as_json: bool) -> None:
+    """What is there, also when it was stopped."""
+    _refuse_if_none_could_run(rows)
+    text = json.dumps([row.to_dict() for row in rows], indent=2)
+    if folder is not None:
+        (folder / _RESULT).write_text(text + "\n")
     if as_json:
         say(text)
-    else:
+    elif rows:
         show_table(_table(rows))
         for row in rows:
             if row.status != OK:
                 say(f"{_label(row)}: {row.status}")
         say(_losses(rows))
-    if any(row.status != OK for row in rows):
-        raise typer.Exit(1)
+
+
+def _refuse_if_none_could_run(rows: "list[Row]") -> None:
+    if rows and all(row.status.startswith(REFUSED) for row in rows):
+        others = f" (and {len(rows) - 1} more variants)" if len(rows) > 1 else ""
+        raise UsageError(f"{rows[0].status.removeprefix(REFUSED)}{others}")
 
 
 def _made(folder: Path) -> Path:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"--out {folder}: exists and is not an empty directory")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise UsageError(f"--out {folder}: is not an empty directory")
+    except OSError as error:
+        raise UsageError(f"--out {folder}: {error.strerror}") from None
     return folder
 
 
@@ -92,9 +114,10 @@ def _table(rows: list["Row"]) -> Table:
 
 
 def _losses(rows: list["Row"]) -> str:
-    losses = {row.final_loss for row in rows if row.final_loss is not None}
+    known = [row.final_loss for row in rows if row.final_loss is not None]
+    losses = set(known)
     memory = "engine bytes: model, optimizer and buffers of the fullest rank; no activations"
     if len(losses) < 2:
-        same = "; all losses are equal" if len(rows) > 1 and losses else ""
+        same = "; all losses are equal" if len(known) > 1 else ""
         return f"{memory}{same}"
     return f"{memory}; losses differ by up to {max(losses) - min(losses):.3g}"

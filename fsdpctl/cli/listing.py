@@ -11,7 +11,8 @@ from fsdpctl.config.files import choices_of, first_comment, package_folder
 from fsdpctl.config.keys import Key
 from fsdpctl.config.recipe import recipe_names
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
-from fsdpctl.errors import UsageError, nearest
+from fsdpctl.config.words import hint
+from fsdpctl.errors import UsageError
 
 
 def list_choices(
@@ -32,7 +33,7 @@ def list_choices(
         _list_section(group, default, config_dir)
     else:
         known = ", ".join(SECTIONS)
-        raise UsageError(f"{group}: no such group{nearest(group, SECTIONS)} ({known})")
+        raise UsageError(f"{group}: no such group{hint(group, [*SECTIONS, *KEYS])} ({known})")
 
 
 def _table(*columns: str) -> Table:

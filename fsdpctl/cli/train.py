@@ -117,18 +117,12 @@ def _end(outcome: "Outcome", run_dir: Path) -> None:
 
 def _show_failure(cause: "Failure", run_dir: Path) -> None:
     log = run_dir / "logs" / f"rank-{cause.rank:05d}.log"
-    lines = [f"cause  {_name(cause)}"]
+    lines = [f"cause  {cause.cause}"]
     last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.is_file() else []
     if len(last) > 1:
         lines += ["", *last, ""]
     lines += [f"hint   {_hint(cause)}", f"log    {log}"]
     show_panel(f"rank {cause.rank} on {cause.host} failed", lines)
-
-
-def _name(cause: "Failure") -> str:
-    if cause.was_killed:
-        return f"killed by signal {-cause.exit_code} ({signal.Signals(-cause.exit_code).name})"
-    return cause.message
 
 
 def _hint(cause: "Failure") -> str:
@@ -137,6 +131,8 @@ def _hint(cause: "Failure") -> str:
         return f"often the kernel, out of memory: fewer ranks or a smaller micro-batch; {again}"
     if "could not be written" in cause.message:
         return f"make room, or give another train.run_dir; then {again}"
+    if "inductor" in cause.message.lower() or "dynamo" in cause.message.lower():
+        return "torch.compile failed: another compiler in CXX, or train.compile=false"
     if "out of memory" in cause.message.lower():
         return "a smaller train.micro_batch_size, or a strategy that shards more"
     if "timed out" in cause.message.lower():

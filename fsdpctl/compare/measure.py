@@ -1,14 +1,16 @@
 """Runs each variant for some steps, one after another, and measures it."""
 
 import json
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from fsdpctl.compare import OK, REFUSED
 from fsdpctl.compare.vary import Variant
-from fsdpctl.errors import StoppedError, UsageError
+from fsdpctl.errors import InterruptError, StoppedError, UsageError
 from fsdpctl.launch.local import launch_workers
 from fsdpctl.train.footprint import estimate_run
 from fsdpctl.train.machine import world_size
@@ -16,7 +18,6 @@ from fsdpctl.train.resolve import ResolvedRun, resolve
 from fsdpctl.train.run_dir import LOGS, METRICS, lock_run_dir, plan_start, prepare_run_dir
 from fsdpctl.train.worker import MEASURE, MODULE
 
-OK = "ok"
 _WARM_UP = 0.25  # share of the steps that no figure is taken from
 
 
@@ -40,7 +41,9 @@ class Row:
         return asdict(self)
 
 
-def measure_all(variants: Sequence[Variant], folder: Path, say: Callable[[str], None]) -> list[Row]:
+def measure_all(
+    variants: Sequence[Variant], folder: Path, say: Callable[[str], None]
+) -> Iterator[Row]:
     """A row for each variant, in order; one that fails does not keep the others from running.
 
     Args:
@@ -49,13 +52,11 @@ def measure_all(variants: Sequence[Variant], folder: Path, say: Callable[[str], 
         say: is told what is being run.
 
     Raises:
-        StoppedError: somebody asked to stop.
+        StoppedError, InterruptError: somebody asked to stop.
     """
-    rows = []
     for number, variant in enumerate(variants, start=1):
         say(f"{number}/{len(variants)}  {variant.label or variant.composed.config.strategy.name}")
-        rows.append(_measure(variant, folder / f"{number:02d}"))
-    return rows
+        yield _measure(variant, folder / f"{number:02d}")
 
 
 def _measure(variant: Variant, run_dir: Path) -> Row:
@@ -65,7 +66,9 @@ def _measure(variant: Variant, run_dir: Path) -> Row:
     try:
         run = resolve(replace(variant.composed, config=config))
     except UsageError as error:
-        return replace(row, status=f"cannot run: {error}")
+        return replace(row, status=f"{REFUSED}{error}")
+    if run.notes:  # something else would be measured than was asked for
+        return replace(row, status=f"{REFUSED}{run.notes[0]}")
     estimate = estimate_run(run.config, run.module, run.batches.num_micro_batches)
     row = replace(
         row,
@@ -84,9 +87,11 @@ def _run(run: ResolvedRun, variant: Variant, run_dir: Path) -> str | None:
     ranks = world_size(run.config)
     outcome = launch_workers(MODULE, [str(run_dir), MEASURE], ranks=ranks, logs=run_dir / LOGS)
     lock.release()
+    if outcome.stop_signal == signal.SIGINT:
+        raise InterruptError("interrupted before all variants had run")
     if outcome.stop_signal is not None:
-        raise StoppedError("stopped; nothing was compared")
-    return None if outcome.cause is None else outcome.cause.message
+        raise StoppedError("stopped before all variants had run")
+    return None if outcome.cause is None else outcome.cause.cause
 
 
 def _with_figures(row: Row, run_dir: Path) -> Row:

@@ -1,7 +1,7 @@
 """From words with commas to the settings of each run."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -10,7 +10,9 @@ from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES
 
-_OURS = (*LENGTHS, "train.run_dir")
+_OURS = dict.fromkeys(LENGTHS, "--steps says how long each run is") | {
+    "train.run_dir": "--out keeps the runs"
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ def variants(
     """Every combination of the alternatives in `words`; of all strategies where there are none.
 
     Commas separate alternatives of choices and numbers; in texts, such as paths, they are commas.
+    Where strategies vary, values that one of them has no use for are left out under it.
 
     Raises:
         UsageError: a word is unknown, or its value is not allowed.
@@ -39,25 +42,41 @@ def variants(
     for word in words:
         name = word.partition("=")[0]
         if name in _OURS:
-            raise UsageError(f"{name}: compare decides it; --steps says how long each run is")
+            raise UsageError(f"{name}: compare decides it; {_OURS[name]}")
     alternatives = {
-        name: text.split(",")
+        name: list(dict.fromkeys(text.split(",")))
         for name, equals, text in (word.partition("=") for word in words)
         if equals and "," in text and _has_alternatives(name)
     }
-    fixed = [word for word in words if word.partition("=")[0] not in alternatives]
+    for name, texts in alternatives.items():
+        if "" in texts:
+            raise UsageError(f"{name}={','.join(texts)}: an alternative between commas is empty")
     names = [word.partition("=")[0] for word in words]
     if len(names) != len(set(names)):  # its error names both
         compose_config(words, recipe, config_dir)
     if not alternatives and "strategy" not in names:
         alternatives = {"strategy": list(STRATEGIES)}
-    found = []
-    for values in product(*alternatives.values()):
-        varied = dict(zip(alternatives, values, strict=True))
-        typed = [*fixed, *(f"{name}={text}" for name, text in varied.items())]
-        length = [f"train.steps={steps}"]
-        found.append(Variant(varied, compose_config([*typed, *length], recipe, config_dir)))
-    return found
+    fixed = [word for word in words if word.partition("=")[0] not in alternatives]
+    return [
+        _variant(dict(zip(alternatives, values, strict=True)), fixed, recipe, config_dir, steps)
+        for values in product(*alternatives.values())
+    ]
+
+
+def _variant(
+    varied: dict[str, str],
+    fixed: Sequence[str],
+    recipe: str | None,
+    config_dir: Path | None,
+    steps: int,
+) -> Variant:
+    words = [*fixed, *(f"{name}={text}" for name, text in varied.items()), f"train.steps={steps}"]
+    composed = compose_config(words, recipe, config_dir)
+    config = composed.config
+    if "strategy" in varied:
+        given = config.strategy
+        config = replace(config, strategy=given.under(given.name))
+    return Variant(varied, replace(composed, config=config))
 
 
 def _has_alternatives(name: str) -> bool:

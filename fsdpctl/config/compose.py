@@ -25,6 +25,8 @@ from fsdpctl.errors import UsageError
 
 _OPTIONS = ("--recipe", "--config-dir", "--resume", "--dry-run", "--print-config", "--help")
 
+_FREE_GROUPS = ("model", "prefetch", "precision", "cluster")  # whose choices are only values
+
 Pair = tuple[str, str]
 
 
@@ -71,6 +73,11 @@ def _check_config_dir(config_dir: Path | None) -> None:
     if not config_dir.is_dir() or "'" in str(config_dir.resolve()):
         raise UsageError(f"--config-dir {config_dir}: no such directory, or a quote in its name")
     for group in GROUPS:
+        if group not in _FREE_GROUPS and any(choices_below(config_dir / group)):
+            raise UsageError(
+                f"{config_dir / group}: the choices of {group} are fixed; files can add to "
+                f"{', '.join(_FREE_GROUPS)}"
+            )
         ours = set(choices_of(group))
         for choice in sorted(ours.intersection(choices_below(config_dir / group))):
             raise UsageError(
@@ -85,7 +92,7 @@ def _split(word: str) -> Pair:
     if word.startswith("-"):
         known = hint(name.lstrip("-").replace("-", "_"), [*KEYS, *GROUPS])
         if name in _OPTIONS:
-            raise UsageError(f"{word}: options are written as {name} VALUE")
+            raise UsageError(f"{word}: written as {name} VALUE, or no option of this command")
         raise UsageError(
             f"{word}: no such option; settings are typed KEY=VALUE without dashes"
             f"{known or hint(name, list(_OPTIONS))}"
@@ -139,7 +146,10 @@ def _values_of_choices(choices: dict[str, str], config_dir: Path | None) -> dict
                 continue
             name = f"{section}.{word}"
             if name not in KEYS:
-                raise UsageError(f"conf/{section}: {name}: no such key{hint(name, list(KEYS))}")
+                choice = choices.get(section, "")
+                raise UsageError(
+                    f"the file of {section}={choice}: {name}: no such key{hint(name, list(KEYS))}"
+                )
             text = str(value).lower() if isinstance(value, bool) else str(value)
             values[name] = KEYS[name].parse(text)
     return values

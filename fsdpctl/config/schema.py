@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from fsdpctl.config.keys import Key, key, keys_of
 from fsdpctl.plan.owners import OWNER_MAPS
+from fsdpctl.plan.strategy import STRATEGIES
 
 DTYPES = ("float32", "bfloat16")
 
@@ -67,6 +68,12 @@ class StrategyConfig:
     owner_map: str = key(
         "even", "shard_optimizer: who keeps which optimizer states", choices=OWNER_MAPS
     )
+
+    def under(self, name: str) -> "StrategyConfig":
+        """The same for the strategy `name`, without what that has no use for."""
+        row = STRATEGIES[name]
+        size = self.dp_shard_size if row.replicates else None
+        return StrategyConfig(name, size, self.owner_map if row.has_owner_map else "even")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +154,11 @@ class ClusterConfig:
 
     name: str = "here"
     memory: float | None = key(
-        None, "GiB that a rank may use, as torch reports a device's", minimum=0.001, auto=True
+        None,
+        "GiB that a rank may use, as torch reports a device's",
+        minimum=0.001,
+        maximum=1e6,
+        auto=True,
     )
     ranks_per_node: int | None = key(
         None, "what launch.nproc_per_node=auto becomes in estimates", minimum=1, auto=True

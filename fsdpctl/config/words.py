@@ -118,6 +118,11 @@ _NOT_OFFERED = {
 }
 
 _LATER = {
+    "engine": "a choice of engines",
+    "fit": "searching what fits",
+    "plot": "drawing estimates",
+    "require_fit": "an exit code for what does not fit",
+    "simulate": "simulation",
     "wandb": "logging to W&B",
     "tensorboard": "logging to TensorBoard",
 }

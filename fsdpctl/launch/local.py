@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -23,6 +24,7 @@ from typing import Any
 import psutil
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_AGENT = "agent"  # where workers leave errors for torch's agent
 _SAME_ACCIDENT_SECONDS = 5  # the agent's own SIGKILL comes half a minute after the first failure
 
 
@@ -40,6 +42,14 @@ class Failure:
     def was_killed(self) -> bool:
         """Whether a signal ended it."""
         return self.exit_code < 0
+
+    @property
+    def cause(self) -> str:
+        """Why it ended, in one line."""
+        if self.was_killed:
+            name = signal.Signals(-self.exit_code).name
+            return f"killed by signal {-self.exit_code} ({name})"
+        return " ".join(self.message.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +108,8 @@ class _StopRequests:
 @contextmanager
 def _handling_signals() -> Iterator[_StopRequests]:
     requests = _StopRequests()
-    before = {number: signal.signal(number, requests.handle) for number in _STOPPING}
+    heard = [each for each in _STOPPING if signal.getsignal(each) is not signal.SIG_IGN]  # nohup
+    before = {number: signal.signal(number, requests.handle) for number in heard}
     try:
         yield requests
     finally:
@@ -115,6 +126,7 @@ def launch_workers(module: str, args: Sequence[str], *, ranks: int, logs: Path) 
         ranks: how many.
         logs: an existing directory for the agent's own log.
     """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -129,6 +141,7 @@ def launch_workers(module: str, args: Sequence[str], *, ranks: int, logs: Path) 
         max_restarts=0,
         monitor_interval=0.1,
         signals_to_handle="SIGQUIT",  # not those that _StopRequests passes on
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs / _AGENT)),  # its own way leaves them in /tmp
     )
     start = elastic_launch(config, sys.executable)
     with _logging_to(logs / "node-00000.log"), _environment(ranks), _handling_signals() as requests:
@@ -139,6 +152,8 @@ def launch_workers(module: str, args: Sequence[str], *, ranks: int, logs: Path) 
             return Outcome((), requests.first, stopped_early=True)
         except ChildFailedError as error:
             failures = tuple(_failure(rank, each) for rank, each in sorted(error.failures.items()))
+        finally:
+            shutil.rmtree(logs / _AGENT, ignore_errors=True)
     return Outcome(failures, requests.first)
 
 

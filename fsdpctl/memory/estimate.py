@@ -28,7 +28,6 @@ from fsdpctl.plan.strategy import Strategy
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _MOMENTS = 2  # of AdamW, in the masters' dtype
 _STEP_BYTES = 4  # a float32 counter for each tensor that the optimizer sees
-_SEARCHED_RANKS = 64  # up to here all are looked at, above those that own most
 _CATEGORY = {
     Buffer.PARAMS: "gathered_units",
     Buffer.GRADS: "gradients",
@@ -128,14 +127,10 @@ def _estimate_rank(plan: TrainingPlan, place: RankPlace) -> Estimate:
 def _fullest_ranks(layouts: Mapping[str, Sequence[FlatLayout]]) -> list[int]:
     """The ranks among which the one that needs most is found."""
     flats = [layout for of_unit in layouts.values() for layout in of_unit]
-    ranks = range(len(flats[0].parts))
-    if len(ranks) <= _SEARCHED_RANKS:
-        return list(ranks)
     if all(layout.is_even for layout in flats):
         # They differ only by the counter of one more tensor, where two parameter groups meet.
         return sorted({0, *(rank for layout in flats for rank in _meeting_ranks(layout))})
-    owned = [sum(layout.parts[rank].numel for layout in flats) for rank in ranks]
-    return sorted(ranks, key=lambda rank: -owned[rank])[:_SEARCHED_RANKS]
+    return list(range(len(flats[0].parts)))
 
 
 def _meeting_ranks(layout: FlatLayout) -> Iterator[int]:

@@ -92,5 +92,6 @@ def missing_compiler(device: str) -> str | None:
     It generates C++ for the CPU; for CUDA, Triton needs a C compiler.
     """
     variable, names = ("CC", ["gcc", "clang"]) if device == "cuda" else ("CXX", ["g++"])
-    wanted = [os.environ[variable]] if variable in os.environ else names
+    given = os.environ.get(variable)
+    wanted = [given] if given else names
     return None if any(map(which, wanted)) else f"there is no compiler {' or '.join(wanted)} here"

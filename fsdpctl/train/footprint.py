@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Config, StrategyConfig
 from fsdpctl.data.source import load_data
 from fsdpctl.engine.build import Division, divide_module
 from fsdpctl.memory.estimate import DTYPE_BYTES, Estimate, TrainingPlan, estimate
@@ -16,7 +16,7 @@ from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy, get_strategy
 from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import lay_out
-from fsdpctl.train.machine import placed_on_cluster, resolved_strategy, world_size
+from fsdpctl.train.machine import check_length, placed_on_cluster, resolved_strategy, world_size
 
 _GIB = 1 << 30
 _REPEATING = 3  # micro-steps after which another one needs nothing new
@@ -61,7 +61,7 @@ def plan_run(
         cut.strategy,
         sizes,
         Prefetch(config.prefetch.forward, config.prefetch.backward),
-        (*(config.accumulation.name == "every",) * (shown - 1), True),
+        (*[config.accumulation.name == "every"] * (shown - 1), True),
     )
     transport = Transport.NCCL if config.launch.device == "cuda" else Transport.GLOO
     size = cut.ranks_per_copy
@@ -120,27 +120,19 @@ def estimate_strategies(config: Config, *, every: bool) -> list[RunEstimate]:
     Raises:
         UsageError: the configuration cannot work.
     """
+    check_length(config)
     config = _with_vocabulary(placed_on_cluster(config))
     module = build_model(config.model)
     micro_batches = _num_micro_batches(config)
     return [
-        _estimate_strategy(config, module, micro_batches, name)
-        for name in (STRATEGIES if every else (config.strategy.name,))
+        _estimate_strategy(config, module, micro_batches, given)
+        for given in (map(config.strategy.under, STRATEGIES) if every else (config.strategy,))
     ]
 
 
 def _estimate_strategy(
-    config: Config, module: nn.Module, num_micro_batches: int, name: str
+    config: Config, module: nn.Module, num_micro_batches: int, given: StrategyConfig
 ) -> RunEstimate:
-    given = config.strategy
-    if name != given.name:
-        row = STRATEGIES[name]
-        given = replace(
-            given,
-            name=name,
-            owner_map=given.owner_map if row.has_owner_map else "even",
-            dp_shard_size=given.dp_shard_size if row.replicates else None,
-        )
     resolved = replace(config, strategy=resolved_strategy(config, given))
     numel = sum(param.numel() for param in module.parameters())
     return RunEstimate(resolved, numel, estimate_run(resolved, module, num_micro_batches))

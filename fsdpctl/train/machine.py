@@ -41,7 +41,7 @@ def placed_here(config: Config) -> Config:
 def placed_on_cluster(config: Config) -> Config:
     """Device, ranks and memory filled in for `cluster`, which need not exist."""
     launch, cluster = config.launch, config.cluster
-    here = cluster.name == HERE and cluster.memory is None
+    here = cluster.name == HERE
     has_cuda = torch.cuda.is_available() if here else True
     device = launch.device or ("cuda" if has_cuda else "cpu")
     found = torch.cuda.device_count() if here and device == "cuda" else None
@@ -53,6 +53,19 @@ def placed_on_cluster(config: Config) -> Config:
         cluster=replace(cluster, memory=memory, ranks_per_node=ranks),
     )
     return _with_precision(placed)
+
+
+def check_length(config: Config) -> None:
+    """See that samples are not longer than the model claims.
+
+    Raises:
+        UsageError: they are.
+    """
+    if config.train.seq_len > config.model.max_seq_len:
+        raise UsageError(
+            f"train.seq_len={config.train.seq_len}: above model.max_seq_len="
+            f"{config.model.max_seq_len}"
+        )
 
 
 def world_size(config: Config) -> int:

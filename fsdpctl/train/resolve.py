@@ -17,7 +17,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.train.blocks import missing_compiler
-from fsdpctl.train.machine import placed_here, resolved_strategy, world_size
+from fsdpctl.train.machine import check_length, placed_here, resolved_strategy, world_size
 
 # What decides the losses; the rest may change from one start of a run to the next.
 _DECIDES = ("model", "data", "optimizer", "lr_scheduler", "precision")
@@ -93,11 +93,7 @@ def _with_data(config: Config, data: DataSet) -> Config:
         raise UsageError(
             f"model.vocab_size={vocab_size}: the data has {data.vocab_size} different tokens"
         )
-    if config.train.seq_len > config.model.max_seq_len:
-        raise UsageError(
-            f"train.seq_len={config.train.seq_len}: above model.max_seq_len="
-            f"{config.model.max_seq_len}"
-        )
+    check_length(config)
     paths = {
         name: os.path.abspath(value)
         for name in ("path", "val_path")

@@ -35,11 +35,22 @@ def test_without_alternatives_all_strategies_are_compared():
     assert labels("strategy=no_shard") == [""]
 
 
+def test_values_are_left_out_under_strategies_that_have_no_use_for_them():
+    found = variants(["strategy.owner_map=balanced"], None, None, steps=4)
+    maps = {each.composed.config.strategy.name: each.composed.config.strategy for each in found}
+    assert maps["shard_optimizer"].owner_map == "balanced"
+    assert maps["full_shard"].owner_map == "even"
+
+
+def test_alternatives_given_twice_are_one():
+    assert labels("strategy=no_shard,no_shard") == ["strategy=no_shard"]
+
+
 @pytest.mark.parametrize(
     ("word", "part"),
     [
         ("strategy=full_shard,no_shrad", "did you mean no_shard?"),
-        ("strategy=full_shard,", "strategy="),
+        ("strategy=full_shard,", "is empty"),
         ("train.micro_batch_size=1,x", "train.micro_batch_size=x"),
         ("train.steps=5,6", "--steps"),
         ("train.run_dir=here", "compare decides it"),
@@ -57,6 +68,22 @@ def test_a_folder_with_something_in_it_is_not_written_to(tmp_path):
     code, said = invoke("compare", "--out", str(tmp_path))
     assert code == 2
     assert "not an empty directory" in said
+
+
+@pytest.mark.parametrize("steps", ["3", "x", "0", "1e9"])
+def test_a_length_that_is_not_allowed_is_answered(steps):
+    code, said = invoke("compare", "--steps", steps)
+    assert code == 2
+    assert "--steps" in said
+    assert "from 4" in said
+
+
+def test_what_no_variant_can_do_is_a_mistake(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, said = invoke("compare", "data=text", "data.path=/no/such", "--steps", "4")
+    assert code == 2
+    assert "no such file" in said
+    assert "5 more variants" in said
 
 
 def rows(folder: Path, *words: str, code: int = 0) -> list[dict[str, object]]:

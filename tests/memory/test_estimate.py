@@ -10,14 +10,15 @@ from fsdpctl.engine.build import divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
-from fsdpctl.memory.estimate import Estimate, TrainingPlan, estimate
+from fsdpctl.memory.estimate import Estimate, TrainingPlan, estimate, timeline
+from fsdpctl.models.registry import build_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.replay import Itemsizes, RankPlace
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES, effective_strategy
 from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import lay_out, unit_order
-from fsdpctl.train.footprint import estimate_strategies
+from fsdpctl.train.footprint import estimate_strategies, plan_run
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches
 from tests.matrix import WHOLE, cases
@@ -149,6 +150,30 @@ def test_owner_maps_count_for_the_strategy_that_has_one():
     found = uneven["shard_optimizer"]
     assert found.estimate.breakdown.optimizer_states > evenly.estimate.breakdown.optimizer_states
     assert uneven["full_shard"].config.strategy.owner_map == "even"
+
+
+def test_uneven_maps_are_searched_for_the_fullest_of_many_ranks():
+    words = ["model.num_layers=7", "model.hidden_size=32", "model.intermediate_size=48", *WORDS]
+    words += ["strategy=shard_optimizer", "strategy.owner_map=balanced", "accumulation=last"]
+    words += ["launch.nproc_per_node=100", "train.global_batch_size=400", "accumulation.steps=4"]
+    config = compose_config(words).config
+    (found,) = estimate_strategies(config, every=False)
+    run, module = found.config, build_model(found.config.model)
+    plan, place = plan_run(run, module, 4)
+    peaks = [
+        max(moment.held.total for moment in timeline(plan, replace(place, rank=rank)))
+        for rank in range(100)
+    ]
+    assert found.estimate.peak_bytes == max(peaks)
+
+
+def test_a_limit_of_memory_changes_no_other_figure():
+    plain, limited = (
+        estimate_strategies(compose_config(["model.vocab_size=64", *words]).config, every=False)
+        for words in ([], ["cluster.memory=0.001"])
+    )
+    assert plain[0].estimate == limited[0].estimate
+    assert limited[0].verdict == "too_large"
 
 
 def test_hundreds_of_billions_on_thousands_of_ranks():
