@@ -26,7 +26,7 @@ from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import lay_out, unit_order
 from tests.distributed import distributed
 from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
-from tests.matrix import matrix
+from tests.matrix import WHOLE, cases
 
 MICRO_STEPS = {"one": (True,), "last": (False, False, True), "every": (True, True)}
 
@@ -88,43 +88,42 @@ def recorded_events(model: ShardedModel, rank: int) -> tuple[list[Event], ...]:
 
 
 PREFETCHES = [(0, 0), (0, 1), (1, 1), (2, 1)]
+HYBRIDS = [name for name, row in STRATEGIES.items() if row.replicates]
 
 
-@matrix(strategy=list(STRATEGIES), tied=[False, True], prefetch=PREFETCHES)
+@WHOLE
 @distributed(world_size=2)
-def test_events_bytes_and_buffers_equal_the_plan(
-    rank: int, world_size: int, strategy: str, prefetch: tuple[int, int], tied: bool
-) -> None:
-    depth = Prefetch(*prefetch)
-    net = make_net(tied=tied)
-    model = shard_model(net, strategy, prefetch=depth)
-    planned = planned_events(model, net, depth, "even", Itemsizes(4, 4, 4))
-    assert recorded_events(model, rank) == planned
+def test_events_bytes_and_buffers_equal_the_plan(rank: int, world_size: int, whole: bool) -> None:
+    for prefetch, tied, strategy in cases(PREFETCHES, [False, True], list(STRATEGIES), whole=whole):
+        depth, net = Prefetch(*prefetch), make_net(tied=tied)
+        model = shard_model(net, strategy, prefetch=depth)
+        planned = planned_events(model, net, depth, "even", Itemsizes(4, 4, 4))
+        assert recorded_events(model, rank) == planned, (strategy, prefetch, tied)
 
 
-@matrix(bf16=[False, True], strategy=["hybrid_shard", "hybrid_shard_grad_op"], size=[1, 2, 4])
+@WHOLE
 @distributed(world_size=4)
-def test_events_of_copies_equal_the_plan(
-    rank: int, world_size: int, strategy: str, size: int, bf16: bool
-) -> None:
-    precision, sizes = Precision(), Itemsizes(4, 4, 4)
-    if bf16:
-        precision, sizes = Precision(torch.bfloat16, torch.bfloat16), Itemsizes(2, 2, 4)
-    net = make_net(tied=False)
-    model = shard_model(net, strategy, dp_shard_size=size, precision=precision)
-    # Where every rank has a copy of its own, no_shard runs.
-    row = get_strategy(strategy if size > 1 else "no_shard")
-    planned = planned_events(model, net, Prefetch(), "even", sizes, row)
-    assert recorded_events(model, rank) == planned
+def test_events_of_copies_equal_the_plan(rank: int, world_size: int, whole: bool) -> None:
+    for strategy, bf16, size in cases(HYBRIDS, [False, True], [1, 2, 4], whole=whole):
+        precision, sizes = Precision(), Itemsizes(4, 4, 4)
+        if bf16:
+            precision, sizes = Precision(torch.bfloat16, torch.bfloat16), Itemsizes(2, 2, 4)
+        net = make_net(tied=False)
+        model = shard_model(net, strategy, dp_shard_size=size, precision=precision)
+        # Where every rank has a copy of its own, no_shard runs.
+        row = get_strategy(strategy if size > 1 else "no_shard")
+        planned = planned_events(model, net, Prefetch(), "even", sizes, row)
+        assert recorded_events(model, rank) == planned, (strategy, size, bf16)
 
 
-@matrix(owner_map=["round_robin", "contiguous", "balanced"], world_size=[2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
 @distributed()
-def test_events_of_owner_maps_equal_the_plan(rank: int, world_size: int, owner_map: str) -> None:
-    net = make_net(tied=True)
-    model = shard_model(net, "shard_optimizer", owner_map=owner_map)
-    planned = planned_events(model, net, Prefetch(), owner_map, Itemsizes(4, 4, 4))
-    assert recorded_events(model, rank) == planned
+def test_events_of_owner_maps_equal_the_plan(rank: int, world_size: int) -> None:
+    for owner_map in ("round_robin", "contiguous", "balanced"):
+        net = make_net(tied=True)
+        model = shard_model(net, "shard_optimizer", owner_map=owner_map)
+        planned = planned_events(model, net, Prefetch(), owner_map, Itemsizes(4, 4, 4))
+        assert recorded_events(model, rank) == planned, owner_map
 
 
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
@@ -135,13 +134,15 @@ def test_events_of_one_rank_equal_the_plan(strategy: str) -> None:
     assert recorded_events(model, 0) == planned
 
 
-@matrix(tied=[False, True], strategy=list(STRATEGIES))
 @distributed(world_size=2)
-def test_counted_bytes_are_those_of_the_storages(
-    rank: int, world_size: int, strategy: str, tied: bool
-) -> None:
+def test_counted_bytes_are_those_of_the_storages(rank: int, world_size: int) -> None:
+    for strategy in STRATEGIES:
+        check_bytes_of_storages(rank, world_size, strategy)
+
+
+def check_bytes_of_storages(rank: int, world_size: int, strategy: str) -> None:
     """After a backward with held gradients, after one with reduced ones, and after the step."""
-    model = shard_model(make_net(tied=tied), strategy)
+    model = shard_model(make_net(tied=True), strategy)
     optimizer = ShardedAdamW(model, lr=1e-2)
     batch = token_batches(1, world_size)[0][rank][0]
 
