@@ -37,7 +37,7 @@ def test_every_public_name_is_there_and_documented():
 
 
 @pytest.mark.parametrize("reduce", ["every", "last"])
-@pytest.mark.parametrize("strategy", ["no_shard", "shard_optimizer", "full_shard"])
+@pytest.mark.parametrize("strategy", STRATEGIES[:1] + STRATEGIES[2:])
 @distributed(world_size=2)
 def test_accumulator_gives_the_mean_of_whole_and_partial_windows(
     rank: int, world_size: int, strategy: str, reduce: str
