@@ -59,6 +59,7 @@ def test_a_run_leaves_what_it_promises(finished):
     assert losses[-1] < losses[0] - 1
 
 
+@pytest.mark.slow
 def test_the_same_command_again_says_that_it_is_finished(finished):
     before = (finished / "metrics.jsonl").read_bytes()
     result = fsdpctl("train", *words(finished.parent), cwd=finished.parent)
@@ -67,6 +68,7 @@ def test_the_same_command_again_says_that_it_is_finished(finished):
     assert (finished / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_another_configuration_is_refused_with_the_keys(finished):
     result = fsdpctl("train", *words(finished.parent), "optimizer.lr=1", cwd=finished.parent)
     assert result.returncode == 2
