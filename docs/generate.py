@@ -19,7 +19,7 @@ from fsdpctl.train.footprint import estimate_strategies, plan_run
 
 DOCS = Path(__file__).parent
 PAGES = (DOCS / "strategies.md", DOCS.parent / "README.md")
-PICTURE = DOCS / "strategies.svg"
+PICTURE = DOCS / "strategies.png"
 MODEL = ["model=llama3_8b", "cluster=h100", "launch.nproc_per_node=4", "launch.nnodes=2"]
 GIB = 1 << 30
 COLORS = {
@@ -126,8 +126,8 @@ def _held_at(moments: list[Moment], kind: EventKind) -> dict[str, Breakdown]:
 
 def draw(file: Path) -> None:
     """The picture: a panel for each strategy, memory over the moments of a step."""
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.hashsalt": "fsdpctl", "font.size": 9})
+    matplotlib.use("agg")
+    matplotlib.rcParams.update({"font.size": 9})
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(3, 2, figsize=(9, 8), sharex=True, layout="constrained")
@@ -146,7 +146,8 @@ def draw(file: Path) -> None:
         panel.set_title(f"{name} ({STRATEGIES[name].known_as})", fontsize=9)
         panel.set_ylabel("GiB a rank")
     figure.legend(*panels.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
-    figure.savefig(file, metadata={"Date": None})
+    figure.savefig(file, dpi=100)
+    pyplot.close(figure)
 
 
 def main() -> None:

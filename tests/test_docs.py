@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 
 from docs.generate import PAGES, PICTURE, draw, filled
 from fsdpctl.plan.strategy import STRATEGIES
@@ -21,8 +22,10 @@ def test_the_tables_are_those_of_the_code(page):
 
 @pytest.mark.slow
 def test_the_picture_is_that_of_the_plan(tmp_path):
-    draw(tmp_path / "again.svg")
-    assert (tmp_path / "again.svg").read_text() == PICTURE.read_text(), "run `make docs`"
+    draw(tmp_path / "again.png")
+    drawn, kept = imread(tmp_path / "again.png"), imread(PICTURE)
+    assert drawn.shape == kept.shape
+    assert abs(drawn - kept).mean() < 1e-4, "run `make docs`"  # less than the edge of one area
 
 
 def run_example(strategy: str, *words: str) -> list[str]:
