@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from fsdpctl.memory.estimate import DTYPE_BYTES
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.train.footprint import divide, estimate_run
 from fsdpctl.train.progress import format_bytes
@@ -10,6 +11,7 @@ from fsdpctl.train.resolve import ResolvedRun
 from fsdpctl.train.run_dir import Standing, Start
 
 _SHOWN_RANKS = 8
+_OWNED = 4  # master, gradient and two moments of each element
 
 
 def _count(number: float) -> str:
@@ -64,7 +66,11 @@ def _ranks(run: ResolvedRun) -> str:
     name = f"{config.strategy.name} ({get_strategy(config.strategy.name).known_as})"
     if config.strategy.dp_shard_size is not None:
         copies = run.batches.world_size // config.strategy.dp_shard_size
-        name += f" in {copies} copies of {config.strategy.dp_shard_size} ranks"
+        name += (
+            f" in {copies} copies of {config.strategy.dp_shard_size} ranks"
+            if copies > 1
+            else ", one copy: the same without hybrid_ in its name"
+        )
     if config.strategy.owner_map != "even":
         name += f" with {config.strategy.owner_map} owners"
     alone = " (one rank: runs as no_shard)" if config.launch.nproc_per_node == 1 else ""
@@ -156,15 +162,21 @@ def describe_units(run: ResolvedRun) -> Iterator[str]:
         yield f"{unit.name:<{width}}{unit.kind:<11}{numel:>14,}{padded - numel:>10,}  {shown}"
     shares = [totals[rank] for rank in sorted(totals)]
     mean = sum(shares) / len(shares)
+    each = DTYPE_BYTES[str(run.config.precision.master_dtype)] * _OWNED
     yield f"{'all':<{width}}{'':<11}{_num_params(run):>14,}{'':>10}  {_shares(shares)}"
     if mean:
+        sizes = "  ".join(format_bytes(share * each) for share in _distinct(shares))
+        yield f"masters, gradients and optimizer states of what a rank owns: {sizes}"
         yield f"the largest share is {max(shares) / mean:.3f} of the mean"
 
 
-def _shares(owned: list[int]) -> str:
-    """A number for each rank, or one for all where they are alike or many."""
+def _distinct(owned: list[int]) -> list[int]:
+    """A number for each rank; one for all where they are alike, the extremes of many."""
     if len(set(owned)) == 1:
-        return f"{owned[0]:,}"
-    if len(owned) > _SHOWN_RANKS:
-        return f"{min(owned):,} to {max(owned):,}"
-    return "  ".join(f"{numel:,}" for numel in owned)
+        return owned[:1]
+    return owned if len(owned) <= _SHOWN_RANKS else [min(owned), max(owned)]
+
+
+def _shares(owned: list[int]) -> str:
+    between = " to " if len(owned) > _SHOWN_RANKS else "  "
+    return between.join(f"{numel:,}" for numel in _distinct(owned))
