@@ -12,8 +12,10 @@ train: $(VENV)/installed  ## train a small language model, now, on this machine
 test: $(VENV)/developed  ## the fast tests
 	$(BIN)/python -m pytest -q
 
-test-slow: $(VENV)/developed  ## the whole matrices
-	$(BIN)/python -m pytest -q -m slow
+SHARE := 1
+SEED := 0
+test-slow: $(VENV)/developed  ## the whole matrices, half an hour; SHARE=0.3 SEED=7 for a sample
+	$(BIN)/python -m pytest -q -m slow --share $(SHARE) --seed $(SEED)
 
 check: $(VENV)/developed  ## what CI, the pre-commit hook and people run
 	$(BIN)/ruff format --check .

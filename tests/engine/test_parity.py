@@ -106,9 +106,10 @@ def test_equals_one_process(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@distributed(timeout=300)
+@distributed(timeout=600)
 def test_equals_one_process_in_every_case(
     rank: int, world_size: int, sharding: tuple[str, str]
 ) -> None:
