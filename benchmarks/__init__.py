@@ -1,0 +1,1 @@
+"""Measurements beside PyTorch's own engines; what they print goes into docs/performance.md."""

@@ -1,0 +1,159 @@
+"""The engines that are compared: each makes the same model train, one step at a call.
+
+All have the same units (blocks, embedding, head), the same reduction dtype and the same fused
+AdamW; none clips or checkpoints.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import fsdpctl
+
+LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
+Step = Callable[[Tensor, Tensor], Tensor]  # inputs and targets to the loss before the step
+
+
+def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy, in float32."""
+    logits = model(tokens)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _adamw(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)
+
+
+def _stepping(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    context: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Step:
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        with context():
+            loss = loss_of(model, tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def floor(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
+    """No sharding and no communication: what any engine adds to is this.
+
+    In bf16 it is a bf16 module with fp32 masters, which are cast into it once a step.
+    """
+    if dtype == torch.float32:
+        return _stepping(model, _adamw(model.parameters()))
+    masters = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
+    model.to(dtype)
+    optimizer = _adamw(iter(masters))
+    params: list[Tensor] = list(model.parameters())
+    sources: list[Tensor] = list(masters)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = loss_of(model, tokens, targets)
+        loss.backward()
+        for master, param in zip(masters, params, strict=True):
+            assert param.grad is not None
+            master.grad = param.grad.float()
+            param.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(params, sources)
+        return loss.detach()
+
+    return step
+
+
+def ddp(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
+    """PyTorch's DistributedDataParallel; bf16 by autocast, as it is used."""
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return _stepping(wrapped, _adamw(wrapped.parameters()), _autocast(dtype, device))
+
+
+def zero_redundancy(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
+    """PyTorch's ZeroRedundancyOptimizer on top of that."""
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        wrapped.parameters(),
+        torch.optim.AdamW,
+        lr=LR,
+        betas=BETAS,
+        eps=EPS,
+        weight_decay=DECAY,
+        fused=True,
+    )
+    return _stepping(wrapped, optimizer, _autocast(dtype, device))
+
+
+def _autocast(
+    dtype: torch.dtype, device: torch.device
+) -> Callable[[], AbstractContextManager[object]]:
+    if dtype == torch.float32:
+        return nullcontext
+    return lambda: torch.autocast(device.type, dtype)
+
+
+def fsdp2(*, reshards: bool, tuned: bool) -> Callable[..., Step]:
+    """PyTorch's fully_shard; tuned: forward prefetch of the next block."""
+
+    def make(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
+        )
+        inner = model.get_submodule("model")
+        units = [inner.get_submodule("embed_tokens"), *_blocks(model)]
+        units.append(model.get_submodule("lm_head"))
+        for unit in units:
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
+        if tuned:
+            blocks = [block for block in _blocks(model) if isinstance(block, FSDPModule)]
+            for block, following in zip(blocks, blocks[1:], strict=False):
+                block.set_modules_to_forward_prefetch([following])
+        return _stepping(model, _adamw(model.parameters()))
+
+    return make
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    layers = model.get_submodule("model").get_submodule("layers")
+    return list(layers.children())
+
+
+def ours(strategy: str) -> Callable[..., Step]:
+    """fsdpctl's engine under a strategy."""
+
+    def make(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
+        precision = fsdpctl.Precision(param_dtype=None if dtype == torch.float32 else dtype)
+        sharded = fsdpctl.shard_model(model, strategy, precision=precision)
+        optimizer = fsdpctl.ShardedAdamW(sharded, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+        return _stepping(sharded, optimizer)
+
+    return make
+
+
+CONTESTANTS: dict[str, Callable[..., Step]] = {
+    "floor": floor,
+    "ddp": ddp,
+    "zero_redundancy_optimizer": zero_redundancy,
+    "fsdp2": fsdp2(reshards=True, tuned=False),
+    "fsdp2_tuned": fsdp2(reshards=True, tuned=True),
+    "fsdp2_keeps": fsdp2(reshards=False, tuned=False),
+    "full_shard": ours("full_shard"),
+    "shard_grad_op": ours("shard_grad_op"),
+    "shard_optimizer": ours("shard_optimizer"),
+    "no_shard": ours("no_shard"),
+}

@@ -1,0 +1,141 @@
+"""The time of a training step under each engine, interleaved in one run.
+
+    python -m benchmarks.step_time --out benchmarks/results/step-time-cpu.json
+
+Every round runs each contestant once, so that what disturbs the machine disturbs all. The figures
+to read are ratios: what an engine adds to the floor, over what FSDP2 adds to it.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+from torch.multiprocessing.spawn import spawn
+
+from benchmarks.contestants import CONTESTANTS, Step
+from fsdpctl.config.schema import ModelConfig
+from fsdpctl.models.llama import LlamaDecoder
+from fsdpctl.models.registry import initialize_parameter
+
+WARM_UP = 4
+# Millions of parameters -> width, blocks, vocabulary.
+SIZES = {"8M": (320, 5, 2000), "25M": (512, 6, 4000), "60M": (768, 7, 6000)}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def make_model(size: str) -> LlamaDecoder:
+    """The same decoder in every process."""
+    width, blocks, vocab = SIZES[size]
+    config = ModelConfig(
+        num_layers=blocks,
+        hidden_size=width,
+        intermediate_size=width * 3,
+        num_heads=width // 64,
+        num_kv_heads=width // 64,
+        tie_embeddings=False,
+    )
+    model = LlamaDecoder(config, 64, vocab)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            initialize_parameter(name, param, seed=0, std=config.init_std)
+    return model
+
+
+def measure(size: str, dtype: str, rounds: int, names: list[str]) -> dict[str, Any]:
+    """Medians of one model and precision, on this rank; collective."""
+    device = torch.device("cpu")
+    torch.manual_seed(dist.get_rank())
+    vocab = SIZES[size][2]
+    tokens, targets = torch.randint(0, vocab, (2, 4, 128)).unbind()
+    steps: dict[str, Step] = {
+        name: CONTESTANTS[name](make_model(size), DTYPES[dtype], device) for name in names
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    losses: dict[str, float] = {}
+    for _ in range(WARM_UP + rounds):
+        for name, step in steps.items():
+            dist.barrier()
+            began = time.perf_counter()
+            loss = step(tokens, targets)
+            dist.barrier()
+            seconds[name].append(time.perf_counter() - began)
+            losses[name] = float(loss)
+    return _figures({name: each[WARM_UP:] for name, each in seconds.items()}, losses)
+
+
+def _figures(seconds: dict[str, list[float]], losses: dict[str, float]) -> dict[str, Any]:
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    least, fsdp2 = medians["floor"], medians["fsdp2"]
+    return {
+        name: {
+            "median_over_floor": round(median / least, 4),
+            "added_over_fsdp2_added": round((median - least) / (fsdp2 - least), 4),
+            "spread": round((max(seconds[name]) - min(seconds[name])) / median, 4),
+            "last_loss": losses[name],
+        }
+        for name, median in medians.items()
+    }
+
+
+def _rank_main(rank: int, words: argparse.Namespace, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    store = FileStore(rendezvous, words.world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=words.world_size)
+    results = []
+    for size in words.sizes.split(","):
+        for dtype in words.dtypes.split(","):
+            figures = measure(size, dtype, words.rounds, list(CONTESTANTS))
+            results.append({"size": size, "dtype": dtype, "engines": figures})
+            if rank == 0:
+                print(_table(size, dtype, figures), flush=True)
+    if rank == 0 and words.out:
+        about = {
+            "benchmark": "step_time",
+            "torch": torch.__version__,
+            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+            "backend": "gloo",
+            "world_size": words.world_size,
+            "rounds": words.rounds,
+            "results": results,
+        }
+        words.out.parent.mkdir(parents=True, exist_ok=True)
+        words.out.write_text(json.dumps(about, indent=2) + "\n")
+    dist.destroy_process_group()
+
+
+def _table(size: str, dtype: str, figures: dict[str, Any]) -> str:
+    lines = [f"{size} {dtype}: time over the floor's; added over what FSDP2 adds; last loss"]
+    for name, each in figures.items():
+        lines.append(
+            f"  {name:28}{each['median_over_floor']:8.3f}{each['added_over_fsdp2_added']:8.3f}"
+            f"{each['last_loss']:12.6f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--sizes", default=",".join(SIZES))
+    parser.add_argument("--dtypes", default=",".join(DTYPES))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", type=Path)
+    words = parser.parse_args()
+    rendezvous = f"/tmp/fsdpctl-bench-{os.getpid()}"
+    try:
+        spawn(_rank_main, args=(words, rendezvous), nprocs=words.world_size)
+    finally:
+        Path(rendezvous).unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main()
