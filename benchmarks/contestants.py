@@ -4,7 +4,7 @@ All have the same units (blocks, embedding, head), the same reduction dtype and 
 AdamW; none clips or checkpoints.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -28,8 +28,19 @@ def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def _adamw(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)
+def _groups(params: Iterable[nn.Parameter]) -> list[dict[str, object]]:
+    """As fsdpctl has them: vectors do not decay."""
+    every = list(params)
+    return [
+        {"params": [param for param in every if param.ndim > 1]},
+        {"params": [param for param in every if param.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def _adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        _groups(params), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True
+    )
 
 
 def _stepping(
@@ -57,7 +68,7 @@ def floor(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
         return _stepping(model, _adamw(model.parameters()))
     masters = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
     model.to(dtype)
-    optimizer = _adamw(iter(masters))
+    optimizer = _adamw(masters)
     params: list[Tensor] = list(model.parameters())
     sources: list[Tensor] = list(masters)
 
@@ -86,7 +97,7 @@ def zero_redundancy(model: nn.Module, dtype: torch.dtype, device: torch.device) 
     """PyTorch's ZeroRedundancyOptimizer on top of that."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(
-        wrapped.parameters(),
+        _groups(wrapped.parameters()),
         torch.optim.AdamW,
         lr=LR,
         betas=BETAS,

@@ -33,9 +33,9 @@ def compare(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Run variants side by side for a few steps: speed, memory and loss of each.
+    """Compare variants by a short run of each.
 
-    Commas separate alternatives: `strategy=full_shard,no_shard train.micro_batch_size=1,2`.
+    A table of speed, memory and loss. Commas separate alternatives: `strategy=full_shard,no_shard train.micro_batch_size=1,2`.
     Without any, all strategies are compared.
     """
     from fsdpctl.compare.measure import measure_all

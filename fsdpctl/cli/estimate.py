@@ -24,9 +24,9 @@ def estimate_memory(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what each rank will hold of model, optimizer and buffers, for the settings of a run.
+    """Say what each rank will hold in memory.
 
-    `auto` is resolved against `cluster`: `cluster=h100 launch.nnodes=4`.
+    Of model, optimizer and buffers, for the same settings as `train`. `auto` is resolved against `cluster`: `cluster=h100 launch.nnodes=4`.
     """
     composed = composed_from(words, recipe, config_dir, quiet=as_json)
     from fsdpctl.train.footprint import estimate_strategies
