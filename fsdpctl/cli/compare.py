@@ -35,8 +35,9 @@ def compare(
 ) -> None:
     """Compare variants by a short run of each.
 
-    A table of speed, memory and loss. Commas separate alternatives: `strategy=full_shard,no_shard train.micro_batch_size=1,2`.
-    Without any, all strategies are compared.
+    A table of speed, memory and loss. Commas separate alternatives, as in
+    `strategy=full_shard,no_shard train.micro_batch_size=1,2`; without any, all strategies are
+    compared.
     """
     from fsdpctl.compare.measure import measure_all
     from fsdpctl.compare.vary import variants

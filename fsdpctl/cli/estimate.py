@@ -26,7 +26,8 @@ def estimate_memory(
 ) -> None:
     """Say what each rank will hold in memory.
 
-    Of model, optimizer and buffers, for the same settings as `train`. `auto` is resolved against `cluster`: `cluster=h100 launch.nnodes=4`.
+    Of model, optimizer and buffers, for the same settings as `train`. `auto` is resolved against
+    `cluster`: `cluster=h100 launch.nnodes=4`.
     """
     composed = composed_from(words, recipe, config_dir, quiet=as_json)
     from fsdpctl.train.footprint import estimate_strategies
