@@ -14,7 +14,7 @@ test: $(VENV)/developed  ## the fast tests
 
 SHARE := 1
 SEED := 0
-test-slow: $(VENV)/developed  ## the whole matrices, half an hour; SHARE=0.3 SEED=7 for a sample
+test-slow: $(VENV)/developed  ## the whole matrices, 20 minutes; SHARE=0.3 SEED=7 for a sample
 	$(BIN)/python -m pytest -q -m slow --share $(SHARE) --seed $(SEED)
 
 check: $(VENV)/developed  ## what CI, the pre-commit hook and people run
