@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test test-slow check docs format clean
+.PHONY: train test test-slow check docs bench format clean
 
 train: $(VENV)/installed  ## train a small language model, now, on this machine
 	$(BIN)/fsdpctl train
@@ -25,6 +25,9 @@ check: $(VENV)/developed  ## what CI, the pre-commit hook and people run
 
 docs: $(VENV)/developed  ## the tables and the picture that come from the code
 	$(BIN)/python docs/generate.py
+
+bench: $(VENV)/developed  ## a step beside PyTorch's own engines, on two CPU ranks
+	$(BIN)/python -m benchmarks.step_time --out benchmarks/results/step-time-cpu.json
 
 format: $(VENV)/developed
 	$(BIN)/ruff format .
