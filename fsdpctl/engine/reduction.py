@@ -112,7 +112,8 @@ class GradientReducer:
     def _finish_oldest(self) -> None:
         started = self._reducing.popleft()
         unit = started.unit
-        sums = [self._take_sum(unit, index, handle) for index, handle in enumerate(started.handles)]
+        handles, started.handles = started.handles, []
+        sums = [self._take_sum(unit, index, handles.pop(0)) for index in range(len(handles))]
         if not (self._mesh.replicas or any(b.shard.is_replicated for b in unit.trained_buffers)):
             for index, total in enumerate(sums):
                 self._add_gradient(unit, index, total)
@@ -121,12 +122,12 @@ class GradientReducer:
         self._ledger.note(EventKind.REDUCED, unit.name)
         while len(self._combining) >= self._limit:
             self._finish_combining()
-        handles = [
+        started.handles = [
             self._combine(buffer, total)
             for buffer, total in zip(unit.trained_buffers, sums, strict=True)
         ]
         self._ledger.note(EventKind.COMBINE, unit.name, sum(total.nbytes for total in sums))
-        self._combining.append(_InFlight(unit, handles))
+        self._combining.append(started)
 
     @torch.no_grad()
     def _take_sum(self, unit: ShardedUnit, index: int, handle: Handle) -> Tensor:
