@@ -12,10 +12,8 @@ train: $(VENV)/installed  ## train a small language model, now, on this machine
 test: $(VENV)/developed  ## the fast tests
 	$(BIN)/python -m pytest -q
 
-SHARE := 1
-SEED := 0
-test-slow: $(VENV)/developed  ## the whole matrices, 20 minutes; SHARE=0.3 SEED=7 for a sample
-	$(BIN)/python -m pytest -q -m slow --share $(SHARE) --seed $(SEED)
+test-slow: $(VENV)/developed  ## the whole matrices, a quarter of an hour
+	$(BIN)/python -m pytest -q -m slow
 
 check: $(VENV)/developed  ## what CI, the pre-commit hook and people run
 	$(BIN)/ruff format --check .

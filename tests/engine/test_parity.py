@@ -106,7 +106,6 @@ def test_equals_one_process(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @distributed(timeout=600)
