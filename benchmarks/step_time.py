@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -96,19 +97,24 @@ def _rank_main(rank: int, words: argparse.Namespace, rendezvous: str) -> None:
             results.append({"size": size, "dtype": dtype, "engines": figures})
             if rank == 0:
                 print(_table(size, dtype, figures), flush=True)
-    if rank == 0 and words.out:
-        about = {
-            "benchmark": "step_time",
-            "torch": torch.__version__,
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-            "backend": "gloo",
-            "world_size": words.world_size,
-            "rounds": words.rounds,
-            "results": results,
-        }
-        words.out.parent.mkdir(parents=True, exist_ok=True)
-        words.out.write_text(json.dumps(about, indent=2) + "\n")
+                _write(words, results)  # after each: a run that is cut short keeps what it has
     dist.destroy_process_group()
+
+
+def _write(words: argparse.Namespace, results: list[dict[str, Any]]) -> None:
+    if words.out is None:
+        return
+    about = {
+        "benchmark": "step_time",
+        "torch": torch.__version__,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "backend": "gloo",
+        "world_size": words.world_size,
+        "rounds": words.rounds,
+        "results": results,
+    }
+    words.out.parent.mkdir(parents=True, exist_ok=True)
+    words.out.write_text(json.dumps(about, indent=2) + "\n")
 
 
 def _table(size: str, dtype: str, figures: dict[str, Any]) -> str:
@@ -130,11 +136,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path)
     words = parser.parse_args()
-    rendezvous = f"/tmp/fsdpctl-bench-{os.getpid()}"
-    try:
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = str(Path(folder) / "rendezvous")
         spawn(_rank_main, args=(words, rendezvous), nprocs=words.world_size)
-    finally:
-        Path(rendezvous).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -97,10 +97,9 @@ def _cut(source: Source, module: nn.Module, sharding: Sharding, num_ranks: int) 
     if owner_map != "even" and not row.has_owner_map:
         raise UsageError(f"owner_map: only shard_optimizer has one, and {row.name} is another")
     check_values(module, source)
-    effective = effective_strategy(row, copy_size)
+    effective, ranks_per_part = effective_strategy(row, copy_size, num_ranks)
     classes = None if isinstance(units, str) else [each.__name__ for each in units]
     specs = divide_module(module, classes)
-    ranks_per_part = copy_size if copy_size > 1 else num_ranks
     layouts = lay_out(specs, ranks_per_part, owner_map if effective is row else "even")
     division, buffers = Division(specs, layouts), tuple(module.named_buffers())
     return _Cut(sharding, row, effective, ranks_per_part, division, buffers)

@@ -53,9 +53,14 @@ def get_strategy(name: str) -> Strategy:
     return STRATEGIES[name]
 
 
-def effective_strategy(strategy: Strategy, num_sharing: int) -> Strategy:
-    """What really runs where `num_sharing` ranks share one copy: one alone shares nothing."""
-    return strategy if num_sharing > 1 else STRATEGIES["no_shard"]
+def effective_strategy(strategy: Strategy, copy_size: int, world_size: int) -> tuple[Strategy, int]:
+    """What really runs where `copy_size` ranks share a copy, and how many share its buffers.
+
+    One rank alone shares nothing: then every copy is whole, and all ranks replicate it.
+    """
+    if copy_size > 1:
+        return strategy, copy_size
+    return STRATEGIES["no_shard"], world_size
 
 
 def ranks_per_copy(strategy: Strategy, world_size: int, dp_shard_size: int | None) -> int:

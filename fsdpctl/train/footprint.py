@@ -35,8 +35,7 @@ def divide(config: Config, module: nn.Module) -> ShardedLayout:
     """Cut `module` as the resolved `config` says."""
     ranks = world_size(config)
     size = config.strategy.dp_shard_size or ranks
-    strategy = effective_strategy(get_strategy(config.strategy.name), size)
-    parts = size if size > 1 else ranks
+    strategy, parts = effective_strategy(get_strategy(config.strategy.name), size, ranks)
     owner_map = config.strategy.owner_map if strategy.has_owner_map else "even"
     units = divide_module(module, None)
     return ShardedLayout(Division(units, lay_out(units, parts, owner_map)), strategy, parts)

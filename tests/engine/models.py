@@ -1,8 +1,13 @@
 """Small modules with awkward shapes."""
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from fsdpctl.engine.model import ShardedModel
 
 
 class OddBlock(nn.Module):
@@ -66,3 +71,12 @@ def token_batches(steps: int, ranks: int, micro_steps: int = 1) -> list[list[lis
         return torch.randint(0, 17, (3, 6), generator=generator)
 
     return [[[batch() for _ in range(micro_steps)] for _ in range(ranks)] for _ in range(steps)]
+
+
+def backward_window(
+    model: ShardedModel, batches: Sequence[Tensor], reduces: Sequence[bool]
+) -> None:
+    """A backward for each entry of `reduces`, which says whether it reduces what it finds."""
+    for reduce, batch in zip(reduces, batches, strict=False):
+        with nullcontext() if reduce else model.no_sync():
+            next_token_loss(model, batch).backward()

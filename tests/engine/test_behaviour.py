@@ -87,15 +87,21 @@ def test_several_backwards_and_several_forwards_add_up(
 
 @distributed(world_size=2)
 def test_a_window_in_which_one_rank_trains_nothing(rank: int, world_size: int) -> None:
+    def loss(module: nn.Module, x: Tensor) -> Tensor:
+        total: Tensor = module(x.requires_grad_()).sum()
+        return total
+
+    inputs = [torch.full((4, 13), -1.0), torch.full((4, 13), 1.0)]  # of each rank
+    expected = train_reference(Stack(Leading, Leading), loss, [[[x] for x in inputs]] * 2)
     model = shard_model(Stack(Leading, Leading), "full_shard")
     optimizer = ShardedAdamW(model, lr=1e-2)
-    x = torch.full((4, 13), 1.0 if rank else -1.0, requires_grad=True)
     with model.no_sync():
-        model(x).sum().backward()
+        loss(model, inputs[rank]).backward()
     optimizer.step()
     optimizer.zero_grad()
-    model(x).sum().backward()
+    loss(model, inputs[rank]).backward()
     optimizer.step()
+    assert largest_difference(model.state_dict(), expected) == 0.0
 
 
 @distributed(world_size=2)

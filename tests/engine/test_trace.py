@@ -25,7 +25,7 @@ from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy, get_
 from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import lay_out, unit_order
 from tests.distributed import distributed
-from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
+from tests.engine.models import OddNet, backward_window, make_net, next_token_loss, token_batches
 from tests.matrix import WHOLE, cases
 
 MICRO_STEPS = {"one": (True,), "last": (False, False, True), "every": (True, True)}
@@ -41,7 +41,7 @@ def planned_events(
 ) -> tuple[list[Event], ...]:
     """For one step of each kind of accumulation, what happens until the gradients are dropped."""
     mesh = model.mesh
-    strategy = effective_strategy(row or model.strategy, mesh.shard.size)
+    strategy, _ = effective_strategy(row or model.strategy, mesh.shard.size, mesh.world.size)
     units = divide_module(net, None)
     order = unit_order(units)
     layouts = lay_out(units, mesh.shard.size, owner_map)
@@ -75,12 +75,7 @@ def recorded_events(model: ShardedModel, rank: int) -> tuple[list[Event], ...]:
     traces = []
     for reduces in MICRO_STEPS.values():
         with model.recorded_events() as trace:
-            for reduce, batch in zip(reduces, batches, strict=False):
-                if reduce:
-                    next_token_loss(model, batch).backward()
-                else:
-                    with model.no_sync():
-                        next_token_loss(model, batch).backward()
+            backward_window(model, batches, reduces)
             optimizer.step()
         optimizer.zero_grad()
         traces.append(trace)

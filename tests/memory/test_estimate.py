@@ -20,7 +20,7 @@ from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import lay_out, unit_order
 from fsdpctl.train.footprint import estimate_strategies, plan_run
 from tests.distributed import distributed
-from tests.engine.models import make_net, next_token_loss, token_batches
+from tests.engine.models import backward_window, make_net, next_token_loss, token_batches
 from tests.matrix import WHOLE, cases
 
 SHARDINGS = [(name, "even") for name in STRATEGIES] + [
@@ -37,7 +37,7 @@ def planned(
     plan = TrainingPlan(
         unit_order(units),
         lay_out(units, ranks, owner_map if ranks > 1 else "even"),
-        effective_strategy(STRATEGIES[strategy], ranks),
+        effective_strategy(STRATEGIES[strategy], ranks, ranks)[0],
         SIZES[bf16],
         Prefetch(1, 1),
         reduces,
@@ -50,12 +50,7 @@ def measured(model: ShardedModel, rank: int, reduces: tuple[bool, ...]) -> int:
     optimizer = ShardedAdamW(model, lr=1e-2)
     for of_ranks in token_batches(2, model.collectives.size, micro_steps=len(reduces)):
         model.ledger.forget_peak()
-        for reduce, batch in zip(reduces, of_ranks[rank], strict=True):
-            if reduce:
-                next_token_loss(model, batch).backward()
-            else:
-                with model.no_sync():
-                    next_token_loss(model, batch).backward()
+        backward_window(model, of_ranks[rank], reduces)
         optimizer.step()
         optimizer.zero_grad()
     return model.peak_memory_bytes() + optimizer.memory_bytes()
