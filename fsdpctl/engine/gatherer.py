@@ -28,11 +28,15 @@ class Gatherer:
             if slot.allocated_nbytes:
                 ledger.allocate(Buffer.PARAMS, slot.name, 0, slot.allocated_nbytes)
 
-    def use(self, unit: ShardedUnit) -> None:
-        """Return once `unit` is whole, whatever had to make room for it."""
+    def use(self, unit: ShardedUnit, ahead: Sequence[str] = ()) -> None:
+        """Return once `unit` is whole, whatever had to make room for it.
+
+        Before it waits it starts to gather those that come next, where their slots are free.
+        """
         if unit.state is State.AT_REST:
             self._evict_for(unit)
             self._start(unit)
+        self.ahead(ahead)
         if unit.state is State.GATHERING:
             unit.finish_gather()
             self._ledger.note(EventKind.READY, unit.name)

@@ -6,7 +6,7 @@ next use gathers it again; a prefetch never evicts.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -94,8 +94,11 @@ class Runtime:
             )
         if self.has_pending_prefetch:
             raise EngineError("prefetch_forward_params: called twice without a forward between")
-        self.gatherer.ahead([self.order.root, *self.order.forward[: self.prefetch.forward + 1]])
+        self.gatherer.ahead([self.order.root, *self._first_units()])
         self.has_pending_prefetch = True
+
+    def _first_units(self) -> tuple[str, ...]:
+        return self.order.forward[: self.prefetch.forward + 1]
 
     def begin_forward(self) -> None:
         """The outermost module starts."""
@@ -107,18 +110,17 @@ class Runtime:
             unit.is_running = False
         self.has_pending_prefetch = False
         if self.strategy.shards_params:
-            self.gatherer.use(self.root)
-            self.gatherer.ahead(self.order.forward[: self.prefetch.forward])
+            self.gatherer.use(self.root, self._first_units() if self.prefetch.forward else ())
 
     def begin_unit(self, unit: ShardedUnit) -> None:
         """A unit's forward starts, or is computed again in backward."""
-        self.gatherer.use(unit)
         if in_backward():
+            self.gatherer.use(unit)
             unit.was_used_in_backward = True
             return
+        self.gatherer.use(unit, following(self.order.forward, unit.name, self.prefetch.forward))
         unit.is_running = True
         self._calls.ran(unit.name, tracks=torch.is_grad_enabled())
-        self.gatherer.ahead(following(self.order.forward, unit.name, self.prefetch.forward))
 
     def end_unit(self, unit: ShardedUnit) -> None:
         """A unit's forward has ended."""
@@ -154,14 +156,19 @@ class Runtime:
         """The gradient of one of a call's outputs is there."""
         if not self._backward.has_begun or self._backward.has_failed:
             self.begin_backward()  # the loss does not come from the outermost module's output
+        over: list[ShardedUnit] = []
         if self._backward.is_running_here and call is not None:
             self._calls.begin(call)
-            self._close_before(unit, call)
-        if unit.name in self.order.needs_no_backward_gather:
-            return
-        self.gatherer.use(unit)
-        unit.was_used_in_backward = True
-        self.gatherer.ahead(following(self.order.backward, unit.name, self.prefetch.backward))
+            over = list(self._over_before(unit, call))
+        # Room is made, and what comes next is on its way, before gradients are sent.
+        for each in over:
+            self._let_go(each)
+        if unit.name not in self.order.needs_no_backward_gather:
+            ahead = following(self.order.backward, unit.name, self.prefetch.backward)
+            self.gatherer.use(unit, ahead)
+            unit.was_used_in_backward = True
+        for each in over:
+            self._reduce(each)
 
     def gradient_arrived(self, unit: ShardedUnit, buffer: UnitBuffer, index: int) -> None:
         """A parameter's gradient is complete."""
@@ -172,19 +179,23 @@ class Runtime:
         if not self._backward.is_running_here:
             self.reducer.collect(unit)
 
-    def _close_before(self, unit: ShardedUnit, call: Call) -> None:
-        """The backward of `unit` begins: that of the units before it is over."""
+    def _over_before(self, unit: ShardedUnit, call: Call) -> Iterator[ShardedUnit]:
+        """The backward of `unit` begins: the units whose own is over with that."""
         for name in self.order.reduction[self._num_closed :]:
             if name == unit.name or not self._calls.is_over(name, call):
                 return
-            self._close(self.units[name])
+            yield self.units[name]
 
-    def _close(self, unit: ShardedUnit) -> None:
+    def _let_go(self, unit: ShardedUnit) -> None:
+        """The unit's parameters are no longer needed."""
         self._num_closed += 1
         if unit.name in self._calls.order and not unit.was_used_in_backward:
             self._gather_like_others(unit)
         unit.was_used_in_backward = False
         self.gatherer.release(unit)
+
+    def _reduce(self, unit: ShardedUnit) -> None:
+        """The unit's gradients are complete."""
         if self.reduces:
             self.reducer.advance(unit)
         elif unit.trained_buffers:
@@ -203,10 +214,12 @@ class Runtime:
 
     def end_backward(self) -> None:
         """Autograd has done all it had to do."""
-        for name in self.order.reduction[self._num_closed :]:
-            self._close(self.units[name])
-        for unit in self.units.values():
-            self.gatherer.release(unit)
+        rest = [self.units[name] for name in self.order.reduction[self._num_closed :]]
+        for unit in rest:
+            self._let_go(unit)
+        self.gatherer.rest()
+        for unit in rest:
+            self._reduce(unit)
         if self.reduces:
             self.reducer.finish()
         self.holds_back = not self.reduces

@@ -134,8 +134,9 @@ class _Simulation:
             self.gathered.add(unit)
             self.note(EventKind.GATHER, unit)
 
-    def use(self, unit: str) -> None:
-        self.gather(unit)
+    def use(self, unit: str, ahead: Iterable[str] = ()) -> None:
+        for each in (unit, *ahead):
+            self.gather(each)
         if unit not in self.whole:
             self.whole.add(unit)
             self.note(EventKind.READY, unit)
@@ -174,27 +175,25 @@ class _Simulation:
 
     def forward(self, prefetch: Prefetch) -> None:
         order = self.order
-        self.use(order.root)
-        for unit in order.forward[: prefetch.forward]:
-            self.gather(unit)
+        self.use(order.root, order.forward[: prefetch.forward + 1] if prefetch.forward else ())
         for unit in order.forward:
-            self.use(unit)
-            for ahead in following(order.forward, unit, prefetch.forward):
-                self.gather(ahead)
+            self.use(unit, following(order.forward, unit, prefetch.forward))
             if not order.keeps_after_forward(unit, self.strategy):
                 self.release(unit)
 
     def backward(self, prefetch: Prefetch, *, reduces: bool) -> None:
         order = self.order
+        finished: list[str] = []
         for unit in reversed(order.forward):
             if unit not in order.needs_no_backward_gather:
-                self.use(unit)
-                for ahead in following(order.backward, unit, prefetch.backward):
-                    self.gather(ahead)
+                self.use(unit, following(order.backward, unit, prefetch.backward))
+            for each in finished:
+                self.gradients(each, reduces=reduces)
             self.release(unit)
-            self.gradients(unit, reduces=reduces)
+            finished = [unit]
         self.release(order.root)
-        self.gradients(order.root, reduces=reduces)
+        for each in (*finished, order.root):
+            self.gradients(each, reduces=reduces)
         self.finish_reductions()
 
 
