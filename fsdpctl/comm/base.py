@@ -3,23 +3,44 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from fsdpctl.plan.layout import Span
+
+# Gradients in some order: the elements of a flat buffer that each has, and their values.
+Stretches = Sequence[tuple[Span, Tensor]]
 
 
 class Handle:
     """A started collective. `wait()` returns its result, once; until then it is in flight."""
 
-    __slots__ = ("_finish", "workspace_nbytes")
+    __slots__ = ("_finish",)
 
-    def __init__(self, finish: Callable[[], Tensor], workspace_nbytes: int = 0) -> None:
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
         self._finish = finish
-        self.workspace_nbytes = workspace_nbytes  # allocated for it, besides what it was given
 
     def wait(self) -> Tensor:
         """The result, safe to use on the current stream."""
         return self._finish()
+
+
+class Reduction(Protocol):
+    """A started reduction; until `finish` or `wait` it owns the gradients it was given."""
+
+    workspace_nbytes: int  # allocated for it
+
+    def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
+        """Wait, and write this rank's part of the sum times `scale` to `out`.
+
+        `out` may be this rank's part of the buffer that was given. What lies in no stretch is
+        zero. `dtype` is what is added in, where this rank adds.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Wait, and forget the result."""
+        ...
 
 
 class Collectives(Protocol):
@@ -35,11 +56,14 @@ class Collectives(Protocol):
         """
         ...
 
-    def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Handle:
-        """The sum over the ranks of their `whole`, of which this rank gets its part.
+    def sends_in_place(self, parts: Sequence[Span]) -> bool:
+        """Whether `reduce_scatter` takes gradients as they are; else one stretch has all."""
+        ...
 
-        `whole` belongs to the collective. The result may be a window into it, or into the
-        collective's workspace.
+    def reduce_scatter(self, gradients: Stretches, parts: Sequence[Span]) -> Reduction:
+        """Start to add up the ranks' gradients, of which each gets its part.
+
+        The stretches are alike on every rank, spans and dtypes.
         """
         ...
 
@@ -76,9 +100,14 @@ class LocalCollectives:
             whole[parts[0].start : parts[0].stop].copy_(shard)
         return Handle(lambda: whole)
 
-    def reduce_scatter(self, whole: Tensor, parts: Sequence[Span]) -> Handle:
-        """`whole` itself: the only rank's part is everything."""
-        return Handle(lambda: whole)
+    def sends_in_place(self, parts: Sequence[Span]) -> bool:
+        """Nothing is sent."""
+        return False
+
+    def reduce_scatter(self, gradients: Stretches, parts: Sequence[Span]) -> Reduction:
+        """The only rank's part is everything."""
+        ((_, whole),) = gradients
+        return Finished(whole)
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """`values`."""
@@ -98,3 +127,23 @@ class LocalCollectives:
 
     def barrier(self) -> None:
         """Nobody to wait for."""
+
+
+class Finished:
+    """The reduction of gradients that lie in one buffer, in place."""
+
+    workspace_nbytes = 0
+
+    def __init__(self, part: Tensor) -> None:
+        self._part = part
+
+    def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
+        """In one pass where the dtypes are equal."""
+        self.wait()
+        if out.dtype == self._part.dtype:
+            torch.mul(self._part, scale, out=out)
+        else:
+            out.copy_(self._part).mul_(scale)
+
+    def wait(self) -> None:
+        """It has ended."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdpctl.comm.base import Collectives
-from fsdpctl.comm.process_group import collectives_for
+from fsdpctl.comm.collectives import collectives_for
 
 
 @dataclass(frozen=True, slots=True)

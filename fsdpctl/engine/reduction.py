@@ -1,34 +1,47 @@
 """From the gradients of a unit's parameters to this rank's part of their mean.
 
-When a unit's backward is over, one fused copy moves (and casts) its gradients into a buffer that
-exists only until the reduction is done. Copying each as it arrives would take that buffer while the
-unit's backward has just begun, and with it the memory in which the previous reduction overlaps.
+Where ranks send each other gradients as they are, nothing is copied. Elsewhere one fused copy moves
+(and casts) a unit's gradients into a buffer, when its backward is over, that exists only until the
+reduction is done. Copying each as it arrives would take that buffer while the unit's backward has
+just begun, and with it the memory in which the previous reduction overlaps.
 
 All ranks start the reductions in the same order, the plan's. What did not arrive counts as zero.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.base import Handle
+from fsdpctl.comm.base import Handle, Reduction
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.ledger import Ledger
 from fsdpctl.engine.unit import ShardedUnit, UnitBuffer
-from fsdpctl.plan.schedule import Buffer, EventKind
+from fsdpctl.plan.layout import Span
+from fsdpctl.plan.schedule import Buffer, EventKind, Reductions
 
 
 @dataclass(slots=True)
-class _InFlight:
+class _Reducing:
+    """A unit whose gradients are on their way."""
+
     unit: ShardedUnit
-    handles: list[Handle]  # of its trained buffers, in order
+    # Of its trained buffers, in order, each with the one tensor that it works on, if there is one.
+    reductions: list[tuple[Reduction, Tensor | None]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Combining:
+    """A unit whose parts are on their way to those who need more than their own."""
+
+    unit: ShardedUnit
+    handles: list[Handle]
 
 
 class GradientReducer:
-    """Reduces units in the plan's order, a bounded number of them at a time."""
+    """Reduces units in the plan's order, a bounded number of bytes at a time."""
 
     def __init__(
         self,
@@ -36,23 +49,22 @@ class GradientReducer:
         mesh: Mesh,
         reduce_dtypes: dict[torch.dtype, torch.dtype],
         ledger: Ledger,
-        *,
-        limit: int,
+        plan: Reductions,
     ) -> None:
         self.units = tuple(units)  # in the order of reduction
         self._mesh = mesh
         self._dtypes = reduce_dtypes  # by the masters' dtype
         self._ledger = ledger
-        self._limit = limit
+        self._plan = plan
         self._next = 0
-        self._reducing: deque[_InFlight] = deque()
-        self._combining: deque[_InFlight] = deque()  # what follows where a part is not enough
+        self._reducing: deque[_Reducing] = deque()
+        self._combining: deque[_Combining] = deque()  # what follows where a part is not enough
 
-    def collect(self, unit: ShardedUnit) -> None:
-        """Move the gradients that have arrived out of the parameters, and hold them."""
+    def hold(self, unit: ShardedUnit) -> None:
+        """Add the gradients that have arrived to those that wait for a later backward."""
         for index, buffer in enumerate(unit.trained_buffers):
-            if buffer.arrived:
-                self._hold(unit, index, buffer)
+            self._hold(unit, index, buffer)
+        self._ledger.note(EventKind.HOLD, unit.name)
 
     def advance(self, last: ShardedUnit | None = None) -> None:
         """Start the reductions up to that of `last`, or all that are left."""
@@ -71,11 +83,15 @@ class GradientReducer:
 
     def abandon(self) -> None:
         """Forget a backward that did not end: its gradients, and what was in flight."""
-        for started in (*self._reducing, *self._combining):
-            for index, handle in enumerate(started.handles):
+        for reducing in self._reducing:
+            for index, (reduction, _) in enumerate(reducing.reductions):
+                reduction.wait()
+                self._ledger.free(Buffer.WHOLE_GRADS, reducing.unit.name, index)
+                self._ledger.free(Buffer.WORKSPACE, reducing.unit.name, index)
+        for combining in self._combining:
+            for index, handle in enumerate(combining.handles):
                 handle.wait()
-                for buffer in (Buffer.WHOLE_GRADS, Buffer.WORKSPACE, Buffer.SUM):
-                    self._ledger.free(buffer, started.unit.name, index)
+                self._ledger.free(Buffer.SUM, combining.unit.name, index)
         self._reducing.clear()
         self._combining.clear()
         self._next = 0
@@ -92,67 +108,81 @@ class GradientReducer:
     def _start(self, unit: ShardedUnit) -> None:
         if not unit.trained_buffers:
             return
-        while len(self._reducing) >= self._limit:
+        while not self._plan.fits(unit.name, [each.unit.name for each in self._reducing]):
             self._finish_oldest()
-        started = _InFlight(unit, [])
+        started = _Reducing(unit)
         self._reducing.append(started)  # before its first collective: one that fails loses none
         sent = 0
         for index, buffer in enumerate(unit.trained_buffers):
-            self._hold(unit, index, buffer)
-            gradients, buffer.held_gradients = buffer.held_gradients, None
-            assert gradients is not None
-            sent += gradients.nbytes
-            handle = self._mesh.shard.reduce_scatter(gradients, buffer.layout.parts)
-            started.handles.append(handle)
-            if handle.workspace_nbytes:
-                nbytes = handle.workspace_nbytes
+            gradients = self._to_send(unit, index, buffer)
+            sent += sum(values.nbytes for _, values in gradients)
+            reduction = self._mesh.shard.reduce_scatter(gradients, buffer.layout.parts)
+            started.reductions.append((reduction, buffer.held_gradients))
+            buffer.held_gradients = None
+            if reduction.workspace_nbytes:
+                nbytes = reduction.workspace_nbytes
                 self._ledger.allocate(Buffer.WORKSPACE, unit.name, index, nbytes)
         self._ledger.note(EventKind.REDUCE, unit.name, sent)
+
+    def _to_send(
+        self, unit: ShardedUnit, index: int, buffer: UnitBuffer
+    ) -> list[tuple[Span, Tensor]]:
+        """The gradients, where they are if that serves; alike on every rank."""
+        is_split = not buffer.shard.is_replicated
+        is_split &= self._mesh.shard.sends_in_place(buffer.layout.parts)
+        if is_split and buffer.held_gradients is None:
+            wire = min(buffer.whole.dtype, self._dtype(buffer), key=lambda dtype: dtype.itemsize)
+            gradients = [(span, buffer.take(span, ids, wire)) for span, ids in buffer.stretches]
+            buffer.forget_arrived()
+            nbytes = sum(values.nbytes for _, values in gradients)
+            self._ledger.allocate(Buffer.WHOLE_GRADS, unit.name, index, nbytes)
+            return gradients
+        return [(Span(0, buffer.layout.numel), self._hold(unit, index, buffer))]
 
     def _finish_oldest(self) -> None:
         started = self._reducing.popleft()
         unit = started.unit
-        handles, started.handles = started.handles, []
-        sums = [self._take_sum(unit, index, handles.pop(0)) for index in range(len(handles))]
-        if not (self._mesh.replicas or any(b.shard.is_replicated for b in unit.trained_buffers)):
+        waiting, started.reductions = started.reductions, []
+        sums = [self._take_sum(unit, index, waiting.pop(0)) for index in range(len(waiting))]
+        combines = self._mesh.replicas or any(b.shard.is_replicated for b in unit.trained_buffers)
+        if not combines:
             for index, total in enumerate(sums):
                 self._add_gradient(unit, index, total)
             self._ledger.note(EventKind.REDUCED, unit.name)
             return
         self._ledger.note(EventKind.REDUCED, unit.name)
-        while len(self._combining) >= self._limit:
+        while not self._plan.fits(unit.name, [each.unit.name for each in self._combining]):
             self._finish_combining()
-        started.handles = [
+        handles = [
             self._combine(buffer, total)
             for buffer, total in zip(unit.trained_buffers, sums, strict=True)
         ]
         self._ledger.note(EventKind.COMBINE, unit.name, sum(total.nbytes for total in sums))
-        self._combining.append(started)
+        self._combining.append(_Combining(unit, handles))
 
     @torch.no_grad()
-    def _take_sum(self, unit: ShardedUnit, index: int, handle: Handle) -> Tensor:
+    def _take_sum(
+        self, unit: ShardedUnit, index: int, waiting: tuple[Reduction, Tensor | None]
+    ) -> Tensor:
         """This rank's part of the mean as a tensor of its own, so that the buffers can go.
 
-        Where every rank keeps the whole gradient, the part lies where it belongs in that.
+        Where this rank keeps the whole gradient, the part lies where it belongs in that, and that
+        is the buffer of the reduction if it has the right dtype.
         """
-        shard = unit.trained_buffers[index].shard
-        total = handle.wait()
-        ranks = self._mesh.world.size
-        release = Buffer.WORKSPACE if handle.workspace_nbytes else Buffer.WHOLE_GRADS
-        if handle.workspace_nbytes:  # the collective has let go of the gradients
+        reduction, whole = waiting
+        buffer = unit.trained_buffers[index]
+        shard = buffer.shard
+        keeps_all = shard.is_replicated or self._mesh.shard.size == 1
+        if keeps_all and whole is not None and whole.dtype == shard.master.dtype:
+            mean = whole
             self._ledger.free(Buffer.WHOLE_GRADS, unit.name, index)
-        if ranks == 1 and total.dtype == shard.master.dtype:
-            self._ledger.free(release, unit.name, index)
-            self._ledger.allocate(Buffer.SUM, unit.name, index, total.nbytes)
-            return total
-        mean = torch.empty_like(shard.master)
-        self._ledger.allocate(Buffer.SUM, unit.name, index, mean.nbytes)
-        part = shard.view(mean, shard.owned)
-        if part.dtype == total.dtype:
-            torch.mul(total, 1 / ranks, out=part)
         else:
-            part.copy_(total).mul_(1 / ranks)
-        self._ledger.free(release, unit.name, index)
+            mean = torch.empty_like(shard.master)
+        self._ledger.allocate(Buffer.SUM, unit.name, index, mean.nbytes)
+        dtype = torch.promote_types(self._dtype(buffer), mean.dtype)
+        reduction.finish(shard.view(mean, shard.owned), 1 / self._mesh.world.size, dtype)
+        self._ledger.free(Buffer.WORKSPACE, unit.name, index)
+        self._ledger.free(Buffer.WHOLE_GRADS, unit.name, index)
         return mean
 
     def _combine(self, buffer: UnitBuffer, total: Tensor) -> Handle:
@@ -177,36 +207,16 @@ class GradientReducer:
         else:
             shard.grad.add_(gradient)
 
-    @torch.no_grad()
-    def _hold(self, unit: ShardedUnit, index: int, buffer: UnitBuffer) -> None:
-        """Add what has arrived to the held gradients; zeros where nothing ever did."""
-        arrived = sorted(buffer.arrived)
+    def _dtype(self, buffer: UnitBuffer) -> torch.dtype:
+        return self._dtypes[buffer.shard.master.dtype]
+
+    def _hold(self, unit: ShardedUnit, index: int, buffer: UnitBuffer) -> Tensor:
+        """The whole gradient in one buffer, with all that has arrived."""
         if buffer.held_gradients is None:
-            buffer.held_gradients = self._first_gradients(buffer, arrived)
+            buffer.held_gradients = buffer.first_gradients(self._dtype(buffer))
             nbytes = buffer.held_gradients.nbytes
             self._ledger.allocate(Buffer.WHOLE_GRADS, unit.name, index, nbytes)
-        elif arrived:
-            views = buffer.param_views(buffer.held_gradients)
-            targets = [views[index] for index in arrived]
-            torch._foreach_add_(targets, _gradients(buffer, arrived))
-        for number in arrived:
-            buffer.params[number].grad = None
-        buffer.present |= buffer.arrived
-        buffer.arrived.clear()
-
-    def _first_gradients(self, buffer: UnitBuffer, arrived: list[int]) -> Tensor:
-        dtype = self._dtypes[buffer.shard.master.dtype]
-        flat = torch.empty(buffer.layout.numel, dtype=dtype, device=buffer.whole.device)
-        views = buffer.param_views(flat)
-        zeros = [flat[gap.start : gap.stop] for gap in buffer.layout.padding]
-        zeros += [view for index, view in enumerate(views) if index not in buffer.arrived]
-        if zeros:
-            torch._foreach_zero_(zeros)
-        if arrived:
-            torch._foreach_copy_([views[index] for index in arrived], _gradients(buffer, arrived))
-        return flat
-
-
-def _gradients(buffer: UnitBuffer, indices: list[int]) -> list[Tensor]:
-    gradients = [buffer.params[index].grad for index in indices]
-    return [gradient for gradient in gradients if gradient is not None]
+        else:
+            buffer.add_gradients(buffer.held_gradients)
+        buffer.forget_arrived()
+        return buffer.held_gradients

@@ -23,9 +23,10 @@ from fsdpctl.errors import EngineError
 from fsdpctl.plan.schedule import (
     EventKind,
     Prefetch,
+    Reductions,
     UnitOrder,
     following,
-    reductions_in_flight,
+    plan_reductions,
 )
 from fsdpctl.plan.strategy import Strategy
 
@@ -59,7 +60,7 @@ class Runtime:
             mesh,
             reduce_dtypes,
             self.ledger,
-            limit=reductions_in_flight(dtype.itemsize for dtype in reduce_dtypes.values()),
+            self._plan_reductions(reduce_dtypes),
         )
         self.holds_back = False  # whether there is something that no backward has reduced
         self.lost_gradients = False  # an exception dropped gradients that were there
@@ -67,6 +68,15 @@ class Runtime:
         self._backward = OutermostBackward()
         self._learns_order = strategy.shards_params  # others reduce as planned on every rank
         self._num_closed = 0  # units whose backward is over, in the order of reduction
+
+    def _plan_reductions(self, dtypes: dict[torch.dtype, torch.dtype]) -> Reductions:
+        flats = [buffer for unit in self.units.values() for buffer in unit.buffers]
+        masters = {id(each.layout): each.shard.master.dtype for each in flats}
+        return plan_reductions(
+            {name: [b.layout for b in unit.buffers] for name, unit in self.units.items()},
+            lambda layout: dtypes[masters[id(layout)]].itemsize,
+            combines=self.mesh.num_replicas > 1,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -175,9 +185,6 @@ class Runtime:
         if not self._backward.has_begun or self._backward.has_failed:
             self.begin_backward()  # of something that does not come out of a module
         buffer.arrived.add(index)
-        # A backward within a backward (re-entrant checkpointing) may bring another one later.
-        if not self._backward.is_running_here:
-            self.reducer.collect(unit)
 
     def _over_before(self, unit: ShardedUnit, call: Call) -> Iterator[ShardedUnit]:
         """The backward of `unit` begins: the units whose own is over with that."""
@@ -199,8 +206,7 @@ class Runtime:
         if self.reduces:
             self.reducer.advance(unit)
         elif unit.trained_buffers:
-            self.reducer.collect(unit)
-            self.ledger.note(EventKind.HOLD, unit.name)
+            self.reducer.hold(unit)
 
     def _gather_like_others(self, unit: ShardedUnit) -> None:
         """Take part in a gather that ranks need which use more of the unit's parameters."""

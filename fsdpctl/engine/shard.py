@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.comm.mesh import make_mesh
-from fsdpctl.comm.process_group import collectives_for
 from fsdpctl.engine.agreement import agreed
 from fsdpctl.engine.build import Division, Source, build_runtime, check_values, divide_module
 from fsdpctl.engine.model import ShardedModel

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from fsdpctl.comm.base import Collectives, Handle
 from fsdpctl.engine.slots import Slot
-from fsdpctl.plan.layout import FlatLayout
+from fsdpctl.plan.layout import FlatLayout, Span
+from fsdpctl.plan.transport import gradient_stretches
 from fsdpctl.shards import FlatShard
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
@@ -37,6 +38,7 @@ class UnitBuffer:
         self.held_gradients: Tensor | None = None  # whole, not yet reduced
         self.arrived: set[int] = set()  # parameters whose gradient of this backward is there
         self.present: set[int] = set()  # parameters that had one since gradients were dropped
+        self.stretches = gradient_stretches(shard.layout)
         self._rests = [
             torch.full((), float("nan"), dtype=whole.dtype, device=whole.device).expand(
                 placement.param.shape
@@ -66,6 +68,55 @@ class UnitBuffer:
         """The parameters read NaN and refuse writes."""
         for param, rest in zip(self.params, self._rests, strict=True):
             param.data = rest
+
+    def take(self, span: Span, indices: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The gradients of neighbouring parameters as one tensor; zeros where none arrived.
+
+        That of one parameter is not copied if it is contiguous and has the dtype.
+        """
+        if len(indices) == 1 and indices[0] in self.arrived:
+            gradient = self.params[indices[0]].grad
+            if gradient is not None:
+                return gradient.reshape(-1).to(dtype)
+        together = torch.zeros(span.numel, dtype=dtype, device=self.whole.device)
+        for index in indices:
+            gradient = self.params[index].grad
+            if index in self.arrived and gradient is not None:
+                within = self.layout.placements[index].span.shift(-span.start)
+                together[within.start : within.stop].copy_(gradient.reshape(-1))
+        return together
+
+    @torch.no_grad()
+    def first_gradients(self, dtype: torch.dtype) -> Tensor:
+        """The gradients that have arrived, in a new flat buffer; zeros elsewhere."""
+        flat = torch.empty(self.layout.numel, dtype=dtype, device=self.whole.device)
+        views = self.param_views(flat)
+        arrived = self._arrived_gradients()
+        zeros = [flat[gap.start : gap.stop] for gap in self.layout.padding]
+        zeros += [view for index, view in enumerate(views) if index not in arrived]
+        if zeros:
+            torch._foreach_zero_(zeros)
+        if arrived:
+            torch._foreach_copy_([views[index] for index in arrived], list(arrived.values()))
+        return flat
+
+    @torch.no_grad()
+    def add_gradients(self, flat: Tensor) -> None:
+        """Add the gradients that have arrived to a flat buffer."""
+        views, arrived = self.param_views(flat), self._arrived_gradients()
+        if arrived:
+            torch._foreach_add_([views[index] for index in arrived], list(arrived.values()))
+
+    def _arrived_gradients(self) -> dict[int, Tensor]:
+        gradients = {index: self.params[index].grad for index in sorted(self.arrived)}
+        return {index: each for index, each in gradients.items() if each is not None}
+
+    def forget_arrived(self) -> None:
+        """They were taken from the parameters."""
+        for index in self.arrived:
+            self.params[index].grad = None
+        self.present |= self.arrived
+        self.arrived.clear()
 
     def drop_gradients(self) -> None:
         """Forget all gradients, wherever they are on their way."""

@@ -17,9 +17,8 @@ from fsdpctl.plan.schedule import (
     Event,
     EventKind,
     Prefetch,
-    Reductions,
     UnitOrder,
-    reductions_in_flight,
+    plan_reductions,
     step_events,
 )
 from fsdpctl.plan.slots import slots_of
@@ -156,7 +155,7 @@ def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
         plan.strategy,
         plan.prefetch,
         reduces=plan.reduces,
-        reductions=Reductions(reductions_in_flight([plan.sizes.reduce]), combines),
+        reductions=plan_reductions(plan.layouts, lambda _: plan.sizes.reduce, combines=combines),
     )
     masters, states = _states(plan, place.rank)
     always = sum(slot.nbytes for slot in slots if units[slot.units[0]].resident)

@@ -7,7 +7,12 @@ from fsdpctl.plan.layout import FlatLayout
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.slots import SlotSpec
 from fsdpctl.plan.strategy import Strategy
-from fsdpctl.plan.transport import Transport, reduce_workspace
+from fsdpctl.plan.transport import (
+    Transport,
+    gradient_stretches,
+    reduce_workspace,
+    sends_in_place,
+)
 
 K = EventKind
 
@@ -36,11 +41,19 @@ class RankPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class Sending:
+    """What a reduction holds on this rank, in bytes."""
+
+    whole_grads: int  # to be sent
+    workspace: int
+
+
+@dataclass(frozen=True, slots=True)
 class FlatBytes:
     """One trained flat buffer of a unit, in bytes."""
 
-    whole_grads: int
-    workspace: int
+    fresh: Sending  # gradients of one backward
+    held: Sending  # gradients that were added up on this rank first
     grads: int  # reduced, as this rank keeps them
     in_place: bool  # the reduced gradient is the memory it was reduced in
 
@@ -67,11 +80,14 @@ def unit_bytes(
     def flat(layout: FlatLayout) -> FlatBytes:
         kept = layout.parts[place.rank].numel if strategy.shards_grads else layout.numel
         workspace = reduce_workspace(place.transport, layout.parts, place.rank)
+        held = fresh = Sending(layout.numel * sizes.reduce, workspace * sizes.reduce)
+        if strategy.shards_grads and sends_in_place(place.transport, layout.parts):
+            sent = sum(span.numel for span, _ in gradient_stretches(layout))
+            itemsize = min(sizes.param, sizes.reduce)
+            fresh = Sending(sent * itemsize, workspace * itemsize)
+        keeps = place.size == 1 or not strategy.shards_grads
         return FlatBytes(
-            layout.numel * sizes.reduce,
-            workspace * sizes.reduce,
-            kept * sizes.master,
-            in_place=place.size == 1 and sizes.reduce == sizes.master,
+            fresh, held, kept * sizes.master, in_place=keeps and sizes.reduce == sizes.master
         )
 
     return {
@@ -114,23 +130,25 @@ class Replay:
         if kind is K.COMBINED or (kind is K.REDUCED and not self.combines):
             for index in indices:
                 self._settle(name, index, unit.flats[index])
-        self.events.append(Event(kind, name, self._sent(kind, unit)))
+        self.events.append(Event(kind, name, self._sent(kind, name, unit)))
         if kind is K.RELEASE and not unit.resident:
             self._free(Buffer.PARAMS, name, 0)
 
     def _start(self, name: str, index: int, flat: FlatBytes, *, reduces: bool) -> None:
-        if (Buffer.WHOLE_GRADS, name, index) not in self._held:
-            self._allocate(Buffer.WHOLE_GRADS, name, index, flat.whole_grads)
-        if reduces and flat.workspace:
-            self._allocate(Buffer.WORKSPACE, name, index, flat.workspace)
+        was_held = (Buffer.WHOLE_GRADS, name, index) in self._held
+        sending = flat.fresh if reduces and not was_held else flat.held
+        if not was_held:
+            self._allocate(Buffer.WHOLE_GRADS, name, index, sending.whole_grads)
+        if reduces and sending.workspace:
+            self._allocate(Buffer.WORKSPACE, name, index, sending.workspace)
 
     def _finish(self, name: str, index: int, flat: FlatBytes) -> None:
-        if flat.workspace or flat.in_place:
+        if flat.in_place:
             self._free(Buffer.WHOLE_GRADS, name, index)
         self._allocate(Buffer.SUM, name, index, flat.grads)
-        if flat.workspace:
+        if (Buffer.WORKSPACE, name, index) in self._held:
             self._free(Buffer.WORKSPACE, name, index)
-        elif not flat.in_place:
+        if not flat.in_place:
             self._free(Buffer.WHOLE_GRADS, name, index)
 
     def _settle(self, name: str, index: int, flat: FlatBytes) -> None:
@@ -138,11 +156,13 @@ class Replay:
         if (Buffer.GRADS, name, index) not in self._held:
             self._allocate(Buffer.GRADS, name, index, flat.grads)
 
-    def _sent(self, kind: EventKind, unit: UnitBytes) -> int:
+    def _sent(self, kind: EventKind, name: str, unit: UnitBytes) -> int:
         if kind in (K.GATHER, K.SYNC):
             return unit.params
         if kind is K.REDUCE:
-            return sum(flat.whole_grads for flat in unit.flats)
+            return sum(
+                self._held[Buffer.WHOLE_GRADS, name, index] for index in range(len(unit.flats))
+            )
         return sum(flat.grads for flat in unit.flats) if kind is K.COMBINE else 0
 
     def _allocate(self, buffer: Buffer, name: str, index: int, nbytes: int) -> None:

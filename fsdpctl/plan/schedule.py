@@ -6,11 +6,14 @@ unit's gradients and `reduced` is when this rank has its part of the sum. Where 
 is wanted, `combine` starts a second collective: over the copies, or to put the parts together.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from fsdpctl.plan.layout import FlatLayout
 from fsdpctl.plan.strategy import Strategy
+
+Itemsize = Callable[[FlatLayout], int]  # bytes of one element of a flat buffer
 
 
 class EventKind(StrEnum):
@@ -104,13 +107,34 @@ def following(order: Sequence[str], unit: str, depth: int) -> tuple[str, ...]:
 class Reductions:
     """How gradients are reduced."""
 
-    in_flight: int = 1  # how many may run before one is waited for
+    nbytes: Mapping[str, int]  # of every unit's gradients, as they are reduced
+    budget: int  # how many bytes may be on their way before one reduction is waited for
     combines: bool = False  # whether each is followed by a second collective
 
+    def fits(self, unit: str, others: Iterable[str]) -> bool:
+        """Whether `unit` may be on its way together with `others`."""
+        sizes = [self.nbytes[each] for each in others]
+        return not sizes or sum(sizes) + self.nbytes[unit] <= self.budget
 
-def reductions_in_flight(itemsizes: Iterable[int]) -> int:
-    """How many reduce buffers may live at once: two of two bytes cost what one of four does."""
-    return 1 if any(itemsize > 2 for itemsize in itemsizes) else 2
+
+def plan_reductions(
+    layouts: Mapping[str, Sequence[FlatLayout]], itemsize: Itemsize, *, combines: bool
+) -> Reductions:
+    """Let as much be on its way as the largest unit has, or twice that where it has two bytes each.
+
+    Two reductions of two bytes an element cost what one of four does. The order of collectives
+    follows from this, so it depends on nothing that differs between ranks.
+    """
+    trained = {
+        name: [layout for layout in of_unit if layout.params[0].trainable]
+        for name, of_unit in layouts.items()
+    }
+    nbytes = {
+        name: sum(layout.numel * itemsize(layout) for layout in of_unit)
+        for name, of_unit in trained.items()
+    }
+    widest = max((itemsize(each) for of_unit in trained.values() for each in of_unit), default=4)
+    return Reductions(nbytes, max(nbytes.values()) * (1 if widest > 2 else 2), combines)
 
 
 class _Simulation:
@@ -153,7 +177,7 @@ class _Simulation:
         if not reduces:
             self.note(EventKind.HOLD, unit)
             return
-        while len(self.reducing) >= self.reductions.in_flight:
+        while not self.reductions.fits(unit, self.reducing):
             self.finish_reduction()
         self.note(EventKind.REDUCE, unit)
         self.reducing.append(unit)
@@ -162,7 +186,7 @@ class _Simulation:
         unit = self.reducing.pop(0)
         self.note(EventKind.REDUCED, unit)
         if self.reductions.combines:
-            while len(self.combining) >= self.reductions.in_flight:
+            while not self.reductions.fits(unit, self.combining):
                 self.note(EventKind.COMBINED, self.combining.pop(0))
             self.note(EventKind.COMBINE, unit)
             self.combining.append(unit)
@@ -202,8 +226,8 @@ def step_events(
     strategy: Strategy,
     prefetch: Prefetch,
     *,
+    reductions: Reductions,
     reduces: Sequence[bool] = (True,),
-    reductions: Reductions = Reductions(),
 ) -> tuple[Event, ...]:
     """The events of one step: a forward and a backward for each entry of `reduces`.
 
@@ -211,8 +235,8 @@ def step_events(
         order: the units in forward order.
         strategy: whole parameters make no gather, ready or release events.
         prefetch: how many units are gathered ahead.
-        reduces: per micro-step, whether its backward reduces the gradients.
         reductions: how gradients are reduced.
+        reduces: per micro-step, whether its backward reduces the gradients.
     """
     simulation = _Simulation(order, strategy, reductions)
     for reduce in reduces:

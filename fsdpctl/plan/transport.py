@@ -1,11 +1,12 @@
-"""What the collectives of a backend need beside the buffers they are given."""
+"""How gradients travel over a backend, and what that needs beside the buffers it is given."""
 
 from collections.abc import Sequence
 from enum import StrEnum
 
-from fsdpctl.plan.layout import Span, are_even
+from fsdpctl.plan.layout import FlatLayout, Span, are_even
 
 MAX_DIRECT_RANKS = 8  # above, gloo's own algorithms scale better than everybody to everybody
+_SENT_ALONE_FROM = 1 << 14  # elements; smaller gradients are sent together with their neighbours
 
 
 class Transport(StrEnum):
@@ -15,13 +16,37 @@ class Transport(StrEnum):
     NCCL = "nccl"
 
 
-def reduce_workspace(transport: Transport, parts: Sequence[Span], rank: int) -> int:
-    """Elements that a reduce-scatter over `parts` allocates on `rank`.
+def sends_in_place(transport: Transport, parts: Sequence[Span]) -> bool:
+    """Whether ranks send each other gradients from where autograd made them, and add themselves.
 
-    NCCL works in place. Over gloo few ranks receive each other's contributions, and add them
-    themselves; many leave the addition to gloo.
+    Many ranks leave the addition to gloo, which needs all in one buffer and even parts.
     """
+    is_direct = len(parts) <= MAX_DIRECT_RANKS or not are_even(parts)
+    return transport is Transport.GLOO and len(parts) > 1 and is_direct
+
+
+def reduce_workspace(transport: Transport, parts: Sequence[Span], rank: int) -> int:
+    """Elements that a reduce-scatter over `parts` allocates on `rank`; NCCL works in place."""
     own, size = parts[rank].numel, len(parts)
-    if size == 1 or transport is Transport.NCCL:
-        return 0
-    return own if size > MAX_DIRECT_RANKS and are_even(parts) else own * size
+    if sends_in_place(transport, parts):
+        return own * (size - 1)
+    return own if transport is Transport.GLOO and size > 1 else 0
+
+
+def gradient_stretches(layout: FlatLayout) -> tuple[tuple[Span, tuple[int, ...]], ...]:
+    """What is sent as one tensor: a span of the flat buffer, and the parameters in it.
+
+    A large gradient is sent alone, from where it is; small ones next to each other are copied
+    together first, with the padding between them.
+    """
+    stretches: list[tuple[Span, tuple[int, ...]]] = []
+    grows = False
+    for index, placement in enumerate(layout.placements):
+        span, is_small = placement.span, placement.param.numel < _SENT_ALONE_FROM
+        if is_small and grows:
+            before, indices = stretches.pop()
+            stretches.append((Span(before.start, span.stop), (*indices, index)))
+        else:
+            stretches.append((span, (index,)))
+        grows = is_small
+    return tuple(stretches)

@@ -11,7 +11,7 @@ from fsdpctl.checkpoint.load import load_checkpoint
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.reader import CheckpointReader, empty_like
 from fsdpctl.checkpoint.save import write_checkpoint
-from fsdpctl.comm.process_group import collectives_for
+from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import CheckpointError, FsdpctlError

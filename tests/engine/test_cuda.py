@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from fsdpctl.comm.mesh import Mesh
-from fsdpctl.comm.process_group import NcclCollectives
+from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
@@ -45,14 +45,14 @@ class SleepyCollectives(NcclCollectives):
     """Every collective is preceded by a pause on its own stream: a missing wait shows."""
 
     def all_gather(self, whole, parts, shard):
-        with torch.cuda.stream(self._gather_stream):
+        with torch.cuda.stream(self.gather_stream):
             torch.cuda._sleep(SLEEP_CYCLES)
         return super().all_gather(whole, parts, shard)
 
-    def reduce_scatter(self, whole, parts):
-        with torch.cuda.stream(self._reduce_stream):
+    def reduce_scatter(self, gradients, parts):
+        with torch.cuda.stream(self.reduce_stream):
             torch.cuda._sleep(SLEEP_CYCLES)
-        return super().reduce_scatter(whole, parts)
+        return super().reduce_scatter(gradients, parts)
 
 
 def forced(

@@ -14,9 +14,8 @@ from fsdpctl.plan.schedule import (
     Event,
     EventKind,
     Prefetch,
-    Reductions,
     most_whole_units,
-    reductions_in_flight,
+    plan_reductions,
     step_events,
     update_events,
 )
@@ -51,7 +50,7 @@ def planned_events(
     place = RankPlace(mesh.shard.rank, mesh.shard.size, mesh.num_replicas, Transport.GLOO)
     combines = place.combines(strategy)
     of_units = unit_bytes(layouts, slots, strategy, sizes, place)
-    limit = reductions_in_flight([sizes.reduce])
+    reductions = plan_reductions(layouts, lambda _: sizes.reduce, combines=combines)
     return tuple(
         Replay(of_units, combines=combines).play(
             [
@@ -60,7 +59,7 @@ def planned_events(
                     strategy,
                     prefetch,
                     reduces=reduces,
-                    reductions=Reductions(limit, combines),
+                    reductions=reductions,
                 ),
                 *update_events(order, strategy),
             ]
@@ -199,11 +198,6 @@ def test_whole_parameters_alive_are_what_the_plan_says(
         alone = sum(nbytes[name] for name in alive if name in oversize - shared)
         assert taken == two_blocks + alone
     assert model.gathered_nbytes() == two_blocks
-
-
-def test_bf16_reductions_may_be_two_at_a_time() -> None:
-    assert reductions_in_flight([4]) == 1
-    assert reductions_in_flight([2]) == 2
 
 
 @distributed(world_size=2)

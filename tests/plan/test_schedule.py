@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdpctl.plan.layout import ParamSpec, flat_layout
 from fsdpctl.plan.schedule import (
     EventKind,
     Prefetch,
     Reductions,
     UnitOrder,
     most_whole_units,
+    plan_reductions,
     step_events,
 )
 from fsdpctl.plan.slots import assign_slots
@@ -28,7 +30,7 @@ prefetches = st.builds(Prefetch, st.integers(0, 2), st.integers(0, 2))
 
 @given(orders, prefetches, st.sampled_from(["full_shard", "shard_grad_op"]))
 def test_every_unit_is_gathered_before_use_released_after_and_reduced_once(order, prefetch, name):
-    events = step_events(order, STRATEGIES[name], prefetch)
+    events = step_events(order, STRATEGIES[name], prefetch, reductions=alike(order))
     for unit in (order.root, *order.forward):
         kinds = [event.kind for event in events if event.unit == unit]
         assert [kind for kind in kinds if kind in (K.REDUCE, K.REDUCED)] == [K.REDUCE, K.REDUCED]
@@ -38,6 +40,11 @@ def test_every_unit_is_gathered_before_use_released_after_and_reduced_once(order
         assert passes == (2 if order_regathers(order, unit, name) else 1)
 
 
+def alike(order: UnitOrder, budget: int = 1, *, combines: bool = False) -> Reductions:
+    """Every unit has one byte."""
+    return Reductions(dict.fromkeys((order.root, *order.forward), 1), budget, combines)
+
+
 def order_regathers(order: UnitOrder, unit: str, name: str) -> bool:
     kept = unit in (order.root, order.forward[-1]) or name == "shard_grad_op"
     return not kept and unit not in order.needs_no_backward_gather
@@ -45,7 +52,7 @@ def order_regathers(order: UnitOrder, unit: str, name: str) -> bool:
 
 @given(orders, prefetches)
 def test_full_shard_never_has_more_blocks_whole_than_depth_plus_one(order, prefetch):
-    events = step_events(order, STRATEGIES["full_shard"], prefetch)
+    events = step_events(order, STRATEGIES["full_shard"], prefetch, reductions=alike(order))
     for alive in most_whole_units(events):
         assert len([unit for unit in alive if unit.startswith("b")]) <= prefetch.depth + 1
 
@@ -55,7 +62,7 @@ def test_units_that_are_whole_together_have_different_slots(order, prefetch):
     nbytes = dict.fromkeys(("root", *order.forward), 10)
     slots = assign_slots(nbytes, "root", order.forward, prefetch.depth)
     assert sorted(unit for slot in slots for unit in slot.units) == sorted(nbytes)
-    events = step_events(order, STRATEGIES["full_shard"], prefetch)
+    events = step_events(order, STRATEGIES["full_shard"], prefetch, reductions=alike(order))
     for alive in most_whole_units(events):
         for slot in slots:
             assert len(alive & set(slot.units)) <= 1
@@ -74,7 +81,9 @@ def test_a_unit_far_above_the_median_has_a_slot_of_its_own():
 
 def test_no_shard_only_holds_and_reduces():
     order = UnitOrder("root", ("a", "b"))
-    events = step_events(order, STRATEGIES["no_shard"], Prefetch(), reduces=(False, True))
+    events = step_events(
+        order, STRATEGIES["no_shard"], Prefetch(), reductions=alike(order), reduces=(False, True)
+    )
     assert [(event.kind, event.unit) for event in events] == [
         *((K.HOLD, unit) for unit in ("b", "a", "root")),
         *((kind, unit) for unit in ("b", "a", "root") for kind in (K.REDUCE, K.REDUCED)),
@@ -83,7 +92,7 @@ def test_no_shard_only_holds_and_reduces():
 
 def test_a_second_collective_is_waited_for_when_the_next_one_starts():
     order = UnitOrder("root", ("a", "b"), frozen=frozenset({"b"}))
-    reductions = Reductions(combines=True)
+    reductions = alike(order, combines=True)
     events = step_events(order, STRATEGIES["no_shard"], Prefetch(), reductions=reductions)
     assert [(event.kind, event.unit) for event in events] == [
         (K.REDUCE, "a"),
@@ -100,9 +109,31 @@ def test_a_second_collective_is_waited_for_when_the_next_one_starts():
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_reductions_in_flight_are_bounded(in_flight):
     order = UnitOrder("root", ("a", "b", "c"))
-    events = step_events(
-        order, STRATEGIES["full_shard"], Prefetch(), reductions=Reductions(in_flight)
-    )
+    reductions = alike(order, budget=in_flight)
+    events = step_events(order, STRATEGIES["full_shard"], Prefetch(), reductions=reductions)
     change = {K.REDUCE: 1, K.REDUCED: -1}
     counts = itertools.accumulate(change.get(event.kind, 0) for event in events)
     assert max(counts) == in_flight
+
+
+def test_small_units_are_reduced_together_within_the_bytes_of_the_largest():
+    order = UnitOrder("root", ("a", "b", "c"))
+    reductions = Reductions({"root": 1, "a": 2, "b": 2, "c": 4}, budget=4)
+    events = step_events(order, STRATEGIES["no_shard"], Prefetch(), reductions=reductions)
+    assert [(event.kind, event.unit) for event in events] == [
+        (K.REDUCE, "c"),
+        (K.REDUCED, "c"),
+        (K.REDUCE, "b"),
+        (K.REDUCE, "a"),
+        (K.REDUCED, "b"),
+        (K.REDUCE, "root"),
+        (K.REDUCED, "a"),
+        (K.REDUCED, "root"),
+    ]
+
+
+@pytest.mark.parametrize(("itemsize", "budget"), [(4, 512), (2, 512), (8, 1024)])
+def test_two_reductions_of_two_bytes_may_run_where_one_of_four_may(itemsize, budget):
+    layouts = {"root": [], "a": [flat_layout([ParamSpec("a", (128,))], 2)]}
+    plan = plan_reductions(layouts, lambda _: itemsize, combines=False)
+    assert (plan.nbytes, plan.budget) == ({"root": 0, "a": 128 * itemsize}, budget)

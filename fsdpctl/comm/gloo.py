@@ -1,0 +1,152 @@
+"""Collectives over gloo.
+
+Note: why gloo's own reductions are not used among few ranks. gloo reduces by an all-reduce of
+everything, in ring order, and needs the gradients in one buffer. Ranks that send each other what
+the other owns move half the bytes, send from where autograd made the gradients and in the dtype
+they have, and add in rank order: the result does not depend on which rank owns what, so every
+strategy gives the same bits.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdpctl.comm.base import Handle, Reduction, Stretches
+from fsdpctl.comm.process_group import (
+    ProcessGroupCollectives,
+    all_gather_single,
+    reduce_scatter_single,
+)
+from fsdpctl.plan.layout import Span, are_even
+from fsdpctl.plan.transport import MAX_DIRECT_RANKS, Transport, reduce_workspace, sends_in_place
+
+_CHUNK = 1 << 16  # elements that are added and scaled while they are in the cache
+
+
+class GlooCollectives(ProcessGroupCollectives):
+    """Collectives on the CPU, overlapped by gloo's own threads."""
+
+    def all_gather(self, whole: Tensor, parts: Sequence[Span], shard: Tensor | None) -> Handle:
+        """By one broadcast per part, or among many ranks by gloo's all-gather."""
+        own = parts[self.rank]
+        if shard is not None:
+            whole[own.start : own.stop].copy_(shard)
+        if self.size > MAX_DIRECT_RANKS and are_even(parts):
+            source = whole[own.start : own.stop]
+            works = [all_gather_single(whole, source, group=self.gather_group, async_op=True)]
+        else:
+            works = self.start_broadcasts(whole, parts)
+        return _after_works(works, whole)
+
+    def sends_in_place(self, parts: Sequence[Span]) -> bool:
+        """Where ranks send each other what the other owns."""
+        return sends_in_place(Transport.GLOO, parts)
+
+    def reduce_scatter(self, gradients: Stretches, parts: Sequence[Span]) -> Reduction:
+        """By messages from rank to rank; among many by gloo's reduce-scatter."""
+        _, first = gradients[0]
+        workspace = first.new_empty(reduce_workspace(Transport.GLOO, parts, self.rank))
+        own = parts[self.rank]
+        if self.sends_in_place(parts):
+            received = workspace.view(self.size - 1, own.numel)
+            rows: list[Tensor | None] = list(received.unbind())
+            rows.insert(self.rank, None)
+            works = self._receive(rows, gradients, own) + self._send(gradients, parts)
+            return _Exchange(gradients, own, rows, works)
+        ((_, whole),) = gradients
+        work = reduce_scatter_single(workspace, whole, group=self.reduce_group, async_op=True)
+        assert isinstance(work, dist.Work)
+        return _Exchange(gradients, own, [workspace], [work])
+
+    def _receive(
+        self, rows: Sequence[Tensor | None], gradients: Stretches, own: Span
+    ) -> list[dist.Work]:
+        works = []
+        for source, row in enumerate(rows):
+            for span, _ in gradients if row is not None else ():
+                both = span.intersect(own)
+                if both is not None:
+                    target = _within(row, own, both)
+                    works.append(dist.irecv(target, group=self.reduce_group, group_src=source))
+        return [work for work in works if work is not None]
+
+    def _send(self, gradients: Stretches, parts: Sequence[Span]) -> list[dist.Work]:
+        works = []
+        for target, part in enumerate(parts):
+            for span, values in gradients if target != self.rank else ():
+                both = span.intersect(part)
+                if both is not None:
+                    sent = _within(values, span, both)
+                    works.append(dist.isend(sent, group=self.reduce_group, group_dst=target))
+        return [work for work in works if work is not None]
+
+    def start_all_reduce(self, values: Tensor) -> Handle:
+        """By gloo's all-reduce."""
+        work = dist.all_reduce(values, group=self.reduce_group, async_op=True)
+        return _after_works([work], values)
+
+
+class _Exchange:
+    """What each rank contributes to this rank's part, on its way."""
+
+    def __init__(
+        self,
+        gradients: Stretches,
+        own: Span,
+        rows: Sequence[Tensor | None],
+        works: list[dist.Work],
+    ) -> None:
+        """`rows` are the contributions in rank order; None is this rank's, in `gradients`."""
+        self.workspace_nbytes = sum(row.nbytes for row in rows if row is not None)
+        self._gradients = gradients
+        self._own = own
+        self._rows = rows
+        self._works = works
+
+    def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
+        """Add in rank order, a chunk that stays in the cache at a time."""
+        self.wait()
+        end = self._own.start
+        for span, values in self._gradients:
+            both = span.intersect(self._own)
+            if both is not None:
+                out[end - self._own.start : both.start - self._own.start].zero_()
+                end = both.stop
+                contributions = [
+                    _within(values, span, both) if row is None else _within(row, self._own, both)
+                    for row in self._rows
+                ]
+                _add_up(contributions, _within(out, self._own, both), scale, dtype)
+        out[end - self._own.start :].zero_()
+
+    def wait(self) -> None:
+        """Until nothing of it is under way."""
+        while self._works:
+            self._works.pop().wait()
+
+
+def _within(values: Tensor | None, span: Span, wanted: Span) -> Tensor:
+    """The elements `wanted` in `values`, which has `span`."""
+    assert values is not None
+    return values[wanted.start - span.start : wanted.stop - span.start]
+
+
+def _add_up(contributions: Sequence[Tensor], out: Tensor, scale: float, dtype: torch.dtype) -> None:
+    first, *others = contributions
+    for start in range(0, len(out), _CHUNK):
+        chunk = slice(start, start + _CHUNK)
+        total = first[chunk].to(dtype, copy=True)
+        for each in others:
+            total += each[chunk]
+        out[chunk] = total.mul_(scale)
+
+
+def _after_works(works: list[dist.Work], result: Tensor) -> Handle:
+    def finish() -> Tensor:
+        while works:
+            works.pop().wait()
+        return result
+
+    return Handle(finish)

@@ -1,0 +1,102 @@
+"""Collectives over NCCL."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdpctl.comm.base import Finished, Handle, Reduction, Stretches
+from fsdpctl.comm.process_group import (
+    ProcessGroupCollectives,
+    all_gather_single,
+    reduce_scatter_single,
+)
+from fsdpctl.plan.layout import Span, are_even
+
+
+class NcclCollectives(ProcessGroupCollectives):
+    """Collectives on CUDA, gathers and reductions on a stream each.
+
+    Memory is allocated on the compute stream only and given back after the compute stream has
+    waited for its last use, so no tensor needs `record_stream`. A shard that is copied from must
+    outlive its all-gather.
+    """
+
+    _device_type = "cuda"
+
+    def __init__(self, device: torch.device, groups: Sequence[Sequence[int]] | None = None) -> None:
+        """Join one of `groups`; None: all ranks."""
+        super().__init__(groups)
+        self.gather_stream = torch.cuda.Stream(device, priority=-1)
+        self.reduce_stream = torch.cuda.Stream(device, priority=-1)
+
+    def all_gather(self, whole: Tensor, parts: Sequence[Span], shard: Tensor | None) -> Handle:
+        """On the gather stream."""
+        own = parts[self.rank]
+        # Whoever used this memory before did so on the current stream; a prefetch is issued
+        # before the running unit's work, so it overlaps with that.
+        self.gather_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.gather_stream):
+            source = whole[own.start : own.stop]
+            if shard is not None:
+                source.copy_(shard)
+            if are_even(parts):
+                all_gather_single(whole, source, group=self.gather_group)
+            else:
+                for work in self.start_broadcasts(whole, parts):
+                    work.wait()
+            done = self.gather_stream.record_event()
+        return _after_event(done, whole)
+
+    def sends_in_place(self, parts: Sequence[Span]) -> bool:
+        """One buffer has all, and is aligned."""
+        return False
+
+    def reduce_scatter(self, gradients: Stretches, parts: Sequence[Span]) -> Reduction:
+        """On the reduce stream, in place."""
+        ((_, whole),) = gradients
+        own = parts[self.rank]
+        part = whole[own.start : own.stop]
+        self.reduce_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.reduce_stream):
+            if are_even(parts):
+                reduce_scatter_single(part, whole, group=self.reduce_group)
+            else:
+                for owner, span in enumerate(parts):
+                    if span.numel:
+                        dist.reduce(
+                            whole[span.start : span.stop],
+                            group=self.reduce_group,
+                            group_dst=owner,
+                        )
+            done = self.reduce_stream.record_event()
+        return _AfterEvent(part, done)
+
+    def start_all_reduce(self, values: Tensor) -> Handle:
+        """On the reduce stream."""
+        self.reduce_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.reduce_stream):
+            dist.all_reduce(values, group=self.reduce_group)
+            done = self.reduce_stream.record_event()
+        return _after_event(done, values)
+
+
+def _after_event(done: torch.cuda.Event, result: Tensor) -> Handle:
+    def finish() -> Tensor:
+        torch.cuda.current_stream().wait_event(done)
+        return result
+
+    return Handle(finish)
+
+
+class _AfterEvent(Finished):
+    """Finished once the current stream has waited for an event."""
+
+    def __init__(self, part: Tensor, done: torch.cuda.Event) -> None:
+        super().__init__(part)
+        self._done = done
+
+    def wait(self) -> None:
+        """Have the current stream wait."""
+        torch.cuda.current_stream().wait_event(self._done)
