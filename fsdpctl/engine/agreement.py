@@ -9,7 +9,7 @@ from typing import NoReturn, TypeVar, cast
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.base import Collectives, Handle
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import Span
@@ -68,26 +68,47 @@ def _refuse_difference(ours: Sequence[str], collectives: Collectives) -> NoRetur
 
 
 class Agreement:
-    """Which parameters had gradients, and whether all ranks gathered the same, once a step."""
+    """Which parameters had gradients, and whether all ranks gathered the same, once a backward."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._all_present: tuple[int, Tensor] | None = None  # with which fingerprint
-        self._sums: tuple[int, Tensor | None] = (-1, None)  # after how many backwards
+        self._started: tuple[int, Handle] | None = None  # with which fingerprint
+        self._counts: Tensor | None = None  # what came of it
         self._unchecked: tuple[int, Tensor, torch.cuda.Event] | None = None
         units = runtime.units.values()
         self._buffers = [buffer for unit in units for buffer in unit.trained_buffers]
         self._names = [param.name for b in self._buffers for param in b.layout.params]
+        runtime.when_all_is_sent = self.start
 
-    def share(self) -> Tensor:
-        """This rank's presence bits and fingerprint; nothing is copied where both are usual."""
+    def start(self) -> None:
+        """Begin to add up what the ranks know, while the last gradients are on their way."""
+        handle = self._runtime.mesh.world.start_all_reduce(self._own())
+        self._started, self._counts = (self._runtime.gatherer.fingerprint, handle), None
+
+    def absent_everywhere(self) -> frozenset[str]:
+        """Names of the trainable parameters that had a gradient on no rank. Collective.
+
+        Raises:
+            EngineError: the ranks did not gather the same units in the same order.
+        """
+        if self._started is not None:
+            (fingerprint, handle), self._started = self._started, None
+            self._counts = self._take(fingerprint, handle.wait())
+        if self._runtime.has_all_gradients or self._counts is None:
+            return frozenset()
+        pairs = zip(self._names, self._counts.tolist(), strict=True)
+        return frozenset(name for name, count in pairs if not count)
+
+    def _own(self) -> Tensor:
+        """This rank's presence bits and fingerprint; if all is usual, nothing goes to the device."""
         runtime = self._runtime
         fingerprint = runtime.gatherer.fingerprint
         if runtime.has_all_gradients:
             if self._all_present is None or self._all_present[0] != fingerprint:
                 values = [1.0] * len(self._names) + [float(fingerprint)]
                 self._all_present = fingerprint, self._on_device(values)
-            return self._all_present[1]
+            return self._all_present[1].clone()
         present = [
             float(index in buffer.present)
             for buffer in self._buffers
@@ -95,39 +116,26 @@ class Agreement:
         ]
         return self._on_device([*present, float(fingerprint)])
 
-    def take(self, sums: Tensor) -> None:
-        """The sum over all ranks of what they shared.
+    def _take(self, fingerprint: int, sums: Tensor) -> Tensor:
+        """Check the sum of the fingerprints; the rest are the counts.
 
         On CUDA the fingerprint is looked at a step later, when it has long arrived.
         """
         runtime = self._runtime
-        self._sums = runtime.num_backwards, sums[:-1]
-        expected = runtime.gatherer.fingerprint * runtime.mesh.world.size
+        expected = fingerprint * runtime.mesh.world.size
         runtime.gatherer.fingerprint = 0
         if not runtime.strategy.shards_params:
-            return
+            return sums[:-1]
         if not sums.is_cuda:
             _check_fingerprint(expected, sums[-1])
-            return
+            return sums[:-1]
         if self._unchecked is not None:
             before, found, arrived = self._unchecked
             arrived.synchronize()
             _check_fingerprint(before, found)
         found = sums[-1].to("cpu", non_blocking=True)
         self._unchecked = expected, found, torch.cuda.current_stream().record_event()
-
-    def absent_everywhere(self) -> frozenset[str]:
-        """Names of the trainable parameters that had a gradient on no rank. Collective."""
-        own = self.share()
-        at, counts = self._sums
-        if at != self._runtime.num_backwards or counts is None:
-            self.take(self._runtime.mesh.world.all_reduce(own.clone()))
-            counts = self._sums[1]
-        assert counts is not None
-        if self._runtime.has_all_gradients:
-            return frozenset()
-        pairs = zip(self._names, counts.tolist(), strict=True)
-        return frozenset(name for name, count in pairs if not count)
+        return sums[:-1]
 
     def _on_device(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self._runtime.device)

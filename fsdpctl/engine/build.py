@@ -11,12 +11,13 @@ from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.describe import describe_module, name_of_submodule, replace_meta_parameters
 from fsdpctl.engine.hooks import hook_gradients, hook_root, hook_unit
 from fsdpctl.engine.precision import Precision
+from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.slots import Slot
 from fsdpctl.engine.unit import ShardedUnit, UnitBuffer
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import FlatLayout, Span, share_of
-from fsdpctl.plan.schedule import Prefetch, UnitOrder
+from fsdpctl.plan.schedule import Prefetch, UnitOrder, plan_reductions
 from fsdpctl.plan.slots import slots_of
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitSpec, divide_into_units, unit_order
@@ -62,6 +63,9 @@ class _Builder:
     def compute_dtype(self, layout: FlatLayout) -> torch.dtype:
         return self.precision.compute_dtype(self.dtypes[layout.params[0].name])
 
+    def master_dtype(self, layout: FlatLayout) -> torch.dtype:
+        return self.precision.dtype_of_master(self.dtypes[layout.params[0].name])
+
     def nbytes(self, spec: UnitSpec) -> int:
         return sum(each.numel * self.compute_dtype(each).itemsize for each in self.layouts(spec))
 
@@ -98,7 +102,7 @@ class _Builder:
 
     def initial_values(self, layout: FlatLayout) -> Tensor:
         """The whole flat buffer in the masters' dtype, the same on every rank."""
-        dtype = self.precision.dtype_of_master(self.dtypes[layout.params[0].name])
+        dtype = self.master_dtype(layout)
         flat = torch.zeros(layout.numel, dtype=dtype, device=self.source.device)
         for placement in layout.placements:
             name, span = placement.param.name, placement.span
@@ -130,17 +134,31 @@ def build_runtime(
     params = dict(module.named_parameters())
     builder = _Builder(division, strategy, precision, mesh, source, params, dtypes)
     units = _build_units(builder, prefetch)
-    masters = {buffer.shard.master.dtype for unit in units for buffer in unit.buffers}
     runtime = Runtime(
         units,
         division.order,
         strategy=strategy,
         prefetch=prefetch,
         mesh=mesh,
-        reduce_dtypes={dtype: precision.dtype_of_reduction(dtype) for dtype in masters},
+        reducer=_make_reducer(units, division, mesh, builder),
     )
     _hook(module, runtime, precision)
     return runtime
+
+
+def _make_reducer(
+    units: Sequence[ShardedUnit], division: Division, mesh: Mesh, builder: _Builder
+) -> GradientReducer:
+    masters = {buffer.shard.master.dtype for unit in units for buffer in unit.buffers}
+    dtypes = {dtype: builder.precision.dtype_of_reduction(dtype) for dtype in masters}
+
+    def itemsize(layout: FlatLayout) -> int:
+        return dtypes[builder.master_dtype(layout)].itemsize
+
+    plan = plan_reductions(division.layouts, itemsize, combines=mesh.num_replicas > 1)
+    of_name = {unit.name: unit for unit in units}
+    in_order = [of_name[name] for name in division.order.reduction]
+    return GradientReducer(in_order, mesh, dtypes, plan)
 
 
 def divide_module(module: nn.Module, classes: Sequence[str] | None) -> tuple[UnitSpec, ...]:

@@ -62,25 +62,11 @@ class ShardedModel(nn.Module):
         """The module's buffers that its state dict contains, by name."""
         return persistent_buffers(self.module)
 
-    def presence(self) -> Tensor:
-        """For each trainable parameter, 1 if it had a gradient here since they were dropped.
-
-        One more element tells the order of gathers: all ranks must have the same there.
-        """
-        return self._agreement.share()
-
-    def share_presence(self, sums: Tensor) -> None:
-        """Take note of the sum of all ranks' `presence()`.
-
-        Raises:
-            EngineError: the ranks did not gather the same units in the same order.
-        """
-        self._agreement.take(sums)
-
     def absent_everywhere(self) -> frozenset[str]:
         """Names of the trainable parameters that had a gradient on no rank. Collective.
 
-        A rank that had all of them knows the answer and does not wait for it.
+        Raises:
+            EngineError: the ranks did not gather the same units in the same order.
         """
         return self._agreement.absent_everywhere()
 

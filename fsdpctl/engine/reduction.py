@@ -48,13 +48,12 @@ class GradientReducer:
         units: Sequence[ShardedUnit],
         mesh: Mesh,
         reduce_dtypes: dict[torch.dtype, torch.dtype],
-        ledger: Ledger,
         plan: Reductions,
     ) -> None:
         self.units = tuple(units)  # in the order of reduction
         self._mesh = mesh
         self._dtypes = reduce_dtypes  # by the masters' dtype
-        self._ledger = ledger
+        self.ledger = Ledger()
         self._plan = plan
         self._next = 0
         self._reducing: deque[_Reducing] = deque()
@@ -64,7 +63,7 @@ class GradientReducer:
         """Add the gradients that have arrived to those that wait for a later backward."""
         for index, buffer in enumerate(unit.trained_buffers):
             self._hold(unit, index, buffer)
-        self._ledger.note(EventKind.HOLD, unit.name)
+        self.ledger.note(EventKind.HOLD, unit.name)
 
     def advance(self, last: ShardedUnit | None = None) -> None:
         """Start the reductions up to that of `last`, or all that are left."""
@@ -86,12 +85,12 @@ class GradientReducer:
         for reducing in self._reducing:
             for index, (reduction, _) in enumerate(reducing.reductions):
                 reduction.wait()
-                self._ledger.free(Buffer.WHOLE_GRADS, reducing.unit.name, index)
-                self._ledger.free(Buffer.WORKSPACE, reducing.unit.name, index)
+                self.ledger.free(Buffer.WHOLE_GRADS, reducing.unit.name, index)
+                self.ledger.free(Buffer.WORKSPACE, reducing.unit.name, index)
         for combining in self._combining:
             for index, handle in enumerate(combining.handles):
                 handle.wait()
-                self._ledger.free(Buffer.SUM, combining.unit.name, index)
+                self.ledger.free(Buffer.SUM, combining.unit.name, index)
         self._reducing.clear()
         self._combining.clear()
         self._next = 0
@@ -102,8 +101,8 @@ class GradientReducer:
         for unit in self.units:
             for index, buffer in enumerate(unit.trained_buffers):
                 buffer.drop_gradients()
-                self._ledger.free(Buffer.WHOLE_GRADS, unit.name, index)
-                self._ledger.free(Buffer.GRADS, unit.name, index)
+                self.ledger.free(Buffer.WHOLE_GRADS, unit.name, index)
+                self.ledger.free(Buffer.GRADS, unit.name, index)
 
     def _start(self, unit: ShardedUnit) -> None:
         if not unit.trained_buffers:
@@ -121,8 +120,8 @@ class GradientReducer:
             buffer.held_gradients = None
             if reduction.workspace_nbytes:
                 nbytes = reduction.workspace_nbytes
-                self._ledger.allocate(Buffer.WORKSPACE, unit.name, index, nbytes)
-        self._ledger.note(EventKind.REDUCE, unit.name, sent)
+                self.ledger.allocate(Buffer.WORKSPACE, unit.name, index, nbytes)
+        self.ledger.note(EventKind.REDUCE, unit.name, sent)
 
     def _to_send(
         self, unit: ShardedUnit, index: int, buffer: UnitBuffer
@@ -135,7 +134,7 @@ class GradientReducer:
             gradients = [(span, buffer.take(span, ids, wire)) for span, ids in buffer.stretches]
             buffer.forget_arrived()
             nbytes = sum(values.nbytes for _, values in gradients)
-            self._ledger.allocate(Buffer.WHOLE_GRADS, unit.name, index, nbytes)
+            self.ledger.allocate(Buffer.WHOLE_GRADS, unit.name, index, nbytes)
             return gradients
         return [(Span(0, buffer.layout.numel), self._hold(unit, index, buffer))]
 
@@ -148,16 +147,16 @@ class GradientReducer:
         if not combines:
             for index, total in enumerate(sums):
                 self._add_gradient(unit, index, total)
-            self._ledger.note(EventKind.REDUCED, unit.name)
+            self.ledger.note(EventKind.REDUCED, unit.name)
             return
-        self._ledger.note(EventKind.REDUCED, unit.name)
+        self.ledger.note(EventKind.REDUCED, unit.name)
         while not self._plan.fits(unit.name, [each.unit.name for each in self._combining]):
             self._finish_combining()
         handles = [
             self._combine(buffer, total)
             for buffer, total in zip(unit.trained_buffers, sums, strict=True)
         ]
-        self._ledger.note(EventKind.COMBINE, unit.name, sum(total.nbytes for total in sums))
+        self.ledger.note(EventKind.COMBINE, unit.name, sum(total.nbytes for total in sums))
         self._combining.append(_Combining(unit, handles))
 
     @torch.no_grad()
@@ -175,14 +174,14 @@ class GradientReducer:
         keeps_all = shard.is_replicated or self._mesh.shard.size == 1
         if keeps_all and whole is not None and whole.dtype == shard.master.dtype:
             mean = whole
-            self._ledger.free(Buffer.WHOLE_GRADS, unit.name, index)
+            self.ledger.free(Buffer.WHOLE_GRADS, unit.name, index)
         else:
             mean = torch.empty_like(shard.master)
-        self._ledger.allocate(Buffer.SUM, unit.name, index, mean.nbytes)
+        self.ledger.allocate(Buffer.SUM, unit.name, index, mean.nbytes)
         dtype = torch.promote_types(self._dtype(buffer), mean.dtype)
         reduction.finish(shard.view(mean, shard.owned), 1 / self._mesh.world.size, dtype)
-        self._ledger.free(Buffer.WORKSPACE, unit.name, index)
-        self._ledger.free(Buffer.WHOLE_GRADS, unit.name, index)
+        self.ledger.free(Buffer.WORKSPACE, unit.name, index)
+        self.ledger.free(Buffer.WHOLE_GRADS, unit.name, index)
         return mean
 
     def _combine(self, buffer: UnitBuffer, total: Tensor) -> Handle:
@@ -195,15 +194,15 @@ class GradientReducer:
         started = self._combining.popleft()
         for index, handle in enumerate(started.handles):
             self._add_gradient(started.unit, index, handle.wait())
-        self._ledger.note(EventKind.COMBINED, started.unit.name)
+        self.ledger.note(EventKind.COMBINED, started.unit.name)
 
     @torch.no_grad()
     def _add_gradient(self, unit: ShardedUnit, index: int, gradient: Tensor) -> None:
         shard = unit.trained_buffers[index].shard
-        self._ledger.free(Buffer.SUM, unit.name, index)
+        self.ledger.free(Buffer.SUM, unit.name, index)
         if shard.grad is None:
             shard.grad = gradient
-            self._ledger.allocate(Buffer.GRADS, unit.name, index, gradient.nbytes)
+            self.ledger.allocate(Buffer.GRADS, unit.name, index, gradient.nbytes)
         else:
             shard.grad.add_(gradient)
 
@@ -215,7 +214,7 @@ class GradientReducer:
         if buffer.held_gradients is None:
             buffer.held_gradients = buffer.first_gradients(self._dtype(buffer))
             nbytes = buffer.held_gradients.nbytes
-            self._ledger.allocate(Buffer.WHOLE_GRADS, unit.name, index, nbytes)
+            self.ledger.allocate(Buffer.WHOLE_GRADS, unit.name, index, nbytes)
         else:
             buffer.add_gradients(buffer.held_gradients)
         buffer.forget_arrived()

@@ -6,7 +6,7 @@ next use gathers it again; a prefetch never evicts.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,17 +16,14 @@ from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.backward import OutermostBackward, in_backward
 from fsdpctl.engine.calls import Call, Calls
 from fsdpctl.engine.gatherer import Gatherer
-from fsdpctl.engine.ledger import Ledger
 from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.unit import ShardedUnit, UnitBuffer
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.schedule import (
     EventKind,
     Prefetch,
-    Reductions,
     UnitOrder,
     following,
-    plan_reductions,
 )
 from fsdpctl.plan.strategy import Strategy
 
@@ -42,7 +39,7 @@ class Runtime:
         strategy: Strategy,
         prefetch: Prefetch,
         mesh: Mesh,
-        reduce_dtypes: dict[torch.dtype, torch.dtype],
+        reducer: GradientReducer,
     ) -> None:
         self.units = {unit.name: unit for unit in units}
         self.order = order
@@ -53,30 +50,16 @@ class Runtime:
         self.reduces = True  # whether backward reduces what it finds
         self.hooks: list[RemovableHandle] = []
         self.has_pending_prefetch = False  # asked for, and not used by a forward yet
-        self.ledger = Ledger()
+        self.reducer = reducer
+        self.ledger = reducer.ledger
         self.gatherer = Gatherer(units, strategy, mesh, self.ledger)
-        self.reducer = GradientReducer(
-            [self.units[name] for name in order.reduction],
-            mesh,
-            reduce_dtypes,
-            self.ledger,
-            self._plan_reductions(reduce_dtypes),
-        )
+        self.when_all_is_sent: Callable[[], None] = lambda: None  # the last reduction has begun
         self.holds_back = False  # whether there is something that no backward has reduced
         self.lost_gradients = False  # an exception dropped gradients that were there
         self._calls = Calls()
         self._backward = OutermostBackward()
         self._learns_order = strategy.shards_params  # others reduce as planned on every rank
         self._num_closed = 0  # units whose backward is over, in the order of reduction
-
-    def _plan_reductions(self, dtypes: dict[torch.dtype, torch.dtype]) -> Reductions:
-        flats = [buffer for unit in self.units.values() for buffer in unit.buffers]
-        masters = {id(each.layout): each.shard.master.dtype for each in flats}
-        return plan_reductions(
-            {name: [b.layout for b in unit.buffers] for name, unit in self.units.items()},
-            lambda layout: dtypes[masters[id(layout)]].itemsize,
-            combines=self.mesh.num_replicas > 1,
-        )
 
     @property
     def device(self) -> torch.device:
@@ -227,6 +210,7 @@ class Runtime:
         for unit in rest:
             self._reduce(unit)
         if self.reduces:
+            self.when_all_is_sent()
             self.reducer.finish()
         self.holds_back = not self.reduces
         self._calls.end_backward(keeps_graph=self._backward.keeps_graph())
@@ -287,6 +271,7 @@ class Runtime:
             )
         if self.holds_back:
             self.reducer.advance()
+            self.when_all_is_sent()
             self.reducer.finish()
             self.holds_back = False
         buffers = [buffer for unit in self.units.values() for buffer in unit.trained_buffers]

@@ -1,8 +1,8 @@
 """The step record: one small all-reduce from which everything about a step follows.
 
-It carries the sum of squares of the gradient, the number of target tokens, the summed loss, whether
-a rank wants to stop, and which parameters had a gradient. From it come the token mean, clipping and
-skipping, as two scalars that the fused optimizer reads on the device.
+It carries the sum of squares of the gradient, the number of target tokens, the summed loss, and
+whether a rank wants to stop. From it come the token mean, clipping and skipping, as two scalars
+that the fused optimizer reads on the device.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,6 @@ class Replicated(Sharded, Protocol):
     @property
     def mesh(self) -> Mesh:
         """Its ranks."""
-        ...
-
-    def presence(self) -> Tensor:
-        """For each trainable parameter, whether it had a gradient here."""
-        ...
-
-    def share_presence(self, counts: Tensor) -> None:
-        """Take note of the sum over the ranks."""
         ...
 
 
@@ -95,10 +87,7 @@ def record_step(
     """
     share = sum_of_squares(model.flat_shards()) / model.mesh.num_replicas
     shares = [share, loss_sum.to(share), tokens.to(share), torch.full_like(share, float(stop))]
-    values = torch.cat([torch.stack(shares), model.presence()])
-    total = model.mesh.world.all_reduce(values)
-    model.share_presence(total[4:])
-    squares, loss, count, stops = total[:4].unbind()
+    squares, loss, count, stops = model.mesh.world.all_reduce(torch.stack(shares)).unbind()
     token_factor = nominal_tokens / count
     norm = squares.sqrt() * token_factor
     factor = token_factor
