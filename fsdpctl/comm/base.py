@@ -60,6 +60,11 @@ class Collectives(Protocol):
         """Whether `reduce_scatter` takes gradients as they are; else one stretch has all."""
         ...
 
+    @property
+    def adds_whole(self) -> bool:
+        """Whether whole gradients are better added by `start_all_reduce`."""
+        ...
+
     def reduce_scatter(self, gradients: Stretches, parts: Sequence[Span]) -> Reduction:
         """Start to add up the ranks' gradients, of which each gets its part.
 
@@ -104,10 +109,15 @@ class LocalCollectives:
         """Nothing is sent."""
         return False
 
+    @property
+    def adds_whole(self) -> bool:
+        """One rank has nothing to add."""
+        return False
+
     def reduce_scatter(self, gradients: Stretches, parts: Sequence[Span]) -> Reduction:
         """The only rank's part is everything."""
         ((_, whole),) = gradients
-        return Finished(whole)
+        return InPlace(Handle(lambda: whole))
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """`values`."""
@@ -129,21 +139,25 @@ class LocalCollectives:
         """Nobody to wait for."""
 
 
-class Finished:
-    """The reduction of gradients that lie in one buffer, in place."""
+class InPlace:
+    """A reduction whose result lies in the buffer that was given."""
 
     workspace_nbytes = 0
 
-    def __init__(self, part: Tensor) -> None:
-        self._part = part
+    def __init__(self, handle: Handle) -> None:
+        """`handle` gives the result."""
+        self._handle = handle
 
     def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
         """In one pass where the dtypes are equal."""
-        self.wait()
-        if out.dtype == self._part.dtype:
-            torch.mul(self._part, scale, out=out)
+        total = self._handle.wait()
+        if scale == 1 and out.data_ptr() == total.data_ptr():
+            return
+        if out.dtype == total.dtype:
+            torch.mul(total, scale, out=out)
         else:
-            out.copy_(self._part).mul_(scale)
+            out.copy_(total).mul_(scale)
 
     def wait(self) -> None:
-        """It has ended."""
+        """Until it has ended."""
+        self._handle.wait()

@@ -20,7 +20,13 @@ from fsdpctl.comm.process_group import (
     reduce_scatter_single,
 )
 from fsdpctl.plan.layout import Span, are_even
-from fsdpctl.plan.transport import MAX_DIRECT_RANKS, Transport, reduce_workspace, sends_in_place
+from fsdpctl.plan.transport import (
+    MAX_DIRECT_RANKS,
+    Transport,
+    adds_whole,
+    reduce_workspace,
+    sends_in_place,
+)
 
 _CHUNK = 1 << 16  # elements that are added and scaled while they are in the cache
 
@@ -43,6 +49,11 @@ class GlooCollectives(ProcessGroupCollectives):
     def sends_in_place(self, parts: Sequence[Span]) -> bool:
         """Where ranks send each other what the other owns."""
         return sends_in_place(Transport.GLOO, parts)
+
+    @property
+    def adds_whole(self) -> bool:
+        """Between two ranks."""
+        return adds_whole(Transport.GLOO, self.size)
 
     def reduce_scatter(self, gradients: Stretches, parts: Sequence[Span]) -> Reduction:
         """By messages from rank to rank; among many by gloo's reduce-scatter."""

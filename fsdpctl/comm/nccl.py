@@ -6,13 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdpctl.comm.base import Finished, Handle, Reduction, Stretches
+from fsdpctl.comm.base import Handle, InPlace, Reduction, Stretches
 from fsdpctl.comm.process_group import (
     ProcessGroupCollectives,
     all_gather_single,
     reduce_scatter_single,
 )
 from fsdpctl.plan.layout import Span, are_even
+from fsdpctl.plan.transport import Transport, adds_whole
 
 
 class NcclCollectives(ProcessGroupCollectives):
@@ -53,6 +54,11 @@ class NcclCollectives(ProcessGroupCollectives):
         """One buffer has all, and is aligned."""
         return False
 
+    @property
+    def adds_whole(self) -> bool:
+        """NCCL knows best how."""
+        return adds_whole(Transport.NCCL, self.size)
+
     def reduce_scatter(self, gradients: Stretches, parts: Sequence[Span]) -> Reduction:
         """On the reduce stream, in place."""
         ((_, whole),) = gradients
@@ -71,7 +77,7 @@ class NcclCollectives(ProcessGroupCollectives):
                             group_dst=owner,
                         )
             done = self.reduce_stream.record_event()
-        return _AfterEvent(part, done)
+        return InPlace(_after_event(done, part))
 
     def start_all_reduce(self, values: Tensor) -> Handle:
         """On the reduce stream."""
@@ -88,15 +94,3 @@ def _after_event(done: torch.cuda.Event, result: Tensor) -> Handle:
         return result
 
     return Handle(finish)
-
-
-class _AfterEvent(Finished):
-    """Finished once the current stream has waited for an event."""
-
-    def __init__(self, part: Tensor, done: torch.cuda.Event) -> None:
-        super().__init__(part)
-        self._done = done
-
-    def wait(self) -> None:
-        """Have the current stream wait."""
-        torch.cuda.current_stream().wait_event(self._done)

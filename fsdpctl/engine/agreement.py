@@ -101,7 +101,7 @@ class Agreement:
         return frozenset(name for name, count in pairs if not count)
 
     def _own(self) -> Tensor:
-        """This rank's presence bits and fingerprint; if all is usual, nothing goes to the device."""
+        """This rank's presence bits and fingerprint; those of a usual step are kept."""
         runtime = self._runtime
         fingerprint = runtime.gatherer.fingerprint
         if runtime.has_all_gradients:

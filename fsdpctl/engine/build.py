@@ -155,7 +155,14 @@ def _make_reducer(
     def itemsize(layout: FlatLayout) -> int:
         return dtypes[builder.master_dtype(layout)].itemsize
 
-    plan = plan_reductions(division.layouts, itemsize, combines=mesh.num_replicas > 1)
+    plan = plan_reductions(
+        division.layouts,
+        itemsize,
+        combines=mesh.num_replicas > 1,
+        stays=mesh.shard.adds_whole
+        and not builder.strategy.shards_grads
+        and all(master == dtype for master, dtype in dtypes.items()),
+    )
     of_name = {unit.name: unit for unit in units}
     in_order = [of_name[name] for name in division.order.reduction]
     return GradientReducer(in_order, mesh, dtypes, plan)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.base import Handle, Reduction
+from fsdpctl.comm.base import Handle, InPlace, Reduction, Stretches
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.ledger import Ledger
 from fsdpctl.engine.unit import ShardedUnit, UnitBuffer
@@ -107,15 +107,18 @@ class GradientReducer:
     def _start(self, unit: ShardedUnit) -> None:
         if not unit.trained_buffers:
             return
-        while not self._plan.fits(unit.name, [each.unit.name for each in self._reducing]):
+        is_first = all(buffer.shard.grad is None for buffer in unit.trained_buffers)
+        others = deque(each.unit.name for each in self._reducing)
+        while not self._plan.fits(unit.name, others, is_first=is_first):
             self._finish_oldest()
+            others.popleft()
         started = _Reducing(unit)
         self._reducing.append(started)  # before its first collective: one that fails loses none
         sent = 0
         for index, buffer in enumerate(unit.trained_buffers):
             gradients = self._to_send(unit, index, buffer)
             sent += sum(values.nbytes for _, values in gradients)
-            reduction = self._mesh.shard.reduce_scatter(gradients, buffer.layout.parts)
+            reduction = self._send(buffer, gradients)
             started.reductions.append((reduction, buffer.held_gradients))
             buffer.held_gradients = None
             if reduction.workspace_nbytes:
@@ -138,13 +141,28 @@ class GradientReducer:
             return gradients
         return [(Span(0, buffer.layout.numel), self._hold(unit, index, buffer))]
 
+    def _send(self, buffer: UnitBuffer, gradients: Stretches) -> Reduction:
+        collectives = self._mesh.shard
+        if self._adds_whole(buffer):
+            ((_, whole),) = gradients
+            return InPlace(collectives.start_all_reduce(whole))
+        return collectives.reduce_scatter(gradients, buffer.layout.parts)
+
+    def _adds_whole(self, buffer: UnitBuffer) -> bool:
+        return buffer.shard.is_replicated and self._mesh.shard.adds_whole
+
+    def _scales(self, buffer: UnitBuffer) -> tuple[float, float]:
+        """What gradients are multiplied with when they are copied, and their sum."""
+        scale = 1 / self._mesh.world.size
+        return (scale, 1.0) if self._adds_whole(buffer) else (1.0, scale)
+
     def _finish_oldest(self) -> None:
         started = self._reducing.popleft()
         unit = started.unit
         waiting, started.reductions = started.reductions, []
         sums = [self._take_sum(unit, index, waiting.pop(0)) for index in range(len(waiting))]
-        combines = self._mesh.replicas or any(b.shard.is_replicated for b in unit.trained_buffers)
-        if not combines:
+        whole = (b.shard.is_replicated and not self._adds_whole(b) for b in unit.trained_buffers)
+        if not self._mesh.replicas and not any(whole):
             for index, total in enumerate(sums):
                 self._add_gradient(unit, index, total)
             self.ledger.note(EventKind.REDUCED, unit.name)
@@ -179,7 +197,9 @@ class GradientReducer:
             mean = torch.empty_like(shard.master)
         self.ledger.allocate(Buffer.SUM, unit.name, index, mean.nbytes)
         dtype = torch.promote_types(self._dtype(buffer), mean.dtype)
-        reduction.finish(shard.view(mean, shard.owned), 1 / self._mesh.world.size, dtype)
+        part = mean if self._adds_whole(buffer) else shard.view(mean, shard.owned)
+        _, after = self._scales(buffer)
+        reduction.finish(part, after, dtype)
         self.ledger.free(Buffer.WORKSPACE, unit.name, index)
         self.ledger.free(Buffer.WHOLE_GRADS, unit.name, index)
         return mean
@@ -211,11 +231,12 @@ class GradientReducer:
 
     def _hold(self, unit: ShardedUnit, index: int, buffer: UnitBuffer) -> Tensor:
         """The whole gradient in one buffer, with all that has arrived."""
+        before, _ = self._scales(buffer)
         if buffer.held_gradients is None:
-            buffer.held_gradients = buffer.first_gradients(self._dtype(buffer))
+            buffer.held_gradients = buffer.first_gradients(self._dtype(buffer), before)
             nbytes = buffer.held_gradients.nbytes
             self.ledger.allocate(Buffer.WHOLE_GRADS, unit.name, index, nbytes)
         else:
-            buffer.add_gradients(buffer.held_gradients)
+            buffer.add_gradients(buffer.held_gradients, before)
         buffer.forget_arrived()
         return buffer.held_gradients

@@ -87,8 +87,8 @@ class UnitBuffer:
         return together
 
     @torch.no_grad()
-    def first_gradients(self, dtype: torch.dtype) -> Tensor:
-        """The gradients that have arrived, in a new flat buffer; zeros elsewhere."""
+    def first_gradients(self, dtype: torch.dtype, scale: float) -> Tensor:
+        """The gradients that have arrived times `scale`, in a new flat buffer; zeros elsewhere."""
         flat = torch.empty(self.layout.numel, dtype=dtype, device=self.whole.device)
         views = self.param_views(flat)
         arrived = self._arrived_gradients()
@@ -96,16 +96,23 @@ class UnitBuffer:
         zeros += [view for index, view in enumerate(views) if index not in arrived]
         if zeros:
             torch._foreach_zero_(zeros)
-        if arrived:
-            torch._foreach_copy_([views[index] for index in arrived], list(arrived.values()))
+        targets, sources = [views[index] for index in arrived], list(arrived.values())
+        if arrived and (scale == 1 or dtype != sources[0].dtype):
+            torch._foreach_copy_(targets, sources)
+            if scale != 1:
+                flat.mul_(scale)
+        else:
+            for target, source in zip(targets, sources, strict=True):
+                torch.mul(source, scale, out=target)  # copied and scaled in one pass
         return flat
 
     @torch.no_grad()
-    def add_gradients(self, flat: Tensor) -> None:
-        """Add the gradients that have arrived to a flat buffer."""
+    def add_gradients(self, flat: Tensor, scale: float) -> None:
+        """Add the gradients that have arrived times `scale` to a flat buffer."""
         views, arrived = self.param_views(flat), self._arrived_gradients()
         if arrived:
-            torch._foreach_add_([views[index] for index in arrived], list(arrived.values()))
+            targets = [views[index] for index in arrived]
+            torch._foreach_add_(targets, list(arrived.values()), alpha=scale)
 
     def _arrived_gradients(self) -> dict[int, Tensor]:
         gradients = {index: self.params[index].grad for index in sorted(self.arrived)}

@@ -155,7 +155,12 @@ def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
         plan.strategy,
         plan.prefetch,
         reduces=plan.reduces,
-        reductions=plan_reductions(plan.layouts, lambda _: plan.sizes.reduce, combines=combines),
+        reductions=plan_reductions(
+            plan.layouts,
+            lambda _: plan.sizes.reduce,
+            combines=combines,
+            stays=place.stays(plan.strategy, plan.sizes),
+        ),
     )
     masters, states = _states(plan, place.rank)
     always = sum(slot.nbytes for slot in slots if units[slot.units[0]].resident)

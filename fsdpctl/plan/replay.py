@@ -9,6 +9,7 @@ from fsdpctl.plan.slots import SlotSpec
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.transport import (
     Transport,
+    adds_whole,
     gradient_stretches,
     reduce_workspace,
     sends_in_place,
@@ -37,7 +38,13 @@ class RankPlace:
 
     def combines(self, strategy: Strategy) -> bool:
         """Whether a reduction is followed by a second collective."""
-        return self.num_replicas > 1 or (self.size > 1 and not strategy.shards_grads)
+        puts_together = not strategy.shards_grads and not adds_whole(self.transport, self.size)
+        return self.num_replicas > 1 or (self.size > 1 and puts_together)
+
+    def stays(self, strategy: Strategy, sizes: Itemsizes) -> bool:
+        """Whether a sum stays in the buffer that it was added in, without more memory."""
+        adds = self.size > 1 and adds_whole(self.transport, self.size)
+        return adds and not strategy.shards_grads and sizes.reduce == sizes.master
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,8 @@ def unit_bytes(
     def flat(layout: FlatLayout) -> FlatBytes:
         kept = layout.parts[place.rank].numel if strategy.shards_grads else layout.numel
         workspace = reduce_workspace(place.transport, layout.parts, place.rank)
+        if not strategy.shards_grads and adds_whole(place.transport, place.size):
+            workspace = 0
         held = fresh = Sending(layout.numel * sizes.reduce, workspace * sizes.reduce)
         if strategy.shards_grads and sends_in_place(place.transport, layout.parts):
             sent = sum(span.numel for span, _ in gradient_stretches(layout))

@@ -110,20 +110,36 @@ class Reductions:
     nbytes: Mapping[str, int]  # of every unit's gradients, as they are reduced
     budget: int  # how many bytes may be on their way before one reduction is waited for
     combines: bool = False  # whether each is followed by a second collective
+    stays: bool = False  # whether a first sum stays in the buffer that it was added in
 
-    def fits(self, unit: str, others: Iterable[str]) -> bool:
-        """Whether `unit` may be on its way together with `others`."""
+    def fits(self, unit: str, others: Iterable[str], *, is_first: bool = False) -> bool:
+        """Whether `unit` may be on its way together with `others`.
+
+        `is_first` says that there is no earlier gradient to add to: a sum that stays costs nothing.
+        """
+        if self.stays and is_first:
+            return True
         sizes = [self.nbytes[each] for each in others]
         return not sizes or sum(sizes) + self.nbytes[unit] <= self.budget
 
 
 def plan_reductions(
-    layouts: Mapping[str, Sequence[FlatLayout]], itemsize: Itemsize, *, combines: bool
+    layouts: Mapping[str, Sequence[FlatLayout]],
+    itemsize: Itemsize,
+    *,
+    combines: bool = False,
+    stays: bool = False,
 ) -> Reductions:
     """Let as much be on its way as the largest unit has, or twice that where it has two bytes each.
 
     Two reductions of two bytes an element cost what one of four does. The order of collectives
     follows from this, so it depends on nothing that differs between ranks.
+
+    Args:
+        layouts: of every unit.
+        itemsize: bytes of one element, as it is reduced.
+        combines: whether each reduction is followed by a second collective.
+        stays: whether a first sum stays in the buffer that it was added in.
     """
     trained = {
         name: [layout for layout in of_unit if layout.params[0].trainable]
@@ -134,7 +150,8 @@ def plan_reductions(
         for name, of_unit in trained.items()
     }
     widest = max((itemsize(each) for of_unit in trained.values() for each in of_unit), default=4)
-    return Reductions(nbytes, max(nbytes.values()) * (1 if widest > 2 else 2), combines)
+    budget = max(nbytes.values()) * (1 if widest > 2 else 2)
+    return Reductions(nbytes, budget, combines, stays)
 
 
 class _Simulation:
@@ -148,6 +165,7 @@ class _Simulation:
         self.gathered: set[str] = set()
         self.whole: set[str] = set()
         self.reducing: list[str] = []
+        self.reduced: set[str] = set()
         self.combining: list[str] = []
 
     def note(self, kind: EventKind, unit: str) -> None:
@@ -177,8 +195,10 @@ class _Simulation:
         if not reduces:
             self.note(EventKind.HOLD, unit)
             return
-        while not self.reductions.fits(unit, self.reducing):
+        is_first = unit not in self.reduced
+        while not self.reductions.fits(unit, self.reducing, is_first=is_first):
             self.finish_reduction()
+        self.reduced.add(unit)
         self.note(EventKind.REDUCE, unit)
         self.reducing.append(unit)
 

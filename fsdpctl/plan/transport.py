@@ -25,6 +25,15 @@ def sends_in_place(transport: Transport, parts: Sequence[Span]) -> bool:
     return transport is Transport.GLOO and len(parts) > 1 and is_direct
 
 
+def adds_whole(transport: Transport, size: int) -> bool:
+    """Whether whole gradients that every rank keeps are added by the backend's all-reduce.
+
+    Two ranks add alike in any order. Among more gloo adds in the order of a ring, so that the parts
+    are added as everywhere else, in rank order, and then put together.
+    """
+    return transport is Transport.NCCL or size == 2
+
+
 def reduce_workspace(transport: Transport, parts: Sequence[Span], rank: int) -> int:
     """Elements that a reduce-scatter over `parts` allocates on `rank`; NCCL works in place."""
     own, size = parts[rank].numel, len(parts)

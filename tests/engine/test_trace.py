@@ -50,7 +50,8 @@ def planned_events(
     place = RankPlace(mesh.shard.rank, mesh.shard.size, mesh.num_replicas, Transport.GLOO)
     combines = place.combines(strategy)
     of_units = unit_bytes(layouts, slots, strategy, sizes, place)
-    reductions = plan_reductions(layouts, lambda _: sizes.reduce, combines=combines)
+    stays = place.stays(strategy, sizes)
+    reductions = plan_reductions(layouts, lambda _: sizes.reduce, combines=combines, stays=stays)
     return tuple(
         Replay(of_units, combines=combines).play(
             [
