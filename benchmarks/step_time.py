@@ -7,9 +7,6 @@ to read are ratios: what an engine adds to the floor, over what FSDP2 adds to it
 """
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -22,6 +19,7 @@ from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.contestants import CONTESTANTS, Step
+from benchmarks.report import write_report
 from fsdpctl.config.schema import ModelConfig
 from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.registry import initialize_parameter
@@ -97,24 +95,10 @@ def _rank_main(rank: int, words: argparse.Namespace, rendezvous: str) -> None:
             results.append({"size": size, "dtype": dtype, "engines": figures})
             if rank == 0:
                 print(_table(size, dtype, figures), flush=True)
-                _write(words, results)  # after each: a run that is cut short keeps what it has
+                # After each: a run that is cut short keeps what it has.
+                about = {"backend": "gloo", "world_size": words.world_size, "rounds": words.rounds}
+                write_report(words.out, "step_time", results, **about)
     dist.destroy_process_group()
-
-
-def _write(words: argparse.Namespace, results: list[dict[str, Any]]) -> None:
-    if words.out is None:
-        return
-    about = {
-        "benchmark": "step_time",
-        "torch": torch.__version__,
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "backend": "gloo",
-        "world_size": words.world_size,
-        "rounds": words.rounds,
-        "results": results,
-    }
-    words.out.parent.mkdir(parents=True, exist_ok=True)
-    words.out.write_text(json.dumps(about, indent=2) + "\n")
 
 
 def _table(size: str, dtype: str, figures: dict[str, Any]) -> str:

@@ -87,8 +87,9 @@ def _own_group(
     key = (tuple(map(tuple, groups)), device_type, purpose)
     if key not in made:
         options = default._get_backend(torch.device(device_type)).options
+        timeout = None if options is None else options._timeout  # torch's fake backend has none
         own, _ = dist.new_subgroups_by_enumeration(
-            [list(ranks) for ranks in groups], timeout=options._timeout
+            [list(ranks) for ranks in groups], timeout=timeout
         )
         assert isinstance(own, dist.ProcessGroup)
         made[key] = own

@@ -31,6 +31,11 @@ class OutermostBackward:
         return self._number != _NONE
 
     @property
+    def is_live(self) -> bool:
+        """Whether one has begun and neither ended nor failed."""
+        return self._ending is not None and self._ending() is not None
+
+    @property
     def is_running_here(self) -> bool:
         """Whether autograd is in it, and not in one nested in it."""
         return self._number == current_backward() != _NONE
@@ -50,6 +55,7 @@ class OutermostBackward:
     def end(self) -> None:
         """It is over, or forgotten."""
         self._number = _NONE
+        self._ending = None
 
     @staticmethod
     def keeps_graph() -> bool:

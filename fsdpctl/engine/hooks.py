@@ -19,16 +19,26 @@ def _made_from(outputs: object, inputs: "_Inputs") -> list[Tensor]:
         return []
     return [
         leaf
-        for leaf in tree_leaves(outputs)
+        for leaf in _leaves(outputs)
         if isinstance(leaf, Tensor) and leaf.requires_grad and not inputs.has_untouched(leaf)
     ]
+
+
+def _leaves(value: object) -> list[object]:
+    """What `tree_leaves` gives; it is slow where there is no tree."""
+    if isinstance(value, Tensor):
+        return [value]
+    if type(value) is tuple and all(isinstance(each, Tensor) for each in value):
+        return list(value)
+    leaves: list[object] = tree_leaves(value)
+    return leaves
 
 
 class _Inputs:
     """What a forward was given, to tell whether it made something else of it."""
 
-    def __init__(self, *values: object) -> None:
-        leaves = tree_leaves(values) if torch.is_grad_enabled() else ()
+    def __init__(self, values: object = ()) -> None:
+        leaves = _leaves(values) if torch.is_grad_enabled() else ()
         self._versions = {
             id(leaf): leaf._version
             for leaf in leaves
@@ -70,7 +80,7 @@ def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal given
         runtime.begin_unit(unit)
-        given = _Inputs(args, kwargs)
+        given = _Inputs((*args, *kwargs.values()))
 
     def after(module: nn.Module, args: Any, outputs: Any) -> None:
         nonlocal given
@@ -90,9 +100,15 @@ def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
 def hook_gradients(runtime: Runtime, unit: ShardedUnit) -> None:
     """Events of each trainable parameter's gradient."""
 
+    backward = runtime.backward
+
     def watch(buffer: UnitBuffer, index: int) -> None:
-        def arrived(param: Tensor) -> None:
-            runtime.gradient_arrived(unit, buffer, index)
+        note = buffer.arrived.add
+
+        def arrived(param: Tensor) -> None:  # called for every parameter: as short as can be
+            if not backward.is_live:
+                runtime.begin_backward()  # of something that does not come out of a module
+            note(index)
 
         runtime.hooks.append(buffer.params[index].register_post_accumulate_grad_hook(arrived))
 

@@ -59,19 +59,24 @@ class GradientReducer:
         self._reducing: deque[_Reducing] = deque()
         self._combining: deque[_Combining] = deque()  # what follows where a part is not enough
 
+    @torch.no_grad()
     def hold(self, unit: ShardedUnit) -> None:
         """Add the gradients that have arrived to those that wait for a later backward."""
         for index, buffer in enumerate(unit.trained_buffers):
             self._hold(unit, index, buffer)
         self.ledger.note(EventKind.HOLD, unit.name)
 
+    @torch.no_grad()
     def advance(self, last: ShardedUnit | None = None) -> None:
         """Start the reductions up to that of `last`, or all that are left."""
-        stop = len(self.units) if last is None else self.units.index(last) + 1
-        while self._next < stop:
-            self._start(self.units[self._next])
+        while self._next < len(self.units):
+            unit = self.units[self._next]
+            self._start(unit)
             self._next += 1
+            if unit is last:
+                return
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Wait until every started reduction has ended, and begin anew."""
         while self._reducing:
@@ -177,7 +182,6 @@ class GradientReducer:
         self.ledger.note(EventKind.COMBINE, unit.name, sum(total.nbytes for total in sums))
         self._combining.append(_Combining(unit, handles))
 
-    @torch.no_grad()
     def _take_sum(
         self, unit: ShardedUnit, index: int, waiting: tuple[Reduction, Tensor | None]
     ) -> Tensor:
@@ -216,7 +220,6 @@ class GradientReducer:
             self._add_gradient(started.unit, index, handle.wait())
         self.ledger.note(EventKind.COMBINED, started.unit.name)
 
-    @torch.no_grad()
     def _add_gradient(self, unit: ShardedUnit, index: int, gradient: Tensor) -> None:
         shard = unit.trained_buffers[index].shard
         self.ledger.free(Buffer.SUM, unit.name, index)

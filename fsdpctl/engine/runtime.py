@@ -17,13 +17,13 @@ from fsdpctl.engine.backward import OutermostBackward, in_backward
 from fsdpctl.engine.calls import Call, Calls
 from fsdpctl.engine.gatherer import Gatherer
 from fsdpctl.engine.reduction import GradientReducer
-from fsdpctl.engine.unit import ShardedUnit, UnitBuffer
+from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.schedule import (
     EventKind,
     Prefetch,
     UnitOrder,
-    following,
+    all_following,
 )
 from fsdpctl.plan.strategy import Strategy
 
@@ -42,10 +42,10 @@ class Runtime:
         reducer: GradientReducer,
     ) -> None:
         self.units = {unit.name: unit for unit in units}
-        self.order = order
-        self.root = self.units[order.root]
         self.strategy = strategy
         self.prefetch = prefetch
+        self._follow(order)
+        self.root = self.units[order.root]
         self.mesh = mesh
         self.reduces = True  # whether backward reduces what it finds
         self.hooks: list[RemovableHandle] = []
@@ -57,9 +57,17 @@ class Runtime:
         self.holds_back = False  # whether there is something that no backward has reduced
         self.lost_gradients = False  # an exception dropped gradients that were there
         self._calls = Calls()
-        self._backward = OutermostBackward()
+        self.backward = OutermostBackward()
         self._learns_order = strategy.shards_params  # others reduce as planned on every rank
         self._num_closed = 0  # units whose backward is over, in the order of reduction
+
+    def _follow(self, order: UnitOrder) -> None:
+        """Plan with `order` from now on: what is asked for at every unit is looked up."""
+        depth = self.prefetch
+        self.order = order
+        self._reduction = tuple(self.units[name] for name in order.reduction)
+        self._forward_ahead = all_following(order.forward, depth.forward)
+        self.backward_ahead = all_following(order.backward, depth.backward)
 
     @property
     def device(self) -> torch.device:
@@ -95,7 +103,7 @@ class Runtime:
 
     def begin_forward(self) -> None:
         """The outermost module starts."""
-        if self._backward.has_failed:
+        if self.backward.has_failed:
             self.lost_gradients = True
             self.recover()
         self._calls.begin_forward(tracks=torch.is_grad_enabled())
@@ -111,7 +119,7 @@ class Runtime:
             self.gatherer.use(unit)
             unit.was_used_in_backward = True
             return
-        self.gatherer.use(unit, following(self.order.forward, unit.name, self.prefetch.forward))
+        self.gatherer.use(unit, self._forward_ahead[unit.name])
         unit.is_running = True
         self._calls.ran(unit.name, tracks=torch.is_grad_enabled())
 
@@ -134,11 +142,11 @@ class Runtime:
 
     def begin_backward(self) -> None:
         """The first gradient of a backward is there, as a rule that of the outermost output."""
-        if self._backward.has_failed:
+        if self.backward.has_failed:
             self.lost_gradients = True
             self.recover()
-        if not self._backward.has_begun:
-            self._backward.begin(self.end_backward)
+        if not self.backward.has_begun:
+            self.backward.begin(self.end_backward)
         self.gatherer.use(self.root)
 
     def open_call(self, unit: ShardedUnit) -> Call | None:
@@ -147,34 +155,28 @@ class Runtime:
 
     def begin_unit_backward(self, unit: ShardedUnit, call: Call | None) -> None:
         """The gradient of one of a call's outputs is there."""
-        if not self._backward.has_begun or self._backward.has_failed:
+        if not self.backward.is_live:
             self.begin_backward()  # the loss does not come from the outermost module's output
         over: list[ShardedUnit] = []
-        if self._backward.is_running_here and call is not None:
+        if self.backward.is_running_here and call is not None:
             self._calls.begin(call)
             over = list(self._over_before(unit, call))
         # Room is made, and what comes next is on its way, before gradients are sent.
         for each in over:
             self._let_go(each)
         if unit.name not in self.order.needs_no_backward_gather:
-            ahead = following(self.order.backward, unit.name, self.prefetch.backward)
-            self.gatherer.use(unit, ahead)
+            self.gatherer.use(unit, self.backward_ahead[unit.name])
             unit.was_used_in_backward = True
         for each in over:
             self._reduce(each)
 
-    def gradient_arrived(self, unit: ShardedUnit, buffer: UnitBuffer, index: int) -> None:
-        """A parameter's gradient is complete."""
-        if not self._backward.has_begun or self._backward.has_failed:
-            self.begin_backward()  # of something that does not come out of a module
-        buffer.arrived.add(index)
-
     def _over_before(self, unit: ShardedUnit, call: Call) -> Iterator[ShardedUnit]:
         """The backward of `unit` begins: the units whose own is over with that."""
-        for name in self.order.reduction[self._num_closed :]:
-            if name == unit.name or not self._calls.is_over(name, call):
+        for number in range(self._num_closed, len(self._reduction)):
+            other = self._reduction[number]
+            if other is unit or not self._calls.is_over(other.name, call):
                 return
-            yield self.units[name]
+            yield other
 
     def _let_go(self, unit: ShardedUnit) -> None:
         """The unit's parameters are no longer needed."""
@@ -203,7 +205,7 @@ class Runtime:
 
     def end_backward(self) -> None:
         """Autograd has done all it had to do."""
-        rest = [self.units[name] for name in self.order.reduction[self._num_closed :]]
+        rest = self._reduction[self._num_closed :]
         for unit in rest:
             self._let_go(unit)
         self.gatherer.rest()
@@ -213,9 +215,9 @@ class Runtime:
             self.when_all_is_sent()
             self.reducer.finish()
         self.holds_back = not self.reduces
-        self._calls.end_backward(keeps_graph=self._backward.keeps_graph())
+        self._calls.end_backward(keeps_graph=self.backward.keeps_graph())
         self._num_closed = 0
-        self._backward.end()
+        self.backward.end()
         self._settle_order()
         for unit in self.units.values():
             if any(buffer.arrived for buffer in unit.buffers):
@@ -237,8 +239,8 @@ class Runtime:
                 f"are gathered ahead in the order {', '.join(seen)}",
                 stacklevel=2,
             )
-            self.order = replace(self.order, forward=seen)
-            self.reducer.units = tuple(self.units[name] for name in self.order.reduction)
+            self._follow(replace(self.order, forward=seen))
+            self.reducer.units = self._reduction
 
     # ---- between steps -------------------------------------------------------------------
 
@@ -249,11 +251,11 @@ class Runtime:
         self._calls.forget()
         self.holds_back = False
         self._num_closed = 0
-        self._backward.end()
+        self.backward.end()
 
     def drop_gradients(self) -> None:
         """Forget all gradients, wherever they are."""
-        if self._backward.has_failed:
+        if self.backward.has_failed:
             self.recover()
         self.reducer.drop_gradients()
         self.holds_back = self.lost_gradients = False
@@ -264,7 +266,7 @@ class Runtime:
         Raises:
             EngineError: there is nothing that could be stepped with.
         """
-        if self._backward.has_failed or self.lost_gradients:
+        if self.backward.has_failed or self.lost_gradients:
             raise EngineError(
                 "the gradients are incomplete, because a backward ended in an exception: call "
                 "zero_grad() and compute them again"

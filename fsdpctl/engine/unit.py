@@ -7,6 +7,8 @@ holds another unit raises instead; gathering the unit again makes the saved vers
 
 from collections.abc import Sequence
 from enum import Enum, auto
+from itertools import pairwise
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +41,8 @@ class UnitBuffer:
         self.arrived: set[int] = set()  # parameters whose gradient of this backward is there
         self.present: set[int] = set()  # parameters that had one since gradients were dropped
         self.stretches = gradient_stretches(shard.layout)
+        self._gaps = _gaps_after(shard.layout)
+        self._padding = shard.layout.padding
         self._rests = [
             torch.full((), float("nan"), dtype=whole.dtype, device=whole.device).expand(
                 placement.param.shape
@@ -86,37 +90,53 @@ class UnitBuffer:
                 together[within.start : within.stop].copy_(gradient.reshape(-1))
         return together
 
-    @torch.no_grad()
     def first_gradients(self, dtype: torch.dtype, scale: float) -> Tensor:
         """The gradients that have arrived times `scale`, in a new flat buffer; zeros elsewhere."""
         flat = torch.empty(self.layout.numel, dtype=dtype, device=self.whole.device)
-        views = self.param_views(flat)
-        arrived = self._arrived_gradients()
-        zeros = [flat[gap.start : gap.stop] for gap in self.layout.padding]
-        zeros += [view for index, view in enumerate(views) if index not in arrived]
-        if zeros:
-            torch._foreach_zero_(zeros)
-        targets, sources = [views[index] for index in arrived], list(arrived.values())
-        if arrived and (scale == 1 or dtype != sources[0].dtype):
+        gradients = [param.grad for param in self.params]
+        if scale == 1 and dtype == self.whole.dtype and self._have_all_arrived(gradients):
+            self._join(flat, gradients)
+            return flat
+        for gap in self._padding:
+            flat[gap.start : gap.stop].zero_()
+        targets, sources = [], []
+        for index, view in enumerate(self.param_views(flat)):
+            gradient = gradients[index]
+            if gradient is None or index not in self.arrived:
+                view.zero_()
+            elif scale != 1 and gradient.dtype == dtype:
+                torch.mul(gradient, scale, out=view)  # copied and scaled in one pass
+            else:
+                targets.append(view)
+                sources.append(gradient)
+        if targets:
             torch._foreach_copy_(targets, sources)
             if scale != 1:
-                flat.mul_(scale)
-        else:
-            for target, source in zip(targets, sources, strict=True):
-                torch.mul(source, scale, out=target)  # copied and scaled in one pass
+                torch._foreach_mul_(targets, scale)
         return flat
 
-    @torch.no_grad()
+    def _have_all_arrived(self, gradients: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
+        return len(self.arrived) == len(gradients) and all(g is not None for g in gradients)
+
+    def _join(self, flat: Tensor, gradients: Sequence[Tensor]) -> None:
+        """Copy all gradients into `flat`, in one call."""
+        pieces = []
+        for gradient, gap in zip(gradients, self._gaps, strict=True):
+            pieces.append(gradient.reshape(-1))
+            if gap:
+                pieces.append(gradient.new_zeros(gap))
+        end = self.layout.placements[-1].span.stop
+        torch.cat(pieces, out=flat[:end])
+        flat[end:].zero_()
+
     def add_gradients(self, flat: Tensor, scale: float) -> None:
         """Add the gradients that have arrived times `scale` to a flat buffer."""
-        views, arrived = self.param_views(flat), self._arrived_gradients()
-        if arrived:
-            targets = [views[index] for index in arrived]
-            torch._foreach_add_(targets, list(arrived.values()), alpha=scale)
-
-    def _arrived_gradients(self) -> dict[int, Tensor]:
-        gradients = {index: self.params[index].grad for index in sorted(self.arrived)}
-        return {index: each for index, each in gradients.items() if each is not None}
+        views = self.param_views(flat)
+        arrived = [(views[index], self.params[index].grad) for index in self.arrived]
+        targets = [view for view, gradient in arrived if gradient is not None]
+        gradients = [gradient for _, gradient in arrived if gradient is not None]
+        if targets:
+            torch._foreach_add_(targets, gradients, alpha=scale)
 
     def forget_arrived(self) -> None:
         """They were taken from the parameters."""
@@ -133,6 +153,12 @@ class UnitBuffer:
         self.held_gradients = None
         self.arrived.clear()
         self.present.clear()
+
+
+def _gaps_after(layout: FlatLayout) -> tuple[int, ...]:
+    """How many elements of padding follow each parameter but the last."""
+    spans = [placement.span for placement in layout.placements]
+    return (*(after.start - before.stop for before, after in pairwise(spans)), 0)
 
 
 class ShardedUnit:
@@ -155,7 +181,6 @@ class ShardedUnit:
         """Bytes of its parameters when they are whole, padding included."""
         return sum(buffer.whole.nbytes for buffer in self.buffers)
 
-    @torch.no_grad()
     def start_gather(self, collectives: Collectives) -> None:
         """Start to make it whole. The slot must be free."""
         assert self.state is State.AT_REST
@@ -166,7 +191,6 @@ class ShardedUnit:
             handle = collectives.all_gather(buffer.whole, buffer.layout.parts, buffer.shard.master)
             self._handles.append(handle)
 
-    @torch.no_grad()
     def finish_gather(self) -> None:
         """Wait for the gather; afterwards the parameters can be read."""
         assert self.state is State.GATHERING
@@ -182,7 +206,6 @@ class ShardedUnit:
         self.state = State.WHOLE
         self._set_version(self._version)
 
-    @torch.no_grad()
     def release(self) -> None:
         """Give the slot back. The masters keep the values."""
         if self.state is State.GATHERING:

@@ -97,10 +97,9 @@ class UnitOrder:
         return not strategy.reshard_after_forward or unit == self.forward[-1]
 
 
-def following(order: Sequence[str], unit: str, depth: int) -> tuple[str, ...]:
-    """The `depth` units that come after `unit` in `order`."""
-    index = order.index(unit)
-    return tuple(order[index + 1 : index + 1 + depth])
+def all_following(order: Sequence[str], depth: int) -> dict[str, tuple[str, ...]]:
+    """For each unit the `depth` units that come after it in `order`."""
+    return {unit: tuple(order[index + 1 : index + 1 + depth]) for index, unit in enumerate(order)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,17 +219,19 @@ class _Simulation:
     def forward(self, prefetch: Prefetch) -> None:
         order = self.order
         self.use(order.root, order.forward[: prefetch.forward + 1] if prefetch.forward else ())
+        ahead = all_following(order.forward, prefetch.forward)
         for unit in order.forward:
-            self.use(unit, following(order.forward, unit, prefetch.forward))
+            self.use(unit, ahead[unit])
             if not order.keeps_after_forward(unit, self.strategy):
                 self.release(unit)
 
     def backward(self, prefetch: Prefetch, *, reduces: bool) -> None:
         order = self.order
+        ahead = all_following(order.backward, prefetch.backward)
         finished: list[str] = []
         for unit in reversed(order.forward):
             if unit not in order.needs_no_backward_gather:
-                self.use(unit, following(order.backward, unit, prefetch.backward))
+                self.use(unit, ahead[unit])
             for each in finished:
                 self.gradients(each, reduces=reduces)
             self.release(unit)
