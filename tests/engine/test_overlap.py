@@ -1,0 +1,152 @@
+"""Communication hides behind computation: told by a clock that only collectives and blocks move.
+
+The engine runs as it always does; the collectives take time that the clock knows, each kind on a
+channel of its own, and so do the blocks. What is waited for is what was not hidden.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdpctl.comm.base import Handle, InPlace, LocalCollectives, Reduction, Stretches
+from fsdpctl.comm.mesh import Mesh
+from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.precision import Precision
+from fsdpctl.plan.layout import Span
+from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.strategy import get_strategy
+from fsdpctl.plan.units import lay_out
+
+COMPUTE, DELAY = 1.0, 0.9  # of a block's forward, and of a collective
+BLOCKS = 8
+
+
+class Clock:
+    """Time goes on when a block computes, and when somebody waits."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.exposed = {"gather": 0.0, "reduce": 0.0}  # what was waited for
+        self.started = {"gather": 0, "reduce": 0}
+        self._free = {"gather": 0.0, "reduce": 0.0}  # when each channel is
+
+    def start(self, kind: str) -> Callable[[], None]:
+        """A collective begins when its channel is free; the result waits for its end."""
+        end = max(self.now, self._free[kind]) + DELAY
+        self._free[kind] = end
+        self.started[kind] += 1
+
+        def wait() -> None:
+            self.exposed[kind] += max(0.0, end - self.now)
+            self.now = max(self.now, end)
+
+        return wait
+
+
+class Compute(torch.autograd.Function):
+    """The time of a block, and twice as much backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Clock) -> Tensor:
+        """As long as a block computes."""
+        ctx.clock = clock
+        clock.now += COMPUTE
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Twice as long."""
+        ctx.clock.now += 2 * COMPUTE
+        return gradient.clone(), None
+
+
+class Block(nn.Module):
+    """A matrix that takes its time."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.clock = clock
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute, and let the clock know."""
+        made: Tensor = Compute.apply(self.layer(x), self.clock)
+        return made
+
+
+class DelayedCollectives(LocalCollectives):
+    """One rank, whose collectives take time nevertheless."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def all_gather(self, whole: Tensor, parts: Sequence[Span], shard: Tensor | None) -> Handle:
+        """Ready after a while."""
+        wait, done = self.clock.start("gather"), super().all_gather(whole, parts, shard)
+
+        def finish() -> Tensor:
+            wait()
+            return done.wait()
+
+        return Handle(finish)
+
+    def reduce_scatter(self, gradients: Stretches, parts: Sequence[Span]) -> Reduction:
+        """Ready after a while."""
+        wait, ((_, whole),) = self.clock.start("reduce"), gradients
+
+        def finish() -> Tensor:
+            wait()
+            return whole
+
+        return InPlace(Handle(finish))
+
+
+def run(strategy: str, prefetch: Prefetch) -> Clock:
+    """The clock after a forward and a backward."""
+    clock = Clock()
+    net = nn.Sequential(*(Block(clock) for _ in range(BLOCKS)))
+    collectives, row = DelayedCollectives(clock), get_strategy(strategy)
+    specs = divide_module(net, ["Block"])
+    runtime = build_runtime(
+        net,
+        Division(specs, lay_out(specs, 1)),
+        Mesh(collectives, collectives, None),
+        Source(torch.device("cpu")),
+        strategy=row,
+        prefetch=prefetch,
+        precision=Precision(),
+    )
+    model = ShardedModel(net, runtime, row)
+    model(torch.ones(2, 8)).sum().backward()
+    return clock
+
+
+def hidden_share(clock: Clock, kind: str) -> float:
+    """Of the time of all collectives of a kind but one: the first gather, the last reduction."""
+    return 1 - (clock.exposed[kind] - DELAY) / ((clock.started[kind] - 1) * DELAY)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_prefetch_hides_what_can_be_hidden(strategy: str, depth: int) -> None:
+    clock = run(strategy, Prefetch(depth, depth))
+    assert clock.started["reduce"] == BLOCKS
+    assert hidden_share(clock, "gather") >= 0.8
+    assert hidden_share(clock, "reduce") >= 0.8
+
+
+def test_without_prefetch_every_gather_is_waited_for() -> None:
+    clock = run("full_shard", Prefetch(0, 0))
+    assert clock.started["gather"] == 2 * BLOCKS - 1  # the last block stays
+    assert hidden_share(clock, "gather") <= 0.01
+    assert hidden_share(clock, "reduce") >= 0.8
+
+
+@pytest.mark.parametrize(("prefetch", "exposed"), [(Prefetch(1, 0), 7.2), (Prefetch(0, 1), 7.2)])
+def test_each_direction_hides_its_own(prefetch: Prefetch, exposed: float) -> None:
+    clock = run("full_shard", prefetch)
+    assert clock.exposed["gather"] == pytest.approx(exposed)
