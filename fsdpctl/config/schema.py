@@ -197,6 +197,9 @@ class TrainConfig:
     log_every: int = key(50, "steps between plain progress lines", minimum=1)
     sample_tokens: int = key(200, "tokens generated at the end; 0: none", minimum=0)
     on_nonfinite: str = key("stop", "at a non-finite loss or gradient", choices=("stop", "skip"))
+    loss_chunk_tokens: int | None = key(
+        None, "tokens of a pass whose logits exist at a time; 0: all", minimum=0, auto=True
+    )
     compile: bool = key(False, "torch.compile each block")
     deterministic: bool = key(False, "CUDA: only kernels that repeat their results")
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from fsdpctl.config.schema import ModelConfig
 from fsdpctl.models.rope import rotate, rotation
@@ -109,13 +110,46 @@ class _Backbone(nn.Module):
         return out
 
 
+class Head(nn.Linear):
+    """The projection to the vocabulary, or the loss of what it gives.
+
+    Note: why torch's `linear_cross_entropy` is not used. It saves the same memory, and returns the
+    loss in the dtype of the hidden states: a sum over thousands of tokens in bfloat16.
+    """
+
+    def __init__(self, width: int, vocab_size: int) -> None:
+        super().__init__(width, vocab_size, bias=False)
+
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, chunk_tokens: int | None = None
+    ) -> Tensor:
+        """Logits of shape (..., vocab_size); with `targets` the summed cross entropy, in float32.
+
+        A target of -100 does not count. With `chunk_tokens`, logits exist for so many tokens at a
+        time, and are computed again in backward.
+        """
+        if targets is None:
+            return super().forward(x)
+        x, targets = x.flatten(0, -2), targets.flatten()
+        if chunk_tokens is None or len(targets) <= chunk_tokens:
+            return self._loss(x, targets)
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        for chunk, wanted in zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+            loss = loss + checkpoint(self._loss, chunk, wanted, use_reentrant=False)
+        return loss
+
+    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        logits = super().forward(x).float()
+        return F.cross_entropy(logits, targets, reduction="sum")
+
+
 class LlamaDecoder(nn.Module):
-    """Token ids in, next-token logits out."""
+    """Token ids in, next-token logits or their loss out."""
 
     def __init__(self, config: ModelConfig, head_dim: int, vocab_size: int) -> None:
         super().__init__()
         self.model = _Backbone(config, head_dim, vocab_size)
-        self.lm_head = nn.Linear(config.hidden_size, vocab_size, bias=False)
+        self.lm_head = Head(config.hidden_size, vocab_size)
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -128,7 +162,13 @@ class LlamaDecoder(nn.Module):
         """The output head."""
         return self.lm_head
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Shape (batch, length) in, (batch, length, vocab_size) out."""
-        logits: Tensor = self.lm_head(self.model(tokens))
-        return logits
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, chunk_tokens: int | None = None
+    ) -> Tensor:
+        """Shape (batch, length) in, (batch, length, vocab_size) out.
+
+        With `targets`, shaped like `tokens`: the cross entropy in nats, summed over the targets
+        that count; with `chunk_tokens` without ever having the logits of more tokens than that.
+        """
+        out: Tensor = self.lm_head(self.model(tokens), targets, chunk_tokens)
+        return out

@@ -57,6 +57,7 @@ class Trainer:
         config = parts.config
         assert config.train.steps is not None
         self.total_steps = config.train.steps
+        self._chunk_tokens = config.train.loss_chunk_tokens or 0
         self._metrics = (
             MetricsFile(parts.run_dir / "metrics.jsonl", done.step) if self._is_main else None
         )
@@ -149,7 +150,7 @@ class Trainer:
             is_last = micro_step == plan.num_micro_batches - 1
             holds = config.accumulation.name == "last" and not is_last
             with parts.model.no_sync() if holds else contextlib.nullcontext():
-                loss = summed_loss(parts.model, batch, parts.device)
+                loss = summed_loss(parts.model, batch, parts.device, self._chunk_tokens)
                 (loss / nominal).backward()
             loss_sum += loss.detach()
             tokens += int((batch.targets >= 0).sum())
@@ -202,7 +203,12 @@ class Trainer:
             return
         at_most = 0 if last else parts.config.train.eval_batches
         loss = validation_loss(
-            parts.model, parts.val_batches, self._ranks, parts.device, at_most=at_most
+            parts.model,
+            parts.val_batches,
+            self._ranks,
+            parts.device,
+            at_most=at_most,
+            chunk_tokens=self._chunk_tokens,
         )
         if self._metrics is not None:
             self._metrics.write({"step": self.step, "val_loss": loss})

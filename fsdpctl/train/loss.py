@@ -8,13 +8,17 @@ from fsdpctl.comm.base import Collectives
 from fsdpctl.data.batches import IGNORED, Batches, MicroBatch
 
 
-def summed_loss(model: nn.Module, batch: MicroBatch, device: torch.device) -> Tensor:
-    """Cross entropy in nats, in float32, summed over the targets that count."""
-    logits = model(batch.tokens.to(device, non_blocking=True))
+def summed_loss(
+    model: nn.Module, batch: MicroBatch, device: torch.device, chunk_tokens: int
+) -> Tensor:
+    """Cross entropy in nats, in float32, summed over the targets that count.
+
+    Logits exist for `chunk_tokens` tokens at a time, or for all if that is 0.
+    """
+    tokens = batch.tokens.to(device, non_blocking=True)
     targets = batch.targets.to(device, non_blocking=True)
-    return F.cross_entropy(
-        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    loss: Tensor = model(tokens, targets, chunk_tokens or None)
+    return loss
 
 
 @torch.no_grad()
@@ -25,6 +29,7 @@ def validation_loss(
     device: torch.device,
     *,
     at_most: int,
+    chunk_tokens: int,
 ) -> float:
     """Mean nats per token over the validation data. Collective.
 
@@ -35,12 +40,18 @@ def validation_loss(
     for number in range(batches.num_validation_batches(at_most)):
         for micro_step in range(batches.plan.num_micro_batches):
             batch = batches.validation(number, collectives.rank, micro_step)
-            logits = model(batch.tokens.to(device))
-            targets = batch.targets.to(device).flatten()
-            losses = F.cross_entropy(
-                logits.float().flatten(0, 1), targets, ignore_index=IGNORED, reduction="none"
-            )
-            total[0] += losses.double().sum()
-            total[1] += (targets != IGNORED).sum()
+            total[0] += _pass_loss(model, batch, device, chunk_tokens)
+            total[1] += (batch.targets != IGNORED).sum().to(device)
     summed, count = collectives.all_reduce(total).tolist()
     return float(summed / count)
+
+
+def _pass_loss(
+    model: nn.Module, batch: MicroBatch, device: torch.device, chunk_tokens: int
+) -> Tensor:
+    if chunk_tokens:
+        return summed_loss(model, batch, device, chunk_tokens)
+    logits = model(batch.tokens.to(device)).float().flatten(0, 1)
+    targets = batch.targets.to(device).flatten()
+    losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+    return losses.double().sum()

@@ -1,0 +1,106 @@
+"""The loss in chunks: the same loss and gradients, and never more logits than a chunk's."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.engine.shard import shard_model
+from fsdpctl.models.llama import LlamaDecoder
+from fsdpctl.models.registry import build_model, initialize_parameter
+from fsdpctl.train.resolve import resolve
+from tests.cli.run import TINY, make_text
+from tests.distributed import distributed
+
+VOCAB, LENGTH = 64, 25
+
+
+def decoder(*, tied: bool) -> LlamaDecoder:
+    words = [f"model.vocab_size={VOCAB}", f"model.tie_embeddings={str(tied).lower()}"]
+    model = build_model(compose_config([*TINY, *words]).config.model).to_empty(device="cpu")
+    assert isinstance(model, LlamaDecoder)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            initialize_parameter(name, param, seed=0, std=0.1)
+    return model.double()
+
+
+def batch(rank: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    tokens, targets = torch.randint(0, VOCAB, (2, 2, LENGTH), generator=generator).unbind()
+    targets[0, :3] = -100
+    return tokens, targets
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("chunk", [1, 7, 25, 50, 1000])
+def test_chunks_give_the_same_loss_and_gradients(tied: bool, chunk: int) -> None:
+    whole, chunked = decoder(tied=tied), decoder(tied=tied)
+    expected, found = whole(*batch()), chunked(*batch(), chunk)
+    expected.backward()
+    found.backward()
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    for one, other in zip(whole.parameters(), chunked.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-5, atol=1e-7)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that the softmax of any logits had."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **kwargs or {})
+        if func.overloadpacket.__name__ == "_log_softmax":
+            self.numel = max(self.numel, made.numel())
+        return made
+
+
+@pytest.mark.parametrize(("chunk", "tokens"), [(None, 2 * LENGTH), (7, 7), (20, 20)])
+def test_logits_exist_for_one_chunk_at_a_time(chunk: int | None, tokens: int) -> None:
+    with Largest() as largest:
+        decoder(tied=False)(*batch(), chunk).backward()
+    assert largest.numel == tokens * VOCAB
+
+
+@distributed(world_size=2)
+def test_a_sharded_model_takes_its_loss_in_chunks(rank: int, world_size: int) -> None:
+    for tied in (False, True):
+        for strategy in ("full_shard", "no_shard"):
+            alone = decoder(tied=tied)
+            (sum(alone(*batch(each)) for each in range(world_size)) / world_size).backward()
+            model = shard_model(decoder(tied=tied), strategy)
+            model(*batch(rank), 7).backward()
+            for shard in model.flat_shards():
+                gradients = dict(alone.named_parameters())
+                for piece in shard.held_pieces():
+                    expected = gradients[piece.param.name].grad
+                    assert expected is not None
+                    assert shard.grad is not None
+                    part = expected.flatten()[piece.in_param.start : piece.in_param.stop]
+                    found = shard.view(shard.grad, piece.in_flat)
+                    torch.testing.assert_close(found, part, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("words", "chunk"),
+    [
+        ([], 0),
+        (["model.vocab_size=128256"], 0),
+        (["model.vocab_size=128256", "train.global_batch_size=32"], 1024),
+        (["model.vocab_size=16384", "train.global_batch_size=64"], 2048),
+        (["model.vocab_size=128256", "train.global_batch_size=32", "accumulation.steps=4"], 0),
+        (["train.loss_chunk_tokens=100"], 100),
+    ],
+)
+def test_large_logits_are_chunked_unless_told_otherwise(
+    tmp_path: Path, words: list[str], chunk: int
+) -> None:
+    usual = [*TINY, f"data.path={make_text(tmp_path)}", "launch.nproc_per_node=1"]
+    usual += ["launch.device=cpu", "train.seq_len=64", "train.global_batch_size=4"]
+    run = resolve(compose_config(list({w.split("=")[0]: w for w in [*usual, *words]}.values())))
+    assert run.config.train.loss_chunk_tokens == chunk
