@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fsdpctl.comm.waits import HostWaits, Waits
 from fsdpctl.plan.layout import Span
 
 # Gradients in some order: the elements of a flat buffer that each has, and their values.
@@ -48,6 +49,7 @@ class Collectives(Protocol):
 
     rank: int
     size: int
+    waits: Waits
 
     def all_gather(self, whole: Tensor, parts: Sequence[Span], shard: Tensor | None) -> Handle:
         """Fill every rank's part of `whole` in place from that rank; the result is `whole`.
@@ -98,6 +100,7 @@ class LocalCollectives:
 
     rank = 0
     size = 1
+    waits: Waits = HostWaits()
 
     def all_gather(self, whole: Tensor, parts: Sequence[Span], shard: Tensor | None) -> Handle:
         """`whole`, with `shard` written to it."""

@@ -7,7 +7,8 @@ they have, and add in rank order: the result does not depend on which rank owns 
 strategy gives the same bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ class GlooCollectives(ProcessGroupCollectives):
             works = [all_gather_single(whole, source, group=self.gather_group, async_op=True)]
         else:
             works = self.start_broadcasts(whole, parts)
-        return _after_works(works, whole)
+        return self._after(works, whole)
 
     def sends_in_place(self, parts: Sequence[Span]) -> bool:
         """Where ranks send each other what the other owns."""
@@ -65,11 +66,11 @@ class GlooCollectives(ProcessGroupCollectives):
             rows: list[Tensor | None] = list(received.unbind())
             rows.insert(self.rank, None)
             works = self._receive(rows, gradients, own) + self._send(gradients, parts)
-            return _Exchange(gradients, own, rows, works)
+            return _Exchange(gradients, own, rows, self._wait(works))
         ((_, whole),) = gradients
         work = reduce_scatter_single(workspace, whole, group=self.reduce_group, async_op=True)
         assert isinstance(work, dist.Work)
-        return _Exchange(gradients, own, [workspace], [work])
+        return _Exchange(gradients, own, [workspace], self._wait([work]))
 
     def _receive(
         self, rows: Sequence[Tensor | None], gradients: Stretches, own: Span
@@ -93,10 +94,22 @@ class GlooCollectives(ProcessGroupCollectives):
                     works.append(dist.isend(sent, group=self.reduce_group, group_dst=target))
         return [work for work in works if work is not None]
 
+    def _wait(self, works: list[dist.Work]) -> Callable[[], None]:
+        return partial(self.waits.around, partial(_wait_for, works))
+
+    def _after(self, works: list[dist.Work], result: Tensor) -> Handle:
+        wait = self._wait(works)
+
+        def finish() -> Tensor:
+            wait()
+            return result
+
+        return Handle(finish)
+
     def start_all_reduce(self, values: Tensor) -> Handle:
         """By gloo's all-reduce."""
         work = dist.all_reduce(values, group=self.reduce_group, async_op=True)
-        return _after_works([work], values)
+        return self._after([work], values)
 
 
 class _Exchange:
@@ -107,14 +120,14 @@ class _Exchange:
         gradients: Stretches,
         own: Span,
         rows: Sequence[Tensor | None],
-        works: list[dist.Work],
+        wait: Callable[[], None],
     ) -> None:
         """`rows` are the contributions in rank order; None is this rank's, in `gradients`."""
         self.workspace_nbytes = sum(row.nbytes for row in rows if row is not None)
         self._gradients = gradients
         self._own = own
         self._rows = rows
-        self._works = works
+        self.wait = wait
 
     def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
         """Add in rank order, a chunk that stays in the cache at a time."""
@@ -132,10 +145,10 @@ class _Exchange:
                 _add_up(contributions, _within(out, self._own, both), scale, dtype)
         out[end - self._own.start :].zero_()
 
-    def wait(self) -> None:
-        """Until nothing of it is under way."""
-        while self._works:
-            self._works.pop().wait()
+
+def _wait_for(works: list[dist.Work]) -> None:
+    while works:
+        works.pop().wait()
 
 
 def _within(values: Tensor | None, span: Span, wanted: Span) -> Tensor:
@@ -152,12 +165,3 @@ def _add_up(contributions: Sequence[Tensor], out: Tensor, scale: float, dtype: t
         for each in others:
             total += each[chunk]
         out[chunk] = total.mul_(scale)
-
-
-def _after_works(works: list[dist.Work], result: Tensor) -> Handle:
-    def finish() -> Tensor:
-        while works:
-            works.pop().wait()
-        return result
-
-    return Handle(finish)

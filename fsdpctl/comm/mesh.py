@@ -11,6 +11,7 @@ import torch
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.collectives import collectives_for
+from fsdpctl.comm.waits import CudaWaits, Seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,21 @@ class Mesh:
     world: Collectives
     shard: Collectives  # the ranks that share a copy with this one
     replicas: Collectives | None  # the ranks that hold the same part; None where there is one copy
+
+    def take_waits(self) -> Seconds:
+        """How long computation has waited for any of them since the last time."""
+        taken = [each.waits.take() for each in self._groups()]
+        return lambda: sum(seconds() for seconds in taken)
+
+    def measure_waits(self) -> None:
+        """Have waiting counted on CUDA too."""
+        for each in self._groups():
+            if isinstance(each.waits, CudaWaits):
+                each.waits.measures = True
+
+    def _groups(self) -> list[Collectives]:
+        found = [self.world, self.shard, *([self.replicas] if self.replicas else [])]
+        return list({id(each): each for each in found}.values())
 
     @property
     def num_replicas(self) -> int:

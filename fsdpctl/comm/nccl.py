@@ -12,6 +12,7 @@ from fsdpctl.comm.process_group import (
     all_gather_single,
     reduce_scatter_single,
 )
+from fsdpctl.comm.waits import CudaWaits, Waits
 from fsdpctl.plan.layout import Span, are_even
 from fsdpctl.plan.transport import Transport, adds_whole
 
@@ -29,6 +30,7 @@ class NcclCollectives(ProcessGroupCollectives):
     def __init__(self, device: torch.device, groups: Sequence[Sequence[int]] | None = None) -> None:
         """Join one of `groups`; None: all ranks."""
         super().__init__(groups)
+        self.waits: Waits = CudaWaits()
         self.gather_stream = torch.cuda.Stream(device, priority=-1)
         self.reduce_stream = torch.cuda.Stream(device, priority=-1)
 
@@ -48,7 +50,7 @@ class NcclCollectives(ProcessGroupCollectives):
                 for work in self.start_broadcasts(whole, parts):
                     work.wait()
             done = self.gather_stream.record_event()
-        return _after_event(done, whole)
+        return self._after(done, whole)
 
     def sends_in_place(self, parts: Sequence[Span]) -> bool:
         """One buffer has all, and is aligned."""
@@ -77,7 +79,7 @@ class NcclCollectives(ProcessGroupCollectives):
                             group_dst=owner,
                         )
             done = self.reduce_stream.record_event()
-        return InPlace(_after_event(done, part))
+        return InPlace(self._after(done, part))
 
     def start_all_reduce(self, values: Tensor) -> Handle:
         """On the reduce stream."""
@@ -85,12 +87,11 @@ class NcclCollectives(ProcessGroupCollectives):
         with torch.cuda.stream(self.reduce_stream):
             dist.all_reduce(values, group=self.reduce_group)
             done = self.reduce_stream.record_event()
-        return _after_event(done, values)
+        return self._after(done, values)
 
+    def _after(self, done: torch.cuda.Event, result: Tensor) -> Handle:
+        def finish() -> Tensor:
+            self.waits.around(lambda: torch.cuda.current_stream().wait_event(done))
+            return result
 
-def _after_event(done: torch.cuda.Event, result: Tensor) -> Handle:
-    def finish() -> Tensor:
-        torch.cuda.current_stream().wait_event(done)
-        return result
-
-    return Handle(finish)
+        return Handle(finish)

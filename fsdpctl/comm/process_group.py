@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdpctl.comm.waits import HostWaits, Waits
 from fsdpctl.plan.layout import Span
 
 _Collective = Callable[..., dist.Work]
@@ -39,10 +40,11 @@ class ProcessGroupCollectives:
         self.reduce_group = _own_group(groups, self._device_type, "reduce")
         self.rank = dist.get_rank(self.gather_group)
         self.size = dist.get_world_size(self.gather_group)
+        self.waits: Waits = HostWaits()
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """By the backend's all-reduce, at once."""
-        dist.all_reduce(values, group=self.gather_group)
+        self.waits.around(lambda: dist.all_reduce(values, group=self.gather_group))
         return values
 
     def broadcast(self, values: Tensor, source: int = 0) -> Tensor:

@@ -38,7 +38,8 @@ class Gatherer:
             self._start(unit)
         self.ahead(ahead)
         if unit.state is State.GATHERING:
-            unit.finish_gather()
+            with self._ledger.ranges.around(f"wait for {unit.name}"):
+                unit.finish_gather()
             self._ledger.note(EventKind.READY, unit.name)
 
     def ahead(self, names: Sequence[str]) -> None:
@@ -66,7 +67,8 @@ class Gatherer:
     def _start(self, unit: ShardedUnit) -> None:
         if not unit.slot.resident:
             self._ledger.allocate(Buffer.PARAMS, unit.slot.name, 0, unit.slot.nbytes)
-        unit.start_gather(self._mesh.shard)
+        with self._ledger.ranges.around(f"gather {unit.name}"):
+            unit.start_gather(self._mesh.shard)
         number = self.fingerprint * 1_000_003 + self._numbers[unit.name]
         self.fingerprint = number % _FINGERPRINTS
         self._ledger.note(EventKind.GATHER, unit.name, unit.nbytes)

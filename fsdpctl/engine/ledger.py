@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from fsdpctl.engine.ranges import Ranges
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
 
 
@@ -14,6 +15,7 @@ class Ledger:
     def __init__(self) -> None:
         self.trace: list[Event] | None = None  # records events while it is a list
         self.on_event: Callable[[], None] = lambda: None
+        self.ranges = Ranges()  # for a profile
         self.nbytes = 0  # in all buffers, now
         self.peak_nbytes = 0
         self._held: dict[tuple[Buffer, str, int], int] = {}

@@ -188,6 +188,10 @@ class ShardedModel(nn.Module):
         finally:
             self._runtime.ledger.trace = None
 
+    def name_ranges(self, *, is_on: bool) -> None:
+        """Have units and collectives named in profiles, or not."""
+        self._runtime.ledger.ranges.is_on = is_on
+
     def watch(self, callback: Callable[[], None]) -> None:
         """Have `callback()` run after each recorded event."""
         self._runtime.ledger.on_event = callback

@@ -63,11 +63,10 @@ class Runtime:
 
     def _follow(self, order: UnitOrder) -> None:
         """Plan with `order` from now on: what is asked for at every unit is looked up."""
-        depth = self.prefetch
         self.order = order
         self._reduction = tuple(self.units[name] for name in order.reduction)
-        self._forward_ahead = all_following(order.forward, depth.forward)
-        self.backward_ahead = all_following(order.backward, depth.backward)
+        self._forward_ahead = all_following(order.forward, self.prefetch.forward)
+        self.backward_ahead = all_following(order.backward, self.prefetch.backward)
 
     @property
     def device(self) -> torch.device:
@@ -122,12 +121,14 @@ class Runtime:
         self.gatherer.use(unit, self._forward_ahead[unit.name])
         unit.is_running = True
         self._calls.ran(unit.name, tracks=torch.is_grad_enabled())
+        self.ledger.ranges.begin(f"forward {unit.name}")
 
     def end_unit(self, unit: ShardedUnit) -> None:
         """A unit's forward has ended."""
         if in_backward():
             return
         unit.is_running = False
+        self.ledger.ranges.end()
         if not torch.is_grad_enabled() or not self.order.keeps_after_forward(
             unit.name, self.strategy
         ):
@@ -157,6 +158,7 @@ class Runtime:
         """The gradient of one of a call's outputs is there."""
         if not self.backward.is_live:
             self.begin_backward()  # the loss does not come from the outermost module's output
+        self.ledger.ranges.end()  # what came before
         over: list[ShardedUnit] = []
         if self.backward.is_running_here and call is not None:
             self._calls.begin(call)
@@ -169,6 +171,7 @@ class Runtime:
             unit.was_used_in_backward = True
         for each in over:
             self._reduce(each)
+        self.ledger.ranges.begin(f"backward {unit.name}")
 
     def _over_before(self, unit: ShardedUnit, call: Call) -> Iterator[ShardedUnit]:
         """The backward of `unit` begins: the units whose own is over with that."""
@@ -205,6 +208,7 @@ class Runtime:
 
     def end_backward(self) -> None:
         """Autograd has done all it had to do."""
+        self.ledger.ranges.end_all()
         rest = self._reduction[self._num_closed :]
         for unit in rest:
             self._let_go(unit)
@@ -246,6 +250,7 @@ class Runtime:
 
     def recover(self) -> None:
         """Clear what a backward left behind that ended in an exception."""
+        self.ledger.ranges.end_all()
         self.reducer.abandon()
         self.gatherer.rest()
         self._calls.forget()

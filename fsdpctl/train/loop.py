@@ -4,7 +4,9 @@ import contextlib
 import hashlib
 import math
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +24,11 @@ from fsdpctl.errors import NonFiniteError, StoppedError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import StepFigures, StepRecord, record_step
 from fsdpctl.optim.schedule import lr_factor
+from fsdpctl.train.clock import StepClock
 from fsdpctl.train.generate import generate
 from fsdpctl.train.loss import summed_loss, validation_loss
 from fsdpctl.train.metrics import MetricsFile, StepMetrics, peak_memory
+from fsdpctl.train.profiling import Profiler, not_profiled, profiled
 from fsdpctl.train.progress import RunProgress
 
 
@@ -44,6 +48,16 @@ class TrainingParts:
     shows: bool  # whether rank 0 shows the progress
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that the device may still be busy with."""
+
+    step: int  # steps done, this one included
+    record: StepRecord
+    lr: float
+    clock: StepClock
+
+
 class Trainer:
     """Steps from where the last checkpoint was to the end of the run."""
 
@@ -51,6 +65,10 @@ class Trainer:
         self.parts = parts
         self.step = done.step  # optimizer steps done
         self.samples = done.samples
+        self._launched: deque[_Launched] = deque()
+        # On CUDA the host runs one step ahead instead of waiting for the device's figures.
+        self._lag = int(parts.device.type == "cuda")
+        parts.model.mesh.measure_waits()
         self._saved_step = done.step if done.step else -1
         self._ranks = parts.model.collectives
         self._is_main = self._ranks.rank == 0
@@ -76,20 +94,31 @@ class Trainer:
             NonFiniteError: a loss or gradient was not finite, and the configuration says stop.
         """
         config = self.parts.config
-        with self._progress:
+        with self._progress, self._profiler() as profiler:
             while self.step < self.total_steps:
-                stop = self._train_step()
+                self._train_step()
+                profiler.step()
                 last = self.step == self.total_steps
+                validates = last or _is_multiple(self.step, config.train.eval_every)
+                saves = last or _is_multiple(self.step, config.checkpoint.every)
+                stop = self._report(0 if validates or saves else self._lag)
                 if stop:  # who asked may not wait for a validation
+                    self._report(0)
                     self.save()
-                if last or _is_multiple(self.step, config.train.eval_every):
+                if validates:
                     self._validate(last=last)
-                if last or _is_multiple(self.step, config.checkpoint.every):
+                if saves:
                     self.save()
                 if stop and not last:
                     raise StoppedError(f"stopped at step {self.step} of {self.total_steps}, saved")
         self._show_sample()
         self._end()
+
+    def _profiler(self) -> AbstractContextManager[Profiler]:
+        if not self.parts.config.train.profile:
+            return not_profiled()
+        steps = range(self.step, self.total_steps)
+        return profiled(self.parts.model, self.parts.run_dir, self._ranks.rank, steps)
 
     def measure(self) -> None:
         """Do the steps and nothing else: no validation, no checkpoint, no sample.
@@ -99,8 +128,10 @@ class Trainer:
             NonFiniteError: as in `run`.
         """
         while self.step < self.total_steps:
-            if self._train_step() and self.step < self.total_steps:
+            self._train_step()
+            if self._report(self._lag) and self.step < self.total_steps:
                 raise StoppedError(f"stopped at step {self.step} of {self.total_steps}")
+        self._report(0)
         self._end()
 
     def _end(self) -> None:
@@ -113,11 +144,11 @@ class Trainer:
 
     # ---- one step ------------------------------------------------------------------------
 
-    def _train_step(self) -> bool:
-        """Returns whether some rank was asked to stop."""
-        began = time.perf_counter()
+    def _train_step(self) -> None:
+        """Launch a step; what came of it is reported later."""
         parts, config = self.parts, self.parts.config
-        record = self._gradients()
+        clock = StepClock(parts.device, parts.model.mesh.take_waits)
+        record = self._gradients(clock)
         assert config.optimizer.lr is not None
         factor = lr_factor(config.lr_scheduler, self.step, self.total_steps)
         lr = config.optimizer.lr * factor
@@ -125,19 +156,27 @@ class Trainer:
             group["lr"] = lr
         parts.optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
         parts.optimizer.zero_grad()
+        clock.lap("optimizer")
         self.step += 1
         self.samples += config.train.global_batch_size
-        figures = record.figures()
-        metrics = StepMetrics(
-            self.step, figures, lr, time.perf_counter() - began, peak_memory(parts.device)
-        )
-        if self._metrics is not None:
-            self._metrics.write(metrics.to_line())
-        self._progress.step(metrics)
-        self._check_finite(figures)
-        return figures.stop_requested
+        self._launched.append(_Launched(self.step, record, lr, clock))
 
-    def _gradients(self) -> StepRecord:
+    def _report(self, keep: int) -> bool:
+        """Tell of all launched steps but the newest `keep`; whether a rank was asked to stop."""
+        stop = False
+        while len(self._launched) > keep:
+            done = self._launched.popleft()
+            figures = done.record.figures()
+            memory = peak_memory(self.parts.device)
+            metrics = StepMetrics(done.step, figures, done.lr, done.clock.times(), memory)
+            if self._metrics is not None:
+                self._metrics.write(metrics.to_line())
+            self._progress.step(metrics)
+            self._check_finite(done.step, figures)
+            stop |= figures.stop_requested
+        return stop
+
+    def _gradients(self, clock: StepClock) -> StepRecord:
         """Forward and backward of every micro-step, and the record of what came of it."""
         parts, config = self.parts, self.parts.config
         plan = parts.train_batches.plan
@@ -147,6 +186,7 @@ class Trainer:
         for micro_step in range(plan.num_micro_batches):
             _reseed(config.train.seed, self.step, micro_step, self._ranks.rank)
             batch = parts.train_batches.training(self.samples, self._ranks.rank, micro_step)
+            clock.lap("data")
             is_last = micro_step == plan.num_micro_batches - 1
             holds = config.accumulation.name == "last" and not is_last
             with parts.model.no_sync() if holds else contextlib.nullcontext():
@@ -154,6 +194,7 @@ class Trainer:
                 (loss / nominal).backward()
             loss_sum += loss.detach()
             tokens += int((batch.targets >= 0).sum())
+            clock.lap("compute")
         return record_step(
             parts.model,
             loss_sum=loss_sum,
@@ -163,10 +204,10 @@ class Trainer:
             stop=parts.stop_requested(),
         )
 
-    def _check_finite(self, figures: StepFigures) -> None:
+    def _check_finite(self, step: int, figures: StepFigures) -> None:
         if figures.finite:
             return
-        what = f"step {self.step}: loss {figures.loss}, gradient norm {figures.grad_norm}"
+        what = f"step {step}: loss {figures.loss}, gradient norm {figures.grad_norm}"
         if self.parts.config.train.on_nonfinite == "stop":
             raise NonFiniteError(
                 f"{what}; the step was not applied. A lower optimizer.lr may help; "
@@ -180,6 +221,7 @@ class Trainer:
         """Write a checkpoint of this step, unless there is one."""
         if self._saved_step == self.step:
             return
+        began = time.perf_counter()
         parts = self.parts
         checkpoints = parts.run_dir / CHECKPOINTS
         folder = step_folder(checkpoints, self.step)
@@ -196,6 +238,9 @@ class Trainer:
             point_to(checkpoints / LATEST, folder)
             remove_old(checkpoints, parts.config.checkpoint.keep_last)
         self._saved_step = self.step
+        if self._metrics is not None:
+            seconds = round(time.perf_counter() - began, 6)
+            self._metrics.write({"step": self.step, "checkpoint_seconds": seconds})
 
     def _validate(self, *, last: bool) -> None:
         parts = self.parts

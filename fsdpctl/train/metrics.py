@@ -12,6 +12,7 @@ import torch
 
 from fsdpctl.errors import UsageError
 from fsdpctl.optim.record import StepFigures
+from fsdpctl.train.clock import StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +22,13 @@ class StepMetrics:
     step: int  # steps done, this one included
     figures: StepFigures
     lr: float
-    seconds: float
+    times: StepTimes
     memory: "PeakMemory"
 
     @property
     def tokens_per_second(self) -> float:
         """Target tokens of all ranks per second."""
-        return self.figures.tokens / self.seconds
+        return self.figures.tokens / self.times.total
 
     def to_line(self) -> dict[str, Any]:
         """The object in metrics.jsonl."""
@@ -38,7 +39,11 @@ class StepMetrics:
             "lr": self.lr,
             "tokens": self.figures.tokens,
             "tokens_per_second": round(self.tokens_per_second, 1),
-            "seconds": round(self.seconds, 6),
+            "seconds": round(self.times.total, 6),
+            "compute_seconds": round(self.times.compute, 6),
+            "exposed_communication_seconds": round(self.times.exposed_communication, 6),
+            "data_seconds": round(self.times.data, 6),
+            "optimizer_seconds": round(self.times.optimizer, 6),
             "peak_allocated_bytes": self.memory.allocated,
             "peak_reserved_bytes": self.memory.reserved,
         }

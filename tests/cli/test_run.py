@@ -59,6 +59,17 @@ def test_a_run_leaves_what_it_promises(finished):
     assert losses[-1] < losses[0] - 1
 
 
+def test_the_time_of_every_step_is_accounted_for(finished):
+    lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    parts = ("compute", "exposed_communication", "data", "optimizer")
+    for line in (line for line in lines if "loss" in line):
+        seconds = [line[f"{part}_seconds"] for part in parts]
+        assert all(each >= 0 for each in seconds)
+        assert sum(seconds) == pytest.approx(line["seconds"], abs=1e-5)
+    saved = [line["step"] for line in lines if "checkpoint_seconds" in line]
+    assert saved == [25, 50, 75, 100, 125, 150]
+
+
 @pytest.mark.slow
 def test_the_same_command_again_says_that_it_is_finished(finished):
     before = (finished / "metrics.jsonl").read_bytes()

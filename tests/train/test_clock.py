@@ -1,0 +1,75 @@
+"""Where the time of a step goes, and what a profile shows of it."""
+
+import json
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdpctl.comm.waits import HostWaits
+from fsdpctl.engine.shard import shard_model
+from fsdpctl.train.clock import StepClock
+from fsdpctl.train.profiling import not_profiled, profiled
+from tests.distributed import distributed
+from tests.engine.models import make_net, next_token_loss, token_batches
+
+
+def test_what_is_waited_for_is_no_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 1.0, 4.0, 5.0, 6.0, 6.5, 8.5])  # the clock, at every look
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    waits = HostWaits()
+    clock = StepClock(torch.device("cpu"), waits.take)
+    clock.lap("data")
+    clock.lap("compute")
+    waits.around(lambda: None)  # from 5 to 6
+    clock.lap("compute")
+    clock.lap("optimizer")
+    times = clock.times()
+    assert (times.data, times.compute, times.exposed_communication) == (1, 3 + 1.5, 1)
+    assert (times.optimizer, times.total) == (2, 8.5)
+    assert waits.take()() == 0
+
+
+@distributed(world_size=2)
+def test_ranks_count_what_they_wait_for(rank: int, world_size: int) -> None:
+    for strategy in ("full_shard", "no_shard"):
+        model = shard_model(make_net(tied=False), strategy)
+        model.mesh.take_waits()
+        if rank == 0:
+            time.sleep(0.2)  # the other one has to wait so long
+        next_token_loss(model, token_batches(1, world_size)[0][rank][0]).backward()
+        waited = model.mesh.take_waits()()
+        assert (waited >= 0.15) == (rank == 1), (strategy, waited)
+
+
+@pytest.mark.parametrize(("steps", "traced"), [(8, 3), (5, 3), (2, 2)])
+def test_a_trace_names_units_and_collectives(tmp_path: Path, steps: int, traced: int) -> None:
+    model = shard_model(make_net(tied=False), "no_shard")
+    batch = token_batches(1, 1)[0][0][0]
+    with profiled(model, tmp_path, 0, range(10, 10 + steps)) as profiler:
+        for _ in range(steps):
+            next_token_loss(model, batch).backward()
+            profiler.step()
+    (file,) = (tmp_path / "profile").iterdir()
+    assert file.name == "from-step-10-rank-0.json"
+    events = json.loads(file.read_text())["traceEvents"]
+    named = [e["name"] for e in events if e.get("cat") == "user_annotation"]
+    for unit in model.unit_order.forward:
+        assert named.count(f"forward {unit}") == named.count(f"backward {unit}") == traced
+        assert named.count(f"reduce {unit}") == named.count(f"take the sum of {unit}") == traced
+    passes = sorted(
+        (e["ts"], e["ts"] + e["dur"])
+        for e in events
+        if e["name"].startswith(("forward ", "backward ")) and e.get("cat") == "user_annotation"
+    )
+    assert all(before[1] <= after[0] for before, after in pairwise(passes))
+
+
+def test_without_a_profile_nothing_is_named(tmp_path: Path) -> None:
+    model = shard_model(make_net(tied=False), "no_shard")
+    with not_profiled() as profiler, torch.profiler.profile() as trace:
+        next_token_loss(model, token_batches(1, 1)[0][0][0]).backward()
+        profiler.step()
+    assert not [each.key for each in trace.key_averages() if each.key.startswith("forward ")]
