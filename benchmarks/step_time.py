@@ -30,9 +30,8 @@ SIZES = {"8M": (320, 5, 2000), "25M": (512, 6, 4000), "60M": (768, 7, 6000)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def make_model(size: str) -> LlamaDecoder:
+def make_decoder(width: int, blocks: int, vocab: int) -> LlamaDecoder:
     """The same decoder in every process."""
-    width, blocks, vocab = SIZES[size]
     config = ModelConfig(
         num_layers=blocks,
         hidden_size=width,
@@ -55,7 +54,7 @@ def measure(size: str, dtype: str, rounds: int, names: list[str]) -> dict[str, A
     vocab = SIZES[size][2]
     tokens, targets = torch.randint(0, vocab, (2, 4, 128)).unbind()
     steps: dict[str, Step] = {
-        name: CONTESTANTS[name](make_model(size), DTYPES[dtype], device) for name in names
+        name: CONTESTANTS[name](make_decoder(*SIZES[size]), DTYPES[dtype], device) for name in names
     }
     seconds: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, float] = {}

@@ -63,8 +63,18 @@ class Gatherer:
         """Release everything that is released between steps."""
         for unit in self._units.values():
             self.release(unit)
+        self.forget()
+
+    def forget(self) -> None:
+        """What slots still have is not used again: the masters may have changed since."""
+        for unit in self._units.values():
+            unit.slot.content = None
 
     def _start(self, unit: ShardedUnit) -> None:
+        if unit.slot.content == unit.name:
+            unit.take_back()
+            self._ledger.note(EventKind.READY, unit.name)
+            return
         if not unit.slot.resident:
             self._ledger.allocate(Buffer.PARAMS, unit.slot.name, 0, unit.slot.nbytes)
         with self._ledger.ranges.around(f"gather {unit.name}"):

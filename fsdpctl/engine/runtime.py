@@ -74,11 +74,6 @@ class Runtime:
         return self.root.slot.device
 
     @property
-    def num_backwards(self) -> int:
-        """How many have ended."""
-        return self._calls.backward
-
-    @property
     def has_all_gradients(self) -> bool:
         """Whether every trainable parameter had a gradient since they were dropped."""
         buffers = (b for unit in self.units.values() for b in unit.trained_buffers)
@@ -94,6 +89,7 @@ class Runtime:
             )
         if self.has_pending_prefetch:
             raise EngineError("prefetch_forward_params: called twice without a forward between")
+        self.gatherer.forget()
         self.gatherer.ahead([self.order.root, *self._first_units()])
         self.has_pending_prefetch = True
 
@@ -108,9 +104,11 @@ class Runtime:
         self._calls.begin_forward(tracks=torch.is_grad_enabled())
         for unit in self.units.values():
             unit.is_running = False
-        self.has_pending_prefetch = False
+        if not self.has_pending_prefetch:
+            self.gatherer.forget()
         if self.strategy.shards_params:
             self.gatherer.use(self.root, self._first_units() if self.prefetch.forward else ())
+        self.has_pending_prefetch = False
 
     def begin_unit(self, unit: ShardedUnit) -> None:
         """A unit's forward starts, or is computed again in backward."""

@@ -19,6 +19,7 @@ class Slot:
         self.name = name  # that of its first unit
         self.nbytes = nbytes
         self.owner: str | None = None
+        self.content: str | None = None  # whose values are in it, also after it was given back
         self.resident = resident  # its memory stays for good
         self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
@@ -48,9 +49,11 @@ class Slot:
         if not self.resident:
             self._bytes.untyped_storage().resize_(self.nbytes)
         self.owner = owner
+        self.content = None
 
     def give_back(self) -> None:
         """Nobody reads it any more; what was read so far was read on the current stream."""
         self.owner = None
         if not self.resident:
+            self.content = None
             self._bytes.untyped_storage().resize_(0)

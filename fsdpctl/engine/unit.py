@@ -197,6 +197,14 @@ class ShardedUnit:
         for handle in self._handles:
             handle.wait()
         self._handles = []
+        self.slot.content = self.name
+        self.become_whole()
+
+    def take_back(self) -> None:
+        """Become whole without a gather: the slot still has the values. It must be free."""
+        assert self.slot.content == self.name
+        assert self.slot.owner is None
+        self.slot.owner = self.name
         self.become_whole()
 
     def become_whole(self) -> None:

@@ -161,6 +161,7 @@ def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
             combines=combines,
             stays=place.stays(plan.strategy, plan.sizes),
         ),
+        shared_slots=[slot.units for slot in slots if slot.resident],
     )
     masters, states = _states(plan, place.rank)
     always = sum(slot.nbytes for slot in slots if units[slot.units[0]].resident)

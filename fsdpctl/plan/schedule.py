@@ -156,8 +156,16 @@ def plan_reductions(
 class _Simulation:
     """The state of the units while the events of a step are written down."""
 
-    def __init__(self, order: UnitOrder, strategy: Strategy, reductions: Reductions) -> None:
+    def __init__(
+        self,
+        order: UnitOrder,
+        strategy: Strategy,
+        reductions: Reductions,
+        shared_slots: Sequence[Sequence[str]],
+    ) -> None:
         self.order = order
+        self.slot_of = {u: number for number, units in enumerate(shared_slots) for u in units}
+        self.holds: dict[int, str] = {}  # by slot, whose values are still in it
         self.strategy = strategy
         self.reductions = reductions
         self.events: list[Event] = []
@@ -171,9 +179,17 @@ class _Simulation:
         self.events.append(Event(kind, unit))
 
     def gather(self, unit: str) -> None:
-        if unit not in self.gathered:
-            self.gathered.add(unit)
-            self.note(EventKind.GATHER, unit)
+        if unit in self.gathered:
+            return
+        self.gathered.add(unit)
+        slot = self.slot_of.get(unit)
+        if slot is not None and self.holds.get(slot) == unit:
+            self.whole.add(unit)
+            self.note(EventKind.READY, unit)
+            return
+        if slot is not None:
+            self.holds[slot] = unit
+        self.note(EventKind.GATHER, unit)
 
     def use(self, unit: str, ahead: Iterable[str] = ()) -> None:
         for each in (unit, *ahead):
@@ -218,6 +234,7 @@ class _Simulation:
 
     def forward(self, prefetch: Prefetch) -> None:
         order = self.order
+        self.holds.clear()
         self.use(order.root, order.forward[: prefetch.forward + 1] if prefetch.forward else ())
         ahead = all_following(order.forward, prefetch.forward)
         for unit in order.forward:
@@ -249,6 +266,7 @@ def step_events(
     *,
     reductions: Reductions,
     reduces: Sequence[bool] = (True,),
+    shared_slots: Sequence[Sequence[str]] = (),
 ) -> tuple[Event, ...]:
     """The events of one step: a forward and a backward for each entry of `reduces`.
 
@@ -258,8 +276,10 @@ def step_events(
         prefetch: how many units are gathered ahead.
         reductions: how gradients are reduced.
         reduces: per micro-step, whether its backward reduces the gradients.
+        shared_slots: the units of each slot whose memory stays; what the last unit of forward left
+            in one is not gathered again for backward.
     """
-    simulation = _Simulation(order, strategy, reductions)
+    simulation = _Simulation(order, strategy, reductions, shared_slots)
     for reduce in reduces:
         if strategy.shards_params:
             simulation.forward(prefetch)
@@ -283,7 +303,7 @@ def most_whole_units(events: Sequence[Event]) -> list[frozenset[str]]:
     alive: set[str] = set()
     states = []
     for event in events:
-        if event.kind is EventKind.GATHER:
+        if event.kind in (EventKind.GATHER, EventKind.READY):
             alive.add(event.unit)
         elif event.kind is EventKind.RELEASE:
             alive.discard(event.unit)

@@ -61,6 +61,7 @@ def planned_events(
                     prefetch,
                     reduces=reduces,
                     reductions=reductions,
+                    shared_slots=[slot.units for slot in slots if slot.resident],
                 ),
                 *update_events(order, strategy),
             ]

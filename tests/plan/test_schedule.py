@@ -137,3 +137,26 @@ def test_two_reductions_of_two_bytes_may_run_where_one_of_four_may(itemsize, bud
     layouts = {"root": [], "a": [flat_layout([ParamSpec("a", (128,))], 2)]}
     plan = plan_reductions(layouts, lambda _: itemsize, combines=False)
     assert (plan.nbytes, plan.budget) == ({"root": 0, "a": 128 * itemsize}, budget)
+
+
+@given(orders, prefetches)
+def test_what_a_slot_still_has_is_not_gathered_again(order, prefetch):
+    nbytes = dict.fromkeys(("root", *order.forward), 10)
+    slots = assign_slots(nbytes, "root", order.forward, prefetch.depth)
+    shared = [slot.units for slot in slots if slot.resident]
+    full = STRATEGIES["full_shard"]
+    again = step_events(order, full, prefetch, reductions=alike(order))
+    events = step_events(order, full, prefetch, reductions=alike(order), shared_slots=shared)
+    before, after = (
+        [event.unit for event in each if event.kind is K.GATHER] for each in (again, events)
+    )
+    # The last unit stays whole; of those before it, as many as there are other slots.
+    kept = order.forward[-1 - prefetch.depth : -1]
+    saved = [unit for unit in kept if unit not in order.needs_no_backward_gather]
+    assert sorted([*after, *saved]) == sorted(before)
+    whole: set[str] = set()
+    for event in events:
+        if event.kind is K.READY:
+            whole.add(event.unit)
+        elif event.kind is K.RELEASE:
+            whole.remove(event.unit)

@@ -1,0 +1,139 @@
+"""The most bytes of tensors that a rank holds during a step, under each engine.
+
+    python -m benchmarks.peak_memory --out benchmarks/results/peak-memory-cpu.json
+
+What is alive before a step is counted tensor by tensor; what comes and goes in it is taken from the
+profiler's allocation events. gloo's threads free the copies that they make when they get to it, and
+not all of those events are seen, so figures of one engine differ between steps: five are shown by
+their least and their largest.
+"""
+
+import argparse
+import gc
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+from torch._C._profiler import _EventType
+from torch.multiprocessing.spawn import spawn
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.contestants import CONTESTANTS, Step
+from benchmarks.report import write_report
+from benchmarks.step_time import DTYPES, make_decoder
+
+# Width, blocks, vocabulary: blocks outweigh the vocabulary, and the other way round.
+MODELS = {"blocks": (256, 6, 1000), "vocabulary": (256, 4, 16000)}
+# Ours, and the engine of PyTorch's that keeps as much.
+PAIRS = {
+    "full_shard": "fsdp2",
+    "shard_grad_op": "fsdp2_keeps",
+    "shard_optimizer": "zero_redundancy_optimizer",
+    "no_shard": "ddp",
+}
+WARM_UP, STEPS = 3, 5
+
+
+def _alive() -> int:
+    """Bytes of all tensors of this process, each storage once."""
+    gc.collect()
+    storages = {}
+    for each in gc.get_objects():
+        if type(each) in (Tensor, torch.nn.Parameter):
+            storage = each.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _highest(events: Any) -> int:
+    """The largest sum of what had been allocated and not freed, at any time."""
+    changes: list[tuple[int, int]] = []
+
+    def collect(nodes: Any) -> None:
+        for node in nodes:
+            if node.typed[0] == _EventType.Allocation:
+                changes.append((node.start_time_ns, node.typed[1].alloc_size))
+            collect(node.children)
+
+    collect(events)
+    now = highest = 0
+    for _, change in sorted(changes):
+        now += change
+        highest = max(highest, now)
+    return highest
+
+
+def _peak_of(step: Step, tokens: Tensor, targets: Tensor) -> int:
+    dist.barrier()
+    before = _alive()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
+        step(tokens, targets)
+    profiler = traced.profiler
+    assert profiler is not None
+    assert profiler.kineto_results is not None
+    return before + _highest(profiler.kineto_results.experimental_event_tree())
+
+
+def measure(model: str, dtype: str) -> dict[str, dict[str, float]]:
+    """Peaks on rank 0, in MB; collective."""
+    device = torch.device("cpu")
+    torch.manual_seed(dist.get_rank())
+    tokens, targets = torch.randint(0, MODELS[model][2], (2, 2, 64)).unbind()
+    found = {}
+    for name in (name for pair in PAIRS.items() for name in pair):
+        before = _alive()
+        step = CONTESTANTS[name](make_decoder(*MODELS[model]), DTYPES[dtype], device)
+        for _ in range(WARM_UP):
+            step(tokens, targets)
+        peaks = [(_peak_of(step, tokens, targets) - before) / 1e6 for _ in range(STEPS)]
+        found[name] = {"least_mb": round(min(peaks), 3), "largest_mb": round(max(peaks), 3)}
+    return found
+
+
+def _rank_main(rank: int, world_size: int, rendezvous: str, answers: Any) -> None:
+    torch.set_num_threads(1)
+    store = FileStore(rendezvous, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    for model in MODELS:
+        for dtype in DTYPES:
+            found = measure(model, dtype)
+            if rank == 0:
+                answers.put(_row(world_size, model, dtype, found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _row(
+    world_size: int, model: str, dtype: str, found: dict[str, dict[str, float]]
+) -> dict[str, Any]:
+    over = {
+        f"{ours}_over_{theirs}": round(found[ours]["largest_mb"] / found[theirs]["largest_mb"], 4)
+        for ours, theirs in PAIRS.items()
+    }
+    return {"world_size": world_size, "model": model, "dtype": dtype, **over, "engines": found}
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--world-sizes", default="2,4")
+    parser.add_argument("--out", type=Path)
+    words = parser.parse_args()
+    results = []
+    for size in map(int, words.world_sizes.split(",")):
+        answers = torch.multiprocessing.get_context("spawn").SimpleQueue()
+        with tempfile.TemporaryDirectory() as folder:
+            rendezvous = str(Path(folder) / "rendezvous")
+            spawn(_rank_main, args=(size, rendezvous, answers), nprocs=size)
+        while not answers.empty():
+            results.append(answers.get())
+            print(results[-1], flush=True)
+    write_report(words.out, "peak_memory", results, backend="gloo", steps=STEPS)
+
+
+if __name__ == "__main__":
+    main()
