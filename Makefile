@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RESULTS := benchmarks/results
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: train test test-slow check docs bench format clean
@@ -22,10 +23,13 @@ check: $(VENV)/developed  ## what CI, the pre-commit hook and people run
 	$(BIN)/python -m pytest -q
 
 docs: $(VENV)/developed  ## the tables and the picture that come from the code
-	$(BIN)/python docs/generate.py
+	$(BIN)/python -m docs.generate
 
-bench: $(VENV)/developed  ## a step beside PyTorch's own engines, on two CPU ranks
-	$(BIN)/python -m benchmarks.step_time --out benchmarks/results/step-time-cpu.json
+bench: $(VENV)/developed  ## beside PyTorch's own engines on CPU ranks, about half an hour; then `make docs`
+	$(BIN)/python -m benchmarks.planning --out $(RESULTS)/planning.json
+	$(BIN)/python -m benchmarks.host_time --out $(RESULTS)/host-time.json
+	$(BIN)/python -m benchmarks.peak_memory --out $(RESULTS)/peak-memory-cpu.json
+	$(BIN)/python -m benchmarks.step_time --out $(RESULTS)/step-time-cpu.json
 
 format: $(VENV)/developed
 	$(BIN)/ruff format .

@@ -43,11 +43,13 @@ def _adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     )
 
 
-def _stepping(
+def stepping(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     context: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Step:
+    """Forward, backward, optimizer; nothing else."""
+
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         with context():
             loss = loss_of(model, tokens, targets)
@@ -65,7 +67,7 @@ def floor(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
     In bf16 it is a bf16 module with fp32 masters, which are cast into it once a step.
     """
     if dtype == torch.float32:
-        return _stepping(model, _adamw(model.parameters()))
+        return stepping(model, _adamw(model.parameters()))
     masters = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
     model.to(dtype)
     optimizer = _adamw(masters)
@@ -90,7 +92,7 @@ def floor(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
 def ddp(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
     """PyTorch's DistributedDataParallel; bf16 by autocast, as it is used."""
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return _stepping(wrapped, _adamw(wrapped.parameters()), _autocast(dtype, device))
+    return stepping(wrapped, _adamw(wrapped.parameters()), _autocast(dtype, device))
 
 
 def zero_redundancy(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
@@ -105,7 +107,7 @@ def zero_redundancy(model: nn.Module, dtype: torch.dtype, device: torch.device) 
         weight_decay=DECAY,
         fused=True,
     )
-    return _stepping(wrapped, optimizer, _autocast(dtype, device))
+    return stepping(wrapped, optimizer, _autocast(dtype, device))
 
 
 def _autocast(
@@ -117,7 +119,11 @@ def _autocast(
 
 
 def fsdp2(*, reshards: bool, tuned: bool) -> Callable[..., Step]:
-    """PyTorch's fully_shard; tuned: forward prefetch of the next block."""
+    """PyTorch's fully_shard.
+
+    Tuned: forward prefetch of the next block, and where the version has them a process group of
+    their own and two buffers for the reductions.
+    """
 
     def make(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Step:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -134,7 +140,13 @@ def fsdp2(*, reshards: bool, tuned: bool) -> Callable[..., Step]:
             blocks = [block for block in _blocks(model) if isinstance(block, FSDPModule)]
             for block, following in zip(blocks, blocks[1:], strict=False):
                 block.set_modules_to_forward_prefetch([following])
-        return _stepping(model, _adamw(model.parameters()))
+            for name, value in (
+                ("set_separate_reduce_scatter_group", True),
+                ("set_reduce_scatter_max_input_buffers", 2),
+            ):
+                if hasattr(model, name):
+                    getattr(model, name)(value)
+        return stepping(model, _adamw(model.parameters()))
 
     return make
 
@@ -151,7 +163,7 @@ def ours(strategy: str) -> Callable[..., Step]:
         precision = fsdpctl.Precision(param_dtype=None if dtype == torch.float32 else dtype)
         sharded = fsdpctl.shard_model(model, strategy, precision=precision)
         optimizer = fsdpctl.ShardedAdamW(sharded, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-        return _stepping(sharded, optimizer)
+        return stepping(sharded, optimizer)
 
     return make
 
@@ -167,4 +179,12 @@ CONTESTANTS: dict[str, Callable[..., Step]] = {
     "shard_grad_op": ours("shard_grad_op"),
     "shard_optimizer": ours("shard_optimizer"),
     "no_shard": ours("no_shard"),
+}
+
+# Ours, and the engine of PyTorch's that keeps as much.
+PAIRS = {
+    "full_shard": "fsdp2",
+    "shard_grad_op": "fsdp2_keeps",
+    "shard_optimizer": "zero_redundancy_optimizer",
+    "no_shard": "ddp",
 }

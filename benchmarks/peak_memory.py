@@ -22,19 +22,12 @@ from torch._C._profiler import _EventType
 from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.contestants import CONTESTANTS, Step
+from benchmarks.contestants import CONTESTANTS, PAIRS, Step
 from benchmarks.report import write_report
 from benchmarks.step_time import DTYPES, make_decoder
 
 # Width, blocks, vocabulary: blocks outweigh the vocabulary, and the other way round.
 MODELS = {"blocks": (256, 6, 1000), "vocabulary": (256, 4, 16000)}
-# Ours, and the engine of PyTorch's that keeps as much.
-PAIRS = {
-    "full_shard": "fsdp2",
-    "shard_grad_op": "fsdp2_keeps",
-    "shard_optimizer": "zero_redundancy_optimizer",
-    "no_shard": "ddp",
-}
 WARM_UP, STEPS = 3, 5
 
 

@@ -27,6 +27,7 @@ from fsdpctl.models.registry import initialize_parameter
 WARM_UP = 4
 # Millions of parameters -> width, blocks, vocabulary.
 SIZES = {"8M": (320, 5, 2000), "25M": (512, 6, 4000), "60M": (768, 7, 6000)}
+SHARE_OF_ROUNDS = {"8M": 2.0, "25M": 1.0, "60M": 0.5}  # short steps need more of them
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -47,16 +48,17 @@ def make_decoder(width: int, blocks: int, vocab: int) -> LlamaDecoder:
     return model
 
 
-def measure(size: str, dtype: str, rounds: int, names: list[str]) -> dict[str, Any]:
+def measure(size: str, dtype: str, rounds: int) -> dict[str, Any]:
     """Medians of one model and precision, on this rank; collective."""
     device = torch.device("cpu")
     torch.manual_seed(dist.get_rank())
     vocab = SIZES[size][2]
     tokens, targets = torch.randint(0, vocab, (2, 4, 128)).unbind()
     steps: dict[str, Step] = {
-        name: CONTESTANTS[name](make_decoder(*SIZES[size]), DTYPES[dtype], device) for name in names
+        name: CONTESTANTS[name](make_decoder(*SIZES[size]), DTYPES[dtype], device)
+        for name in CONTESTANTS
     }
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     losses: dict[str, float] = {}
     for _ in range(WARM_UP + rounds):
         for name, step in steps.items():
@@ -90,12 +92,13 @@ def _rank_main(rank: int, words: argparse.Namespace, rendezvous: str) -> None:
     results = []
     for size in words.sizes.split(","):
         for dtype in words.dtypes.split(","):
-            figures = measure(size, dtype, words.rounds, list(CONTESTANTS))
-            results.append({"size": size, "dtype": dtype, "engines": figures})
+            rounds = max(1, round(words.rounds * SHARE_OF_ROUNDS[size]))
+            figures = measure(size, dtype, rounds)
+            results.append({"size": size, "dtype": dtype, "rounds": rounds, "engines": figures})
             if rank == 0:
                 print(_table(size, dtype, figures), flush=True)
                 # After each: a run that is cut short keeps what it has.
-                about = {"backend": "gloo", "world_size": words.world_size, "rounds": words.rounds}
+                about = {"backend": "gloo", "world_size": words.world_size}
                 write_report(words.out, "step_time", results, **about)
     dist.destroy_process_group()
 
@@ -116,7 +119,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--dtypes", default=",".join(DTYPES))
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--out", type=Path)
     words = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

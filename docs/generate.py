@@ -1,4 +1,4 @@
-"""Writes what documentation takes from the code: `python docs/generate.py`.
+"""Writes what documentation takes from the code: `python -m docs.generate`.
 
 Tables go between the marks `<!-- NAME -->` and `<!-- /NAME -->` of the pages; the picture shows
 what the plan replays.
@@ -9,6 +9,7 @@ from pathlib import Path
 import matplotlib
 from typer.testing import CliRunner
 
+from docs import measured
 from fsdpctl.cli.app import app
 from fsdpctl.config.compose import compose_config
 from fsdpctl.memory.estimate import Breakdown, Moment, timeline
@@ -18,7 +19,7 @@ from fsdpctl.plan.strategy import STRATEGIES, Strategy
 from fsdpctl.train.footprint import estimate_strategies, plan_run
 
 DOCS = Path(__file__).parent
-PAGES = (DOCS / "strategies.md", DOCS.parent / "README.md")
+PAGES = (DOCS / "strategies.md", DOCS / "performance.md", DOCS.parent / "README.md")
 PICTURE = DOCS / "strategies.png"
 MODEL = ["model=llama3_8b", "cluster=h100", "launch.nproc_per_node=4", "launch.nnodes=2"]
 GIB = 1 << 30
@@ -84,7 +85,15 @@ def estimate_output() -> str:
     return "\n".join(["```", *lines, "```"])
 
 
-TABLES = {"strategies": strategy_table, "memory": memory_table, "estimate": estimate_output}
+TABLES = {
+    "strategies": strategy_table,
+    "memory": memory_table,
+    "estimate": estimate_output,
+    "step_time": measured.step_time_table,
+    "peak_memory": measured.peak_memory_table,
+    "host_time": measured.host_time_table,
+    "planning": measured.planning_table,
+}
 
 
 def filled(page: str) -> str:

@@ -93,13 +93,20 @@ def _label(row: "Row") -> str:
     return " ".join(f"{name}={text}" for name, text in row.varied.items()) or row.strategy
 
 
+def _waiting(row: "Row") -> str:
+    """The share of a step in which computation stands still for communication."""
+    if row.exposed_communication_seconds is None or not row.step_seconds:
+        return "-"
+    return f"{row.exposed_communication_seconds / row.step_seconds:.0%}"
+
+
 def _table(rows: list["Row"]) -> Table:
     from fsdpctl.train.progress import format_bytes
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in rows[0].varied or ("strategy",):
         table.add_column(name)
-    for name in ("tokens/s", "s/step", "engine bytes", "estimated", "final loss"):
+    for name in ("tokens/s", "s/step", "waiting", "engine bytes", "estimated", "final loss"):
         table.add_column(name, justify="right")
     for row in rows:
         measured, estimated = row.peak_allocated_bytes, row.estimated_peak_allocated_bytes
@@ -107,6 +114,7 @@ def _table(rows: list["Row"]) -> Table:
             *(row.varied.values() or (row.strategy,)),
             "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
             "-" if row.step_seconds is None else f"{row.step_seconds:.4f}",
+            _waiting(row),
             "-" if measured is None else format_bytes(measured),
             "-" if estimated is None else format_bytes(estimated),
             "-" if row.final_loss is None else f"{row.final_loss:.6f}",

@@ -31,6 +31,7 @@ class Row:
     world_size: int | None = None
     tokens_per_second: float | None = None
     step_seconds: float | None = None
+    exposed_communication_seconds: float | None = None  # of a step, on rank 0
     peak_allocated_bytes: int | None = None  # of what the estimate counts, on the fullest rank
     estimated_peak_allocated_bytes: int | None = None
     final_loss: float | None = None
@@ -102,6 +103,9 @@ def _with_figures(row: Row, run_dir: Path) -> Row:
         row,
         tokens_per_second=median(line["tokens_per_second"] for line in timed),
         step_seconds=median(line["seconds"] for line in timed),
+        exposed_communication_seconds=median(
+            line["exposed_communication_seconds"] for line in timed
+        ),
         peak_allocated_bytes=lines[-1]["peak_engine_bytes"],
         final_loss=steps[-1]["loss"],
     )

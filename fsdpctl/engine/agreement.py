@@ -83,6 +83,8 @@ class Agreement:
 
     def start(self) -> None:
         """Begin to add up what the ranks know, while the last gradients are on their way."""
+        if self._started is not None:
+            self._started[1].wait()  # nobody asked; its memory must not be used again before
         handle = self._runtime.mesh.world.start_all_reduce(self._own())
         self._started, self._counts = (self._runtime.gatherer.fingerprint, handle), None
 

@@ -38,7 +38,7 @@ class Gatherer:
             self._start(unit)
         self.ahead(ahead)
         if unit.state is State.GATHERING:
-            with self._ledger.ranges.around(f"wait for {unit.name}"):
+            with self._ledger.ranges.around("wait for", unit.name):
                 unit.finish_gather()
             self._ledger.note(EventKind.READY, unit.name)
 
@@ -77,7 +77,7 @@ class Gatherer:
             return
         if not unit.slot.resident:
             self._ledger.allocate(Buffer.PARAMS, unit.slot.name, 0, unit.slot.nbytes)
-        with self._ledger.ranges.around(f"gather {unit.name}"):
+        with self._ledger.ranges.around("gather", unit.name):
             unit.start_gather(self._mesh.shard)
         number = self.fingerprint * 1_000_003 + self._numbers[unit.name]
         self.fingerprint = number % _FINGERPRINTS

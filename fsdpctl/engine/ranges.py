@@ -4,6 +4,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch.profiler import record_function
 
+_NOTHING = nullcontext()
+
 
 class Ranges:
     """Named stretches of time; while it is off nothing is recorded, and nothing costs time."""
@@ -12,14 +14,14 @@ class Ranges:
         self.is_on = False
         self._open: list[record_function] = []
 
-    def around(self, name: str) -> AbstractContextManager[object]:
+    def around(self, what: str, unit: str) -> AbstractContextManager[object]:
         """A block with a name."""
-        return record_function(name) if self.is_on else nullcontext()
+        return record_function(f"{what} {unit}") if self.is_on else _NOTHING
 
-    def begin(self, name: str) -> None:
+    def begin(self, what: str, unit: str) -> None:
         """From here on, until `end`; stretches nest."""
         if self.is_on:
-            named = record_function(name)
+            named = record_function(f"{what} {unit}")
             named.__enter__()
             self._open.append(named)
 

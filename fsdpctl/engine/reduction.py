@@ -71,7 +71,7 @@ class GradientReducer:
         """Start the reductions up to that of `last`, or all that are left."""
         while self._next < len(self.units):
             unit = self.units[self._next]
-            with self.ledger.ranges.around(f"reduce {unit.name}"):
+            with self.ledger.ranges.around("reduce", unit.name):
                 self._start(unit)
             self._next += 1
             if unit is last:
@@ -166,7 +166,7 @@ class GradientReducer:
         started = self._reducing.popleft()
         unit = started.unit
         waiting, started.reductions = started.reductions, []
-        with self.ledger.ranges.around(f"take the sum of {unit.name}"):
+        with self.ledger.ranges.around("take the sum of", unit.name):
             sums = [self._take_sum(unit, index, waiting.pop(0)) for index in range(len(waiting))]
         whole = (b.shard.is_replicated and not self._adds_whole(b) for b in unit.trained_buffers)
         if not self._mesh.replicas and not any(whole):

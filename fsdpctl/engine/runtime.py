@@ -119,7 +119,7 @@ class Runtime:
         self.gatherer.use(unit, self._forward_ahead[unit.name])
         unit.is_running = True
         self._calls.ran(unit.name, tracks=torch.is_grad_enabled())
-        self.ledger.ranges.begin(f"forward {unit.name}")
+        self.ledger.ranges.begin("forward", unit.name)
 
     def end_unit(self, unit: ShardedUnit) -> None:
         """A unit's forward has ended."""
@@ -169,7 +169,7 @@ class Runtime:
             unit.was_used_in_backward = True
         for each in over:
             self._reduce(each)
-        self.ledger.ranges.begin(f"backward {unit.name}")
+        self.ledger.ranges.begin("backward", unit.name)
 
     def _over_before(self, unit: ShardedUnit, call: Call) -> Iterator[ShardedUnit]:
         """The backward of `unit` begins: the units whose own is over with that."""

@@ -1,0 +1,97 @@
+"""Tables of what the benchmarks measured, from the JSON files that they write."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contestants import PAIRS
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+_ENGINES = {  # by contestant: in words
+    "ddp": "PyTorch `DistributedDataParallel`",
+    "zero_redundancy_optimizer": "PyTorch `ZeroRedundancyOptimizer`",
+    "fsdp2": "PyTorch `fully_shard`",
+    "fsdp2_tuned": "PyTorch `fully_shard`, tuned",
+    "fsdp2_keeps": "PyTorch `fully_shard`, not resharded after forward",
+    "no_shard": "**fsdpctl** `no_shard`",
+    "shard_optimizer": "**fsdpctl** `shard_optimizer`",
+    "shard_grad_op": "**fsdpctl** `shard_grad_op`",
+    "full_shard": "**fsdpctl** `full_shard`",
+}
+
+
+def _report(name: str) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return report
+
+
+def _table(header: list[str], rows: list[list[str]], about: str) -> str:
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", about])
+
+
+def _made_with(report: dict[str, Any]) -> str:
+    return f"torch {report['torch']}, {report['machine']}"
+
+
+def step_time_table() -> str:
+    """What each engine adds to the floor, relative to what fully_shard adds."""
+    report = _report("step-time-cpu")
+    results = report["results"]
+    header = ["added over the floor"]
+    header += [f"{each['size']} {each['dtype']}" for each in results]
+    rows = [
+        [words, *(f"{each['engines'][name]['added_over_fsdp2_added']:.2f}" for each in results)]
+        for name, words in _ENGINES.items()
+    ]
+    rounds = ", ".join(f"{e['rounds']} rounds of {e['size']} {e['dtype']}" for e in results)
+    ranks = report["world_size"]
+    return _table(header, rows, f"{ranks} ranks over gloo, {_made_with(report)}; {rounds}.")
+
+
+def peak_memory_table() -> str:
+    """Our peak over that of the engine of PyTorch's that keeps as much."""
+    report = _report("peak-memory-cpu")
+    results = report["results"]
+    header = ["peak over PyTorch's"]
+    header += [f"{e['model']} {e['dtype']}, {e['world_size']} ranks" for e in results]
+    rows = [
+        [
+            f"`{ours}` over {_ENGINES[theirs].removeprefix('PyTorch ')}",
+            *(f"{each[f'{ours}_over_{theirs}']:.2f}" for each in results),
+        ]
+        for ours, theirs in PAIRS.items()
+    ]
+    return _table(header, rows, f"The largest of {report['steps']} steps, {_made_with(report)}.")
+
+
+def host_time_table() -> str:
+    """The host's time over fully_shard's."""
+    report = _report("host-time")
+    header = ["ranks", "added by forward and backward", "clipping and optimizer step"]
+    rows = [
+        [
+            str(each["world_size"]),
+            f"{each['passes_added_over_fsdp2_added']:.2f}",
+            f"{each['update_over_fsdp2_update']:.2f}",
+        ]
+        for each in report["results"]
+    ]
+    about = f"Medians of {report['rounds']} rounds, {_made_with(report)}."
+    return _table(header, rows, about)
+
+
+def planning_table() -> str:
+    """The time of planning over that of importing torch."""
+    report = _report("planning")
+    header = ["model", "ranks", "module on the meta device", "plan of a step, with all its bytes"]
+    rows = [
+        [
+            each["model"],
+            f"{each['world_size']:,}",
+            f"{each['module_over_import_torch']:.3f}",
+            f"{each['plan_over_import_torch']:.3f}",
+        ]
+        for each in report["results"]
+    ]
+    return _table(header, rows, f"Medians of {report['rounds']} processes, {_made_with(report)}.")

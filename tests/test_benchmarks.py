@@ -1,0 +1,58 @@
+"""The benchmarks run, and say what they are about; what they measure is not tested."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.contestants import PAIRS
+from docs import measured
+from tests.cli.run import environment
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(module: str, out: Path, *words: str) -> dict[str, object]:
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--out", str(out), *words]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    report: dict[str, object] = json.loads(out.read_text())
+    assert report["benchmark"] == module
+    return report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("step_time", ["--sizes", "8M", "--dtypes", "fp32", "--rounds", "1"]),
+        ("host_time", ["--rounds", "1"]),
+        ("planning", ["--rounds", "1"]),
+        ("gpu", ["--device", "cpu", "--sizes", "tiny", "--rounds", "1"]),
+    ],
+)
+def test_a_benchmark_writes_what_it_measured(tmp_path: Path, module: str, words: list[str]) -> None:
+    report = run(module, tmp_path / "report.json", *words)
+    assert report["results"]
+    assert {"torch", "machine"} <= set(report)
+
+
+def test_engines_that_are_compared_compute_the_same() -> None:
+    results = json.loads((measured.RESULTS / "step-time-cpu.json").read_text())["results"]
+    for each in results:
+        losses = {name: engine["last_loss"] for name, engine in each["engines"].items()}
+        for ours, theirs in PAIRS.items():
+            if (
+                theirs.startswith("fsdp2") or each["dtype"] == "fp32"
+            ):  # DDP autocasts, which rounds elsewhere
+                assert losses[ours] == pytest.approx(losses[theirs], rel=1e-5)
+
+
+def test_no_engine_of_pytorch_holds_less() -> None:
+    for each in json.loads((measured.RESULTS / "peak-memory-cpu.json").read_text())["results"]:
+        for ours, theirs in PAIRS.items():
+            assert each[f"{ours}_over_{theirs}"] <= 1
