@@ -29,10 +29,9 @@ import fsdpctl
 from benchmarks.contestants import BETAS, CONTESTANTS, DECAY, EPS, LR, Step, stepping
 from benchmarks.host_time import OneCallEach
 from benchmarks.report import write_report
-from fsdpctl.comm.base import Handle
+from fsdpctl.comm.base import Collectives, Handle
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.comm.nccl import NcclCollectives
-from fsdpctl.comm.process_group import ProcessGroupCollectives
 from fsdpctl.config.schema import ModelConfig
 from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
 from fsdpctl.engine.model import ShardedModel
@@ -100,7 +99,7 @@ class FakeNccl(NcclCollectives):
         return Handle(lambda: handle.wait().mul_(self.size))
 
 
-def _collectives(device: torch.device) -> ProcessGroupCollectives:
+def _collectives(device: torch.device) -> Collectives:
     if device.type == "cpu":
         return OneCallEach()
     return NcclCollectives(device) if dist.get_backend() == "nccl" else FakeNccl(device)
@@ -148,7 +147,8 @@ def _join(mode: str, device: torch.device, folder: str) -> None:
 def _batch(size: Size, device: torch.device) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shape = (2, size.samples, size.length)
-    return torch.randint(0, size.vocab, shape, generator=generator).to(device).unbind()
+    tokens, targets = torch.randint(0, size.vocab, shape, generator=generator).to(device).unbind()
+    return tokens, targets
 
 
 def _seconds(step: Step, batch: tuple[Tensor, Tensor], device: torch.device) -> float:

@@ -232,6 +232,7 @@ def _move_buffers(module: nn.Module, device: torch.device, collectives: Collecti
 def _hook(module: nn.Module, runtime: Runtime, precision: Precision) -> None:
     hook_root(module, runtime, precision.param_dtype)
     for unit in runtime.units.values():
-        hook_gradients(runtime, unit)
+        if runtime.strategy.keeps_whole_params:
+            hook_gradients(runtime, unit)
         if unit is not runtime.root:
             hook_unit(module.get_submodule(unit.name), runtime, unit)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdpctl.engine.runtime import Runtime
-from fsdpctl.engine.unit import ShardedUnit, UnitBuffer
+from fsdpctl.engine.unit import ShardedUnit
 
 
 def _made_from(outputs: object, inputs: "_Inputs") -> list[Tensor]:
@@ -98,20 +98,16 @@ def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
 
 
 def hook_gradients(runtime: Runtime, unit: ShardedUnit) -> None:
-    """Events of each trainable parameter's gradient."""
+    """Begin a backward that comes to a parameter without coming through a module before.
 
+    Where parameters are whole all the time, a loss can be made of them alone.
+    """
     backward = runtime.backward
 
-    def watch(buffer: UnitBuffer, index: int) -> None:
-        note = buffer.arrived.add
-
-        def arrived(param: Tensor) -> None:  # called for every parameter: as short as can be
-            if not backward.is_live:
-                runtime.begin_backward()  # of something that does not come out of a module
-            note(index)
-
-        runtime.hooks.append(buffer.params[index].register_post_accumulate_grad_hook(arrived))
+    def arrived(param: Tensor) -> None:
+        if not backward.is_live:
+            runtime.begin_backward()
 
     for buffer in unit.trained_buffers:
-        for index in range(len(buffer.params)):
-            watch(buffer, index)
+        for param in buffer.params:
+            runtime.hooks.append(param.register_post_accumulate_grad_hook(arrived))

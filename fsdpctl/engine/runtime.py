@@ -76,8 +76,8 @@ class Runtime:
     @property
     def has_all_gradients(self) -> bool:
         """Whether every trainable parameter had a gradient since they were dropped."""
-        buffers = (b for unit in self.units.values() for b in unit.trained_buffers)
-        return all(len(buffer.present) == len(buffer.params) for buffer in buffers)
+        trained = (buffer for unit in self.units.values() for buffer in unit.trained_buffers)
+        return all(len(buffer.present) == len(buffer.params) for buffer in trained)
 
     # ---- forward -------------------------------------------------------------------------
 
@@ -216,17 +216,18 @@ class Runtime:
         if self.reduces:
             self.when_all_is_sent()
             self.reducer.finish()
-        self.holds_back = not self.reduces
+        self.holds_back, self._num_closed = not self.reduces, 0
         self._calls.end_backward(keeps_graph=self.backward.keeps_graph())
-        self._num_closed = 0
         self.backward.end()
         self._settle_order()
+        self._refuse_stray_gradients()
+
+    def _refuse_stray_gradients(self) -> None:
         for unit in self.units.values():
-            if any(buffer.arrived for buffer in unit.buffers):
+            if any(buffer.has_arrived for buffer in unit.trained_buffers):
                 raise EngineError(
-                    f"gradients of {unit.name} came after it was reduced: its output reaches the "
-                    "loss in a way that hooks do not see, or its parameters are used in the loss "
-                    "before the model's forward"
+                    f"gradients of {unit.name} were not reduced: its output reaches the loss where "
+                    "hooks do not see it, or the loss uses its parameters before the forward"
                 )
 
     def _settle_order(self) -> None:
@@ -279,6 +280,7 @@ class Runtime:
             self.when_all_is_sent()
             self.reducer.finish()
             self.holds_back = False
+        self._refuse_stray_gradients()
         buffers = [buffer for unit in self.units.values() for buffer in unit.trained_buffers]
         if all(buffer.shard.grad is None for buffer in buffers):
             raise EngineError("sync_gradients: there are no gradients; call backward first")

@@ -38,7 +38,6 @@ class UnitBuffer:
         self.params = tuple(params)  # in the layout's order
         self.whole = whole  # 1-D in the slot; readable while the unit is whole
         self.held_gradients: Tensor | None = None  # whole, not yet reduced
-        self.arrived: set[int] = set()  # parameters whose gradient of this backward is there
         self.present: set[int] = set()  # parameters that had one since gradients were dropped
         self.stretches = gradient_stretches(shard.layout)
         self._gaps = _gaps_after(shard.layout)
@@ -78,14 +77,14 @@ class UnitBuffer:
 
         That of one parameter is not copied if it is contiguous and has the dtype.
         """
-        if len(indices) == 1 and indices[0] in self.arrived:
+        if len(indices) == 1:
             gradient = self.params[indices[0]].grad
             if gradient is not None:
                 return gradient.reshape(-1).to(dtype)
         together = torch.zeros(span.numel, dtype=dtype, device=self.whole.device)
         for index in indices:
             gradient = self.params[index].grad
-            if index in self.arrived and gradient is not None:
+            if gradient is not None:
                 within = self.layout.placements[index].span.shift(-span.start)
                 together[within.start : within.stop].copy_(gradient.reshape(-1))
         return together
@@ -94,7 +93,7 @@ class UnitBuffer:
         """The gradients that have arrived times `scale`, in a new flat buffer; zeros elsewhere."""
         flat = torch.empty(self.layout.numel, dtype=dtype, device=self.whole.device)
         gradients = [param.grad for param in self.params]
-        if scale == 1 and dtype == self.whole.dtype and self._have_all_arrived(gradients):
+        if scale == 1 and dtype == self.whole.dtype and _are_all_there(gradients):
             self._join(flat, gradients)
             return flat
         for gap in self._padding:
@@ -102,7 +101,7 @@ class UnitBuffer:
         targets, sources = [], []
         for index, view in enumerate(self.param_views(flat)):
             gradient = gradients[index]
-            if gradient is None or index not in self.arrived:
+            if gradient is None:
                 view.zero_()
             elif scale != 1 and gradient.dtype == dtype:
                 torch.mul(gradient, scale, out=view)  # copied and scaled in one pass
@@ -114,9 +113,6 @@ class UnitBuffer:
             if scale != 1:
                 torch._foreach_mul_(targets, scale)
         return flat
-
-    def _have_all_arrived(self, gradients: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
-        return len(self.arrived) == len(gradients) and all(g is not None for g in gradients)
 
     def _join(self, flat: Tensor, gradients: Sequence[Tensor]) -> None:
         """Copy all gradients into `flat`, in one call."""
@@ -131,19 +127,26 @@ class UnitBuffer:
 
     def add_gradients(self, flat: Tensor, scale: float) -> None:
         """Add the gradients that have arrived times `scale` to a flat buffer."""
-        views = self.param_views(flat)
-        arrived = [(views[index], self.params[index].grad) for index in self.arrived]
-        targets = [view for view, gradient in arrived if gradient is not None]
-        gradients = [gradient for _, gradient in arrived if gradient is not None]
-        if targets:
+        arrived = [
+            (view, param.grad)
+            for view, param in zip(self.param_views(flat), self.params, strict=True)
+            if param.grad is not None
+        ]
+        if arrived:
+            targets, gradients = (list(each) for each in zip(*arrived, strict=True))
             torch._foreach_add_(targets, gradients, alpha=scale)
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether a parameter has a gradient that was not taken from it."""
+        return any(param.grad is not None for param in self.params)
+
     def forget_arrived(self) -> None:
-        """They were taken from the parameters."""
-        for index in self.arrived:
-            self.params[index].grad = None
-        self.present |= self.arrived
-        self.arrived.clear()
+        """The gradients were taken from the parameters."""
+        for index, param in enumerate(self.params):
+            if param.grad is not None:
+                param.grad = None
+                self.present.add(index)
 
     def drop_gradients(self) -> None:
         """Forget all gradients, wherever they are on their way."""
@@ -151,8 +154,11 @@ class UnitBuffer:
             param.grad = None
         self.shard.grad = None
         self.held_gradients = None
-        self.arrived.clear()
         self.present.clear()
+
+
+def _are_all_there(gradients: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
+    return all(gradient is not None for gradient in gradients)
 
 
 def _gaps_after(layout: FlatLayout) -> tuple[int, ...]:

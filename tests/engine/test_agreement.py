@@ -60,7 +60,8 @@ def test_ranks_that_disagree_are_told_on_every_rank(rank: int, world_size: int) 
 
 @distributed(world_size=2)
 def test_ranks_that_run_units_in_different_orders_are_told(rank: int, world_size: int) -> None:
-    model = shard_model(Wayward([0, 1, 2, 3] if rank == 0 else [0, 2, 1, 3]), "full_shard")
+    net = Wayward([0, 1, 2, 3] if rank == 0 else [0, 2, 1, 3])
+    model = shard_model(net, "full_shard", prefetch=Prefetch(0, 0))
     optimizer = ShardedAdamW(model, lr=1e-2)
     square_loss(model, torch.randn(4, 13)).backward()
     with pytest.raises(EngineError, match="in different orders"):

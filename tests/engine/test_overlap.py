@@ -146,7 +146,8 @@ def test_without_prefetch_every_gather_is_waited_for() -> None:
     assert hidden_share(clock, "reduce") >= 0.8
 
 
-@pytest.mark.parametrize(("prefetch", "exposed"), [(Prefetch(1, 0), 7.2), (Prefetch(0, 1), 7.2)])
-def test_each_direction_hides_its_own(prefetch: Prefetch, exposed: float) -> None:
+@pytest.mark.parametrize(("prefetch", "gathers"), [(Prefetch(1, 0), 7), (Prefetch(0, 1), 8)])
+def test_each_direction_hides_its_own(prefetch: Prefetch, gathers: int) -> None:
+    """The other direction's are waited for: in backward six blocks, as two are still there."""
     clock = run("full_shard", prefetch)
-    assert clock.exposed["gather"] == pytest.approx(exposed)
+    assert clock.exposed["gather"] == pytest.approx(gathers * DELAY)
