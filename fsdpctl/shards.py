@@ -34,6 +34,7 @@ class FlatShard:
         self.unit = unit
         self.layout = layout
         self.held, self.owned, self.written = held, owned, written
+        self.is_replicated = held != owned  # every rank holds all of the masters
         self.param = nn.Parameter(master, requires_grad=layout.params[0].trainable)
 
     @property
@@ -58,19 +59,14 @@ class FlatShard:
     @property
     def owned_grad(self) -> Tensor | None:
         """The gradient of the owned elements."""
-        if self.grad is None:
-            return None
+        if self.grad is None or not self.is_replicated:
+            return self.grad
         start = self.owned.start - self.held.start
         return self.grad[start : start + self.owned.numel]
 
     def view(self, values: Tensor, span: Span) -> Tensor:
         """The elements `span` of the flat buffer in `values`, a tensor like `master`."""
         return values[span.start - self.held.start : span.stop - self.held.start]
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether every rank holds all of the masters; alike on all ranks."""
-        return self.held != self.owned
 
     def written_pieces(self) -> tuple[Piece, ...]:
         """The parts of parameters that this rank saves."""

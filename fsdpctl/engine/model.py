@@ -31,6 +31,7 @@ class ShardedModel(nn.Module):
         self.strategy = strategy  # as asked for; one rank alone runs as no_shard
         self._runtime = runtime
         self._agreement = Agreement(runtime)
+        self._shards = tuple(b.shard for unit in runtime.units.values() for b in unit.buffers)
         access.guard_module(module, runtime)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -55,8 +56,7 @@ class ShardedModel(nn.Module):
 
     def flat_shards(self) -> tuple[FlatShard, ...]:
         """This rank's shards, root first, in the same order on every rank."""
-        units = self._runtime.units.values()
-        return tuple(buffer.shard for unit in units for buffer in unit.buffers)
+        return self._shards
 
     def persistent_buffers(self) -> Mapping[str, Tensor]:
         """The module's buffers that its state dict contains, by name."""

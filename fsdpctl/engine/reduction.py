@@ -9,7 +9,7 @@ All ranks start the reductions in the same order, the plan's. What did not arriv
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,8 @@ from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.ledger import Ledger
 from fsdpctl.engine.unit import ShardedUnit, UnitBuffer
 from fsdpctl.plan.layout import Span
-from fsdpctl.plan.schedule import Buffer, EventKind, Reductions
+from fsdpctl.plan.reductions import Reductions
+from fsdpctl.plan.schedule import Buffer, EventKind
 
 
 @dataclass(slots=True)
@@ -114,10 +115,8 @@ class GradientReducer:
         if not unit.trained_buffers:
             return
         is_first = all(buffer.shard.grad is None for buffer in unit.trained_buffers)
-        others = deque(each.unit.name for each in self._reducing)
-        while not self._plan.fits(unit.name, others, is_first=is_first):
+        while not self._plan.fits(unit.name, self._names(self._reducing), is_first=is_first):
             self._finish_oldest()
-            others.popleft()
         started = _Reducing(unit)
         self._reducing.append(started)  # before its first collective: one that fails loses none
         sent = 0
@@ -157,6 +156,10 @@ class GradientReducer:
     def _adds_whole(self, buffer: UnitBuffer) -> bool:
         return buffer.shard.is_replicated and self._mesh.shard.adds_whole
 
+    @staticmethod
+    def _names(started: Iterable[_Reducing] | Iterable[_Combining]) -> list[str]:
+        return [each.unit.name for each in started]
+
     def _scales(self, buffer: UnitBuffer) -> tuple[float, float]:
         """What gradients are multiplied with when they are copied, and their sum."""
         scale = 1 / self._mesh.world.size
@@ -175,7 +178,7 @@ class GradientReducer:
             self.ledger.note(EventKind.REDUCED, unit.name)
             return
         self.ledger.note(EventKind.REDUCED, unit.name)
-        while not self._plan.fits(unit.name, [each.unit.name for each in self._combining]):
+        while not self._plan.fits(unit.name, self._names(self._combining)):
             self._finish_combining()
         handles = [
             self._combine(buffer, total)

@@ -42,6 +42,7 @@ class Runtime:
         reducer: GradientReducer,
     ) -> None:
         self.units = {unit.name: unit for unit in units}
+        self._trained = [p for unit in units for each in unit.trained_buffers for p in each.params]
         self.strategy = strategy
         self.prefetch = prefetch
         self._follow(order)
@@ -66,7 +67,7 @@ class Runtime:
         self.order = order
         self._reduction = tuple(self.units[name] for name in order.reduction)
         self._forward_ahead = all_following(order.forward, self.prefetch.forward)
-        self.backward_ahead = all_following(order.backward, self.prefetch.backward)
+        self._backward_ahead = all_following(order.backward, self.prefetch.backward)
 
     @property
     def device(self) -> torch.device:
@@ -165,7 +166,7 @@ class Runtime:
         for each in over:
             self._let_go(each)
         if unit.name not in self.order.needs_no_backward_gather:
-            self.gatherer.use(unit, self.backward_ahead[unit.name])
+            self.gatherer.use(unit, self._backward_ahead[unit.name])
             unit.was_used_in_backward = True
         for each in over:
             self._reduce(each)
@@ -196,12 +197,8 @@ class Runtime:
 
     def _gather_like_others(self, unit: ShardedUnit) -> None:
         """Take part in a gather that ranks need which use more of the unit's parameters."""
-        if (
-            self.strategy.shards_params
-            and unit.trained_buffers
-            and unit.name not in self.order.needs_no_backward_gather
-            and not self.order.keeps_after_forward(unit.name, self.strategy)
-        ):
+        again = self.order.is_gathered_again(unit.name, self.strategy)
+        if self.strategy.shards_params and unit.trained_buffers and again:
             self.gatherer.use(unit)
 
     def end_backward(self) -> None:
@@ -223,6 +220,8 @@ class Runtime:
         self._refuse_stray_gradients()
 
     def _refuse_stray_gradients(self) -> None:
+        if all(param.grad is None for param in self._trained):
+            return
         for unit in self.units.values():
             if any(buffer.has_arrived for buffer in unit.trained_buffers):
                 raise EngineError(

@@ -7,7 +7,6 @@ holds another unit raises instead; gathering the unit again makes the saved vers
 
 from collections.abc import Sequence
 from enum import Enum, auto
-from itertools import pairwise
 from typing import TypeGuard
 
 import torch
@@ -91,11 +90,10 @@ class UnitBuffer:
 
     def first_gradients(self, dtype: torch.dtype, scale: float) -> Tensor:
         """The gradients that have arrived times `scale`, in a new flat buffer; zeros elsewhere."""
-        flat = torch.empty(self.layout.numel, dtype=dtype, device=self.whole.device)
         gradients = [param.grad for param in self.params]
         if scale == 1 and dtype == self.whole.dtype and _are_all_there(gradients):
-            self._join(flat, gradients)
-            return flat
+            return self._joined(gradients)
+        flat = torch.empty(self.layout.numel, dtype=dtype, device=self.whole.device)
         for gap in self._padding:
             flat[gap.start : gap.stop].zero_()
         targets, sources = [], []
@@ -114,16 +112,14 @@ class UnitBuffer:
                 torch._foreach_mul_(targets, scale)
         return flat
 
-    def _join(self, flat: Tensor, gradients: Sequence[Tensor]) -> None:
-        """Copy all gradients into `flat`, in one call."""
+    def _joined(self, gradients: Sequence[Tensor]) -> Tensor:
+        """A copy of all gradients and the padding between them, made in one call."""
         pieces = []
         for gradient, gap in zip(gradients, self._gaps, strict=True):
-            pieces.append(gradient.reshape(-1))
+            pieces.append(gradient)
             if gap:
                 pieces.append(gradient.new_zeros(gap))
-        end = self.layout.placements[-1].span.stop
-        torch.cat(pieces, out=flat[:end])
-        flat[end:].zero_()
+        return torch._C._nn.flatten_dense_tensors(pieces)
 
     def add_gradients(self, flat: Tensor, scale: float) -> None:
         """Add the gradients that have arrived times `scale` to a flat buffer."""
@@ -143,10 +139,10 @@ class UnitBuffer:
 
     def forget_arrived(self) -> None:
         """The gradients were taken from the parameters."""
-        for index, param in enumerate(self.params):
-            if param.grad is not None:
-                param.grad = None
-                self.present.add(index)
+        if len(self.present) < len(self.params):
+            self.present |= {i for i, param in enumerate(self.params) if param.grad is not None}
+        for param in self.params:
+            param.grad = None
 
     def drop_gradients(self) -> None:
         """Forget all gradients, wherever they are on their way."""
@@ -162,9 +158,10 @@ def _are_all_there(gradients: Sequence[Tensor | None]) -> TypeGuard[Sequence[Ten
 
 
 def _gaps_after(layout: FlatLayout) -> tuple[int, ...]:
-    """How many elements of padding follow each parameter but the last."""
-    spans = [placement.span for placement in layout.placements]
-    return (*(after.start - before.stop for before, after in pairwise(spans)), 0)
+    """How many elements of padding follow each parameter."""
+    starts = [placement.span.start for placement in layout.placements[1:]]
+    ends = [placement.span.stop for placement in layout.placements]
+    return tuple(start - end for start, end in zip([*starts, layout.numel], ends, strict=True))
 
 
 class ShardedUnit:

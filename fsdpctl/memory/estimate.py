@@ -10,17 +10,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from fsdpctl.plan.layout import FlatLayout, Span
+from fsdpctl.plan.reductions import plan_reductions
 from fsdpctl.plan.replay import Itemsizes, RankPlace, Replay, unit_bytes
 from fsdpctl.plan.runs import decay_group, optimizer_runs
-from fsdpctl.plan.schedule import (
-    Buffer,
-    Event,
-    EventKind,
-    Prefetch,
-    UnitOrder,
-    plan_reductions,
-    step_events,
-)
+from fsdpctl.plan.schedule import Buffer, Event, EventKind, Prefetch, UnitOrder, step_events
 from fsdpctl.plan.slots import slots_of
 from fsdpctl.plan.strategy import Strategy
 

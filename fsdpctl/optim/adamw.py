@@ -92,7 +92,9 @@ class ShardedAdamW(torch.optim.AdamW):
             self.isolate(absent)
         for run, _ in self.runs:
             grad = None if absent and run.names <= absent else run.shard.grad
-            run.param.grad = None if grad is None else run.shard.view(grad, run.span)
+            if grad is not None and run.span != run.shard.held:
+                grad = run.shard.view(grad, run.span)
+            run.param.grad = grad
         self.grad_scale, self.found_inf = _fused_scalars(self.runs, grad_scale, found_inf)
         super().step()
         self._model.broadcast_updated_params()

@@ -68,7 +68,7 @@ class EvenParts(Sequence[Span]):
         """The span of one rank, or of several."""
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(self.num_parts))]
-        place = range(self.num_parts)[index]
+        place = index if 0 <= index < self.num_parts else range(self.num_parts)[index]
         return Span(place * self.size, (place + 1) * self.size)
 
 

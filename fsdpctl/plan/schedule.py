@@ -6,14 +6,12 @@ unit's gradients and `reduced` is when this rank has its part of the sum. Where 
 is wanted, `combine` starts a second collective: over the copies, or to put the parts together.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fsdpctl.plan.layout import FlatLayout
+from fsdpctl.plan.reductions import Reductions
 from fsdpctl.plan.strategy import Strategy
-
-Itemsize = Callable[[FlatLayout], int]  # bytes of one element of a flat buffer
 
 
 class EventKind(StrEnum):
@@ -96,61 +94,15 @@ class UnitOrder:
             return False
         return not strategy.reshard_after_forward or unit == self.forward[-1]
 
+    def is_gathered_again(self, unit: str, strategy: Strategy) -> bool:
+        """Whether backward gathers a unit, where parameters are sharded."""
+        keeps = self.keeps_after_forward(unit, strategy)
+        return unit not in self.needs_no_backward_gather and not keeps
+
 
 def all_following(order: Sequence[str], depth: int) -> dict[str, tuple[str, ...]]:
     """For each unit the `depth` units that come after it in `order`."""
     return {unit: tuple(order[index + 1 : index + 1 + depth]) for index, unit in enumerate(order)}
-
-
-@dataclass(frozen=True, slots=True)
-class Reductions:
-    """How gradients are reduced."""
-
-    nbytes: Mapping[str, int]  # of every unit's gradients, as they are reduced
-    budget: int  # how many bytes may be on their way before one reduction is waited for
-    combines: bool = False  # whether each is followed by a second collective
-    stays: bool = False  # whether a first sum stays in the buffer that it was added in
-
-    def fits(self, unit: str, others: Iterable[str], *, is_first: bool = False) -> bool:
-        """Whether `unit` may be on its way together with `others`.
-
-        `is_first` says that there is no earlier gradient to add to: a sum that stays costs nothing.
-        """
-        if self.stays and is_first:
-            return True
-        sizes = [self.nbytes[each] for each in others]
-        return not sizes or sum(sizes) + self.nbytes[unit] <= self.budget
-
-
-def plan_reductions(
-    layouts: Mapping[str, Sequence[FlatLayout]],
-    itemsize: Itemsize,
-    *,
-    combines: bool = False,
-    stays: bool = False,
-) -> Reductions:
-    """Let as much be on its way as the largest unit has, or twice that where it has two bytes each.
-
-    Two reductions of two bytes an element cost what one of four does. The order of collectives
-    follows from this, so it depends on nothing that differs between ranks.
-
-    Args:
-        layouts: of every unit.
-        itemsize: bytes of one element, as it is reduced.
-        combines: whether each reduction is followed by a second collective.
-        stays: whether a first sum stays in the buffer that it was added in.
-    """
-    trained = {
-        name: [layout for layout in of_unit if layout.params[0].trainable]
-        for name, of_unit in layouts.items()
-    }
-    nbytes = {
-        name: sum(layout.numel * itemsize(layout) for layout in of_unit)
-        for name, of_unit in trained.items()
-    }
-    widest = max((itemsize(each) for of_unit in trained.values() for each in of_unit), default=4)
-    budget = max(nbytes.values()) * (1 if widest > 2 else 2)
-    return Reductions(nbytes, budget, combines, stays)
 
 
 class _Simulation:

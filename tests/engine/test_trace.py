@@ -8,6 +8,7 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.plan.reductions import plan_reductions
 from fsdpctl.plan.replay import Itemsizes, RankPlace, Replay, unit_bytes
 from fsdpctl.plan.schedule import (
     Buffer,
@@ -15,7 +16,6 @@ from fsdpctl.plan.schedule import (
     EventKind,
     Prefetch,
     most_whole_units,
-    plan_reductions,
     step_events,
     update_events,
 )

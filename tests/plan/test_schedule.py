@@ -7,15 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdpctl.plan.layout import ParamSpec, flat_layout
-from fsdpctl.plan.schedule import (
-    EventKind,
-    Prefetch,
-    Reductions,
-    UnitOrder,
-    most_whole_units,
-    plan_reductions,
-    step_events,
-)
+from fsdpctl.plan.reductions import Reductions, plan_reductions
+from fsdpctl.plan.schedule import EventKind, Prefetch, UnitOrder, most_whole_units, step_events
 from fsdpctl.plan.slots import assign_slots
 from fsdpctl.plan.strategy import STRATEGIES
 
