@@ -180,11 +180,3 @@ CONTESTANTS: dict[str, Callable[..., Step]] = {
     "shard_optimizer": ours("shard_optimizer"),
     "no_shard": ours("no_shard"),
 }
-
-# Ours, and the engine of PyTorch's that keeps as much.
-PAIRS = {
-    "full_shard": "fsdp2",
-    "shard_grad_op": "fsdp2_keeps",
-    "shard_optimizer": "zero_redundancy_optimizer",
-    "no_shard": "ddp",
-}

@@ -22,7 +22,8 @@ from torch._C._profiler import _EventType
 from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.contestants import CONTESTANTS, PAIRS, Step
+from benchmarks.contestants import CONTESTANTS, Step
+from benchmarks.pairs import PAIRS
 from benchmarks.report import write_report
 from benchmarks.step_time import DTYPES, make_decoder
 

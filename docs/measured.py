@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contestants import PAIRS
+from benchmarks.pairs import PAIRS
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 _ENGINES = {  # by contestant: in words

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.contestants import PAIRS
+from benchmarks.pairs import PAIRS
 from docs import measured
 from tests.cli.run import environment
 
