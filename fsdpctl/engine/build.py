@@ -135,6 +135,8 @@ def build_runtime(
     params = dict(module.named_parameters())
     builder = _Builder(division, strategy, precision, mesh, source, params, dtypes)
     units = _build_units(builder, prefetch)
+    for param in params.values():
+        param.grad = None  # whatever it is, it is not of the sharded model
     runtime = Runtime(
         units,
         division.order,
@@ -166,7 +168,8 @@ def _make_reducer(
     )
     of_name = {unit.name: unit for unit in units}
     in_order = [of_name[name] for name in division.order.reduction]
-    return GradientReducer(in_order, mesh, dtypes, plan)
+    narrows = builder.strategy.shards_params
+    return GradientReducer(in_order, mesh, dtypes, plan, narrows=narrows)
 
 
 def divide_module(module: nn.Module, classes: Sequence[str] | None) -> tuple[UnitSpec, ...]:
@@ -233,7 +236,7 @@ def _move_buffers(module: nn.Module, device: torch.device, collectives: Collecti
 def _hook(module: nn.Module, runtime: Runtime, precision: Precision) -> None:
     hook_root(module, runtime, precision.param_dtype)
     for unit in runtime.units.values():
-        if runtime.strategy.keeps_whole_params:
+        if runtime.strategy.keeps_whole_params or unit is runtime.root:
             hook_gradients(runtime, unit)
         if unit is not runtime.root:
             hook_unit(module.get_submodule(unit.name), runtime, unit)

@@ -100,7 +100,7 @@ def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
 def hook_gradients(runtime: Runtime, unit: ShardedUnit) -> None:
     """Begin a backward that comes to a parameter without coming through a module before.
 
-    Where parameters are whole all the time, a loss can be made of them alone.
+    A loss can be made of parameters alone that are whole after the forward.
     """
     backward = runtime.backward
 

@@ -50,12 +50,19 @@ class GradientReducer:
         mesh: Mesh,
         reduce_dtypes: dict[torch.dtype, torch.dtype],
         plan: Reductions,
+        *,
+        narrows: bool,
     ) -> None:
+        """`narrows`: gradients of one backward may be sent in the parameters' dtype.
+
+        Only where all ranks go through the same backwards, because what was held has another.
+        """
         self.units = tuple(units)  # in the order of reduction
         self._mesh = mesh
         self._dtypes = reduce_dtypes  # by the masters' dtype
         self.ledger = Ledger()
         self._plan = plan
+        self._narrows = narrows
         self._next = 0
         self._reducing: deque[_Reducing] = deque()
         self._combining: deque[_Combining] = deque()  # what follows where a part is not enough
@@ -121,8 +128,8 @@ class GradientReducer:
         self._reducing.append(started)  # before its first collective: one that fails loses none
         sent = 0
         for index, buffer in enumerate(unit.trained_buffers):
-            gradients = self._to_send(unit, index, buffer)
-            sent += sum(values.nbytes for _, values in gradients)
+            gradients, nbytes = self._to_send(unit, index, buffer)
+            sent += nbytes
             reduction = self._send(buffer, gradients)
             started.reductions.append((reduction, buffer.held_gradients))
             buffer.held_gradients = None
@@ -131,20 +138,25 @@ class GradientReducer:
                 self.ledger.allocate(Buffer.WORKSPACE, unit.name, index, nbytes)
         self.ledger.note(EventKind.REDUCE, unit.name, sent)
 
-    def _to_send(
-        self, unit: ShardedUnit, index: int, buffer: UnitBuffer
-    ) -> list[tuple[Span, Tensor]]:
-        """The gradients, where they are if that serves; alike on every rank."""
+    def _to_send(self, unit: ShardedUnit, index: int, buffer: UnitBuffer) -> tuple[Stretches, int]:
+        """The gradients, where they are if that serves, and their bytes.
+
+        Messages are alike on every rank, whether it held gradients back or not.
+        """
         is_split = not buffer.shard.is_replicated
         is_split &= self._mesh.shard.sends_in_place(buffer.layout.parts)
         if is_split and buffer.held_gradients is None:
-            wire = min(buffer.whole.dtype, self._dtype(buffer), key=lambda dtype: dtype.itemsize)
+            dtypes = (buffer.whole.dtype, self._dtype(buffer))
+            wire = min(dtypes, key=lambda dtype: dtype.itemsize) if self._narrows else dtypes[1]
             gradients = [(span, buffer.take(span, ids, wire)) for span, ids in buffer.stretches]
             buffer.forget_arrived()
             nbytes = sum(values.nbytes for _, values in gradients)
             self.ledger.allocate(Buffer.WHOLE_GRADS, unit.name, index, nbytes)
-            return gradients
-        return [(Span(0, buffer.layout.numel), self._hold(unit, index, buffer))]
+            return gradients, nbytes
+        flat = self._hold(unit, index, buffer)
+        if not is_split:
+            return [(Span(0, buffer.layout.numel), flat)], flat.nbytes
+        return [(span, flat[span.start : span.stop]) for span, _ in buffer.stretches], flat.nbytes
 
     def _send(self, buffer: UnitBuffer, gradients: Stretches) -> Reduction:
         collectives = self._mesh.shard

@@ -162,14 +162,17 @@ class Runtime:
         if self.backward.is_running_here and call is not None:
             self._calls.begin(call)
             over = list(self._over_before(unit, call))
-        # Room is made, and what comes next is on its way, before gradients are sent.
+        # Room is made, and what comes next is on its way, before the gradients of the last one are
+        # sent. Those before it are sent at once: others may need them before they gather on.
         for each in over:
             self._let_go(each)
+            if each is not over[-1]:
+                self._reduce(each)
         if unit.name not in self.order.needs_no_backward_gather:
             self.gatherer.use(unit, self._backward_ahead[unit.name])
             unit.was_used_in_backward = True
-        for each in over:
-            self._reduce(each)
+        if over:
+            self._reduce(over[-1])
         self.ledger.ranges.begin("backward", unit.name)
 
     def _over_before(self, unit: ShardedUnit, call: Call) -> Iterator[ShardedUnit]:
@@ -204,12 +207,10 @@ class Runtime:
     def end_backward(self) -> None:
         """Autograd has done all it had to do."""
         self.ledger.ranges.end_all()
-        rest = self._reduction[self._num_closed :]
-        for unit in rest:
+        for unit in self._reduction[self._num_closed :]:
             self._let_go(unit)
-        self.gatherer.rest()
-        for unit in rest:
             self._reduce(unit)
+        self.gatherer.rest()
         if self.reduces:
             self.when_all_is_sent()
             self.reducer.finish()

@@ -113,7 +113,7 @@ class UnitBuffer:
         return flat
 
     def _joined(self, gradients: Sequence[Tensor]) -> Tensor:
-        """A copy of all gradients and the padding between them, made in one call."""
+        """All gradients and the padding between them as one tensor, made in one call."""
         pieces = []
         for gradient, gap in zip(gradients, self._gaps, strict=True):
             pieces.append(gradient)

@@ -92,7 +92,8 @@ def unit_bytes(
         held = fresh = Sending(layout.numel * sizes.reduce, workspace * sizes.reduce)
         if strategy.shards_grads and sends_in_place(place.transport, layout.parts):
             sent = sum(span.numel for span, _ in gradient_stretches(layout))
-            itemsize = min(sizes.param, sizes.reduce)
+            narrow = min(sizes.param, sizes.reduce)
+            itemsize = narrow if strategy.shards_params else sizes.reduce
             fresh = Sending(sent * itemsize, workspace * itemsize)
         keeps = place.size == 1 or not strategy.shards_grads
         return FlatBytes(

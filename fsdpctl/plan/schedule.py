@@ -205,9 +205,10 @@ class _Simulation:
                 self.gradients(each, reduces=reduces)
             self.release(unit)
             finished = [unit]
-        self.release(order.root)
-        for each in (*finished, order.root):
+        for each in finished:
             self.gradients(each, reduces=reduces)
+        self.release(order.root)
+        self.gradients(order.root, reduces=reduces)
         self.finish_reductions()
 
 

@@ -198,7 +198,7 @@ class Trainer:
         return record_step(
             parts.model,
             loss_sum=loss_sum,
-            tokens=torch.tensor(tokens, device=parts.device),
+            tokens=torch.full((), tokens, device=parts.device),  # does not wait for the device
             nominal_tokens=nominal * self._ranks.size,
             max_grad_norm=config.optimizer.max_grad_norm,
             stop=parts.stop_requested(),

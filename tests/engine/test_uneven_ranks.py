@@ -1,0 +1,131 @@
+"""Ranks that go back through different parts of the model, or a different number of times."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.precision import Precision
+from fsdpctl.engine.shard import shard_model
+from fsdpctl.plan.schedule import Prefetch
+from tests.distributed import distributed
+
+WIDTH, DEPTH = 24, 9
+
+
+class Layer(nn.Module):
+    """A block like all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(x).tanh()
+        return made
+
+
+class Deep(nn.Module):
+    """Gives every block's output; the graph may be cut in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(DEPTH))
+
+    def forward(self, x: Tensor, cut: int) -> list[Tensor]:
+        outputs = []
+        for number, layer in enumerate(self.layers):
+            x = layer(x.detach() if number == cut else x)
+            outputs.append(x)
+        return outputs
+
+
+def loss_of(model: nn.Module, rank: int, uses: int, cut: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(3, WIDTH, generator=generator)
+    loss: Tensor = model(x, cut)[uses].float().square().sum()
+    return loss
+
+
+def check_gradients(model: ShardedModel, expected: dict[str, Tensor], rtol: float = 1e-5) -> None:
+    for shard in model.flat_shards():
+        for piece in shard.layout.pieces(shard.owned):
+            part = expected[piece.param.name].flatten()[piece.in_param.start : piece.in_param.stop]
+            assert shard.grad is not None
+            found = shard.view(shard.grad, piece.in_flat)
+            torch.testing.assert_close(found, part, rtol=rtol, atol=rtol / 10)
+
+
+def mean_gradients(losses_of: list[list[tuple[int, int, int]]]) -> dict[str, Tensor]:
+    """By one process: of each rank the (rank, uses, cut) of all that it goes back through."""
+    net = Deep()
+    for of_rank in losses_of:
+        for each in of_rank:
+            (loss_of(net, *each) / len(losses_of)).backward()
+    zero = torch.zeros(())
+    return {
+        name: param.grad if param.grad is not None else zero.expand(param.shape)
+        for name, param in net.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer"])
+@distributed(world_size=2, timeout=60)
+def test_a_rank_may_skip_the_backward_of_many_blocks(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    last, nowhere = DEPTH - 1, -1
+    for uses, cut in ((1, nowhere), (last, 4), (last, last), (3, 2), (0, nowhere)):
+        for depth in (0, 1, 2):
+            prefetch = Prefetch(depth, depth)
+            model = shard_model(Deep(), strategy, units=[Layer], prefetch=prefetch)
+            mine = [(0, last, nowhere), (1, uses, cut)]
+            loss_of(model, *mine[rank]).backward()
+            check_gradients(model, mean_gradients([[each] for each in mine]))
+
+
+@distributed(world_size=2, timeout=60)
+def test_a_rank_may_hold_gradients_back_that_others_do_not_have(rank: int, world_size: int) -> None:
+    """Where nothing is gathered, ranks need not go back equally often."""
+    last = DEPTH - 1
+    of_ranks = [[(0, last, -1), (2, last, -1), (3, last, -1)], [(1, last, -1)]]
+    expected = mean_gradients(of_ranks)
+    for strategy in ("shard_optimizer", "no_shard"):
+        for precision, rtol in ((Precision(), 1e-5), (Precision(torch.bfloat16), 0.05)):
+            model = shard_model(Deep(), strategy, units=[Layer], precision=precision)
+            *held, reduced = of_ranks[rank]
+            with model.no_sync():
+                for each in held:
+                    loss_of(model, *each).backward()
+            loss_of(model, *reduced).backward()
+            if precision.param_dtype is None:
+                check_gradients(model, expected, rtol)
+            else:
+                norm = sum(float(g.square().sum()) for g in expected.values()) ** 0.5
+                for shard in model.flat_shards():
+                    for piece in shard.layout.pieces(shard.owned):
+                        whole = expected[piece.param.name].flatten()
+                        part = whole[piece.in_param.start : piece.in_param.stop]
+                        assert shard.grad is not None
+                        found = shard.view(shard.grad, piece.in_flat)
+                        assert (found - part).norm() <= rtol * norm
+
+
+@distributed(world_size=2)
+def test_a_loss_of_root_parameters_alone_is_reduced(rank: int, world_size: int) -> None:
+    class WithScale(Deep):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(5))
+
+    model = shard_model(WithScale(), "full_shard", units=[Layer])
+    model(torch.ones(1, WIDTH), -1)
+    scale = model.module.get_parameter("scale")
+    (scale * (rank + 1.0)).sum().backward()
+    for shard in model.flat_shards():
+        for piece in shard.layout.pieces(shard.owned):
+            assert shard.grad is not None
+            expected = 1.5 if piece.param.name == "scale" else 0.0
+            found = shard.view(shard.grad, piece.in_flat)
+            torch.testing.assert_close(found, torch.full_like(found, expected))
