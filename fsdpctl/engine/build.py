@@ -161,7 +161,6 @@ def _make_reducer(
     plan = plan_reductions(
         division.layouts,
         itemsize,
-        combines=mesh.num_replicas > 1,
         stays=mesh.shard.adds_whole
         and not builder.strategy.shards_grads
         and all(master == dtype for master, dtype in dtypes.items()),

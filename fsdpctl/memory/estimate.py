@@ -151,10 +151,10 @@ def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
         reductions=plan_reductions(
             plan.layouts,
             lambda _: plan.sizes.reduce,
-            combines=combines,
             stays=place.stays(plan.strategy, plan.sizes),
         ),
         shared_slots=[slot.units for slot in slots if slot.resident],
+        combines=combines,
     )
     masters, states = _states(plan, place.rank)
     always = sum(slot.nbytes for slot in slots if units[slot.units[0]].resident)

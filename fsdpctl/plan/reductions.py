@@ -14,7 +14,6 @@ class Reductions:
 
     nbytes: Mapping[str, int]  # of every unit's gradients, as they are reduced
     budget: int  # how many bytes may be on their way before one reduction is waited for
-    combines: bool = False  # whether each is followed by a second collective
     stays: bool = False  # whether a first sum stays in the buffer that it was added in
 
     def fits(self, unit: str, others: Iterable[str], *, is_first: bool = False) -> bool:
@@ -32,7 +31,6 @@ def plan_reductions(
     layouts: Mapping[str, Sequence[FlatLayout]],
     itemsize: Itemsize,
     *,
-    combines: bool = False,
     stays: bool = False,
 ) -> Reductions:
     """Let as much be on its way as the largest unit has, or twice that where it has two bytes each.
@@ -43,7 +41,6 @@ def plan_reductions(
     Args:
         layouts: of every unit.
         itemsize: bytes of one element, as it is reduced.
-        combines: whether each reduction is followed by a second collective.
         stays: whether a first sum stays in the buffer that it was added in.
     """
     trained = {
@@ -56,4 +53,4 @@ def plan_reductions(
     }
     widest = max((itemsize(each) for of_unit in trained.values() for each in of_unit), default=4)
     budget = max(nbytes.values()) * (1 if widest > 2 else 2)
-    return Reductions(nbytes, budget, combines, stays)
+    return Reductions(nbytes, budget, stays)

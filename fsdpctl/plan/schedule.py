@@ -114,12 +114,14 @@ class _Simulation:
         strategy: Strategy,
         reductions: Reductions,
         shared_slots: Sequence[Sequence[str]],
+        combines: bool,
     ) -> None:
         self.order = order
         self.slot_of = {u: number for number, units in enumerate(shared_slots) for u in units}
         self.holds: dict[int, str] = {}  # by slot, whose values are still in it
         self.strategy = strategy
         self.reductions = reductions
+        self.combines = combines
         self.events: list[Event] = []
         self.gathered: set[str] = set()
         self.whole: set[str] = set()
@@ -172,7 +174,7 @@ class _Simulation:
     def finish_reduction(self) -> None:
         unit = self.reducing.pop(0)
         self.note(EventKind.REDUCED, unit)
-        if self.reductions.combines:
+        if self.combines:
             while not self.reductions.fits(unit, self.combining):
                 self.note(EventKind.COMBINED, self.combining.pop(0))
             self.note(EventKind.COMBINE, unit)
@@ -220,6 +222,7 @@ def step_events(
     reductions: Reductions,
     reduces: Sequence[bool] = (True,),
     shared_slots: Sequence[Sequence[str]] = (),
+    combines: bool = False,
 ) -> tuple[Event, ...]:
     """The events of one step: a forward and a backward for each entry of `reduces`.
 
@@ -231,8 +234,9 @@ def step_events(
         reduces: per micro-step, whether its backward reduces the gradients.
         shared_slots: the units of each slot whose memory stays; what the last unit of forward left
             in one is not gathered again for backward.
+        combines: whether each reduction is followed by a second collective.
     """
-    simulation = _Simulation(order, strategy, reductions, shared_slots)
+    simulation = _Simulation(order, strategy, reductions, shared_slots, combines)
     for reduce in reduces:
         if strategy.shards_params:
             simulation.forward(prefetch)

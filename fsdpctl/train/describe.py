@@ -118,7 +118,8 @@ def _memory(run: ResolvedRun) -> str:
     peak = estimate_run(run.config, run.module, run.batches.num_micro_batches)
     held = peak.breakdown
     return (
-        f"{format_bytes(held.total)} a rank: parameters {format_bytes(held.parameters)}, gradients "
+        f"{format_bytes(held.total)} a rank at most, {peak.when}: parameters "
+        f"{format_bytes(held.parameters)}, gradients "
         f"{format_bytes(held.gradients)}, optimizer states {format_bytes(held.optimizer_states)}, "
         f"gathered units {format_bytes(held.gathered_units)}, reduce buffers "
         f"{format_bytes(held.reduce_buffers)}; activations not counted"

@@ -51,7 +51,7 @@ def planned_events(
     combines = place.combines(strategy)
     of_units = unit_bytes(layouts, slots, strategy, sizes, place)
     stays = place.stays(strategy, sizes)
-    reductions = plan_reductions(layouts, lambda _: sizes.reduce, combines=combines, stays=stays)
+    reductions = plan_reductions(layouts, lambda _: sizes.reduce, stays=stays)
     return tuple(
         Replay(of_units, combines=combines).play(
             [
@@ -62,6 +62,7 @@ def planned_events(
                     reduces=reduces,
                     reductions=reductions,
                     shared_slots=[slot.units for slot in slots if slot.resident],
+                    combines=combines,
                 ),
                 *update_events(order, strategy),
             ]

@@ -33,9 +33,9 @@ def test_every_unit_is_gathered_before_use_released_after_and_reduced_once(order
         assert passes == (2 if order_regathers(order, unit, name) else 1)
 
 
-def alike(order: UnitOrder, budget: int = 1, *, combines: bool = False) -> Reductions:
+def alike(order: UnitOrder, budget: int = 1) -> Reductions:
     """Every unit has one byte."""
-    return Reductions(dict.fromkeys((order.root, *order.forward), 1), budget, combines)
+    return Reductions(dict.fromkeys((order.root, *order.forward), 1), budget)
 
 
 def order_regathers(order: UnitOrder, unit: str, name: str) -> bool:
@@ -85,8 +85,9 @@ def test_no_shard_only_holds_and_reduces():
 
 def test_a_second_collective_is_waited_for_when_the_next_one_starts():
     order = UnitOrder("root", ("a", "b"), frozen=frozenset({"b"}))
-    reductions = alike(order, combines=True)
-    events = step_events(order, STRATEGIES["no_shard"], Prefetch(), reductions=reductions)
+    events = step_events(
+        order, STRATEGIES["no_shard"], Prefetch(), reductions=alike(order), combines=True
+    )
     assert [(event.kind, event.unit) for event in events] == [
         (K.REDUCE, "a"),
         (K.REDUCED, "a"),
@@ -128,7 +129,7 @@ def test_small_units_are_reduced_together_within_the_bytes_of_the_largest():
 @pytest.mark.parametrize(("itemsize", "budget"), [(4, 512), (2, 512), (8, 1024)])
 def test_two_reductions_of_two_bytes_may_run_where_one_of_four_may(itemsize, budget):
     layouts = {"root": [], "a": [flat_layout([ParamSpec("a", (128,))], 2)]}
-    plan = plan_reductions(layouts, lambda _: itemsize, combines=False)
+    plan = plan_reductions(layouts, lambda _: itemsize)
     assert (plan.nbytes, plan.budget) == ({"root": 0, "a": 128 * itemsize}, budget)
 
 
