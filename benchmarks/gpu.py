@@ -86,7 +86,7 @@ def make_model(size: Size, device: torch.device) -> LlamaDecoder:
     model = _shapes(size).to_empty(device=device)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            initialize_parameter(name, param, seed=0, std=0.02)
+            initialize_parameter(name, param, seed=0, config=ModelConfig())
     return model
 
 

@@ -44,7 +44,7 @@ def make_decoder(width: int, blocks: int, vocab: int) -> LlamaDecoder:
     model = LlamaDecoder(config, 64, vocab)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            initialize_parameter(name, param, seed=0, std=config.init_std)
+            initialize_parameter(name, param, seed=0, config=config)
     return model
 
 

@@ -6,8 +6,9 @@ from typing import Any, Protocol
 
 from fsdpctl.checkpoint.load import load_checkpoint as load_into
 from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.save import Ranks, write_checkpoint
+from fsdpctl.checkpoint.save import Ranks, take_snapshot, write_checkpoint
 from fsdpctl.checkpoint.state import ShardedOptimizer
 from fsdpctl.errors import UsageError
 from fsdpctl.shards import Sharded
@@ -39,8 +40,9 @@ def save_checkpoint(
     path = Path(path)
     if any(model.collectives.gather_objects(path.exists())):
         raise UsageError(f"{path}: exists already")
-    progress = Progress(extra=dict(extra or {}))
-    write_checkpoint(path, model, optimizer, model.collectives, progress=progress, config={})
+    ranks = model.collectives
+    about = About(Progress(extra=dict(extra or {})))
+    write_checkpoint(path, take_snapshot(model, optimizer, ranks.rank, about), ranks)
 
 
 def load_checkpoint(

@@ -6,26 +6,27 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from fsdpctl.checkpoint.cast import FLOATS, cast
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
+from fsdpctl.checkpoint.pretrained import INDEX_JSON, attached_files
+from fsdpctl.checkpoint.publish import lack_of_space
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.tensor_file import (
-    DTYPE_NAMES,
-    DTYPES,
     TensorEntry,
     make_header,
     sync_folder,
-    tensor_bytes,
     write_tensor_file,
 )
 from fsdpctl.config.compose import config_from_words
-from fsdpctl.data.tokenizer import BYTES, Tokenizer, open_tokenizer
+from fsdpctl.config.hugging_face import CONFIG_JSON, config_json
+from fsdpctl.data.tokenizer import TOKENIZER_JSON
 from fsdpctl.errors import UsageError
-from fsdpctl.models.registry import hugging_face_config
 
-TOKENIZER = "tokenizer"  # the run directory's folder of tokenizer files
 EXPORT_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 OnBytes = Callable[[int], None]
+_MODEL = "model"  # the word that says which
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Exported:
     files: int
     num_bytes: int
     num_tensors: int
+    has_config: bool
     has_tokenizer: bool
 
 
@@ -55,7 +57,7 @@ def consolidate(
         dtype: float32, bfloat16 or float16; None keeps the masters' dtype.
         max_file_bytes: a file gets no further tensor beyond this size.
         overwrite: replace the directory if it exists.
-        on_bytes: called with the number of bytes after each piece.
+        on_bytes: called with the bytes read since the last call.
 
     Raises:
         UsageError: the destination exists.
@@ -64,10 +66,14 @@ def consolidate(
     destination = destination.resolve()  # what a symbolic link points to, not the link
     refuse_existing(destination, overwrite=overwrite)
     _refuse_source(reader.folder.resolve(), destination)
+    exports = _exports(reader, dtype)
+    lack = lack_of_space(destination.parent, sum(each.entry.nbytes for each in exports))
+    if lack:
+        raise UsageError(f"{destination}: {lack}")
     scratch = destination.with_name(f"{destination.name}.tmp-{os.getpid()}")
     try:
         scratch.mkdir(parents=True)
-        exported = _write_folder(reader, scratch, dtype, max_file_bytes, on_bytes)
+        exported = _write_folder(reader, scratch, exports, max_file_bytes, on_bytes)
         sync_folder(scratch)
         _put_in_place(scratch, destination)
     except OSError as error:
@@ -108,82 +114,86 @@ def _put_in_place(scratch: Path, destination: Path) -> None:
     sync_folder(destination.parent)
 
 
-def _entries(reader: CheckpointReader, dtype: str | None) -> list[tuple[str, TensorEntry]]:
-    """Every tensor's key, and the entry it gets."""
+@dataclass(frozen=True, slots=True)
+class _Export:
+    """A tensor on its way."""
+
+    key: str
+    stored: str  # its dtype
+    entry: TensorEntry  # that it gets
+
+
+def _exports(reader: CheckpointReader, dtype: str | None) -> list[_Export]:
     found = []
     for kind in (PARAMETER, BUFFER):
         for name in reader.names(kind):
-            info = reader.info(tensor_key(kind, name))
-            stored = DTYPES[info.dtype]
-            cast = dtype is not None and stored.is_floating_point
-            chosen = DTYPES[EXPORT_DTYPES[str(dtype)]] if cast else stored
-            found.append((tensor_key(kind, name), TensorEntry(name, chosen, tuple(info.shape))))
+            key = tensor_key(kind, name)
+            info = reader.info(key)
+            casts = dtype is not None and info.dtype in FLOATS
+            chosen = EXPORT_DTYPES[str(dtype)] if casts else info.dtype
+            found.append(_Export(key, info.dtype, TensorEntry(name, chosen, tuple(info.shape))))
     return found
 
 
-def _split(
-    entries: Sequence[tuple[str, TensorEntry]], max_file_bytes: int
-) -> list[list[tuple[str, TensorEntry]]]:
-    files: list[list[tuple[str, TensorEntry]]] = [[]]
+def _split(exports: Sequence[_Export], max_file_bytes: int) -> list[list[_Export]]:
+    files: list[list[_Export]] = [[]]
     size = 0
-    for key, entry in entries:
-        if files[-1] and size + entry.nbytes > max_file_bytes:
+    for each in exports:
+        if files[-1] and size + each.entry.nbytes > max_file_bytes:
             files.append([])
             size = 0
-        files[-1].append((key, entry))
-        size += entry.nbytes
+        files[-1].append(each)
+        size += each.entry.nbytes
     return files
 
 
 def _write_folder(
     reader: CheckpointReader,
     folder: Path,
-    dtype: str | None,
+    exports: list[_Export],
     max_file_bytes: int,
     on_bytes: OnBytes,
 ) -> Exported:
-    files = _split(_entries(reader, dtype), max_file_bytes)
+    files = _split(exports, max_file_bytes)
     weight_map: dict[str, str] = {}
-    total = 0
-    for number, entries in enumerate(files, start=1):
+    for number, tensors in enumerate(files, start=1):
         name = "model.safetensors"
         if len(files) > 1:
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        header = make_header([entry for _, entry in entries], {"format": "pt"})
-        write_tensor_file(folder / name, header, _chunks(reader, entries, on_bytes))
-        weight_map.update({entry.name: name for _, entry in entries})
-        total += sum(entry.nbytes for _, entry in entries)
+        header = make_header([each.entry for each in tensors], {"format": "pt"})
+        write_tensor_file(folder / name, header, _chunks(reader, tensors, on_bytes))
+        weight_map.update({each.entry.name: name for each in tensors})
+    total = sum(each.entry.nbytes for each in exports)
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(folder / "model.safetensors.index.json", index)
-    dtypes = {DTYPE_NAMES[entry.dtype] for entries in files for _, entry in entries}
-    saved = next((name for name, short in EXPORT_DTYPES.items() if dtypes == {short}), "float32")
+        _write_json(folder / INDEX_JSON, index)
+    attached = attached_files(reader)
+    source = json.loads(attached.pop(CONFIG_JSON, b"{}"))
+    has_config = _MODEL in reader.manifest.config  # a training loop of one's own says nothing
+    if has_config:
+        _write_json(folder / CONFIG_JSON, _config_of(reader, exports, source))
+    for name, content in attached.items():
+        (folder / name).write_bytes(content)
+    return Exported(len(files), total, len(weight_map), has_config, TOKENIZER_JSON in attached)
+
+
+def _config_of(
+    reader: CheckpointReader, exports: Sequence[_Export], source: dict[str, Any]
+) -> dict[str, Any]:
+    written = {each.entry.dtype for each in exports}
+    names = (name for name, short in EXPORT_DTYPES.items() if written == {short})
     config = config_from_words(reader.manifest.config)
-    _write_json(folder / "config.json", hugging_face_config(config.model, saved))
-    tokenizer = run_tokenizer(reader, config.data.tokenizer)
-    if tokenizer is not None:
-        tokenizer.save(folder)
-    return Exported(len(files), total, len(weight_map), tokenizer is not None)
+    return config_json(config.model, next(names, "float32"), source)
 
 
 def _chunks(
-    reader: CheckpointReader, entries: Sequence[tuple[str, TensorEntry]], on_bytes: OnBytes
+    reader: CheckpointReader, exports: Sequence[_Export], on_bytes: OnBytes
 ) -> Iterator[memoryview]:
-    for key, entry in entries:
-        for _, values in reader.read_parts(key):
-            data = tensor_bytes(values.to(entry.dtype))
-            yield data
+    for each in exports:
+        for _, data in reader.read(each.key):
+            yield cast(data, each.stored, each.entry.dtype, each.entry.name)
             on_bytes(len(data))
 
 
 def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def run_tokenizer(reader: CheckpointReader, name: str | None) -> Tokenizer | None:
-    """The tokenizer of the checkpoint's run: its copy there, else where the run had it from."""
-    beside = reader.folder.resolve().parent.parent / TOKENIZER
-    source = str(beside) if (beside / "tokenizer.json").is_file() else str(name)
-    if source != BYTES and not (Path(source) / "tokenizer.json").is_file():
-        return None
-    return open_tokenizer(source)

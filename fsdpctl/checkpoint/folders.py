@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from fsdpctl.checkpoint.manifest import MANIFEST
@@ -24,26 +25,41 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
     found = [
         (int(match.group(1)), folder)
         for folder in checkpoints.iterdir()
-        if (match := _STEP.fullmatch(folder.name)) and (folder / MANIFEST).is_file()
+        if (match := _STEP.fullmatch(folder.name)) and _is_checkpoint(folder)
     ]
     return [folder for _, folder in sorted(found)]
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
-    """The newest finished checkpoint, or None.
+    """The newest finished checkpoint, or None."""
+    return next(reversed(complete_checkpoints(checkpoints)), None)
 
-    Raises:
-        CheckpointError: a newer one has lost its manifest.
-    """
-    newest = next(reversed(complete_checkpoints(checkpoints)), None)
-    folders = checkpoints.iterdir() if checkpoints.is_dir() else ()
-    for folder in folders:
-        if _STEP.fullmatch(folder.name) and (newest is None or folder.name > newest.name):
-            raise CheckpointError(
-                f"{folder / MANIFEST}: missing: the newest checkpoint is damaged; without its "
-                f"directory, {newest.name if newest else 'nothing'} is the newest"
-            )
-    return newest
+
+def passed_over(checkpoints: Path) -> list[str]:
+    """What looks newer than the newest finished checkpoint and is none, a sentence each."""
+    newest = newest_checkpoint(checkpoints)
+    name = newest.name if newest else "none"
+    at = _step_of(newest) if newest else -1
+    folders = sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []
+    found = [
+        f"{folder} is incomplete, without {MANIFEST}; the newest complete checkpoint is {name}"
+        for folder in folders
+        if _STEP.fullmatch(folder.name) and _step_of(folder) > at
+    ]
+    link = checkpoints / LATEST
+    if (link.is_symlink() or link.exists()) and not found and not _is_checkpoint(link):
+        found.append(f"{link} leads to no checkpoint; the newest complete one is {name}")
+    return found
+
+
+def way_on(damaged: Path) -> str:
+    """What to do without a checkpoint: a clause for its error, empty where there is no other."""
+    others = [each for each in complete_checkpoints(damaged.parent) if each.name < damaged.name]
+    return f"; --resume {others[-1]} starts a new run from the one before" if others else ""
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file()
 
 
 def find_checkpoint(source: Path) -> Path:
@@ -51,16 +67,28 @@ def find_checkpoint(source: Path) -> Path:
 
     Raises:
         UsageError: there is none.
+        CheckpointError: there are only incomplete ones.
     """
     if not source.is_dir():
         raise UsageError(f"{source}: no such directory")
-    if (source / MANIFEST).is_file() or _STEP.fullmatch(source.resolve().name):
+    if _is_checkpoint(source) or _STEP.fullmatch(source.resolve().name):
         return source
-    for folder in (source / CHECKPOINTS, source):
-        newest = newest_checkpoint(folder)
-        if newest is not None:
-            return newest
+    newest = newest_checkpoint(_checkpoints_in(source))
+    if newest is not None:
+        return newest
+    for line in passed_over(_checkpoints_in(source)):
+        raise CheckpointError(line)
     raise UsageError(f"{source}: there is no finished checkpoint in it")
+
+
+def passed_over_in(source: Path) -> list[str]:
+    """What `find_checkpoint(source)` has passed over, a sentence each."""
+    return [] if find_checkpoint(source) == source else passed_over(_checkpoints_in(source))
+
+
+def _checkpoints_in(source: Path) -> Path:
+    inside = source / CHECKPOINTS
+    return inside if inside.is_dir() else source
 
 
 def point_to(link: Path, target: Path) -> None:
@@ -84,11 +112,28 @@ def remove_unfinished(checkpoints: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_old(checkpoints: Path, keep_last: int) -> None:
-    """Delete all but the newest `keep_last` checkpoints; 0 keeps them all."""
-    if keep_last == 0:
-        return
-    for folder in complete_checkpoints(checkpoints)[:-keep_last]:
-        # Without its manifest a half-deleted checkpoint is none.
-        (folder / MANIFEST).unlink()
-        shutil.rmtree(folder, ignore_errors=True)
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which checkpoints are kept."""
+
+    last: int  # so many of the newest; 0: all
+    every: int = 0  # and those whose step is a multiple of it; 0: none
+
+    def keeps(self, step: int) -> bool:
+        """Whether the checkpoint of a step is kept however old it is."""
+        return self.last == 0 or (self.every > 0 and step % self.every == 0)
+
+
+def remove_old(checkpoints: Path, keep: Retention) -> None:
+    """Delete the checkpoints that are not kept."""
+    for folder in complete_checkpoints(checkpoints)[: -keep.last or None]:
+        if not keep.keeps(_step_of(folder)):
+            # Without its manifest a half-deleted checkpoint is none.
+            (folder / MANIFEST).unlink()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _step_of(folder: Path) -> int:
+    match = _STEP.fullmatch(folder.name)
+    assert match is not None
+    return int(match.group(1))

@@ -1,14 +1,13 @@
 """Brings a checkpoint into a model and its optimizer, however either is sharded."""
 
 import torch
+from torch import Tensor
 
-from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, Progress, tensor_key
-from fsdpctl.checkpoint.reader import CheckpointReader, empty_like
-from fsdpctl.checkpoint.state import (
-    ShardedOptimizer,
-    model_pieces,
-    optimizer_pieces,
-)
+from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, Progress, TensorInfo, tensor_key
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.source import Tensors
+from fsdpctl.checkpoint.state import ShardedOptimizer, model_pieces, optimizer_pieces
+from fsdpctl.checkpoint.tensors import DTYPES, tensor_of
 from fsdpctl.errors import CheckpointError
 from fsdpctl.plan.layout import Span
 from fsdpctl.shards import Sharded
@@ -23,43 +22,71 @@ def load_checkpoint(
     Raises:
         CheckpointError: a byte was changed, or the checkpoint is of another model.
     """
-    _check_model(reader, model)
-    for each in model_pieces(model, written=False):
-        reader.read_into(each.key, each.piece.in_param, each.values)
-    for name, buffer in model.persistent_buffers().items():
-        key = tensor_key(BUFFER, name)
-        whole = empty_like(reader.info(key))
-        reader.read_into(key, Span(0, whole.numel()), whole.view(-1))
-        buffer.copy_(whole)
+    _load_model(reader, model)
     progress = reader.manifest.progress
     if optimizer is not None and progress.optimizer_step:
         optimizer.isolate(progress.optimizer_steps)
         optimizer.create_states()
         for each in optimizer_pieces(optimizer, written=False):
-            reader.read_into(each.key, each.piece.in_param, each.values)
+            _read_into(reader, each.key, each.piece.in_param, each.values)
         _set_steps(optimizer, progress)
     model.broadcast_updated_params()
     return progress
 
 
-def _check_model(reader: CheckpointReader, model: Sharded) -> None:
+@torch.no_grad()
+def load_weights(source: Tensors, model: Sharded) -> None:
+    """Fill this rank's shards from whole weights, reading only what it holds. Collective.
+
+    Raises:
+        CheckpointError: they are damaged, or of another model.
+    """
+    _load_model(source, model)
+    model.broadcast_updated_params()
+
+
+def _load_model(source: Tensors, model: Sharded) -> None:
+    _check_model(source, model)
+    for each in model_pieces(model, written=False):
+        _read_into(source, each.key, each.piece.in_param, each.values)
+    for name, buffer in model.persistent_buffers().items():
+        key = tensor_key(BUFFER, name)
+        whole = empty_like(source.info(key))
+        _read_into(source, key, Span(0, whole.numel()), whole.view(-1))
+        buffer.copy_(whole)
+
+
+def _read_into(source: Tensors, key: str, span: Span, target: Tensor) -> None:
+    """Copy the elements `span` of a flattened tensor into `target`, cast to its dtype."""
+    dtype = source.info(key).dtype
+    for part, data in source.read(key, span):
+        within = part.shift(-span.start)
+        target[within.start : within.stop].copy_(tensor_of(data, dtype))
+
+
+def empty_like(info: TensorInfo) -> Tensor:
+    """A whole tensor to read into."""
+    return torch.empty(info.shape, dtype=DTYPES[info.dtype])
+
+
+def _check_model(source: Tensors, model: Sharded) -> None:
     params = {p.name: p for shard in model.flat_shards() for p in shard.layout.params}
     for name, param in params.items():
-        _check_shape(reader, PARAMETER, name, param.shape)
+        _check_shape(source, PARAMETER, name, param.shape)
     buffers = model.persistent_buffers()
     for name, buffer in buffers.items():
-        _check_shape(reader, BUFFER, name, tuple(buffer.shape))
+        _check_shape(source, BUFFER, name, tuple(buffer.shape))
     for kind, known in ((PARAMETER, params.keys()), (BUFFER, buffers.keys())):
-        for name in reader.names(kind):
+        for name in source.names(kind):
             if name not in known:
-                raise CheckpointError(f"{reader.folder}: the model has no {name}")
+                raise CheckpointError(f"{source}: the model has no {name}")
 
 
-def _check_shape(reader: CheckpointReader, kind: str, name: str, shape: tuple[int, ...]) -> None:
-    stored = tuple(reader.info(tensor_key(kind, name)).shape)
+def _check_shape(source: Tensors, kind: str, name: str, shape: tuple[int, ...]) -> None:
+    stored = tuple(source.info(tensor_key(kind, name)).shape)
     if stored != shape:
         raise CheckpointError(
-            f"{reader.folder}: {name} has shape {list(stored)}, the model's is {list(shape)}"
+            f"{source}: {name} has shape {list(stored)}, the model's is {list(shape)}"
         )
 
 

@@ -6,13 +6,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
+from fsdpctl.checkpoint.spans import checksum
 from fsdpctl.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _FORMAT = "fsdpctl-checkpoint"
-_VERSION = 1
+_VERSION = 2
 _BLANK = "0" * 32
 
 PARAMETER, BUFFER = "model", "buffer"  # kinds of tensors; other kinds are optimizer states
@@ -28,7 +27,7 @@ class FileInfo:
     """A file of the checkpoint, as it must be."""
 
     size: int
-    header_xxh3: str
+    xxh3: str  # of all bytes; of a tensor file's header, which has those of the tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,8 @@ class Progress:
 class Manifest:
     """Everything about a checkpoint but the tensors' bytes."""
 
-    files: dict[str, FileInfo]
+    files: dict[str, FileInfo]  # of tensors
+    attachments: dict[str, FileInfo]  # what came with the model, such as its tokenizer
     tensors: dict[str, TensorInfo]  # by key
     progress: Progress
     config: dict[str, str]  # the resolved configuration, as words
@@ -68,16 +68,11 @@ class Manifest:
     world_size: int
 
     def to_json(self) -> str:
-        """The contents of manifest.json."""
+        """The contents of manifest.json; its checksum is that of the text with zeros in place."""
         content = {"format": _FORMAT, "version": _VERSION, **asdict(self), "xxh3": _BLANK}
         text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
         before, _, after = text.rpartition(_BLANK)
-        return before + _checksum(text) + after
-
-
-def _checksum(text: str) -> str:
-    """Of the manifest's text with zeros where its checksum stands."""
-    return xxhash.xxh3_128_hexdigest(text.encode())
+        return before + checksum(text.encode()) + after
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -97,9 +92,12 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise CheckpointError(f"{path}: not the manifest of a checkpoint")
     if content.get("version") != _VERSION:
-        raise CheckpointError(f"{path}: version {content.get('version')}, this reads {_VERSION}")
+        raise CheckpointError(
+            f"{path}: version {content.get('version')} of the format, where this fsdpctl reads "
+            f"version {_VERSION}"
+        )
     before, digest, after = text.rpartition(str(content.get("xxh3")))
-    if not digest or _checksum(before + _BLANK + after) != digest:
+    if not digest or checksum((before + _BLANK + after).encode()) != digest:
         raise CheckpointError(f"{path}: damaged: its checksum does not match")
     try:
         return _from_content(content)
@@ -110,6 +108,7 @@ def read_manifest(folder: Path) -> Manifest:
 def _from_content(content: dict[str, Any]) -> Manifest:
     return Manifest(
         {name: FileInfo(**each) for name, each in content["files"].items()},
+        {name: FileInfo(**each) for name, each in content["attachments"].items()},
         {name: TensorInfo(**each) for name, each in content["tensors"].items()},
         Progress(**content["progress"]),
         content["config"],

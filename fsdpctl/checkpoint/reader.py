@@ -4,25 +4,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import xxhash
-from torch import Tensor
-
 from fsdpctl.checkpoint.manifest import MANIFEST, Manifest, TensorInfo, read_manifest
-from fsdpctl.checkpoint.spans import SPANS, StoredSpan, spans_from_json
+from fsdpctl.checkpoint.spans import SPANS, StoredSpan, checksum, spans_from_json
 from fsdpctl.checkpoint.tensor_file import (
-    DTYPES,
+    CHUNK_BYTES,
+    ITEMSIZES,
     TensorEntry,
     TensorFile,
     open_tensor_file,
-    tensor_bytes,
 )
 from fsdpctl.errors import CheckpointError
-from fsdpctl.plan.layout import Span
+from fsdpctl.plan.layout import Span, round_up
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class StoredPart:
     """A stored span and where it lies."""
 
     stored: StoredSpan
@@ -41,13 +37,15 @@ class CheckpointReader:
         """
         self.folder = folder
         self.manifest: Manifest = read_manifest(folder)
-        self._parts: dict[str, list[_Part]] = {key: [] for key in self.manifest.tensors}
-        self._verified: set[tuple[str, str]] = set()
+        self._parts: dict[str, list[StoredPart]] = {key: [] for key in self.manifest.tensors}
         self._check_names()
         for name in self.manifest.files:
             self._open(name)
         for key, info in self.manifest.tensors.items():
             self._check_cover(key, info)
+
+    def __str__(self) -> str:
+        return str(self.folder)
 
     @property
     def num_bytes(self) -> int:
@@ -69,65 +67,77 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder}: there is no {key} in this checkpoint")
         return self.manifest.tensors[key]
 
-    def read_parts(self, key: str) -> Iterator[tuple[Span, Tensor]]:
-        """The stored spans of a tensor in order, each verified when it is reached."""
+    def parts(self, key: str) -> list[StoredPart]:
+        """The stored spans of a tensor, in order."""
         self.info(key)
-        for part in self._parts[key]:
-            yield part.stored.span, self._read(key, part)
+        return list(self._parts[key])
 
-    def read_into(self, key: str, span: Span, target: Tensor) -> None:
-        """Copy the elements `span` of a flattened tensor into `target`, cast to its dtype.
+    def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
+        """The elements `span` of a flattened tensor, in order, as bytes; None reads all of them.
+
+        They come a chunk at a time, verified; only the chunks that are needed are read. Each
+        chunk lies where the one before it lay.
 
         Raises:
             CheckpointError: a checksum does not match, or the tensor is too short.
         """
-        if span.stop > self.info(key).numel:
-            raise CheckpointError(
-                f"{self.folder}: {key} has {self.info(key).numel} elements, {span.stop} wanted"
-            )
+        numel = self.info(key).numel
+        span = span or Span(0, numel)
+        if span.stop > numel:
+            raise CheckpointError(f"{self.folder}: {key} has {numel} elements, {span.stop} wanted")
         for part in self._parts[key]:
             both = part.stored.span.intersect(span)
             if both is not None:
-                values = self._read(key, part)
-                start = both.start - part.stored.span.start
-                target[both.start - span.start : both.stop - span.start].copy_(
-                    values[start : start + both.numel]
-                )
+                yield from _read_part(key, part, both)
+
+    def attachment(self, name: str) -> bytes | None:
+        """A file that came with the model, such as its tokenizer.json; None if there is none.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        known = self.manifest.attachments.get(name)
+        if known is None:
+            return None
+        path = self.folder / name
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror}") from None
+        if len(content) != known.size or checksum(content) != known.xxh3:
+            raise CheckpointError(f"{path}: damaged: not the file that {MANIFEST} describes")
+        return content
 
     def verify(self) -> Iterator[int]:
-        """Check every byte; yields the bytes done after each tensor.
+        """Check every byte; yields the bytes done so far, often.
 
         Raises:
             CheckpointError: a checksum does not match.
         """
         done = 0
-        for key, parts in self._parts.items():
-            for part in parts:
-                self._read(key, part)
-                done += part.entry.nbytes
-            yield done
-
-    def _read(self, key: str, part: _Part) -> Tensor:
-        values = part.file.read(part.entry)
-        where = (part.file.path.name, key)
-        if where not in self._verified:
-            if xxhash.xxh3_128_hexdigest(tensor_bytes(values)) != part.stored.xxh3:
-                raise CheckpointError(
-                    f"{part.file.path}: damaged: the checksum of {key} does not match"
-                )
-            self._verified.add(where)
-        return values
+        for name in self.manifest.attachments:
+            self.attachment(name)
+        for key in self._parts:
+            for _, data in self.read(key):
+                done += len(data)
+                yield done
 
     def _check_names(self) -> None:
-        expected = {*self.manifest.files, MANIFEST}
+        expected = {*self.manifest.files, *self.manifest.attachments, MANIFEST}
         for file in sorted(self.folder.iterdir()):
             if file.name not in expected:
                 raise CheckpointError(f"{file}: does not belong to this checkpoint")
+        for name, info in self.manifest.attachments.items():
+            path = self.folder / name
+            if not path.is_file():
+                raise CheckpointError(f"{path}: missing")
+            if path.stat().st_size != info.size:
+                raise CheckpointError(f"{path}: not the file that {MANIFEST} describes")
 
     def _open(self, name: str) -> None:
         info, path = self.manifest.files[name], self.folder / name
         file = open_tensor_file(path)
-        if file.size != info.size or file.header_checksum != info.header_xxh3:
+        if file.size != info.size or file.header_checksum != info.xxh3:
             raise CheckpointError(f"{path}: not the file that {MANIFEST} describes")
         try:
             stored = spans_from_json(file.metadata[SPANS])
@@ -136,12 +146,16 @@ class CheckpointReader:
         if stored.keys() != file.entries.keys():
             raise CheckpointError(f"{path}: damaged: it does not say what it holds")
         for key, each in stored.items():
-            self._add(key, _Part(each, file, file.entries[key]))
+            self._add(key, StoredPart(each, file, file.entries[key]))
 
-    def _add(self, key: str, part: _Part) -> None:
-        info = self.info(key)
-        same = part.entry.dtype == DTYPES.get(info.dtype)
-        if not same or part.entry.shape != (part.stored.span.numel,):
+    def _add(self, key: str, part: StoredPart) -> None:
+        info, entry = self.info(key), part.entry
+        chunks = -(-entry.nbytes // CHUNK_BYTES)
+        if (
+            entry.dtype != info.dtype
+            or entry.shape != (part.stored.span.numel,)
+            or len(part.stored.checksums) != chunks
+        ):
             raise CheckpointError(f"{part.file.path}: {key} is not what {MANIFEST} describes")
         self._parts[key].append(part)
 
@@ -157,6 +171,21 @@ class CheckpointReader:
             )
 
 
-def empty_like(info: TensorInfo) -> Tensor:
-    """A whole tensor to read into."""
-    return torch.empty(info.shape, dtype=DTYPES[info.dtype])
+def _read_part(key: str, part: StoredPart, wanted: Span) -> Iterator[tuple[Span, memoryview]]:
+    """The chunks of a part that have elements of `wanted`, cut down to those."""
+    size = ITEMSIZES[part.entry.dtype]
+    per_chunk, offset = CHUNK_BYTES // size, part.stored.span.start
+    inner = wanted.shift(-offset)
+    first = inner.start // per_chunk
+    stop = min(round_up(inner.stop, per_chunk), part.stored.span.numel)
+    chunks = part.file.chunks(part.entry, first * CHUNK_BYTES, stop * size)
+    for number, data in enumerate(chunks, start=first):
+        if checksum(data) != part.stored.checksums[number]:
+            raise CheckpointError(
+                f"{part.file.path}: damaged: the checksum of {key} does not match"
+            )
+        held = Span(number * per_chunk, number * per_chunk + len(data) // size)
+        both = held.intersect(inner)
+        assert both is not None
+        within = both.shift(-held.start)
+        yield both.shift(offset), data[within.start * size : within.stop * size]

@@ -1,29 +1,15 @@
 """Writes a checkpoint: every rank its spans, then rank 0 the manifest, then one rename."""
 
-import os
 import shutil
-import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from importlib.metadata import version
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-import torch
-import xxhash
-
-from fsdpctl.checkpoint.manifest import (
-    BUFFER,
-    MANIFEST,
-    PARAMETER,
-    FileInfo,
-    Manifest,
-    Progress,
-    TensorInfo,
-    tensor_key,
-)
-from fsdpctl.checkpoint.spans import SPANS, StoredSpan, spans_to_json
+from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, FileInfo, TensorInfo, tensor_key
+from fsdpctl.checkpoint.publish import About, lack_of_space, publish
+from fsdpctl.checkpoint.spans import SPANS, StoredSpan, checksum, checksums_of, spans_to_json
 from fsdpctl.checkpoint.state import (
     ShardedOptimizer,
     StatePiece,
@@ -32,13 +18,13 @@ from fsdpctl.checkpoint.state import (
     optimizer_steps,
 )
 from fsdpctl.checkpoint.tensor_file import (
-    DTYPE_NAMES,
+    CHUNK_BYTES,
     TensorEntry,
     make_header,
     sync_folder,
-    tensor_bytes,
     write_tensor_file,
 )
+from fsdpctl.checkpoint.tensors import DTYPE_NAMES, Staging, tensor_bytes
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.plan.layout import ParamSpec, Piece, Span
 from fsdpctl.shards import Sharded
@@ -56,38 +42,85 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A rank's part of a checkpoint, in host memory."""
+
+    pieces: list[StatePiece]
+    steps: dict[str, int]  # of the optimizer, by parameter
+    about: About
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(each.values.nbytes for each in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    id: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Written:
     """What one rank has written, or why it could not."""
 
     file: str
-    info: FileInfo | None
-    tensors: dict[str, TensorInfo]
-    steps: dict[str, int]
+    info: FileInfo | None = None
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
     error: str = ""
 
 
-def write_checkpoint(
-    folder: Path,
+OnBytes = Callable[[int], None]
+
+
+def take_snapshot(
     model: Sharded,
     optimizer: ShardedOptimizer | None,
-    ranks: Ranks,
-    *,
-    progress: Progress,
-    config: Mapping[str, str],
+    rank: int,
+    about: About,
+    staging: Staging | None = None,
+) -> Snapshot:
+    """This rank's part as it is now.
+
+    With `staging` a copy, which the next one overwrites; else it may share the model's memory, and
+    is good until that changes.
+    """
+    pieces = list(_rank_pieces(model, optimizer, rank))
+    values = [each.values.detach() for each in pieces]
+    copies = [each.cpu() for each in values] if staging is None else staging.copies(values)
+    pieces = [replace(each, values=copy) for each, copy in zip(pieces, copies, strict=True)]
+    return Snapshot(pieces, optimizer_steps(optimizer) if optimizer else {}, about)
+
+
+def write_checkpoint(
+    folder: Path, snapshot: Snapshot, ranks: Ranks, on_bytes: OnBytes = lambda count: None
 ) -> None:
     """Write a new checkpoint to `folder`, which appears complete or not at all. Collective.
+
+    Args:
+        folder: does not exist yet, on a file system that all ranks share.
+        snapshot: this rank's part.
+        ranks: all that have one.
+        on_bytes: called with the bytes that this rank has written since the last call.
 
     Raises:
         FsdpctlError: a rank could not write; nothing is left behind.
     """
-    ids = ranks.gather_objects(uuid.uuid4().hex[:8])
-    scratch = folder.with_name(f"{folder.name}.tmp-{ids[0]}")
-    written = _write_rank(scratch, model, optimizer, ranks.rank)
+    begun = ranks.gather_objects(_Begun(uuid.uuid4().hex[:8], snapshot.num_bytes))
+    parts = [each for each in begun if isinstance(each, _Begun)]
+    scratch = folder.with_name(f"{folder.name}.tmp-{parts[0].id}")
+    lack = lack_of_space(folder.parent, sum(each.num_bytes for each in parts))
+    if lack:
+        written = _Written(str(folder.parent), error=lack)
+    else:
+        written = _write_rank(scratch, snapshot, ranks.rank, on_bytes)
     everything = [each for each in ranks.gather_objects(written) if isinstance(each, _Written)]
     failure = next((each for each in everything if each.error), None)
     error = f"{failure.file}: {failure.error}" if failure else ""
     if ranks.rank == 0:
-        error = error or _publish(scratch, folder, lambda: _manifest(everything, progress, config))
+        error = error or _publish(scratch, folder, everything, snapshot.about)
         if error:
             shutil.rmtree(scratch, ignore_errors=True)
     error = str(ranks.gather_objects(error)[0])
@@ -95,23 +128,23 @@ def write_checkpoint(
         raise FsdpctlError(f"the checkpoint {folder.name} could not be written: {error}")
 
 
-def _write_rank(
-    scratch: Path, model: Sharded, optimizer: ShardedOptimizer | None, rank: int
-) -> _Written:
+def _write_rank(scratch: Path, snapshot: Snapshot, rank: int, on_bytes: OnBytes) -> _Written:
     name = f"rank-{rank:05d}.safetensors"
     try:  # whatever goes wrong, the other ranks wait to hear of it
-        pieces = list(_rank_pieces(model, optimizer, rank))
-        steps = optimizer_steps(optimizer) if optimizer else {}
         tensors = {
             each.key: TensorInfo(list(each.piece.param.shape), DTYPE_NAMES[each.values.dtype])
-            for each in pieces
+            for each in snapshot.pieces
         }
         scratch.mkdir(parents=True, exist_ok=True)
-        info = _write_pieces(scratch / name, pieces) if pieces else None
+        info = _write_pieces(scratch / name, snapshot.pieces, on_bytes) if tensors else None
         sync_folder(scratch)
     except Exception as error:
-        return _Written(name, None, {}, {}, str(getattr(error, "strerror", None) or repr(error)))
-    return _Written(name, info, tensors, steps)
+        return _Written(name, error=_reason(error))
+    return _Written(name, info, tensors, snapshot.steps)
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or repr(error))
 
 
 def _rank_pieces(
@@ -140,21 +173,31 @@ def _empty_pieces(model: Sharded) -> Iterator[StatePiece]:
                 yield StatePiece(key, Piece(param, nothing, nothing), shard.master[:0])
 
 
-def _write_pieces(path: Path, pieces: list[StatePiece]) -> FileInfo:
-    on_cpu = [replace(each, values=each.values.detach().cpu()) for each in pieces]
+def _write_pieces(path: Path, pieces: list[StatePiece], on_bytes: OnBytes) -> FileInfo:
     stored = {
-        each.key: StoredSpan(
-            each.piece.in_param, xxhash.xxh3_128_hexdigest(tensor_bytes(each.values))
-        )
-        for each in on_cpu
+        each.key: StoredSpan(each.piece.in_param, checksums_of(tensor_bytes(each.values)))
+        for each in pieces
     }
-    entries = [TensorEntry(each.key, each.values.dtype, (each.values.numel(),)) for each in on_cpu]
+    entries = [
+        TensorEntry(each.key, DTYPE_NAMES[each.values.dtype], (each.values.numel(),))
+        for each in pieces
+    ]
     header = make_header(entries, {SPANS: spans_to_json(stored)})
-    size = write_tensor_file(path, header, (tensor_bytes(each.values) for each in on_cpu))
-    return FileInfo(size, xxhash.xxh3_128_hexdigest(header))
+    size = write_tensor_file(path, header, _counted(pieces, on_bytes))
+    return FileInfo(size, checksum(header))
 
 
-def _manifest(written: list[_Written], progress: Progress, config: Mapping[str, str]) -> Manifest:
+def _counted(pieces: list[StatePiece], on_bytes: OnBytes) -> Iterator[memoryview]:
+    for each in pieces:
+        data = tensor_bytes(each.values)
+        for start in range(0, len(data), CHUNK_BYTES):
+            chunk = data[start : start + CHUNK_BYTES]
+            yield chunk
+            on_bytes(len(chunk))
+
+
+def _publish(scratch: Path, folder: Path, written: list[_Written], about: About) -> str:
+    """Make the checkpoint appear; returns what went wrong, or an empty string."""
     steps: dict[str, int] = {}
     tensors: dict[str, TensorInfo] = {}
     for each in written:
@@ -162,32 +205,11 @@ def _manifest(written: list[_Written], progress: Progress, config: Mapping[str, 
         tensors.update(each.tensors)
     usual = max(steps.values(), default=0)
     unusual = {name: step for name, step in steps.items() if step != usual}
-    return Manifest(
-        files={each.file: each.info for each in written if each.info is not None},
-        tensors=dict(sorted(tensors.items())),
-        progress=replace(progress, optimizer_step=usual, optimizer_steps=unusual),
-        config=dict(config),
-        versions={
-            "fsdpctl": version("fsdpctl"),
-            "torch": torch.__version__,
-            "python": sys.version.split()[0],
-        },
-        world_size=len(written),
-    )
-
-
-def _publish(scratch: Path, folder: Path, manifest: Callable[[], Manifest]) -> str:
-    """Make the checkpoint appear; returns what went wrong, or an empty string."""
+    progress = replace(about.progress, optimizer_step=usual, optimizer_steps=unusual)
+    files = {each.file: each.info for each in written if each.info is not None}
     try:
-        with (scratch / MANIFEST).open("x", encoding="utf-8") as file:
-            file.write(manifest().to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(scratch)
-        if folder.is_dir() and not (folder / MANIFEST).exists():
-            shutil.rmtree(folder)  # what a removal that was cut short left behind
-        scratch.rename(folder)
-        sync_folder(folder.parent)
+        about = replace(about, progress=progress)
+        publish(scratch, folder, about, files, tensors, len(written))
     except Exception as error:
-        return str(getattr(error, "strerror", None) or repr(error))
+        return _reason(error)
     return ""

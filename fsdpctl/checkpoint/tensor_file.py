@@ -1,4 +1,4 @@
-"""Safetensors files, written as a stream and read by range.
+"""Safetensors files, written as a stream and read by range; no torch.
 
 The format: eight bytes of header length, a JSON header, the tensors' bytes one after another.
 """
@@ -6,33 +6,21 @@ The format: eight bytes of header length, a JSON header, the tensors' bytes one 
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import xxhash
-from numpy.typing import NDArray
-from torch import Tensor
 
 from fsdpctl.errors import CheckpointError
 
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+ITEMSIZES = {
+    "F64": 8, "F32": 4, "BF16": 2, "F16": 2,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+CHUNK_BYTES = 16 << 20  # read, and checked, at a time; a multiple of every item's size
 _MAX_HEADER = 1 << 30
 
 
@@ -41,21 +29,14 @@ class TensorEntry:
     """A tensor in a file: what it is and where its bytes lie behind the header."""
 
     name: str
-    dtype: torch.dtype
+    dtype: str  # safetensors' name
     shape: tuple[int, ...]
     start: int = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of its data."""
-        return prod(self.shape) * self.dtype.itemsize
-
-
-def tensor_bytes(values: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied."""
-    flat = values.detach().contiguous().view(-1)
-    array: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
-    return array.data if flat.numel() else memoryview(b"")
+        return prod(self.shape) * ITEMSIZES[self.dtype]
 
 
 def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> bytes:
@@ -64,7 +45,7 @@ def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> 
     end = 0
     for entry in entries:
         content[entry.name] = {
-            "dtype": DTYPE_NAMES[entry.dtype],
+            "dtype": entry.dtype,
             "shape": list(entry.shape),
             "data_offsets": [end, end + entry.nbytes],
         }
@@ -76,13 +57,17 @@ def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> 
 
 def write_tensor_file(path: Path, header: bytes, chunks: Iterable[memoryview]) -> int:
     """Write a new file and bring it to the disk; returns its size in bytes."""
-    with path.open("xb") as file:
-        file.write(header)
+    with path.open("xb", buffering=0) as file:
+        _write_all(file.fileno(), memoryview(header))
         for chunk in chunks:
-            file.write(chunk)
-        file.flush()
+            _write_all(file.fileno(), chunk)
         os.fsync(file.fileno())
         return file.tell()
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def sync_folder(path: Path) -> None:
@@ -105,18 +90,32 @@ class TensorFile:
     data_start: int
     size: int
 
-    def read(self, entry: TensorEntry) -> Tensor:
-        """The values of a tensor; the memory is the file's own, copied when written to."""
-        if entry.nbytes == 0:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        raw = np.memmap(
-            self.path,
-            dtype=np.uint8,
-            mode="c",
-            offset=self.data_start + entry.start,
-            shape=(entry.nbytes,),
-        )
-        return torch.from_numpy(raw).view(entry.dtype).view(entry.shape)
+    def chunks(self, entry: TensorEntry, start: int, stop: int) -> Iterator[memoryview]:
+        """The bytes `[start, stop)` of a tensor, CHUNK_BYTES at a time.
+
+        Each chunk lies where the one before it lay.
+
+        Raises:
+            CheckpointError: the file cannot be read, or has become shorter.
+        """
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, max(stop - start, 0))))
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self.data_start + entry.start + start)
+                while start < stop:
+                    chunk = buffer[: min(CHUNK_BYTES, stop - start)]
+                    self._fill(file.fileno(), chunk)
+                    yield chunk
+                    start += len(chunk)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {error.strerror}") from None
+
+    def _fill(self, descriptor: int, buffer: memoryview) -> None:
+        while buffer:
+            count = os.readv(descriptor, [buffer])
+            if not count:
+                raise CheckpointError(f"{self.path}: cut short while it was read")
+            buffer = buffer[count:]
 
 
 def open_tensor_file(path: Path) -> TensorFile:
@@ -138,6 +137,9 @@ def open_tensor_file(path: Path) -> TensorFile:
     try:
         content = json.loads(text)
         metadata = content.pop("__metadata__", {})
+        for name, each in content.items():
+            if each["dtype"] not in ITEMSIZES:
+                raise CheckpointError(f"{path}: {name} is {each['dtype']}, which is not read")
         entries = {name: _entry(name, each) for name, each in content.items()}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
         raise CheckpointError(f"{path}: damaged: its header cannot be read") from None
@@ -150,7 +152,7 @@ def open_tensor_file(path: Path) -> TensorFile:
 
 def _entry(name: str, about: dict[str, Any]) -> TensorEntry:
     start, stop = about["data_offsets"]
-    entry = TensorEntry(name, DTYPES[about["dtype"]], tuple(about["shape"]), start)
-    if stop - start != entry.nbytes or start < 0:
+    entry = TensorEntry(name, about["dtype"], tuple(about["shape"]), start)
+    if stop - start != entry.nbytes or start < 0 or min(entry.shape, default=0) < 0:
         raise ValueError(name)
     return entry

@@ -8,7 +8,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 from rich.table import Table
 
-from fsdpctl.cli.console import err, out, say
+from fsdpctl.cli.console import err, note, out, say
 from fsdpctl.config.sizes import parse_bytes
 from fsdpctl.errors import UsageError, nearest
 
@@ -22,6 +22,16 @@ Source = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def found_checkpoint(source: Path) -> Path:
+    """The checkpoint that SRC means; says what was passed over."""
+    from fsdpctl.checkpoint.folders import find_checkpoint, passed_over_in
+
+    found = find_checkpoint(source)
+    for line in passed_over_in(source):
+        note(line)
+    return found
 
 
 def _progress() -> Progress:
@@ -52,7 +62,6 @@ def consolidate_checkpoint(
 ) -> None:
     """Write a directory that transformers opens."""
     from fsdpctl.checkpoint.consolidate import consolidate, refuse_existing
-    from fsdpctl.checkpoint.folders import find_checkpoint
     from fsdpctl.checkpoint.reader import CheckpointReader
 
     if dtype is not None and dtype not in _DTYPES:
@@ -60,7 +69,7 @@ def consolidate_checkpoint(
         raise UsageError(f"--dtype {dtype}: allowed is {known}{nearest(dtype, _DTYPES)}")
     limit = parse_bytes(max_file_size, "--max-file-size")
     refuse_existing(destination.resolve(), overwrite=overwrite)
-    reader = CheckpointReader(find_checkpoint(source))
+    reader = CheckpointReader(found_checkpoint(source))
     with _progress() as progress:
         task = progress.add_task("", total=None)
         exported = consolidate(
@@ -75,16 +84,17 @@ def consolidate_checkpoint(
         f"{destination}: {exported.num_tensors} tensors, {exported.num_bytes:,} bytes, of step "
         f"{reader.manifest.progress.step}"
     )
-    if not exported.has_tokenizer:
+    if not exported.has_config:
+        say("no config.json: the checkpoint does not say what model it is of")
+    elif not exported.has_tokenizer:
         say("no tokenizer files: the run's data did not say which tokenizer made its tokens")
 
 
 def inspect_checkpoint(source: Source, as_json: AsJson = False) -> None:
     """Show what is in a checkpoint."""
-    from fsdpctl.checkpoint.folders import find_checkpoint
     from fsdpctl.checkpoint.reader import CheckpointReader
 
-    reader = CheckpointReader(find_checkpoint(source))
+    reader = CheckpointReader(found_checkpoint(source))
     manifest = reader.manifest
     if as_json:
         content = json.loads(manifest.to_json()) | {"path": str(reader.folder)}
@@ -103,10 +113,9 @@ def inspect_checkpoint(source: Source, as_json: AsJson = False) -> None:
 
 def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
     """Check every byte; exit code 4 if one is wrong."""
-    from fsdpctl.checkpoint.folders import find_checkpoint
     from fsdpctl.checkpoint.reader import CheckpointReader
 
-    reader = CheckpointReader(find_checkpoint(source))
+    reader = CheckpointReader(found_checkpoint(source))
     with _progress() as progress:
         task = progress.add_task("", total=reader.num_bytes)
         for done in reader.verify():

@@ -19,6 +19,11 @@ def say(line: str = "") -> None:
     out.print(line, markup=False)
 
 
+def note(line: str) -> None:
+    """Print a line to standard error, as it is."""
+    err.print(line, markup=False)
+
+
 def fail(message: str) -> None:
     """Print what went wrong, in one line, to standard error."""
     err.print(Text("fsdpctl: ", style="bold red") + Text(" ".join(message.split())))

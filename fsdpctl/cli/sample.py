@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from fsdpctl.cli.checkpoint import Source
+from fsdpctl.cli.checkpoint import Source, found_checkpoint
 from fsdpctl.cli.console import say
 
 
@@ -15,7 +15,6 @@ def sample(
     seed: Annotated[int, typer.Option(min=0, max=2**53, help="Another seed, another text.")] = 0,
 ) -> None:
     """Generate text from a checkpoint, in this process."""
-    from fsdpctl.checkpoint.folders import find_checkpoint
     from fsdpctl.train.sample import sample_text
 
-    say(sample_text(find_checkpoint(source), prompt, tokens, seed))
+    say(sample_text(found_checkpoint(source), prompt, tokens, seed))

@@ -65,6 +65,7 @@ def _dry_run(composed: "Composed", resume: str) -> None:
 
 def _run(composed: "Composed", typed: list[str], resume: str) -> None:
     from fsdpctl.launch.local import launch_workers
+    from fsdpctl.train.assets import collect_assets
     from fsdpctl.train.describe import describe_run
     from fsdpctl.train.resolve import resolve
     from fsdpctl.train.run_dir import LOGS, Standing, lock_run_dir, plan_start, prepare_run_dir
@@ -82,7 +83,7 @@ def _run(composed: "Composed", typed: list[str], resume: str) -> None:
         start = plan_start(run.config, resume)
     for line in describe_run(run, start):
         say(line)
-    prepare_run_dir(start, typed, run.data.tokenizer)
+    prepare_run_dir(start, typed, collect_assets(run.config, run.data))
     ranks = run.config.launch.nproc_per_node
     assert ranks is not None
     del run  # the workers read their own data

@@ -1,6 +1,7 @@
 """Which collectives serve the ranks of this run."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,8 @@ import torch.distributed as dist
 from fsdpctl.comm.base import Collectives, LocalCollectives
 from fsdpctl.comm.gloo import GlooCollectives
 from fsdpctl.comm.nccl import NcclCollectives
+
+_PATIENCE = timedelta(days=1)  # disks may be slow; a rank that dies is noticed at once
 
 
 def collectives_for(
@@ -24,3 +27,22 @@ def collectives_for(
     if groups is not None and len(groups[0]) == 1:
         return LocalCollectives()
     return NcclCollectives(device, groups) if device.type == "cuda" else GlooCollectives(groups)
+
+
+class ObjectExchange:
+    """All ranks, with a process group of their own: a thread may talk while training does."""
+
+    def __init__(self) -> None:
+        """Collective."""
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self._group = None if alone else dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self.rank = 0 if alone else dist.get_rank()
+        self.size = 1 if alone else dist.get_world_size()
+
+    def gather_objects(self, value: object) -> list[object]:
+        """Every rank's value, in rank order."""
+        if self._group is None:
+            return [value]
+        values: list[object] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values

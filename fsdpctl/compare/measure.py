@@ -12,6 +12,7 @@ from fsdpctl.compare import OK, REFUSED
 from fsdpctl.compare.vary import Variant
 from fsdpctl.errors import InterruptError, StoppedError, UsageError
 from fsdpctl.launch.local import launch_workers
+from fsdpctl.train.assets import collect_assets
 from fsdpctl.train.footprint import estimate_run
 from fsdpctl.train.machine import world_size
 from fsdpctl.train.resolve import ResolvedRun, resolve
@@ -84,7 +85,7 @@ def _run(run: ResolvedRun, variant: Variant, run_dir: Path) -> str | None:
     """Returns why it failed, if it did."""
     lock = lock_run_dir(run_dir, lambda: None)
     start = plan_start(run.config, "auto")
-    prepare_run_dir(start, [variant.label], run.data.tokenizer)
+    prepare_run_dir(start, [variant.label], collect_assets(run.config, run.data))
     ranks = world_size(run.config)
     outcome = launch_workers(MODULE, [str(run_dir), MEASURE], ranks=ranks, logs=run_dir / LOGS)
     lock.release()

@@ -18,6 +18,7 @@ from yaml import YAMLError
 
 from fsdpctl.config.files import choices_below, choices_of, package_folder
 from fsdpctl.config.keys import Value
+from fsdpctl.config.model_path import model_words
 from fsdpctl.config.recipe import find_recipe, read_recipe
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, Config
 from fsdpctl.config.words import hint
@@ -26,6 +27,8 @@ from fsdpctl.errors import UsageError
 _OPTIONS = ("--recipe", "--config-dir", "--resume", "--dry-run", "--print-config", "--help")
 
 _FREE_GROUPS = ("model", "prefetch", "precision", "cluster")  # whose choices are only values
+
+_FROM_PATH = "hf"  # the choice of a model that a directory describes
 
 Pair = tuple[str, str]
 
@@ -61,6 +64,7 @@ def compose_config(
         _check_known(name, text, config_dir)
     choices = {name: text for name, text in pairs if name in GROUPS}
     values = _values_of_choices(choices, config_dir)
+    values.update(_values_of_path(choices, dict(pairs)))
     values.update({name: KEYS[name].parse(text) for name, text in pairs if name in KEYS})
     given = {name for name, _ in typed}
     _settle_length(values, given, {name for name, _ in kept})
@@ -128,12 +132,19 @@ def _check_known(name: str, text: str, config_dir: Path | None) -> None:
         choices = choices_of(name, config_dir)
         if text not in choices:
             raise UsageError(
-                f"{name}={text}: no such choice{hint(text, choices)} ({', '.join(choices)})"
+                f"{name}={text}: no such choice{_choice_hint(name, text, choices)} "
+                f"({', '.join(choices)})"
             )
     elif name in SECTIONS:
         raise UsageError(f"{name}: a section, not a key; `fsdpctl list {name}` shows its keys")
     elif name not in KEYS:
         raise UsageError(f"{name}: no such key{hint(name, [*KEYS, *GROUPS])}")
+
+
+def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
+    if group == "model" and ("/" in text or Path(text).is_dir()):
+        return f"; model={_FROM_PATH} model.path={text} takes a directory"
+    return hint(text, list(choices))
 
 
 def _values_of_choices(choices: dict[str, str], config_dir: Path | None) -> dict[str, Value]:
@@ -170,6 +181,28 @@ def _composed_by_hydra(choices: tuple[Pair, ...], config_dir: Path | None) -> Ma
         raise UsageError(f"--config-dir {config_dir}: {cause}") from None
     assert isinstance(composed, dict)
     return composed
+
+
+def _values_of_path(choices: Mapping[str, str], given: Mapping[str, str]) -> dict[str, Value]:
+    """What the model in `model.path` is, where `model=hf` says so."""
+    path = given.get("model.path")
+    if choices.get("model") != _FROM_PATH:
+        for name in ("path", "init"):
+            if given.get(f"model.{name}") not in (None, "auto", "random"):
+                raise UsageError(
+                    f"model.{name}={given[f'model.{name}']}: only with model={_FROM_PATH}"
+                )
+        return {}
+    if path is None:
+        raise UsageError(f"model={_FROM_PATH}: say which, as model.path=DIR")
+    words = model_words(str(KEYS["model.path"].parse(path)))
+    for name in words:
+        if name not in KEYS:
+            raise UsageError(f"model.path={path}: {name}: no such key{hint(name, list(KEYS))}")
+    try:
+        return {name: KEYS[name].parse(text) for name, text in words.items()}
+    except UsageError as error:
+        raise UsageError(f"model.path={path}: {error}") from None
 
 
 def _settle_length(values: dict[str, Value], typed: set[str], recipe: set[str]) -> None:

@@ -11,13 +11,27 @@ from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.strategy import STRATEGIES
 
 DTYPES = ("float32", "bfloat16")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+ROPE_SCALINGS = ("none", "linear", "llama3")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A Llama-style decoder: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU."""
+    """A decoder: of the Llama family or GPT-2."""
 
     name: str = "llama_tiny"
+    path: str | None = key(
+        None,
+        "hf: a Hugging Face directory, or a run or checkpoint of ours",
+        is_path=True,
+        optional=True,
+    )
+    init: str = key(
+        "auto",
+        "first weights; auto: those in model.path where it is given",
+        choices=("auto", "pretrained", "random"),
+    )
+    architecture: str = key("llama", "whose layers they are", choices=ARCHITECTURES)
     num_layers: int = key(4, "decoder blocks", minimum=1)
     hidden_size: int = key(128, "width of the residual stream", minimum=1)
     intermediate_size: int = key(384, "width inside the MLP", minimum=1)
@@ -26,16 +40,34 @@ class ModelConfig:
     head_dim: int | None = key(None, "width of a head", minimum=2, auto=True)
     vocab_size: int | None = key(None, "rows of the embedding", minimum=1, auto=True)
     max_seq_len: int = key(2048, "longest sequence the exported model claims", minimum=1)
-    rms_norm_eps: float = key(1e-5, "added to the variance", minimum=0)
+    norm_eps: float = key(1e-5, "added to the variance in norms", minimum=0)
+    activation: str | None = key(
+        None,
+        "of the MLP; auto: silu, in gpt2 gelu_tanh",
+        choices=("silu", "gelu", "gelu_tanh", "relu"),
+        auto=True,
+    )
     rope_theta: float = key(10000.0, "base of the rotary frequencies", minimum=1)
-    rope_scaling: str = key("none", "stretching of long wavelengths", choices=("none", "llama3"))
-    rope_factor: float = key(8.0, "llama3 scaling: how much longer", minimum=1)
+    rope_scaling: str = key(
+        "none", "stretching of wavelengths: all, or only long ones", choices=ROPE_SCALINGS
+    )
+    rope_factor: float = key(8.0, "rope_scaling: how much longer", minimum=1)
     rope_low_freq_factor: float = key(1.0, "llama3 scaling: where it begins", minimum=0)
     rope_high_freq_factor: float = key(4.0, "llama3 scaling: where it is complete", minimum=0)
     rope_original_len: int = key(8192, "llama3 scaling: length trained on first", minimum=1)
+    sliding_window: int | None = key(
+        None, "mistral, qwen2, qwen3: tokens that a token sees", minimum=1, optional=True
+    )
+    first_sliding_layer: int = key(0, "the layers before it see all tokens", minimum=0)
+    attention_bias: bool = key(False, "llama, qwen3: biases in the attention's projections")
+    mlp_bias: bool = key(False, "llama: biases in the MLP")
     tie_embeddings: bool = key(True, "the output head shares the input embedding's weight")
-    qk_norm: bool = key(False, "RMSNorm on queries and keys, as in Qwen3")
     init_std: float = key(0.02, "standard deviation of the initial weights", minimum=0)
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether its first weights are read from `path`."""
+        return self.init == "pretrained" or (self.init == "auto" and self.path is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +242,9 @@ class CheckpointConfig:
     """When the state is saved."""
 
     every: int = key(100, "steps between checkpoints; 0: only at the end", minimum=0)
-    keep_last: int = key(2, "complete checkpoints kept; 0: all", minimum=0)
+    keep_last: int = key(2, "newest checkpoints kept; 0: all", minimum=0)
+    keep_every: int = key(0, "and those of every so many steps; 0: none", minimum=0)
+    mode: str = key("async", "async writes while training goes on", choices=("async", "sync"))
 
 
 @dataclass(frozen=True, slots=True)

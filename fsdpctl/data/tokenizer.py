@@ -1,8 +1,7 @@
 """Text to token ids and back: bytes themselves, or a tokenizer.json."""
 
 import json
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +15,11 @@ from fsdpctl.data.files import Text, iter_documents
 from fsdpctl.errors import UsageError
 
 BYTES = "bytes"
-_COPIED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_JSON, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_FILES = (
+    TOKENIZER_JSON, _CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja",
+)  # fmt: skip
 Tokens = NDArray[np.unsignedinteger]
 
 
@@ -38,8 +41,8 @@ class Tokenizer(Protocol):
         """The text of the tokens."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write the files with which transformers opens it."""
+    def files(self) -> dict[str, bytes]:
+        """The files with which transformers opens it, by name."""
         ...
 
 
@@ -62,19 +65,21 @@ class ByteTokenizer:
         known = bytes(token if token < self.vocab_size else 0xFF for token in tokens)
         return known.decode("utf-8", errors="replace")
 
-    def save(self, folder: Path) -> None:
+    def files(self) -> dict[str, bytes]:
         """A byte-level BPE without merges: its 256 tokens are the bytes, in order."""
         alphabet = _byte_alphabet()
         tokenizer = JsonTokenizer(BPE(vocab={alphabet[b]: b for b in range(256)}, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.save(str(folder / "tokenizer.json"))
         about = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
             "model_max_length": 1 << 30,
         }
-        (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
+        return {
+            TOKENIZER_JSON: tokenizer.to_str(pretty=True).encode(),
+            _CONFIG: (json.dumps(about, indent=2) + "\n").encode(),
+        }
 
 
 def _byte_alphabet() -> list[str]:
@@ -93,30 +98,27 @@ def _byte_alphabet() -> list[str]:
 class FileTokenizer:
     """A Hugging Face tokenizer.json; documents end with its end-of-text token, if it has one."""
 
-    def __init__(self, folder: Path) -> None:
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise UsageError(f"tokenizer {folder}: there is no tokenizer.json; or use bytes")
+    def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
+        """Of the contents of its files; `name` is where they are from."""
+        self.name = name
+        self._files = dict(files)
         try:
-            self._tokenizer = JsonTokenizer.from_file(str(file))
+            self._tokenizer = JsonTokenizer.from_str(files[TOKENIZER_JSON].decode())
         except Exception as error:  # the library raises plain Exception
-            raise UsageError(f"tokenizer {folder}: {error}") from None
-        self.name = str(folder)
+            raise UsageError(f"tokenizer {name}: {error}") from None
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=0)
-        self._folder = folder
         self._end = self._find_end_token()
 
     def _find_end_token(self) -> int | None:
-        file = self._folder / "tokenizer_config.json"
-        if not file.is_file():
+        if _CONFIG not in self._files:
             return None
         try:
-            named = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+            named = json.loads(self._files[_CONFIG]).get("eos_token")
         except (ValueError, AttributeError):
-            raise UsageError(f"{file}: not a JSON object") from None
+            raise UsageError(f"tokenizer {self.name}: {_CONFIG} is no JSON object") from None
         text = named.get("content") if isinstance(named, dict) else named
         if text is not None and not isinstance(text, str):
-            raise UsageError(f"{file}: eos_token is no text")
+            raise UsageError(f"tokenizer {self.name}: eos_token in {_CONFIG} is no text")
         found: int | None = self._tokenizer.token_to_id(text) if text else None
         return found
 
@@ -140,11 +142,9 @@ class FileTokenizer:
         text: str = self._tokenizer.decode(list(tokens))
         return text
 
-    def save(self, folder: Path) -> None:
-        """Copy the files that make the tokenizer."""
-        for name in _COPIED:
-            if (self._folder / name).is_file():
-                shutil.copyfile(self._folder / name, folder / name)
+    def files(self) -> dict[str, bytes]:
+        """As they were."""
+        return dict(self._files)
 
 
 def open_tokenizer(name: str | None) -> Tokenizer:
@@ -153,4 +153,15 @@ def open_tokenizer(name: str | None) -> Tokenizer:
     Raises:
         UsageError: the directory has no readable tokenizer.json.
     """
-    return ByteTokenizer() if name in (None, BYTES) else FileTokenizer(Path(str(name)))
+    if name in (None, BYTES):
+        return ByteTokenizer()
+    folder = Path(str(name))
+    if not (folder / TOKENIZER_JSON).is_file():
+        raise UsageError(f"tokenizer {folder}: there is no {TOKENIZER_JSON}; or use bytes")
+    try:
+        files = (folder / each for each in TOKENIZER_FILES)
+        return FileTokenizer(
+            str(folder), {file.name: file.read_bytes() for file in files if file.is_file()}
+        )
+    except OSError as error:
+        raise UsageError(f"tokenizer {folder}: {error.strerror}") from None

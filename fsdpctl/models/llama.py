@@ -1,11 +1,11 @@
-"""A Llama-style decoder."""
+"""Decoders of the Llama family: Llama, Mistral, Qwen2, Qwen3."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from fsdpctl.config.schema import ModelConfig
+from fsdpctl.models.parts import Head, activation_of, embedding
 from fsdpctl.models.rope import rotate, rotation
 
 
@@ -25,17 +25,20 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention whose query heads share key and value heads in groups."""
 
-    def __init__(self, config: ModelConfig, head_dim: int) -> None:
+    def __init__(self, config: ModelConfig, head_dim: int, layer: int) -> None:
         super().__init__()
         width, self.head_dim = config.hidden_size, head_dim
-        self.config = config
-        self.q_proj = nn.Linear(width, config.num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(width, config.num_kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(width, config.num_kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_heads * head_dim, width, bias=False)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
+        self.shares_heads = config.num_heads != config.num_kv_heads
+        self.window = config.sliding_window if layer >= config.first_sliding_layer else None
+        bias = config.attention_bias or config.architecture == "qwen2"
+        self.q_proj = nn.Linear(width, config.num_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, config.num_kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, config.num_kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * head_dim, width, bias=config.attention_bias)
+        self.norms_heads = config.architecture == "qwen3"
+        if self.norms_heads:
+            self.q_norm = RMSNorm(head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(head_dim, config.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Shape (batch, length, hidden_size) in and out; `cos`, `sin` as `rotation` gives them."""
@@ -45,44 +48,55 @@ class Attention(nn.Module):
             return values.view(batch, length, -1, self.head_dim)
 
         q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
-        if self.config.qk_norm:
+        if self.norms_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        slides = self.window is not None and length > self.window
         mixed = F.scaled_dot_product_attention(
             rotate(q, cos, sin),
             rotate(k, cos, sin),
             v,
-            is_causal=True,
-            enable_gqa=self.config.num_heads != self.config.num_kv_heads,
+            attn_mask=_window_mask(length, self.window, x.device) if slides else None,
+            is_causal=not slides,
+            enable_gqa=self.shares_heads,
         )
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
 
 
-class SwiGLU(nn.Module):
-    """A gated MLP (Shazeer, 2020)."""
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Which of the last `window` positions each one sees, itself included; (length, length)."""
+    assert window is not None
+    everything = torch.ones(length, length, dtype=torch.bool, device=device)
+    return everything.tril().triu(1 - window)
 
-    def __init__(self, width: int, hidden: int) -> None:
+
+class GatedMLP(nn.Module):
+    """An MLP whose hidden units are gated (Shazeer, GLU Variants Improve Transformer, 2020)."""
+
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(width, hidden, bias=False)
-        self.up_proj = nn.Linear(width, hidden, bias=False)
-        self.down_proj = nn.Linear(hidden, width, bias=False)
+        width, hidden, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(width, hidden, bias=bias)
+        self.up_proj = nn.Linear(width, hidden, bias=bias)
+        self.down_proj = nn.Linear(hidden, width, bias=bias)
+        self.activation = activation_of(config)
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape (..., width) in and out."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, head_dim: int) -> None:
+    def __init__(self, config: ModelConfig, head_dim: int, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, head_dim)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config, head_dim, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Shape (batch, length, hidden_size) in and out; `cos`, `sin` as `rotation` gives them."""
@@ -95,11 +109,11 @@ class _Backbone(nn.Module):
     def __init__(self, config: ModelConfig, head_dim: int, vocab_size: int) -> None:
         super().__init__()
         self.config, self.head_dim = config, head_dim
-        # Built from values: drawing some would import half of torch, on the meta device too.
-        rows = torch.empty(vocab_size, config.hidden_size)
-        self.embed_tokens = nn.Embedding.from_pretrained(rows, freeze=False)
-        self.layers = nn.ModuleList(Block(config, head_dim) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.embed_tokens = embedding(vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            Block(config, head_dim, layer) for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed_tokens(tokens)
@@ -108,39 +122,6 @@ class _Backbone(nn.Module):
             x = layer(x, cos, sin)
         out: Tensor = self.norm(x)
         return out
-
-
-class Head(nn.Linear):
-    """The projection to the vocabulary, or the loss of what it gives.
-
-    Note: why torch's `linear_cross_entropy` is not used. It saves the same memory, and returns the
-    loss in the dtype of the hidden states: a sum over thousands of tokens in bfloat16.
-    """
-
-    def __init__(self, width: int, vocab_size: int) -> None:
-        super().__init__(width, vocab_size, bias=False)
-
-    def forward(
-        self, x: Tensor, targets: Tensor | None = None, chunk_tokens: int | None = None
-    ) -> Tensor:
-        """Logits of shape (..., vocab_size); with `targets` the summed cross entropy, in float32.
-
-        A target of -100 does not count. With `chunk_tokens`, logits exist for so many tokens at a
-        time, and are computed again in backward.
-        """
-        if targets is None:
-            return super().forward(x)
-        x, targets = x.flatten(0, -2), targets.flatten()
-        if chunk_tokens is None or len(targets) <= chunk_tokens:
-            return self._loss(x, targets)
-        loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        for chunk, wanted in zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-            loss = loss + checkpoint(self._loss, chunk, wanted, use_reentrant=False)
-        return loss
-
-    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        logits = super().forward(x).float()
-        return F.cross_entropy(logits, targets, reduction="sum")
 
 
 class LlamaDecoder(nn.Module):

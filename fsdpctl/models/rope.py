@@ -12,13 +12,16 @@ from fsdpctl.config.schema import ModelConfig
 def inverse_frequencies(config: ModelConfig, head_dim: int) -> Tensor:
     """Radians per position of each pair of dimensions; float32, shape (head_dim / 2,).
 
-    With `rope_scaling=llama3`, wavelengths far above the original training length are stretched by
-    `rope_factor`, those far below are kept, and those between are blended (Llama 3.1).
+    With `rope_scaling=linear` all wavelengths are stretched by `rope_factor`; with `llama3` those
+    far above the original training length are, those far below are kept, and those between are
+    blended (Llama 3.1).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     if config.rope_scaling == "none":
         return frequencies
+    if config.rope_scaling == "linear":
+        return frequencies / config.rope_factor
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     turns = config.rope_original_len * frequencies / (2 * math.pi)
     blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)

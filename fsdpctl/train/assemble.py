@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fsdpctl.checkpoint.folders import CHECKPOINTS, newest_checkpoint
-from fsdpctl.checkpoint.load import load_checkpoint
+from fsdpctl.checkpoint.folders import CHECKPOINTS, newest_checkpoint, way_on
+from fsdpctl.checkpoint.load import load_checkpoint, load_weights
 from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.pretrained import open_weights
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.comm.world import World
 from fsdpctl.config.schema import Config
@@ -19,7 +20,7 @@ from fsdpctl.engine.build import Source, divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import Sharding, shard_from
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.batch import BatchPlan, plan_batches
@@ -31,9 +32,12 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def make_model(
-    config: Config, device: torch.device, *, strategy: str | None = None
+    config: Config, device: torch.device, *, strategy: str | None = None, empty: bool = False
 ) -> ShardedModel:
-    """The model with its initial weights, sharded as the configuration says. Collective."""
+    """The model, sharded as the configuration says. Collective.
+
+    With its weights drawn from the seed, or `empty` with zeros, to be filled.
+    """
     precision = config.precision
     sharding = Sharding(
         strategy or config.strategy.name,
@@ -47,8 +51,13 @@ def make_model(
             )
         ),
     )
-    initialize = partial(initialize_parameter, seed=config.train.seed, std=config.model.init_std)
-    return shard_from(Source(device, initialize), _make_module(config), sharding)
+    draw = partial(initialize_parameter, seed=config.train.seed, config=config.model)
+    source = Source(device, _leave_zeros if empty else draw)
+    return shard_from(source, _make_module(config), sharding)
+
+
+def _leave_zeros(name: str, whole: torch.Tensor) -> None:
+    """What is not written to takes no memory on the CPU, and will be read from a file."""
 
 
 def _make_module(config: Config) -> nn.Module:
@@ -95,9 +104,15 @@ def make_trainer(
         micro_batch_size=config.train.micro_batch_size,
         num_micro_batches=config.accumulation.steps,
     )
-    model = make_model(config, world.device)
+    newest = newest_checkpoint(run_dir / CHECKPOINTS)
+    is_read = newest is not None or config.model.is_pretrained
+    model = make_model(config, world.device, empty=is_read)
     optimizer = make_optimizer(config, model)
-    done = _resume(run_dir, model, optimizer, data)
+    done = Progress()
+    if newest is not None:
+        done = _resume(newest, model, optimizer, data)
+    elif config.model.is_pretrained:
+        load_weights(open_weights(config.model), model)
     train = config.train
     parts = TrainingParts(
         config=config,
@@ -118,14 +133,14 @@ def _validation(data: DataSet, seq_len: int, plan: BatchPlan) -> Batches | None:
     return None if data.val is None else Batches(data.val, seq_len, plan, 0, data.vocab_size)
 
 
-def _resume(run_dir: Path, model: ShardedModel, optimizer: ShardedAdamW, data: DataSet) -> Progress:
-    newest = newest_checkpoint(run_dir / CHECKPOINTS)
-    if newest is None:
-        return Progress()
-    reader = CheckpointReader(newest)
-    if reader.manifest.progress.data_fingerprint != data.fingerprint:
-        raise UsageError(
-            f"train.run_dir={run_dir}: the data is not what the run was trained on so far; "
-            "choose another train.run_dir="
-        )
-    return load_checkpoint(reader, model, optimizer)
+def _resume(newest: Path, model: ShardedModel, optimizer: ShardedAdamW, data: DataSet) -> Progress:
+    try:
+        reader = CheckpointReader(newest)
+        if reader.manifest.progress.data_fingerprint != data.fingerprint:
+            raise UsageError(
+                f"train.run_dir={newest.parent.parent}: the data is not what the run was trained "
+                "on so far; choose another train.run_dir="
+            )
+        return load_checkpoint(reader, model, optimizer)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{way_on(newest)}") from None

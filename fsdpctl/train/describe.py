@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from fsdpctl.checkpoint.pretrained import weights_folder
+from fsdpctl.config.schema import Config
 from fsdpctl.memory.estimate import DTYPE_BYTES
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.train.footprint import divide, estimate_run
@@ -32,7 +34,8 @@ def describe_run(run: ResolvedRun, start: Start) -> list[str]:
         ("memory", _memory(run)),
         ("run", _run(start)),
     ]
-    rows += [("blocks", text) for text in _blocks(run)] + [("note", text) for text in run.notes]
+    rows += [("blocks", text) for text in _blocks(run)]
+    rows += [("note", text) for text in (*run.notes, *start.notes)]
     lines = [f"{name:<8}{text}" for name, text in rows]
     return [*lines, *(f"changed {line}" for line in start.differences)]
 
@@ -49,9 +52,15 @@ def _model(run: ResolvedRun) -> str:
     config = run.config
     return (
         f"{config.model.name}, {_count(_num_params(run))} parameters, vocabulary "
-        f"{config.model.vocab_size}{_auto(run, 'model.vocab_size')}, weights drawn from seed "
-        f"{config.train.seed}"
+        f"{config.model.vocab_size}{_auto(run, 'model.vocab_size')}, {_weights(config)}"
     )
+
+
+def _weights(config: Config) -> str:
+    """Where the first ones come from."""
+    if config.model.is_pretrained:
+        return f"weights read from {weights_folder(config.model)}"
+    return f"weights drawn from seed {config.train.seed}"
 
 
 def _ranks(run: ResolvedRun) -> str:

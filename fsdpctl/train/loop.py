@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,10 +11,8 @@ from pathlib import Path
 
 import torch
 
-from fsdpctl.checkpoint.folders import CHECKPOINTS, LATEST, point_to, remove_old, step_folder
 from fsdpctl.checkpoint.manifest import Progress
-from fsdpctl.checkpoint.save import write_checkpoint
-from fsdpctl.config.compose import config_words
+from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.source import DataSet
@@ -26,10 +23,13 @@ from fsdpctl.optim.record import StepFigures, StepRecord, record_step
 from fsdpctl.optim.schedule import lr_factor
 from fsdpctl.train.clock import StepClock
 from fsdpctl.train.generate import generate
-from fsdpctl.train.loss import summed_loss, validation_loss
+from fsdpctl.train.loss import describe_validation, summed_loss, validation_loss
 from fsdpctl.train.metrics import MetricsFile, StepMetrics, peak_memory
 from fsdpctl.train.profiling import Profiler, not_profiled, profiled
-from fsdpctl.train.progress import RunProgress
+from fsdpctl.train.progress import RunProgress, format_seconds
+from fsdpctl.train.saver import Saver
+
+_WORTH_A_LINE = 5.0  # seconds that a checkpoint takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ class Trainer:
         parts.model.mesh.measure_waits()
         self._saved_step = done.step if done.step else -1
         self._ranks = parts.model.collectives
+        self._saver = Saver(parts.config, parts.run_dir, self._ranks, ObjectExchange())
         self._is_main = self._ranks.rank == 0
         config = parts.config
         assert config.train.steps is not None
@@ -94,7 +95,7 @@ class Trainer:
             NonFiniteError: a loss or gradient was not finite, and the configuration says stop.
         """
         config = self.parts.config
-        with self._progress, self._profiler() as profiler:
+        with self._progress, self._saver, self._profiler() as profiler:
             while self.step < self.total_steps:
                 self._train_step()
                 profiler.step()
@@ -102,6 +103,7 @@ class Trainer:
                 validates = last or _is_multiple(self.step, config.train.eval_every)
                 saves = last or _is_multiple(self.step, config.checkpoint.every)
                 stop = self._report(0 if validates or saves else self._lag)
+                self._tell_saved()
                 if stop:  # who asked may not wait for a validation
                     self._report(0)
                     self.save()
@@ -110,7 +112,9 @@ class Trainer:
                 if saves:
                     self.save()
                 if stop and not last:
+                    self._finish_saving()
                     raise StoppedError(f"stopped at step {self.step} of {self.total_steps}, saved")
+            self._finish_saving()
         self._show_sample()
         self._end()
 
@@ -171,7 +175,7 @@ class Trainer:
             metrics = StepMetrics(done.step, figures, done.lr, done.clock.times(), memory)
             if self._metrics is not None:
                 self._metrics.write(metrics.to_line())
-            self._progress.step(metrics)
+            self._progress.step(metrics, self._saver.share_written)
             self._check_finite(done.step, figures)
             stop |= figures.stop_requested
         return stop
@@ -218,29 +222,29 @@ class Trainer:
     # ---- between steps -------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write a checkpoint of this step, unless there is one."""
+        """Save this step, unless that was done."""
         if self._saved_step == self.step:
             return
         began = time.perf_counter()
+        self._finish_saving()
         parts = self.parts
-        checkpoints = parts.run_dir / CHECKPOINTS
-        folder = step_folder(checkpoints, self.step)
-        parts.model.check_replicas()  # each copy writes a share of the checkpoint
-        write_checkpoint(
-            folder,
-            parts.model,
-            parts.optimizer,
-            self._ranks,
-            progress=Progress(self.step, self.samples, parts.data.fingerprint),
-            config=config_words(parts.config),
-        )
-        if self._is_main:
-            point_to(checkpoints / LATEST, folder)
-            remove_old(checkpoints, parts.config.checkpoint.keep_last)
+        progress = Progress(self.step, self.samples, parts.data.fingerprint)
+        self._saver.save(parts.model, parts.optimizer, progress, began)
         self._saved_step = self.step
+
+    def _finish_saving(self) -> None:
+        """Let the checkpoint on its way be completed, and tell of it."""
+        self._saver.wait()
+        self._tell_saved()
+
+    def _tell_saved(self) -> None:
+        saved = self._saver.take_saved()
+        if saved is None:
+            return
         if self._metrics is not None:
-            seconds = round(time.perf_counter() - began, 6)
-            self._metrics.write({"step": self.step, "checkpoint_seconds": seconds})
+            self._metrics.write(saved.to_line())
+        if saved.write > _WORTH_A_LINE:
+            self._progress.say(f"step {saved.step}: saved in {format_seconds(saved.write)}")
 
     def _validate(self, *, last: bool) -> None:
         parts = self.parts
@@ -257,7 +261,8 @@ class Trainer:
         )
         if self._metrics is not None:
             self._metrics.write({"step": self.step, "val_loss": loss})
-        self._progress.say(f"step {self.step}: {_describe(loss, parts.data, compare=last)}")
+        described = describe_validation(loss, parts.data, compare=last)
+        self._progress.say(f"step {self.step}: {described}")
 
     def _show_sample(self) -> None:
         config, parts = self.parts.config, self.parts
@@ -272,19 +277,6 @@ class Trainer:
             device=parts.device,
         )
         self._progress.say("a sample:\n" + parts.data.tokenizer.decode(tokens))
-
-
-def _describe(loss: float, data: DataSet, *, compare: bool) -> str:
-    """A validation loss in words; at the end compared with gzip where that makes sense."""
-    text = f"validation loss {loss:.4f} nats per token"
-    if data.val is None or not data.val.num_bytes:
-        return text
-    bits = loss / math.log(2) * len(data.val.tokens) / data.val.num_bytes
-    text += f", {bits:.3f} bits per byte"
-    if compare and data.gzip_bits_per_byte is not None:
-        relation = "below" if bits < data.gzip_bits_per_byte else "not below"
-        text += f": {relation} the {data.gzip_bits_per_byte:.3f} that gzip -9 needs for this text"
-    return text
 
 
 def _is_multiple(step: int, every: int) -> bool:

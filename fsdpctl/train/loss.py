@@ -1,11 +1,14 @@
 """The loss of a micro-batch, and of a validation set."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.data.batches import IGNORED, Batches, MicroBatch
+from fsdpctl.data.source import DataSet
 
 
 def summed_loss(
@@ -55,3 +58,16 @@ def _pass_loss(
     targets = batch.targets.to(device).flatten()
     losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
     return losses.double().sum()
+
+
+def describe_validation(loss: float, data: DataSet, *, compare: bool) -> str:
+    """A validation loss in words; at the end compared with gzip where that makes sense."""
+    text = f"validation loss {loss:.4f} nats per token"
+    if data.val is None or not data.val.num_bytes:
+        return text
+    bits = loss / math.log(2) * len(data.val.tokens) / data.val.num_bytes
+    text += f", {bits:.3f} bits per byte"
+    if compare and data.gzip_bits_per_byte is not None:
+        relation = "below" if bits < data.gzip_bits_per_byte else "not below"
+        text += f": {relation} the {data.gzip_bits_per_byte:.3f} that gzip -9 needs for this text"
+    return text

@@ -63,13 +63,15 @@ class RunProgress:
         if self._live is not None:
             self._live.stop()
 
-    def step(self, metrics: StepMetrics) -> None:
-        """A step is done."""
+    def step(self, metrics: StepMetrics, share_saved: float | None) -> None:
+        """A step is done; of the checkpoint on its way, if there is one, so much is written."""
         self._done_here += 1
         note = (
             f"loss {metrics.figures.loss:.3f}  {metrics.tokens_per_second:,.0f} tok/s  "
             f"{format_bytes(metrics.memory.reserved)}"
         )
+        if share_saved is not None:
+            note += f"  saving {share_saved:.0%}"
         if self._live is not None and self._task is not None:
             self._live.update(self._task, completed=metrics.step, note=note)
         elif metrics.step % self._log_every == 0 or metrics.step == self._total:

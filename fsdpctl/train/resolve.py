@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
+from fsdpctl.checkpoint.pretrained import open_weights, tokenizer_beside
 from fsdpctl.config.compose import Composed, config_words
 from fsdpctl.config.schema import Config, OptimizerConfig
 from fsdpctl.data.batches import Batches
@@ -54,6 +55,7 @@ def resolve(composed: Composed) -> ResolvedRun:
     config = placed_here(composed.config)
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
     config, notes = _with_compiler(config)
+    config = _with_model_path(config)
     data = load_data(config.data)
     config = _with_data(config, data)
     module = build_model(config.model)
@@ -98,6 +100,24 @@ def _with_compiler(config: Config) -> tuple[Config, tuple[str, ...]]:
         return config, ()
     note = f"train.compile=true: {missing}; blocks run uncompiled"
     return replace(config, train=replace(config.train, compile=False)), (note,)
+
+
+def _with_model_path(config: Config) -> Config:
+    """The path made absolute, its weights looked at, and its tokenizer used if none is asked for.
+
+    Raises:
+        UsageError: the weights are not there.
+        CheckpointError: they are damaged.
+    """
+    if config.model.path is None:
+        return config
+    model = replace(config.model, path=os.path.abspath(config.model.path))
+    if model.is_pretrained:
+        open_weights(model)
+    data = config.data
+    if data.tokenizer is None and data.name != "tokens":
+        data = replace(data, tokenizer=tokenizer_beside(Path(str(model.path))))
+    return replace(config, model=model, data=data)
 
 
 def _with_data(config: Config, data: DataSet) -> Config:

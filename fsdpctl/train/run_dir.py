@@ -5,30 +5,31 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
 
 import psutil
 
-from fsdpctl.checkpoint.consolidate import TOKENIZER
 from fsdpctl.checkpoint.folders import (
     CHECKPOINTS,
     LATEST,
     copy_checkpoint,
     find_checkpoint,
     newest_checkpoint,
+    passed_over,
     point_to,
     remove_unfinished,
     step_folder,
+    way_on,
 )
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.compose import config_from_words, config_to_yaml, config_words
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
-from fsdpctl.data.tokenizer import BYTES, Tokenizer
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.train.assets import write_assets
 from fsdpctl.train.resolve import decides_losses
 
 RUNS = "runs"  # the folder of runs whose directory was not given
@@ -39,6 +40,7 @@ CONFIG, OVERRIDES, METRICS, LOGS, LOCK = (
     "logs",
     "lock",
 )
+_NOT_THE_MODELS = ("model.path", "model.init", "model.init_std")  # but of its first weights
 _WIND_DOWN_SECONDS = 60.0  # a killed launcher's workers save and go within it
 
 
@@ -59,6 +61,7 @@ class Start:
     step: int  # of the checkpoint that it begins from
     differences: tuple[str, ...] = ()  # from the last start, of what may differ, a line each
     source: Path | None = None  # a checkpoint of another run, to begin from
+    notes: tuple[str, ...] = ()  # what is not as it should be, a line each
 
     @property
     def run_dir(self) -> Path:
@@ -96,7 +99,9 @@ def plan_start(config: Config, resume: str) -> Start:
     changed = [
         f"{name} {manifest.config.get(name, 'not set')} -> {text}"
         for name, text in config_words(config).items()
-        if name.startswith("model.") and manifest.config.get(name, "not set") != text
+        if name.startswith("model.")
+        and name not in _NOT_THE_MODELS
+        and manifest.config.get(name, "not set") != text
     ]
     if changed:
         raise UsageError(f"--resume {resume}: is of another model ({', '.join(changed)})")
@@ -123,15 +128,21 @@ def _go_on(config: Config) -> Start:
             )
         return Start(config, Standing.NEW, 0)
     differences = _differences(run_dir, config)
+    incomplete = passed_over(run_dir / CHECKPOINTS)
     newest = newest_checkpoint(run_dir / CHECKPOINTS)
+    if newest is None and incomplete:
+        raise CheckpointError(incomplete[0])
     if newest is None:
         if (run_dir / METRICS).is_file():
             differences += (f"{METRICS} is kept as {METRICS}.old: there is no checkpoint to it",)
         return Start(config, Standing.NEW, 0, differences)
-    step = CheckpointReader(newest).manifest.progress.step
+    try:
+        step = CheckpointReader(newest).manifest.progress.step
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{way_on(newest)}") from None
     assert config.train.steps is not None
     standing = Standing.FINISHED if step >= config.train.steps else Standing.RESUMES
-    return Start(config, standing, step, differences)
+    return Start(config, standing, step, differences, notes=tuple(incomplete))
 
 
 def _is_of_a_start(file: Path) -> bool:
@@ -229,8 +240,8 @@ def lock_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> RunLock:
     return lock
 
 
-def prepare_run_dir(start: Start, words: Sequence[str], tokenizer: Tokenizer) -> None:
-    """Write down what will run, and with which tokenizer. The lock must be held.
+def prepare_run_dir(start: Start, words: Sequence[str], assets: Mapping[str, bytes]) -> None:
+    """Write down what will run, with the files beside its weights. The lock must be held.
 
     Raises:
         UsageError: the directory cannot be written.
@@ -246,9 +257,7 @@ def prepare_run_dir(start: Start, words: Sequence[str], tokenizer: Tokenizer) ->
         if start.standing is Standing.NEW and (run_dir / METRICS).is_file():
             (run_dir / METRICS).replace(run_dir / f"{METRICS}.old")
         remove_unfinished(checkpoints)
-        if tokenizer.name != BYTES:
-            (run_dir / TOKENIZER).mkdir(exist_ok=True)
-            tokenizer.save(run_dir / TOKENIZER)
+        write_assets(run_dir, assets)
         if start.source is not None:
             copy_checkpoint(start.source, step_folder(checkpoints, start.step))
         if run_dir.parent.name == RUNS:

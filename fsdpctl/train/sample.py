@@ -4,10 +4,11 @@ from pathlib import Path
 
 import torch
 
-from fsdpctl.checkpoint.consolidate import run_tokenizer
 from fsdpctl.checkpoint.load import load_checkpoint
+from fsdpctl.checkpoint.pretrained import attached_files
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.compose import config_from_words
+from fsdpctl.data.tokenizer import BYTES, TOKENIZER_JSON, ByteTokenizer, FileTokenizer
 from fsdpctl.errors import UsageError
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.generate import generate
@@ -22,11 +23,14 @@ def sample_text(checkpoint: Path, prompt: str, count: int, seed: int) -> str:
     """
     reader = CheckpointReader(checkpoint)
     config = config_from_words(reader.manifest.config)
-    tokenizer = run_tokenizer(reader, config.data.tokenizer)
-    if tokenizer is None:
-        raise UsageError(f"{checkpoint}: the run's tokenizer is not there any more")
+    files = attached_files(reader)
+    if TOKENIZER_JSON not in files:
+        raise UsageError(f"{checkpoint}: nobody knows what tokenizer made the run's tokens")
+    tokenizer = (
+        ByteTokenizer() if config.data.tokenizer == BYTES else FileTokenizer(str(checkpoint), files)
+    )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = make_model(config, device, strategy="no_shard")
+    model = make_model(config, device, strategy="no_shard", empty=True)
     load_checkpoint(reader, model, None)
     tokens = generate(
         model,

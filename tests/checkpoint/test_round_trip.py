@@ -7,10 +7,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fsdpctl.checkpoint.load import load_checkpoint
+from fsdpctl.checkpoint.load import empty_like, load_checkpoint
 from fsdpctl.checkpoint.manifest import Progress
-from fsdpctl.checkpoint.reader import CheckpointReader, empty_like
-from fsdpctl.checkpoint.save import write_checkpoint
+from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
+from fsdpctl.checkpoint.tensors import tensor_of
 from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
@@ -40,9 +42,9 @@ def train_on(model: ShardedModel, optimizer: ShardedAdamW, steps: int) -> None:
 
 def save(folder: Path, model: ShardedModel, optimizer: ShardedAdamW) -> None:
     progress = Progress(step=2, samples=10, data_fingerprint="abc")
-    write_checkpoint(
-        folder, model, optimizer, model.collectives, progress=progress, config={"model": "odd"}
-    )
+    ranks = model.collectives
+    about = About(progress, {"model": "odd"}, {"tokenizer.json": b"{}" * 200})
+    write_checkpoint(folder, take_snapshot(model, optimizer, ranks.rank, about), ranks)
 
 
 def whole_tensors(folder: Path) -> dict[str, Tensor]:
@@ -50,8 +52,8 @@ def whole_tensors(folder: Path) -> dict[str, Tensor]:
     found = {}
     for key, info in reader.manifest.tensors.items():
         found[key] = empty_like(info)
-        for span, values in reader.read_parts(key):
-            found[key].view(-1)[span.start : span.stop] = values
+        for span, data in reader.read(key):
+            found[key].view(-1)[span.start : span.stop] = tensor_of(data, info.dtype)
     return found
 
 

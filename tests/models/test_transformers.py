@@ -10,10 +10,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fsdpctl.checkpoint.consolidate import consolidate
 from fsdpctl.checkpoint.folders import find_checkpoint
 from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.save import write_checkpoint
+from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
 from fsdpctl.config.compose import compose_config, config_words
 from fsdpctl.config.schema import Config
+from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.train.assemble import make_model
@@ -30,7 +32,7 @@ VARIANTS = {
         "model.rope_scaling=llama3", "model.rope_original_len=16", "model.rope_theta=500",
         "model.rope_factor=4",
     ],
-    "qwen3": ["model.qk_norm=true", "model.head_dim=16", "model.rope_theta=1000000"],
+    "qwen3": ["model.architecture=qwen3", "model.head_dim=16", "model.rope_theta=1000000"],
 }  # fmt: skip
 
 
@@ -38,9 +40,8 @@ def make_checkpoint(folder: Path, words: list[str]) -> tuple[Config, ShardedMode
     known = {word.split("=")[0]: word for word in [*SMALL, *words]}
     config = compose_config(list(known.values())).config
     model = make_model(config, torch.device("cpu"))
-    write_checkpoint(
-        folder, model, None, model.collectives, progress=Progress(1), config=config_words(config)
-    )
+    about = About(Progress(1), config_words(config), ByteTokenizer().files())
+    write_checkpoint(folder, take_snapshot(model, None, 0, about), model.collectives)
     return config, model
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdpctl.config.compose import compose_config
+from fsdpctl.config.schema import ModelConfig
 from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.train.blocks import checkpoint_block, compile_block, missing_compiler
@@ -23,7 +24,7 @@ def decoder(mode: str = "none") -> LlamaDecoder:
     assert isinstance(model, LlamaDecoder)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            initialize_parameter(name, param, seed=0, std=0.02)
+            initialize_parameter(name, param, seed=0, config=ModelConfig())
     for block in model.model.layers:
         if mode != "none":
             checkpoint_block(block, mode)

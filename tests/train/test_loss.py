@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdpctl.config.compose import compose_config
+from fsdpctl.config.schema import ModelConfig
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.registry import build_model, initialize_parameter
@@ -24,7 +25,7 @@ def decoder(*, tied: bool) -> LlamaDecoder:
     assert isinstance(model, LlamaDecoder)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            initialize_parameter(name, param, seed=0, std=0.1)
+            initialize_parameter(name, param, seed=0, config=ModelConfig(init_std=0.1))
     return model.double()
 
 

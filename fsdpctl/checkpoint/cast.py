@@ -1,0 +1,50 @@
+"""Casts bytes from one floating-point dtype to another; numpy has no bfloat16."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdpctl.errors import UsageError
+
+FLOATS = ("F64", "F32", "BF16", "F16")
+_DTYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+_NAN = np.uint16(0x7FC0)
+
+
+def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
+    """`data`, elements of dtype `source`, as elements of dtype `target`, rounded to the nearest.
+
+    Both are safetensors' names.
+
+    Raises:
+        UsageError: a finite value of the tensor `name` is beyond the range of float16.
+    """
+    if source == target:
+        return data
+    values = _widened(data) if source == "BF16" else np.frombuffer(data, _DTYPES[source])
+    if target == "BF16":
+        return _to_bfloat16(values.astype(np.float32)).view(np.uint8).data
+    with np.errstate(over="ignore"):
+        narrowed = values.astype(_DTYPES[target])
+    if target == "F16" and bool(np.any(np.isinf(narrowed) & np.isfinite(values))):
+        raise UsageError(f"--dtype float16: {name} has values beyond its range; use bfloat16")
+    narrow_bytes: NDArray[np.uint8] = narrowed.view(np.uint8)
+    return narrow_bytes.data
+
+
+def _widened(data: memoryview) -> NDArray[np.float32]:
+    """bfloat16 is the upper half of float32."""
+    bits: NDArray[np.uint32] = np.frombuffer(data, np.uint16).astype(np.uint32) << np.uint32(16)
+    return bits.view(np.float32)
+
+
+def _to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    bits = values.view(np.uint32)
+    upper = bits >> np.uint32(16)
+    rounded = (bits + (np.uint32(0x7FFF) + (upper & np.uint32(1)))) >> np.uint32(16)
+    result: NDArray[np.uint16] = rounded.astype(np.uint16)
+    is_nan = np.isnan(values)
+    if is_nan.any():  # rounding could carry one over into infinity
+        result[is_nan] = _NAN
+    return result

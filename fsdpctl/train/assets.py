@@ -1,0 +1,34 @@
+"""What a model has beside its weights: tokenizer files, and the config.json it came with."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from fsdpctl.checkpoint.pretrained import ASSETS, assets_beside
+from fsdpctl.config.schema import Config
+from fsdpctl.data.source import DataSet
+from fsdpctl.data.tokenizer import TOKENIZER_FILES
+
+_FOLDER = "assets"  # of a run directory
+
+
+def collect_assets(config: Config, data: DataSet) -> dict[str, bytes]:
+    """The contents of the files, by name: the model's own, and those of the data's tokenizer."""
+    path = config.model.path
+    own = {} if path is None else assets_beside(Path(path))
+    found = {name: content for name, content in own.items() if name not in TOKENIZER_FILES}
+    if data.tokenizer.vocab_size == data.vocab_size:  # else nobody knows what made the tokens
+        found |= data.tokenizer.files()
+    return found
+
+
+def write_assets(run_dir: Path, assets: Mapping[str, bytes]) -> None:
+    """Keep them with the run."""
+    (run_dir / _FOLDER).mkdir(exist_ok=True)
+    for name, content in assets.items():
+        (run_dir / _FOLDER / name).write_bytes(content)
+
+
+def read_assets(run_dir: Path) -> dict[str, bytes]:
+    """Those that the run keeps."""
+    files = (run_dir / _FOLDER / name for name in ASSETS)
+    return {file.name: file.read_bytes() for file in files if file.is_file()}

@@ -1,0 +1,165 @@
+"""Saves a run's checkpoints, in the background where it can."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from fsdpctl.checkpoint.folders import (
+    CHECKPOINTS,
+    LATEST,
+    Retention,
+    point_to,
+    remove_old,
+    step_folder,
+)
+from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.save import Ranks, Snapshot, take_snapshot, write_checkpoint
+from fsdpctl.checkpoint.tensors import Staging
+from fsdpctl.config.compose import config_words
+from fsdpctl.config.schema import Config
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.train.assets import read_assets
+
+_LEAVING_SECONDS = 60.0  # what a failing run waits for its last checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that is complete."""
+
+    step: int
+    stall: float  # seconds that training stood still for it
+    write: float  # seconds until it was complete
+
+    def to_line(self) -> dict[str, float]:
+        """The object in metrics.jsonl."""
+        return {
+            "step": self.step,
+            "checkpoint_seconds": round(self.stall, 6),
+            "checkpoint_write_seconds": round(self.write, 6),
+        }
+
+
+class _Write:
+    """One checkpoint on its way to the disk."""
+
+    def __init__(self, step: int, num_bytes: int, began: float) -> None:
+        self.step, self.num_bytes, self.began = step, num_bytes, began
+        self.stall = 0.0
+        self.written = 0
+        self.ended: float | None = None
+        self.error: Exception | None = None
+        self.thread: threading.Thread | None = None
+
+    def run(self, write: Callable[[Callable[[int], None]], None]) -> None:
+        try:
+            write(self.advance)
+        except Exception as error:
+            self.error = error
+        self.ended = time.perf_counter()
+
+    def advance(self, count: int) -> None:
+        self.written += count
+
+
+class Saver:
+    """Writes checkpoints of one run, one at a time. All ranks call it at the same steps.
+
+    In the background a step pays for the copy of this rank's part into host memory; a save that
+    comes before the last one is complete waits for it.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, ranks: Ranks, writers: Ranks) -> None:
+        """Save into `run_dir`.
+
+        Args:
+            config: resolved.
+            run_dir: of the run.
+            ranks: all of them.
+            writers: the same, talking apart from them, so that a thread may.
+        """
+        self._checkpoints = run_dir / CHECKPOINTS
+        self._words = config_words(config)
+        self._keep = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every)
+        self._ranks, self._writers = ranks, writers
+        self._staging = Staging() if config.checkpoint.mode == "async" else None
+        self._assets: Mapping[str, bytes] = read_assets(run_dir) if ranks.rank == 0 else {}
+        self._current: _Write | None = None
+
+    def save(
+        self, model: ShardedModel, optimizer: ShardedAdamW, progress: Progress, began: float
+    ) -> None:
+        """Begin to write a checkpoint, in sync mode end it too; training has waited since `began`.
+
+        The one before must have been waited for and told of.
+
+        Raises:
+            FsdpctlError: copies of the model have come apart.
+        """
+        assert self._current is None
+        model.check_replicas()  # each copy writes a share of the checkpoint
+        about = About(progress, self._words, self._assets)
+        snapshot = take_snapshot(model, optimizer, self._ranks.rank, about, self._staging)
+        current = self._current = _Write(progress.step, snapshot.num_bytes, began)
+
+        def write(on_bytes: Callable[[int], None]) -> None:
+            self._write(snapshot, on_bytes)
+
+        if self._staging is None:
+            current.run(write)
+        else:
+            current.thread = threading.Thread(
+                target=current.run, args=(write,), name="checkpoint", daemon=True
+            )
+            current.thread.start()
+        current.stall = time.perf_counter() - began
+
+    def _write(self, snapshot: Snapshot, on_bytes: Callable[[int], None]) -> None:
+        folder = step_folder(self._checkpoints, snapshot.about.progress.step)
+        write_checkpoint(folder, snapshot, self._writers, on_bytes)
+        if self._writers.rank == 0:
+            point_to(self._checkpoints / LATEST, folder)
+            remove_old(self._checkpoints, self._keep)
+
+    def take_saved(self) -> Saved | None:
+        """The checkpoint that has become complete since the last call, if one has.
+
+        Raises:
+            FsdpctlError: it could not be written.
+        """
+        current = self._current
+        if current is None or current.ended is None:
+            return None
+        self._current = None
+        if current.error is not None:
+            raise current.error
+        return Saved(current.step, current.stall, current.ended - current.began)
+
+    @property
+    def share_written(self) -> float | None:
+        """Of this rank's part of the checkpoint on its way; None where there is none."""
+        current = self._current
+        return None if current is None else current.written / max(1, current.num_bytes)
+
+    def wait(self) -> None:
+        """Until the checkpoint on its way is complete; `take_saved` tells of it."""
+        if self._current is not None and self._current.thread is not None:
+            self._current.thread.join()
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Let the checkpoint on its way be completed as far as that goes."""
+        if self._current is not None and self._current.thread is not None:
+            self._current.thread.join(_LEAVING_SECONDS)
