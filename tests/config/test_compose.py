@@ -189,11 +189,13 @@ def test_a_directory_of_ones_own_adds_choices(tmp_path):
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_choice_composes_and_says_what_it_is(group):
+def test_every_choice_composes_and_says_what_it_is(group, tmp_path):
     from fsdpctl.config.files import first_comment, package_folder
 
+    (tmp_path / "config.yaml").write_text("model: llama_tiny\n")
     for choice in choices_of(group):
-        config = compose_config([f"{group}={choice}"]).config
+        words = [f"model.path={tmp_path}"] if choice == "hf" else []
+        config = compose_config([f"{group}={choice}", *words]).config
         assert getattr(config, group).name == choice
         assert first_comment(package_folder("conf") / group / f"{choice}.yaml")
 

@@ -1,0 +1,186 @@
+"""Models of others come in, train, and go out again as theirs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from fsdpctl.checkpoint.consolidate import consolidate
+from fsdpctl.checkpoint.load import load_weights
+from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
+from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
+from fsdpctl.comm.collectives import collectives_for
+from fsdpctl.config.compose import compose_config, config_words
+from fsdpctl.config.schema import Config
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.train.assemble import make_model, make_optimizer
+from tests.distributed import distributed
+from tests.models.families import FAMILIES, save_model, tokens
+
+CPU = torch.device("cpu")
+
+
+def compose(path: Path, *words: str) -> Config:
+    fixed = ["model=hf", f"model.path={path}", "precision=fp32"]
+    return compose_config([*fixed, *words]).config
+
+
+def load(path: Path, *words: str) -> ShardedModel:
+    config = compose(path, *words)
+    model = make_model(config, CPU, empty=True)
+    load_weights(open_weights(config.model), model)
+    return model
+
+
+def export(model: ShardedModel, path: Path, folder: Path) -> None:
+    """Save a checkpoint and consolidate it, as a run of the model in `path` does."""
+    ranks = model.collectives
+    about = About(Progress(1), config_words(compose(path)), assets_beside(path))
+    write_checkpoint(folder / "step-00000001", take_snapshot(model, None, ranks.rank, about), ranks)
+    if ranks.rank == 0:
+        consolidate(CheckpointReader(folder / "step-00000001"), folder / "hf")
+
+
+@torch.no_grad()
+def difference(ours: ShardedModel, theirs: torch.nn.Module) -> float:
+    return float((ours(tokens()) - theirs(tokens()).logits).abs().max())
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found.update(load_file(file))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_and_out_is_byte_identical_and_computes_the_same(family, tmp_path):
+    theirs = save_model(family, tmp_path / "in")
+    ours = load(tmp_path / "in")
+    assert difference(ours, theirs) <= 1e-5
+    export(ours, tmp_path / "in", tmp_path)
+    before, after = weights(tmp_path / "in"), weights(tmp_path / "hf")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    for name in ("eos_token_id", "bos_token_id", "vocab_size", "model_type", "architectures"):
+        assert written.get(name) == config.get(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@distributed(world_size=2)
+def test_after_training_transformers_computes_what_we_compute(
+    rank: int, world_size: int, family: str, tmp_path: Path
+) -> None:
+    if rank == 0:
+        save_model(family, tmp_path / "in")
+    collectives_for(CPU).barrier()
+    model = load(tmp_path / "in")
+    optimizer = make_optimizer(compose(tmp_path / "in", "optimizer.lr=1e-2"), model)
+    before = model(tokens()).detach().clone()
+    for _ in range(3):
+        batch = tokens()[rank : rank + 1]
+        model(batch[:, :-1], batch[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    export(model, tmp_path / "in", tmp_path)
+    collectives_for(CPU).barrier()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    assert (model(tokens()) - before).abs().max() > 1e-2
+    assert difference(model, theirs) <= 1e-5
+
+
+def test_a_directory_in_two_files_with_bf16_keeps_its_bytes(tmp_path):
+    save_model("llama", tmp_path / "in", torch.bfloat16, max_shard_size="60KB")
+    assert (tmp_path / "in" / "model.safetensors.index.json").is_file()
+    model = load(tmp_path / "in")
+    ranks = model.collectives
+    about = About(Progress(1), config_words(compose(tmp_path / "in")))
+    folder = tmp_path / "step-00000001"
+    write_checkpoint(folder, take_snapshot(model, None, 0, about), ranks)
+    consolidate(CheckpointReader(folder), tmp_path / "hf", dtype="bfloat16")
+    before, after = weights(tmp_path / "in"), weights(tmp_path / "hf")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_decoder_without_its_head_and_old_constants_are_understood(tmp_path):
+    theirs = save_model("gpt2", tmp_path / "in")
+    file = tmp_path / "in" / "model.safetensors"
+    saved = {name.removeprefix("transformer."): each for name, each in load_file(file).items()}
+    saved["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    save_file(saved, file)
+    assert difference(load(tmp_path / "in"), theirs) <= 1e-5
+
+
+def test_a_tied_head_alone_is_the_embedding(tmp_path):
+    theirs = save_model("llama tied", tmp_path / "in")
+    file = tmp_path / "in" / "model.safetensors"
+    saved = load_file(file)
+    saved["lm_head.weight"] = saved.pop("model.embed_tokens.weight")
+    save_file(saved, file)
+    assert difference(load(tmp_path / "in"), theirs) <= 1e-5
+
+
+def test_what_is_missing_or_too_much_is_named(tmp_path):
+    save_model("llama", tmp_path / "in")
+    file = tmp_path / "in" / "model.safetensors"
+    saved = load_file(file)
+    norm = saved.pop("model.norm.weight")
+    save_file(saved, file)
+    with pytest.raises(CheckpointError, match=r"no model.norm.weight"):
+        load(tmp_path / "in")
+    save_file({**saved, "model.norm.weight": norm, "model.extra.weight": norm + 1}, file)
+    with pytest.raises(CheckpointError, match=r"the model has no model.extra.weight"):
+        load(tmp_path / "in")
+    save_file({**saved, "model.norm.weight": norm}, file)
+    with pytest.raises(CheckpointError, match=r"has shape \[48\], the model's is \[64\]"):
+        load(tmp_path / "in", "model.hidden_size=64")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"model.safetensors"):
+        load(tmp_path / "in")
+    file.unlink()
+    with pytest.raises(UsageError, match="model.init=random"):
+        load(tmp_path / "in")
+
+
+MISTAKES = {
+    "model_type": ("mamba", "model_type mamba is not offered; offered are llama, mistral"),
+    "hidden_act": ("swiglu", "activation swiglu is not offered"),
+    "num_hidden_layers": ("many", "model.num_layers=many: allowed is whole number"),
+    "quantization_config": ({"bits": 4}, "quantization_config"),
+    "rope_parameters": ({"rope_type": "yarn"}, "rope_type yarn is not offered"),
+}
+
+
+@pytest.mark.parametrize("key", MISTAKES)
+def test_what_is_not_offered_is_said(key, tmp_path):
+    save_model("llama", tmp_path / "in")
+    file = tmp_path / "in" / "config.json"
+    value, message = MISTAKES[key]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(UsageError, match=message):
+        compose(tmp_path / "in")
+
+
+def test_paths_that_hold_no_model_are_answered_with_the_way(tmp_path):
+    with pytest.raises(UsageError, match="hf download org/name --local-dir name"):
+        compose_config(["model=hf", "model.path=org/name"])
+    with pytest.raises(UsageError, match="neither config.json nor a run"):
+        compose(tmp_path)
+    with pytest.raises(UsageError, match="say which, as model.path=DIR"):
+        compose_config(["model=hf"])
+    with pytest.raises(UsageError, match="only with model=hf"):
+        compose_config([f"model.path={tmp_path}"])
+    with pytest.raises(UsageError, match="model=hf model.path=org/name"):
+        compose_config(["model=org/name"])
