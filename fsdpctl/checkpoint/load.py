@@ -1,7 +1,9 @@
 """Brings a checkpoint into a model and its optimizer, however either is sharded."""
 
+from collections.abc import Mapping
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, Progress, TensorInfo, tensor_key
 from fsdpctl.checkpoint.reader import CheckpointReader
@@ -70,24 +72,32 @@ def empty_like(info: TensorInfo) -> Tensor:
 
 
 def _check_model(source: Tensors, model: Sharded) -> None:
-    params = {p.name: p for shard in model.flat_shards() for p in shard.layout.params}
-    for name, param in params.items():
-        _check_shape(source, PARAMETER, name, param.shape)
+    params = {p.name: p.shape for shard in model.flat_shards() for p in shard.layout.params}
+    _check_shapes(source, PARAMETER, params)
     buffers = model.persistent_buffers()
-    for name, buffer in buffers.items():
-        _check_shape(source, BUFFER, name, tuple(buffer.shape))
-    for kind, known in ((PARAMETER, params.keys()), (BUFFER, buffers.keys())):
-        for name in source.names(kind):
-            if name not in known:
-                raise CheckpointError(f"{source}: the model has no {name}")
+    _check_shapes(source, BUFFER, {name: tuple(each.shape) for name, each in buffers.items()})
 
 
-def _check_shape(source: Tensors, kind: str, name: str, shape: tuple[int, ...]) -> None:
-    stored = tuple(source.info(tensor_key(kind, name)).shape)
-    if stored != shape:
-        raise CheckpointError(
-            f"{source}: {name} has shape {list(stored)}, the model's is {list(shape)}"
-        )
+def check_weights(source: Tensors, module: nn.Module) -> None:
+    """See that `source` has the parameters of `module`, which may be on the meta device.
+
+    Raises:
+        CheckpointError: one is missing, too much, or of another shape.
+    """
+    shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
+    _check_shapes(source, PARAMETER, shapes)
+
+
+def _check_shapes(source: Tensors, kind: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    for name, shape in shapes.items():
+        stored = tuple(source.info(tensor_key(kind, name)).shape)
+        if stored != shape:
+            raise CheckpointError(
+                f"{source}: {name} has shape {list(stored)}, the model's is {list(shape)}"
+            )
+    for name in source.names(kind):
+        if name not in shapes:
+            raise CheckpointError(f"{source}: the model has no {name}")
 
 
 def _set_steps(optimizer: ShardedOptimizer, progress: Progress) -> None:

@@ -10,12 +10,13 @@ from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensor_file import ITEMSIZES, TensorEntry, TensorFile, open_tensor_file
 from fsdpctl.config.hugging_face import CONFIG_JSON, read_json
 from fsdpctl.config.schema import ModelConfig
-from fsdpctl.data.tokenizer import TOKENIZER_FILES, TOKENIZER_JSON
+from fsdpctl.data.tokenizer import BYTES, TOKENIZER_FILES, TOKENIZER_JSON
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.plan.layout import Span
 
 INDEX_JSON = "model.safetensors.index.json"
 # What belongs to a model beside its weights.
+RUN_ASSETS = "assets"  # a run directory's folder of them
 ASSETS = (CONFIG_JSON, "generation_config.json", *TOKENIZER_FILES)
 _HEAD, _EMBEDDINGS = "lm_head.weight", {"gpt2": "transformer.wte.weight"}
 _LLAMA_EMBEDDING = "model.embed_tokens.weight"
@@ -59,9 +60,13 @@ def assets_beside(folder: Path) -> dict[str, bytes]:
 
 def tokenizer_beside(folder: Path) -> str | None:
     """The tokenizer of the model in `model.path`, as `data.tokenizer` names it; None if unknown."""
+    places = [folder]
     if not is_hugging_face(folder):
-        return CheckpointReader(find_checkpoint(folder)).manifest.config.get("data.tokenizer")
-    return str(folder) if (folder / TOKENIZER_JSON).is_file() else None
+        checkpoint = find_checkpoint(folder)
+        if CheckpointReader(checkpoint).manifest.config.get("data.tokenizer") == BYTES:
+            return BYTES
+        places = [checkpoint.parent.parent / RUN_ASSETS, checkpoint]  # the run's stays longer
+    return next((str(place) for place in places if (place / TOKENIZER_JSON).is_file()), None)
 
 
 def attached_files(reader: CheckpointReader) -> dict[str, bytes]:

@@ -21,6 +21,7 @@ from fsdpctl.checkpoint.tensor_file import (
     CHUNK_BYTES,
     TensorEntry,
     make_header,
+    rank_file,
     sync_folder,
     write_tensor_file,
 )
@@ -129,7 +130,7 @@ def write_checkpoint(
 
 
 def _write_rank(scratch: Path, snapshot: Snapshot, rank: int, on_bytes: OnBytes) -> _Written:
-    name = f"rank-{rank:05d}.safetensors"
+    name = rank_file(rank)
     try:  # whatever goes wrong, the other ranks wait to hear of it
         tensors = {
             each.key: TensorInfo(list(each.piece.param.shape), DTYPE_NAMES[each.values.dtype])

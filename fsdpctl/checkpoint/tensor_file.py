@@ -70,6 +70,11 @@ def _write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
+def rank_file(rank: int) -> str:
+    """What a rank's file is called."""
+    return f"rank-{rank:05d}.safetensors"
+
+
 def sync_folder(path: Path) -> None:
     """Bring a directory's entries to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -10,7 +10,12 @@ import typer
 from typer.core import TyperGroup
 
 from fsdpctl.cli import console
-from fsdpctl.cli.checkpoint import consolidate_checkpoint, inspect_checkpoint, verify_checkpoint
+from fsdpctl.cli.checkpoint import (
+    consolidate_checkpoint,
+    inspect_checkpoint,
+    shard_checkpoint,
+    verify_checkpoint,
+)
 from fsdpctl.cli.compare import compare
 from fsdpctl.cli.data import tokenize
 from fsdpctl.cli.estimate import estimate_memory
@@ -43,6 +48,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], bool], ...] = (
     ("compare", compare, True),
     ("sample", sample, False),
     ("consolidate-checkpoint", consolidate_checkpoint, False),
+    ("shard-checkpoint", shard_checkpoint, False),
     ("inspect-checkpoint", inspect_checkpoint, False),
     ("verify-checkpoint", verify_checkpoint, False),
     ("tokenize", tokenize, False),

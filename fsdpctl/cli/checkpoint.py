@@ -12,6 +12,7 @@ from fsdpctl.cli.console import err, note, out, say
 from fsdpctl.config.sizes import parse_bytes
 from fsdpctl.errors import UsageError, nearest
 
+_MOST_FILES = 1 << 16
 _DTYPES = ("float32", "bfloat16", "float16")
 
 Source = Annotated[
@@ -88,6 +89,41 @@ def consolidate_checkpoint(
         say("no config.json: the checkpoint does not say what model it is of")
     elif not exported.has_tokenizer:
         say("no tokenizer files: the run's data did not say which tokenizer made its tokens")
+
+
+def shard_checkpoint(
+    source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="A Hugging Face directory.")],
+    destination: Annotated[
+        Path, typer.Argument(metavar="DST", help="A directory that does not exist yet.")
+    ],
+    world_size: Annotated[
+        int, typer.Option(min=1, max=_MOST_FILES, help="Files to share the weights among.")
+    ] = 1,
+) -> None:
+    """Write a sharded checkpoint of a model's weights, without training."""
+    from fsdpctl.checkpoint.load import check_weights
+    from fsdpctl.checkpoint.pretrained import assets_beside, is_hugging_face, open_weights
+    from fsdpctl.checkpoint.publish import About
+    from fsdpctl.checkpoint.shard import shard_weights
+    from fsdpctl.config.compose import compose_config, config_words, model_words_only
+    from fsdpctl.models.registry import build_model
+
+    if source.is_dir() and not is_hugging_face(source):
+        raise UsageError(f"{source}: no Hugging Face directory: there is no config.json in it")
+    config = compose_config(["model=hf", f"model.path={source}"]).config
+    weights = open_weights(config.model)
+    check_weights(weights, build_model(config.model))
+    about = About(config=model_words_only(config_words(config)), attachments=assets_beside(source))
+    with _progress() as progress:
+        task = progress.add_task("", total=None)
+        total = shard_weights(
+            weights,
+            destination,
+            num_files=world_size,
+            about=about,
+            on_bytes=lambda count: progress.update(task, advance=count),
+        )
+    say(f"{destination}: {total:,} bytes of weights; train with model=hf model.path={destination}")
 
 
 def inspect_checkpoint(source: Source, as_json: AsJson = False) -> None:

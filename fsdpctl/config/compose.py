@@ -261,6 +261,13 @@ def config_words(config: Config) -> dict[str, str]:
     return words
 
 
+def model_words_only(words: Mapping[str, str]) -> dict[str, str]:
+    """Of a configuration, what says which model it is."""
+    return {
+        name: text for name, text in words.items() if name == "model" or name.startswith("model.")
+    }
+
+
 def config_to_yaml(config: Config) -> str:
     """The configuration as a recipe: reading it gives the same configuration again."""
     lines = []

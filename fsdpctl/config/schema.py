@@ -144,7 +144,8 @@ class OptimizerConfig:
     name: str = "adamw"
     lr: float | None = key(
         None,
-        "peak learning rate; auto: 3e-3 up to 1 M parameters, falling with their 4th root",
+        "peak learning rate; auto: 3e-3 up to 1 M parameters, falling with their 4th root; "
+        "a tenth for pretrained weights",
         minimum=0,
         auto=True,
     )

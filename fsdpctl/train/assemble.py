@@ -136,7 +136,7 @@ def _validation(data: DataSet, seq_len: int, plan: BatchPlan) -> Batches | None:
 def _resume(newest: Path, model: ShardedModel, optimizer: ShardedAdamW, data: DataSet) -> Progress:
     try:
         reader = CheckpointReader(newest)
-        if reader.manifest.progress.data_fingerprint != data.fingerprint:
+        if reader.manifest.progress.data_fingerprint not in ("", data.fingerprint):
             raise UsageError(
                 f"train.run_dir={newest.parent.parent}: the data is not what the run was trained "
                 "on so far; choose another train.run_dir="

@@ -3,12 +3,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from fsdpctl.checkpoint.pretrained import ASSETS, assets_beside
+from fsdpctl.checkpoint.pretrained import ASSETS, RUN_ASSETS, assets_beside
 from fsdpctl.config.schema import Config
 from fsdpctl.data.source import DataSet
 from fsdpctl.data.tokenizer import TOKENIZER_FILES
-
-_FOLDER = "assets"  # of a run directory
 
 
 def collect_assets(config: Config, data: DataSet) -> dict[str, bytes]:
@@ -23,12 +21,12 @@ def collect_assets(config: Config, data: DataSet) -> dict[str, bytes]:
 
 def write_assets(run_dir: Path, assets: Mapping[str, bytes]) -> None:
     """Keep them with the run."""
-    (run_dir / _FOLDER).mkdir(exist_ok=True)
+    (run_dir / RUN_ASSETS).mkdir(exist_ok=True)
     for name, content in assets.items():
-        (run_dir / _FOLDER / name).write_bytes(content)
+        (run_dir / RUN_ASSETS / name).write_bytes(content)
 
 
 def read_assets(run_dir: Path) -> dict[str, bytes]:
     """Those that the run keeps."""
-    files = (run_dir / _FOLDER / name for name in ASSETS)
+    files = (run_dir / RUN_ASSETS / name for name in ASSETS)
     return {file.name: file.read_bytes() for file in files if file.is_file()}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
+from fsdpctl.checkpoint.load import check_weights
 from fsdpctl.checkpoint.pretrained import open_weights, tokenizer_beside
 from fsdpctl.config.compose import Composed, config_words
 from fsdpctl.config.schema import Config, OptimizerConfig
@@ -59,7 +60,10 @@ def resolve(composed: Composed) -> ResolvedRun:
     data = load_data(config.data)
     config = _with_data(config, data)
     module = build_model(config.model)
-    config = replace(config, optimizer=_with_lr(config.optimizer, module))
+    if config.model.is_pretrained:
+        check_weights(open_weights(config.model), module)
+    optimizer = _with_lr(config.optimizer, module, is_pretrained=config.model.is_pretrained)
+    config = replace(config, optimizer=optimizer)
     batches = plan_batches(
         config.train.global_batch_size,
         world_size(config),
@@ -103,17 +107,10 @@ def _with_compiler(config: Config) -> tuple[Config, tuple[str, ...]]:
 
 
 def _with_model_path(config: Config) -> Config:
-    """The path made absolute, its weights looked at, and its tokenizer used if none is asked for.
-
-    Raises:
-        UsageError: the weights are not there.
-        CheckpointError: they are damaged.
-    """
+    """The path made absolute, and its tokenizer used if none is asked for."""
     if config.model.path is None:
         return config
     model = replace(config.model, path=os.path.abspath(config.model.path))
-    if model.is_pretrained:
-        open_weights(model)
     data = config.data
     if data.tokenizer is None and data.name != "tokens":
         data = replace(data, tokenizer=tokenizer_beside(Path(str(model.path))))
@@ -141,15 +138,19 @@ def _with_data(config: Config, data: DataSet) -> Config:
     )
 
 
-def _with_lr(optimizer: OptimizerConfig, module: nn.Module) -> OptimizerConfig:
+def _with_lr(
+    optimizer: OptimizerConfig, module: nn.Module, *, is_pretrained: bool
+) -> OptimizerConfig:
     """The peak learning rate for the model's size.
 
-    The rule meets what is published for Llama 3: 3e-4 at 8 B and 1.5e-4 at 70 B parameters.
+    The rule meets what is published for Llama 3: 3e-4 at 8 B and 1.5e-4 at 70 B parameters. To
+    train pretrained weights on, a tenth of it is usual.
     """
     if optimizer.lr is not None:
         return optimizer
     millions = sum(param.numel() for param in module.parameters()) / 1e6
-    return replace(optimizer, lr=float(f"{3e-3 / max(1.0, millions) ** 0.25:.2g}"))
+    lr = (3e-4 if is_pretrained else 3e-3) / max(1.0, millions) ** 0.25
+    return replace(optimizer, lr=float(f"{lr:.2g}"))
 
 
 def _total_steps(config: Config, data: DataSet, plan: BatchPlan) -> int:
