@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.checkpoint.spans import checksum
+from fsdpctl.checkpoint.tensor_file import ITEMSIZES
 from fsdpctl.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -41,6 +42,11 @@ class TensorInfo:
     def numel(self) -> int:
         """How many elements it has; 1 for a scalar."""
         return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return self.numel * ITEMSIZES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.spans import SPANS, StoredSpan, checksum, spans_to_json
 from fsdpctl.checkpoint.tensor_file import (
     CHUNK_BYTES,
-    ITEMSIZES,
     TensorEntry,
     make_header,
     rank_file,
@@ -54,7 +53,7 @@ def shard_weights(
         tensor_key(PARAMETER, name): source.info(tensor_key(PARAMETER, name))
         for name in source.names(PARAMETER)
     }
-    total = sum(info.numel * ITEMSIZES[info.dtype] for info in tensors.values())
+    total = sum(info.nbytes for info in tensors.values())
     lack = lack_of_space(destination.parent, total)
     if lack:
         raise UsageError(f"{destination}: {lack}")

@@ -1,18 +1,24 @@
 """`fsdpctl consolidate-checkpoint`, `inspect-checkpoint` and `verify-checkpoint`."""
 
 import json
+from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
-from fsdpctl.cli.console import err, note, out, say
+from fsdpctl.cli.console import err, note, say, show_table
 from fsdpctl.config.sizes import parse_bytes
 from fsdpctl.errors import UsageError, nearest
 
+if TYPE_CHECKING:
+    from fsdpctl.checkpoint.reader import CheckpointReader
+
 _MOST_FILES = 1 << 16
+_SHOWN_FILES = 16
 _DTYPES = ("float32", "bfloat16", "float16")
 
 Source = Annotated[
@@ -127,24 +133,73 @@ def shard_checkpoint(
 
 
 def inspect_checkpoint(source: Source, as_json: AsJson = False) -> None:
-    """Show what is in a checkpoint."""
+    """Show what is in a checkpoint: its run, its files, its tensors."""
     from fsdpctl.checkpoint.reader import CheckpointReader
 
     reader = CheckpointReader(found_checkpoint(source))
-    manifest = reader.manifest
     if as_json:
-        content = json.loads(manifest.to_json()) | {"path": str(reader.folder)}
-        typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(_described(reader), indent=2, ensure_ascii=False))
         return
+    manifest = reader.manifest
+    progress, versions = manifest.progress, manifest.versions
     say(
-        f"{reader.folder}: step {manifest.progress.step}, {manifest.progress.samples} samples, "
-        f"written by {manifest.world_size} ranks, {reader.num_bytes:,} bytes, "
-        f"torch {manifest.versions['torch']}"
+        f"{reader.folder}: step {progress.step}, {progress.samples} samples, "
+        f"{reader.num_bytes:,} bytes in {len(manifest.files)} files, written by "
+        f"{manifest.world_size} ranks with torch {versions['torch']}"
     )
-    table = Table("tensor", "shape", "dtype", box=None, pad_edge=False, header_style="bold")
-    for key, info in manifest.tensors.items():
-        table.add_row(key, "x".join(map(str, info.shape)) or "scalar", info.dtype)
-    out.print(table)
+    if manifest.attachments:
+        say(f"beside them: {', '.join(manifest.attachments)}")
+    _show("file", ("bytes", "tensors"), _rows_of_files(reader))
+    _show("tensor", ("shape", "dtype", "bytes", "files"), _rows_of_tensors(reader))
+    _show("configuration", ("",), [[name, text] for name, text in manifest.config.items()])
+
+
+def _described(reader: "CheckpointReader") -> dict[str, Any]:
+    """The manifest, and where each tensor's elements lie."""
+    content: dict[str, Any] = json.loads(reader.manifest.to_json())
+    for key, about in content["tensors"].items():
+        about["bytes"] = reader.info(key).nbytes
+        about["spans"] = [
+            {"file": part.file.path.name, "start": part.stored.span.start,
+             "stop": part.stored.span.stop}
+            for part in reader.parts(key)
+        ]  # fmt: skip
+    return {"path": str(reader.folder), "bytes": reader.num_bytes, **content}
+
+
+def _show(first: str, others: tuple[str, ...], rows: list[list[str]]) -> None:
+    if not rows:
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right" if name in ("bytes", "tensors") else "left")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    say()
+    show_table(table)
+
+
+def _rows_of_files(reader: "CheckpointReader") -> list[list[str]]:
+    counts = Counter(
+        part.file.path.name for key in reader.manifest.tensors for part in reader.parts(key)
+    )
+    rows = [
+        [name, f"{info.size:,}", str(counts[name])] for name, info in reader.manifest.files.items()
+    ]
+    left = len(rows) - _SHOWN_FILES
+    return rows if left <= 0 else [*rows[:_SHOWN_FILES], [f"and {left} more", "", ""]]
+
+
+def _rows_of_tensors(reader: "CheckpointReader") -> list[list[str]]:
+    rows = []
+    for key, info in reader.manifest.tensors.items():
+        names = [part.file.path.stem.removeprefix("rank-") for part in reader.parts(key)]
+        shown = ", ".join(str(int(name)) for name in names[:_SHOWN_FILES])
+        shown += f" and {len(names) - _SHOWN_FILES} more" if len(names) > _SHOWN_FILES else ""
+        shape = "x".join(map(str, info.shape)) or "scalar"
+        rows.append([key, shape, info.dtype, f"{info.nbytes:,}", shown])
+    return rows
 
 
 def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
