@@ -14,6 +14,7 @@ from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.spans import SPANS, StoredSpan, checksum, spans_to_json
 from fsdpctl.checkpoint.tensor_file import (
     CHUNK_BYTES,
+    NewFile,
     TensorEntry,
     make_header,
     rank_file,
@@ -105,8 +106,8 @@ def _write_file(
         share.key: StoredSpan(share.span, (_UNKNOWN,) * -(-share.entry.nbytes // CHUNK_BYTES))
         for share in shares
     }
-    with path.open("xb") as file:
-        file.write(make_header(entries, {SPANS: spans_to_json(blank)}))
+    with NewFile(path) as file:
+        file.write(memoryview(make_header(entries, {SPANS: spans_to_json(blank)})))
         known = {}
         for share in shares:
             checksums = _Checksums()
@@ -115,13 +116,9 @@ def _write_file(
                 checksums.update(data)
                 on_bytes(len(data))
             known[share.key] = StoredSpan(share.span, checksums.of_chunks())
-        size = file.tell()
         header = make_header(entries, {SPANS: spans_to_json(known)})
-        file.seek(0)
-        file.write(header)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileInfo(size, checksum(header))
+        file.overwrite_start(memoryview(header))
+    return FileInfo(file.size, checksum(header))
 
 
 class _Checksums:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import xxhash
@@ -20,7 +21,8 @@ ITEMSIZES = {
     "F64": 8, "F32": 4, "BF16": 2, "F16": 2,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-CHUNK_BYTES = 16 << 20  # read, and checked, at a time; a multiple of every item's size
+CHUNK_BYTES = 1 << 20  # read, and checked, at a time; a multiple of every item's size
+_BEGIN_BYTES = 32 << 20
 _MAX_HEADER = 1 << 30
 
 
@@ -57,12 +59,53 @@ def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> 
 
 def write_tensor_file(path: Path, header: bytes, chunks: Iterable[memoryview]) -> int:
     """Write a new file and bring it to the disk; returns its size in bytes."""
-    with path.open("xb", buffering=0) as file:
-        _write_all(file.fileno(), memoryview(header))
+    with NewFile(path) as file:
+        file.write(memoryview(header))
         for chunk in chunks:
-            _write_all(file.fileno(), chunk)
-        os.fsync(file.fileno())
-        return file.tell()
+            file.write(chunk)
+        return file.size
+
+
+class NewFile:
+    """A file that is on the disk when its block ends.
+
+    Note: why it advises the kernel. That starts to write what was handed over, so that the disk
+    works while the next chunks are made, and the last wait is short: half the time for gigabytes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Create it; FileExistsError if it exists."""
+        self._file = path.open("xb", buffering=0)
+        self._begun = 0  # bytes that are on their way to the disk
+        self.size = 0
+
+    def __enter__(self) -> "NewFile":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._file:
+            if error is None:
+                os.fsync(self._file.fileno())
+
+    def write(self, data: memoryview) -> None:
+        """Append `data`."""
+        self.size += len(data)
+        _write_all(self._file.fileno(), data)
+        if self.size - self._begun >= _BEGIN_BYTES and hasattr(os, "posix_fadvise"):
+            length = self.size - self._begun
+            os.posix_fadvise(self._file.fileno(), self._begun, length, os.POSIX_FADV_DONTNEED)
+            self._begun = self.size
+
+    def overwrite_start(self, data: memoryview) -> None:
+        """Replace the first bytes."""
+        self._file.seek(0)
+        _write_all(self._file.fileno(), data)
+        self._file.seek(self.size)
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:
