@@ -1,7 +1,7 @@
 """Consolidating a sharded checkpoint beside `cat` of the same bytes, and the memory it takes.
 
-Ours also checks every byte and brings the file to the disk, which `cat` does not. Memory is the most that the process has held, above
-an interpreter that has imported nothing.
+Ours also checks every byte and brings the file to the disk, which `cat` does not. Memory is the
+most that the process has held, above an interpreter that has imported nothing.
 
     python -m benchmarks.consolidate --out benchmarks/results/consolidate.json
 """

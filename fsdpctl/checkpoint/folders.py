@@ -54,7 +54,8 @@ def passed_over(checkpoints: Path) -> list[str]:
 
 def way_on(damaged: Path) -> str:
     """What to do without a checkpoint: a clause for its error, empty where there is no other."""
-    others = [each for each in complete_checkpoints(damaged.parent) if each.name < damaged.name]
+    at = _step_of(damaged)
+    others = [each for each in complete_checkpoints(damaged.parent) if _step_of(each) < at]
     return f"; --resume {others[-1]} starts a new run from the one before" if others else ""
 
 

@@ -1,0 +1,126 @@
+"""Every strategy at every number of ranks goes on from every other's checkpoint.
+
+The global batch is the same everywhere, its samples lie on different ranks.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdpctl.checkpoint.load import load_checkpoint
+from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
+from fsdpctl.checkpoint.state import model_pieces, optimizer_pieces
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.shard import shard_model
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.plan.strategy import STRATEGIES
+from tests.checkpoint.test_round_trip import whole_tensors
+from tests.distributed import distributed
+from tests.engine.models import make_net, next_token_loss
+
+DTYPES = {"float32": (torch.float32, 1e-5), "float64": (torch.float64, 1e-12)}
+RANKS = (1, 2, 3, 4)
+LOSSES = "losses"
+Losses = list[float]
+
+
+def copy_size(strategy: str, ranks: int) -> int | None:
+    """Ranks to a copy: where hybrids can have several copies, they do."""
+    if not STRATEGIES[strategy].replicates:
+        return None
+    return {4: 2}.get(ranks, ranks if ranks == 3 else 1)
+
+
+def make(strategy: str, ranks: int, dtype: torch.dtype) -> tuple[ShardedModel, ShardedAdamW]:
+    size = copy_size(strategy, ranks)
+    model = shard_model(make_net(tied=True, dtype=dtype), strategy, dp_shard_size=size)
+    return model, ShardedAdamW(model, lr=1e-2)
+
+
+def train(model: ShardedModel, optimizer: ShardedAdamW, steps: range) -> Losses:
+    """The losses of whole batches of 12 samples, shared among the ranks."""
+    ranks = model.collectives
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        batch = torch.randint(0, 17, (12, 6), generator=generator)
+        own = batch.chunk(ranks.size)[ranks.rank]
+        loss = next_token_loss(model, own)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        everyone = [each for each in ranks.gather_objects(loss.item()) if isinstance(each, float)]
+        losses.append(sum(everyone) / len(everyone))
+    return losses
+
+
+@distributed()
+def save_all(rank: int, world_size: int, folder: Path, dtype: str, strategies: list[str]) -> None:
+    """A checkpoint of each strategy after two steps, and the losses of the two after it."""
+    for strategy in strategies:
+        model, optimizer = make(strategy, world_size, DTYPES[dtype][0])
+        train(model, optimizer, range(2))
+        snapshot = take_snapshot(model, optimizer, rank, About(Progress(2)))
+        target = folder / f"{strategy}-{world_size}"
+        write_checkpoint(target, snapshot, model.collectives)
+        losses = train(model, optimizer, range(2, 4))
+        if rank == 0:
+            torch.save(losses, folder / f"{strategy}-{world_size}.{LOSSES}")
+
+
+@distributed(timeout=180)
+def load_all(rank: int, world_size: int, folder: Path, dtype: str, strategies: list[str]) -> None:
+    """Under each of `strategies`, every checkpoint: bits of every state, then losses."""
+    tolerance = DTYPES[dtype][1]
+    for strategy in strategies:
+        for path in sorted(each for each in folder.iterdir() if each.is_dir()):
+            source, _, count = path.name.rpartition("-")
+            model, optimizer = make(strategy, world_size, DTYPES[dtype][0])
+            load_checkpoint(CheckpointReader(path), model, optimizer)
+            check_bits(model, optimizer, whole_tensors(path))
+            expected: Losses = torch.load(path.with_suffix(f".{LOSSES}"))
+            found = train(model, optimizer, range(2, 4))
+            same_order = int(count) == world_size and not (
+                STRATEGIES[source].replicates or STRATEGIES[strategy].replicates
+            )
+            allowed = 0.0 if same_order else tolerance
+            for ours, theirs in zip(found, expected, strict=True):
+                assert abs(ours - theirs) <= allowed * theirs, (path.name, strategy)
+
+
+def check_bits(model: ShardedModel, optimizer: ShardedAdamW, whole: dict[str, Tensor]) -> None:
+    pieces = [*model_pieces(model, written=False), *optimizer_pieces(optimizer, written=False)]
+    kinds = {piece.key.partition("/")[0] for piece in pieces}
+    assert kinds in ({"model", "exp_avg", "exp_avg_sq"}, set())
+    for each in pieces:
+        span = each.piece.in_param
+        assert torch.equal(each.values, whole[each.key].view(-1)[span.start : span.stop])
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def saved(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    for ranks in RANKS:
+        save_all(world_size=ranks, folder=folder, dtype=request.param, strategies=list(STRATEGIES))
+    return request.param, folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_pair(saved, ranks):
+    dtype, folder = saved
+    load_all(world_size=ranks, folder=folder, dtype=dtype, strategies=list(STRATEGIES))
+
+
+def test_some_pairs(tmp_path):
+    sources = {2: ["full_shard", "shard_optimizer"], 3: ["no_shard"]}
+    targets = {1: ["full_shard"], 2: ["no_shard"], 4: ["hybrid_shard"]}
+    for ranks, strategies in sources.items():
+        save_all(world_size=ranks, folder=tmp_path, dtype="float64", strategies=strategies)
+    for ranks, strategies in targets.items():
+        load_all(world_size=ranks, folder=tmp_path, dtype="float64", strategies=strategies)

@@ -1,0 +1,111 @@
+"""Whenever a save is killed, there is a complete newest checkpoint, and one can go on from it."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdpctl.checkpoint.folders import (
+    CHECKPOINTS,
+    newest_checkpoint,
+    passed_over,
+    remove_unfinished,
+)
+from fsdpctl.checkpoint.load import load_checkpoint
+from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.comm.collectives import ObjectExchange
+from fsdpctl.config.schema import CheckpointConfig, Config
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.train.saver import Saver
+from tests.checkpoint.killer import Killer
+from tests.checkpoint.test_round_trip import read_everything, train_on, trained, whole_tensors
+from tests.distributed import distributed
+
+MODES = ("sync", "async")
+
+
+def make_saver(folder: Path, mode: str, keep_last: int = 1) -> Saver:
+    config = replace(Config(), checkpoint=CheckpointConfig(mode=mode, keep_last=keep_last))
+    ranks = ObjectExchange()
+    (folder / CHECKPOINTS).mkdir(exist_ok=True)
+    return Saver(config, folder, ranks, ObjectExchange())
+
+
+def save(saver: Saver, model: ShardedModel, optimizer: ShardedAdamW, step: int) -> None:
+    saver.save(model, optimizer, Progress(step, samples=step), 0.0)
+    saver.wait()
+    assert saver.take_saved() is not None
+
+
+@distributed(world_size=2)
+def saves_twice(
+    rank: int, world_size: int, folder: Path, mode: str, victim: int, point: int
+) -> None:
+    """The second save replaces the first; the victim is killed on the way."""
+    model, optimizer = trained("full_shard", steps=1)
+    saver = make_saver(folder, mode)
+    save(saver, model, optimizer, 1)
+    train_on(model, optimizer, 1)
+    if rank == victim:
+        Killer(folder, point)
+    save(saver, model, optimizer, 2)
+
+
+@distributed(world_size=2)
+def goes_on(rank: int, world_size: int, folder: Path, mode: str) -> None:
+    """As a restarted run does: clean up, load, train, save."""
+    if rank == 0:
+        remove_unfinished(folder / CHECKPOINTS)
+    newest = newest_checkpoint(folder / CHECKPOINTS)
+    assert newest is not None
+    model, optimizer = trained("full_shard", steps=0)
+    done = load_checkpoint(CheckpointReader(newest), model, optimizer)
+    train_on(model, optimizer, 1)
+    save(make_saver(folder, mode), model, optimizer, done.step + 1)
+
+
+def points(folder: Path, mode: str, victim: int) -> Iterator[int]:
+    """Run the saves with every point in turn, until one comes through."""
+    for point in count():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        try:
+            saves_twice(folder=folder, mode=mode, victim=victim, point=point)
+        except AssertionError:  # a rank that is dead, or misses one
+            yield point
+        else:
+            return
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_save_killed_anywhere_leaves_a_complete_newest_checkpoint(tmp_path, mode, victim):
+    saves_twice(folder=tmp_path, mode=mode, victim=-1, point=0)
+    newest = newest_checkpoint(tmp_path / CHECKPOINTS)
+    assert newest is not None
+    second = whole_tensors(newest)
+    found: dict[str, int] = {}
+    for point in points(tmp_path / "run", mode, victim):
+        checkpoints = tmp_path / "run" / CHECKPOINTS
+        newest = newest_checkpoint(checkpoints)
+        assert newest is not None, point
+        assert passed_over(checkpoints) == [], point
+        read_everything(newest)
+        found[newest.name] = found.get(newest.name, 0) + 1
+        if newest.name == "step-00000002":
+            saved = whole_tensors(newest)
+            assert all(torch.equal(saved[key], second[key]) for key in second)
+        if point % 6 == victim:
+            goes_on(folder=tmp_path / "run", mode=mode)
+            assert newest_checkpoint(checkpoints).name > newest.name  # type: ignore[union-attr]
+    assert found["step-00000001"] >= 15
+    if victim == 0:  # it publishes
+        assert found["step-00000002"] >= 4
+        assert sum(found.values()) >= 30

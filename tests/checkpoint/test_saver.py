@@ -1,0 +1,152 @@
+"""Saving while training goes on, and when the disk does not."""
+
+import resource
+import shutil
+import signal
+import threading
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdpctl.checkpoint import save
+from fsdpctl.checkpoint.folders import (
+    CHECKPOINTS,
+    LATEST,
+    Retention,
+    complete_checkpoints,
+    find_checkpoint,
+    newest_checkpoint,
+    passed_over,
+    passed_over_in,
+    remove_old,
+    step_folder,
+)
+from fsdpctl.checkpoint.manifest import MANIFEST, Progress
+from fsdpctl.checkpoint.publish import lack_of_space
+from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
+from tests.checkpoint.test_killed_saves import MODES, make_saver
+from tests.checkpoint.test_killed_saves import save as save_now
+from tests.checkpoint.test_round_trip import read_everything, train_on, trained, whole_tensors
+from tests.distributed import distributed
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@distributed(world_size=2)
+def test_a_checkpoint_is_of_the_step_it_was_asked_at(
+    rank: int, world_size: int, strategy: str, tmp_path: Path
+) -> None:
+    """Training changes every weight and state while the thread has not written one."""
+    model, optimizer = trained(strategy)
+    at_once, later = make_saver(tmp_path, "sync", 0), make_saver(tmp_path, "async", 0)
+    save_now(at_once, model, optimizer, 1)
+    may_write = threading.Event()
+    written = vars(save)["write_tensor_file"]
+
+    def write_late(path: Path, header: bytes, chunks: Iterator[memoryview]) -> int:
+        assert may_write.wait(30)
+        return int(written(path, header, chunks))
+
+    vars(save)["write_tensor_file"] = write_late
+    later.save(model, optimizer, Progress(2), 0.0)
+    train_on(model, optimizer, 2)
+    assert later.take_saved() is None
+    assert later.share_written == 0.0
+    may_write.set()
+    later.wait()
+    assert later.share_written == 1.0
+    assert later.take_saved() is not None
+    first, second = (whole_tensors(step_folder(tmp_path / CHECKPOINTS, n)) for n in (1, 2))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    save_now(later, model, optimizer, 3)
+    third = whole_tensors(step_folder(tmp_path / CHECKPOINTS, 3))
+    assert not torch.equal(first["model/embed.weight"], third["model/embed.weight"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@distributed(world_size=2)
+def test_a_disk_that_fills_up_is_an_error_on_every_rank_and_costs_nothing_else(
+    rank: int, world_size: int, mode: str, tmp_path: Path
+) -> None:
+    model, optimizer = trained("full_shard")
+    saver = make_saver(tmp_path, mode)
+    save_now(saver, model, optimizer, 1)
+    if rank == 1:  # the kernel refuses what goes beyond, as on a full disk
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    saver.save(model, optimizer, Progress(2), 0.0)
+    saver.wait()
+    with pytest.raises(FsdpctlError, match=r"step-00000002 could not be written: rank-00001"):
+        saver.take_saved()
+    names = sorted(each.name for each in (tmp_path / CHECKPOINTS).iterdir())
+    assert names == [LATEST, "step-00000001"]
+    read_everything(tmp_path / CHECKPOINTS / LATEST)
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_space_is_asked_for_before_anything_is_written(tmp_path, monkeypatch):
+    assert lack_of_space(tmp_path / "not" / "there", 1 << 20) == ""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 5 << 20))
+    assert lack_of_space(tmp_path, 3 << 20) == ""
+    model, optimizer = trained("full_shard")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 1 << 20))
+    saver = make_saver(tmp_path, "sync")
+    saver.save(model, optimizer, Progress(2), 0.0)
+    with pytest.raises(FsdpctlError, match=r"no space left: [\d,]+ bytes are needed, 1,048,576"):
+        saver.take_saved()
+    assert not list((tmp_path / CHECKPOINTS).iterdir())
+
+
+def fake_checkpoints(folder: Path, *steps: int) -> list[Path]:
+    made = [step_folder(folder, step) for step in steps]
+    for each in made:
+        each.mkdir(parents=True)
+        (each / MANIFEST).write_text("{}")
+    return made
+
+
+@pytest.mark.parametrize(
+    "keep, left",
+    [
+        (Retention(2), [50, 60]),
+        (Retention(0), [10, 20, 30, 40, 50, 60]),
+        (Retention(1, 20), [20, 40, 60]),
+        (Retention(2, 30), [30, 50, 60]),
+        (Retention(9), [10, 20, 30, 40, 50, 60]),
+    ],
+)
+def test_which_checkpoints_are_kept(tmp_path, keep, left):
+    fake_checkpoints(tmp_path, 10, 20, 30, 40, 50, 60)
+    (tmp_path / "step-00000070").mkdir()  # not complete: not counted, not touched
+    remove_old(tmp_path, keep)
+    assert complete_checkpoints(tmp_path) == [step_folder(tmp_path, step) for step in left]
+    assert (tmp_path / "step-00000070").is_dir()
+
+
+def test_an_incomplete_newest_checkpoint_is_passed_over_and_said(tmp_path):
+    folder = tmp_path / CHECKPOINTS
+    one, two, three = fake_checkpoints(folder, 100, 200, 100_000_000)
+    (folder / LATEST).symlink_to(three.name)
+    assert passed_over(folder) == []
+    (three / MANIFEST).unlink()
+    (line,) = passed_over_in(tmp_path)
+    assert f"{three} is incomplete" in line
+    assert line.endswith("the newest complete checkpoint is step-00000200")
+    assert find_checkpoint(tmp_path) == newest_checkpoint(folder) == two
+    shutil.rmtree(three)
+    (line,) = passed_over_in(tmp_path)
+    assert "latest leads to no checkpoint" in line
+    assert find_checkpoint(folder) == two
+    assert passed_over_in(one) == []
+    for each in (one, two):
+        (each / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match="step-00000100 is incomplete"):
+        find_checkpoint(tmp_path)
+    shutil.rmtree(folder)
+    with pytest.raises(UsageError, match="no finished checkpoint"):
+        find_checkpoint(tmp_path)
