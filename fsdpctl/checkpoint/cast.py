@@ -23,10 +23,11 @@ def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
     if source == target:
         return data
     values = _widened(data) if source == "BF16" else np.frombuffer(data, _DTYPES[source])
-    if target == "BF16":
-        return _to_bfloat16(values.astype(np.float32)).view(np.uint8).data
     with np.errstate(over="ignore"):
-        narrowed = values.astype(_DTYPES[target])
+        narrowed = values.astype(np.float32)  # also on the way to less: torch rounds twice as well
+        if target == "BF16":
+            return _to_bfloat16(narrowed).view(np.uint8).data
+        narrowed = narrowed.astype(_DTYPES[target])
     if target == "F16" and bool(np.any(np.isinf(narrowed) & np.isfinite(values))):
         raise UsageError(f"--dtype float16: {name} has values beyond its range; use bfloat16")
     narrow_bytes: NDArray[np.uint8] = narrowed.view(np.uint8)

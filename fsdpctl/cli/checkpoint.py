@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _MOST_FILES = 1 << 16
 _SHOWN_FILES = 16
+_FORMATS = ("hf", "gguf")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 Source = Annotated[
@@ -61,20 +62,63 @@ def consolidate_checkpoint(
         str | None, typer.Option(metavar="|".join(_DTYPES), help="Cast; by default as saved.")
     ] = None,
     max_file_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Start another file beyond, as in 5GB.")
-    ] = "5GB",
+        str | None,
+        typer.Option(metavar="SIZE", help="hf: start another file beyond; by default 5GB."),
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace DST if it exists.")
     ] = False,
+    format: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(_FORMATS),
+            help="hf: a directory that transformers opens. gguf: a file that llama.cpp opens.",
+        ),
+    ] = "hf",
 ) -> None:
-    """Write a directory that transformers opens."""
+    """Write whole tensors for the rest of the world."""
+    for name, given, known in (("dtype", dtype, _DTYPES), ("format", format, _FORMATS)):
+        if given is not None and given not in known:
+            allowed = ", ".join(known)
+            raise UsageError(f"--{name} {given}: allowed is {allowed}{nearest(given, known)}")
+    if format == "hf":
+        limit = parse_bytes(max_file_size or "5GB", "--max-file-size")
+        _write_hugging_face(source, destination, dtype, limit, overwrite=overwrite)
+    elif max_file_size is not None:
+        raise UsageError("--max-file-size: only with --format hf; llama.cpp takes one file")
+    else:
+        _write_gguf(source, destination, dtype, overwrite=overwrite)
+
+
+def _write_gguf(source: Path, destination: Path, dtype: str | None, *, overwrite: bool) -> None:
+    from fsdpctl.checkpoint.consolidate import EXPORT_DTYPES
+    from fsdpctl.checkpoint.gguf_file import write_gguf
+    from fsdpctl.checkpoint.reader import CheckpointReader
+
+    reader = CheckpointReader(found_checkpoint(source))
+    with _progress() as progress:
+        task = progress.add_task("", total=None)
+        exported = write_gguf(
+            reader,
+            destination,
+            dtype=EXPORT_DTYPES[dtype or "float32"],
+            overwrite=overwrite,
+            on_bytes=lambda count: progress.update(task, advance=count),
+        )
+    say(
+        f"{exported.path}: {exported.num_tensors} tensors, {exported.num_bytes:,} bytes, of step "
+        f"{reader.manifest.progress.step}"
+    )
+    for line in exported.notes:
+        say(line)
+
+
+def _write_hugging_face(
+    source: Path, destination: Path, dtype: str | None, limit: int, *, overwrite: bool
+) -> None:
     from fsdpctl.checkpoint.consolidate import consolidate, refuse_existing
     from fsdpctl.checkpoint.reader import CheckpointReader
 
-    if dtype is not None and dtype not in _DTYPES:
-        known = ", ".join(_DTYPES)
-        raise UsageError(f"--dtype {dtype}: allowed is {known}{nearest(dtype, _DTYPES)}")
-    limit = parse_bytes(max_file_size, "--max-file-size")
     refuse_existing(destination.resolve(), overwrite=overwrite)
     reader = CheckpointReader(found_checkpoint(source))
     with _progress() as progress:

@@ -1,0 +1,261 @@
+"""From a checkpoint to one file for llama.cpp, a head or a MiB in memory at a time.
+
+Note: why queries and keys are reordered. llama.cpp rotates neighbouring pairs of dimensions in
+Llama's heads, as Meta's weights want it; Hugging Face's rotate one half against the other.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdpctl.checkpoint.cast import FLOATS, cast
+from fsdpctl.checkpoint.gguf_tokenizer import write_tokenizer
+from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, tensor_key
+from fsdpctl.checkpoint.pretrained import attached_files
+from fsdpctl.checkpoint.publish import lack_of_space
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.tensor_file import ITEMSIZES, sync_folder
+from fsdpctl.config.compose import config_from_words
+from fsdpctl.config.schema import ModelConfig
+from fsdpctl.errors import UsageError
+from fsdpctl.plan.layout import Span
+
+if TYPE_CHECKING:
+    import gguf
+
+_ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
+_FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
+_REORDERED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedGguf:
+    """What was written."""
+
+    path: Path
+    num_bytes: int
+    num_tensors: int
+    notes: tuple[str, ...]  # what llama.cpp will do otherwise, a line each
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor on its way."""
+
+    name: str  # theirs
+    key: str
+    info: TensorInfo
+    dtype: str
+    rows: int  # of a head that is reordered; 0: as it is
+
+    @property
+    def nbytes(self) -> int:
+        return self.info.numel * ITEMSIZES[self.dtype]
+
+
+def write_gguf(
+    reader: CheckpointReader,
+    destination: Path,
+    *,
+    dtype: str,
+    overwrite: bool,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> ExportedGguf:
+    """Write `destination`, which appears complete or not at all.
+
+    Args:
+        reader: the checkpoint of a model of the Llama family.
+        destination: a file, or a directory to write model.gguf into.
+        dtype: F32, F16 or BF16, of matrices; vectors are F32.
+        overwrite: replace the file if it exists.
+        on_bytes: called with the bytes read since the last call.
+
+    Raises:
+        UsageError: the file exists, the model is no Llama, or `gguf` is not installed.
+        CheckpointError: a checksum does not match.
+    """
+    if destination.suffix != ".gguf":
+        destination = destination / "model.gguf"
+    refuse_existing_file(destination, overwrite=overwrite)
+    model = config_from_words(reader.manifest.config).model
+    library = _library()
+    _check(model, reader)
+    tensors = _tensors(reader, model, dtype, library)
+    lack = lack_of_space(destination.parent, sum(each.nbytes for each in tensors))
+    if lack:
+        raise UsageError(f"{destination}: {lack}")
+    scratch = destination.with_name(f"{destination.name}.tmp-{os.getpid()}")
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        why = _write(scratch, reader, model, tensors, on_bytes)
+        scratch.replace(destination)
+        sync_folder(destination.parent)
+        size = destination.stat().st_size
+    except OSError as error:
+        raise UsageError(f"{destination}: {error.strerror or error}") from None
+    finally:
+        scratch.unlink(missing_ok=True)
+    notes = [f"no tokenizer: {why}"] if why else []
+    if model.sliding_window is not None:
+        notes.append(
+            f"llama.cpp knows no sliding window here: beyond {model.sliding_window} tokens it "
+            "computes something else"
+        )
+    return ExportedGguf(destination, size, len(tensors), tuple(notes))
+
+
+def refuse_existing_file(destination: Path, *, overwrite: bool) -> None:
+    """Raise UsageError unless the file may be written."""
+    if destination.is_dir() or (destination.exists() and not overwrite):
+        raise UsageError(f"{destination}: exists already; --overwrite replaces a file")
+
+
+def _library() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise UsageError("--format gguf: needs `pip install 'fsdpctl[gguf]'`") from None
+    return gguf
+
+
+def _check(model: ModelConfig, reader: CheckpointReader) -> None:
+    what = ""
+    if "model" not in reader.manifest.config:
+        what = "the checkpoint does not say what model it is of"
+    elif model.architecture not in _ARCHITECTURES:
+        known = ", ".join(_ARCHITECTURES)
+        what = f"model.architecture={model.architecture} is not written, only {known}"
+    elif model.activation not in (None, "silu"):
+        what = f"llama.cpp has no model.activation={model.activation} in this family"
+    if what:
+        raise UsageError(f"--format gguf: {what}")
+
+
+def _tensors(
+    reader: CheckpointReader, model: ModelConfig, dtype: str, library: Any
+) -> list[_Tensor]:
+    architecture = getattr(library.MODEL_ARCH, _ARCHITECTURES[model.architecture])
+    names = library.get_tensor_name_map(architecture, model.num_layers)
+    reorders = model.architecture in ("llama", "mistral")
+    found = []
+    for name in reader.names(PARAMETER):
+        key = tensor_key(PARAMETER, name)
+        info = reader.info(key)
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if theirs is None or info.dtype not in FLOATS:
+            raise UsageError(f"--format gguf: {name} has no place in it")
+        is_head = reorders and name.endswith(_REORDERED)
+        rows = _head_dim(model) if is_head else 0
+        chosen = dtype if len(info.shape) > 1 else "F32"
+        found.append(_Tensor(theirs, key, info, chosen, rows))
+    return found
+
+
+def _head_dim(model: ModelConfig) -> int:
+    return model.head_dim or model.hidden_size // model.num_heads
+
+
+def _write(
+    path: Path,
+    reader: CheckpointReader,
+    model: ModelConfig,
+    tensors: list[_Tensor],
+    on_bytes: Callable[[int], None],
+) -> str:
+    """Everything into `path`; why it has no tokenizer, or an empty string."""
+    import gguf
+
+    architecture = getattr(gguf.MODEL_ARCH, _ARCHITECTURES[model.architecture])
+    writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[architecture])
+    _write_parameters(writer, model, tensors, reader)
+    why = write_tokenizer(writer, attached_files(reader), int(model.vocab_size or 0))
+    factors = _rope_factors(model)
+    if factors is not None:
+        writer.add_tensor_info(_ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
+    for each in tensors:
+        kind = gguf.GGMLQuantizationType[each.dtype]
+        shape = each.info.shape
+        writer.add_tensor_info(each.name, shape, np.dtype(np.float16), each.nbytes, kind)
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    assert writer.fout is not None
+    (file,) = writer.fout
+    writer.write_padding(file, file.tell())
+    if factors is not None:
+        file.write(factors.tobytes())
+        writer.write_padding(file, factors.nbytes)
+    for each in tensors:
+        for data in _values(reader, each):
+            file.write(data)
+            on_bytes(len(data))
+        writer.write_padding(file, each.nbytes)
+    file.flush()
+    os.fsync(file.fileno())
+    writer.close()
+    return why
+
+
+def _write_parameters(
+    writer: "gguf.GGUFWriter",
+    model: ModelConfig,
+    tensors: list[_Tensor],
+    reader: CheckpointReader,
+) -> None:
+    import gguf
+
+    head_dim = _head_dim(model)
+    matrices = {each.dtype for each in tensors if len(each.info.shape) > 1}
+    writer.add_type(gguf.GGUFType.MODEL)
+    writer.add_name(reader.manifest.config["model"])
+    writer.add_block_count(model.num_layers)
+    writer.add_context_length(model.max_seq_len)
+    writer.add_embedding_length(model.hidden_size)
+    writer.add_feed_forward_length(model.intermediate_size)
+    writer.add_head_count(model.num_heads)
+    writer.add_head_count_kv(model.num_kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(model.rope_theta)
+    writer.add_layer_norm_rms_eps(model.norm_eps)
+    writer.add_vocab_size(int(model.vocab_size or 0))
+    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[matrices.pop()]])
+    if model.rope_scaling == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(model.rope_factor)
+
+
+def _rope_factors(model: ModelConfig) -> NDArray[np.float32] | None:
+    """By what each pair's wavelength is stretched (Llama 3.1)."""
+    if model.rope_scaling != "llama3":
+        return None
+    pairs = np.arange(0, _head_dim(model), 2, dtype=np.float64) / _head_dim(model)
+    turns = model.rope_original_len / (2 * np.pi * model.rope_theta**pairs)
+    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    factors: NDArray[np.float32] = (1 / ((1 - blend) / model.rope_factor + blend)).astype(
+        np.float32
+    )
+    return factors
+
+
+def _values(reader: CheckpointReader, tensor: _Tensor) -> Iterator[memoryview]:
+    if not tensor.rows:
+        for _, data in reader.read(tensor.key):
+            yield cast(data, tensor.info.dtype, tensor.dtype, tensor.name)
+        return
+    size = ITEMSIZES[tensor.info.dtype]
+    width = tensor.info.numel // tensor.info.shape[0]
+    head = tensor.rows * width
+    for start in range(0, tensor.info.numel, head):
+        read = b"".join(data for _, data in reader.read(tensor.key, Span(start, start + head)))
+        rows = np.frombuffer(read, np.uint8).reshape(2, tensor.rows // 2, width * size)
+        together = np.ascontiguousarray(rows.swapaxes(0, 1)).reshape(-1)
+        yield cast(together.data, tensor.info.dtype, tensor.dtype, tensor.name)

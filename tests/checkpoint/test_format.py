@@ -1,0 +1,132 @@
+"""The format is what docs/checkpoint-format.md says, and stays small."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from docs.examples.read_checkpoint import read_tensor
+from fsdpctl.checkpoint.cast import cast
+from fsdpctl.checkpoint.manifest import FileInfo, Manifest, Progress, TensorInfo
+from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.shard import shard_weights
+from fsdpctl.checkpoint.tensor_file import open_tensor_file, rank_file
+from fsdpctl.checkpoint.tensors import DTYPES, tensor_bytes, tensor_of
+from fsdpctl.config.compose import compose_config, config_words
+from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.models.registry import build_model
+from fsdpctl.plan.layout import Span
+from tests.checkpoint.test_round_trip import saves, whole_tensors
+
+
+def test_a_reader_that_knows_only_the_document_reads_the_same(tmp_path):
+    folder = tmp_path / "c"
+    saves(world_size=3, folder=str(folder), strategy="full_shard", source="")
+    for key, values in whole_tensors(folder).items():
+        assert np.array_equal(read_tensor(folder, key), values.numpy()), key
+    file = folder / rank_file(1)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    (_, last), *_ = sorted(
+        (entry.start, key) for key, entry in open_tensor_file(file).entries.items()
+    )[::-1]
+    with pytest.raises(ValueError, match=rf"{last} in rank-00001.safetensors is damaged"):
+        read_tensor(folder, last)
+
+
+def test_the_manifest_of_405b_on_16384_ranks_is_small():
+    config = compose_config(["model=llama3_405b"]).config
+    params = dict(build_model(config.model).named_parameters())
+    kinds = ("model", "exp_avg", "exp_avg_sq")
+    tensors = {
+        f"{kind}/{name}": TensorInfo(list(param.shape), "F32")
+        for kind in kinds
+        for name, param in params.items()
+    }
+    files = {rank_file(rank): FileInfo(297 << 20, f"{rank:032x}") for rank in range(16384)}
+    manifest = Manifest(files, {}, tensors, Progress(), config_words(config), {}, 16384)
+    assert len(params) == 126 * 9 + 3
+    assert len(manifest.to_json()) < 10_000_000
+
+
+class Numbers:
+    """One large tensor."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def names(self, kind: str) -> list[str]:
+        return ["x"]
+
+    def info(self, key: str) -> TensorInfo:
+        return TensorInfo(list(self._values.shape), "F32")
+
+    def read(self, key, span=None):
+        data = tensor_bytes(self._values.view(-1)[span.start : span.stop].clone())
+        for start in range(0, len(data), 777_776):
+            yield span, data[start : start + 777_776]
+
+
+def test_only_the_chunks_that_are_needed_are_read_and_checked(tmp_path):
+    values = torch.arange(1_500_000, dtype=torch.float32).view(1500, 1000)
+    folder = tmp_path / "c"
+    shard_weights(Numbers(values), folder, num_files=2, about=About())
+    reader = CheckpointReader(folder)
+    for span in (Span(0, 10), Span(262_140, 262_150), Span(740_000, 760_000), Span(0, 1_500_000)):
+        found = torch.empty(span.numel)
+        for part, data in reader.read("model/x", span):
+            within = part.shift(-span.start)
+            found[within.start : within.stop] = tensor_of(data, "F32")
+        assert torch.equal(found, values.view(-1)[span.start : span.stop])
+    file = folder / rank_file(0)
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1  # in the last chunk of the first half
+    file.write_bytes(content)
+    damaged = CheckpointReader(folder)
+    assert sum(len(data) for _, data in damaged.read("model/x", Span(0, 500_000))) == 2_000_000
+    with pytest.raises(CheckpointError, match=r"rank-00000.*checksum of model/x"):
+        list(damaged.read("model/x", Span(700_000, 750_000)))
+
+
+@pytest.mark.parametrize("source", ["F64", "F32", "BF16", "F16"])
+@pytest.mark.parametrize("target", ["F32", "BF16", "F16"])
+def test_casts_are_torchs(source, target):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(5000, dtype=torch.float64, generator=generator) * 100
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, 6e-8])
+    values = torch.cat([values, special.double(), 1 + torch.arange(99) / 2**9]).to(DTYPES[source])
+    data = cast(tensor_bytes(values), source, target, "x")
+    found = tensor_of(memoryview(bytearray(data)), target)
+    expected = values.to(DTYPES[target])
+    assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
+    assert torch.equal(found.isnan(), expected.isnan())
+
+
+def test_values_that_float16_cannot_hold_are_refused():
+    values = torch.tensor([1.0, 70000.0])
+    with pytest.raises(UsageError, match="x has values beyond its range; use bfloat16"):
+        cast(tensor_bytes(values), "F32", "F16", "x")
+
+
+def test_a_manifest_of_a_later_format_is_refused_by_its_version(tmp_path):
+    saves(world_size=1, folder=str(tmp_path / "c"), strategy="no_shard", source="")
+    reader = CheckpointReader(tmp_path / "c")
+    text = replace(reader.manifest, world_size=9).to_json().replace('"version": 2', '"version": 9')
+    (tmp_path / "c" / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match="version 9 of the format"):
+        CheckpointReader(tmp_path / "c")
+
+
+def test_attachments_are_checked(tmp_path: Path):
+    saves(world_size=2, folder=str(tmp_path / "c"), strategy="full_shard", source="")
+    assert CheckpointReader(tmp_path / "c").attachment("tokenizer.json") == b"{}" * 200
+    (tmp_path / "c" / "tokenizer.json").write_bytes(b"[]" * 200)
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: damaged"):
+        CheckpointReader(tmp_path / "c").attachment("tokenizer.json")
+    (tmp_path / "c" / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: missing"):
+        CheckpointReader(tmp_path / "c")

@@ -1,0 +1,133 @@
+"""What llama.cpp gets, read back field by field with the library that defines the format."""
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFReader
+from safetensors.torch import load_file
+
+from fsdpctl.checkpoint.gguf_file import write_gguf
+from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
+from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.shard import shard_weights
+from fsdpctl.config.compose import compose_config, config_words
+from fsdpctl.data.tokenizer import ByteTokenizer
+from fsdpctl.errors import UsageError
+from tests.models.families import FAMILIES, save_model
+
+LLAMAS = [name for name in FAMILIES if not name.startswith(("gpt2", "llama gelu"))]
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def sharded(family: str, folder: Path) -> CheckpointReader:
+    save_model(family, folder / "in")
+    config = compose_config(["model=hf", f"model.path={folder / 'in'}"]).config
+    about = About(
+        config=config_words(config),
+        attachments=assets_beside(folder / "in") | ByteTokenizer().files(),
+    )
+    weights = open_weights(config.model)
+    shard_weights(weights, folder / "sharded", num_files=3, about=about)
+    return CheckpointReader(folder / "sharded")
+
+
+def halves_together(values: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Hugging Face's order of a head's rows, from llama.cpp's."""
+    heads = values.reshape(-1, head_dim // 2, 2, *values.shape[1:])
+    return heads.swapaxes(1, 2).reshape(values.shape)
+
+
+def values_of(tensor: gguf.ReaderTensor, shape: tuple[int, ...]) -> torch.Tensor:
+    raw = torch.from_numpy(np.ascontiguousarray(tensor.data).view(np.uint8).reshape(-1).copy())
+    return raw.view(FLOATS[tensor.tensor_type.name]).view(shape)
+
+
+@pytest.mark.parametrize("family", LLAMAS)
+def test_every_tensor_is_there_under_llama_cpps_name(family, tmp_path):
+    reader = sharded(family, tmp_path)
+    write_gguf(reader, tmp_path / "m.gguf", dtype="F32", overwrite=False)
+    written = {each.name: each for each in GGUFReader(tmp_path / "m.gguf").tensors}
+    saved = load_file(tmp_path / "in" / "model.safetensors")
+    saved.pop("lm_head.weight" if FAMILIES[family].tie_word_embeddings else "", None)
+    extra = {"rope_freqs.weight"} if family == "llama 3.1" else set()
+    assert len(written) == len(saved) + len(extra)
+    kind = gguf.MODEL_ARCH.QWEN2 if "qwen2" in family else gguf.MODEL_ARCH.LLAMA
+    kind = gguf.MODEL_ARCH.QWEN3 if "qwen3" in family else kind
+    names = gguf.get_tensor_name_map(kind, 3)
+    config = FAMILIES[family]
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // 4
+    for name, values in saved.items():
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert theirs is not None
+        found = values_of(written[theirs], tuple(values.shape))
+        if kind is gguf.MODEL_ARCH.LLAMA and ("q_proj" in name or "k_proj" in name):
+            found = halves_together(found, head_dim)
+        assert torch.equal(found, values), name
+
+
+@pytest.mark.parametrize("dtype", ["F16", "BF16"])
+def test_matrices_are_cast_and_vectors_are_not(dtype, tmp_path):
+    reader = sharded("qwen2", tmp_path)
+    write_gguf(reader, tmp_path / "out", dtype=dtype, overwrite=False)
+    saved = load_file(tmp_path / "in" / "model.safetensors")
+    written = {each.name: each for each in GGUFReader(tmp_path / "out" / "model.gguf").tensors}
+    kinds = {each.tensor_type.name: len(each.shape) for each in written.values()}
+    assert kinds == {dtype: 2, "F32": 1}
+    expected = saved["model.layers.1.mlp.up_proj.weight"].to(FLOATS[dtype])
+    found = values_of(written["blk.1.ffn_up.weight"], tuple(expected.shape))
+    assert torch.equal(found, expected)
+
+
+def test_the_fields_say_what_the_model_is(tmp_path):
+    reader = sharded("llama 3.1", tmp_path)
+    exported = write_gguf(reader, tmp_path / "m.gguf", dtype="F32", overwrite=False)
+    file = GGUFReader(exported.path)
+    fields = {name: field.contents() for name, field in file.fields.items()}
+    assert exported.notes == ()
+    assert exported.num_bytes == exported.path.stat().st_size
+    for name, value in {
+        "general.architecture": "llama", "general.file_type": 0, "llama.block_count": 3,
+        "llama.context_length": 64, "llama.embedding_length": 48,
+        "llama.feed_forward_length": 80, "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2, "llama.attention.key_length": 12,
+        "llama.attention.value_length": 12, "llama.rope.dimension_count": 12,
+        "llama.rope.freq_base": 500.0, "llama.vocab_size": 320,
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.add_bos_token": False,
+    }.items():  # fmt: skip
+        assert fields[name] == value
+    assert fields["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-6)
+    tokens = fields["tokenizer.ggml.tokens"]
+    alphabet = json.loads(ByteTokenizer().files()["tokenizer.json"])["model"]["vocab"]
+    assert {text: tokens.index(text) for text in alphabet} == alphabet
+    assert tokens[256:] == [f"[PAD{number}]" for number in range(256, 320)]
+    assert fields["tokenizer.ggml.token_type"] == [1] * 256 + [5] * 64
+    factors = values_of(next(t for t in file.tensors if "rope" in t.name), (6,))
+    theirs = FAMILIES["llama 3.1"].rope_parameters
+    plain = 1 / 500.0 ** (torch.arange(0, 12, 2) / 12)
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    stretched, _ = ROPE_INIT_FUNCTIONS[theirs["rope_type"]](FAMILIES["llama 3.1"], None)
+    assert torch.allclose(plain / factors, stretched, rtol=1e-5)
+
+
+def test_what_llama_cpp_cannot_do_is_said(tmp_path):
+    reader = sharded("mistral window", tmp_path)
+    exported = write_gguf(reader, tmp_path / "m.gguf", dtype="F32", overwrite=False)
+    assert "beyond 9 tokens it computes something else" in exported.notes[0]
+    with pytest.raises(UsageError, match="exists already"):
+        write_gguf(reader, tmp_path / "m.gguf", dtype="F32", overwrite=False)
+    before = exported.path.read_bytes()
+    write_gguf(reader, tmp_path / "m.gguf", dtype="F32", overwrite=True)
+    assert exported.path.read_bytes() == before
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama gelu"])
+def test_other_models_are_refused(family, tmp_path):
+    with pytest.raises(UsageError, match="--format gguf"):
+        write_gguf(sharded(family, tmp_path), tmp_path / "m", dtype="F32", overwrite=False)
+    assert not (tmp_path / "m").exists()
