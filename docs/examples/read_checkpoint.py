@@ -29,10 +29,11 @@ def read_tensor(folder: Path, key: str) -> np.ndarray[Any, Any]:  # noqa: D103
         check(content[:begin].tobytes(), file["xxh3"], name)
         header = json.loads(content[8:begin].tobytes())
         if key in header:
-            start, stop, *checksums = json.loads(header["__metadata__"]["fsdpctl.spans"])[key]
+            start, stop, digests = json.loads(header["__metadata__"]["fsdpctl.spans"])[key]
             first, end = header[key]["data_offsets"]
             data = content[begin + first : begin + end].tobytes()
-            for number, expected in enumerate(checksums):
+            for number in range(len(digests) // 32):
+                expected = digests[32 * number : 32 * (number + 1)]
                 check(data[number * CHUNK : (number + 1) * CHUNK], expected, f"{key} in {name}")
             whole[start:stop] = np.frombuffer(data, whole.dtype)
             filled += stop - start

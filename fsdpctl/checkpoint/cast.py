@@ -23,7 +23,7 @@ def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
     if source == target:
         return data
     values = _widened(data) if source == "BF16" else np.frombuffer(data, _DTYPES[source])
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         narrowed = values.astype(np.float32)  # also on the way to less: torch rounds twice as well
         if target == "BF16":
             return _to_bfloat16(narrowed).view(np.uint8).data

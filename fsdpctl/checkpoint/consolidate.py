@@ -10,23 +10,27 @@ from typing import Any
 
 from fsdpctl.checkpoint.cast import FLOATS, cast
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
-from fsdpctl.checkpoint.pretrained import INDEX_JSON, attached_files
+from fsdpctl.checkpoint.pretrained import ASSETS, INDEX_JSON, attached_files
 from fsdpctl.checkpoint.publish import lack_of_space
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.tensor_file import (
     TensorEntry,
     make_header,
-    sync_folder,
+    open_tensor_file,
+    sync,
     write_tensor_file,
 )
 from fsdpctl.config.compose import config_from_words
 from fsdpctl.config.hugging_face import CONFIG_JSON, config_json
+from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.data.tokenizer import TOKENIZER_JSON
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import CheckpointError, UsageError
 
 EXPORT_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 OnBytes = Callable[[int], None]
 _MODEL = "model"  # the word that says which
+_MARK = "fsdpctl"  # in the metadata of what is written
+_WRITTEN = {_MARK: "consolidated"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +78,8 @@ def consolidate(
     try:
         scratch.mkdir(parents=True)
         exported = _write_folder(reader, scratch, exports, max_file_bytes, on_bytes)
-        sync_folder(scratch)
-        _put_in_place(scratch, destination)
+        sync(scratch)
+        _put_in_place(scratch, destination, overwrite=overwrite)
     except OSError as error:
         raise UsageError(f"{destination}: {error.strerror or error}") from None
     finally:
@@ -91,27 +95,39 @@ def refuse_existing(destination: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise UsageError(f"{destination}: exists already; --overwrite replaces an earlier export")
-    is_export = (destination / "config.json").is_file() and any(
-        destination.glob("model*.safetensors")
-    )
-    if not is_export or any(each.is_dir() for each in destination.iterdir()):
+    if not all(map(_is_of_an_export, destination.iterdir())):
         raise UsageError(f"{destination}: is no earlier export; --overwrite replaces only those")
 
 
+def _is_of_an_export(file: Path) -> bool:
+    """Whether `consolidate` has written it."""
+    if file.suffix != ".safetensors":
+        return file.name in (INDEX_JSON, *ASSETS)
+    try:
+        return _MARK in open_tensor_file(file).metadata
+    except CheckpointError:
+        return False
+
+
 def _refuse_source(folder: Path, destination: Path) -> None:
-    if destination == folder or destination in folder.parents or folder in destination.parents:
+    inside = folder.parent if folder.parent.name == CHECKPOINTS else folder
+    if destination in (folder, *folder.parents) or inside in destination.parents:
         raise UsageError(f"{destination}: is where the checkpoint {folder} lies; give another")
 
 
-def _put_in_place(scratch: Path, destination: Path) -> None:
-    if destination.exists():
+def _put_in_place(scratch: Path, destination: Path, *, overwrite: bool) -> None:
+    if overwrite and destination.exists():
         aside = destination.with_name(f"{destination.name}.old-{os.getpid()}")
         destination.rename(aside)
-        scratch.rename(destination)
+        try:
+            scratch.rename(destination)
+        except BaseException:
+            aside.rename(destination)
+            raise
         shutil.rmtree(aside)
     else:
-        scratch.rename(destination)
-    sync_folder(destination.parent)
+        scratch.rename(destination)  # refused by the kernel if something lies there by now
+    sync(destination.parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +176,7 @@ def _write_folder(
         name = "model.safetensors"
         if len(files) > 1:
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        header = make_header([each.entry for each in tensors], {"format": "pt"})
+        header = make_header([each.entry for each in tensors], {"format": "pt", **_WRITTEN})
         write_tensor_file(folder / name, header, _chunks(reader, tensors, on_bytes))
         weight_map.update({each.entry.name: name for each in tensors})
     total = sum(each.entry.nbytes for each in exports)

@@ -6,10 +6,12 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdpctl.checkpoint.manifest import MANIFEST
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.tensor_file import sync
+from fsdpctl.config.model_path import CHECKPOINTS, MANIFEST, is_hugging_face
 from fsdpctl.errors import CheckpointError, UsageError
 
-CHECKPOINTS, LATEST = "checkpoints", "latest"
+LATEST = "latest"
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -79,7 +81,8 @@ def find_checkpoint(source: Path) -> Path:
         return newest
     for line in passed_over(_checkpoints_in(source)):
         raise CheckpointError(line)
-    raise UsageError(f"{source}: there is no finished checkpoint in it")
+    already = "; it is a Hugging Face directory" if is_hugging_face(source) else ""
+    raise UsageError(f"{source}: there is no finished checkpoint in it{already}")
 
 
 def passed_over_in(source: Path) -> list[str]:
@@ -93,18 +96,40 @@ def _checkpoints_in(source: Path) -> Path:
 
 
 def point_to(link: Path, target: Path) -> None:
-    """Make `link` a symbolic link to its neighbour `target`, replacing what it was at once."""
+    """Make `link` a symbolic link to its neighbour `target`, replacing what it was at once.
+
+    Raises:
+        OSError: it cannot be made, or is a directory.
+    """
     scratch = link.with_name(f"{link.name}.tmp-{os.getpid()}")
     scratch.unlink(missing_ok=True)
     scratch.symlink_to(os.path.relpath(target, link.parent))
-    scratch.replace(link)
+    try:
+        scratch.replace(link)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def copy_checkpoint(source: Path, folder: Path) -> None:
-    """Copy a checkpoint; it appears complete or not at all."""
+    """Copy a checkpoint whose every byte is checked; it appears complete or not at all.
+
+    Raises:
+        CheckpointError: it is damaged.
+        OSError: it cannot be copied.
+    """
+    for _ in CheckpointReader(source).verify():
+        pass
     scratch = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-    shutil.copytree(source, scratch)
-    scratch.rename(folder)
+    try:
+        scratch.mkdir(parents=True)
+        for file in source.iterdir():
+            shutil.copyfile(file, scratch / file.name)
+            sync(scratch / file.name)
+        sync(scratch)
+        scratch.rename(folder)
+        sync(folder.parent)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def remove_unfinished(checkpoints: Path) -> None:
@@ -126,12 +151,17 @@ class Retention:
 
 
 def remove_old(checkpoints: Path, keep: Retention) -> None:
-    """Delete the checkpoints that are not kept."""
+    """Delete the checkpoints that are not kept.
+
+    Raises:
+        OSError: one cannot be deleted.
+    """
     for folder in complete_checkpoints(checkpoints)[: -keep.last or None]:
         if not keep.keeps(_step_of(folder)):
-            # Without its manifest a half-deleted checkpoint is none.
-            (folder / MANIFEST).unlink()
-            shutil.rmtree(folder, ignore_errors=True)
+            # What is deleted half is no checkpoint, and `remove_unfinished` finds it.
+            doomed = folder.with_name(f"{folder.name}.tmp-removed")
+            folder.rename(doomed)
+            shutil.rmtree(doomed)
 
 
 def _step_of(folder: Path) -> int:

@@ -19,7 +19,7 @@ from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, tensor_key
 from fsdpctl.checkpoint.pretrained import attached_files
 from fsdpctl.checkpoint.publish import lack_of_space
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.tensor_file import ITEMSIZES, sync_folder
+from fsdpctl.checkpoint.tensor_file import ITEMSIZES, sync
 from fsdpctl.config.compose import config_from_words
 from fsdpctl.config.schema import ModelConfig
 from fsdpctl.errors import UsageError
@@ -95,7 +95,7 @@ def write_gguf(
         destination.parent.mkdir(parents=True, exist_ok=True)
         why = _write(scratch, reader, model, tensors, on_bytes)
         scratch.replace(destination)
-        sync_folder(destination.parent)
+        sync(destination.parent)
         size = destination.stat().st_size
     except OSError as error:
         raise UsageError(f"{destination}: {error.strerror or error}") from None

@@ -8,10 +8,9 @@ from typing import Any
 
 from fsdpctl.checkpoint.spans import checksum
 from fsdpctl.checkpoint.tensor_file import ITEMSIZES
+from fsdpctl.config.model_path import FORMAT, MANIFEST
 from fsdpctl.errors import CheckpointError
 
-MANIFEST = "manifest.json"
-_FORMAT = "fsdpctl-checkpoint"
 _VERSION = 2
 _BLANK = "0" * 32
 
@@ -75,7 +74,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """The contents of manifest.json; its checksum is that of the text with zeros in place."""
-        content = {"format": _FORMAT, "version": _VERSION, **asdict(self), "xxh3": _BLANK}
+        content = {"format": FORMAT, "version": _VERSION, **asdict(self), "xxh3": _BLANK}
         text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
         before, _, after = text.rpartition(_BLANK)
         return before + checksum(text.encode()) + after
@@ -95,7 +94,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path}: {error.strerror}: not a complete checkpoint") from None
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not the manifest of a checkpoint")
     if content.get("version") != _VERSION:
         raise CheckpointError(

@@ -1,37 +1,39 @@
 """Weights to begin from: a Hugging Face directory, or a checkpoint of ours."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
+from fsdpctl.checkpoint.cast import FLOATS
 from fsdpctl.checkpoint.folders import find_checkpoint
 from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, tensor_key
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensor_file import ITEMSIZES, TensorEntry, TensorFile, open_tensor_file
 from fsdpctl.config.hugging_face import CONFIG_JSON, read_json
+from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG, is_hugging_face
 from fsdpctl.config.schema import ModelConfig
 from fsdpctl.data.tokenizer import BYTES, TOKENIZER_FILES, TOKENIZER_JSON
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.plan.layout import Span
 
-INDEX_JSON = "model.safetensors.index.json"
+_WHOLE, INDEX_JSON = "model.safetensors", "model.safetensors.index.json"
 # What belongs to a model beside its weights.
 RUN_ASSETS = "assets"  # a run directory's folder of them
 ASSETS = (CONFIG_JSON, "generation_config.json", *TOKENIZER_FILES)
-_HEAD, _EMBEDDINGS = "lm_head.weight", {"gpt2": "transformer.wte.weight"}
-_LLAMA_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")  # GPT-2's last
 # Constants that earlier versions of transformers saved as if they were weights.
 _CONSTANTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
-def open_weights(model: ModelConfig) -> Tensors:
-    """The weights in `model.path`.
+def open_weights(model: ModelConfig, folder: Path | None = None) -> Tensors:
+    """The weights in `model.path`, or in `folder`, where those were found before.
 
     Raises:
         UsageError: there are none.
         CheckpointError: a file is missing or damaged.
     """
-    folder = weights_folder(model)
+    folder = folder or weights_folder(model)
     if is_hugging_face(folder):
         return HuggingFaceWeights(folder, model)
     return CheckpointReader(folder)
@@ -41,12 +43,6 @@ def weights_folder(model: ModelConfig) -> Path:
     """Where the weights lie: `model.path`, or the newest checkpoint in it."""
     folder = Path(str(model.path))
     return folder if is_hugging_face(folder) else find_checkpoint(folder)
-
-
-def is_hugging_face(folder: Path) -> bool:
-    """Whether a directory is no run and no checkpoint, but has a config.json."""
-    ours = ("manifest.json", "config.yaml")
-    return (folder / CONFIG_JSON).is_file() and not any((folder / name).is_file() for name in ours)
 
 
 def assets_beside(folder: Path) -> dict[str, bytes]:
@@ -59,14 +55,29 @@ def assets_beside(folder: Path) -> dict[str, bytes]:
 
 
 def tokenizer_beside(folder: Path) -> str | None:
-    """The tokenizer of the model in `model.path`, as `data.tokenizer` names it; None if unknown."""
+    """The tokenizer of the model in `model.path`, as `data.tokenizer` names it; None if unknown.
+
+    Raises:
+        UsageError: it is of a form that is not read.
+    """
     places = [folder]
     if not is_hugging_face(folder):
         checkpoint = find_checkpoint(folder)
         if CheckpointReader(checkpoint).manifest.config.get("data.tokenizer") == BYTES:
             return BYTES
-        places = [checkpoint.parent.parent / RUN_ASSETS, checkpoint]  # the run's stays longer
-    return next((str(place) for place in places if (place / TOKENIZER_JSON).is_file()), None)
+        places = [checkpoint]
+        run_dir = checkpoint.parent.parent
+        if checkpoint.parent.name == CHECKPOINTS and (run_dir / RUN_CONFIG).is_file():
+            places = [run_dir / RUN_ASSETS, checkpoint]  # the run's stays longer
+    found = next((str(place) for place in places if (place / TOKENIZER_JSON).is_file()), None)
+    others = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if found is None and others:
+        raise UsageError(
+            f"model.path={folder}: its tokenizer ({', '.join(others)}) is not read, only "
+            f"{TOKENIZER_JSON}, which transformers writes: AutoTokenizer.from_pretrained(DIR)"
+            ".save_pretrained(DIR); or data.tokenizer=bytes"
+        )
+    return found
 
 
 def attached_files(reader: CheckpointReader) -> dict[str, bytes]:
@@ -86,16 +97,29 @@ class HuggingFaceWeights:
             CheckpointError: one is missing, cut short or not what it should be.
         """
         self.folder = folder
-        self._found: dict[str, tuple[TensorFile, TensorEntry]] = {}
-        for file in _open_files(folder):
-            for name, entry in file.entries.items():
-                if not name.endswith(_CONSTANTS):
-                    self._found[_full_name(name, model)] = (file, entry)
-        if model.tie_embeddings:
-            head = self._found.pop(_HEAD, None)
-            embedding = _EMBEDDINGS.get(model.architecture, _LLAMA_EMBEDDING)
-            if head is not None:
-                self._found.setdefault(embedding, head)
+        self._found: dict[str, tuple[TensorFile, TensorEntry]] = {
+            _full_name(name, model): (file, file.entries[name])
+            for name, file in _files_of_weights(folder).items()
+            if not name.endswith(_CONSTANTS)
+        }
+        if model.tie_embeddings and _HEAD in self._found:
+            self._tie(_EMBEDDINGS[model.architecture == "gpt2"])
+
+    def _tie(self, embedding: str) -> None:
+        """Keep one of the head and the input embedding."""
+        head = tensor_key(PARAMETER, _HEAD)
+        if embedding in self._found:
+            there = tensor_key(PARAMETER, embedding)
+            same = self.info(head) == self.info(there) and all(
+                ours == theirs
+                for (_, ours), (_, theirs) in zip(self.read(head), self.read(there), strict=True)
+            )
+            if not same:
+                raise CheckpointError(
+                    f"{self.folder}: {_HEAD} is not {embedding}, which config.json says it is; "
+                    "with model.tie_embeddings=false both are read"
+                )
+        self._found.setdefault(embedding, self._found.pop(_HEAD))
 
     def __str__(self) -> str:
         return str(self.folder)
@@ -106,7 +130,11 @@ class HuggingFaceWeights:
 
     def info(self, key: str) -> TensorInfo:
         """Shape and dtype of a weight."""
-        _, entry = self._entry(key)
+        file, entry = self._entry(key)
+        if entry.dtype not in FLOATS:
+            raise CheckpointError(
+                f"{file.path}: {entry.name} is {entry.dtype}; quantized weights are not read"
+            )
         return TensorInfo(list(entry.shape), entry.dtype)
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
@@ -132,25 +160,41 @@ def _full_name(name: str, model: ModelConfig) -> str:
     return name if name.startswith((prefix, "lm_head.")) else prefix + name
 
 
-def _open_files(folder: Path) -> list[TensorFile]:
-    index = folder / INDEX_JSON
-    if not index.is_file():
-        paths = sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise UsageError(f"model.path={folder}: {_no_weights(folder)}")
-        return [open_tensor_file(path) for path in paths]
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, Mapping):
-        raise CheckpointError(f"{index}: damaged: it has no weight_map")
+def _files_of_weights(folder: Path) -> dict[str, TensorFile]:
+    """The file that each weight is read from: that which transformers reads it from."""
+    whole, index = folder / _WHOLE, folder / INDEX_JSON
+    if not whole.is_file() and index.is_file():
+        return _files_of_index(index)
+    paths = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise UsageError(f"model.path={folder}: {_no_weights(folder)}")
+    if len(paths) > 1:
+        names = ", ".join(path.name for path in paths[:3])
+        raise UsageError(
+            f"model.path={folder}: which of {names} …? neither {_WHOLE} nor {INDEX_JSON} is in it"
+        )
+    file = open_tensor_file(paths[0])
+    return dict.fromkeys(file.entries, file)
+
+
+def _files_of_index(index: Path) -> dict[str, TensorFile]:
+    try:
+        weight_map = read_json(index).get("weight_map")
+    except UsageError as error:
+        raise CheckpointError(f"{error}: damaged") from None
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
+        raise CheckpointError(f"{index}: damaged: it has no weight_map from names to files")
     files = {
-        name: open_tensor_file(folder / str(name)) for name in dict.fromkeys(weight_map.values())
+        name: open_tensor_file(index.parent / name) for name in dict.fromkeys(weight_map.values())
     }
     for tensor, name in weight_map.items():
         if tensor not in files[name].entries:
             raise CheckpointError(
-                f"{folder / str(name)}: {tensor} is not in it, against {index.name}"
+                f"{index.parent / name}: {tensor} is not in it, where {index.name} says so"
             )
-    return list(files.values())
+    return {tensor: files[name] for tensor, name in weight_map.items()}
 
 
 def _no_weights(folder: Path) -> str:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
-from fsdpctl.checkpoint.manifest import MANIFEST, FileInfo, Manifest, Progress, TensorInfo
+from fsdpctl.checkpoint.manifest import FileInfo, Manifest, Progress, TensorInfo
 from fsdpctl.checkpoint.spans import checksum
-from fsdpctl.checkpoint.tensor_file import sync_folder
+from fsdpctl.checkpoint.tensor_file import sync
+from fsdpctl.config.model_path import MANIFEST
 
 _SPARE_BYTES = 1 << 20  # for the manifest and what directories take
 
@@ -31,9 +32,10 @@ def lack_of_space(folder: Path, nbytes: int) -> str:
         free = shutil.disk_usage(existing).free
     except OSError:
         return ""  # writing will tell
-    if free >= nbytes + _SPARE_BYTES:
-        return ""
-    return f"no space left: {nbytes:,} bytes are needed, {free:,} are there"
+    needed = nbytes + _SPARE_BYTES
+    return (
+        "" if free >= needed else f"no space left: {needed:,} bytes are needed, {free:,} are there"
+    )
 
 
 def publish(
@@ -66,11 +68,9 @@ def publish(
     for name, content in about.attachments.items():
         _write_synced(scratch / name, content)
     _write_synced(scratch / MANIFEST, manifest.to_json().encode())
-    sync_folder(scratch)
-    if folder.is_dir() and not (folder / MANIFEST).exists():
-        shutil.rmtree(folder)  # what a removal that was cut short left behind
+    sync(scratch)
     scratch.rename(folder)
-    sync_folder(folder.parent)
+    sync(folder.parent)
 
 
 def _write_synced(path: Path, content: bytes) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdpctl.checkpoint.manifest import MANIFEST, Manifest, TensorInfo, read_manifest
+from fsdpctl.checkpoint.manifest import Manifest, TensorInfo, read_manifest
 from fsdpctl.checkpoint.spans import SPANS, StoredSpan, checksum, spans_from_json
 from fsdpctl.checkpoint.tensor_file import (
     CHUNK_BYTES,
@@ -13,6 +13,7 @@ from fsdpctl.checkpoint.tensor_file import (
     TensorFile,
     open_tensor_file,
 )
+from fsdpctl.config.model_path import MANIFEST
 from fsdpctl.errors import CheckpointError
 from fsdpctl.plan.layout import Span, round_up
 
@@ -140,7 +141,7 @@ class CheckpointReader:
         if file.size != info.size or file.header_checksum != info.xxh3:
             raise CheckpointError(f"{path}: not the file that {MANIFEST} describes")
         try:
-            stored = spans_from_json(file.metadata[SPANS])
+            stored = spans_from_json(file.metadata.pop(SPANS))  # a long text, not kept
         except (ValueError, TypeError, KeyError):
             raise CheckpointError(f"{path}: damaged: it does not say what it holds") from None
         if stored.keys() != file.entries.keys():
@@ -154,7 +155,7 @@ class CheckpointReader:
         if (
             entry.dtype != info.dtype
             or entry.shape != (part.stored.span.numel,)
-            or len(part.stored.checksums) != chunks
+            or part.stored.num_chunks != chunks
         ):
             raise CheckpointError(f"{part.file.path}: {key} is not what {MANIFEST} describes")
         self._parts[key].append(part)
@@ -180,7 +181,7 @@ def _read_part(key: str, part: StoredPart, wanted: Span) -> Iterator[tuple[Span,
     stop = min(round_up(inner.stop, per_chunk), part.stored.span.numel)
     chunks = part.file.chunks(part.entry, first * CHUNK_BYTES, stop * size)
     for number, data in enumerate(chunks, start=first):
-        if checksum(data) != part.stored.checksums[number]:
+        if not part.stored.is_chunk(number, data):
             raise CheckpointError(
                 f"{part.file.path}: damaged: the checksum of {key} does not match"
             )

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, FileInfo, TensorInfo, tensor_key
 from fsdpctl.checkpoint.publish import About, lack_of_space, publish
-from fsdpctl.checkpoint.spans import SPANS, StoredSpan, checksum, checksums_of, spans_to_json
+from fsdpctl.checkpoint.spans import SPANS, StoredSpan, checksum, digests_of, spans_to_json
 from fsdpctl.checkpoint.state import (
     ShardedOptimizer,
     StatePiece,
@@ -22,10 +22,11 @@ from fsdpctl.checkpoint.tensor_file import (
     TensorEntry,
     make_header,
     rank_file,
-    sync_folder,
+    sync,
     write_tensor_file,
 )
 from fsdpctl.checkpoint.tensors import DTYPE_NAMES, Staging, tensor_bytes
+from fsdpctl.config.model_path import MANIFEST
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.plan.layout import ParamSpec, Piece, Span
 from fsdpctl.shards import Sharded
@@ -138,7 +139,7 @@ def _write_rank(scratch: Path, snapshot: Snapshot, rank: int, on_bytes: OnBytes)
         }
         scratch.mkdir(parents=True, exist_ok=True)
         info = _write_pieces(scratch / name, snapshot.pieces, on_bytes) if tensors else None
-        sync_folder(scratch)
+        sync(scratch)
     except Exception as error:
         return _Written(name, error=_reason(error))
     return _Written(name, info, tensors, snapshot.steps)
@@ -176,7 +177,7 @@ def _empty_pieces(model: Sharded) -> Iterator[StatePiece]:
 
 def _write_pieces(path: Path, pieces: list[StatePiece], on_bytes: OnBytes) -> FileInfo:
     stored = {
-        each.key: StoredSpan(each.piece.in_param, checksums_of(tensor_bytes(each.values)))
+        each.key: StoredSpan(each.piece.in_param, digests_of(tensor_bytes(each.values)))
         for each in pieces
     }
     entries = [
@@ -210,6 +211,8 @@ def _publish(scratch: Path, folder: Path, written: list[_Written], about: About)
     files = {each.file: each.info for each in written if each.info is not None}
     try:
         about = replace(about, progress=progress)
+        if folder.is_dir() and not (folder / MANIFEST).exists():  # incomplete, and passed over
+            folder.rename(scratch.with_name(scratch.name.replace(".tmp-", ".incomplete-")))
         publish(scratch, folder, about, files, tensors, len(written))
     except Exception as error:
         return _reason(error)

@@ -6,14 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
 from fsdpctl.checkpoint.manifest import PARAMETER, FileInfo, TensorInfo, tensor_key
 from fsdpctl.checkpoint.publish import About, lack_of_space, publish
 from fsdpctl.checkpoint.source import Tensors
-from fsdpctl.checkpoint.spans import SPANS, StoredSpan, checksum, spans_to_json
+from fsdpctl.checkpoint.spans import (
+    SPANS,
+    Digests,
+    StoredSpan,
+    checksum,
+    spans_to_json,
+    unknown_digests,
+)
 from fsdpctl.checkpoint.tensor_file import (
-    CHUNK_BYTES,
     NewFile,
     TensorEntry,
     make_header,
@@ -23,7 +27,6 @@ from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import Span, share_of
 
 OnBytes = Callable[[int], None]
-_UNKNOWN = "0" * 32
 
 
 def shard_weights(
@@ -103,46 +106,18 @@ def _write_file(
     """Write the tensors behind a header whose checksums are filled in at the end."""
     entries = [share.entry for share in shares]
     blank = {
-        share.key: StoredSpan(share.span, (_UNKNOWN,) * -(-share.entry.nbytes // CHUNK_BYTES))
-        for share in shares
+        share.key: StoredSpan(share.span, unknown_digests(share.entry.nbytes)) for share in shares
     }
     with NewFile(path) as file:
         file.write(memoryview(make_header(entries, {SPANS: spans_to_json(blank)})))
         known = {}
         for share in shares:
-            checksums = _Checksums()
+            digests = Digests()
             for _, data in source.read(share.key, share.span):
                 file.write(data)
-                checksums.update(data)
+                digests.update(data)
                 on_bytes(len(data))
-            known[share.key] = StoredSpan(share.span, checksums.of_chunks())
+            known[share.key] = StoredSpan(share.span, digests.of_chunks())
         header = make_header(entries, {SPANS: spans_to_json(known)})
         file.overwrite_start(memoryview(header))
     return FileInfo(file.size, checksum(header))
-
-
-class _Checksums:
-    """Of each CHUNK_BYTES of bytes that come in pieces of any size."""
-
-    def __init__(self) -> None:
-        self._done: list[str] = []
-        self._open = xxhash.xxh3_128()
-        self._room = CHUNK_BYTES
-
-    def update(self, data: memoryview) -> None:
-        while data:
-            piece, data = data[: self._room], data[self._room :]
-            self._open.update(piece)
-            self._room -= len(piece)
-            if not self._room:
-                self._close()
-
-    def of_chunks(self) -> tuple[str, ...]:
-        if self._room < CHUNK_BYTES:
-            self._close()
-        return tuple(self._done)
-
-    def _close(self) -> None:
-        self._done.append(self._open.hexdigest())
-        self._open = xxhash.xxh3_128()
-        self._room = CHUNK_BYTES

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Protocol
 
-from fsdpctl.checkpoint.manifest import TensorInfo
+from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, TensorInfo, tensor_key
 from fsdpctl.plan.layout import Span
 
 
@@ -25,3 +25,12 @@ class Tensors(Protocol):
     def __str__(self) -> str:
         """Where they are."""
         ...
+
+
+def weight_bytes(source: Tensors) -> int:
+    """Bytes of all weights and buffers, as they are stored."""
+    return sum(
+        source.info(tensor_key(kind, name)).nbytes
+        for kind in (PARAMETER, BUFFER)
+        for name in source.names(kind)
+    )

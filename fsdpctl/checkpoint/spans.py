@@ -10,6 +10,7 @@ from fsdpctl.checkpoint.tensor_file import CHUNK_BYTES
 from fsdpctl.plan.layout import Span
 
 SPANS = "fsdpctl.spans"  # the header's metadata key
+_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,17 @@ class StoredSpan:
     """Elements of a flattened tensor, and the checksums of their bytes."""
 
     span: Span
-    checksums: tuple[str, ...]  # of each CHUNK_BYTES, the last chunk being shorter
+    digests: bytes  # of each CHUNK_BYTES one after another; the last chunk may be shorter
+
+    @property
+    def num_chunks(self) -> int:
+        """How many checksums there are."""
+        return len(self.digests) // _DIGEST_BYTES
+
+    def is_chunk(self, number: int, data: memoryview) -> bool:
+        """Whether `data` is what the chunk was."""
+        start = number * _DIGEST_BYTES
+        return xxhash.xxh3_128_digest(data) == self.digests[start : start + _DIGEST_BYTES]
 
 
 def checksum(data: memoryview | bytes) -> str:
@@ -25,17 +36,51 @@ def checksum(data: memoryview | bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def checksums_of(data: memoryview) -> tuple[str, ...]:
-    """The checksum of each chunk of `data`."""
-    return tuple(
-        checksum(data[start : start + CHUNK_BYTES]) for start in range(0, len(data), CHUNK_BYTES)
-    )
+class Digests:
+    """Of each CHUNK_BYTES of bytes that come in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._done = bytearray()
+        self._open = xxhash.xxh3_128()
+        self._room = CHUNK_BYTES
+
+    def update(self, data: memoryview) -> None:
+        """The next bytes."""
+        while data:
+            piece, data = data[: self._room], data[self._room :]
+            self._open.update(piece)
+            self._room -= len(piece)
+            if not self._room:
+                self._close()
+
+    def of_chunks(self) -> bytes:
+        """The checksums one after another. There are no further bytes."""
+        if self._room < CHUNK_BYTES:
+            self._close()
+        return bytes(self._done)
+
+    def _close(self) -> None:
+        self._done += self._open.digest()
+        self._open = xxhash.xxh3_128()
+        self._room = CHUNK_BYTES
+
+
+def digests_of(data: memoryview) -> bytes:
+    """The checksums of the chunks of `data`."""
+    digests = Digests()
+    digests.update(data)
+    return digests.of_chunks()
+
+
+def unknown_digests(num_bytes: int) -> bytes:
+    """As many zeros as the checksums of so many bytes will take."""
+    return bytes(_DIGEST_BYTES * -(-num_bytes // CHUNK_BYTES))
 
 
 def spans_to_json(stored: Mapping[str, StoredSpan]) -> str:
-    """As it stands in the header: key -> [start, stop, checksum of each chunk]."""
+    """As it stands in the header: key -> [start, stop, the checksums in hexadecimal]."""
     content = {
-        key: [each.span.start, each.span.stop, *each.checksums] for key, each in stored.items()
+        key: [each.span.start, each.span.stop, each.digests.hex()] for key, each in stored.items()
     }
     return json.dumps(content, separators=(",", ":"))
 
@@ -43,6 +88,6 @@ def spans_to_json(stored: Mapping[str, StoredSpan]) -> str:
 def spans_from_json(text: str) -> dict[str, StoredSpan]:
     """The inverse; ValueError, TypeError or KeyError where it is not of that form."""
     return {
-        key: StoredSpan(Span(int(start), int(stop)), tuple(map(str, checksums)))
-        for key, (start, stop, *checksums) in json.loads(text).items()
+        key: StoredSpan(Span(int(start), int(stop)), bytes.fromhex(digests))
+        for key, (start, stop, digests) in json.loads(text).items()
     }

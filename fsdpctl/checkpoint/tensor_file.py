@@ -118,8 +118,8 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def sync_folder(path: Path) -> None:
-    """Bring a directory's entries to the disk."""
+def sync(path: Path) -> None:
+    """Bring a file, or a directory's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

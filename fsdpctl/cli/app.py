@@ -92,7 +92,7 @@ def main() -> None:
         console.fail(str(error))
         sys.exit(error.exit_code)
     except _ParserError as error:
-        console.fail(getattr(error, "message", "") or str(error))
+        console.fail(error.format_message() if hasattr(error, "format_message") else str(error))
         sys.exit(UsageError.exit_code)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""

@@ -94,10 +94,11 @@ def _write_gguf(source: Path, destination: Path, dtype: str | None, *, overwrite
     from fsdpctl.checkpoint.consolidate import EXPORT_DTYPES
     from fsdpctl.checkpoint.gguf_file import write_gguf
     from fsdpctl.checkpoint.reader import CheckpointReader
+    from fsdpctl.checkpoint.source import weight_bytes
 
     reader = CheckpointReader(found_checkpoint(source))
     with _progress() as progress:
-        task = progress.add_task("", total=None)
+        task = progress.add_task("", total=weight_bytes(reader))
         exported = write_gguf(
             reader,
             destination,
@@ -118,11 +119,12 @@ def _write_hugging_face(
 ) -> None:
     from fsdpctl.checkpoint.consolidate import consolidate, refuse_existing
     from fsdpctl.checkpoint.reader import CheckpointReader
+    from fsdpctl.checkpoint.source import weight_bytes
 
     refuse_existing(destination.resolve(), overwrite=overwrite)
     reader = CheckpointReader(found_checkpoint(source))
     with _progress() as progress:
-        task = progress.add_task("", total=None)
+        task = progress.add_task("", total=weight_bytes(reader))
         exported = consolidate(
             reader,
             destination,
@@ -152,10 +154,12 @@ def shard_checkpoint(
 ) -> None:
     """Write a sharded checkpoint of a model's weights, without training."""
     from fsdpctl.checkpoint.load import check_weights
-    from fsdpctl.checkpoint.pretrained import assets_beside, is_hugging_face, open_weights
+    from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
     from fsdpctl.checkpoint.publish import About
     from fsdpctl.checkpoint.shard import shard_weights
+    from fsdpctl.checkpoint.source import weight_bytes
     from fsdpctl.config.compose import compose_config, config_words, model_words_only
+    from fsdpctl.config.model_path import is_hugging_face
     from fsdpctl.models.registry import build_model
 
     if source.is_dir() and not is_hugging_face(source):
@@ -165,7 +169,7 @@ def shard_checkpoint(
     check_weights(weights, build_model(config.model))
     about = About(config=model_words_only(config_words(config)), attachments=assets_beside(source))
     with _progress() as progress:
-        task = progress.add_task("", total=None)
+        task = progress.add_task("", total=weight_bytes(weights))
         total = shard_weights(
             weights,
             destination,

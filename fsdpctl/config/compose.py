@@ -18,7 +18,7 @@ from yaml import YAMLError
 
 from fsdpctl.config.files import choices_below, choices_of, package_folder
 from fsdpctl.config.keys import Value
-from fsdpctl.config.model_path import model_words
+from fsdpctl.config.model_path import SHAPE_KEYS, model_words
 from fsdpctl.config.recipe import find_recipe, read_recipe
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, Config
 from fsdpctl.config.words import hint
@@ -200,9 +200,16 @@ def _values_of_path(choices: Mapping[str, str], given: Mapping[str, str]) -> dic
         if name not in KEYS:
             raise UsageError(f"model.path={path}: {name}: no such key{hint(name, list(KEYS))}")
     try:
-        return {name: KEYS[name].parse(text) for name, text in words.items()}
+        values = {name: KEYS[name].parse(text) for name, text in words.items()}
     except UsageError as error:
         raise UsageError(f"model.path={path}: {error}") from None
+    for name in SHAPE_KEYS if given.get("model.init") != "random" else ():
+        if name in given and values.get(name, KEYS[name].default) != KEYS[name].parse(given[name]):
+            raise UsageError(
+                f"{name}={given[name]}: the weights in model.path={path} are of "
+                f"{words.get(name, 'another')}; model.init=random begins without them"
+            )
+    return values
 
 
 def _settle_length(values: dict[str, Value], typed: set[str], recipe: set[str]) -> None:

@@ -101,6 +101,8 @@ _NAMES = {
         },
     ),
 }
+_MAY_BE_NULL = ("head_dim", "n_inner")
+_LINEAR_KEYS = {"factor": "rope_factor"}
 _ROPE_KEYS = {
     "factor": "rope_factor",
     "low_freq_factor": "rope_low_freq_factor",
@@ -117,7 +119,7 @@ def model_words_of(file: Path) -> dict[str, str]:
     """
     content = read_json(file)
     family = content.get("model_type")
-    if family not in _NAMES:
+    if not isinstance(family, str) or family not in _NAMES:
         known = ", ".join(ARCHITECTURES)
         raise UsageError(f"{file}: model_type {family} is not offered; offered are {known}")
     for name, only in _FIXED.items():
@@ -147,7 +149,7 @@ def read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{file}: not JSON: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{file}: not a JSON object")
@@ -160,12 +162,15 @@ def _values(content: Mapping[str, Any], family: str) -> dict[str, Any]:
     if family != "gpt2" and known.get("num_key_value_heads") is None:
         known["num_key_value_heads"] = known["num_attention_heads"]
     values = {ours: known[theirs] for ours, theirs in names.of_keys.items()}
+    for ours, theirs in names.of_keys.items():
+        if values[ours] is None and theirs not in _MAY_BE_NULL:
+            raise KeyError(theirs)
     values["activation"] = _our_activation(values["activation"])
     if family == "gpt2":
         values["num_kv_heads"] = values["num_heads"]
         values["intermediate_size"] = values["intermediate_size"] or 4 * values["hidden_size"]
     else:
-        values |= _rope_values(content)
+        values |= _rope_values(content, values["max_seq_len"])
         values |= _window_values(content, family, values["num_layers"])
     return values
 
@@ -177,9 +182,9 @@ def _our_activation(theirs: object) -> str:
     raise ValueError(f"activation {theirs} is not offered")
 
 
-def _rope_values(content: Mapping[str, Any]) -> dict[str, Any]:
-    """From `rope_parameters`, or from what transformers wrote before version 5."""
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+def _rope_values(content: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
+    """From `rope_parameters`, or from what transformers wrote before version 5, which wins."""
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = rope.get("rope_theta", content.get("rope_theta", 10000.0))
     values: dict[str, Any] = {"rope_theta": theta}
@@ -187,8 +192,10 @@ def _rope_values(content: Mapping[str, Any]) -> dict[str, Any]:
         return values
     if kind not in ("linear", "llama3"):
         raise ValueError(f"rope_type {kind} is not offered, only linear and llama3")
-    values["rope_scaling"] = kind
-    return values | {ours: rope[theirs] for theirs, ours in _ROPE_KEYS.items() if theirs in rope}
+    given = {"original_max_position_embeddings": max_seq_len, **rope}
+    names = _ROPE_KEYS if kind == "llama3" else _LINEAR_KEYS
+    scaled = {ours: given[theirs] for theirs, ours in names.items()}
+    return {**values, "rope_scaling": kind, **scaled}
 
 
 def _window_values(content: Mapping[str, Any], family: str, num_layers: int) -> dict[str, Any]:
@@ -253,8 +260,7 @@ def _of_llama_like(config: ModelConfig) -> dict[str, Any]:
         "rope_scaling": None,
     }
     if config.rope_scaling != "none":
-        only_long = config.rope_scaling == "llama3"
-        names = _ROPE_KEYS if only_long else {"factor": "rope_factor"}
+        names = _ROPE_KEYS if config.rope_scaling == "llama3" else _LINEAR_KEYS
         content["rope_scaling"] = {
             "rope_type": config.rope_scaling,
             **{theirs: getattr(config, ours) for theirs, ours in names.items()},

@@ -2,12 +2,22 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 from fsdpctl.config.hugging_face import CONFIG_JSON, model_words_of, read_json
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.errors import UsageError
 
-_MANIFEST, _RUN_CONFIG = "manifest.json", "config.yaml"
+MANIFEST, RUN_CONFIG = "manifest.json", "config.yaml"  # of checkpoints and runs of ours
+CHECKPOINTS, FORMAT = "checkpoints", "fsdpctl-checkpoint"
+# Of a model, what its weights have to agree with.
+SHAPE_KEYS = tuple(
+    f"model.{name}"
+    for name in (
+        "architecture", "num_layers", "hidden_size", "intermediate_size", "num_heads",
+        "num_kv_heads", "head_dim", "vocab_size", "attention_bias", "mlp_bias",
+    )
+)  # fmt: skip
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _NOT_THE_MODELS = ("model.path", "model.init")  # but of the run that saved it
 
@@ -21,25 +31,38 @@ def model_words(path: str) -> dict[str, str]:
     folder = Path(path)
     if not folder.is_dir():
         raise UsageError(f"model.path={path}: no such directory{_download_hint(path)}")
-    if (folder / _MANIFEST).is_file():
-        words = read_json(folder / _MANIFEST).get("config")
-        found = dict(words) if isinstance(words, dict) else {}
-    elif (folder / _RUN_CONFIG).is_file():
-        found = dict(read_recipe(folder / _RUN_CONFIG))
-    elif (folder / CONFIG_JSON).is_file():
+    if is_hugging_face(folder):
         file = folder / CONFIG_JSON
         return {f"model.{name}": text for name, text in model_words_of(file).items()}
-    elif (folder.parent / _RUN_CONFIG).is_file():  # its checkpoints
-        found = dict(read_recipe(folder.parent / _RUN_CONFIG))
-    else:
-        raise UsageError(
-            f"model.path={path}: neither {CONFIG_JSON} nor a run or checkpoint is in it"
-        )
-    return {
+    words = {
         name: str(text)
-        for name, text in found.items()
+        for name, text in _words_of_ours(folder).items()
         if name.startswith("model.") and name not in _NOT_THE_MODELS
     }
+    if not words:
+        raise UsageError(
+            f"model.path={path}: neither {CONFIG_JSON} nor a run or checkpoint of a model is in it"
+        )
+    return words
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether a directory is no run and no checkpoint of ours, but has a config.json."""
+    return (folder / CONFIG_JSON).is_file() and not _words_of_ours(folder, above=False)
+
+
+def _words_of_ours(folder: Path, *, above: bool = True) -> dict[str, Any]:
+    """The configuration of a run or a checkpoint; with `above`, of a run's checkpoints too."""
+    if (folder / MANIFEST).is_file():
+        content = read_json(folder / MANIFEST)
+        words = content.get("config")
+        if content.get("format") == FORMAT and isinstance(words, dict):
+            return {"format": FORMAT, **words}
+    places = [folder, folder.parent] if above else [folder]
+    for file in (place / RUN_CONFIG for place in places):
+        if file.is_file() and (file.parent / CHECKPOINTS).is_dir():
+            return dict(read_recipe(file))
+    return {}
 
 
 def _download_hint(path: str) -> str:

@@ -8,20 +8,6 @@ from fsdpctl.config.schema import ModelConfig
 from fsdpctl.models.parts import Head, activation_of, embedding
 
 
-class LayerNorm(nn.Module):
-    """Shifts and scales each vector to zero mean and unit variance."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` with its last dimension normalised."""
-        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
-
-
 class Projection(nn.Module):
     """A linear layer whose weight has the shape (in, out), as GPT-2's checkpoints have it."""
 
@@ -76,9 +62,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.ln_1 = LayerNorm(config.hidden_size, config.norm_eps)
+        self.ln_1 = nn.LayerNorm(config.hidden_size, config.norm_eps)
         self.attn = Attention(config)
-        self.ln_2 = LayerNorm(config.hidden_size, config.norm_eps)
+        self.ln_2 = nn.LayerNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,7 +80,7 @@ class _Backbone(nn.Module):
         self.wte = embedding(vocab_size, config.hidden_size)
         self.wpe = embedding(config.max_seq_len, config.hidden_size)
         self.h = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.ln_f = LayerNorm(config.hidden_size, config.norm_eps)
+        self.ln_f = nn.LayerNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[-1], device=tokens.device)

@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fsdpctl.checkpoint.folders import CHECKPOINTS, newest_checkpoint, way_on
+from fsdpctl.checkpoint.folders import newest_checkpoint, way_on
 from fsdpctl.checkpoint.load import load_checkpoint, load_weights
 from fsdpctl.checkpoint.manifest import Progress
-from fsdpctl.checkpoint.pretrained import open_weights
+from fsdpctl.checkpoint.pretrained import open_weights, weights_folder
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.comm.world import World
+from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.source import DataSet, load_data
@@ -39,10 +40,11 @@ def make_model(
     With its weights drawn from the seed, or `empty` with zeros, to be filled.
     """
     precision = config.precision
+    given = config.strategy.under(strategy) if strategy else config.strategy
     sharding = Sharding(
-        strategy or config.strategy.name,
-        dp_shard_size=config.strategy.dp_shard_size,
-        owner_map=config.strategy.owner_map,
+        given.name,
+        dp_shard_size=given.dp_shard_size,
+        owner_map=given.owner_map,
         prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
         precision=Precision(
             *(
@@ -112,7 +114,10 @@ def make_trainer(
     if newest is not None:
         done = _resume(newest, model, optimizer, data)
     elif config.model.is_pretrained:
-        load_weights(open_weights(config.model), model)
+        # Decided once: `model.path` may be a run that goes on while the ranks look.
+        (folder, *_) = model.collectives.gather_objects(weights_folder(config.model))
+        assert isinstance(folder, Path)
+        load_weights(open_weights(config.model, folder), model)
     train = config.train
     parts = TrainingParts(
         config=config,

@@ -243,6 +243,8 @@ class Trainer:
             return
         if self._metrics is not None:
             self._metrics.write(saved.to_line())
+        if saved.note:
+            self._progress.say(f"step {saved.step}: saved; but {saved.note}")
         if saved.write > _WORTH_A_LINE:
             self._progress.say(f"step {saved.step}: saved in {format_seconds(saved.write)}")
 

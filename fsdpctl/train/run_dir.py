@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 
 from fsdpctl.checkpoint.folders import (
-    CHECKPOINTS,
     LATEST,
+    complete_checkpoints,
     copy_checkpoint,
     find_checkpoint,
     newest_checkpoint,
@@ -24,8 +24,10 @@ from fsdpctl.checkpoint.folders import (
     step_folder,
     way_on,
 )
+from fsdpctl.checkpoint.pretrained import RUN_ASSETS
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.compose import config_from_words, config_to_yaml, config_words
+from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import CheckpointError, UsageError
@@ -33,8 +35,7 @@ from fsdpctl.train.assets import write_assets
 from fsdpctl.train.resolve import decides_losses
 
 RUNS = "runs"  # the folder of runs whose directory was not given
-CONFIG, OVERRIDES, METRICS, LOGS, LOCK = (
-    "config.yaml",
+OVERRIDES, METRICS, LOGS, LOCK = (
     "overrides.txt",
     "metrics.jsonl",
     "logs",
@@ -76,9 +77,11 @@ def read_config(run_dir: Path) -> Config:
         UsageError: it is damaged, or of another version of fsdpctl.
     """
     try:
-        return config_from_words(dict(read_recipe(run_dir / CONFIG)))
+        return config_from_words(dict(read_recipe(run_dir / RUN_CONFIG)))
     except UsageError as error:
-        raise UsageError(f"{run_dir / CONFIG}: damaged, or of another version: {error}") from None
+        raise UsageError(
+            f"{run_dir / RUN_CONFIG}: damaged, or of another version: {error}"
+        ) from None
 
 
 def plan_start(config: Config, resume: str) -> Start:
@@ -121,7 +124,7 @@ def _go_on(config: Config) -> Start:
     nearest_folder = next(each for each in (run_dir, *run_dir.parents) if each.exists())
     if not (nearest_folder.is_dir() and os.access(nearest_folder, os.W_OK)):
         raise UsageError(f"train.run_dir={run_dir}: {nearest_folder} cannot be written to")
-    if not (run_dir / CONFIG).is_file():
+    if not (run_dir / RUN_CONFIG).is_file():
         if run_dir.is_dir() and not all(map(_is_of_a_start, run_dir.iterdir())):
             raise UsageError(
                 f"train.run_dir={run_dir}: not empty, and not a run of fsdpctl; choose another"
@@ -146,8 +149,10 @@ def _go_on(config: Config) -> Start:
 
 
 def _is_of_a_start(file: Path) -> bool:
-    """Whether a start that was cut short may have left it."""
-    return file.name in (LOCK, LOGS, CHECKPOINTS) or ".tmp-" in file.name
+    """Whether a start that was cut short may have left it; a checkpoint is of more than that."""
+    if file.name == CHECKPOINTS:
+        return not complete_checkpoints(file)
+    return file.name in (LOCK, LOGS, OVERRIDES, RUN_ASSETS) or ".tmp-" in file.name
 
 
 def _differences(run_dir: Path, config: Config) -> tuple[str, ...]:
@@ -249,7 +254,6 @@ def prepare_run_dir(start: Start, words: Sequence[str], assets: Mapping[str, byt
     run_dir = start.run_dir
     checkpoints = run_dir / CHECKPOINTS
     try:
-        _replace_text(run_dir / CONFIG, config_to_yaml(start.config))
         _replace_text(run_dir / OVERRIDES, "".join(f"{word}\n" for word in words))
         shutil.rmtree(run_dir / LOGS, ignore_errors=True)
         (run_dir / LOGS).mkdir(exist_ok=True)
@@ -260,10 +264,12 @@ def prepare_run_dir(start: Start, words: Sequence[str], assets: Mapping[str, byt
         write_assets(run_dir, assets)
         if start.source is not None:
             copy_checkpoint(start.source, step_folder(checkpoints, start.step))
+        # Last: without it a start that is cut short here is none.
+        _replace_text(run_dir / RUN_CONFIG, config_to_yaml(start.config))
         if run_dir.parent.name == RUNS:
             point_to(run_dir.parent / LATEST, run_dir)
     except OSError as error:
-        raise UsageError(f"train.run_dir={run_dir}: {error.strerror}") from None
+        raise UsageError(f"train.run_dir={run_dir}: {error.strerror or error}") from None
 
 
 def _replace_text(path: Path, text: str) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import TracebackType
 
 from fsdpctl.checkpoint.folders import (
-    CHECKPOINTS,
     LATEST,
     Retention,
     point_to,
@@ -20,6 +19,7 @@ from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.save import Ranks, Snapshot, take_snapshot, write_checkpoint
 from fsdpctl.checkpoint.tensors import Staging
 from fsdpctl.config.compose import config_words
+from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
@@ -35,6 +35,7 @@ class Saved:
     step: int
     stall: float  # seconds that training stood still for it
     write: float  # seconds until it was complete
+    note: str  # what went wrong after that, on rank 0
 
     def to_line(self) -> dict[str, float]:
         """The object in metrics.jsonl."""
@@ -90,6 +91,7 @@ class Saver:
         self._staging = Staging() if config.checkpoint.mode == "async" else None
         self._assets: Mapping[str, bytes] = read_assets(run_dir) if ranks.rank == 0 else {}
         self._current: _Write | None = None
+        self._note = ""  # of the thread, about a checkpoint that is complete
 
     def save(
         self, model: ShardedModel, optimizer: ShardedAdamW, progress: Progress, began: float
@@ -123,8 +125,15 @@ class Saver:
         folder = step_folder(self._checkpoints, snapshot.about.progress.step)
         write_checkpoint(folder, snapshot, self._writers, on_bytes)
         if self._writers.rank == 0:
-            point_to(self._checkpoints / LATEST, folder)
+            self._tidy(folder)
+
+    def _tidy(self, newest: Path) -> None:
+        """Of what fails here nothing is lost: it is told."""
+        try:
+            point_to(self._checkpoints / LATEST, newest)
             remove_old(self._checkpoints, self._keep)
+        except OSError as error:
+            self._note = f"{error.filename or self._checkpoints}: {error.strerror}"
 
     def take_saved(self) -> Saved | None:
         """The checkpoint that has become complete since the last call, if one has.
@@ -138,7 +147,8 @@ class Saver:
         self._current = None
         if current.error is not None:
             raise current.error
-        return Saved(current.step, current.stall, current.ended - current.began)
+        note, self._note = self._note, ""
+        return Saved(current.step, current.stall, current.ended - current.began, note)
 
     @property
     def share_written(self) -> float | None:

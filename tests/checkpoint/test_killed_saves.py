@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from fsdpctl.checkpoint.folders import (
-    CHECKPOINTS,
     newest_checkpoint,
     passed_over,
     remove_unfinished,
@@ -19,6 +18,7 @@ from fsdpctl.checkpoint.load import load_checkpoint
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.comm.collectives import ObjectExchange
+from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import CheckpointConfig, Config
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW

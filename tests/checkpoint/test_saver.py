@@ -13,7 +13,6 @@ import torch
 
 from fsdpctl.checkpoint import save
 from fsdpctl.checkpoint.folders import (
-    CHECKPOINTS,
     LATEST,
     Retention,
     complete_checkpoints,
@@ -24,8 +23,9 @@ from fsdpctl.checkpoint.folders import (
     remove_old,
     step_folder,
 )
-from fsdpctl.checkpoint.manifest import MANIFEST, Progress
+from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.publish import lack_of_space
+from fsdpctl.config.model_path import CHECKPOINTS, MANIFEST
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from tests.checkpoint.test_killed_saves import MODES, make_saver
 from tests.checkpoint.test_killed_saves import save as save_now

@@ -192,7 +192,8 @@ def test_a_directory_of_ones_own_adds_choices(tmp_path):
 def test_every_choice_composes_and_says_what_it_is(group, tmp_path):
     from fsdpctl.config.files import first_comment, package_folder
 
-    (tmp_path / "config.yaml").write_text("model: llama_tiny\n")
+    (tmp_path / "checkpoints").mkdir()  # a run's
+    (tmp_path / "config.yaml").write_text("model.num_layers: 2\n")
     for choice in choices_of(group):
         words = [f"model.path={tmp_path}"] if choice == "hf" else []
         config = compose_config([f"{group}={choice}", *words]).config

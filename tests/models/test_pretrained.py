@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from fsdpctl.checkpoint.consolidate import consolidate
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.manifest import Progress
-from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
+from fsdpctl.checkpoint.pretrained import assets_beside, open_weights, tokenizer_beside
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
@@ -52,6 +52,13 @@ def export(model: ShardedModel, path: Path, folder: Path) -> None:
 @torch.no_grad()
 def difference(ours: ShardedModel, theirs: torch.nn.Module) -> float:
     return float((ours(tokens()) - theirs(tokens()).logits).abs().max())
+
+
+def edited(folder: Path, **about: object) -> Path:
+    """The directory, its config.json changed."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | about))
+    return folder
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -145,7 +152,7 @@ def test_what_is_missing_or_too_much_is_named(tmp_path):
         load(tmp_path / "in")
     save_file({**saved, "model.norm.weight": norm}, file)
     with pytest.raises(CheckpointError, match=r"has shape \[48\], the model's is \[64\]"):
-        load(tmp_path / "in", "model.hidden_size=64")
+        load(edited(tmp_path / "in", hidden_size=64))
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match=r"model.safetensors"):
         load(tmp_path / "in")
@@ -166,11 +173,9 @@ MISTAKES = {
 @pytest.mark.parametrize("key", MISTAKES)
 def test_what_is_not_offered_is_said(key, tmp_path):
     save_model("llama", tmp_path / "in")
-    file = tmp_path / "in" / "config.json"
     value, message = MISTAKES[key]
-    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     with pytest.raises(UsageError, match=message):
-        compose(tmp_path / "in")
+        compose(edited(tmp_path / "in", **{key: value}))
 
 
 def test_paths_that_hold_no_model_are_answered_with_the_way(tmp_path):
@@ -184,3 +189,74 @@ def test_paths_that_hold_no_model_are_answered_with_the_way(tmp_path):
         compose_config([f"model.path={tmp_path}"])
     with pytest.raises(UsageError, match="model=hf model.path=org/name"):
         compose_config(["model=org/name"])
+
+
+def test_weights_are_read_from_where_transformers_reads_them(tmp_path):
+    theirs = save_model("llama", tmp_path / "in")
+    file = tmp_path / "in" / "model.safetensors"
+    zeros = {name: torch.zeros_like(each) for name, each in load_file(file).items()}
+    save_file(zeros, tmp_path / "in" / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(zeros, "model-00001-of-00001.safetensors")}
+    (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file(zeros, tmp_path / "in" / "z.safetensors")
+    assert difference(load(tmp_path / "in"), theirs) <= 1e-5
+    file.unlink()
+    assert difference(load(tmp_path / "in"), theirs) > 1
+    (tmp_path / "in" / "model.safetensors.index.json").unlink()
+    with pytest.raises(UsageError, match=r"which of model-00001-of-00001.safetensors, z"):
+        load(tmp_path / "in")
+
+
+def test_a_head_that_is_not_the_embedding_it_is_said_to_be_is_refused(tmp_path):
+    theirs = save_model("llama", tmp_path / "in")
+    edited(tmp_path / "in", tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match="model.tie_embeddings=false"):
+        load(tmp_path / "in")
+    assert difference(load(tmp_path / "in", "model.tie_embeddings=false"), theirs) <= 1e-5
+
+
+def test_quantized_weights_are_refused(tmp_path):
+    save_model("llama", tmp_path / "in")
+    file = tmp_path / "in" / "model.safetensors"
+    saved = load_file(file)
+    saved["model.norm.weight"] = saved["model.norm.weight"].to(torch.int8)
+    save_file(saved, file)
+    with pytest.raises(CheckpointError, match=r"model.norm.weight is I8; quantized weights"):
+        load(tmp_path / "in")
+
+
+def test_another_shape_than_the_weights_is_a_mistake_of_the_user(tmp_path):
+    save_model("llama", tmp_path / "in")
+    with pytest.raises(
+        UsageError, match=r"model.num_layers=2: the weights .* are of 3; model.init"
+    ):
+        compose(tmp_path / "in", "model.num_layers=2")
+    assert compose(tmp_path / "in", "model.num_layers=2", "model.init=random").model.num_layers == 2
+    assert compose(tmp_path / "in", "model.num_layers=3").model.num_layers == 3
+
+
+def test_a_tokenizer_that_is_not_read_is_not_replaced_by_bytes(tmp_path):
+    save_model("llama", tmp_path / "in")
+    assert tokenizer_beside(tmp_path / "in") is None
+    (tmp_path / "in" / "tokenizer.model").touch()
+    with pytest.raises(UsageError, match=r"\(tokenizer.model\) is not read, only tokenizer.json"):
+        tokenizer_beside(tmp_path / "in")
+
+
+def test_old_and_incomplete_forms_of_rope(tmp_path):
+    file = tmp_path / "config.json"
+    about = json.loads(FAMILIES["llama 3.1"].to_json_string())
+    rope = about.pop("rope_parameters")
+    scaling = {**rope, "type": "llama3"}
+    del scaling["rope_type"], scaling["original_max_position_embeddings"]
+    old = {"rope_theta": 500.0, "rope_scaling": scaling}
+    file.write_text(json.dumps(about | old | {"rope_parameters": {"rope_type": "default"}}))
+    model = compose(tmp_path, "model.init=random").model
+    assert (model.rope_scaling, model.rope_theta, model.rope_original_len) == ("llama3", 500.0, 64)
+    del scaling["factor"]
+    file.write_text(json.dumps(about | old))
+    with pytest.raises(UsageError, match="factor is missing"):
+        compose(tmp_path)
+    file.write_text(json.dumps(about | {"hidden_size": None}))
+    with pytest.raises(UsageError, match="hidden_size is missing"):
+        compose(tmp_path)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdpctl.checkpoint.consolidate import consolidate
@@ -95,9 +95,19 @@ def test_an_existing_destination_is_kept_unless_told_otherwise(tmp_path):
     with pytest.raises(UsageError, match="exists already"):
         consolidate(reader, tmp_path / "hf")
     (tmp_path / "link").symlink_to("hf")
-    (tmp_path / "hf" / "mark").touch()
+    (tmp_path / "hf" / "generation_config.json").touch()  # of an export of another model
     consolidate(reader, tmp_path / "link", overwrite=True)
-    assert not (tmp_path / "hf" / "mark").exists()
+    assert not (tmp_path / "hf" / "generation_config.json").exists()
+    file = tmp_path / "hf" / "model.safetensors"
+    weights = file.read_bytes()
+    save_file(load_file(file), file)
+    with pytest.raises(UsageError, match="no earlier export"):  # but somebody's model
+        consolidate(reader, tmp_path / "hf", overwrite=True)
+    file.write_bytes(weights)
+    (tmp_path / "hf" / "notes.txt").touch()
+    with pytest.raises(UsageError, match="no earlier export"):
+        consolidate(reader, tmp_path / "hf", overwrite=True)
+    (tmp_path / "hf" / "notes.txt").unlink()
     (tmp_path / "link").unlink()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["hf", "step-00000001"]
 
