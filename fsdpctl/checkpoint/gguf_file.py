@@ -104,8 +104,8 @@ def write_gguf(
     notes = [f"no tokenizer: {why}"] if why else []
     if model.sliding_window is not None:
         notes.append(
-            f"llama.cpp knows no sliding window here: beyond {model.sliding_window} tokens it "
-            "computes something else"
+            f"llama.cpp knows no sliding window here: beyond {model.sliding_window} tokens, the "
+            "context length that is written, it computes something else"
         )
     return ExportedGguf(destination, size, len(tensors), tuple(notes))
 
@@ -215,7 +215,7 @@ def _write_parameters(
     writer.add_type(gguf.GGUFType.MODEL)
     writer.add_name(reader.manifest.config["model"])
     writer.add_block_count(model.num_layers)
-    writer.add_context_length(model.max_seq_len)
+    writer.add_context_length(min(model.max_seq_len, model.sliding_window or model.max_seq_len))
     writer.add_embedding_length(model.hidden_size)
     writer.add_feed_forward_length(model.intermediate_size)
     writer.add_head_count(model.num_heads)
