@@ -119,7 +119,7 @@ def test_every_pair(saved, ranks):
 
 def test_some_pairs(tmp_path):
     sources = {2: ["full_shard", "shard_optimizer"], 3: ["no_shard"]}
-    targets = {1: ["full_shard"], 2: ["no_shard"], 4: ["hybrid_shard"]}
+    targets = {1: ["full_shard"], 4: ["hybrid_shard"]}
     for ranks, strategies in sources.items():
         save_all(world_size=ranks, folder=tmp_path, dtype="float64", strategies=strategies)
     for ranks, strategies in targets.items():

@@ -21,7 +21,7 @@ from tests.engine.odd import KINDS, Batches, Kind
 from tests.matrix import WHOLE, cases
 from tests.reference import train_reference
 
-STEPS = 5
+STEPS = 3
 STRATEGY_NAMES = list(STRATEGIES)
 HYBRIDS = [name for name, row in STRATEGIES.items() if row.replicates]
 SHARDINGS = [(name, "even") for name in STRATEGIES] + [
