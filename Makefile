@@ -29,6 +29,8 @@ bench: $(VENV)/developed  ## beside PyTorch's own engines on CPU ranks, about ha
 	$(BIN)/python -m benchmarks.planning --out $(RESULTS)/planning.json
 	$(BIN)/python -m benchmarks.host_time --out $(RESULTS)/host-time.json
 	$(BIN)/python -m benchmarks.peak_memory --out $(RESULTS)/peak-memory-cpu.json
+	$(BIN)/python -m benchmarks.consolidate --out $(RESULTS)/consolidate.json
+	$(BIN)/python -m benchmarks.saving --out $(RESULTS)/saving.json
 	$(BIN)/python -m benchmarks.step_time --out $(RESULTS)/step-time-cpu.json
 
 format: $(VENV)/developed

@@ -93,6 +93,8 @@ TABLES = {
     "peak_memory": measured.peak_memory_table,
     "host_time": measured.host_time_table,
     "planning": measured.planning_table,
+    "consolidate": measured.consolidate_table,
+    "saving": measured.saving_table,
 }
 
 

@@ -95,3 +95,43 @@ def planning_table() -> str:
         for each in report["results"]
     ]
     return _table(header, rows, f"Medians of {report['rounds']} processes, {_made_with(report)}.")
+
+
+def consolidate_table() -> str:
+    """The time of consolidation over that of cat, and its memory."""
+    report = _report("consolidate")
+    header = [
+        "checkpoint",
+        "time over `cat` and `sync`",
+        "over `cat` alone",
+        "MiB above the interpreter",
+    ]
+    rows = [
+        [
+            f"{each['checkpoint_bytes'] / 1e9:.1f} GB",
+            f"{each['time_over_cat']:.2f}",
+            f"{each['time_over_cat_cached']:.2f}",
+            f"{each['bytes_above_interpreter'] / (1 << 20):.0f}",
+        ]
+        for each in report["results"]
+    ]
+    return _table(header, rows, f"Medians of {report['rounds']} rounds, {_made_with(report)}.")
+
+
+def saving_table() -> str:
+    """What training pays for a checkpoint, in steps."""
+    report = _report("saving")
+    results = report["results"]
+    header = ["`checkpoint.mode`", "training stands still", "complete after"]
+    rows = [
+        [
+            f"`{mode}`",
+            *(f"{results[mode][key]:.3f}" for key in ("stall_over_step", "write_over_step")),
+        ]
+        for mode in ("sync", "async")
+    ]
+    about = (
+        f"In steps; {results['checkpoint_bytes'] / 1e6:.0f} MB from {report['ranks']} ranks, "
+        f"medians of {report['rounds']} rounds, {_made_with(report)}."
+    )
+    return _table(header, rows, about)

@@ -29,6 +29,14 @@ LAYERS = [
 ]
 HEIGHT = {name: height for height, row in enumerate(LAYERS) for name in row}
 WITHOUT_TORCH = ["errors", "plan", "config", "memory", "cli"]
+# What consolidating, inspecting and verifying a checkpoint takes.
+TOOLS_WITHOUT_TORCH = [
+    "fsdpctl.checkpoint.consolidate",
+    "fsdpctl.checkpoint.gguf_file",
+    "fsdpctl.checkpoint.pretrained",
+    "fsdpctl.checkpoint.reader",
+    "fsdpctl.checkpoint.shard",
+]
 SPEAKS_DISTRIBUTED = {"comm", "launch"}
 # The agent's protocol for a worker's error message is part of how it is launched.
 EXCEPTIONS = {("fsdpctl.train.worker", "torch.distributed.elastic.multiprocessing.errors")}
@@ -170,7 +178,7 @@ def modules_without_torch() -> list[str]:
     return [
         module
         for module in package_sources()
-        if module == "fsdpctl" or layer_of(module) in WITHOUT_TORCH
+        if module == "fsdpctl" or layer_of(module) in WITHOUT_TORCH or module in TOOLS_WITHOUT_TORCH
     ]
 
 

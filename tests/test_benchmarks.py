@@ -32,6 +32,7 @@ def run(module: str, out: Path, *words: str) -> dict[str, object]:
         ("step_time", ["--sizes", "8M", "--dtypes", "fp32", "--rounds", "1"]),
         ("host_time", ["--rounds", "1"]),
         ("planning", ["--rounds", "1"]),
+        ("consolidate", ["--rounds", "1", "--gigabytes", "0.2"]),
         ("gpu", ["--device", "cpu", "--sizes", "tiny", "--rounds", "1"]),
     ],
 )
@@ -50,6 +51,13 @@ def test_engines_that_are_compared_compute_the_same() -> None:
                 theirs.startswith("fsdp2") or each["dtype"] == "fp32"
             ):  # DDP autocasts, which rounds elsewhere
                 assert losses[ours] == pytest.approx(losses[theirs], rel=1e-5)
+
+
+def test_consolidation_takes_no_more_memory_for_a_larger_model() -> None:
+    results = json.loads((measured.RESULTS / "consolidate.json").read_text())["results"]
+    small, large = (each["bytes_above_interpreter"] for each in results)
+    assert small <= 256 << 20
+    assert large <= small + (16 << 20)
 
 
 def test_no_engine_of_pytorch_holds_less() -> None:
