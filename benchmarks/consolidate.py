@@ -1,8 +1,8 @@
 """Consolidating a sharded checkpoint beside `cat` of the same bytes, and the memory it takes.
 
-Both bring their file to the disk, because what appears complete shall be so after a power failure too;
-`cat` that leaves its file in the page cache is measured beside it. Ours also checks every byte. Memory
-is the most that the process has held, above an interpreter that has imported nothing.
+Both bring their file to the disk: what appears complete shall be so after a power failure too.
+`cat` that leaves its file in the page cache is measured beside them. Ours also checks every byte.
+Memory is the most that the process has held, above an interpreter that has imported nothing.
 
     python -m benchmarks.consolidate --out benchmarks/results/consolidate.json
 """
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -80,42 +80,56 @@ class RandomWeights:
 
 
 def measure(num_bytes: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Medians of interleaved rounds."""
-    source = folder / "checkpoint"
+    """Medians of interleaved rounds, in each of which another one begins."""
+    source, out = folder / "checkpoint", folder / "cat"
     total = shard_weights(RandomWeights(num_bytes), source, num_files=RANKS, about=About())
-    files = [str(source / rank_file(rank)) for rank in range(RANKS)]
-    found: list[dict[str, float]] = []
-    for _ in range(rounds + 1):  # the first fills the page cache
-        command = [sys.executable, "-c", _CONSOLIDATE, str(source), str(folder / "hf")]
-        cached = _timed(f"cat {' '.join(files)} > {folder / 'cat'}")
-        (folder / "cat").unlink()
-        synced = _timed(f"cat {' '.join(files)} > {folder / 'cat'} && sync {folder / 'cat'}")
-        (folder / "cat").unlink()
-        os.sync()
-        ours = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-        shutil.rmtree(folder / "hf")
-        found.append({"cat_seconds": synced, "cat_cached_seconds": cached, **ours})
+    cat = f"cat {' '.join(str(source / rank_file(rank)) for rank in range(RANKS))} > {out}"
+    contestants: dict[str, Callable[[], dict[str, float]]] = {
+        "cat": lambda: _run_shell(f"{cat} && sync {out}", out),
+        "cat_cached": lambda: _run_shell(cat, out),
+        "ours": lambda: _consolidate(source, folder / "hf"),
+    }
+
+    def measured(name: str) -> dict[str, float]:
+        os.sync()  # what was written before is not paid for here
+        _run_shell(cat, out)  # nor are pages that a virtual machine has to ask its host for
+        return contestants[name]()
+
+    found: list[dict[str, dict[str, float]]] = []
+    for number in range(rounds + 1):  # the first fills the page cache
+        names = list(contestants)
+        names = names[number % 3 :] + names[: number % 3]
+        found.append({name: measured(name) for name in names})
     kept = found[1:]
+
+    def over(name: str) -> float:
+        return round(median(each["ours"]["seconds"] / each[name]["seconds"] for each in kept), 3)
+
     return {
         "checkpoint_bytes": total,
         "ranks": RANKS,
-        **{
-            f"time_over_{name}": round(
-                median(each["seconds"] / each[f"{name}_seconds"] for each in kept), 3
-            )
-            for name in ("cat", "cat_cached")
-        },
-        "bytes_above_interpreter": max(each["bytes_above_interpreter"] for each in kept),
+        "time_over_cat": over("cat"),
+        "time_over_cat_cached": over("cat_cached"),
+        "bytes_above_interpreter": max(each["ours"]["bytes_above_interpreter"] for each in kept),
         "rounds": kept,
     }
 
 
-def _timed(command: str) -> float:
-    """Seconds of a shell's command; what was written before is not paid for in it."""
-    os.sync()
+def _run_shell(command: str, out: Path) -> dict[str, float]:
     began = time.perf_counter()
     subprocess.run(["sh", "-c", command], check=True)
-    return time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    out.unlink()
+    return {"seconds": seconds}
+
+
+def _consolidate(source: Path, out: Path) -> dict[str, float]:
+    command = [sys.executable, "-c", _CONSOLIDATE, str(source), str(out)]
+    found: dict[str, float] = json.loads(
+        subprocess.run(command, check=True, capture_output=True).stdout
+    )
+    shutil.rmtree(out)
+    return found
 
 
 def main() -> None:
