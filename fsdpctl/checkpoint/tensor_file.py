@@ -23,6 +23,8 @@ ITEMSIZES = {
 }  # fmt: skip
 CHUNK_BYTES = 1 << 20  # read, and checked, at a time; a multiple of every item's size
 _BEGIN_BYTES = 32 << 20
+# Larger writes take larger pages, which a virtual machine may have to ask its host for each time.
+_WRITE_BYTES = 256 << 10
 _MAX_HEADER = 1 << 30
 
 
@@ -110,7 +112,7 @@ class NewFile:
 
 def _write_all(descriptor: int, data: memoryview) -> None:
     while data:
-        data = data[os.write(descriptor, data) :]
+        data = data[os.write(descriptor, data[:_WRITE_BYTES]) :]
 
 
 def rank_file(rank: int) -> str:
