@@ -122,7 +122,7 @@ def saving_table() -> str:
     """What training pays for a checkpoint, in steps."""
     report = _report("saving")
     results = report["results"]
-    header = ["`checkpoint.mode`", "training stands still", "complete after"]
+    header = ["`checkpoint.mode`", "training stands still", "complete after", "all it costs"]
     rows = [
         [
             f"`{mode}`",
