@@ -126,7 +126,10 @@ def saving_table() -> str:
     rows = [
         [
             f"`{mode}`",
-            *(f"{results[mode][key]:.3f}" for key in ("stall_over_step", "write_over_step")),
+            *(
+                f"{results[mode][key]:.3f}"
+                for key in ("stall_over_step", "write_over_step", "cost_over_step")
+            ),
         ]
         for mode in ("sync", "async")
     ]
