@@ -1,7 +1,7 @@
 """Cuts a module into units, gives each its memory and this rank its shards."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ class Source:
 
     device: torch.device
     initialize: Callable[[str, Tensor], None] | None = None  # None: rank 0's parameters
+    is_empty: bool = False  # zeros, which will be read over; no rank ever has a whole unit of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class _Builder:
     source: Source
     params: dict[str, nn.Parameter]
     dtypes: dict[str, torch.dtype]  # of the parameters as the user made them
+    scratches: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     def layouts(self, spec: UnitSpec) -> tuple[FlatLayout, ...]:
         return self.division.layouts[spec.name]
@@ -66,6 +68,13 @@ class _Builder:
 
     def master_dtype(self, layout: FlatLayout) -> torch.dtype:
         return self.precision.dtype_of_master(self.dtypes[layout.params[0].name])
+
+    def scratch(self, dtype: torch.dtype) -> Tensor:
+        """Memory for the largest buffer; one for all, because allocators fragment over many."""
+        if dtype not in self.scratches:
+            largest = max(each.numel for of in self.division.layouts.values() for each in of)
+            self.scratches[dtype] = torch.empty(largest, dtype=dtype, device=self.source.device)
+        return self.scratches[dtype]
 
     def nbytes(self, spec: UnitSpec) -> int:
         return sum(each.numel * self.compute_dtype(each).itemsize for each in self.layouts(spec))
@@ -87,24 +96,29 @@ class _Builder:
 
     @torch.no_grad()
     def buffer(self, unit: str, layout: FlatLayout, whole: Tensor) -> UnitBuffer:
-        values = self.initial_values(layout)
-        everything = Span(0, layout.numel)
         owned = layout.parts[self.mesh.shard.rank]
-        held = owned if self.strategy.shards_optimizer else everything
-        if self.strategy.keeps_whole_params:
-            whole.copy_(values)
-        own = whole if self.strategy.keeps_whole_params and whole.dtype == values.dtype else values
-        master = own[held.start : held.stop]
-        if own is values and held != everything:
-            master = master.clone()  # the rest of the values can go
+        held = owned if self.strategy.shards_optimizer else Span(0, layout.numel)
+        dtype, stays_whole = self.master_dtype(layout), self.strategy.keeps_whole_params
+        if stays_whole and whole.dtype == dtype:
+            master = whole[held.start : held.stop]
+        else:
+            master = torch.empty(held.numel, dtype=dtype, device=self.source.device)
+        targets = [whole, master] if stays_whole else [master]
+        if self.source.is_empty:
+            for target in targets:
+                target.zero_()
+        else:
+            values = self.initial_values(layout)
+            if stays_whole:
+                whole.copy_(values)
+            master.copy_(values[held.start : held.stop])
         written = share_of(owned, self.mesh.replica_rank, self.mesh.num_replicas)
         shard = FlatShard(unit, layout, master, held=held, owned=owned, written=written)
         return UnitBuffer(shard, [self.params[p.name] for p in layout.params], whole)
 
     def initial_values(self, layout: FlatLayout) -> Tensor:
-        """The whole flat buffer in the masters' dtype, the same on every rank."""
-        dtype = self.master_dtype(layout)
-        flat = torch.zeros(layout.numel, dtype=dtype, device=self.source.device)
+        """The whole flat buffer in the masters' dtype, alike on every rank, until the next call."""
+        flat = self.scratch(self.master_dtype(layout))[: layout.numel].zero_()
         for placement in layout.placements:
             name, span = placement.param.name, placement.span
             view = flat[span.start : span.stop].view(placement.param.shape)
@@ -211,7 +225,7 @@ def check_values(module: nn.Module, source: Source) -> None:
             raise EngineError(
                 f"parameter {name} is {param.dtype}: only real floating point is sharded"
             )
-        if param.is_meta and source.initialize is None:
+        if param.is_meta and source.initialize is None and not source.is_empty:
             raise EngineError(f"parameter {name} is on the meta device: it has no values")
     for name, each in module.named_modules():
         if getattr(each, "sparse", False) is True:

@@ -54,12 +54,8 @@ def make_model(
         ),
     )
     draw = partial(initialize_parameter, seed=config.train.seed, config=config.model)
-    source = Source(device, _leave_zeros if empty else draw)
+    source = Source(device, is_empty=True) if empty else Source(device, draw)
     return shard_from(source, _make_module(config), sharding)
-
-
-def _leave_zeros(name: str, whole: torch.Tensor) -> None:
-    """What is not written to takes no memory on the CPU, and will be read from a file."""
 
 
 def _make_module(config: Config) -> nn.Module:

@@ -42,6 +42,7 @@ OVERRIDES, METRICS, LOGS, LOCK = (
     "lock",
 )
 _NOT_THE_MODELS = ("model.path", "model.init", "model.init_std")  # but of its first weights
+_NOT_SET = "not set"
 _WIND_DOWN_SECONDS = 60.0  # a killed launcher's workers save and go within it
 
 
@@ -99,16 +100,17 @@ def plan_start(config: Config, resume: str) -> Start:
         return Start(config, Standing.NEW, 0)
     source = find_checkpoint(Path(resume).expanduser())
     manifest = CheckpointReader(source).manifest
-    changed = [
-        f"{name} {manifest.config.get(name, 'not set')} -> {text}"
-        for name, text in config_words(config).items()
-        if name.startswith("model.")
-        and name not in _NOT_THE_MODELS
-        and manifest.config.get(name, "not set") != text
+    before, now = manifest.config, config_words(config)
+    changed = [name for name in _changed(before, now) if name in before]
+    of_model = [
+        f"{name} {before[name]} -> {now.get(name, _NOT_SET)}"
+        for name in changed
+        if name.startswith("model.") and name not in _NOT_THE_MODELS
     ]
-    if changed:
-        raise UsageError(f"--resume {resume}: is of another model ({', '.join(changed)})")
-    return Start(config, Standing.RESUMES, manifest.progress.step, source=source)
+    if of_model:
+        raise UsageError(f"--resume {resume}: is of another model ({', '.join(of_model)})")
+    lines = _lines([name for name in changed if name not in _NOT_THE_MODELS], before, now)
+    return Start(config, Standing.RESUMES, manifest.progress.step, lines, source=source)
 
 
 def _fresh_run_dir(run_dir: Path) -> Path:
@@ -157,24 +159,34 @@ def _is_of_a_start(file: Path) -> bool:
 
 def _differences(run_dir: Path, config: Config) -> tuple[str, ...]:
     before, now = config_words(read_config(run_dir)), config_words(config)
-    changed = [
-        name
-        for name in sorted({*before, *now})
-        if before.get(name) != now.get(name) and name != "train.run_dir"
-    ]
-    deciding = [name for name in changed if decides_losses(name)]
-    if deciding:
-        said = ", ".join(
-            f"{name} {before.get(name, 'not set')} -> {now.get(name, 'not set')}"
-            for name in deciding
-        )
-        raise UsageError(
-            f"train.run_dir={run_dir}: holds a run with another configuration ({said}); "
-            "choose another train.run_dir=, or --resume never"
-        )
-    return tuple(
-        f"{name} was {before.get(name, 'not set')}, is {now.get(name, 'not set')}"
+    changed = _changed(before, now)
+    deciding = [
+        f"{name} {before.get(name, _NOT_SET)} -> {now.get(name, _NOT_SET)}"
         for name in changed
+        if decides_losses(name)
+    ]
+    if deciding:
+        raise UsageError(
+            f"train.run_dir={run_dir}: holds a run with another configuration "
+            f"({', '.join(deciding)}); choose another train.run_dir=, or --resume never; "
+            f"--resume {run_dir} goes on from its state in a new run"
+        )
+    return _lines(changed, before, now)
+
+
+def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """The words that differ, but for where the run lies."""
+    names = sorted({*before, *now} - {"train.run_dir"})
+    return [name for name in names if before.get(name) != now.get(name)]
+
+
+def _lines(
+    names: Sequence[str], before: Mapping[str, str], now: Mapping[str, str]
+) -> tuple[str, ...]:
+    return tuple(
+        f"{name} was {before.get(name, _NOT_SET)}, is {now.get(name, _NOT_SET)}"
+        f"{', which changes the losses' if decides_losses(name) else ''}"
+        for name in names
     )
 
 

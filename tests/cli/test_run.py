@@ -257,14 +257,18 @@ def test_resume_never_and_resume_path_start_runs_of_their_own(finished, tmp_path
     assert figures(tmp_path / "run-2") == figures(finished)
     longer = [word for word in typed if not word.startswith("train.steps")]
     source = str(finished / "checkpoints" / "step-00000125")
-    forked = fsdpctl("train", *longer, "train.steps=151", "--resume", source, cwd=tmp_path)
+    other = ["train.steps=151", "optimizer.lr=1e-4", "precision=bf16"]
+    forked = fsdpctl("train", *longer, *other, "--resume", source, cwd=tmp_path)
     assert forked.returncode == 0, forked.stderr
     assert "resumes at step 125 of" in forked.stdout
+    assert "is 0.0001, which changes the losses" in forked.stdout
+    assert "precision.param_dtype was float32, is bfloat16, which changes" in forked.stdout
+    assert "changed train.steps was 150, is 151\n" in forked.stdout
     steps = [step for step, loss, _ in figures(tmp_path / "run-3") if loss is not None]
     assert steps == list(range(126, 152))
-    other = fsdpctl("train", *typed, "model.num_layers=1", "--resume", source, cwd=tmp_path)
-    assert other.returncode == 2
+    twice = fsdpctl("train", *typed, "model.num_layers=1", "--resume", source, cwd=tmp_path)
+    assert twice.returncode == 2
     kept = [word for word in typed if not word.startswith("model.num_layers")]
-    other = fsdpctl("train", *kept, "model.num_layers=1", "--resume", source, cwd=tmp_path)
-    assert other.returncode == 2
-    assert "model.num_layers 2 -> 1" in other.stderr
+    smaller = fsdpctl("train", *kept, "model.num_layers=1", "--resume", source, cwd=tmp_path)
+    assert smaller.returncode == 2
+    assert "model.num_layers 2 -> 1" in smaller.stderr

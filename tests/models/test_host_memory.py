@@ -1,0 +1,55 @@
+"""A rank that loads weights holds its part of them, not the whole."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from fsdpctl.checkpoint.load import load_weights
+from fsdpctl.checkpoint.pretrained import open_weights
+from fsdpctl.config.compose import compose_config
+from fsdpctl.train.assemble import make_model
+from tests.distributed import distributed
+
+BLOCKS, WIDTH = 24, 512
+MIB = 1 << 20
+
+
+def most_held() -> int:
+    """Bytes, since it was last reset."""
+    found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found
+    return 1024 * int(found[1])
+
+
+@distributed(world_size=4)
+def loads(rank: int, world_size: int, folder: Path, size: int) -> None:
+    config = compose_config(["model=hf", f"model.path={folder}"]).config
+    load_weights(open_weights(config.model), make_model(config, torch.device("cpu"), empty=True))
+    Path("/proc/self/clear_refs").write_text("5")  # what was imported has been held by now
+    before = most_held()
+    model = make_model(config, torch.device("cpu"), empty=True)
+    load_weights(open_weights(config.model), model)
+    held = most_held() - before
+    block = size // BLOCKS
+    assert held <= size // world_size + 3 * block + 8 * MIB, (held // MIB, size // MIB)
+
+
+@pytest.mark.slow
+def test_loading_takes_a_ranks_part_and_a_few_blocks(tmp_path):
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=WIDTH,
+        intermediate_size=4 * WIDTH,
+        num_hidden_layers=BLOCKS,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    size = sum(param.nbytes for param in model.parameters())
+    assert size > 300 * MIB
+    del model
+    loads(folder=tmp_path, size=size)
