@@ -17,8 +17,7 @@ from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.plan.layout import Span
 
 _WHOLE, INDEX_JSON = "model.safetensors", "model.safetensors.index.json"
-# What belongs to a model beside its weights.
-RUN_ASSETS = "assets"  # a run directory's folder of them
+RUN_ASSETS = "assets"  # a run directory's folder of what belongs to a model beside its weights
 ASSETS = (CONFIG_JSON, "generation_config.json", *TOKENIZER_FILES)
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")  # GPT-2's last

@@ -234,7 +234,7 @@ class Trainer:
 
     def _finish_saving(self) -> None:
         """Let the checkpoint on its way be completed, and tell of it."""
-        self._saver.wait()
+        self._saver.wait(self._progress.saving)
         self._tell_saved()
 
     def _tell_saved(self) -> None:

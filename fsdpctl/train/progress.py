@@ -19,6 +19,7 @@ from fsdpctl.train.metrics import StepMetrics
 
 _GIB = 1 << 30
 _MIB = 1 << 20
+_TELL_EVERY = 10.0  # seconds, in plain lines
 
 
 def format_bytes(count: float) -> str:
@@ -44,7 +45,7 @@ class RunProgress:
         self._live: Progress | None = None
         self._task: TaskID | None = None
         self._done_here = 0
-        self._began = time.monotonic()
+        self._began = self._told = time.monotonic()
         if shows and self._console.is_terminal:
             self._live = _make_bar(self._console)
             self._task = self._live.add_task("", total=total_steps, completed=first_step, note="")
@@ -78,6 +79,14 @@ class RunProgress:
             each = (time.monotonic() - self._began) / self._done_here
             left = format_seconds(each * (self._total - metrics.step))
             self.say(f"step {metrics.step}/{self._total}  {note}  {left} left")
+
+    def saving(self, share: float) -> None:
+        """Training waits for a checkpoint of which so much is written."""
+        if self._live is not None and self._task is not None:
+            self._live.update(self._task, note=f"waiting for the checkpoint, {share:.0%} written")
+        elif time.monotonic() - self._told > _TELL_EVERY:
+            self._told = time.monotonic()
+            self.say(f"waiting for the checkpoint, {share:.0%} written")
 
     def say(self, line: str) -> None:
         """Print a line that stays."""

@@ -25,6 +25,7 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.train.assets import read_assets
 
+_TELLING_SECONDS = 0.5
 _LEAVING_SECONDS = 60.0  # what a failing run waits for its last checkpoint
 
 
@@ -156,10 +157,15 @@ class Saver:
         current = self._current
         return None if current is None else current.written / max(1, current.num_bytes)
 
-    def wait(self) -> None:
-        """Until the checkpoint on its way is complete; `take_saved` tells of it."""
-        if self._current is not None and self._current.thread is not None:
-            self._current.thread.join()
+    def wait(self, while_waiting: Callable[[float], None] = lambda share: None) -> None:
+        """Until the checkpoint on its way is complete; `take_saved` tells of it.
+
+        `while_waiting(share)` is called now and then with the share of it that is written.
+        """
+        thread = None if self._current is None else self._current.thread
+        while thread is not None and thread.is_alive():
+            thread.join(_TELLING_SECONDS)
+            while_waiting(self.share_written or 0.0)
 
     def __enter__(self) -> "Saver":
         return self
