@@ -18,6 +18,7 @@ from fsdpctl.checkpoint.tensor_file import (
     make_header,
     open_tensor_file,
     sync,
+    write_synced,
     write_tensor_file,
 )
 from fsdpctl.config.compose import config_from_words
@@ -189,7 +190,7 @@ def _write_folder(
     if has_config:
         _write_json(folder / CONFIG_JSON, _config_of(reader, exports, source))
     for name, content in attached.items():
-        (folder / name).write_bytes(content)
+        write_synced(folder / name, content)
     return Exported(len(files), total, len(weight_map), has_config, TOKENIZER_JSON in attached)
 
 
@@ -212,4 +213,4 @@ def _chunks(
 
 
 def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_synced(path, (json.dumps(content, indent=2) + "\n").encode())

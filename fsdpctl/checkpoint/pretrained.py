@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fsdpctl.checkpoint.cast import FLOATS
 from fsdpctl.checkpoint.folders import find_checkpoint
-from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, tensor_key
+from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, read_manifest, tensor_key
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensor_file import ITEMSIZES, TensorEntry, TensorFile, open_tensor_file
@@ -62,7 +62,7 @@ def tokenizer_beside(folder: Path) -> str | None:
     places = [folder]
     if not is_hugging_face(folder):
         checkpoint = find_checkpoint(folder)
-        if CheckpointReader(checkpoint).manifest.config.get("data.tokenizer") == BYTES:
+        if read_manifest(checkpoint).config.get("data.tokenizer") == BYTES:
             return BYTES
         places = [checkpoint]
         run_dir = checkpoint.parent.parent

@@ -1,6 +1,5 @@
 """The last step of every write: attachments, the manifest, one rename."""
 
-import os
 import shutil
 import sys
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from fsdpctl.checkpoint.manifest import FileInfo, Manifest, Progress, TensorInfo
 from fsdpctl.checkpoint.spans import checksum
-from fsdpctl.checkpoint.tensor_file import sync
+from fsdpctl.checkpoint.tensor_file import sync, write_synced
 from fsdpctl.config.model_path import MANIFEST
 
 _SPARE_BYTES = 1 << 20  # for the manifest and what directories take
@@ -66,15 +65,8 @@ def publish(
         world_size=world_size,
     )
     for name, content in about.attachments.items():
-        _write_synced(scratch / name, content)
-    _write_synced(scratch / MANIFEST, manifest.to_json().encode())
+        write_synced(scratch / name, content)
+    write_synced(scratch / MANIFEST, manifest.to_json().encode())
     sync(scratch)
     scratch.rename(folder)
     sync(folder.parent)
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())

@@ -18,9 +18,9 @@ from fsdpctl.checkpoint.spans import (
     unknown_digests,
 )
 from fsdpctl.checkpoint.tensor_file import (
-    NewFile,
     TensorEntry,
     make_header,
+    new_file,
     rank_file,
 )
 from fsdpctl.errors import UsageError
@@ -108,7 +108,7 @@ def _write_file(
     blank = {
         share.key: StoredSpan(share.span, unknown_digests(share.entry.nbytes)) for share in shares
     }
-    with NewFile(path) as file:
+    with new_file(path) as file:
         file.write(memoryview(make_header(entries, {SPANS: spans_to_json(blank)})))
         known = {}
         for share in shares:

@@ -7,10 +7,11 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import RawIOBase
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import xxhash
@@ -61,38 +62,38 @@ def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> 
 
 def write_tensor_file(path: Path, header: bytes, chunks: Iterable[memoryview]) -> int:
     """Write a new file and bring it to the disk; returns its size in bytes."""
-    with NewFile(path) as file:
+    with new_file(path) as file:
         file.write(memoryview(header))
         for chunk in chunks:
             file.write(chunk)
         return file.size
 
 
+@contextmanager
+def new_file(path: Path) -> Iterator["NewFile"]:
+    """Create a file, which is on the disk when the block ends; FileExistsError if it exists."""
+    with path.open("xb", buffering=0) as raw:
+        yield NewFile(raw)
+        os.fsync(raw.fileno())
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a small new file and bring it to the disk."""
+    with new_file(path) as file:
+        file.write(memoryview(content))
+
+
 class NewFile:
-    """A file that is on the disk when its block ends.
+    """What is written to a new file.
 
     Note: why it advises the kernel. That starts to write what was handed over, so that the disk
     works while the next chunks are made, and the last wait is short: half the time for gigabytes.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Create it; FileExistsError if it exists."""
-        self._file = path.open("xb", buffering=0)
+    def __init__(self, file: RawIOBase) -> None:
+        self._file = file
         self._begun = 0  # bytes that are on their way to the disk
         self.size = 0
-
-    def __enter__(self) -> "NewFile":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        with self._file:
-            if error is None:
-                os.fsync(self._file.fileno())
 
     def write(self, data: memoryview) -> None:
         """Append `data`."""

@@ -2,6 +2,8 @@
 
 import json
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,15 +44,14 @@ def found_checkpoint(source: Path) -> Path:
     return found
 
 
-def _progress() -> Progress:
-    return Progress(
-        BarColumn(bar_width=24),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        console=err,
-        transient=True,
-        disable=not err.is_terminal,
-    )
+@contextmanager
+def _bytes_bar(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar while the block runs; what it gives is told of the bytes that were done since."""
+    columns = (BarColumn(bar_width=24), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    hidden = not err.is_terminal
+    with Progress(*columns, console=err, transient=True, disable=hidden) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda count: progress.update(task, advance=count)
 
 
 def consolidate_checkpoint(
@@ -97,14 +98,13 @@ def _write_gguf(source: Path, destination: Path, dtype: str | None, *, overwrite
     from fsdpctl.checkpoint.source import weight_bytes
 
     reader = CheckpointReader(found_checkpoint(source))
-    with _progress() as progress:
-        task = progress.add_task("", total=weight_bytes(reader))
+    with _bytes_bar(weight_bytes(reader)) as advance:
         exported = write_gguf(
             reader,
             destination,
             dtype=EXPORT_DTYPES[dtype or "float32"],
             overwrite=overwrite,
-            on_bytes=lambda count: progress.update(task, advance=count),
+            on_bytes=advance,
         )
     say(
         f"{exported.path}: {exported.num_tensors} tensors, {exported.num_bytes:,} bytes, of step "
@@ -123,15 +123,14 @@ def _write_hugging_face(
 
     refuse_existing(destination.resolve(), overwrite=overwrite)
     reader = CheckpointReader(found_checkpoint(source))
-    with _progress() as progress:
-        task = progress.add_task("", total=weight_bytes(reader))
+    with _bytes_bar(weight_bytes(reader)) as advance:
         exported = consolidate(
             reader,
             destination,
             dtype=dtype,
             max_file_bytes=limit,
             overwrite=overwrite,
-            on_bytes=lambda count: progress.update(task, advance=count),
+            on_bytes=advance,
         )
     say(
         f"{destination}: {exported.num_tensors} tensors, {exported.num_bytes:,} bytes, of step "
@@ -168,14 +167,13 @@ def shard_checkpoint(
     weights = open_weights(config.model)
     check_weights(weights, build_model(config.model))
     about = About(config=model_words_only(config_words(config)), attachments=assets_beside(source))
-    with _progress() as progress:
-        task = progress.add_task("", total=weight_bytes(weights))
+    with _bytes_bar(weight_bytes(weights)) as advance:
         total = shard_weights(
             weights,
             destination,
             num_files=world_size,
             about=about,
-            on_bytes=lambda count: progress.update(task, advance=count),
+            on_bytes=advance,
         )
     say(f"{destination}: {total:,} bytes of weights; train with model=hf model.path={destination}")
 
@@ -255,10 +253,9 @@ def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
     from fsdpctl.checkpoint.reader import CheckpointReader
 
     reader = CheckpointReader(found_checkpoint(source))
-    with _progress() as progress:
-        task = progress.add_task("", total=reader.num_bytes)
-        for done in reader.verify():
-            progress.update(task, completed=done)
+    with _bytes_bar(reader.num_bytes) as advance:
+        for count in reader.verify():
+            advance(count)
     tensors = len(reader.manifest.tensors)
     if as_json:
         about = {"path": str(reader.folder), "tensors": tensors, "bytes": reader.num_bytes}

@@ -34,6 +34,10 @@ _FIXED: dict[str, Any] = {
 }
 
 
+# Names under which other versions of transformers keep what is written anew.
+_WRITTEN_BEFORE = ("dtype", "rope_parameters", "transformers_version", "layer_types")
+
+
 @dataclass(frozen=True, slots=True)
 class _Names:
     """Their names of our keys, and the defaults of their classes for keys that may be missing."""
@@ -242,10 +246,6 @@ def config_json(config: ModelConfig, dtype: str, source: Mapping[str, Any]) -> d
     # Their classes' defaults are tokens of the vocabulary they were made for.
     tokens = {"bos_token_id": None, "eos_token_id": None}
     return {**tokens, **kept, **about, **content, **own}
-
-
-# Names under which other versions of transformers keep what is written anew.
-_WRITTEN_BEFORE = ("dtype", "rope_parameters", "transformers_version", "layer_types")
 
 
 def default_activation(architecture: str) -> str:

@@ -71,7 +71,7 @@ class Trainer:
         parts.model.mesh.measure_waits()
         self._saved_step = done.step if done.step else -1
         self._ranks = parts.model.collectives
-        self._saver = Saver(parts.config, parts.run_dir, self._ranks, ObjectExchange())
+        self._saver = Saver(parts.config, parts.run_dir, ObjectExchange())
         self._is_main = self._ranks.rank == 0
         config = parts.config
         assert config.train.steps is not None
@@ -95,7 +95,7 @@ class Trainer:
             NonFiniteError: a loss or gradient was not finite, and the configuration says stop.
         """
         config = self.parts.config
-        with self._progress, self._saver, self._profiler() as profiler:
+        with self._progress, contextlib.closing(self._saver), self._profiler() as profiler:
             while self.step < self.total_steps:
                 self._train_step()
                 profiler.step()

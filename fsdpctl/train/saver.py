@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from fsdpctl.checkpoint.folders import (
     LATEST,
@@ -76,19 +75,18 @@ class Saver:
     comes before the last one is complete waits for it.
     """
 
-    def __init__(self, config: Config, run_dir: Path, ranks: Ranks, writers: Ranks) -> None:
+    def __init__(self, config: Config, run_dir: Path, ranks: Ranks) -> None:
         """Save into `run_dir`.
 
         Args:
             config: resolved.
             run_dir: of the run.
-            ranks: all of them.
-            writers: the same, talking apart from them, so that a thread may.
+            ranks: all of them, talking apart from training, so that a thread may.
         """
         self._checkpoints = run_dir / CHECKPOINTS
         self._words = config_words(config)
         self._keep = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every)
-        self._ranks, self._writers = ranks, writers
+        self._ranks = ranks
         self._staging = Staging() if config.checkpoint.mode == "async" else None
         self._assets: Mapping[str, bytes] = read_assets(run_dir) if ranks.rank == 0 else {}
         self._current: _Write | None = None
@@ -124,8 +122,8 @@ class Saver:
 
     def _write(self, snapshot: Snapshot, on_bytes: Callable[[int], None]) -> None:
         folder = step_folder(self._checkpoints, snapshot.about.progress.step)
-        write_checkpoint(folder, snapshot, self._writers, on_bytes)
-        if self._writers.rank == 0:
+        write_checkpoint(folder, snapshot, self._ranks, on_bytes)
+        if self._ranks.rank == 0:
             self._tidy(folder)
 
     def _tidy(self, newest: Path) -> None:
@@ -167,15 +165,7 @@ class Saver:
             thread.join(_TELLING_SECONDS)
             while_waiting(self.share_written or 0.0)
 
-    def __enter__(self) -> "Saver":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """Let the checkpoint on its way be completed as far as that goes."""
         if self._current is not None and self._current.thread is not None:
             self._current.thread.join(_LEAVING_SECONDS)
