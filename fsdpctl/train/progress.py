@@ -45,7 +45,8 @@ class RunProgress:
         self._live: Progress | None = None
         self._task: TaskID | None = None
         self._done_here = 0
-        self._began = self._told = time.monotonic()
+        self._began = time.monotonic()
+        self._told = 0.0  # after so many seconds of waiting a line was printed
         if shows and self._console.is_terminal:
             self._live = _make_bar(self._console)
             self._task = self._live.add_task("", total=total_steps, completed=first_step, note="")
@@ -80,12 +81,14 @@ class RunProgress:
             left = format_seconds(each * (self._total - metrics.step))
             self.say(f"step {metrics.step}/{self._total}  {note}  {left} left")
 
-    def saving(self, share: float) -> None:
-        """Training waits for a checkpoint of which so much is written."""
+    def saving(self, share: float, seconds: float) -> None:
+        """Training has waited so long for a checkpoint of which so much is written."""
+        if seconds < self._told:  # another one
+            self._told = 0.0
         if self._live is not None and self._task is not None:
             self._live.update(self._task, note=f"waiting for the checkpoint, {share:.0%} written")
-        elif time.monotonic() - self._told > _TELL_EVERY:
-            self._told = time.monotonic()
+        elif seconds - self._told >= _TELL_EVERY:
+            self._told = seconds
             self.say(f"waiting for the checkpoint, {share:.0%} written")
 
     def say(self, line: str) -> None:

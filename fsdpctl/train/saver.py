@@ -155,15 +155,17 @@ class Saver:
         current = self._current
         return None if current is None else current.written / max(1, current.num_bytes)
 
-    def wait(self, while_waiting: Callable[[float], None] = lambda share: None) -> None:
+    def wait(self, tell: Callable[[float, float], None] = lambda share, seconds: None) -> None:
         """Until the checkpoint on its way is complete; `take_saved` tells of it.
 
-        `while_waiting(share)` is called now and then with the share of it that is written.
+        `tell` is called now and then, with the share of it that is written and the seconds waited.
         """
         thread = None if self._current is None else self._current.thread
+        began = time.perf_counter()
         while thread is not None and thread.is_alive():
             thread.join(_TELLING_SECONDS)
-            while_waiting(self.share_written or 0.0)
+            if thread.is_alive():
+                tell(self.share_written or 0.0, time.perf_counter() - began)
 
     def close(self) -> None:
         """Let the checkpoint on its way be completed as far as that goes."""
