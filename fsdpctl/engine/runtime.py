@@ -19,12 +19,7 @@ from fsdpctl.engine.gatherer import Gatherer
 from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.errors import EngineError
-from fsdpctl.plan.schedule import (
-    EventKind,
-    Prefetch,
-    UnitOrder,
-    all_following,
-)
+from fsdpctl.plan.schedule import EventKind, Prefetch, UnitOrder, all_following
 from fsdpctl.plan.strategy import Strategy
 
 
@@ -110,6 +105,7 @@ class Runtime:
         if self.strategy.shards_params:
             self.gatherer.use(self.root, self._first_units() if self.prefetch.forward else ())
         self.has_pending_prefetch = False
+        self.ledger.note(EventKind.FORWARD, self.root.name)
 
     def begin_unit(self, unit: ShardedUnit) -> None:
         """A unit's forward starts, or is computed again in backward."""
@@ -120,6 +116,7 @@ class Runtime:
         self.gatherer.use(unit, self._forward_ahead[unit.name])
         unit.is_running = True
         self._calls.ran(unit.name, tracks=torch.is_grad_enabled())
+        self.ledger.note(EventKind.FORWARD, unit.name)
         self.ledger.ranges.begin("forward", unit.name)
 
     def end_unit(self, unit: ShardedUnit) -> None:
@@ -132,6 +129,7 @@ class Runtime:
             unit.name, self.strategy
         ):
             self.gatherer.release(unit)
+        self.ledger.note(EventKind.LEAVE, unit.name)
 
     def end_forward(self) -> None:
         """The outermost module has ended."""
@@ -173,6 +171,7 @@ class Runtime:
             unit.was_used_in_backward = True
         if over:
             self._reduce(over[-1])
+        self.ledger.note(EventKind.BACKWARD, unit.name)
         self.ledger.ranges.begin("backward", unit.name)
 
     def _over_before(self, unit: ShardedUnit, call: Call) -> Iterator[ShardedUnit]:

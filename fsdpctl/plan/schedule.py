@@ -4,6 +4,8 @@ The events of a step are those of every rank. `gather` starts an all-gather and 
 unit's parameters may be read; `release` gives the memory back; `reduce` starts the reduction of a
 unit's gradients and `reduced` is when this rank has its part of the sum. Where more than the part
 is wanted, `combine` starts a second collective: over the copies, or to put the parts together.
+Between them the model computes: in a unit's `forward`, around it after it was left, and in a unit's
+`backward`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,6 +21,9 @@ class EventKind(StrEnum):
 
     GATHER = "gather"
     READY = "ready"
+    FORWARD = "forward"  # the unit computes; for the root what comes before all units
+    LEAVE = "leave"  # its forward is over, and what surrounds the units computes
+    BACKWARD = "backward"  # its backward computes, and what surrounds the units after it
     RELEASE = "release"
     HOLD = "hold"  # gradients stay whole on this rank until a later backward reduces them
     REDUCE = "reduce"
@@ -133,7 +138,7 @@ class _Simulation:
         self.events.append(Event(kind, unit))
 
     def gather(self, unit: str) -> None:
-        if unit in self.gathered:
+        if unit in self.gathered or not self.strategy.shards_params:
             return
         self.gathered.add(unit)
         slot = self.slot_of.get(unit)
@@ -148,7 +153,7 @@ class _Simulation:
     def use(self, unit: str, ahead: Iterable[str] = ()) -> None:
         for each in (unit, *ahead):
             self.gather(each)
-        if unit not in self.whole:
+        if unit in self.gathered and unit not in self.whole:
             self.whole.add(unit)
             self.note(EventKind.READY, unit)
 
@@ -190,11 +195,14 @@ class _Simulation:
         order = self.order
         self.holds.clear()
         self.use(order.root, order.forward[: prefetch.forward + 1] if prefetch.forward else ())
+        self.note(EventKind.FORWARD, order.root)
         ahead = all_following(order.forward, prefetch.forward)
         for unit in order.forward:
             self.use(unit, ahead[unit])
+            self.note(EventKind.FORWARD, unit)
             if not order.keeps_after_forward(unit, self.strategy):
                 self.release(unit)
+            self.note(EventKind.LEAVE, unit)
 
     def backward(self, prefetch: Prefetch, *, reduces: bool) -> None:
         order = self.order
@@ -205,6 +213,7 @@ class _Simulation:
                 self.use(unit, ahead[unit])
             for each in finished:
                 self.gradients(each, reduces=reduces)
+            self.note(EventKind.BACKWARD, unit)
             self.release(unit)
             finished = [unit]
         for each in finished:
@@ -238,13 +247,8 @@ def step_events(
     """
     simulation = _Simulation(order, strategy, reductions, shared_slots, combines)
     for reduce in reduces:
-        if strategy.shards_params:
-            simulation.forward(prefetch)
-            simulation.backward(prefetch, reduces=reduce)
-        else:
-            for unit in order.reduction:
-                simulation.gradients(unit, reduces=reduce)
-            simulation.finish_reductions()
+        simulation.forward(prefetch)
+        simulation.backward(prefetch, reduces=reduce)
     return tuple(simulation.events)
 
 

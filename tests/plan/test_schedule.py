@@ -1,6 +1,7 @@
 """What holds in every schedule, and what a known one looks like."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -8,11 +9,26 @@ from hypothesis import strategies as st
 
 from fsdpctl.plan.layout import ParamSpec, flat_layout
 from fsdpctl.plan.reductions import Reductions, plan_reductions
-from fsdpctl.plan.schedule import EventKind, Prefetch, UnitOrder, most_whole_units, step_events
+from fsdpctl.plan.schedule import (
+    Event,
+    EventKind,
+    Prefetch,
+    UnitOrder,
+    most_whole_units,
+    step_events,
+)
 from fsdpctl.plan.slots import assign_slots
 from fsdpctl.plan.strategy import STRATEGIES
 
 K = EventKind
+COMPUTES = (K.FORWARD, K.LEAVE, K.BACKWARD)
+
+
+def moves_of(events: Sequence[Event]) -> list[tuple[EventKind, str]]:
+    """Without what the model computes between them."""
+    return [(event.kind, event.unit) for event in events if event.kind not in COMPUTES]
+
+
 orders = st.integers(1, 6).map(
     lambda n: UnitOrder(
         "root", ("embed", *(f"b{i}" for i in range(n)), "head"), frozenset({"embed"})
@@ -25,7 +41,7 @@ prefetches = st.builds(Prefetch, st.integers(0, 2), st.integers(0, 2))
 def test_every_unit_is_gathered_before_use_released_after_and_reduced_once(order, prefetch, name):
     events = step_events(order, STRATEGIES[name], prefetch, reductions=alike(order))
     for unit in (order.root, *order.forward):
-        kinds = [event.kind for event in events if event.unit == unit]
+        kinds = [kind for kind, name in moves_of(events) if name == unit]
         assert [kind for kind in kinds if kind in (K.REDUCE, K.REDUCED)] == [K.REDUCE, K.REDUCED]
         moves = [kind for kind in kinds if kind not in (K.REDUCE, K.REDUCED)]
         passes = len(moves) // 3
@@ -61,6 +77,25 @@ def test_units_that_are_whole_together_have_different_slots(order, prefetch):
             assert len(alive & set(slot.units)) <= 1
 
 
+def test_units_compute_forward_and_backward_while_they_are_whole():
+    order = UnitOrder("root", ("a", "b"))
+    for name in ("full_shard", "no_shard"):
+        events = step_events(order, STRATEGIES[name], Prefetch(0, 0), reductions=alike(order))
+        assert [(event.kind, event.unit) for event in events if event.kind in COMPUTES] == [
+            (K.FORWARD, "root"),
+            (K.FORWARD, "a"),
+            (K.LEAVE, "a"),
+            (K.FORWARD, "b"),
+            (K.LEAVE, "b"),
+            (K.BACKWARD, "b"),
+            (K.BACKWARD, "a"),
+        ]
+        alive = most_whole_units(events)
+        for event, whole in zip(events, alive, strict=True):
+            if name == "full_shard" and event.kind in (K.FORWARD, K.BACKWARD):
+                assert {event.unit, order.root} <= whole
+
+
 def test_a_unit_far_above_the_median_has_a_slot_of_its_own():
     nbytes = {"root": 5, "embed": 100, "a": 10, "b": 10, "c": 12}
     slots = assign_slots(nbytes, "root", ("embed", "a", "b", "c"), 1)
@@ -77,7 +112,7 @@ def test_no_shard_only_holds_and_reduces():
     events = step_events(
         order, STRATEGIES["no_shard"], Prefetch(), reductions=alike(order), reduces=(False, True)
     )
-    assert [(event.kind, event.unit) for event in events] == [
+    assert moves_of(events) == [
         *((K.HOLD, unit) for unit in ("b", "a", "root")),
         *((kind, unit) for unit in ("b", "a", "root") for kind in (K.REDUCE, K.REDUCED)),
     ]
@@ -88,7 +123,7 @@ def test_a_second_collective_is_waited_for_when_the_next_one_starts():
     events = step_events(
         order, STRATEGIES["no_shard"], Prefetch(), reductions=alike(order), combines=True
     )
-    assert [(event.kind, event.unit) for event in events] == [
+    assert moves_of(events) == [
         (K.REDUCE, "a"),
         (K.REDUCED, "a"),
         (K.COMBINE, "a"),
@@ -114,7 +149,7 @@ def test_small_units_are_reduced_together_within_the_bytes_of_the_largest():
     order = UnitOrder("root", ("a", "b", "c"))
     reductions = Reductions({"root": 1, "a": 2, "b": 2, "c": 4}, budget=4)
     events = step_events(order, STRATEGIES["no_shard"], Prefetch(), reductions=reductions)
-    assert [(event.kind, event.unit) for event in events] == [
+    assert moves_of(events) == [
         (K.REDUCE, "c"),
         (K.REDUCED, "c"),
         (K.REDUCE, "b"),
