@@ -22,6 +22,7 @@ began = time.perf_counter()
 import torch
 imported = time.perf_counter()
 from fsdpctl.config.compose import compose_config
+from fsdpctl.engine.build import divide_module
 from fsdpctl.memory.estimate import timeline
 from fsdpctl.models.registry import build_model
 from fsdpctl.train.footprint import plan_run
@@ -32,7 +33,7 @@ config = placed_on_cluster(compose_config([f"model={model}", "cluster=h100", *la
 ready = time.perf_counter()
 module = build_model(config.model)
 built = time.perf_counter()
-moments = sum(1 for _ in timeline(*plan_run(config, module, 1)))
+moments = sum(1 for _ in timeline(*plan_run(config, divide_module(module, None), 1)))
 planned = time.perf_counter()
 print(json.dumps([imported - began, built - ready, planned - built, moments]))
 """

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from docs import measured
 from fsdpctl.cli.app import app
 from fsdpctl.config.compose import compose_config
+from fsdpctl.engine.build import divide_module
 from fsdpctl.memory.estimate import Breakdown, Moment, timeline
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.schedule import EventKind
@@ -111,7 +112,7 @@ def filled(page: str) -> str:
 def moments_of(name: str) -> list[Breakdown]:
     """What a rank holds at rest, in each unit's forward, in each unit's backward, and after it."""
     (found,) = estimate_strategies(compose_config([*MODEL, f"strategy={name}"]).config, every=False)
-    plan, place = plan_run(found.config, build_model(found.config.model), 1)
+    plan, place = plan_run(found.config, divide_module(build_model(found.config.model), None), 1)
     order = plan.order
     moments = list(timeline(plan, place))
     forward = _held_at(moments, EventKind.READY)

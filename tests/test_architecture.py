@@ -29,6 +29,8 @@ LAYERS = [
 ]
 HEIGHT = {name: height for height, row in enumerate(LAYERS) for name in row}
 WITHOUT_TORCH = ["errors", "plan", "config", "memory", "cli"]
+# What observes a module.
+WITH_TORCH = {f"fsdpctl.memory.{name}" for name in ("operators", "shorten", "trace")}
 # What consolidating, inspecting and verifying a checkpoint takes.
 TOOLS_WITHOUT_TORCH = [
     "fsdpctl.checkpoint.consolidate",
@@ -179,6 +181,7 @@ def modules_without_torch() -> list[str]:
         module
         for module in package_sources()
         if module == "fsdpctl" or layer_of(module) in WITHOUT_TORCH or module in TOOLS_WITHOUT_TORCH
+        if module not in WITH_TORCH
     ]
 
 

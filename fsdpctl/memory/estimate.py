@@ -14,12 +14,12 @@ from fsdpctl.plan.reductions import plan_reductions
 from fsdpctl.plan.replay import Itemsizes, RankPlace, Replay, unit_bytes
 from fsdpctl.plan.runs import decay_group, optimizer_runs
 from fsdpctl.plan.schedule import Buffer, Event, EventKind, Prefetch, UnitOrder, step_events
-from fsdpctl.plan.slots import slots_of
+from fsdpctl.plan.slots import SlotSpec, slots_of
 from fsdpctl.plan.strategy import Strategy
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-_MOMENTS = 2  # of AdamW, in the masters' dtype
-_STEP_BYTES = 4  # a float32 counter for each tensor that the optimizer sees
+MOMENTS = 2  # of AdamW, in the masters' dtype
+STEP_BYTES = 4  # a float32 counter for each tensor that the optimizer sees
 _CATEGORY = {
     Buffer.PARAMS: "gathered_units",
     Buffer.GRADS: "gradients",
@@ -133,14 +133,19 @@ def _meeting_ranks(layout: FlatLayout) -> Iterator[int]:
             yield after.span.start // size
 
 
-def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
-    """What one rank holds in the course of a step, once there are optimizer states."""
+def plan_slots(plan: TrainingPlan) -> tuple[SlotSpec, ...]:
+    """What the units are gathered into."""
     nbytes = {
         name: sum(layout.numel for layout in of_unit) * plan.sizes.param
         for name, of_unit in plan.layouts.items()
     }
     root, *others = nbytes
-    slots = slots_of(plan.strategy, nbytes, root, others, plan.prefetch.depth)
+    return slots_of(plan.strategy, nbytes, root, others, plan.prefetch.depth)
+
+
+def planned_step(plan: TrainingPlan, place: RankPlace) -> list[Event]:
+    """The events of a step with everything that has bytes."""
+    slots = plan_slots(plan)
     units = unit_bytes(plan.layouts, slots, plan.strategy, plan.sizes, place)
     combines = place.combines(plan.strategy)
     events = step_events(
@@ -156,14 +161,20 @@ def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
         shared_slots=[slot.units for slot in slots if slot.resident],
         combines=combines,
     )
+    return Replay(units, combines=combines).play(events)
+
+
+def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
+    """What one rank holds in the course of a step, once there are optimizer states."""
     masters, states = _states(plan, place.rank)
-    always = sum(slot.nbytes for slot in slots if units[slot.units[0]].resident)
+    stay = plan.strategy.keeps_whole_params
+    always = sum(slot.nbytes for slot in plan_slots(plan) if slot.resident or stay)
     if plan.strategy.keeps_whole_params and plan.sizes.param == plan.sizes.master:
         always -= masters  # which are windows into the parameters
     held = {"gathered_units": always, "gradients": 0, "reduce_buffers": 0}
     now = Breakdown(parameters=masters, optimizer_states=states, **held)
     yield Moment(None, now)
-    for event in Replay(units, combines=combines).play(events):
+    for event in planned_step(plan, place):
         if event.buffer is not None:
             change = event.nbytes if event.kind is EventKind.ALLOCATE else -event.nbytes
             held[_CATEGORY[event.buffer]] += change
@@ -181,5 +192,5 @@ def _states(plan: TrainingPlan, rank: int) -> tuple[int, int]:
         if layout.params[0].trainable:
             runs = optimizer_runs(layout, held, decay_group)
             numel = sum(run.span.numel for run in runs)
-            states += numel * _MOMENTS * plan.sizes.master + len(runs) * _STEP_BYTES
+            states += numel * MOMENTS * plan.sizes.master + len(runs) * STEP_BYTES
     return masters, states

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.config.schema import Config
+from fsdpctl.engine.build import divide_module
 from fsdpctl.memory.estimate import DTYPE_BYTES
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.train.footprint import divide, estimate_run
@@ -155,7 +156,7 @@ def _run(start: Start) -> str:
 
 def describe_units(run: ResolvedRun) -> Iterator[str]:
     """Units and their layout over the ranks, a line each; then each rank's share."""
-    division = divide(run.config, run.module).division
+    division = divide(run.config, divide_module(run.module, None)).division
     units, layouts = division.units, division.layouts
     width = max(len(unit.name) for unit in units) + 2
     yield f"{'unit':<{width}}{'kind':<11}{'parameters':>14}{'padding':>10}  elements of each rank"

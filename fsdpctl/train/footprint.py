@@ -15,7 +15,7 @@ from fsdpctl.plan.replay import Itemsizes, RankPlace
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy, get_strategy
 from fsdpctl.plan.transport import Transport
-from fsdpctl.plan.units import lay_out
+from fsdpctl.plan.units import UnitSpec, lay_out
 from fsdpctl.train.machine import check_length, placed_on_cluster, resolved_strategy, world_size
 
 _GIB = 1 << 30
@@ -31,21 +31,20 @@ class ShardedLayout:
     ranks_per_copy: int
 
 
-def divide(config: Config, module: nn.Module) -> ShardedLayout:
-    """Cut `module` as the resolved `config` says."""
+def divide(config: Config, units: tuple[UnitSpec, ...]) -> ShardedLayout:
+    """Cut the units of a model as the resolved `config` says."""
     ranks = world_size(config)
     size = config.strategy.dp_shard_size or ranks
     strategy, parts = effective_strategy(get_strategy(config.strategy.name), size, ranks)
     owner_map = config.strategy.owner_map if strategy.has_owner_map else "even"
-    units = divide_module(module, None)
     return ShardedLayout(Division(units, lay_out(units, parts, owner_map)), strategy, parts)
 
 
 def plan_run(
-    config: Config, module: nn.Module, num_micro_batches: int
+    config: Config, units: tuple[UnitSpec, ...], num_micro_batches: int
 ) -> tuple[TrainingPlan, RankPlace]:
     """What a resolved configuration asks of the engine, and where its first rank stands."""
-    cut = divide(config, module)
+    cut = divide(config, units)
     precision = config.precision
     sizes = Itemsizes(
         *(
@@ -69,7 +68,7 @@ def plan_run(
 
 def estimate_run(config: Config, module: nn.Module, num_micro_batches: int) -> Estimate:
     """The most that the fullest rank holds, for a resolved configuration."""
-    return estimate(*plan_run(config, module, num_micro_batches))
+    return estimate(*plan_run(config, divide_module(module, None), num_micro_batches))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdpctl.comm.base import Collectives
+from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import IGNORED, Batches, MicroBatch
 from fsdpctl.data.source import DataSet
+
+_CHUNK_BYTES = 128 << 20  # of float32 logits
+_LEAST_CHUNK_TOKENS = 1024
+
+
+def loss_chunk_tokens(config: Config, micro_batch_size: int) -> int:
+    """Chunks where the logits of a pass are large; not so small that matrices become slow."""
+    if config.train.loss_chunk_tokens is not None:
+        return config.train.loss_chunk_tokens
+    assert config.model.vocab_size is not None
+    chunk = max(_LEAST_CHUNK_TOKENS, _CHUNK_BYTES // (4 * config.model.vocab_size))
+    return chunk if micro_batch_size * config.train.seq_len >= 2 * chunk else 0
 
 
 def summed_loss(

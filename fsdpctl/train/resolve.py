@@ -19,10 +19,8 @@ from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.train.blocks import missing_compiler
+from fsdpctl.train.loss import loss_chunk_tokens
 from fsdpctl.train.machine import check_length, placed_here, resolved_strategy, world_size
-
-_CHUNK_BYTES = 128 << 20  # of float32 logits
-_LEAST_CHUNK_TOKENS = 1024
 
 # What decides the losses; the rest may change from one start of a run to the next.
 _DECIDES = ("model", "data", "optimizer", "lr_scheduler", "precision")
@@ -80,22 +78,13 @@ def resolve(composed: Composed) -> ResolvedRun:
             epochs=None,
             tokens=None,
             micro_batch_size=batches.micro_batch_size,
-            loss_chunk_tokens=_loss_chunk_tokens(config, batches),
+            loss_chunk_tokens=loss_chunk_tokens(config, batches.micro_batch_size),
         ),
     )
     config = _with_run_dir(config, composed.recipe)
     before = config_words(composed.config)
     automatic = frozenset(name for name, text in before.items() if text == "auto")
     return ResolvedRun(config, automatic, data, module, batches, steps, notes)
-
-
-def _loss_chunk_tokens(config: Config, batches: BatchPlan) -> int:
-    """Chunks where the logits of a pass are large; not so small that matrices become slow."""
-    if config.train.loss_chunk_tokens is not None:
-        return config.train.loss_chunk_tokens
-    assert config.model.vocab_size is not None
-    chunk = max(_LEAST_CHUNK_TOKENS, _CHUNK_BYTES // (4 * config.model.vocab_size))
-    return chunk if batches.micro_batch_size * config.train.seq_len >= 2 * chunk else 0
 
 
 def _with_compiler(config: Config) -> tuple[Config, tuple[str, ...]]:

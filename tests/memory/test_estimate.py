@@ -156,7 +156,7 @@ def test_uneven_maps_are_searched_for_the_fullest_of_many_ranks():
     config = compose_config(words).config
     (found,) = estimate_strategies(config, every=False)
     run, module = found.config, build_model(found.config.model)
-    plan, place = plan_run(run, module, 4)
+    plan, place = plan_run(run, divide_module(module, None), 4)
     peaks = [
         max(moment.held.total for moment in timeline(plan, replace(place, rank=rank)))
         for rank in range(100)

@@ -1,0 +1,241 @@
+"""A model of CUDA's caching allocator: what it reserves for a sequence of allocations.
+
+After torch's c10/cuda/CUDACachingAllocator.cpp with its default settings. Requests up to 1 MiB and
+larger ones have pools of their own; each takes the smallest free block that is large enough and
+splits it if enough is left. Segments are 2 MiB, 20 MiB or multiples of 2 MiB; an expandable segment
+grows by 2 MiB (small requests) or 20 MiB instead. Where the device has no more, all free segments
+are given back before it is asked again.
+"""
+
+from bisect import bisect_left, insort
+
+_MIB = 1 << 20
+_ROUNDING = 512
+_SMALL = _MIB  # requests up to it are small
+_SMALL_SEGMENT, _LARGE_SEGMENT = 2 * _MIB, 20 * _MIB
+_MIN_LARGE = 10 * _MIB  # requests from it get segments of their size
+_FAR = 1 << 50  # between the addresses of two segments
+
+
+class DeviceFullError(Exception):
+    """The device has not that much memory, even if the cache is emptied."""
+
+
+class _Block:
+    __slots__ = ("after", "before", "is_free", "missing", "pool", "size", "start")
+
+    def __init__(self, start: int, size: int, pool: "_Pool") -> None:
+        self.start = start
+        self.size = size
+        self.pool = pool
+        self.is_free = True
+        self.before: _Block | None = None  # its neighbours in the segment
+        self.after: _Block | None = None
+        self.missing = 0  # bytes of an expandable segment that were given back to the device
+
+
+class _Pool:
+    __slots__ = ("free", "grain", "last", "least_rest")
+
+    def __init__(self, grain: int, least_rest: int) -> None:
+        self.free: list[tuple[int, int, _Block]] = []  # by size, then address
+        self.grain = grain  # what an expandable segment grows by
+        self.least_rest = least_rest  # what must be left of a block that is split
+        self.last: _Block | None = None  # the end of the expandable segment
+
+
+class PlainAllocator:
+    """Takes what is asked for, as on the CPU, and counts."""
+
+    def __init__(self) -> None:
+        self.allocated = self.peak_allocated = 0
+        self._live: dict[int, int] = {}
+
+    @property
+    def peak_reserved(self) -> int:
+        """Nothing is kept back."""
+        return self.peak_allocated
+
+    def allocate(self, key: int, nbytes: int) -> None:
+        """Take `nbytes`, to be freed as `key`."""
+        self._live[key] = nbytes
+        self.allocated += nbytes
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+
+    def free(self, key: int) -> None:
+        """Give back what was allocated as `key`."""
+        self.allocated -= self._live.pop(key)
+
+    def pass_through(self, key: int, nbytes: int) -> None:
+        """Allocate and free at once."""
+        self.peak_allocated = max(self.peak_allocated, self.allocated + nbytes)
+
+
+class CachingAllocator:
+    """Allocates without memory, and counts."""
+
+    def __init__(self, *, expandable: bool = False, capacity: int | None = None) -> None:
+        """`capacity`: bytes that can be reserved."""
+        self.allocated = self.reserved = 0
+        self.peak_allocated = self.peak_reserved = 0
+        self.retries = 0  # times that the cache was emptied for want of memory
+        self._expandable = expandable
+        self._capacity = capacity
+        self._segments = 0
+        self._live: dict[int, _Block] = {}
+        least = _ROUNDING if expandable else _SMALL
+        self._small = _Pool(_SMALL_SEGMENT, _ROUNDING)
+        self._large = _Pool(_LARGE_SEGMENT, least + (0 if expandable else 1))
+
+    def allocate(self, key: int, nbytes: int) -> None:
+        """Take at least `nbytes`, to be freed as `key`.
+
+        Raises:
+            DeviceFullError: the device has no more.
+        """
+        size = -(-nbytes // _ROUNDING) * _ROUNDING or _ROUNDING
+        pool = self._small if size <= _SMALL else self._large
+        free = pool.free
+        place = bisect_left(free, (size, 0))
+        block = self._best_fit(pool, place) if place < len(free) else None
+        if block is None:
+            block = self._new_block(pool, size)
+        elif block.missing:
+            self._map_again(block, size)
+        rest = block.size - size
+        if rest >= pool.least_rest:
+            self._split(pool, block, size)
+        block.is_free = False
+        self._live[key] = block
+        self.allocated += block.size
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
+
+    def free(self, key: int) -> None:
+        """Give back what was allocated as `key`."""
+        block = self._live.pop(key)
+        self.allocated -= block.size
+        block.is_free = True
+        pool = block.pool
+        before, after = block.before, block.after
+        if before is not None and before.is_free:
+            self._take_out(before)
+            block.start, block.size = before.start, before.size + block.size
+            block.missing += before.missing
+            block.before = before.before
+            if block.before is not None:
+                block.before.after = block
+        if after is not None and after.is_free:
+            self._take_out(after)
+            block.size += after.size
+            block.missing += after.missing
+            block.after = after.after
+            if block.after is not None:
+                block.after.before = block
+            if pool.last is after:
+                pool.last = block
+        insort(pool.free, (block.size, block.start, block))
+
+    def pass_through(self, key: int, nbytes: int) -> None:
+        """Allocate and free at once."""
+        pool = self._small if nbytes <= _SMALL else self._large
+        size = -(-nbytes // _ROUNDING) * _ROUNDING
+        if pool.free and pool.free[-1][0] >= size and not pool.free[-1][2].missing:
+            self.peak_allocated = max(self.peak_allocated, self.allocated + size)
+            return
+        self.allocate(key, nbytes)
+        self.free(key)
+
+    def empty_cache(self) -> None:
+        """Give back to the device what is wholly free."""
+        for pool in (self._small, self._large):
+            if self._expandable:
+                for _, _, block in pool.free:
+                    whole = block.size // pool.grain * pool.grain
+                    self.reserved -= max(0, whole - block.missing)
+                    block.missing = max(block.missing, whole)
+                continue
+            kept = []
+            for entry in pool.free:
+                if entry[2].before is None and entry[2].after is None:
+                    self.reserved -= entry[0]
+                else:
+                    kept.append(entry)
+            pool.free = kept
+
+    def _best_fit(self, pool: _Pool, place: int) -> _Block:
+        """The smallest that is large enough; the end of an expandable segment comes last."""
+        block = pool.free[place][2]
+        if block is pool.last and place + 1 < len(pool.free):
+            place += 1
+            block = pool.free[place][2]
+        del pool.free[place]
+        return block
+
+    def _new_block(self, pool: _Pool, size: int) -> _Block:
+        if self._expandable:
+            return self._grow(pool, size)
+        if size <= _SMALL:
+            wanted = _SMALL_SEGMENT
+        elif size < _MIN_LARGE:
+            wanted = _LARGE_SEGMENT
+        else:
+            wanted = -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
+        self._reserve(wanted)
+        self._segments += 1
+        return _Block(self._segments * _FAR, wanted, pool)
+
+    def _grow(self, pool: _Pool, size: int) -> _Block:
+        last = pool.last
+        if last is None or not last.is_free:
+            grown = -(-size // pool.grain) * pool.grain
+            self._reserve(grown)
+            start = last.start + last.size if last is not None else 0
+            block = _Block(start, grown, pool)
+            block.before = last
+            if last is not None:
+                last.after = block
+        else:
+            grown = -(-(size - last.size) // pool.grain) * pool.grain
+            self._reserve(grown + last.missing)
+            self._take_out(last)
+            last.size += grown
+            last.missing = 0
+            block = last
+        pool.last = block
+        return block
+
+    def _map_again(self, block: _Block, size: int) -> None:
+        needed = min(block.missing, -(-size // block.pool.grain) * block.pool.grain)
+        try:
+            self._reserve(needed)
+        except DeviceFullError:
+            insort(block.pool.free, (block.size, block.start, block))
+            raise
+        block.missing -= needed
+
+    def _reserve(self, nbytes: int) -> None:
+        capacity = self._capacity
+        if capacity is not None and self.reserved + nbytes > capacity:
+            self.retries += 1
+            self.empty_cache()
+            if self.reserved + nbytes > capacity:
+                raise DeviceFullError
+        self.reserved += nbytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def _split(self, pool: _Pool, block: _Block, size: int) -> None:
+        rest = _Block(block.start + size, block.size - size, pool)
+        rest.before, rest.after = block, block.after
+        rest.missing, block.missing = block.missing, 0
+        if block.after is not None:
+            block.after.before = rest
+        block.after = rest
+        block.size = size
+        if pool.last is block:
+            pool.last = rest
+        insort(pool.free, (rest.size, rest.start, rest))
+
+    def _take_out(self, block: _Block) -> None:
+        free = block.pool.free
+        del free[bisect_left(free, (block.size, block.start))]

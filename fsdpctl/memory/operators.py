@@ -1,0 +1,188 @@
+"""Which operators a device would use, and what their kernels take for themselves.
+
+Tensors without memory have no device, so where torch chooses by device the choice is made here.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
+
+_aten = torch.ops.aten
+_FLASH = 1  # of torch.nn.attention.SDPBackend, whose import is slow
+
+Attention = Callable[..., Tensor]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+class _Asked(NamedTuple):
+    """The rest of what attention is asked for, as torch names it."""
+
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
+def _cuda_attention(plain: Attention) -> Attention:
+    """Flash attention where there is no mask; with one, the memory-efficient kernel.
+
+    That is what torch prefers on Ampere. On Hopper it may prefer cuDNN's, which saves as much.
+    """
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        asked = _Asked(*args, **kwargs)
+        rest = (asked.dropout_p, asked.is_causal)
+        out: Tensor
+        if asked.attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+            out = _aten._scaled_dot_product_flash_attention(
+                query, key, value, *rest, scale=asked.scale
+            )[0]
+            return out
+        if asked.enable_gqa:
+            key, value = (_repeated(each, query.shape[1] // each.shape[1]) for each in (key, value))
+        bias = None if asked.attn_mask is None else _as_bias(asked.attn_mask, query)
+        out = _aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, query.requires_grad, *rest, scale=asked.scale
+        )[0]
+        return out
+
+    return attention
+
+
+def _repeated(values: Tensor, times: int) -> Tensor:
+    return values.repeat_interleave(times, dim=1)
+
+
+def _as_bias(mask: Tensor, like: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    zero = torch.scalar_tensor(0.0, dtype=like.dtype, device=like.device)
+    never = torch.scalar_tensor(float("-inf"), dtype=like.dtype, device=like.device)
+    return torch.where(mask, zero, never)
+
+
+def _cpu_attention(plain: Attention) -> Attention:
+    """What torch chooses for CPU tensors of the same shapes."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        asked = _Asked(*args, **kwargs)
+        if not _uses_flash_on_cpu(query, key, value, asked):
+            return plain(query, key, value, *args, **kwargs)
+        bias = None if asked.attn_mask is None else _as_bias(asked.attn_mask, query)
+        rest = (asked.dropout_p, asked.is_causal)
+        out: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, *rest, attn_mask=bias, scale=asked.scale
+        )[0]
+        return out
+
+    return attention
+
+
+def _uses_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, asked: _Asked) -> bool:
+    with _disable_current_modes():
+        chosen = torch._fused_sdp_choice(
+            _on_cpu(query),
+            _on_cpu(key),
+            _on_cpu(value),
+            None if asked.attn_mask is None else _on_cpu(asked.attn_mask),
+            asked.dropout_p,
+            asked.is_causal,
+            scale=asked.scale,
+            enable_gqa=asked.enable_gqa,
+        )
+    return int(chosen) == _FLASH
+
+
+def _on_cpu(like: Tensor) -> Tensor:
+    """A CPU tensor of that shape, in almost no memory."""
+    *others, last = like.shape
+    row = torch.empty(last, dtype=like.dtype, device="cpu", requires_grad=like.requires_grad)
+    return row.expand(*others, last)
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """What the CUDA kernel saves: its input, and a float32 number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        rows = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rows)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _cuda_rms_norm(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """One kernel, where torch has it."""
+
+    def rms_norm(
+        x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
+        if weight is None or weight.dtype != x.dtype:
+            return plain(x, shape, weight, eps)
+        out: Tensor = _FusedRMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]  # torch's
+        return out
+
+    return rms_norm
+
+
+@contextmanager
+def operators_of(device: str) -> Iterator[None]:
+    """Inside, tensors on the meta device are computed with as on `device`.
+
+    Functions are replaced, because a mode would not be active where checkpointed parts are computed
+    again in backward.
+    """
+    attention, rms_norm = F.scaled_dot_product_attention, F.rms_norm
+    try:
+        if device == "cuda":
+            F.scaled_dot_product_attention = _cuda_attention(attention)
+            F.rms_norm = _cuda_rms_norm(rms_norm)
+        else:
+            F.scaled_dot_product_attention = _cpu_attention(attention)
+        yield
+    finally:
+        F.scaled_dot_product_attention = attention
+        F.rms_norm = rms_norm
+
+
+def cuda_workspaces(op: Any, inputs: Sequence[Any]) -> list[int]:
+    """Bytes that a CUDA kernel allocates while it runs, besides its results.
+
+    Of FlashAttention 2's backward: the softmax's sums, the query's gradient in float32, and where
+    heads share keys and values, their gradients per query head. Of the embedding's backward: what
+    sorting the tokens takes.
+    """
+    if op is _aten._scaled_dot_product_flash_attention_backward.default:
+        query, key = inputs[1], inputs[2]
+        batch, heads, length, width = query.shape
+        rows = _round_up(length, 128)
+        columns = _round_up(width, 32 if width <= 128 else 64)
+        taken = [batch * heads * rows * 4, batch * heads * rows * columns * 4]
+        if key.shape[1] != heads:
+            expanded = batch * heads * key.shape[2] * width * query.dtype.itemsize
+            taken += [expanded, expanded]
+        return taken
+    if op is _aten.embedding_dense_backward.default:
+        return [8 * inputs[1].numel()] * 4
+    return []
+
+
+def cpu_nbytes(op: Any, inputs: Sequence[Any], made: Tensor) -> int:
+    """Bytes of a result on the CPU, where a normalisation's statistics have its input's dtype."""
+    nbytes: int = made.untyped_storage().nbytes()
+    if op is _aten.native_layer_norm.default and made.dtype != inputs[0].dtype:
+        nbytes = nbytes * int(inputs[0].dtype.itemsize) // made.dtype.itemsize
+    return nbytes

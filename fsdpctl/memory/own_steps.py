@@ -1,0 +1,245 @@
+"""The steps of our engine: the plan's events and the computation between them."""
+
+from collections.abc import Iterable
+
+from fsdpctl.memory.compute import Part, Place
+from fsdpctl.memory.estimate import MOMENTS, STEP_BYTES, TrainingPlan, plan_slots, planned_step
+from fsdpctl.memory.script import Category, Writer
+from fsdpctl.plan.layout import FlatLayout, Span
+from fsdpctl.plan.replay import RankPlace
+from fsdpctl.plan.runs import decay_group, optimizer_runs
+from fsdpctl.plan.schedule import Buffer, Event, EventKind
+from fsdpctl.plan.transport import Transport, adds_whole, gradient_stretches, sends_in_place
+
+K = EventKind
+_ADDED_AT_A_TIME = 1 << 16  # elements; see comm/gloo.py
+_PARTS = {K.FORWARD: Part.FORWARD, K.LEAVE: Part.AROUND, K.BACKWARD: Part.BACKWARD}
+_DOING = {
+    Buffer.PARAMS: "gathering",
+    Buffer.WHOLE_GRADS: "collecting the gradients of",
+    Buffer.WORKSPACE: "reducing",
+    Buffer.SUM: "reducing",
+    Buffer.GRADS: "reducing",
+}
+_CATEGORY = {
+    Buffer.PARAMS: Category.GATHERED_UNITS,
+    Buffer.WHOLE_GRADS: Category.REDUCE_BUFFERS,
+    Buffer.WORKSPACE: Category.REDUCE_BUFFERS,
+    Buffer.SUM: Category.REDUCE_BUFFERS,
+    Buffer.GRADS: Category.GRADIENTS,
+}
+
+
+class OwnSteps:
+    """Writes the operations of one rank under our engine."""
+
+    def __init__(self, plan: TrainingPlan, place: RankPlace, writer: Writer) -> None:
+        self._plan = plan
+        self._place = place
+        self._writer = writer
+        self._events = planned_step(plan, place)
+        self._live: dict[tuple[Buffer, str], list[list[int]]] = {}
+        self._taken: set[str] = set()  # parameters whose gradients the engine took in this pass
+        self._has_states = False
+        sizes = plan.sizes
+        keeps = place.size == 1 or not plan.strategy.shards_grads
+        self._in_place = keeps and sizes.reduce == sizes.master
+
+    def setup(self, *, draws: bool) -> None:
+        """Build the model; `draws`: its values are made here, a unit at a time."""
+        plan, writer = self._plan, self._writer
+        writer.begin()
+        writer.at("building the model")
+        scratch = None
+        slots = {name: slot for slot in plan_slots(plan) for name in slot.units}
+        made: set[str] = set()
+        keeps = plan.strategy.keeps_whole_params
+        for unit, layouts in plan.layouts.items():
+            slot = slots[unit]
+            is_new = slot.units[0] not in made
+            if is_new:
+                made.add(slot.units[0])
+                key = writer.allocate(Category.GATHERED_UNITS, unit, "slot", slot.nbytes)
+            for layout in layouts:
+                if not (keeps and plan.sizes.param == plan.sizes.master):
+                    nbytes = self._held(layout).numel * plan.sizes.master
+                    writer.allocate(Category.PARAMETERS, unit, "master weights", nbytes)
+                if draws and scratch is None:
+                    largest = max(each.numel for of in plan.layouts.values() for each in of)
+                    nbytes = largest * plan.sizes.master
+                    scratch = writer.allocate(Category.PARAMETERS, "", "values being drawn", nbytes)
+            if is_new and not keeps and not slot.resident:
+                writer.free(key)
+        if scratch is not None:
+            writer.free(scratch)
+
+    def _held(self, layout: FlatLayout) -> Span:
+        shards = self._plan.strategy.shards_optimizer
+        return layout.parts[self._place.rank] if shards else Span(0, layout.numel)
+
+    def step(self) -> None:
+        """All passes, the reductions, and the optimizer's step."""
+        writer = self._writer
+        writer.begin()
+        is_running = False
+        for event, following in self._annotated():
+            if event.kind is K.FORWARD and event.unit == self._plan.order.root:
+                if is_running:
+                    writer.play(Place(Part.END))
+                is_running = True
+                self._taken.clear()
+                writer.play(Place(Part.START))
+            elif event.kind in _PARTS:
+                writer.play(Place(_PARTS[event.kind], event.unit))
+            elif event.kind is K.ALLOCATE:
+                self._allocate(event, following)
+            elif event.kind is K.FREE:
+                self._free(event, following)
+            elif event.kind in (K.HOLD, K.REDUCE):
+                self._let_go(
+                    param.name for each in self._plan.layouts[event.unit] for param in each.params
+                )
+        writer.play(Place(Part.END))
+        self._optimizer()
+
+    def _annotated(self) -> Iterable[tuple[Event, Event | None]]:
+        """Each event with the one after it; a collection with what the gradients are for."""
+        purpose: Event | None = None
+        annotated: list[tuple[Event, Event | None]] = []
+        after: Event | None = None
+        for event in reversed(self._events):
+            if event.kind in (K.HOLD, K.REDUCE):
+                purpose = event
+            collects = event.kind is K.ALLOCATE and event.buffer is Buffer.WHOLE_GRADS
+            annotated.append((event, purpose if collects else after))
+            after = event
+        return reversed(annotated)
+
+    def _allocate(self, event: Event, following: Event | None) -> None:
+        buffer, unit = event.buffer, event.unit
+        assert buffer is not None
+        keys = self._live.setdefault((buffer, unit), [])
+        if buffer is Buffer.GRADS:
+            return  # it has become one when the sum was let go
+        if buffer is Buffer.SUM and self._in_place:
+            self._add_up(unit, len(keys) - 1)  # it is the buffer that was collected in
+            return
+        self._writer.at(_DOING[buffer], unit)
+        if buffer is Buffer.WORKSPACE:  # what was held before has taken them in
+            self._let_go(param.name for param in self._trained(unit)[len(keys)].params)
+        if buffer is Buffer.WHOLE_GRADS:
+            assert following is not None
+            keys.append(self._collect(unit, len(keys), event.nbytes, following.kind is K.REDUCE))
+            return
+        keys.append([self._writer.allocate(_CATEGORY[buffer], unit, buffer.value, event.nbytes)])
+        if buffer is Buffer.SUM:
+            self._add_up(unit, len(keys) - 1)
+
+    def _add_up(self, unit: str, index: int) -> None:
+        """What a rank takes that adds gradients itself: a chunk, and the one before."""
+        place, strategy, sizes = self._place, self._plan.strategy, self._plan.sizes
+        adds = not strategy.shards_grads and adds_whole(place.transport, place.size)
+        if place.transport is not Transport.GLOO or place.size == 1 or adds:
+            return
+        layout = self._trained(unit)[index]
+        own = layout.parts[place.rank]
+        stretches = [Span(0, layout.numel)]
+        if strategy.shards_grads and sends_in_place(place.transport, layout.parts):
+            stretches = [span for span, _ in gradient_stretches(layout)]
+        parts = [both.numel for span in stretches if (both := span.intersect(own))]
+        longest = min(max(parts, default=0), 2 * _ADDED_AT_A_TIME)
+        self._writer.pass_through(longest * max(sizes.reduce, sizes.master))
+
+    def _trained(self, unit: str) -> list[FlatLayout]:
+        return [each for each in self._plan.layouts[unit] if each.params[0].trainable]
+
+    def _free(self, event: Event, following: Event | None) -> None:
+        buffer, unit = event.buffer, event.unit
+        assert buffer is not None
+        keys = self._live[buffer, unit].pop(0)
+        into = None
+        if buffer is Buffer.WHOLE_GRADS and self._in_place:
+            into = Buffer.SUM
+        elif buffer is Buffer.SUM and following is not None and following.buffer is Buffer.GRADS:
+            into = Buffer.GRADS
+        if into is not None:
+            self._live.setdefault((into, unit), []).append(keys)
+            return
+        for key in keys:
+            self._writer.free(key)
+
+    def _collect(self, unit: str, index: int, nbytes: int, reduces: bool) -> list[int]:
+        """Bring the gradients of a flat buffer together, or send them from where they are."""
+        layout = self._trained(unit)[index]
+        names = [param.name for param in layout.params]
+        splits = self._plan.strategy.shards_grads
+        splits &= sends_in_place(self._place.transport, layout.parts)
+        if reduces and splits:
+            keys = self._send_from_place(unit, layout)
+        elif self._is_collected_already(layout):
+            keys = [self._take(names[0])]
+        else:
+            what = "all gradients"
+            keys = [self._writer.allocate(Category.REDUCE_BUFFERS, unit, what, nbytes)]
+        self._let_go(names)
+        return keys
+
+    def _is_collected_already(self, layout: FlatLayout) -> bool:
+        """A single gradient that is neither cast nor scaled is the flat buffer."""
+        place, strategy, sizes = self._place, self._plan.strategy, self._plan.sizes
+        scales = not strategy.shards_grads and adds_whole(place.transport, place.size)
+        scales &= place.size > 1
+        is_there = self._writer.gradient(layout.params[0].name) is not None
+        is_alone = len(layout.params) == 1 and not layout.padding
+        return is_there and is_alone and not scales and sizes.param == sizes.reduce
+
+    def _send_from_place(self, unit: str, layout: FlatLayout) -> list[int]:
+        sizes = self._plan.sizes
+        narrows = self._plan.strategy.shards_params
+        itemsize = min(sizes.param, sizes.reduce) if narrows else sizes.reduce
+        keys = []
+        for span, indices in gradient_stretches(layout):
+            name = layout.params[indices[0]].name
+            is_there = self._writer.gradient(name) is not None
+            if len(indices) == 1 and itemsize == sizes.param and is_there:
+                keys.append(self._take(name))
+            else:
+                what, nbytes = "gradients to send", span.numel * itemsize
+                keys.append(self._writer.allocate(Category.REDUCE_BUFFERS, unit, what, nbytes))
+        return keys
+
+    def _let_go(self, names: Iterable[str]) -> None:
+        """What autograd made was taken from the parameters."""
+        for name in names:
+            key = self._writer.gradient(name)
+            if key is not None and name not in self._taken:
+                self._taken.add(name)
+                self._writer.free(key)
+
+    def _take(self, name: str) -> int:
+        """The gradient itself serves as a buffer."""
+        key = self._writer.gradient(name)
+        assert key is not None
+        self._taken.add(name)
+        self._writer.keep(key)
+        return key
+
+    def _optimizer(self) -> None:
+        self._writer.at("the optimizer's step")
+        if not self._has_states:
+            self._has_states = True
+            for unit in self._plan.layouts:
+                for layout in self._trained(unit):
+                    self._states(unit, layout)
+        for (buffer, _), lists in self._live.items():
+            if buffer in (Buffer.GRADS, Buffer.WHOLE_GRADS):
+                for keys in lists:
+                    for key in keys:
+                        self._writer.free(key)
+                lists.clear()
+
+    def _states(self, unit: str, layout: FlatLayout) -> None:
+        for run in optimizer_runs(layout, self._held(layout), decay_group):
+            nbytes = run.span.numel * self._plan.sizes.master
+            for size in (STEP_BYTES, *[nbytes] * MOMENTS):
+                self._writer.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)

@@ -1,0 +1,157 @@
+"""The predicted peak of all tensors is that of a real run, and engine-owned bytes are exact."""
+
+import random
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.schema import Config
+from fsdpctl.data.batches import MicroBatch
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.memory.allocator import PlainAllocator
+from fsdpctl.memory.estimate import planned_step
+from fsdpctl.memory.own_steps import OwnSteps
+from fsdpctl.memory.script import Writer
+from fsdpctl.memory.simulate import Script, settle
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.optim.record import record_step
+from fsdpctl.plan.schedule import Buffer, Event, EventKind
+from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.train.assemble import make_model, make_optimizer
+from fsdpctl.train.footprint import plan_run
+from fsdpctl.train.loss import summed_loss
+from fsdpctl.train.machine import placed_on_cluster, resolved_strategy
+from fsdpctl.train.traced import TracedModel
+from tests.distributed import distributed
+from tests.matrix import WHOLE
+from tests.memory.watch import TensorBytes
+
+CASES = 56  # for each number of ranks
+SAMPLED = 1
+
+
+def random_config(draw: random.Random, ranks: int) -> Config:
+    """A small model trained in some way."""
+    heads = draw.choice([1, 2, 4])
+    strategy = draw.choice(list(STRATEGIES))
+    arch = draw.choice(["llama", "llama", "mistral", "qwen3", "gpt2"])
+    steps = draw.choice([1, 1, 2, 3, 4])
+    micro = draw.choice([1, 2, 3])
+    seq = draw.choice([16, 33, 64, 128])
+    words = [
+        f"launch.nproc_per_node={ranks}",
+        "launch.device=cpu",
+        f"strategy={strategy}",
+        f"prefetch={draw.choice(['none', 'backward', 'both'])}",
+        f"precision={draw.choice(['fp32', 'bf16', 'bf16_true'])}",
+        f"activation_checkpointing={draw.choice(['none', 'selective', 'full'])}",
+        f"accumulation={draw.choice(['every', 'last'])}",
+        f"accumulation.steps={steps}",
+        f"model.architecture={arch}",
+        f"model.num_layers={draw.randint(1, 9)}",
+        f"model.hidden_size={heads * draw.choice([16, 32, 48])}",
+        f"model.intermediate_size={draw.choice([64, 100, 256])}",
+        f"model.num_heads={heads}",
+        f"model.num_kv_heads={heads if arch == 'gpt2' else draw.choice([1, heads])}",
+        f"model.vocab_size={draw.choice([64, 300, 2000])}",
+        f"model.tie_embeddings={draw.choice(['true', 'false'])}",
+        f"train.seq_len={seq}",
+        f"train.micro_batch_size={micro}",
+        f"train.global_batch_size={ranks * micro * steps}",
+        f"train.loss_chunk_tokens={draw.choice([0, 0, 24])}",
+    ]
+    if arch == "mistral" and draw.random() < 0.5:
+        words += ["model.sliding_window=20"]
+    if strategy == "shard_optimizer" and ranks > 1:
+        words += [f"strategy.owner_map={draw.choice(['even', 'balanced', 'round_robin'])}"]
+    if strategy.startswith("hybrid"):
+        words += [f"strategy.dp_shard_size={draw.choice([1, ranks])}"]
+    if draw.random() < 0.3:
+        words += [f"prefetch.{way}={draw.randint(0, 2)}" for way in ("forward", "backward")]
+    config = placed_on_cluster(compose_config(words).config)
+    return replace(config, strategy=resolved_strategy(config, config.strategy))
+
+
+def train_step(config: Config, model: ShardedModel, optimizer: ShardedAdamW) -> None:
+    """As the trainer does it."""
+    steps = config.accumulation.steps
+    assert steps is not None
+    assert config.train.micro_batch_size is not None
+    shape = (config.train.micro_batch_size, config.train.seq_len)
+    loss_sum = torch.zeros((), dtype=torch.float64)
+    for micro_step in range(steps):
+        tokens = torch.randint(0, config.model.vocab_size or 1, shape)
+        batch = MicroBatch(tokens, tokens.clone())
+        holds = config.accumulation.name == "last" and micro_step < steps - 1
+        with model.no_sync() if holds else nullcontext():
+            loss = summed_loss(
+                model, batch, torch.device("cpu"), config.train.loss_chunk_tokens or 0
+            )
+            (loss / tokens.numel()).backward()
+        loss_sum += loss.detach()
+    record = record_step(
+        model,
+        loss_sum=loss_sum,
+        tokens=torch.ones(()),
+        nominal_tokens=1,
+        max_grad_norm=1.0,
+    )
+    optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
+    optimizer.zero_grad()
+
+
+def measured(config: Config, model: ShardedModel) -> tuple[int, list[Event]]:
+    """The most bytes of all tensors in a step, and what the engine did until it was over."""
+    optimizer = make_optimizer(config, model)
+    train_step(config, model, optimizer)
+    there = [shard.master for shard in model.flat_shards()]
+    for state in optimizer.state.values():
+        there += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    slots = [buffer.whole for unit in model._runtime.units.values() for buffer in unit.buffers]
+    watch = TensorBytes(there, slots, model.gathered_nbytes)
+    del there, slots
+    with watch, model.recorded_events() as trace:
+        train_step(config, model, optimizer)
+    return watch.peak, trace
+
+
+def predicted(config: Config, rank: int) -> tuple[int, list[Event]]:
+    """What is estimated of both."""
+    traced = TracedModel(config)
+    steps, micro = config.accumulation.steps, config.train.micro_batch_size
+    assert steps is not None
+    assert micro is not None
+    plan, first = plan_run(config, traced.units, steps)
+    place = replace(first, rank=rank % first.size)
+    last = traced.units[-1]
+    program = traced.program(micro, config.train.seq_len)
+    writer = Writer(program, last.name, last_is_head=last.kind == "head")
+    allocator = PlainAllocator()
+    settle(Script(writer, OwnSteps(plan, place, writer), draws=False), allocator)
+    plan = replace(plan, reduces=(*plan.reduces[:1] * (steps - 1), True))
+    return allocator.peak_allocated, planned_step(plan, place)
+
+
+def check(rank: int, ranks: int, seed: int) -> None:
+    config = random_config(random.Random(f"{seed} {ranks}"), ranks)
+    model = make_model(config, torch.device("cpu"))
+    peak, events = measured(config, model)
+    expected, planned = predicted(config, rank)
+    assert events[: len(planned)] == planned, config
+    # What follows is the optimizer's step and the end of the gradients.
+    rest = events[len(planned) :]
+    assert all(each.kind is EventKind.SYNC or each.buffer is Buffer.GRADS for each in rest), config
+    assert abs(expected / peak - 1) <= 0.01, (expected, peak, config)
+
+
+@WHOLE
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@distributed(timeout=300)
+def test_engine_bytes_are_exact_and_the_peak_of_all_tensors_within_a_percent(
+    rank: int, world_size: int, whole: bool
+) -> None:
+    for seed in range(SAMPLED, SAMPLED + CASES) if whole else range(SAMPLED):
+        check(rank, world_size, seed)

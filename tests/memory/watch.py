@@ -1,0 +1,51 @@
+"""Counts the bytes of all tensors of a real run."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class TensorBytes(TorchDispatchMode):
+    """Active, it sees every tensor that an operator makes, until its memory is given back."""
+
+    def __init__(
+        self, there: Iterable[Tensor], slots: Iterable[Tensor], in_slots: Callable[[], int]
+    ) -> None:
+        """`there` exist already; `slots` lie in memory that comes and goes, as `in_slots` says."""
+        super().__init__()
+        self._in_slots = in_slots
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._total = 0
+        self.peak = 0
+        for tensor in slots:
+            storage = tensor.untyped_storage()
+            self._known[storage._cdata] = (weakref.ref(storage), 0)
+        for tensor in there:
+            self._add(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf)
+        self.peak = max(self.peak, self._total + self._in_slots())
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        nbytes = storage.nbytes()
+        self._total += nbytes
+        self._known[key] = (weakref.ref(storage, lambda _: self._gone(key)), nbytes)
+
+    def _gone(self, key: int) -> None:
+        _, nbytes = self._known.pop(key)
+        self._total -= nbytes
