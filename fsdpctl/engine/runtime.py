@@ -213,6 +213,7 @@ class Runtime:
         if self.reduces:
             self.when_all_is_sent()
             self.reducer.finish()
+        self.ledger.note(EventKind.LEAVE, self.root.name)
         self.holds_back, self._num_closed = not self.reduces, 0
         self._calls.end_backward(keeps_graph=self.backward.keeps_graph())
         self.backward.end()

@@ -8,6 +8,8 @@ are given back before it is asked again.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Mapping
+from itertools import chain
 
 _MIB = 1 << 20
 _ROUNDING = 512
@@ -74,8 +76,20 @@ class PlainAllocator:
 class CachingAllocator:
     """Allocates without memory, and counts."""
 
-    def __init__(self, *, expandable: bool = False, capacity: int | None = None) -> None:
-        """`capacity`: bytes that can be reserved."""
+    def __init__(
+        self,
+        *,
+        expandable: bool = False,
+        capacity: int | None = None,
+        streams: Mapping[int, int] | None = None,
+    ) -> None:
+        """Allocate nothing yet.
+
+        Args:
+            expandable: whether segments grow.
+            capacity: bytes that can be reserved; None: any number.
+            streams: of which stream's memory a key is; those that are not named are of stream 0.
+        """
         self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
         self.retries = 0  # times that the cache was emptied for want of memory
@@ -83,9 +97,9 @@ class CachingAllocator:
         self._capacity = capacity
         self._segments = 0
         self._live: dict[int, _Block] = {}
-        least = _ROUNDING if expandable else _SMALL
-        self._small = _Pool(_SMALL_SEGMENT, _ROUNDING)
-        self._large = _Pool(_LARGE_SEGMENT, least + (0 if expandable else 1))
+        self._streams = {} if streams is None else streams
+        self._pools: dict[int, tuple[_Pool, _Pool]] = {}
+        self._small, self._large = self._pools_of(0)
 
     def allocate(self, key: int, nbytes: int) -> None:
         """Take at least `nbytes`, to be freed as `key`.
@@ -94,7 +108,10 @@ class CachingAllocator:
             DeviceFullError: the device has no more.
         """
         size = -(-nbytes // _ROUNDING) * _ROUNDING or _ROUNDING
-        pool = self._small if size <= _SMALL else self._large
+        if key in self._streams:
+            pool = self._pools_of(self._streams[key])[size > _SMALL]
+        else:
+            pool = self._small if size <= _SMALL else self._large
         free = pool.free
         place = bisect_left(free, (size, 0))
         block = self._best_fit(pool, place) if place < len(free) else None
@@ -148,7 +165,7 @@ class CachingAllocator:
 
     def empty_cache(self) -> None:
         """Give back to the device what is wholly free."""
-        for pool in (self._small, self._large):
+        for pool in chain(*self._pools.values()):
             if self._expandable:
                 for _, _, block in pool.free:
                     whole = block.size // pool.grain * pool.grain
@@ -162,6 +179,14 @@ class CachingAllocator:
                 else:
                     kept.append(entry)
             pool.free = kept
+
+    def _pools_of(self, stream: int) -> tuple[_Pool, _Pool]:
+        """For small and large requests."""
+        if stream not in self._pools:
+            # A block of a segment that cannot grow is only split if more than a small one is left.
+            least = _ROUNDING if self._expandable else _SMALL + 1
+            self._pools[stream] = _Pool(_SMALL_SEGMENT, _ROUNDING), _Pool(_LARGE_SEGMENT, least)
+        return self._pools[stream]
 
     def _best_fit(self, pool: _Pool, place: int) -> _Block:
         """The smallest that is large enough; the end of an expandable segment comes last."""

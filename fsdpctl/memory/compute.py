@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 
 class Part(StrEnum):
-    """Which part of a pass; all but the first and last belong to a unit."""
+    """Which part of a pass; only three belong to a unit."""
 
+    BEFORE = "before"  # what is made before the model is called
     START = "start"  # until the first unit
     FORWARD = "forward"
-    AROUND = "around"  # from the end of a unit's forward to the next unit, or the first backward
+    AROUND = "around"  # from the end of a unit's forward to the next unit, or the model's end
+    LOSS = "loss"  # from the end of the model's forward to the first unit's backward
     BACKWARD = "backward"  # of a unit, and of what surrounds the units after it
     END = "end"  # when the backward is over
 
@@ -25,7 +27,7 @@ class Place(NamedTuple):
     """A part of a pass."""
 
     part: Part
-    unit: str = ""  # "" for the first and last
+    unit: str = ""  # "" where it belongs to none
 
 
 class Made(NamedTuple):
@@ -149,8 +151,9 @@ class Program:
         self._sizes: list[int] = []
         self._tensors: list[Tensor] = []
         self.gradients: dict[str, int] = {}  # by parameter, the key of its gradient
-        places = [Place(Part.START)]
+        places = [Place(Part.BEFORE), Place(Part.START)]
         places += [Place(part, unit) for unit in units for part in (Part.FORWARD, Part.AROUND)]
+        places.append(Place(Part.LOSS))
         places += [Place(Part.BACKWARD, unit) for unit in reversed(units)]
         places.append(Place(Part.END))
         for place in places:

@@ -79,18 +79,25 @@ class OwnSteps:
 
     def step(self) -> None:
         """All passes, the reductions, and the optimizer's step."""
-        writer = self._writer
+        writer, order = self._writer, self._plan.order
+        passes = len(self._plan.reduces)
         writer.begin()
-        is_running = False
+        writer.play(Place(Part.BEFORE))
         for event, following in self._annotated():
-            if event.kind is K.FORWARD and event.unit == self._plan.order.root:
-                if is_running:
-                    writer.play(Place(Part.END))
-                is_running = True
+            if event.unit == order.root and event.kind is K.FORWARD:
                 self._taken.clear()
                 writer.play(Place(Part.START))
+                if not order.forward:
+                    writer.play(Place(Part.LOSS))
+            elif event.unit == order.root and event.kind is K.LEAVE:
+                writer.play(Place(Part.END))
+                passes -= 1
+                if passes:
+                    writer.play(Place(Part.BEFORE))
             elif event.kind in _PARTS:
                 writer.play(Place(_PARTS[event.kind], event.unit))
+                if event.kind is K.LEAVE and event.unit == order.forward[-1]:
+                    writer.play(Place(Part.LOSS))
             elif event.kind is K.ALLOCATE:
                 self._allocate(event, following)
             elif event.kind is K.FREE:
@@ -99,7 +106,6 @@ class OwnSteps:
                 self._let_go(
                     param.name for each in self._plan.layouts[event.unit] for param in each.params
                 )
-        writer.play(Place(Part.END))
         self._optimizer()
 
     def _annotated(self) -> Iterable[tuple[Event, Event | None]]:

@@ -42,9 +42,11 @@ class When:
 
 
 _DOING = {
+    Part.BEFORE: "loading a batch",
     Part.START: "before the first unit",
     Part.FORWARD: "forward of",
     Part.AROUND: "after the forward of",
+    Part.LOSS: "computing the loss",
     Part.BACKWARD: "backward of",
     Part.END: "after backward",
 }
@@ -54,13 +56,14 @@ class Writer:
     """Writes operations down; parts of the computation as they are, the engine's one by one."""
 
     def __init__(self, program: Program, last: str, *, last_is_head: bool) -> None:
-        """`last`: the unit after which the loss is computed; it may compute the logits itself."""
+        """`last`: the unit after which the loss is computed; it may make the logits itself."""
         self.program = program
         self._last = last
         self._last_is_head = last_is_head
         self.operations: list[Operation] = []
         self.moments: list[tuple[int, When]] = []  # where each begins
         self._items: list[Item] = []  # of the keys that are not the program's
+        self.streams: dict[int, int] = {}  # of the keys that are not of the first
         self._empty: set[int] = set()  # keys that take nothing
         # What outlives its pass, by the program's key: its own, and that of its forerunner.
         self._held: dict[int, int] = {}
@@ -78,10 +81,14 @@ class Writer:
         """What comes now happens at this moment."""
         self.moments.append((len(self.operations), When(doing, unit)))
 
-    def allocate(self, category: Category, unit: str, what: str, nbytes: int) -> int:
-        """Take memory; returns the key to free it."""
+    def allocate(
+        self, category: Category, unit: str, what: str, nbytes: int, *, stream: int = 0
+    ) -> int:
+        """Take memory on a stream; returns the key to free it."""
         key = self.program.num_keys + len(self._items)
         self._items.append(Item(category, unit, what))
+        if stream:
+            self.streams[key] = stream
         if nbytes:
             self.operations.append((key, nbytes))
         else:
@@ -102,7 +109,7 @@ class Writer:
     def play(self, place: Place) -> None:
         """Compute a part of a pass."""
         operations = self.program.parts.get(place)
-        if place.part is Part.START:
+        if place.part is Part.BEFORE:
             self._instead.clear()
         if not operations:
             return
@@ -150,6 +157,8 @@ class Writer:
         place = tensor.place
         if key in self._gradients:
             return Item(Category.GRADIENTS, place.unit, f"gradient of {self._gradients[key]}")
-        is_loss = place.unit == self._last and (self._last_is_head or place.part is Part.AROUND)
+        is_loss = place.part is Part.LOSS or (
+            place.unit == self._last and (self._last_is_head or place.part is Part.AROUND)
+        )
         category = Category.LOGITS_AND_LOSS if is_loss else Category.ACTIVATIONS
         return Item(category, place.unit, tensor.what)

@@ -33,7 +33,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.place = Place(Part.START)
+        self.place = Place(Part.BEFORE)
         self.number = 0  # of the pass
         self.parts: dict[Place, list[Happening]] = {}
         self._made: dict[tuple[int, Place], list[Made]] = {}  # by pass and place
@@ -45,7 +45,7 @@ class _Recorder(TorchDispatchMode):
     def begin_pass(self) -> None:
         self.number += 1
         self.parts = {}
-        self.go_to(Place(Part.START))
+        self.go_to(Place(Part.BEFORE))
 
     def go_to(self, place: Place) -> None:
         self.place = place
@@ -139,6 +139,10 @@ class _Hooks:
         self._seen: set[Place] = set()
         self._handles = [
             handle for name in units for handle in self._hook(name, module.get_submodule(name))
+        ]
+        self._handles += [
+            module.register_forward_pre_hook(lambda *_: self._enter(Place(Part.START))),
+            module.register_forward_hook(lambda *_: self._enter(Place(Part.LOSS))),
         ]
         for name, param in self._params.items():
             if param.requires_grad:

@@ -22,7 +22,7 @@ class EventKind(StrEnum):
     GATHER = "gather"
     READY = "ready"
     FORWARD = "forward"  # the unit computes; for the root what comes before all units
-    LEAVE = "leave"  # its forward is over, and what surrounds the units computes
+    LEAVE = "leave"  # its forward is over, and what surrounds the units computes; root: all is over
     BACKWARD = "backward"  # its backward computes, and what surrounds the units after it
     RELEASE = "release"
     HOLD = "hold"  # gradients stay whole on this rank until a later backward reduces them
@@ -249,6 +249,7 @@ def step_events(
     for reduce in reduces:
         simulation.forward(prefetch)
         simulation.backward(prefetch, reduces=reduce)
+        simulation.note(EventKind.LEAVE, order.root)
     return tuple(simulation.events)
 
 

@@ -89,6 +89,7 @@ def test_units_compute_forward_and_backward_while_they_are_whole():
             (K.LEAVE, "b"),
             (K.BACKWARD, "b"),
             (K.BACKWARD, "a"),
+            (K.LEAVE, "root"),
         ]
         alive = most_whole_units(events)
         for event, whole in zip(events, alive, strict=True):
