@@ -1,87 +1,218 @@
 """`fsdpctl estimate-memory`."""
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from fsdpctl.cli.console import say, show_table
-from fsdpctl.cli.words import ConfigDir, Recipe, Words, composed_from
+from fsdpctl.cli.console import note, say, show_table
+from fsdpctl.cli.words import Asked, composed_from, configured
+from fsdpctl.errors import UsageError, nearest
 
 if TYPE_CHECKING:
-    from fsdpctl.train.footprint import RunEstimate
+    from fsdpctl.train.advice import Change
+    from fsdpctl.train.fit import Fit
+    from fsdpctl.train.weigh import RunEstimate, Weigher
 
-_NOT_COUNTED = "activations, and gradients that are not collected yet, are not counted"
+_DOES_NOT_FIT = 3
+_FITTED = ("micro_batch", "seq_len", "model")
+_VERDICTS = {
+    "fits": "fits",
+    "thrashes": "fits only if the allocator empties its cache again and again, which is slow",
+    "too_large": "does not fit",
+}
 
 
+@configured
 def estimate_memory(
-    words: Words = None,
-    recipe: Recipe = None,
-    config_dir: ConfigDir = None,
+    asked: Asked,
     all_strategies: Annotated[
         bool, typer.Option("--all-strategies", help="One line for each strategy.")
     ] = False,
+    fit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(_FITTED),
+            help="Find the largest micro-batch, length or number of blocks that fits.",
+        ),
+    ] = None,
+    require_fit: Annotated[
+        bool, typer.Option("--require-fit", help="End with code 3 if it does not fit.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Draw pictures into this directory.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what each rank will hold in memory.
+    """Say what each rank will hold in memory, and whether that fits.
 
-    Of model, optimizer and buffers, for the same settings as `train`. `auto` is resolved against
-    `cluster`: `cluster=h100 launch.nnodes=4`.
+    For the same settings as `train`, on hardware that need not be there. `auto` is resolved against
+    `cluster`: `cluster=h100 launch.nnodes=4`, or `cluster.memory=80GiB`.
     """
-    composed = composed_from(words, recipe, config_dir, quiet=as_json)
-    from fsdpctl.train.footprint import estimate_strategies
+    if fit is not None and fit not in _FITTED:
+        raise UsageError(f"--fit {fit}: allowed is {', '.join(_FITTED)}{nearest(fit, _FITTED)}")
+    composed = composed_from(*asked, quiet=as_json)
+    from fsdpctl.train.weigh import Weigher, weigh_strategies
 
-    estimates = estimate_strategies(composed.config, every=all_strategies)
+    weigher = Weigher()
+    estimates = weigh_strategies(weigher, composed.config, every=all_strategies)
+    fits = _fits(weigher, estimates, fit)
+    if plot is not None:
+        _draw(estimates, fits, plot)
     if as_json:
         found = [each.to_dict() for each in estimates]
+        for entry, largest in zip(found, fits, strict=False):
+            entry["fit"] = largest.to_dict()
         say(json.dumps(found if all_strategies else found[0], indent=2))
-        return
+    elif all_strategies:
+        _show_all(estimates, fits)
+    else:
+        _show_one(weigher, estimates[0], fits)
+    if require_fit and not any(each.verdict == "fits" for each in estimates):
+        raise typer.Exit(_DOES_NOT_FIT)
+
+
+def _fits(weigher: "Weigher", estimates: list["RunEstimate"], fit: str | None) -> list["Fit"]:
+    """The largest that fits, for each estimate, if that was asked for."""
+    if fit is None:
+        return []
+    from fsdpctl.train.fit import largest_that_fits
+
+    return [largest_that_fits(weigher, each.config, fit) for each in estimates]
+
+
+def _draw(estimates: list["RunEstimate"], fits: list["Fit"], folder: Path) -> None:
+    from fsdpctl.cli.plots import draw_estimates, draw_largest
+
+    for path in draw_estimates(estimates, folder):
+        note(f"drawn: {path}")
+    if len(fits) > 1 and any(each.estimate for each in fits):
+        names = [each.config.strategy.name for each in estimates]
+        note(f"drawn: {draw_largest(fits, names, folder)}")
+
+
+def _show_all(estimates: list["RunEstimate"], fits: list["Fit"]) -> None:
     for line in _heading(estimates[0]):
         say(line)
-    show_table(_table(estimates))
-    if not all_strategies:
-        say(f"at once: when {estimates[0].estimate.when}")
-    say(_verdict(estimates))
+    show_table(_strategies_table(estimates))
+    for each, fit in zip(estimates, fits, strict=False):
+        say(f"{each.config.strategy.name}: {_fit_line(fit)}")
+
+
+def _show_one(weigher: "Weigher", found: "RunEstimate", fits: list["Fit"]) -> None:
+    for line in _heading(found):
+        say(line)
+    show_table(_breakdown_table(found))
+    say()
+    for line in _conclusions(found):
+        say(line)
+    if fits:
+        say(f"fit     {_fit_line(fits[0])}")
+    elif found.verdict != "fits":
+        from fsdpctl.train.advice import advice
+
+        changes = advice(weigher, found.config)
+        for line in change_lines(changes):
+            say(line)
 
 
 def _heading(first: "RunEstimate") -> list[str]:
     from fsdpctl.train.machine import world_size
-    from fsdpctl.train.progress import format_bytes
 
     config, launch, precision = first.config, first.config.launch, first.config.precision
     nodes = "" if launch.nnodes == 1 else f" on {launch.nnodes} nodes"
-    memory, prefetch = format_bytes(first.memory_bytes), config.prefetch
+    batches, prefetch = first.batches, config.prefetch
+    recomputes = config.activation_checkpointing.name
+    compiled = "; as if uncompiled" if config.train.compile else ""
     return [
         f"model   {config.model.name}, {first.num_params:,} parameters",
-        f"ranks   {world_size(config)} on {launch.device}{nodes}, {memory} each "
-        f"(cluster={config.cluster.name})",
+        f"ranks   {world_size(config)} on {launch.device}{nodes}, {_size(first.memory_bytes)} each "
+        f"(cluster={config.cluster.name}), engine {config.engine.name}",
         f"dtypes  {precision.param_dtype} compute, {precision.reduce_dtype} reduction, "
         f"{precision.master_dtype} masters",
-        f"step    prefetch {prefetch.forward} forward, {prefetch.backward} backward; "
-        f"accumulation {config.accumulation.name}",
+        f"step    {first.tokens_per_step:,} tokens: each rank {batches.num_micro_batches} x "
+        f"{batches.micro_batch_size} samples of {config.train.seq_len}; accumulation "
+        f"{config.accumulation.name}; activation checkpointing {recomputes}{compiled}; prefetch "
+        f"{prefetch.forward} forward, {prefetch.backward} backward",
         "",
     ]
 
 
-def _table(estimates: list["RunEstimate"]) -> Table:
-    """The most of each category, and of all together, on the rank that needs most."""
-    from fsdpctl.train.progress import format_bytes
-
+def _strategies_table(estimates: list["RunEstimate"]) -> Table:
+    """What is held at the peak, for each strategy."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("strategy")
-    for name in [*estimates[0].estimate.largest.to_dict(), "at once"]:
+    parts = [name for name in estimates[0].breakdown if name != "rounding"]
+    for name in [*parts, "allocated", "reserved", "margin"]:
         table.add_column(name.replace("_", " "), justify="right")
     table.add_column("")
     for each in estimates:
-        cells = map(format_bytes, each.estimate.largest.to_dict().values())
-        total = format_bytes(each.estimate.peak_bytes)
-        mark = "too large" if each.verdict else ""
-        table.add_row(each.config.strategy.name, *cells, total, mark)
+        cells = [_size(each.breakdown[name]) for name in parts]
+        totals = [_size(each.allocated), _size(each.peak_reserved), _size(each.margin)]
+        verdict = each.verdict.replace("_", " ")
+        table.add_row(each.config.strategy.name, *cells, *totals, verdict)
     return table
 
 
-def _verdict(estimates: list["RunEstimate"]) -> str:
-    if all(each.verdict for each in estimates):
-        return f"too large already: {_NOT_COUNTED}"
-    return f"exact as far as it goes: {_NOT_COUNTED}"
+def _breakdown_table(found: "RunEstimate") -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(f"{found.config.strategy.name}, on a rank at the peak")
+    table.add_column("", justify="right")
+    table.add_column("the largest of it")
+    for name, nbytes in found.breakdown.items():
+        largest = [each for each in found.peak.largest if each.category == name]
+        named = [f"{each.count} x {each.what}, {_size(each.nbytes)}" for each in largest[:2]]
+        table.add_row(name.replace("_", " "), _size(nbytes), "; ".join(named))
+    table.add_row("allocated", _size(found.allocated), f"when: {found.peak.when}")
+    return table
+
+
+def _conclusions(found: "RunEstimate") -> list[str]:
+    config, outside = found.config, found.outside
+    lines = []
+    if config.launch.device == "cuda":
+        each = [f"{_size(nbytes)} {name}" for name, nbytes in found.reserved.items()]
+        lines.append(
+            f"reserved by the allocator: {', '.join(each)}; launch.allocator="
+            f"{config.launch.allocator}"
+        )
+    lines += [
+        f"outside {_size(outside.low)} to {_size(outside.high)} assumed: the process"
+        + (", its CUDA context, and NCCL" if config.launch.device == "cuda" else ""),
+        f"host    about {_size(found.host_bytes)} of memory for a worker; a checkpoint is "
+        f"{_size(found.checkpoint_bytes)} on the disk",
+        f"verdict {_VERDICTS[found.verdict]}: {_size(abs(found.margin))} "
+        f"{'to spare' if found.margin >= 0 else 'missing'}",
+    ]
+    return lines
+
+
+def _fit_line(found: "Fit") -> str:
+    if found.estimate is None:
+        return f"nothing, {found.key}=1 is too large"
+    held = _size(found.estimate.peak_reserved)
+    if found.key == "model.num_layers":
+        held += f", {found.estimate.num_params:,} parameters"
+    if found.following is None:
+        return f"{found.key}={found.value} ({held}), the largest there is"
+    over = _size(found.following.peak_reserved)
+    return f"{found.key}={found.value} ({held}); {found.value + 1} does not fit ({over})"
+
+
+def change_lines(changes: list[tuple["Change", "RunEstimate"]]) -> list[str]:
+    """What to change so that it fits."""
+    if not changes:
+        return ["to fit  no change was found that makes it fit"]
+    lines = [
+        f"{' '.join(change.words)}: {_size(estimate.peak_reserved)}; {change.cost}"
+        for change, estimate in changes
+    ]
+    return [f"{'to fit' if not i else '':<8}{line}" for i, line in enumerate(lines)]
+
+
+def _size(nbytes: int) -> str:
+    from fsdpctl.train.progress import format_bytes
+
+    return format_bytes(nbytes) if nbytes >= 0 else f"-{format_bytes(-nbytes)}"

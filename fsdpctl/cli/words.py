@@ -1,7 +1,9 @@
 """What every command that takes a configuration has in common."""
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -25,6 +27,34 @@ Recipe = Annotated[
 ConfigDir = Annotated[
     Path | None, typer.Option(help="A directory with further choices, a folder per group.")
 ]
+
+
+class Asked(NamedTuple):
+    """What a configuration is composed of."""
+
+    words: list[str] | None = None
+    recipe: str | None = None
+    config_dir: Path | None = None
+
+
+def configured(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with the three parameters of a configuration in the place of its first, `Asked`."""
+
+    def run(*args: Any, **options: Any) -> None:
+        given = signature.bind(*args, **options)
+        given.apply_defaults()
+        asked = Asked(*(given.arguments.pop(name) for name in Asked._fields))
+        command(asked, **given.arguments)
+
+    own = zip(Asked._fields, (Words, Recipe, ConfigDir), strict=True)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    params = [inspect.Parameter(name, kind, default=None, annotation=a) for name, a in own]
+    params += list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    signature = inspect.Signature(params)
+    run.__signature__ = signature  # type: ignore[attr-defined]  # what typer reads
+    run.__annotations__ = {each.name: each.annotation for each in params}
+    run.__doc__ = command.__doc__
+    return run
 
 
 def composed_from(

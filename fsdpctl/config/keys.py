@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
+from fsdpctl.config.sizes import parse_bytes
 from fsdpctl.errors import UsageError, nearest
 
 AUTO = "auto"
@@ -27,6 +28,7 @@ class Key:
     auto: bool = False  # `auto` is allowed, and stored as None
     optional: bool = False  # may be left unset
     is_path: bool = False
+    unit: str = ""  # of a number that may also be typed as a size, such as 80GB
 
     @property
     def allowed(self) -> str:
@@ -36,6 +38,8 @@ class Key:
             words += f" from {self.minimum:g} to {self.maximum:g}"
         elif self.minimum is not None:
             words += f" from {self.minimum:g}"
+        if self.unit:
+            words += f" ({self.unit}), or a size such as 80GB"
         return f"{words}, or auto" if self.auto else words
 
     def text(self, value: Value) -> str:
@@ -69,7 +73,7 @@ class Key:
 
     def _parse_number(self, text: str) -> int | float:
         try:
-            number = float(text)
+            number = self._size(text) if self.unit and text[-1:].isalpha() else float(text)
         except ValueError:
             raise self._refused(text) from None
         whole = self.type == "whole number"
@@ -85,6 +89,12 @@ class Key:
             return int(text)  # floats lose digits above 2**53
         except ValueError:
             return int(number)
+
+    def _size(self, text: str) -> float:
+        try:
+            return parse_bytes(text, self.name) / parse_bytes(f"1{self.unit}", self.name)
+        except UsageError:
+            raise ValueError(text) from None
 
     def _refused(self, text: str, hint: str = "") -> UsageError:
         return UsageError(f"{self.name}={text}: allowed is {self.allowed}{hint}")

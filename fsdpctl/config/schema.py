@@ -7,6 +7,7 @@ a run resolves it.
 from dataclasses import dataclass, field
 
 from fsdpctl.config.keys import Key, key, keys_of
+from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
 from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.strategy import STRATEGIES
 
@@ -167,38 +168,6 @@ class LrSchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchConfig:
-    """How workers are started."""
-
-    name: str = "local"
-    nproc_per_node: int | None = key(
-        None, "ranks; auto: one per CUDA device, else 2", minimum=1, auto=True
-    )
-    nnodes: int = key(1, "machines", minimum=1)
-    device: str | None = key(None, "where ranks compute", choices=("cpu", "cuda"), auto=True)
-    timeout: float = key(
-        600.0, "seconds after which a stuck collective ends the run", minimum=1, maximum=1e6
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterConfig:
-    """Hardware that estimates assume; nothing runs there."""
-
-    name: str = "here"
-    memory: float | None = key(
-        None,
-        "GiB that a rank may use, as torch reports a device's",
-        minimum=0.001,
-        maximum=1e6,
-        auto=True,
-    )
-    ranks_per_node: int | None = key(
-        None, "what launch.nproc_per_node=auto becomes in estimates", minimum=1, auto=True
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class ActivationCheckpointingConfig:
     """Which activations are computed again in backward instead of kept."""
 
@@ -263,6 +232,7 @@ class Config:
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LrSchedulerConfig = field(default_factory=LrSchedulerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -279,6 +249,7 @@ SECTIONS: dict[str, type] = {
     "activation_checkpointing": ActivationCheckpointingConfig,
     "optimizer": OptimizerConfig,
     "lr_scheduler": LrSchedulerConfig,
+    "engine": EngineConfig,
     "launch": LaunchConfig,
     "cluster": ClusterConfig,
     "train": TrainConfig,

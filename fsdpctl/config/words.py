@@ -44,6 +44,8 @@ _OURS = {
     "learning_rate": "optimizer.lr",
     "local_batch_size": "train.micro_batch_size",
     "gpu": "cluster",
+    "gpu_memory": "cluster.memory",
+    "expandable_segments": "launch.allocator",
     "log_freq": "train.log_every",
     "logging_steps": "train.log_every",
     "lr": "optimizer.lr",
@@ -127,10 +129,6 @@ _NOT_OFFERED = {
 }
 
 _LATER = {
-    "engine": "a choice of engines",
-    "fit": "searching what fits",
-    "plot": "drawing estimates",
-    "require_fit": "an exit code for what does not fit",
     "simulate": "simulation",
     "wandb": "logging to W&B",
     "tensorboard": "logging to TensorBoard",

@@ -11,14 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fsdpctl.memory.compute import Part, Place
-from fsdpctl.memory.estimate import MOMENTS
+from fsdpctl.memory.estimate import MOMENTS, STEP_BYTES
 from fsdpctl.memory.script import Category, Writer
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.replay import Itemsizes
 from fsdpctl.plan.units import UnitSpec
 
 _GATHERS, _REDUCES = 1, 2  # streams
-_STEP_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +225,7 @@ class FullyShardSteps:
             self._has_states = True
             for unit, params in self._groups.items():
                 for nbytes in self._shards(params):
-                    for size in (_STEP_BYTES, *[nbytes] * MOMENTS):
+                    for size in (STEP_BYTES, *[nbytes] * MOMENTS):
                         writer.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
         if not self._model.fused:
             temporaries = [

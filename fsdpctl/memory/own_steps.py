@@ -170,6 +170,9 @@ class OwnSteps:
             into = Buffer.GRADS
         if into is not None:
             self._live.setdefault((into, unit), []).append(keys)
+            if into is Buffer.GRADS:
+                for key in keys:
+                    self._writer.become(key, Category.GRADIENTS, "reduced gradients")
             return
         for key in keys:
             self._writer.free(key)

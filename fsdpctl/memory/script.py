@@ -101,6 +101,12 @@ class Writer:
         if key not in self._empty:
             self.operations.append((key, 0))
 
+    def become(self, key: int, category: Category, what: str) -> None:
+        """The same memory is for something else from now on."""
+        if key >= self.program.num_keys:
+            unit = self._items[key - self.program.num_keys].unit
+            self._items[key - self.program.num_keys] = Item(category, unit, what)
+
     def pass_through(self, nbytes: int) -> None:
         """Take memory for a moment."""
         if nbytes:

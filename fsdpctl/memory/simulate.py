@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from fsdpctl.memory.compute import Operation
 from fsdpctl.memory.script import Category, Item, When, Writer
 
 _MOST_STEPS = 5  # after which an allocator that still grows is taken as it is
+_USUAL = 2  # the number of a step like all that follow
 _LARGEST = 8  # how many kinds of tensors are named
 
 
@@ -24,6 +25,15 @@ class Steps(Protocol):
     def step(self) -> None:
         """A step."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Memory that is taken once."""
+
+    category: Category
+    what: str
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +58,17 @@ class Peak:
 class Script:
     """Everything that a rank does: building the model, then steps."""
 
-    def __init__(self, writer: Writer, steps: Steps, *, draws: bool) -> None:
+    def __init__(
+        self, writer: Writer, steps: Steps, *, draws: bool, constants: Sequence[Constant] = ()
+    ) -> None:
+        """`constants` are made with the model, and stay; so do tables that the first pass makes."""
         self._writer = writer
         self._steps = steps
         steps.setup(draws=draws)
+        for each in constants:
+            writer.allocate(each.category, "", each.what, each.nbytes)
+        for kept in writer.program.kept:
+            writer.allocate(Category.ACTIVATIONS, kept.place.unit, kept.what, kept.nbytes)
         self._lists = [writer.operations]
         self._moments = [writer.moments]
 
@@ -106,52 +123,60 @@ def settle(script: Script, allocator: CachingAllocator | PlainAllocator) -> int:
     return _MOST_STEPS
 
 
-def retries_of(script: Script, capacity: int, *, expandable: bool) -> int | None:
-    """How often a step has to empty the cache on a device of that size; None: it does not fit."""
-    allocator = CachingAllocator(expandable=expandable, capacity=capacity)
-    retries = 0
+def can_play(
+    script: Script, capacity: int, *, expandable: bool, streams: Mapping[int, int]
+) -> bool:
+    """Whether a device of that size serves, if the allocator empties its cache when it is full."""
+    allocator = CachingAllocator(expandable=expandable, capacity=capacity, streams=streams)
     try:
-        for number in range(4):
-            before = allocator.retries
-            play(script.operations(number), allocator)
-            retries = allocator.retries - before
+        settle(script, allocator)
     except DeviceFullError:
-        return None
-    return retries
+        return False
+    return True
 
 
 def find_peak(script: Script, item: Callable[[int], Item], rounding: int) -> Peak:
-    """What is there when a step that is not the first holds most.
+    """What is there when most is held, as a rule in a step that is not the first.
 
     Args:
         script: what the rank does.
         item: what a key stands for.
         rounding: bytes that each request is rounded up to a multiple of.
     """
-    live = _alive_after(script, 1)
-    operations = script.operations(2)
-    total = most = sum(live.values())
-    place, passing = 0, 0
-    sizes = dict(live)
-    for index, (key, nbytes) in enumerate(operations):
+    live: dict[int, int] = {}
+    total = most = 0
+    place = (0, 0)
+    for number in range(_USUAL + 1):
+        for index, (key, nbytes) in enumerate(script.operations(number)):
+            now = total
+            if nbytes > 0:
+                live[key] = nbytes = -(-nbytes // rounding) * rounding
+                now = total = total + nbytes
+            elif nbytes == 0:
+                total -= live.pop(key)
+            else:
+                now = total - nbytes
+            if now > most or (now == most and number > place[0]):
+                most, place = now, (number, index)
+    number, last = place
+    live = _alive_after(script, number - 1)
+    passing = 0
+    for key, nbytes in script.operations(number)[: last + 1]:
+        passing = max(0, -nbytes)
         if nbytes > 0:
-            sizes[key] = nbytes = -(-nbytes // rounding) * rounding
-            total += nbytes
-        elif nbytes == 0:
-            total -= sizes.pop(key)
-        now = total if nbytes >= 0 else total - nbytes
-        if now > most:
-            most, place, passing = now, index, max(0, -nbytes)
-    for key, nbytes in operations[: place + 1]:
-        if nbytes > 0:
-            live[key] = -(-nbytes // rounding) * rounding
+            live[key] = nbytes
         elif nbytes == 0:
             del live[key]
+    return _peak(
+        script.when(*place), [(item(key), nbytes) for key, nbytes in live.items()], passing
+    )
+
+
+def _peak(when: When, held: Sequence[tuple[Item, int]], passing: int) -> Peak:
     breakdown = dict.fromkeys(Category, 0)
     kinds: Counter[tuple[Category, str]] = Counter()
     counts: Counter[tuple[Category, str]] = Counter()
-    for key, nbytes in live.items():
-        found = item(key)
+    for found, nbytes in held:
         breakdown[found.category] += nbytes
         kinds[found.category, found.what] += nbytes
         counts[found.category, found.what] += 1
@@ -160,18 +185,17 @@ def find_peak(script: Script, item: Callable[[int], Item], rounding: int) -> Pea
         Largest(category, what, counts[category, what], nbytes)
         for (category, what), nbytes in kinds.most_common(_LARGEST)
     )
-    return Peak(script.when(2, place), breakdown, largest)
+    return Peak(when, breakdown, largest)
 
 
 def course(script: Script, item: Callable[[int], Item]) -> list[tuple[When, dict[Category, int]]]:
     """What is held, by category, at the fullest point of every moment of a step."""
-    live = _alive_after(script, 1)
+    live = _alive_after(script, _USUAL - 1)
     held = dict.fromkeys(Category, 0)
     for key, nbytes in live.items():
         held[item(key).category] += nbytes
     seen: list[tuple[When, dict[Category, int]]] = []
-    most, operations = -1, script.operations(2)
-    moments = script.moments(2)
+    operations, moments = script.operations(_USUAL), script.moments(_USUAL)
     ends = [begin for begin, _ in moments[1:]] + [len(operations)]
     for (begin, when), end in zip(moments, ends, strict=True):
         most, fullest = -1, dict(held)

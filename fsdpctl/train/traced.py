@@ -1,7 +1,5 @@
 """What the computation of a configured model allocates."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +12,6 @@ from fsdpctl.models.registry import build_model
 from fsdpctl.models.rope import rotation
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.train.blocks import checkpoint_block
-from fsdpctl.train.loss import loss_chunk_tokens
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -33,24 +30,22 @@ class TracedModel:
         self.num_params = sum(param.numel() for param in module.parameters())
         self.units = divide_module(module, None)
         self._module, self._rows = _to_trace(config, module, self.units, shortens=True)
-        self._programs: dict[tuple[int, int], Program] = {}
+        self._programs: dict[tuple[int, int, int], Program] = {}
 
-    def program(self, micro_batch_size: int, seq_len: int) -> Program:
-        """A pass over `micro_batch_size` samples."""
-        key = (micro_batch_size, seq_len)
+    def program(self, micro_batch_size: int, seq_len: int, chunk_tokens: int) -> Program:
+        """A pass over `micro_batch_size` samples; `chunk_tokens` as in the loss."""
+        key = (micro_batch_size, seq_len, chunk_tokens)
         if key not in self._programs:
             self._programs[key] = self._trace(*key)
         return self._programs[key]
 
-    def _trace(self, micro_batch_size: int, seq_len: int) -> Program:
+    def _trace(self, micro_batch_size: int, seq_len: int, chunk_tokens: int) -> Program:
         config = self._config
-        train = replace(config.train, seq_len=seq_len, micro_batch_size=micro_batch_size)
-        chunk = loss_chunk_tokens(replace(config, train=train), micro_batch_size)
 
         def run() -> Tensor:
             tokens = torch.empty(micro_batch_size, seq_len, dtype=torch.int64)
             targets = torch.empty_like(tokens)
-            loss: Tensor = self._module(tokens, targets, chunk or None)
+            loss: Tensor = self._module(tokens, targets, chunk_tokens or None)
             (loss / tokens.numel()).backward()
             return loss
 
@@ -64,7 +59,7 @@ class TracedModel:
         if not all(row.is_regular(passed) for row in self._rows):
             whole = build_model(config.model)
             self._module, self._rows = _to_trace(config, whole, self.units, shortens=False)
-            return self._trace(micro_batch_size, seq_len)
+            return self._trace(micro_batch_size, seq_len, chunk_tokens)
         return Program(passed, names, self._rows)
 
 

@@ -127,7 +127,8 @@ def predicted(config: Config, rank: int) -> tuple[int, list[Event]]:
     plan, first = plan_run(config, traced.units, steps)
     place = replace(first, rank=rank % first.size)
     last = traced.units[-1]
-    program = traced.program(micro, config.train.seq_len)
+    chunk = config.train.loss_chunk_tokens or 0
+    program = traced.program(micro, config.train.seq_len, chunk)
     writer = Writer(program, last.name, last_is_head=last.kind == "head")
     allocator = PlainAllocator()
     settle(Script(writer, OwnSteps(plan, place, writer), draws=False), allocator)

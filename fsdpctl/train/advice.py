@@ -1,0 +1,158 @@
+"""What to change where a run does not fit, and what that costs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fsdpctl.config.schema import ActivationCheckpointingConfig, Config, StrategyConfig
+from fsdpctl.errors import UsageError
+from fsdpctl.train.loss import loss_chunk_tokens
+from fsdpctl.train.machine import resolved_strategy, world_size
+from fsdpctl.train.weigh import RunEstimate, Weigher, batches_of
+
+_CHANGES = 3
+_MOST_NODES = 1 << 14
+_CHUNK = 1024  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something to change, and what it costs."""
+
+    words: tuple[str, ...]  # as they are typed
+    cost: str
+    config: Config  # with it
+
+
+def advice(weigher: Weigher, config: Config) -> list[tuple[Change, RunEstimate]]:
+    """The cheapest changes that make a resolved configuration fit, cheapest first; at most three.
+
+    The order is by what they cost: nothing, a little time, communication, computation, more ranks.
+    """
+    found: list[tuple[Change, RunEstimate]] = []
+    for change in _changes(config):
+        if any(set(cheaper.words) <= set(change.words) for cheaper, _ in found):
+            continue  # more than is needed
+        try:
+            estimate = weigher.weigh(change.config)
+        except UsageError:
+            continue
+        if estimate.verdict == "fits":
+            found.append((change, estimate))
+            if len(found) == _CHANGES or _adds_ranks(change):
+                break
+    return found
+
+
+def _adds_ranks(change: Change) -> bool:
+    return any(word.startswith("launch.nnodes=") for word in change.words)
+
+
+def _changes(config: Config) -> Iterator[Change]:
+    """Single changes, cheapest first; then more and more together; then more machines."""
+    for make in (
+        _expandable,
+        _chunked,
+        _reduced_every_time,
+        _fully_sharded,
+        _recomputed_in_part,
+        _smaller_batch,
+        _recomputed,
+        _computed_in_bf16,
+    ):
+        yield from make(config)
+    together = Change((), "", config)
+    for make in (_expandable, _chunked, _fully_sharded, _recomputed, _single_sample):
+        for change in make(together.config):
+            words, cost = together.words + change.words, f"{together.cost}; {change.cost}"
+            together = Change(words, cost.removeprefix("; "), change.config)
+            if len(words) > 1:
+                yield together
+    yield from _more_nodes(config)
+    yield from (
+        Change(together.words + each.words, f"{together.cost}; {each.cost}", each.config)
+        for each in _more_nodes(together.config)
+    )
+
+
+def _expandable(config: Config) -> Iterator[Change]:
+    if config.launch.allocator != "expandable":
+        launch = replace(config.launch, allocator="expandable")
+        yield Change(("launch.allocator=expandable",), "nothing", replace(config, launch=launch))
+
+
+def _chunked(config: Config) -> Iterator[Change]:
+    if loss_chunk_tokens(config, batches_of(config).micro_batch_size) == 0:
+        train = replace(config.train, loss_chunk_tokens=_CHUNK)
+        words = (f"train.loss_chunk_tokens={_CHUNK}",)
+        yield Change(words, "the logits are computed twice", replace(config, train=train))
+
+
+def _reduced_every_time(config: Config) -> Iterator[Change]:
+    passes = batches_of(config).num_micro_batches
+    if config.accumulation.name == "last" and passes > 1:
+        accumulation = replace(config.accumulation, name="every")
+        cost = f"gradients are reduced {passes} times a step instead of once"
+        yield Change(("accumulation=every",), cost, replace(config, accumulation=accumulation))
+
+
+def _fully_sharded(config: Config) -> Iterator[Change]:
+    if config.strategy.name != "full_shard" and config.engine.name != "ddp":
+        given = resolved_strategy(config, StrategyConfig("full_shard"))
+        cost = "every rank shares one copy, and gathers each unit in forward and again in backward"
+        yield Change(("strategy=full_shard",), cost, replace(config, strategy=given))
+
+
+def _recomputed_in_part(config: Config) -> Iterator[Change]:
+    if config.activation_checkpointing.name == "none":
+        yield _checkpointed(config, "selective", "every second matrix product is computed again")
+
+
+def _recomputed(config: Config) -> Iterator[Change]:
+    if config.activation_checkpointing.name != "full":
+        yield _checkpointed(config, "full", "a third more computation: blocks run forward twice")
+
+
+def _checkpointed(config: Config, mode: str, cost: str) -> Change:
+    chosen = ActivationCheckpointingConfig(mode)
+    changed = replace(config, activation_checkpointing=chosen)
+    return Change((f"activation_checkpointing={mode}",), cost, changed)
+
+
+def _smaller_batch(config: Config) -> Iterator[Change]:
+    size = batches_of(config).micro_batch_size // 2
+    while size:
+        yield _with_micro_batch(config, size)
+        size //= 2
+
+
+def _single_sample(config: Config) -> Iterator[Change]:
+    if batches_of(config).micro_batch_size > 1:
+        yield _with_micro_batch(config, 1)
+
+
+def _with_micro_batch(config: Config, size: int) -> Change:
+    changed = replace(
+        config,
+        train=replace(config.train, micro_batch_size=size),
+        accumulation=replace(config.accumulation, steps=None),
+    )
+    before, after = batches_of(config).num_micro_batches, batches_of(changed).num_micro_batches
+    cost = f"{after} smaller passes a step instead of {before}"
+    return Change((f"train.micro_batch_size={size}",), cost, changed)
+
+
+def _computed_in_bf16(config: Config) -> Iterator[Change]:
+    if config.precision.param_dtype == "float32":
+        precision = replace(config.precision, name="bf16", param_dtype="bfloat16")
+        cost = "computation in bfloat16"
+        yield Change(("precision=bf16",), cost, replace(config, precision=precision))
+
+
+def _more_nodes(config: Config) -> Iterator[Change]:
+    nodes = 2 * config.launch.nnodes
+    while nodes <= _MOST_NODES:
+        more = replace(config, launch=replace(config.launch, nnodes=nodes))
+        cost = f"{world_size(more)} ranks"
+        given = resolved_strategy(more, config.strategy)
+        yield Change((f"launch.nnodes={nodes}",), cost, replace(more, strategy=given))
+        nodes *= 2
