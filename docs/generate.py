@@ -4,6 +4,7 @@ Tables go between the marks `<!-- NAME -->` and `<!-- /NAME -->` of the pages; t
 what the plan replays.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -13,11 +14,14 @@ from docs import measured
 from fsdpctl.cli.app import app
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.build import divide_module
-from fsdpctl.memory.estimate import Breakdown, Moment, timeline
+from fsdpctl.memory.estimate import Breakdown, Moment, TrainingPlan, estimate, timeline
 from fsdpctl.models.registry import build_model
+from fsdpctl.plan.replay import RankPlace
 from fsdpctl.plan.schedule import EventKind
 from fsdpctl.plan.strategy import STRATEGIES, Strategy
-from fsdpctl.train.footprint import estimate_strategies, plan_run
+from fsdpctl.train.footprint import plan_run
+from fsdpctl.train.machine import resolved_strategy
+from fsdpctl.train.weigh import placed_for_estimate
 
 DOCS = Path(__file__).parent
 PAGES = (DOCS / "strategies.md", DOCS / "performance.md", DOCS.parent / "README.md")
@@ -70,11 +74,12 @@ def memory_table() -> str:
         "buffers | at once |",
         "|---|---|---|---|---|---|---|",
     ]
-    for found in estimate_strategies(compose_config(MODEL).config, every=True):
-        largest = found.estimate.largest.to_dict()
-        figures = [largest[name] for name in COLORS] + [found.estimate.peak_bytes]
+    for name in STRATEGIES:
+        found = estimate(*planned(name))
+        largest = found.largest.to_dict()
+        figures = [largest[each] for each in COLORS] + [found.peak_bytes]
         cells = " | ".join(f"{figure / GIB:.1f}" for figure in figures)
-        rows.append(f"| `{found.config.strategy.name}` | {cells} |")
+        rows.append(f"| `{name}` | {cells} |")
     return "\n".join(rows)
 
 
@@ -109,10 +114,16 @@ def filled(page: str) -> str:
     return page
 
 
+def planned(name: str) -> tuple[TrainingPlan, RankPlace]:
+    """How the model of the page runs under a strategy."""
+    config = placed_for_estimate(compose_config([*MODEL, f"strategy={name}"]).config)
+    config = replace(config, strategy=resolved_strategy(config, config.strategy))
+    return plan_run(config, divide_module(build_model(config.model), None), 1)
+
+
 def moments_of(name: str) -> list[Breakdown]:
     """What a rank holds at rest, in each unit's forward, in each unit's backward, and after it."""
-    (found,) = estimate_strategies(compose_config([*MODEL, f"strategy={name}"]).config, every=False)
-    plan, place = plan_run(found.config, divide_module(build_model(found.config.model), None), 1)
+    plan, place = planned(name)
     order = plan.order
     moments = list(timeline(plan, place))
     forward = _held_at(moments, EventKind.READY)

@@ -14,7 +14,8 @@ from fsdpctl.errors import UsageError, nearest
 if TYPE_CHECKING:
     from fsdpctl.train.advice import Change
     from fsdpctl.train.fit import Fit
-    from fsdpctl.train.weigh import RunEstimate, Weigher
+    from fsdpctl.train.run_estimate import RunEstimate
+    from fsdpctl.train.weigh import Weigher
 
 _DOES_NOT_FIT = 3
 _FITTED = ("micro_batch", "seq_len", "model")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fsdpctl.train.fit import Fit
-    from fsdpctl.train.weigh import RunEstimate
+    from fsdpctl.train.run_estimate import RunEstimate
 
 _GIB = 1 << 30
 _INCHES = (10, 5.5)

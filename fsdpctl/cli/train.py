@@ -53,12 +53,13 @@ def train(
 
 def _dry_run(composed: "Composed", resume: str) -> None:
     from fsdpctl.train.describe import describe_run, describe_units
+    from fsdpctl.train.expected import weigh_run
     from fsdpctl.train.resolve import resolve
     from fsdpctl.train.run_dir import plan_start
 
     run = resolve(composed)
     start = plan_start(run.config, resume)
-    for line in [*describe_run(run, start), "", *describe_units(run)]:
+    for line in [*describe_run(run, start, weigh_run(run)), "", *describe_units(run)]:
         say(line)
     say("\nit would run; nothing was trained")
 
@@ -67,6 +68,7 @@ def _run(composed: "Composed", typed: list[str], resume: str) -> None:
     from fsdpctl.launch.local import launch_workers
     from fsdpctl.train.assets import collect_assets
     from fsdpctl.train.describe import describe_run
+    from fsdpctl.train.expected import weigh_run, write_expected
     from fsdpctl.train.resolve import resolve
     from fsdpctl.train.run_dir import LOGS, Standing, lock_run_dir, plan_start, prepare_run_dir
     from fsdpctl.train.worker import MODULE
@@ -81,14 +83,15 @@ def _run(composed: "Composed", typed: list[str], resume: str) -> None:
     )
     if resume == "auto":  # it may have moved on until it was locked
         start = plan_start(run.config, resume)
-    for line in describe_run(run, start):
+    estimate = weigh_run(run)
+    for line in describe_run(run, start, estimate):
         say(line)
-    prepare_run_dir(start, typed, collect_assets(run.config, run.data))
-    ranks = run.config.launch.nproc_per_node
-    assert ranks is not None
-    del run  # the workers read their own data
     run_dir = start.run_dir
-    outcome = launch_workers(MODULE, [str(run_dir)], ranks=ranks, logs=run_dir / LOGS)
+    prepare_run_dir(start, typed, collect_assets(run.config, run.data))
+    write_expected(run_dir, run, estimate)
+    launch = run.config.launch
+    del run, estimate  # the workers read their own data
+    outcome = launch_workers(MODULE, [str(run_dir)], launch, logs=run_dir / LOGS)
     lock.release()
     _end(outcome, run_dir)
 
@@ -122,8 +125,29 @@ def _show_failure(cause: "Failure", run_dir: Path) -> None:
     last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.is_file() else []
     if len(last) > 1:
         lines += ["", *last, ""]
+    if cause.exit_code == -signal.SIGKILL or "out of memory" in cause.message.lower():
+        lines += [*_memory_report(run_dir), ""]
     lines += [f"hint   {_hint(cause)}", f"log    {log}"]
     show_panel(f"rank {cause.rank} on {cause.host} failed", lines)
+
+
+def _memory_report(run_dir: Path) -> list[str]:
+    """What was estimated, what there was, and the cheapest changes that fit."""
+    from fsdpctl.cli.estimate import change_lines
+    from fsdpctl.train.advice import advice
+    from fsdpctl.train.machine import placed_on_cluster
+    from fsdpctl.train.progress import format_bytes
+    from fsdpctl.train.run_dir import read_config
+    from fsdpctl.train.weigh import Weigher
+
+    weigher = Weigher()
+    found = weigher.weigh(placed_on_cluster(read_config(run_dir)))
+    return [
+        f"memory {format_bytes(found.allocated)} estimated, {format_bytes(found.peak_reserved)} "
+        f"with what the allocator keeps; a rank had {format_bytes(found.memory_bytes)}",
+        f"where  the most is held in: {found.peak.when}",
+        *change_lines(advice(weigher, found.config)),
+    ]
 
 
 def _hint(cause: "Failure") -> str:

@@ -86,8 +86,8 @@ def _run(run: ResolvedRun, variant: Variant, run_dir: Path) -> str | None:
     lock = lock_run_dir(run_dir, lambda: None)
     start = plan_start(run.config, "auto")
     prepare_run_dir(start, [variant.label], collect_assets(run.config, run.data))
-    ranks = world_size(run.config)
-    outcome = launch_workers(MODULE, [str(run_dir), MEASURE], ranks=ranks, logs=run_dir / LOGS)
+    words = [str(run_dir), MEASURE]
+    outcome = launch_workers(MODULE, words, run.config.launch, logs=run_dir / LOGS)
     lock.release()
     if outcome.stop_signal == signal.SIGINT:
         raise InterruptError("interrupted before all variants had run")

@@ -23,6 +23,8 @@ from typing import Any
 
 import psutil
 
+from fsdpctl.config.placement import LaunchConfig
+
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _AGENT = "agent"  # where workers leave errors for torch's agent
 _SAME_ACCIDENT_SECONDS = 5  # the agent's own SIGKILL comes half a minute after the first failure
@@ -117,20 +119,24 @@ def _handling_signals() -> Iterator[_StopRequests]:
             signal.signal(number, handler)
 
 
-def launch_workers(module: str, args: Sequence[str], *, ranks: int, logs: Path) -> Outcome:
-    """Run `python -m module args…` on `ranks` ranks of this machine until all have ended.
+def launch_workers(
+    module: str, args: Sequence[str], launch: LaunchConfig, *, logs: Path
+) -> Outcome:
+    """Run `python -m module args…` on ranks of this machine until all have ended.
 
     Args:
         module: what to run; it finds its rank in torchrun's environment variables.
         args: its arguments.
-        ranks: how many.
+        launch: resolved; how many, and how they keep memory.
         logs: an existing directory for the agent's own log.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher import api
 
-    config = LaunchConfig(
+    ranks = launch.nproc_per_node
+    assert ranks is not None
+    config = api.LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
@@ -143,8 +149,9 @@ def launch_workers(module: str, args: Sequence[str], *, ranks: int, logs: Path) 
         signals_to_handle="SIGQUIT",  # not those that _StopRequests passes on
         logs_specs=DefaultLogsSpecs(log_dir=str(logs / _AGENT)),  # its own way leaves them in /tmp
     )
-    start = elastic_launch(config, sys.executable)
-    with _logging_to(logs / "node-00000.log"), _environment(ranks), _handling_signals() as requests:
+    start = api.elastic_launch(config, sys.executable)
+    given = _environment(ranks, launch)
+    with _logging_to(logs / "node-00000.log"), given, _handling_signals() as requests:
         try:
             start("-P", "-m", module, *args)  # -P: files in the current folder are no modules
             return Outcome((), requests.first)
@@ -173,12 +180,18 @@ def _logging_to(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _environment(ranks: int) -> Iterator[None]:
-    """What workers inherit: their share of the cores, their launcher, and gloo's interface."""
+def _environment(ranks: int, launch: LaunchConfig) -> Iterator[None]:
+    """What workers inherit: a share of the cores, their launcher, gloo's interface, an allocator.
+
+    What is set already stays as it is.
+    """
     values = {
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
         "FSDPCTL_LAUNCHER": str(os.getpid()),
     }
+    if launch.device == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        grows = launch.allocator == "expandable"
+        values["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{grows}"
     if Path("/sys/class/net/lo").exists():
         values["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name may not resolve
     before = dict(os.environ)

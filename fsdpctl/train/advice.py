@@ -7,7 +7,8 @@ from fsdpctl.config.schema import ActivationCheckpointingConfig, Config, Strateg
 from fsdpctl.errors import UsageError
 from fsdpctl.train.loss import loss_chunk_tokens
 from fsdpctl.train.machine import resolved_strategy, world_size
-from fsdpctl.train.weigh import RunEstimate, Weigher, batches_of
+from fsdpctl.train.run_estimate import RunEstimate
+from fsdpctl.train.weigh import Weigher, batches_of
 
 _CHANGES = 3
 _MOST_NODES = 1 << 14

@@ -8,10 +8,11 @@ from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import divide_module
 from fsdpctl.memory.estimate import DTYPE_BYTES
 from fsdpctl.plan.strategy import get_strategy
-from fsdpctl.train.footprint import divide, estimate_run
+from fsdpctl.train.footprint import divide
 from fsdpctl.train.progress import format_bytes
 from fsdpctl.train.resolve import ResolvedRun
 from fsdpctl.train.run_dir import Standing, Start
+from fsdpctl.train.run_estimate import RunEstimate
 
 _SHOWN_RANKS = 8
 _OWNED = 4  # master, gradient and two moments of each element
@@ -24,7 +25,7 @@ def _count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def describe_run(run: ResolvedRun, start: Start) -> list[str]:
+def describe_run(run: ResolvedRun, start: Start, estimate: RunEstimate) -> list[str]:
     """The first lines of a run: everything that was decided, `auto` included."""
     rows = [
         ("model", _model(run)),
@@ -32,7 +33,7 @@ def describe_run(run: ResolvedRun, start: Start) -> list[str]:
         ("data", _data(run)),
         ("batch", _batch(run)),
         ("length", _length(run)),
-        ("memory", _memory(run)),
+        ("memory", _memory(estimate)),
         ("run", _run(start)),
     ]
     rows += [("blocks", text) for text in _blocks(run)]
@@ -124,16 +125,18 @@ def _length(run: ResolvedRun) -> str:
     )
 
 
-def _memory(run: ResolvedRun) -> str:
-    peak = estimate_run(run.config, run.module, run.batches.num_micro_batches)
-    held = peak.breakdown
-    return (
-        f"{format_bytes(held.total)} a rank at most, {peak.when}: parameters "
-        f"{format_bytes(held.parameters)}, gradients "
-        f"{format_bytes(held.gradients)}, optimizer states {format_bytes(held.optimizer_states)}, "
-        f"gathered units {format_bytes(held.gathered_units)}, reduce buffers "
-        f"{format_bytes(held.reduce_buffers)}; activations not counted"
-    )
+def _memory(estimate: RunEstimate) -> str:
+    """What the fullest rank will hold."""
+    largest = sorted(estimate.breakdown.items(), key=lambda each: each[1], reverse=True)
+    parts = [f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in largest if size > 0]
+    text = f"{format_bytes(estimate.allocated)} a rank at most ({estimate.peak.when}): "
+    text += ", ".join(parts)
+    if estimate.config.launch.device == "cuda":
+        text += f"; {format_bytes(estimate.peak_reserved)} reserved"
+    if estimate.verdict != "fits":
+        text += f"; more than there is, {format_bytes(estimate.memory_bytes)}: try `fsdpctl "
+        text += "estimate-memory` with the same words"
+    return text
 
 
 def _blocks(run: ResolvedRun) -> Iterator[str]:

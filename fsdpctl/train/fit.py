@@ -1,12 +1,13 @@
 """The largest run that fits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdpctl.config.schema import Config
 from fsdpctl.train.machine import world_size
-from fsdpctl.train.weigh import RunEstimate, Weigher, batches_of
+from fsdpctl.train.run_estimate import RunEstimate
+from fsdpctl.train.weigh import Weigher, batches_of
 
 FITTED = {
     "micro_batch": "train.micro_batch_size",
@@ -72,28 +73,39 @@ def largest_that_fits(weigher: Weigher, config: Config, what: str) -> Fit:
 
 
 def _edge(fits: Callable[[int], bool], margin: Callable[[int], int], begin: int, most: int) -> int:
-    """The largest value that fits where the next does not; 0 if 1 does not."""
+    """The largest value that fits where the next does not; 0 if 1 does not.
+
+    Memory grows nearly straight with a size, so the edge is looked for where a straight line says,
+    then beside that, then in the middle.
+    """
     low, high = 0, most + 1
+    tried: list[int] = []
     value = begin
-    while low + 1 < high:
+    while True:
+        tried.append(value)
         if fits(value):
             low = value
         else:
             high = value
-        if high == most + 1:
-            value = min(2 * low, most)
-        elif low == 0:
-            value = high // 2 or 1
-            if high == 1:
-                break
+        if low + 1 == high:
+            return low
+        straight = _straight(tried[-2:], margin)
+        if straight is None or (high > most and len(tried) % 2):
+            value = 2 * value if high > most else high // 2
+        elif len(tried) % 3 == 0:
+            value = value + 1 if value == low else value - 1
+        elif len(tried) % 3 == 1 and 0 < low < high <= most:
+            value = (low + high) // 2
         else:
-            value = _between(low, high, margin(low), margin(high))
-    return low
+            value = straight
+        value = min(max(value, low + 1), high - 1)
 
 
-def _between(low: int, high: int, spare: int, missing: int) -> int:
-    """Where a straight line crosses, as a rule next to the edge; else the middle."""
-    guess = low + int((high - low) * spare / max(1, spare - missing))
-    if high - low > 8 and spare > 0 > missing:
-        return min(max(guess, low + 1), high - 1)
-    return (low + high) // 2
+def _straight(tried: Sequence[int], margin: Callable[[int], int]) -> int | None:
+    """Where a straight line through what was tried last leaves nothing."""
+    if len(tried) < 2:
+        return None
+    (first, second), (before, after) = tried, map(margin, tried)
+    if before == after:
+        return None
+    return int(second + after * (second - first) / (before - after))

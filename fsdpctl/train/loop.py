@@ -22,6 +22,7 @@ from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import StepFigures, StepRecord, record_step
 from fsdpctl.optim.schedule import lr_factor
 from fsdpctl.train.clock import StepClock
+from fsdpctl.train.expected import MemoryCheck
 from fsdpctl.train.generate import generate
 from fsdpctl.train.loss import describe_validation, summed_loss, validation_loss
 from fsdpctl.train.metrics import MetricsFile, StepMetrics, peak_memory
@@ -72,6 +73,7 @@ class Trainer:
         self._saved_step = done.step if done.step else -1
         self._ranks = parts.model.collectives
         self._saver = Saver(parts.config, parts.run_dir, ObjectExchange())
+        self._memory = MemoryCheck(parts.run_dir, parts.model, parts.optimizer, done.step)
         self._is_main = self._ranks.rank == 0
         config = parts.config
         assert config.train.steps is not None
@@ -104,6 +106,8 @@ class Trainer:
                 saves = last or _is_multiple(self.step, config.checkpoint.every)
                 stop = self._report(0 if validates or saves else self._lag)
                 self._tell_saved()
+                if said := self._memory.after(self.step, self.parts.device):
+                    self._progress.say(said)
                 if stop:  # who asked may not wait for a validation
                     self._report(0)
                     self.save()

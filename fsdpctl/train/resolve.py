@@ -51,6 +51,11 @@ def resolve(composed: Composed) -> ResolvedRun:
     Raises:
         UsageError: it cannot work; the message names the key.
     """
+    if composed.config.engine.name != "fsdpctl":
+        raise UsageError(
+            f"engine={composed.config.engine.name}: this version only weighs it, with "
+            "estimate-memory; trained is with engine=fsdpctl"
+        )
     config = placed_here(composed.config)
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
     config, notes = _with_compiler(config)

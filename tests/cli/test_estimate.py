@@ -16,9 +16,10 @@ def test_one_strategy_as_json():
     assert code == 0
     assert found["strategy"] == "full_shard"
     assert found["peak_allocated_bytes"] == sum(found["breakdown"].values())
-    assert found["verdict"] is None
-    assert found["peak_reserved_bytes"] is None
-    assert not found["counts_activations"]
+    assert found["verdict"] == "fits"
+    assert found["peak_reserved_bytes"] >= found["peak_allocated_bytes"]
+    assert found["tokens_per_step"] == 16 * 128
+    assert found["largest"][0]["bytes"] > 0
     assert found["breakdown"]["parameters"] >= 4 * found["num_parameters"] / 8
 
 
@@ -32,13 +33,42 @@ def test_every_strategy_as_json():
     assert least["strategy"] == "full_shard"
 
 
-def test_for_people_it_says_what_is_not_counted():
+def test_for_people_it_says_why_and_how_much_is_left():
+    code, text = invoke("estimate-memory", *H100)
+    assert code == 0
+    for part in ("activations", "reserved by the allocator", "when: ", "to spare", "tokens"):
+        assert part in text
     code, text = invoke("estimate-memory", *H100, "--all-strategies")
     assert code == 0
     assert all(name in text for name in STRATEGIES)
-    assert "activations" in text
-    assert "not counted" in text
-    assert "cluster=h100" in text
+
+
+def test_what_does_not_fit_is_answered_with_changes_and_a_code():
+    words = [*H100, "strategy=no_shard"]
+    code, text = invoke("estimate-memory", *words, "--require-fit")
+    assert code == 3
+    assert "does not fit" in text
+    assert "strategy=full_shard" in text.split("to fit")[1]
+    assert invoke("estimate-memory", *words, "--require-fit", "--all-strategies")[0] == 0
+
+
+def test_other_engines_are_weighed_and_their_strategies_named():
+    code, text = invoke("estimate-memory", *H100, "engine=fsdp2", "--all-strategies", "--json")
+    found = [each["strategy"] for each in json.loads(text)]
+    assert code == 0
+    assert found == [name for name, row in STRATEGIES.items() if row.shards_params]
+    code, text = invoke("estimate-memory", *H100, "engine=ddp", "strategy=no_shard", "--json")
+    assert json.loads(text)["engine"] == "ddp"
+
+
+@pytest.mark.slow
+def test_the_largest_model_of_each_strategy_is_drawn(tmp_path):
+    words = ["model=gpt2", "cluster=a100_40", "cluster.memory=6GiB", "--fit", "model"]
+    code, text = invoke("estimate-memory", *words, "--all-strategies", "--plot", str(tmp_path))
+    assert code == 0
+    assert text.count("model.num_layers=") == len(STRATEGIES)
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {*(f"step-{name}.png" for name in STRATEGIES), "strategies.png", "largest.png"}
 
 
 def test_more_ranks_than_samples_are_no_mistake_here():
@@ -52,6 +82,13 @@ def test_more_ranks_than_samples_are_no_mistake_here():
     [
         (["clutser=h100"], "did you mean cluster?"),
         (["cluster.memory=0"], "cluster.memory=0"),
+        (["cluster.memory=80QB"], "a size such as 80GB"),
+        (["cluster.memory=GiB"], "cluster.memory=GiB"),
+        (["cluster=h1000"], "did you mean h100?"),
+        (["engine=ddp"], "it can no_shard"),
+        (["engine=fsdp2", "strategy=no_shard"], "full_shard"),
+        (["--fit", "batch"], "micro_batch, seq_len, model"),
+        (["launch.allocator=cuda"], "expandable, native"),
         (["strategy=hybrid_shard", "strategy.dp_shard_size=3"], "must divide the 8 ranks"),
         (["strategy.owner_map=balanced"], "only shard_optimizer"),
         (["model.num_heads=5"], "must divide"),
@@ -59,7 +96,8 @@ def test_more_ranks_than_samples_are_no_mistake_here():
     ],
 )
 def test_mistakes_are_answered_in_one_line(words, part):
-    code, said = invoke("estimate-memory", *H100, *words)
+    hardware = [] if words[0].startswith("cluster=") else H100[1:]
+    code, said = invoke("estimate-memory", H100[0], *hardware, *words)
     assert code == 2
     assert part in said
     assert "\n" not in said.strip()

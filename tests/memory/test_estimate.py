@@ -18,7 +18,9 @@ from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES, effective_strategy
 from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import lay_out, unit_order
-from fsdpctl.train.footprint import estimate_strategies, plan_run
+from fsdpctl.train.footprint import estimate_run, plan_run
+from fsdpctl.train.machine import resolved_strategy
+from fsdpctl.train.weigh import batches_of, placed_for_estimate
 from tests.distributed import distributed
 from tests.engine.models import backward_window, make_net, next_token_loss, token_batches
 from tests.matrix import WHOLE, cases
@@ -108,73 +110,37 @@ def check_shares(rank: int, world_size: int, strategy: str) -> None:
 WORDS = ["model.vocab_size=1000", "launch.device=cpu"]
 
 
-def test_auto_is_resolved_for_the_cluster_not_for_this_machine():
-    config = compose_config(["model=llama3_8b", "cluster=h100", "launch.nnodes=2"]).config
-    (found,) = estimate_strategies(config, every=False)
-    assert found.config.launch.nproc_per_node == 8
-    assert found.config.launch.device == "cuda"
-    assert found.config.precision.param_dtype == "bfloat16"
-    assert found.to_dict()["world_size"] == 16
-    assert found.verdict is None
+def of_config(*words: str) -> Estimate:
+    config = placed_for_estimate(compose_config([*WORDS, *words]).config)
+    config = replace(config, strategy=resolved_strategy(config, config.strategy))
+    batches = batches_of(config)
+    return estimate_run(config, build_model(config.model), batches.num_micro_batches)
 
 
-def test_what_is_counted_alone_may_be_too_large():
-    config = compose_config(["model=llama3_70b", "cluster=h100", "strategy=no_shard"]).config
-    (found,) = estimate_strategies(config, every=False)
-    assert found.verdict == "too_large"
-
-
-def test_every_strategy_has_an_estimate_and_shards_what_it_says():
-    config = compose_config([*WORDS, "launch.nproc_per_node=4"]).config
-    found = {
-        each.config.strategy.name: each.estimate for each in estimate_strategies(config, every=True)
-    }
-    assert list(found) == list(STRATEGIES)
-    whole = found["no_shard"].largest
+def test_every_strategy_shards_what_it_says():
+    ranks = "launch.nproc_per_node=4"
+    whole = of_config("strategy=no_shard", ranks).largest
     for name, row in STRATEGIES.items():
-        largest = found[name].largest
+        largest = of_config(f"strategy={name}", ranks).largest
         assert (largest.gradients * 4 == whole.gradients) == row.shards_grads
         share = largest.optimizer_states / whole.optimizer_states
         assert share == pytest.approx(0.25 if row.shards_optimizer else 1.0, rel=0.01)
 
 
 def test_owner_maps_count_for_the_strategy_that_has_one():
-    words = [*WORDS, "strategy=shard_optimizer", "strategy.owner_map=round_robin"]
-    config = compose_config([*words, "launch.nproc_per_node=4"]).config
-    uneven = {each.config.strategy.name: each for each in estimate_strategies(config, every=True)}
-    even = replace(config, strategy=replace(config.strategy, owner_map="even"))
-    (evenly,) = estimate_strategies(even, every=False)
-    found = uneven["shard_optimizer"]
-    assert found.estimate.breakdown.optimizer_states > evenly.estimate.breakdown.optimizer_states
-    assert uneven["full_shard"].config.strategy.owner_map == "even"
+    words = ["strategy=shard_optimizer", "launch.nproc_per_node=4"]
+    uneven = of_config(*words, "strategy.owner_map=round_robin").breakdown
+    assert uneven.optimizer_states > of_config(*words).breakdown.optimizer_states
 
 
 def test_uneven_maps_are_searched_for_the_fullest_of_many_ranks():
-    words = ["model.num_layers=7", "model.hidden_size=32", "model.intermediate_size=48", *WORDS]
+    words = ["model.num_layers=7", "model.hidden_size=32", "model.intermediate_size=48"]
     words += ["strategy=shard_optimizer", "strategy.owner_map=balanced", "accumulation=last"]
     words += ["launch.nproc_per_node=100", "train.global_batch_size=400", "accumulation.steps=4"]
-    config = compose_config(words).config
-    (found,) = estimate_strategies(config, every=False)
-    run, module = found.config, build_model(found.config.model)
-    plan, place = plan_run(run, divide_module(module, None), 4)
+    config = placed_for_estimate(compose_config([*WORDS, *words]).config)
+    plan, place = plan_run(config, divide_module(build_model(config.model), None), 4)
     peaks = [
         max(moment.held.total for moment in timeline(plan, replace(place, rank=rank)))
         for rank in range(100)
     ]
-    assert found.estimate.peak_bytes == max(peaks)
-
-
-def test_a_limit_of_memory_changes_no_other_figure():
-    plain, limited = (
-        estimate_strategies(compose_config(["model.vocab_size=64", *words]).config, every=False)
-        for words in ([], ["cluster.memory=0.001"])
-    )
-    assert plain[0].estimate == limited[0].estimate
-    assert limited[0].verdict == "too_large"
-
-
-def test_hundreds_of_billions_on_thousands_of_ranks():
-    words = ["model=llama3_405b", "launch.nproc_per_node=8", "launch.nnodes=2048", "cluster=h100"]
-    (found,) = estimate_strategies(compose_config(words).config, every=False)
-    assert found.num_params == 405_853_388_800
-    assert found.estimate.breakdown.parameters >= 4 * found.num_params // 16384
+    assert of_config(*words).peak_bytes == max(peaks)

@@ -110,7 +110,8 @@ class Titan(nn.Module):
         self.register_buffer("turns", torch.empty(length, half, dtype=torch.complex64))
 
     def get_input_embeddings(self) -> nn.Module:
-        return self.tok_embeddings
+        embedding: nn.Module = self.tok_embeddings
+        return embedding
 
     def get_output_embeddings(self) -> nn.Module:
         return self.output

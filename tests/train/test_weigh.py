@@ -1,0 +1,172 @@
+"""Estimates of configurations: what fits, what does not, and what to change."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.schema import Config
+from fsdpctl.engine.build import divide_module
+from fsdpctl.memory.compute import Part, Place, Program
+from fsdpctl.models.registry import build_model
+from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.train import traced
+from fsdpctl.train.advice import advice
+from fsdpctl.train.fit import FITTED, _edge, largest_that_fits
+from fsdpctl.train.machine import resolved_strategy
+from fsdpctl.train.run_estimate import RunEstimate
+from fsdpctl.train.traced import TracedModel
+from fsdpctl.train.weigh import Weigher, placed_for_estimate, weigh_strategies
+from tests.matrix import matrix
+
+H100 = ["model=llama3_8b", "cluster=h100"]
+
+
+def resolved(*words: str) -> Config:
+    placed = placed_for_estimate(compose_config(list(words)).config)
+    return replace(placed, strategy=resolved_strategy(placed, placed.strategy))
+
+
+def weighed(*words: str) -> RunEstimate:
+    (found,) = weigh_strategies(Weigher(), compose_config(list(words)).config, every=False)
+    return found
+
+
+def test_auto_is_resolved_for_the_cluster_not_for_this_machine():
+    found = weighed(*H100, "launch.nnodes=2")
+    assert found.config.launch.nproc_per_node == 8
+    assert found.config.launch.device == "cuda"
+    assert found.config.precision.param_dtype == "bfloat16"
+    assert found.to_dict()["world_size"] == 16
+    assert found.verdict == "fits"
+
+
+def test_parts_add_up_and_peaks_are_in_order():
+    for found in weigh_strategies(Weigher(), compose_config(H100).config, every=True):
+        assert sum(found.breakdown.values()) == found.allocated
+        assert all(nbytes >= 0 for nbytes in found.breakdown.values())
+        assert found.allocated <= min(found.reserved.values())
+        assert found.breakdown["activations"] > 0
+
+
+def test_a_limit_of_memory_changes_the_verdict_and_no_figure():
+    plain, limited = weighed(*H100), weighed(*H100, "cluster.memory=10GiB")
+    assert plain.breakdown == limited.breakdown
+    assert (plain.verdict, limited.verdict) == ("fits", "too_large")
+
+
+def test_there_is_a_memory_with_which_it_only_fits_by_emptying_the_cache():
+    words = [*H100, "train.seq_len=4096", "launch.allocator=native"]
+    found = weighed(*words)
+    needed = found.peak_reserved - (found.peak_reserved - found.allocated) // 8 + found.outside.high
+    assert found.peak_reserved > found.allocated * 1.05
+    assert weighed(*words, f"cluster.memory={needed / 2**30}").verdict == "thrashes"
+
+
+@matrix(model=["llama3_8b", "gpt2"], mode=["none", "selective", "full"])
+def test_a_few_blocks_tell_what_all_of_them_do(model, mode, monkeypatch):
+    words = [f"model={model}", "model.num_layers=11", "cluster=h100", "train.seq_len=512"]
+    config = resolved(*words, f"activation_checkpointing={mode}")
+    short = TracedModel(config).program(2, 512, 0)
+    monkeypatch.setattr(traced, "shorten", lambda module, names: [])
+    whole = TracedModel(config).program(2, 512, 0)
+    assert list(short.parts) == list(whole.parts)
+    for place in short.parts:
+        assert sized(short, place) == sized(whole, place), place
+    assert short.gradients.keys() == whole.gradients.keys()
+
+
+def sized(program: Program, place: Place) -> list[tuple[int, str]]:
+    """The operations of a part; what is freed by what it is, because keys may differ."""
+    return [
+        (nbytes, program.tensor(key).what if key >= 0 else "")
+        for key, nbytes in program.parts[place]
+    ]
+
+
+def test_blocks_that_differ_are_all_traced():
+    words = ["model=qwen3_4b", "model.num_layers=9", "cluster=h100", "train.seq_len=256"]
+    words += ["model.sliding_window=64", "model.first_sliding_layer=4"]
+    found = TracedModel(resolved(*words))
+    slow, fast = (
+        [nbytes for _, nbytes in found.program(1, 256, 0).parts[Place(Part.FORWARD, name)]]
+        for name in ("model.layers.3", "model.layers.4")
+    )
+    assert slow != fast
+
+
+LINES = (lambda n: 100 - n, lambda n: 1000 - n * n, lambda n: 50 - n // 7)
+
+
+@pytest.mark.parametrize("margin", LINES)
+@pytest.mark.parametrize("begin", [1, 5, 99, 100, 101, 4000])
+def test_an_edge_is_found_in_few_trials(margin, begin):
+    tried = []
+
+    def fits(value: int) -> bool:
+        tried.append(value)
+        return bool(margin(value) >= 0)
+
+    edge = _edge(fits, margin, begin, 5000)
+    assert margin(edge) >= 0 > margin(edge + 1)
+    assert len(tried) < 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", list(FITTED))
+def test_the_answer_fits_and_the_next_does_not(what):
+    draw = random.Random(what)
+    for _ in range(4):
+        words = [
+            "model=llama3_1b",
+            f"strategy={draw.choice(list(STRATEGIES))}",
+            f"cluster.memory={draw.choice(['24GiB', '40GB', '80GiB'])}",
+            "launch.device=cuda",
+            f"launch.nproc_per_node={draw.choice([2, 8])}",
+            f"activation_checkpointing={draw.choice(['none', 'full'])}",
+            f"train.seq_len={draw.choice([1024, 2048])}",
+            f"launch.allocator={draw.choice(['native', 'expandable'])}",
+        ]
+        found = largest_that_fits(Weigher(), resolved(*words), what)
+        if found.estimate is None:
+            continue
+        again = [Weigher().weigh(each.config) for each in (found.estimate, found.following) if each]
+        assert [each.verdict == "fits" for each in again] == [True, False][: len(again)], words
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param([*H100, "train.seq_len=8192"], marks=pytest.mark.slow),
+        pytest.param([*H100, "strategy=no_shard"], marks=pytest.mark.slow),
+        pytest.param(
+            ["model=llama3_70b", "cluster=h100", "train.seq_len=4096", "strategy=shard_grad_op"],
+            marks=pytest.mark.slow,
+        ),
+        [*H100, "train.loss_chunk_tokens=0", "accumulation=last", "accumulation.steps=4"],
+    ],
+)
+def test_changes_that_are_advised_fit_as_they_are_typed(words):
+    limited = [*words, "train.global_batch_size=64", "cluster.memory=60GiB"]
+    weigher, config = Weigher(), resolved(*limited)
+    changes = advice(weigher, config)
+    if weigher.weigh(config).verdict == "fits":
+        return
+    assert 1 <= len(changes) <= 3
+    for change, estimate in changes:
+        kept = [
+            w for w in limited if w.split("=")[0] not in {c.split("=")[0] for c in change.words}
+        ]
+        if any(word.startswith("train.micro_batch_size") for word in change.words):
+            kept = [word for word in kept if not word.startswith("accumulation.steps")]
+        typed = weighed(*kept, *change.words)
+        assert typed.verdict == "fits"
+        assert typed.allocated == estimate.allocated
+
+
+def test_hundreds_of_billions_on_thousands_of_ranks():
+    found = weighed("model=llama3_405b", "launch.nnodes=2048", "cluster=h100")
+    assert found.num_params == 405_853_388_800
+    assert found.tokens_per_step == 16384 * 128
+    assert divide_module(build_model(found.config.model), None)[0].name == "root"
