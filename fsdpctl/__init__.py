@@ -11,28 +11,37 @@ if TYPE_CHECKING:
     from fsdpctl.engine.accumulation import GradAccumulator
     from fsdpctl.engine.model import ShardedModel
     from fsdpctl.engine.precision import Precision
-    from fsdpctl.engine.shard import shard_model
+    from fsdpctl.engine.shard import Sharding, shard_model
     from fsdpctl.optim.adamw import ShardedAdamW
     from fsdpctl.optim.clip import clip_grad_norm_
     from fsdpctl.plan.owners import OwnerMap
     from fsdpctl.plan.schedule import Prefetch
     from fsdpctl.plan.strategy import Strategy
+    from fsdpctl.train.own_module import Assumed, MemoryEstimate, estimate_memory
 
 __all__ = [
+    "Assumed",
     "GradAccumulator",
+    "MemoryEstimate",
     "OwnerMap",
     "Precision",
     "Prefetch",
     "ShardedAdamW",
     "ShardedModel",
+    "Sharding",
     "Strategy",
     "clip_grad_norm_",
+    "estimate_memory",
     "load_checkpoint",
     "save_checkpoint",
     "shard_model",
 ]
 
 _HOMES = {
+    "Assumed": "fsdpctl.train.own_module",
+    "MemoryEstimate": "fsdpctl.train.own_module",
+    "Sharding": "fsdpctl.engine.shard",
+    "estimate_memory": "fsdpctl.train.own_module",
     "GradAccumulator": "fsdpctl.engine.accumulation",
     "OwnerMap": "fsdpctl.plan.owners",
     "Precision": "fsdpctl.engine.precision",

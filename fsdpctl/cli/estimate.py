@@ -145,12 +145,12 @@ def _strategies_table(estimates: list["RunEstimate"]) -> Table:
     """What is held at the peak, for each strategy."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("strategy")
-    parts = [name for name in estimates[0].breakdown if name != "rounding"]
+    parts = [name for name in estimates[0].weighed.breakdown if name != "rounding"]
     for name in [*parts, "allocated", "reserved", "margin"]:
         table.add_column(name.replace("_", " "), justify="right")
     table.add_column("")
     for each in estimates:
-        cells = [_size(each.breakdown[name]) for name in parts]
+        cells = [_size(each.weighed.breakdown[name]) for name in parts]
         totals = [_size(each.allocated), _size(each.peak_reserved), _size(each.margin)]
         verdict = each.verdict.replace("_", " ")
         table.add_row(each.config.strategy.name, *cells, *totals, verdict)
@@ -162,11 +162,11 @@ def _breakdown_table(found: "RunEstimate") -> Table:
     table.add_column(f"{found.config.strategy.name}, on a rank at the peak")
     table.add_column("", justify="right")
     table.add_column("the largest of it")
-    for name, nbytes in found.breakdown.items():
-        largest = [each for each in found.peak.largest if each.category == name]
+    for name, nbytes in found.weighed.breakdown.items():
+        largest = [each for each in found.weighed.peak.largest if each.category == name]
         named = [f"{each.count} x {each.what}, {_size(each.nbytes)}" for each in largest[:2]]
         table.add_row(name.replace("_", " "), _size(nbytes), "; ".join(named))
-    table.add_row("allocated", _size(found.allocated), f"when: {found.peak.when}")
+    table.add_row("allocated", _size(found.allocated), f"when: {found.weighed.peak.when}")
     return table
 
 
@@ -174,7 +174,7 @@ def _conclusions(found: "RunEstimate") -> list[str]:
     config, outside = found.config, found.outside
     lines = []
     if config.launch.device == "cuda":
-        each = [f"{_size(nbytes)} {name}" for name, nbytes in found.reserved.items()]
+        each = [f"{_size(nbytes)} {name}" for name, nbytes in found.weighed.reserved.items()]
         lines.append(
             f"reserved by the allocator: {', '.join(each)}; launch.allocator="
             f"{config.launch.allocator}"

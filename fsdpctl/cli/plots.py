@@ -76,7 +76,7 @@ def _draw_step(found: "RunEstimate", path: Path) -> None:
     """What is held over the moments of a step, stacked."""
     from fsdpctl.memory.simulate import course
 
-    moments = course(found.script, found.writer.item)
+    moments = course(found.weighed.script, found.weighed.writer.item)
     figure, axes = _figure(f"{_title(found)}: a step with {found.config.strategy.name}")
     values = {
         name: [held[category] / _GIB for _, held in moments]
@@ -129,7 +129,7 @@ def _draw_strategies(estimates: Sequence["RunEstimate"], path: Path) -> None:
     names = [_wrapped(each.config.strategy.name) for each in estimates]
     bottom = [0.0] * len(estimates)
     for (name, color), label in zip(_COLORS.items(), _labels(_COLORS), strict=True):
-        heights = [each.breakdown[name] / _GIB for each in estimates]
+        heights = [each.weighed.breakdown[name] / _GIB for each in estimates]
         axes.bar(names, heights, bottom=bottom, color=color, label=label, width=0.6)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     reserved = [each.peak_reserved / _GIB for each in estimates]

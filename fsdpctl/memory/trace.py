@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fsdpctl.errors import UsageError
 from fsdpctl.memory.compute import (
     Gone,
     Gradient,
@@ -41,6 +42,7 @@ class _Recorder(TorchDispatchMode):
         self._known: dict[int, tuple[int, Place, int]] = {}  # by storage: pass, place, number
         self._watches: dict[int, weakref.ref[Any]] = {}
         self._muted: set[int] = set()
+        self._doubts: set[int] = set()  # storages of what `any` found
 
     def begin_pass(self) -> None:
         self.number += 1
@@ -57,8 +59,12 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._assumed(args[0])
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
+            if func is torch.ops.aten.any.default:
+                self._doubts.add(result.untyped_storage()._cdata)
             self._see(result, func, args)
         elif result is not None:
             for each in result if isinstance(result, tuple | list) else tree_leaves(result):
@@ -68,6 +74,18 @@ class _Recorder(TorchDispatchMode):
             for nbytes in cuda_workspaces(func, args):
                 self.parts[self.place].append(Passing(nbytes, str(func)))
         return result
+
+    def _assumed(self, tensor: Tensor) -> bool:
+        """What a module is told that asks for a value: `all` is true, `any` is not.
+
+        That is how libraries ask whether a mask has something to mask, or a number is not finite.
+        """
+        if tensor.dtype != torch.bool:
+            raise UsageError(
+                "the module reads a value of a tensor, which has none before it runs: memory that "
+                "depends on it cannot be estimated"
+            )
+        return tensor.untyped_storage()._cdata not in self._doubts
 
     def _see(self, tensor: Tensor, func: Any, inputs: Sequence[Any]) -> None:
         storage = tensor.untyped_storage()

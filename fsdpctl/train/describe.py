@@ -127,9 +127,9 @@ def _length(run: ResolvedRun) -> str:
 
 def _memory(estimate: RunEstimate) -> str:
     """What the fullest rank will hold."""
-    largest = sorted(estimate.breakdown.items(), key=lambda each: each[1], reverse=True)
+    largest = sorted(estimate.weighed.breakdown.items(), key=lambda each: each[1], reverse=True)
     parts = [f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in largest if size > 0]
-    text = f"{format_bytes(estimate.allocated)} a rank at most ({estimate.peak.when}): "
+    text = f"{format_bytes(estimate.allocated)} a rank at most ({estimate.weighed.peak.when}): "
     text += ", ".join(parts)
     if estimate.config.launch.device == "cuda":
         text += f"; {format_bytes(estimate.peak_reserved)} reserved"

@@ -5,8 +5,7 @@ from typing import Any
 
 from fsdpctl.config.schema import Config
 from fsdpctl.memory.estimate import MOMENTS
-from fsdpctl.memory.script import Writer
-from fsdpctl.memory.simulate import Peak, Script, can_play
+from fsdpctl.memory.weighed import Weighed
 from fsdpctl.plan.batch import BatchPlan
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.train.footprint import item_sizes
@@ -40,22 +39,23 @@ class RunEstimate:
     batches: BatchPlan
     num_params: int
     rank: int
-    allocated: int  # in tensors, at the peak
-    reserved: dict[str, int]  # by the caching allocator, for each way of keeping memory
-    peak: Peak
-    script: Script
-    writer: Writer
+    weighed: Weighed
+
+    @property
+    def allocated(self) -> int:
+        """In tensors, at the peak."""
+        return self.weighed.allocated
+
+    @property
+    def peak_reserved(self) -> int:
+        """With the allocator that the run uses."""
+        return self.weighed.peak_reserved
 
     @property
     def memory_bytes(self) -> int:
         """What a rank may use."""
         assert self.config.cluster.memory is not None
         return int(self.config.cluster.memory * _GIB)
-
-    @property
-    def peak_reserved(self) -> int:
-        """With the allocator that the run uses."""
-        return self.reserved[self.config.launch.allocator]
 
     @property
     def outside(self) -> Range:
@@ -80,19 +80,8 @@ class RunEstimate:
 
     @property
     def verdict(self) -> str:
-        """`fits`, `thrashes` (only if the allocator empties its cache on the way), `too_large`.
-
-        What does not simply fit is played again on a device of that size.
-        """
-        if self.margin >= 0:
-            return "fits"
-        if self.config.launch.device == "cpu" or self.allocated > self.available:
-            return "too_large"
-        expandable = self.config.launch.allocator == "expandable"
-        streams = self.writer.streams
-        if can_play(self.script, self.available, expandable=expandable, streams=streams):
-            return "thrashes"
-        return "too_large"
+        """Whether that is enough; see `Weighed`."""
+        return self.weighed.verdict(self.available)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -111,12 +100,6 @@ class RunEstimate:
     def _master_itemsize(self) -> int:
         return item_sizes(self.config).master
 
-    @property
-    def breakdown(self) -> dict[str, int]:
-        """Bytes at the peak by category; they add up to what is allocated."""
-        parts = {category.value: nbytes for category, nbytes in self.peak.breakdown.items()}
-        return {**parts, "rounding": self.allocated - sum(parts.values())}
-
     def to_dict(self) -> dict[str, Any]:
         """What `estimate-memory --json` prints."""
         config, outside = self.config, self.outside
@@ -131,28 +114,13 @@ class RunEstimate:
             "num_micro_batches": self.batches.num_micro_batches,
             "seq_len": config.train.seq_len,
             "tokens_per_step": self.tokens_per_step,
-            "peak_allocated_bytes": self.allocated,
-            "peak_reserved_bytes": self.peak_reserved,
-            "allocator": config.launch.allocator,
-            "reserved_bytes": self.reserved,
             "verdict": self.verdict,
             "margin_bytes": self.margin,
             "memory_bytes": self.memory_bytes,
             "outside_bytes": [outside.low, outside.high],
-            "breakdown": self.breakdown,
-            "when": str(self.peak.when),
-            "largest": [
-                {
-                    "category": each.category.value,
-                    "what": each.what,
-                    "count": each.count,
-                    "bytes": each.nbytes,
-                }
-                for each in self.peak.largest
-            ],
             "host_bytes": self.host_bytes,
             "checkpoint_bytes": self.checkpoint_bytes,
-            "counts_activations": True,
+            **self.weighed.to_dict(),
         }
 
     @property

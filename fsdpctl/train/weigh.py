@@ -5,13 +5,13 @@ from dataclasses import replace
 from fsdpctl.config.schema import Config
 from fsdpctl.data.source import load_data
 from fsdpctl.errors import UsageError
-from fsdpctl.memory.allocator import CachingAllocator, PlainAllocator
 from fsdpctl.memory.ddp_steps import DataParallel, DataParallelSteps
 from fsdpctl.memory.estimate import estimate
 from fsdpctl.memory.fsdp2_steps import FullyShard, FullyShardSteps
 from fsdpctl.memory.own_steps import OwnSteps
-from fsdpctl.memory.script import Category, Writer
-from fsdpctl.memory.simulate import Constant, Script, Steps, find_peak, settle
+from fsdpctl.memory.script import Writer
+from fsdpctl.memory.simulate import Steps
+from fsdpctl.memory.weighed import weigh_steps
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.plan.strategy import STRATEGIES, get_strategy
 from fsdpctl.train.footprint import REPEATING, item_sizes, plan_run
@@ -24,12 +24,6 @@ from fsdpctl.train.machine import (
 )
 from fsdpctl.train.run_estimate import RunEstimate
 from fsdpctl.train.traced import TracedModel
-
-_MIB = 1 << 20
-ALLOCATORS = ("native", "expandable")
-# cuBLAS takes a workspace for each of the two threads that call it, of this size on Hopper.
-_CUBLAS = (Constant(Category.WORKSPACES, "cuBLAS workspace", 32 * _MIB),) * 2
-_ROUNDING = 512
 
 
 class Weigher:
@@ -51,24 +45,15 @@ class Weigher:
         program = traced.program(micro, config.train.seq_len, chunk)
         last = traced.units[-1]
         writer = Writer(program, last.name, last_is_head=last.kind == "head")
-        on_cuda = config.launch.device == "cuda"
         steps, rank = _steps(config, traced, batches, writer)
-        draws = config.engine.name == "fsdpctl" and not config.model.is_pretrained
-        script = Script(writer, steps, draws=draws, constants=_CUBLAS if on_cuda else ())
-        reserved, allocated = {}, 0
-        for name in ALLOCATORS:
-            allocator: CachingAllocator | PlainAllocator = PlainAllocator()
-            if on_cuda:
-                expandable = name == "expandable"
-                allocator = CachingAllocator(expandable=expandable, streams=writer.streams)
-            settle(script, allocator)
-            reserved[name] = allocator.peak_reserved
-            if name == config.launch.allocator:
-                allocated = allocator.peak_allocated
-        peak = find_peak(script, writer.item, _ROUNDING if on_cuda else 1)
-        return RunEstimate(
-            config, batches, traced.num_params, rank, allocated, reserved, peak, script, writer
+        weighed = weigh_steps(
+            writer,
+            steps,
+            device=str(config.launch.device),
+            allocator=config.launch.allocator,
+            draws=config.engine.name == "fsdpctl" and not config.model.is_pretrained,
         )
+        return RunEstimate(config, batches, traced.num_params, rank, weighed)
 
     def _traced_model(self, config: Config) -> TracedModel:
         alike = (

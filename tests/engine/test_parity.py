@@ -92,7 +92,7 @@ def pairs() -> list[tuple[int, str, str, tuple[str, str]]]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @distributed(timeout=120)
 def test_equals_one_process(rank: int, world_size: int) -> None:
     """Bit for bit in fp32; where additions have another order, to 1e-12 in float64.

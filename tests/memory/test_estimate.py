@@ -59,7 +59,10 @@ def measured(model: ShardedModel, rank: int, reduces: tuple[bool, ...]) -> int:
 
 
 @WHOLE
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size",
+    [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2)), 3, 4],
+)
 @distributed()
 def test_the_estimate_is_what_the_fullest_rank_held(
     rank: int, world_size: int, whole: bool

@@ -27,7 +27,7 @@ from fsdpctl.train.machine import placed_on_cluster, resolved_strategy
 from fsdpctl.train.traced import TracedModel
 from tests.distributed import distributed
 from tests.matrix import WHOLE
-from tests.memory.watch import TensorBytes
+from tests.memory.watch import watched_step
 
 CASES = 56  # for each number of ranks
 SAMPLED = 1
@@ -103,21 +103,6 @@ def train_step(config: Config, model: ShardedModel, optimizer: ShardedAdamW) -> 
     optimizer.zero_grad()
 
 
-def measured(config: Config, model: ShardedModel) -> tuple[int, list[Event]]:
-    """The most bytes of all tensors in a step, and what the engine did until it was over."""
-    optimizer = make_optimizer(config, model)
-    train_step(config, model, optimizer)
-    there = [shard.master for shard in model.flat_shards()]
-    for state in optimizer.state.values():
-        there += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    slots = [buffer.whole for unit in model._runtime.units.values() for buffer in unit.buffers]
-    watch = TensorBytes(there, slots, model.gathered_nbytes)
-    del there, slots
-    with watch, model.recorded_events() as trace:
-        train_step(config, model, optimizer)
-    return watch.peak, trace
-
-
 def predicted(config: Config, rank: int) -> tuple[int, list[Event]]:
     """What is estimated of both."""
     traced = TracedModel(config)
@@ -139,7 +124,8 @@ def predicted(config: Config, rank: int) -> tuple[int, list[Event]]:
 def check(rank: int, ranks: int, seed: int) -> None:
     config = random_config(random.Random(f"{seed} {ranks}"), ranks)
     model = make_model(config, torch.device("cpu"))
-    peak, events = measured(config, model)
+    optimizer = make_optimizer(config, model)
+    peak, events = watched_step(model, optimizer, lambda: train_step(config, model, optimizer))
     expected, planned = predicted(config, rank)
     assert events[: len(planned)] == planned, config
     # What follows is the optimizer's step and the end of the gradients.
@@ -149,7 +135,7 @@ def check(rank: int, ranks: int, seed: int) -> None:
 
 
 @WHOLE
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2, 3, 4])
 @distributed(timeout=300)
 def test_engine_bytes_are_exact_and_the_peak_of_all_tensors_within_a_percent(
     rank: int, world_size: int, whole: bool

@@ -4,9 +4,13 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.plan.schedule import Event
 
 
 class TensorBytes(TorchDispatchMode):
@@ -49,3 +53,19 @@ class TensorBytes(TorchDispatchMode):
     def _gone(self, key: int) -> None:
         _, nbytes = self._known.pop(key)
         self._total -= nbytes
+
+
+def watched_step(
+    model: ShardedModel, optimizer: torch.optim.Optimizer, step: Callable[[], None]
+) -> tuple[int, list[Event]]:
+    """The most bytes of all tensors in a step that is not the first, and what the engine did."""
+    step()
+    there = [shard.master for shard in model.flat_shards()]
+    for state in optimizer.state.values():
+        there += [value for value in state.values() if isinstance(value, Tensor)]
+    slots = [buffer.whole for unit in model._runtime.units.values() for buffer in unit.buffers]
+    watch = TensorBytes(there, slots, model.gathered_nbytes)
+    del there, slots
+    with watch, model.recorded_events() as trace:
+        step()
+    return watch.peak, trace

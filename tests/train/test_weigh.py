@@ -44,15 +44,15 @@ def test_auto_is_resolved_for_the_cluster_not_for_this_machine():
 
 def test_parts_add_up_and_peaks_are_in_order():
     for found in weigh_strategies(Weigher(), compose_config(H100).config, every=True):
-        assert sum(found.breakdown.values()) == found.allocated
-        assert all(nbytes >= 0 for nbytes in found.breakdown.values())
-        assert found.allocated <= min(found.reserved.values())
-        assert found.breakdown["activations"] > 0
+        assert sum(found.weighed.breakdown.values()) == found.allocated
+        assert all(nbytes >= 0 for nbytes in found.weighed.breakdown.values())
+        assert found.allocated <= min(found.weighed.reserved.values())
+        assert found.weighed.breakdown["activations"] > 0
 
 
 def test_a_limit_of_memory_changes_the_verdict_and_no_figure():
     plain, limited = weighed(*H100), weighed(*H100, "cluster.memory=10GiB")
-    assert plain.breakdown == limited.breakdown
+    assert plain.weighed.breakdown == limited.weighed.breakdown
     assert (plain.verdict, limited.verdict) == ("fits", "too_large")
 
 

@@ -1,0 +1,100 @@
+"""What a rank holds at most: a script played on the allocators."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fsdpctl.memory.allocator import CachingAllocator, PlainAllocator
+from fsdpctl.memory.script import Category, Writer
+from fsdpctl.memory.simulate import Constant, Peak, Script, Steps, can_play, find_peak, settle
+
+ALLOCATORS = ("expandable", "native")
+_MIB = 1 << 20
+# cuBLAS takes a workspace for each of the two threads that call it, of this size on Hopper.
+_CUBLAS = (Constant(Category.WORKSPACES, "cuBLAS workspace", 32 * _MIB),) * 2
+_ROUNDING = 512  # of CUDA's allocator
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """The most that a rank holds, in bytes, and when that is."""
+
+    device: str
+    allocator: str  # with which the run keeps memory
+    allocated: int  # in tensors
+    reserved: dict[str, int]  # by the caching allocator, for each way of keeping memory
+    peak: Peak
+    script: Script
+    writer: Writer
+
+    @property
+    def peak_reserved(self) -> int:
+        """With the allocator that the run uses."""
+        return self.reserved[self.allocator]
+
+    @property
+    def breakdown(self) -> dict[str, int]:
+        """Bytes at the peak by category; they add up to what is allocated."""
+        parts = {category.value: nbytes for category, nbytes in self.peak.breakdown.items()}
+        return {**parts, "rounding": self.allocated - sum(parts.values())}
+
+    def verdict(self, available: int) -> str:
+        """`fits`, `thrashes` (only if the allocator empties its cache on the way), `too_large`.
+
+        What does not simply fit is played again on a device with `available` bytes.
+        """
+        if self.peak_reserved <= available:
+            return "fits"
+        if self.device == "cpu" or self.allocated > available:
+            return "too_large"
+        grows = self.allocator == "expandable"
+        plays = can_play(self.script, available, expandable=grows, streams=self.writer.streams)
+        return "thrashes" if plays else "too_large"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The part of `estimate-memory --json` that is the same for every module."""
+        return {
+            "peak_allocated_bytes": self.allocated,
+            "peak_reserved_bytes": self.peak_reserved,
+            "allocator": self.allocator,
+            "reserved_bytes": self.reserved,
+            "breakdown": self.breakdown,
+            "when": str(self.peak.when),
+            "largest": [
+                {
+                    "category": each.category.value,
+                    "what": each.what,
+                    "count": each.count,
+                    "bytes": each.nbytes,
+                }
+                for each in self.peak.largest
+            ],
+            "counts_activations": True,
+        }
+
+
+def weigh_steps(
+    writer: Writer, steps: Steps, *, device: str, allocator: str, draws: bool
+) -> Weighed:
+    """Play what `steps` writes until nothing new is asked for.
+
+    Args:
+        writer: of `steps`.
+        steps: of some engine.
+        device: `cpu`, where requests are taken as they are, or `cuda`.
+        allocator: one of ALLOCATORS.
+        draws: whether the model's values are made on the device.
+    """
+    on_cuda = device == "cuda"
+    script = Script(writer, steps, draws=draws, constants=_CUBLAS if on_cuda else ())
+    played: dict[str, CachingAllocator | PlainAllocator] = {}
+    for name in ALLOCATORS:
+        played[name] = PlainAllocator()
+        if on_cuda:
+            grows = name == "expandable"
+            played[name] = CachingAllocator(expandable=grows, streams=writer.streams)
+        settle(script, played[name])
+    peak = find_peak(script, writer.item, _ROUNDING if on_cuda else 1)
+    reserved = {name: each.peak_reserved for name, each in played.items()}
+    return Weighed(
+        device, allocator, played[allocator].peak_allocated, reserved, peak, script, writer
+    )
