@@ -99,7 +99,8 @@ class FakeNccl(NcclCollectives):
         return Handle(lambda: handle.wait().mul_(self.size))
 
 
-def _collectives(device: torch.device) -> Collectives:
+def collectives_on(device: torch.device) -> Collectives:
+    """Of the process group that was joined; on the CPU none."""
     if device.type == "cpu":
         return OneCallEach()
     return NcclCollectives(device) if dist.get_backend() == "nccl" else FakeNccl(device)
@@ -107,7 +108,7 @@ def _collectives(device: torch.device) -> Collectives:
 
 def ours(model: nn.Module, device: torch.device, precision: fsdpctl.Precision) -> Step:
     """fsdpctl's engine under full_shard, whatever the number of ranks."""
-    collectives, row = _collectives(device), get_strategy("full_shard")
+    collectives, row = collectives_on(device), get_strategy("full_shard")
     specs = divide_module(model, None)
     runtime = build_runtime(
         model,

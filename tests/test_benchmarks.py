@@ -33,6 +33,8 @@ def run(module: str, out: Path, *words: str) -> dict[str, object]:
         ("host_time", ["--rounds", "1"]),
         ("planning", ["--rounds", "1"]),
         ("consolidate", ["--rounds", "1", "--gigabytes", "0.2"]),
+        ("estimates", ["--count", "1"]),
+        ("gpu_memory", ["--device", "cpu", "--models", "llama_tiny", "--count", "2"]),
         ("gpu", ["--device", "cpu", "--sizes", "tiny", "--rounds", "1"]),
     ],
 )

@@ -55,10 +55,10 @@ def make_model(
     )
     draw = partial(initialize_parameter, seed=config.train.seed, config=config.model)
     source = Source(device, is_empty=True) if empty else Source(device, draw)
-    return shard_from(source, _make_module(config), sharding)
+    return shard_from(source, make_module(config), sharding)
 
 
-def _make_module(config: Config) -> nn.Module:
+def make_module(config: Config) -> nn.Module:
     """The module without values, its blocks recomputed and compiled as configured."""
     module = build_model(config.model)
     for unit in divide_module(module, None):

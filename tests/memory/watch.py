@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -55,17 +54,15 @@ class TensorBytes(TorchDispatchMode):
         self._total -= nbytes
 
 
-def watched_step(
-    model: ShardedModel, optimizer: torch.optim.Optimizer, step: Callable[[], None]
-) -> tuple[int, list[Event]]:
+def watched_step(model: ShardedModel, step: Callable[[], None]) -> tuple[int, list[Event]]:
     """The most bytes of all tensors in a step that is not the first, and what the engine did."""
-    step()
     there = [shard.master for shard in model.flat_shards()]
-    for state in optimizer.state.values():
-        there += [value for value in state.values() if isinstance(value, Tensor)]
     slots = [buffer.whole for unit in model._runtime.units.values() for buffer in unit.buffers]
     watch = TensorBytes(there, slots, model.gathered_nbytes)
     del there, slots
-    with watch, model.recorded_events() as trace:
-        step()
+    with watch:
+        step()  # makes optimizer states, and tables that stay
+        watch.peak = 0
+        with model.recorded_events() as trace:
+            step()
     return watch.peak, trace

@@ -1,0 +1,43 @@
+"""A step as the trainer does it, on random tokens."""
+
+from contextlib import nullcontext
+
+import torch
+
+from fsdpctl.config.schema import Config
+from fsdpctl.data.batches import MicroBatch
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.optim.record import record_step
+from fsdpctl.train.loss import loss_chunk_tokens, summed_loss
+
+
+def train_step(
+    config: Config,
+    model: ShardedModel,
+    optimizer: ShardedAdamW,
+    device: torch.device = torch.device("cpu"),
+) -> None:
+    """All micro-batches of a step, the record, and the optimizer."""
+    steps, samples = config.accumulation.steps, config.train.micro_batch_size
+    assert steps is not None
+    assert samples is not None
+    shape = (samples, config.train.seq_len)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    for micro_step in range(steps):
+        tokens = torch.randint(0, config.model.vocab_size or 1, shape)
+        batch = MicroBatch(tokens, tokens.clone())
+        holds = config.accumulation.name == "last" and micro_step < steps - 1
+        with model.no_sync() if holds else nullcontext():
+            loss = summed_loss(model, batch, device, loss_chunk_tokens(config, samples))
+            (loss / tokens.numel()).backward()
+        loss_sum += loss.detach()
+    record = record_step(
+        model,
+        loss_sum=loss_sum,
+        tokens=torch.ones((), device=device),
+        nominal_tokens=1,
+        max_grad_norm=1.0,
+    )
+    optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
+    optimizer.zero_grad()
