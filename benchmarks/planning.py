@@ -1,4 +1,4 @@
-"""How long planning takes: the largest model on the most ranks, beside importing torch.
+"""How long planning and estimating take: the largest model on the most ranks.
 
     python -m benchmarks.planning --out benchmarks/results/planning.json
 
@@ -25,17 +25,28 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.build import divide_module
 from fsdpctl.memory.estimate import timeline
 from fsdpctl.models.registry import build_model
+from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.train.footprint import plan_run
 from fsdpctl.train.machine import placed_on_cluster
+from fsdpctl.train.weigh import Weigher, weigh_strategies
 model, nodes, ranks = sys.argv[1:]
 launch = [f"launch.nnodes={nodes}", f"launch.nproc_per_node={ranks}"]
+launch += ["train.seq_len=8192", "activation_checkpointing=full"]
 config = placed_on_cluster(compose_config([f"model={model}", "cluster=h100", *launch]).config)
 ready = time.perf_counter()
 module = build_model(config.model)
 built = time.perf_counter()
 moments = sum(1 for _ in timeline(*plan_run(config, divide_module(module, None), 1)))
 planned = time.perf_counter()
-print(json.dumps([imported - began, built - ready, planned - built, moments]))
+import resource
+weigher, weighing = Weigher(), time.perf_counter()
+weigh_strategies(weigher, config, every=False)
+weighed = time.perf_counter()
+weigh_strategies(weigher, config, every=True)
+again = (time.perf_counter() - weighed) / len(STRATEGIES)
+first = (ready - imported) + (weighed - weighing)
+mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+print(json.dumps([imported - began, built - ready, planned - built, moments, first, again, mib]))
 """
 
 
@@ -53,6 +64,10 @@ def measure(model: str, rounds: int) -> dict[str, object]:
         "moments": runs[0][3],
         "module_over_import_torch": round(statistics.median(r[1] / r[0] for r in runs), 4),
         "plan_over_import_torch": round(statistics.median(r[2] / r[0] for r in runs), 4),
+        "estimate_over_import_torch": round(statistics.median(r[4] / r[0] for r in runs), 4),
+        "estimate_seconds": round(statistics.median(r[4] for r in runs), 3),
+        "further_strategy_seconds": round(statistics.median(r[5] for r in runs), 4),
+        "most_memory_mib": round(max(r[6] for r in runs)),
     }
 
 

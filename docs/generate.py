@@ -24,7 +24,10 @@ from fsdpctl.train.machine import resolved_strategy
 from fsdpctl.train.weigh import placed_for_estimate
 
 DOCS = Path(__file__).parent
-PAGES = (DOCS / "strategies.md", DOCS / "performance.md", DOCS.parent / "README.md")
+PAGES = (
+    *(DOCS / f"{name}.md" for name in ("strategies", "performance", "memory-model")),
+    DOCS.parent / "README.md",
+)
 PICTURE = DOCS / "strategies.png"
 MODEL = ["model=llama3_8b", "cluster=h100", "launch.nproc_per_node=4", "launch.nnodes=2"]
 GIB = 1 << 30
@@ -85,7 +88,8 @@ def memory_table() -> str:
 
 def estimate_output() -> str:
     """What `fsdpctl estimate-memory` prints, as a code block."""
-    words = ["estimate-memory", "model=llama3_8b", "cluster=h100", "--all-strategies"]
+    words = ["estimate-memory", "model=llama3_8b", "cluster=h100", "train.seq_len=4096"]
+    words += ["--all-strategies"]
     printed = CliRunner().invoke(app, words).output
     lines = [f"$ fsdpctl {' '.join(words)}", *map(str.rstrip, printed.splitlines())]
     return "\n".join(["```", *lines, "```"])
@@ -99,6 +103,9 @@ TABLES = {
     "peak_memory": measured.peak_memory_table,
     "host_time": measured.host_time_table,
     "planning": measured.planning_table,
+    "estimate_errors": measured.estimate_errors_table,
+    "published_runs": measured.published_runs_table,
+    "estimate_time": measured.estimate_time_table,
     "consolidate": measured.consolidate_table,
     "saving": measured.saving_table,
 }

@@ -138,3 +138,56 @@ def saving_table() -> str:
         f"medians of {report['rounds']} rounds, {_made_with(report)}."
     )
     return _table(header, rows, about)
+
+
+def estimate_errors_table() -> str:
+    """How far the estimated peak of all tensors is from real ones."""
+    report = _report("estimates")
+    rows = [
+        [
+            str(each["world_size"]),
+            str(each["configurations"]),
+            f"{each['median_error']:.2%}",
+            f"{each['worst_error']:.2%}",
+        ]
+        for each in report["results"]["small"]
+    ]
+    header = ["ranks over gloo", "configurations", "median error", "worst"]
+    return _table(header, rows, f"{_made_with(report)}.")
+
+
+def published_runs_table() -> str:
+    """What others measured on GPUs, beside what is estimated."""
+    report = _report("estimates")
+    rows = [
+        [
+            f"{each['run']}, {each['what']}",
+            f"{each['measured']:.2f}",
+            f"{each['estimated']:.2f}",
+            f"{each['error']:+.1%}",
+        ]
+        for each in report["results"]["published"]
+    ]
+    about = f"Eight H100; measured by torchtitan's authors, estimated with torch {report['torch']}."
+    return _table(["run", "measured GiB", "estimated GiB", "error"], rows, about)
+
+
+def estimate_time_table() -> str:
+    """The time and memory of an estimate."""
+    report = _report("planning")
+    rows = [
+        [
+            f"{each['model']}, {each['world_size']:,} ranks",
+            f"{each['estimate_over_import_torch']:.2f}",
+            f"{each['estimate_seconds']:.2f}",
+            f"{each['further_strategy_seconds']:.3f}",
+            str(each["most_memory_mib"]),
+        ]
+        for each in report["results"]
+    ]
+    header = ["estimate", "over `import torch`", "seconds", "further strategy", "MiB"]
+    about = (
+        f"After `import torch`, all else included; medians of {report['rounds']} processes, "
+        f"{_made_with(report)}."
+    )
+    return _table(header, rows, about)

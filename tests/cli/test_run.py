@@ -49,8 +49,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_leaves_what_it_promises(finished):
     assert {each.name for each in finished.iterdir()} >= {
-        "config.yaml", "overrides.txt", "metrics.jsonl", "checkpoints", "logs",
+        "config.yaml", "overrides.txt", "metrics.jsonl", "checkpoints", "logs", "estimate.json",
     }  # fmt: skip
+    estimated = json.loads((finished / "estimate.json").read_text())
+    held = json.loads((finished / "metrics.jsonl").read_text().splitlines()[-1])
+    assert held["peak_engine_bytes"] == estimated["peak_engine_bytes"]
     assert len([line for line in figures(finished) if line[1] is not None]) == STEPS
     names = sorted(each.name for each in (finished / "checkpoints").iterdir())
     assert names == ["latest", "step-00000125", "step-00000150"]

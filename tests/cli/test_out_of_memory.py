@@ -1,0 +1,34 @@
+"""What a run says that was killed for want of memory."""
+
+from pathlib import Path
+
+import pytest
+
+from fsdpctl.cli.train import _show_failure
+from fsdpctl.config.compose import compose_config, config_to_yaml
+from fsdpctl.config.model_path import RUN_CONFIG
+from fsdpctl.launch.local import Failure
+from fsdpctl.train.machine import placed_here
+
+WORDS = ["model.vocab_size=256", "cluster.memory=0.75", "train.seq_len=2048"]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "message"),
+    [
+        (1, "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …"),
+        (-9, ""),
+    ],
+)
+def test_the_panel_says_what_was_needed_and_what_would_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], exit_code: int, message: str
+) -> None:
+    config = placed_here(compose_config(WORDS).config)
+    (tmp_path / RUN_CONFIG).write_text(config_to_yaml(config))
+    _show_failure(Failure(1, "here", exit_code, message, 0), tmp_path)
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "estimated" in said
+    assert "a rank had 768.0 MiB" in said
+    assert "where the most is held in:" in said
+    assert "to fit" in said
+    assert "activation_checkpointing=" in said or "train.micro_batch_size=" in said
