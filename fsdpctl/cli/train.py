@@ -146,7 +146,7 @@ def _memory_report(run_dir: Path) -> list[str]:
         f"memory {format_bytes(found.allocated)} estimated, {format_bytes(found.peak_reserved)} "
         f"with what the allocator keeps; a rank had {format_bytes(found.memory_bytes)}",
         f"where  the most is held in: {found.weighed.peak.when}",
-        *change_lines(advice(weigher, found.config)),
+        *change_lines(advice(weigher, found.config, more_ranks=False)),
     ]
 
 

@@ -167,8 +167,10 @@ class CachingAllocator:
         """Give back to the device what is wholly free."""
         for pool in chain(*self._pools.values()):
             if self._expandable:
-                for _, _, block in pool.free:
-                    whole = block.size // pool.grain * pool.grain
+                for _, start, block in pool.free:
+                    # Only pages that lie wholly in the block.
+                    first = -(-start // pool.grain) * pool.grain
+                    whole = max(0, (start + block.size) // pool.grain * pool.grain - first)
                     self.reserved -= max(0, whole - block.missing)
                     block.missing = max(block.missing, whole)
                 continue
@@ -222,8 +224,12 @@ class CachingAllocator:
                 last.after = block
         else:
             grown = -(-(size - last.size) // pool.grain) * pool.grain
-            self._reserve(grown + last.missing)
-            self._take_out(last)
+            self._take_out(last)  # what it has is not to be given back
+            try:
+                self._reserve(grown + last.missing)
+            except DeviceFullError:
+                insort(pool.free, (last.size, last.start, last))
+                raise
             last.size += grown
             last.missing = 0
             block = last

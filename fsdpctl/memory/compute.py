@@ -171,10 +171,6 @@ class Program:
         """Keys are the numbers below."""
         return len(self._sizes)
 
-    def nbytes(self, key: int) -> int:
-        """Of a tensor."""
-        return self._sizes[key]
-
     def tensor(self, key: int) -> Tensor:
         """What a key stands for."""
         return self._tensors[key]

@@ -9,32 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from fsdpctl.memory.script import CATEGORY_OF
 from fsdpctl.plan.layout import FlatLayout, Span
 from fsdpctl.plan.reductions import plan_reductions
 from fsdpctl.plan.replay import Itemsizes, RankPlace, Replay, unit_bytes
 from fsdpctl.plan.runs import decay_group, optimizer_runs
-from fsdpctl.plan.schedule import Buffer, Event, EventKind, Prefetch, UnitOrder, step_events
+from fsdpctl.plan.schedule import Event, EventKind, Prefetch, UnitOrder, step_events
 from fsdpctl.plan.slots import SlotSpec, slots_of
 from fsdpctl.plan.strategy import Strategy
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MOMENTS = 2  # of AdamW, in the masters' dtype
 STEP_BYTES = 4  # a float32 counter for each tensor that the optimizer sees
-_CATEGORY = {
-    Buffer.PARAMS: "gathered_units",
-    Buffer.GRADS: "gradients",
-    Buffer.WHOLE_GRADS: "reduce_buffers",
-    Buffer.WORKSPACE: "reduce_buffers",
-    Buffer.SUM: "reduce_buffers",
-}
-
-_DOING = {
-    Buffer.PARAMS: "gathering",
-    Buffer.GRADS: "keeping the gradients of",
-    Buffer.WHOLE_GRADS: "collecting the gradients of",
-    Buffer.WORKSPACE: "reducing",
-    Buffer.SUM: "reducing",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +49,6 @@ class Estimate:
 
     rank: int  # among those that share a copy
     breakdown: Breakdown  # at the moment of a step when it is most
-    when: str  # that is
     largest: Breakdown  # each category at its own most; these moments may differ
 
     @property
@@ -91,13 +76,6 @@ class Moment:
     event: Event | None
     held: Breakdown
 
-    @property
-    def when(self) -> str:
-        """In words."""
-        if self.event is None or self.event.buffer is None:
-            return "between steps"
-        return f"{_DOING[self.event.buffer]} {self.event.unit}"
-
 
 def estimate(plan: TrainingPlan, place: RankPlace) -> Estimate:
     """The peak of the rank that needs most; `place.rank` is not looked at."""
@@ -113,7 +91,7 @@ def _estimate_rank(plan: TrainingPlan, place: RankPlace) -> Estimate:
     peak = max(moments, key=lambda moment: moment.held.total)
     of_each = zip(*(moment.held.to_dict().values() for moment in moments), strict=True)
     largest = Breakdown(*(max(values) for values in of_each))
-    return Estimate(place.rank, peak.held, peak.when, largest)
+    return Estimate(place.rank, peak.held, largest)
 
 
 def _fullest_ranks(layouts: Mapping[str, Sequence[FlatLayout]]) -> list[int]:
@@ -177,7 +155,7 @@ def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
     for event in planned_step(plan, place):
         if event.buffer is not None:
             change = event.nbytes if event.kind is EventKind.ALLOCATE else -event.nbytes
-            held[_CATEGORY[event.buffer]] += change
+            held[CATEGORY_OF[event.buffer].value] += change
             now = Breakdown(parameters=masters, optimizer_states=states, **held)
         yield Moment(event, now)
 

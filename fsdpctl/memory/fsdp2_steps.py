@@ -17,7 +17,7 @@ from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.replay import Itemsizes
 from fsdpctl.plan.units import UnitSpec
 
-_GATHERS, _REDUCES = 1, 2  # streams
+_GATHERS, _REDUCES, _ALL_REDUCES = 1, 2, 3  # streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class FullyShard:
     reshards: bool  # after forward; the last block, and what is in no block, never
     prefetch: int  # blocks gathered ahead in backward
     reduces: tuple[bool, ...]  # per pass
+    replicates: bool = False  # what is reduced is then all-reduced over copies
     fused: bool = True  # AdamW in one kernel, or tensor by tensor with a temporary each
 
     def groups(self) -> dict[str, tuple[ParamSpec, ...]]:
@@ -53,10 +54,11 @@ class FullyShardSteps:
         self._groups = model.groups()
         self._blocks = [name for name in self._groups if name != model.root]
         self._places = [unit.name for unit in model.units[1:]]
-        self._gathered: dict[str, int] = {}  # units in a gather's buffer
+        self._gathered: dict[str, int | None] = {}  # units in a gather's buffer, if there is one
         self._whole: dict[str, list[int]] = {}
         self._copied: int | None = None  # the buffer of the gather that was copied last
         self._reducing: int | None = None
+        self._all_reduced: list[int] = []  # kept until the backward is over
         self._grads: dict[str, int] = {}  # reduced
         self._held: dict[str, list[int]] = {}  # not reduced yet
         self._has_states = False
@@ -89,15 +91,15 @@ class FullyShardSteps:
     def _shards(self, params: Sequence[ParamSpec]) -> Iterator[int]:
         return (self._numel(param) * self._model.sizes.master for param in params)
 
-    def _part(self, unit: str) -> int:
-        return sum(map(self._numel, self._groups[unit]))
-
     def _gather(self, unit: str) -> None:
         if unit in self._gathered or unit in self._whole:
             return
         writer, sizes = self._writer, self._model.sizes
+        if self._model.num_parts == 1:
+            self._gathered[unit] = None
+            return
         writer.at("gathering", unit)
-        part = self._part(unit) * sizes.param
+        part = sum(map(self._numel, self._groups[unit])) * sizes.param
         cast = None
         if sizes.param != sizes.master:
             cast = self._buffer(Category.GATHERED_UNITS, unit, part, _GATHERS)
@@ -127,7 +129,7 @@ class FullyShardSteps:
         buffer = self._gathered.pop(unit)
         if forward:
             self._copied = buffer
-        else:
+        elif buffer is not None:
             self._writer.free(buffer)
 
     def _let_go_of_copied(self) -> None:
@@ -174,21 +176,31 @@ class FullyShardSteps:
         if self._reducing is not None:
             self._writer.free(self._reducing)
             self._reducing = None
+        for key in self._all_reduced:
+            self._writer.free(key)
+        self._all_reduced.clear()
+
+    def _with_gradients(self, unit: str) -> list[ParamSpec]:
+        gradients = self._writer.program.gradients
+        return [param for param in self._groups[unit] if param.name in gradients]
 
     def _after(self, unit: str, *, reduces: bool) -> None:
         """A unit's backward is over."""
         writer, sizes = self._writer, self._model.sizes
         self._reshard(unit)
-        keys = [key for p in self._groups[unit] if (key := writer.gradient(p.name)) is not None]
+        params = self._with_gradients(unit)
+        if not params:
+            return
+        keys = [key for param in params if (key := writer.gradient(param.name)) is not None]
         writer.at("reducing", unit)
         if not reduces or unit in self._held:
-            self._hold(unit, keys)
+            self._hold(unit, params, keys)
             if not reduces:
                 return
             keys = self._held.pop(unit)
         if self._reducing is not None:
             writer.free(self._reducing)
-        part = self._part(unit)
+        part = sum(map(self._numel, params))
         self._reducing = self._buffer(
             Category.REDUCE_BUFFERS, unit, part * self._model.num_parts * sizes.reduce
         )
@@ -196,42 +208,54 @@ class FullyShardSteps:
             writer.free(key)
         grads = self._buffer(Category.GRADIENTS, unit, part * sizes.reduce, _REDUCES)
         if sizes.reduce != sizes.master:
-            wide = self._buffer(Category.GRADIENTS, unit, part * sizes.master, _REDUCES)
-            writer.free(grads)
+            stream = _ALL_REDUCES if self._model.replicates else _REDUCES
+            wide = self._buffer(Category.GRADIENTS, unit, part * sizes.master, stream)
+            self._let_go_of_sum(grads)
             grads = wide
         if unit in self._grads:
-            writer.free(grads)
+            self._let_go_of_sum(grads)
         else:
             self._grads[unit] = grads
 
-    def _hold(self, unit: str, keys: list[int]) -> None:
+    def _let_go_of_sum(self, key: int) -> None:
+        """What was all-reduced is kept until the backward is over."""
+        if self._model.replicates:
+            self._all_reduced.append(key)
+        else:
+            self._writer.free(key)
+
+    def _hold(self, unit: str, params: Sequence[ParamSpec], keys: list[int]) -> None:
         """Gradients stay whole, in the dtype of the reduction."""
         writer, sizes = self._writer, self._model.sizes
-        if unit not in self._held:
-            self._held[unit] = [
-                writer.allocate(
-                    Category.GRADIENTS, unit, "held gradients", param.numel * sizes.reduce
-                )
-                for param in self._groups[unit]
-                if writer.gradient(param.name) is not None
-            ]
-        for key in keys:
-            writer.free(key)
+        if unit in self._held:
+            for key in keys:
+                writer.free(key)
+        elif sizes.param == sizes.reduce:
+            self._held[unit] = keys
+            for key in keys:
+                writer.keep(key)
+        else:
+            self._held[unit] = []
+            for param, key in zip(params, keys, strict=True):
+                nbytes = param.numel * sizes.reduce
+                wide = writer.allocate(Category.GRADIENTS, unit, "held gradients", nbytes)
+                self._held[unit].append(wide)
+                writer.free(key)
 
     def _optimizer(self) -> None:
         writer = self._writer
         writer.at("the optimizer's step")
         if not self._has_states:
             self._has_states = True
-            for unit, params in self._groups.items():
-                for nbytes in self._shards(params):
+            for unit in self._groups:
+                for nbytes in self._shards(self._with_gradients(unit)):
                     for size in (STEP_BYTES, *[nbytes] * MOMENTS):
                         writer.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
         if not self._model.fused:
             temporaries = [
                 writer.allocate(Category.OPTIMIZER_STATES, unit, "roots of second moments", nbytes)
-                for unit, params in self._groups.items()
-                for nbytes in self._shards(params)
+                for unit in self._groups
+                for nbytes in self._shards(self._with_gradients(unit))
             ]
             for key in temporaries:
                 writer.free(key)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 _aten = torch.ops.aten
+_SORTED_FROM, _ROWS_OF_A_THREAD = 3072, 10  # of the embedding's backward
 _FLASH = 1  # of torch.nn.attention.SDPBackend, whose import is slow
 
 Attention = Callable[..., Tensor]
@@ -33,9 +34,10 @@ class _Asked(NamedTuple):
 
 
 def _cuda_attention(plain: Attention) -> Attention:
-    """Flash attention where there is no mask; with one, the memory-efficient kernel.
+    """Flash attention in two bytes without a mask, else the memory-efficient kernel.
 
-    That is what torch prefers on Ampere. On Hopper it may prefer cuDNN's, which saves as much.
+    The latter knows no heads that share keys and values: with these, plain products. On Hopper
+    torch may prefer cuDNN's kernel, which saves what flash attention does.
     """
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -47,8 +49,8 @@ def _cuda_attention(plain: Attention) -> Attention:
                 query, key, value, *rest, scale=asked.scale
             )[0]
             return out
-        if asked.enable_gqa:
-            key, value = (_repeated(each, query.shape[1] // each.shape[1]) for each in (key, value))
+        if query.shape[1] != key.shape[1]:
+            return plain(query, key, value, *args, **kwargs)
         bias = None if asked.attn_mask is None else _as_bias(asked.attn_mask, query)
         out = _aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, query.requires_grad, *rest, scale=asked.scale
@@ -56,10 +58,6 @@ def _cuda_attention(plain: Attention) -> Attention:
         return out
 
     return attention
-
-
-def _repeated(values: Tensor, times: int) -> Tensor:
-    return values.repeat_interleave(times, dim=1)
 
 
 def _as_bias(mask: Tensor, like: Tensor) -> Tensor:
@@ -158,26 +156,29 @@ def operators_of(device: str) -> Iterator[None]:
         F.rms_norm = rms_norm
 
 
-def cuda_workspaces(op: Any, inputs: Sequence[Any]) -> list[int]:
-    """Bytes that a CUDA kernel allocates while it runs, besides its results.
+def cuda_workspace(op: Any, inputs: Sequence[Any]) -> int:
+    """Bytes that a CUDA kernel has at once while it runs, besides its results.
 
     Of FlashAttention 2's backward: the softmax's sums, the query's gradient in float32, and where
-    heads share keys and values, their gradients per query head. Of the embedding's backward: what
-    sorting the tokens takes.
+    heads share keys and values, their gradients per query head. Of the embedding's backward for
+    more than a few tokens (EmbeddingBackwardKernel.cu): what sorts them, and partial sums.
     """
     if op is _aten._scaled_dot_product_flash_attention_backward.default:
         query, key = inputs[1], inputs[2]
         batch, heads, length, width = query.shape
         rows = _round_up(length, 128)
         columns = _round_up(width, 32 if width <= 128 else 64)
-        taken = [batch * heads * rows * 4, batch * heads * rows * columns * 4]
+        taken = batch * heads * rows * 4 * (1 + columns)
         if key.shape[1] != heads:
-            expanded = batch * heads * key.shape[2] * width * query.dtype.itemsize
-            taken += [expanded, expanded]
-        return taken
+            taken += 2 * batch * heads * key.shape[2] * width * query.dtype.itemsize
+        return int(taken)
     if op is _aten.embedding_dense_backward.default:
-        return [8 * inputs[1].numel()] * 4
-    return []
+        tokens, rows, width = inputs[1].numel(), inputs[2], inputs[0].shape[-1]
+        if tokens <= _SORTED_FROM:
+            return 0
+        partial_sums = tokens // _ROWS_OF_A_THREAD + min(tokens, rows)
+        return int(4 * 8 * tokens + 4 * partial_sums * _round_up(width, 32))
+    return 0
 
 
 def cpu_nbytes(op: Any, inputs: Sequence[Any], made: Tensor) -> int:

@@ -4,29 +4,23 @@ from collections.abc import Iterable
 
 from fsdpctl.memory.compute import Part, Place
 from fsdpctl.memory.estimate import MOMENTS, STEP_BYTES, TrainingPlan, plan_slots, planned_step
-from fsdpctl.memory.script import Category, Writer
-from fsdpctl.plan.layout import FlatLayout, Span
+from fsdpctl.memory.script import CATEGORY_OF, Category, Writer
+from fsdpctl.plan.layout import FlatLayout, ParamSpec, Span
 from fsdpctl.plan.replay import RankPlace
 from fsdpctl.plan.runs import decay_group, optimizer_runs
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.transport import Transport, adds_whole, gradient_stretches, sends_in_place
 
 K = EventKind
+_WITHOUT = -1  # the group of parameters that get no gradient
 _ADDED_AT_A_TIME = 1 << 16  # elements; see comm/gloo.py
 _PARTS = {K.FORWARD: Part.FORWARD, K.LEAVE: Part.AROUND, K.BACKWARD: Part.BACKWARD}
-_DOING = {
+_DOING = {  # at an allocation
     Buffer.PARAMS: "gathering",
     Buffer.WHOLE_GRADS: "collecting the gradients of",
     Buffer.WORKSPACE: "reducing",
     Buffer.SUM: "reducing",
     Buffer.GRADS: "reducing",
-}
-_CATEGORY = {
-    Buffer.PARAMS: Category.GATHERED_UNITS,
-    Buffer.WHOLE_GRADS: Category.REDUCE_BUFFERS,
-    Buffer.WORKSPACE: Category.REDUCE_BUFFERS,
-    Buffer.SUM: Category.REDUCE_BUFFERS,
-    Buffer.GRADS: Category.GRADIENTS,
 }
 
 
@@ -137,7 +131,7 @@ class OwnSteps:
             assert following is not None
             keys.append(self._collect(unit, len(keys), event.nbytes, following.kind is K.REDUCE))
             return
-        keys.append([self._writer.allocate(_CATEGORY[buffer], unit, buffer.value, event.nbytes)])
+        keys.append([self._writer.allocate(CATEGORY_OF[buffer], unit, buffer.value, event.nbytes)])
         if buffer is Buffer.SUM:
             self._add_up(unit, len(keys) - 1)
 
@@ -237,9 +231,7 @@ class OwnSteps:
         self._writer.at("the optimizer's step")
         if not self._has_states:
             self._has_states = True
-            for unit in self._plan.layouts:
-                for layout in self._trained(unit):
-                    self._states(unit, layout)
+            self._states()
         for (buffer, _), lists in self._live.items():
             if buffer in (Buffer.GRADS, Buffer.WHOLE_GRADS):
                 for keys in lists:
@@ -247,8 +239,21 @@ class OwnSteps:
                         self._writer.free(key)
                 lists.clear()
 
-    def _states(self, unit: str, layout: FlatLayout) -> None:
-        for run in optimizer_runs(layout, self._held(layout), decay_group):
+    def _states(self) -> None:
+        """Of one parameter group after the other; a parameter without gradients has none."""
+        gradients = self._writer.program.gradients
+
+        def group_of(param: ParamSpec) -> int:
+            return decay_group(param) if param.name in gradients else _WITHOUT
+
+        runs = [
+            (run, unit)
+            for unit in self._plan.layouts
+            for layout in self._trained(unit)
+            for run in optimizer_runs(layout, self._held(layout), group_of)
+            if run.group != _WITHOUT
+        ]
+        for run, unit in sorted(runs, key=lambda each: each[0].group):
             nbytes = run.span.numel * self._plan.sizes.master
             for size in (STEP_BYTES, *[nbytes] * MOMENTS):
                 self._writer.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fsdpctl.memory.compute import Operation, Part, Place, Program
+from fsdpctl.plan.schedule import Buffer
 
 
 class Category(StrEnum):
@@ -18,6 +19,15 @@ class Category(StrEnum):
     ACTIVATIONS = "activations"
     LOGITS_AND_LOSS = "logits_and_loss"
     WORKSPACES = "workspaces"  # of kernels
+
+
+CATEGORY_OF = {
+    Buffer.PARAMS: Category.GATHERED_UNITS,
+    Buffer.WHOLE_GRADS: Category.REDUCE_BUFFERS,
+    Buffer.WORKSPACE: Category.REDUCE_BUFFERS,
+    Buffer.SUM: Category.REDUCE_BUFFERS,
+    Buffer.GRADS: Category.GRADIENTS,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from fsdpctl.memory.compute import (
     Passing,
     Place,
 )
-from fsdpctl.memory.operators import cpu_nbytes, cuda_workspaces, operators_of
+from fsdpctl.memory.operators import cpu_nbytes, cuda_workspace, operators_of
 
 
 class _Recorder(TorchDispatchMode):
@@ -70,9 +70,8 @@ class _Recorder(TorchDispatchMode):
             for each in result if isinstance(result, tuple | list) else tree_leaves(result):
                 if isinstance(each, Tensor):
                     self._see(each, func, args)
-        if self._is_cuda:
-            for nbytes in cuda_workspaces(func, args):
-                self.parts[self.place].append(Passing(nbytes, str(func)))
+        if self._is_cuda and (nbytes := cuda_workspace(func, args)):
+            self.parts[self.place].append(Passing(nbytes, str(func)))
         return result
 
     def _assumed(self, tensor: Tensor) -> bool:

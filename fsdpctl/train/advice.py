@@ -24,13 +24,16 @@ class Change:
     config: Config  # with it
 
 
-def advice(weigher: Weigher, config: Config) -> list[tuple[Change, RunEstimate]]:
+def advice(
+    weigher: Weigher, config: Config, *, more_ranks: bool = True
+) -> list[tuple[Change, RunEstimate]]:
     """The cheapest changes that make a resolved configuration fit, cheapest first; at most three.
 
-    The order is by what they cost: nothing, a little time, communication, computation, more ranks.
+    The order is by what they cost: nothing, a little time, communication, computation, more ranks
+    (unless these cannot be had).
     """
     found: list[tuple[Change, RunEstimate]] = []
-    for change in _changes(config):
+    for change in _changes(config, more_ranks=more_ranks):
         if any(set(cheaper.words) <= set(change.words) for cheaper, _ in found):
             continue  # more than is needed
         try:
@@ -48,7 +51,7 @@ def _adds_ranks(change: Change) -> bool:
     return any(word.startswith("launch.nnodes=") for word in change.words)
 
 
-def _changes(config: Config) -> Iterator[Change]:
+def _changes(config: Config, *, more_ranks: bool) -> Iterator[Change]:
     """Single changes, cheapest first; then more and more together; then more machines."""
     for make in (
         _expandable,
@@ -68,11 +71,14 @@ def _changes(config: Config) -> Iterator[Change]:
             together = Change(words, cost.removeprefix("; "), change.config)
             if len(words) > 1:
                 yield together
+    if not more_ranks:
+        return
     yield from _more_nodes(config)
-    yield from (
-        Change(together.words + each.words, f"{together.cost}; {each.cost}", each.config)
-        for each in _more_nodes(together.config)
-    )
+    if together.words:
+        yield from (
+            Change(together.words + each.words, f"{together.cost}; {each.cost}", each.config)
+            for each in _more_nodes(together.config)
+        )
 
 
 def _expandable(config: Config) -> Iterator[Change]:

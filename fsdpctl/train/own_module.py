@@ -1,8 +1,7 @@
 """`fsdpctl.estimate_memory`: a module of your own, weighed before there is a device for it."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,25 +13,20 @@ from fsdpctl.engine.describe import dtype_name
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import Sharding
 from fsdpctl.errors import UsageError, nearest
-from fsdpctl.memory.compute import Program, Row
-from fsdpctl.memory.estimate import TrainingPlan, estimate
-from fsdpctl.memory.fsdp2_steps import FullyShard, FullyShardSteps
-from fsdpctl.memory.own_steps import OwnSteps
+from fsdpctl.memory.estimate import TrainingPlan
 from fsdpctl.memory.script import Writer
-from fsdpctl.memory.shorten import shorten
-from fsdpctl.memory.simulate import Steps
-from fsdpctl.memory.trace import trace
 from fsdpctl.memory.weighed import ALLOCATORS, Weighed, weigh_steps
 from fsdpctl.plan.replay import Itemsizes, RankPlace
 from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy, ranks_per_copy
 from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import UnitSpec, lay_out
-from fsdpctl.train.blocks import checkpoint_block
+from fsdpctl.train.engines import ENGINES, steps_of
 from fsdpctl.train.footprint import REPEATING
+from fsdpctl.train.traced import Observed
 
 _CHOICES = {
     "device": ("cuda", "cpu"),
-    "engine": ("fsdpctl", "fsdp2"),
+    "engine": ENGINES,
     "allocator": ALLOCATORS,
     "activation_checkpointing": ("none", "selective", "full"),
     "reduce": ("every", "last"),
@@ -44,7 +38,7 @@ class Assumed:
     """How a module is trained that `estimate_memory` weighs."""
 
     device: str = "cuda"  # or cpu
-    engine: str = "fsdpctl"  # or fsdp2
+    engine: str = "fsdpctl"  # or fsdp2, ddp
     allocator: str = "expandable"  # or native: of CUDA's memory
     activation_checkpointing: str = "none"  # or selective, full: done to each block
     num_micro_batches: int = 1  # of a step
@@ -126,19 +120,32 @@ def estimate_memory(
     """
     _check(assumed)
     given = Sharding(sharding) if isinstance(sharding, str) else sharding
-    with torch.device("meta"):
-        module = module_fn()
+
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            return module_fn()
+
+    module = make()
     classes = None if isinstance(given.units, str) else [each.__name__ for each in given.units]
     units = divide_module(module, classes)
-    num_params = sum(param.numel() for param in module.parameters())
-    sizes = _item_sizes(module, given.precision)
+    sizes = _item_sizes(module, given.precision, assumed.engine)
     dtype = given.precision.param_dtype
-    program = _observe(module_fn, units, _Run(input_fn, loss_fn, dtype), dtype, assumed)
+    observed = Observed(
+        make,
+        units,
+        checkpointing=assumed.activation_checkpointing,
+        dtype=dtype,
+        device=assumed.device,
+    )
+    program = observed.program(_Run(input_fn, loss_fn, dtype))
     writer = Writer(program, units[-1].name, last_is_head=units[-1].kind == "head")
-    steps, rank = _steps(writer, units, given, sizes, world_size, assumed)
+    strategy, plan, place = _plan(units, given, sizes, world_size, assumed)
+    fused = assumed.fused_optimizer
+    steps, rank = steps_of(assumed.engine, strategy, units, plan, place, writer=writer, fused=fused)
     weighed = weigh_steps(
         writer, steps, device=assumed.device, allocator=assumed.allocator, draws=False
     )
+    num_params = sum(param.numel() for param in module.parameters())
     return MemoryEstimate(num_params, rank, weighed)
 
 
@@ -182,13 +189,14 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
     return tuple(_cast(each, dtype) for each in value) if isinstance(value, tuple) else value
 
 
-def _item_sizes(module: nn.Module, precision: Precision) -> Itemsizes:
+def _item_sizes(module: nn.Module, precision: Precision, engine: str) -> Itemsizes:
+    """PyTorch's engines keep parameters in the dtype that the module has."""
     dtypes = {param.dtype for param in module.parameters() if param.is_floating_point()}
     if len(dtypes) > 1:
         names = ", ".join(sorted(map(dtype_name, dtypes)))
         raise UsageError(f"estimate_memory: parameters of one dtype are weighed, not of {names}")
     (dtype,) = dtypes or {torch.float32}
-    master = precision.dtype_of_master(dtype)
+    master = precision.dtype_of_master(dtype) if engine == "fsdpctl" else dtype
     return Itemsizes(
         precision.compute_dtype(dtype).itemsize,
         precision.dtype_of_reduction(master).itemsize,
@@ -196,67 +204,22 @@ def _item_sizes(module: nn.Module, precision: Precision) -> Itemsizes:
     )
 
 
-def _observe(
-    make: Callable[[], nn.Module],
-    units: Sequence[UnitSpec],
-    run: Callable[[nn.Module], None],
-    dtype: torch.dtype | None,
-    assumed: Assumed,
-) -> Program:
-    """A pass, of a model with few blocks if they are alike."""
-    names = [unit.name for unit in units[1:]]
-    blocks = [unit.name for unit in units if unit.kind == "block"]
-    for shortens in (True, False):
-        with torch.device("meta"):
-            module = make()
-        rows: list[Row] = shorten(module, blocks) if shortens else []
-        stood_for = {name for row in rows for name in row.whole}
-        traced = [name for row in rows for name in row.traced]
-        traced += [name for name in names if name not in stood_for]
-        if assumed.activation_checkpointing != "none":
-            for name in (each for each in traced if each not in names or each in blocks):
-                checkpoint_block(module.get_submodule(name), assumed.activation_checkpointing)
-        for param in module.parameters():
-            param.data = param.data.to(dtype or param.dtype)
-        passed = trace(module, traced, partial(run, module), assumed.device)
-        if all(row.is_regular(passed) for row in rows):
-            break
-    return Program(passed, names, rows)
-
-
-def _steps(
-    writer: Writer,
+def _plan(
     units: tuple[UnitSpec, ...],
     given: Sharding,
     sizes: Itemsizes,
     world_size: int,
     assumed: Assumed,
-) -> tuple[Steps, int]:
+) -> tuple[Strategy, TrainingPlan, RankPlace]:
+    """The strategy that is asked for, and the plan of what runs."""
     strategy = given.strategy if isinstance(given.strategy, Strategy) else None
     strategy = strategy or get_strategy(str(given.strategy))
     size = ranks_per_copy(strategy, world_size, given.dp_shard_size)
-    shown = min(assumed.num_micro_batches, REPEATING)
-    reduces = (*[assumed.reduce == "every"] * (shown - 1), True)
-    if assumed.engine == "fsdp2":
-        if not strategy.shards_params:
-            raise UsageError(f"engine=fsdp2: not with strategy={strategy.name}")
-        ahead = max(1, given.prefetch.backward)
-        model = FullyShard(
-            units,
-            size,
-            sizes,
-            strategy.reshard_after_forward,
-            ahead,
-            reduces,
-            assumed.fused_optimizer,
-        )
-        return FullyShardSteps(model, writer), 0
     row, parts = effective_strategy(strategy, size, world_size)
     owner_map = given.owner_map if row.has_owner_map else "even"
     division = Division(units, lay_out(units, parts, owner_map))
+    shown = min(assumed.num_micro_batches, REPEATING)
+    reduces = (*[assumed.reduce == "every"] * (shown - 1), True)
     plan = TrainingPlan(division.order, division.layouts, row, sizes, given.prefetch, reduces)
     transport = Transport.NCCL if assumed.device == "cuda" else Transport.GLOO
-    place = RankPlace(0, parts, world_size // parts, transport)
-    if not all(layout.is_even for of_unit in plan.layouts.values() for layout in of_unit):
-        place = replace(place, rank=estimate(plan, place).rank)
-    return OwnSteps(plan, place, writer), place.rank
+    return strategy, plan, RankPlace(0, parts, world_size // parts, transport)

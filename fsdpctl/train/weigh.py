@@ -4,17 +4,12 @@ from dataclasses import replace
 
 from fsdpctl.config.schema import Config
 from fsdpctl.data.source import load_data
-from fsdpctl.errors import UsageError
-from fsdpctl.memory.ddp_steps import DataParallel, DataParallelSteps
-from fsdpctl.memory.estimate import estimate
-from fsdpctl.memory.fsdp2_steps import FullyShard, FullyShardSteps
-from fsdpctl.memory.own_steps import OwnSteps
 from fsdpctl.memory.script import Writer
-from fsdpctl.memory.simulate import Steps
 from fsdpctl.memory.weighed import weigh_steps
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.plan.strategy import STRATEGIES, get_strategy
-from fsdpctl.train.footprint import REPEATING, item_sizes, plan_run
+from fsdpctl.train.engines import has_strategy, steps_of
+from fsdpctl.train.footprint import plan_run
 from fsdpctl.train.loss import loss_chunk_tokens
 from fsdpctl.train.machine import (
     check_length,
@@ -45,7 +40,11 @@ class Weigher:
         program = traced.program(micro, config.train.seq_len, chunk)
         last = traced.units[-1]
         writer = Writer(program, last.name, last_is_head=last.kind == "head")
-        steps, rank = _steps(config, traced, batches, writer)
+        plan, place = plan_run(config, traced.units, batches.num_micro_batches)
+        strategy = get_strategy(config.strategy.name)
+        steps, rank = steps_of(
+            config.engine.name, strategy, traced.units, plan, place, writer=writer
+        )
         weighed = weigh_steps(
             writer,
             steps,
@@ -78,33 +77,6 @@ def batches_of(config: Config) -> BatchPlan:
     )
 
 
-def _steps(
-    config: Config, traced: TracedModel, batches: BatchPlan, writer: Writer
-) -> tuple[Steps, int]:
-    """Who writes the operations, and of which rank."""
-    shown = min(batches.num_micro_batches, REPEATING)
-    sizes, strategy = item_sizes(config), get_strategy(config.strategy.name)
-    if not has_strategy(config.engine.name, strategy.name):
-        can = ", ".join(name for name in STRATEGIES if has_strategy(config.engine.name, name))
-        raise UsageError(
-            f"engine={config.engine.name}: not with strategy={strategy.name}; it can {can}"
-        )
-    if config.engine.name == "ddp":
-        return DataParallelSteps(DataParallel(traced.units, sizes, shown), writer), 0
-    if config.engine.name == "fsdp2":
-        parts = config.strategy.dp_shard_size or world_size(config)
-        reduces = (*[config.accumulation.name == "every"] * (shown - 1), True)
-        ahead = max(1, config.prefetch.backward)
-        model = FullyShard(
-            traced.units, parts, sizes, strategy.reshard_after_forward, ahead, reduces
-        )
-        return FullyShardSteps(model, writer), 0
-    plan, place = plan_run(config, traced.units, batches.num_micro_batches)
-    if not all(layout.is_even for of_unit in plan.layouts.values() for layout in of_unit):
-        place = replace(place, rank=estimate(plan, place).rank)
-    return OwnSteps(plan, place, writer), place.rank
-
-
 def weigh_strategies(weigher: Weigher, config: Config, *, every: bool) -> list[RunEstimate]:
     """The estimate for the strategy of `config`, or with `every` for all that its engine has.
 
@@ -118,15 +90,8 @@ def weigh_strategies(weigher: Weigher, config: Config, *, every: bool) -> list[R
     return [
         weigher.weigh(replace(placed, strategy=resolved_strategy(placed, each)))
         for each in given
-        if not every or has_strategy(config.engine.name, each.name)
+        if not every or has_strategy(config.engine.name, STRATEGIES[each.name])
     ]
-
-
-def has_strategy(engine: str, name: str) -> bool:
-    """Whether an engine can do what a strategy says."""
-    strategy = get_strategy(name)
-    can = {"ddp": name == "no_shard", "fsdp2": strategy.shards_params}
-    return can.get(engine, True)
 
 
 def placed_for_estimate(config: Config) -> Config:

@@ -93,23 +93,48 @@ def test_a_full_device_has_its_cache_emptied_once():
         allocator.allocate(2, 30 * MIB)
 
 
+def test_an_expandable_segment_cannot_grow_beyond_the_device():
+    allocator = CachingAllocator(expandable=True, capacity=100 * MIB)
+    allocator.allocate(0, 40 * MIB)
+    allocator.free(0)
+    with pytest.raises(DeviceFullError):
+        allocator.allocate(1, 120 * MIB)
+    allocator.allocate(2, 90 * MIB)
+    assert allocator.reserved == 100 * MIB
+
+
+def test_only_whole_pages_of_a_segment_are_given_back():
+    allocator = CachingAllocator(expandable=True)
+    for key, size in enumerate((10, 20, 10)):
+        allocator.allocate(key, size * MIB)
+    allocator.free(1)
+    allocator.empty_cache()
+    assert allocator.reserved == 40 * MIB
+
+
 requests = st.lists(
     st.tuples(st.integers(0, 9), st.integers(1, 40 * MIB), st.integers(0, 1)), max_size=60
 )
 
 
-@given(requests, st.booleans())
-def test_whatever_happens_the_books_balance(sequence, expandable):
+@given(requests, st.booleans(), st.sampled_from([None, 120 * MIB]))
+def test_whatever_happens_the_books_balance(sequence, expandable, capacity):
     streams = {key: stream for key, _, stream in sequence}
-    allocator = CachingAllocator(expandable=expandable, streams=streams)
+    allocator = CachingAllocator(expandable=expandable, capacity=capacity, streams=streams)
     live: dict[int, int] = {}
     for key, nbytes, _ in sequence:
         if key in live:
             allocator.free(key)
             del live[key]
         else:
-            allocator.allocate(key, nbytes)
+            try:
+                allocator.allocate(key, nbytes)
+            except DeviceFullError:
+                assert capacity is not None
+                assert allocator.reserved + nbytes > capacity - 20 * MIB
+                continue
             live[key] = nbytes
+        assert capacity is None or allocator.reserved <= capacity
         assert sum(live.values()) <= allocator.allocated <= allocator.reserved
         assert allocator.allocated <= sum(live.values()) + len(live) * (MIB + 512)
     for key in live:

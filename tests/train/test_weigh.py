@@ -45,6 +45,7 @@ def test_auto_is_resolved_for_the_cluster_not_for_this_machine():
 def test_parts_add_up_and_peaks_are_in_order():
     for found in weigh_strategies(Weigher(), compose_config(H100).config, every=True):
         assert sum(found.weighed.breakdown.values()) == found.allocated
+        assert found.weighed.breakdown["rounding"] < 0.01 * found.allocated
         assert all(nbytes >= 0 for nbytes in found.weighed.breakdown.values())
         assert found.allocated <= min(found.weighed.reserved.values())
         assert found.weighed.breakdown["activations"] > 0
@@ -148,11 +149,10 @@ def test_the_answer_fits_and_the_next_does_not(what):
     ],
 )
 def test_changes_that_are_advised_fit_as_they_are_typed(words):
-    limited = [*words, "train.global_batch_size=64", "cluster.memory=60GiB"]
+    limited = [*words, "train.global_batch_size=64", "cluster.memory=20GiB"]
     weigher, config = Weigher(), resolved(*limited)
     changes = advice(weigher, config)
-    if weigher.weigh(config).verdict == "fits":
-        return
+    assert weigher.weigh(config).verdict != "fits"
     assert 1 <= len(changes) <= 3
     for change, estimate in changes:
         kept = [

@@ -1,0 +1,68 @@
+"""Who writes down what a rank does: our engine, or one of PyTorch's own."""
+
+from dataclasses import replace
+
+from fsdpctl.errors import UsageError
+from fsdpctl.memory.ddp_steps import DataParallel, DataParallelSteps
+from fsdpctl.memory.estimate import TrainingPlan, estimate
+from fsdpctl.memory.fsdp2_steps import FullyShard, FullyShardSteps
+from fsdpctl.memory.own_steps import OwnSteps
+from fsdpctl.memory.script import Writer
+from fsdpctl.memory.simulate import Steps
+from fsdpctl.plan.replay import RankPlace
+from fsdpctl.plan.strategy import STRATEGIES, Strategy
+from fsdpctl.plan.units import UnitSpec
+
+ENGINES = ("fsdpctl", "fsdp2", "ddp")
+
+
+def has_strategy(engine: str, strategy: Strategy) -> bool:
+    """Whether an engine can do what a strategy says."""
+    can = {"ddp": strategy.name == "no_shard", "fsdp2": strategy.shards_params}
+    return can.get(engine, True)
+
+
+def steps_of(
+    engine: str,
+    strategy: Strategy,
+    units: tuple[UnitSpec, ...],
+    plan: TrainingPlan,
+    place: RankPlace,
+    *,
+    writer: Writer,
+    fused: bool = True,
+) -> tuple[Steps, int]:
+    """The steps of the fullest rank, and which one that is.
+
+    Args:
+        engine: one of ENGINES.
+        strategy: that was asked for; the plan's may be another where a rank is alone.
+        units: root first.
+        plan: of the run.
+        place: of any rank.
+        writer: what the steps write with.
+        fused: `fsdp2`: whether AdamW runs in one kernel.
+
+    Raises:
+        UsageError: the engine has no such strategy.
+    """
+    if not has_strategy(engine, strategy):
+        can = ", ".join(name for name, row in STRATEGIES.items() if has_strategy(engine, row))
+        raise UsageError(f"engine={engine}: not with strategy={strategy.name}; it can {can}")
+    if engine == "ddp":
+        return DataParallelSteps(DataParallel(units, plan.sizes, len(plan.reduces)), writer), 0
+    if engine == "fsdp2":
+        model = FullyShard(
+            units,
+            place.size if plan.strategy.shards_params else 1,
+            plan.sizes,
+            reshards=strategy.reshard_after_forward,
+            prefetch=max(1, plan.prefetch.backward),
+            reduces=plan.reduces,
+            replicates=place.num_replicas > 1,
+            fused=fused,
+        )
+        return FullyShardSteps(model, writer), 0
+    if not all(layout.is_even for of_unit in plan.layouts.values() for layout in of_unit):
+        place = replace(place, rank=estimate(plan, place).rank)
+    return OwnSteps(plan, place, writer), place.rank
