@@ -24,6 +24,11 @@ def matrix(**factors: Sequence[object]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(names, cases)
 
 
+def fast(*chosen: object, slow: Sequence[object]) -> list[Any]:
+    """Values of a parameter, of which some are for the slow suite."""
+    return [*chosen, *(pytest.param(value, marks=pytest.mark.slow) for value in slow)]
+
+
 WHOLE = pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 
 

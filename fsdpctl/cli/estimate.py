@@ -197,9 +197,9 @@ def _fit_line(found: "Fit") -> str:
     if found.key == "model.num_layers":
         held += f", {found.estimate.num_params:,} parameters"
     if found.following is None:
-        return f"{found.key}={found.value} ({held}), the largest there is"
+        return f"{found.words} ({held}), the largest there is"
     over = _size(found.following.peak_reserved)
-    return f"{found.key}={found.value} ({held}); {found.value + 1} does not fit ({over})"
+    return f"{found.words} ({held}); {found.value + 1} does not fit ({over})"
 
 
 def change_lines(changes: list[tuple["Change", "RunEstimate"]]) -> list[str]:

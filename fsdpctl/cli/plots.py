@@ -61,11 +61,12 @@ def _title(found: "RunEstimate") -> str:
 
 def _limit(axes: Any, found: "RunEstimate") -> None:
     top = axes.get_ylim()[1]
-    if found.memory_bytes / _GIB < 2 * top:
-        axes.axhline(found.memory_bytes / _GIB, color="black", linewidth=1, linestyle="--")
+    limit = found.available / _GIB
+    if limit < 2 * top:
+        axes.axhline(limit, color="black", linewidth=1, linestyle="--")
         axes.annotate(
-            f"a rank's memory ({found.config.cluster.name})",
-            (0.01, found.memory_bytes / _GIB),
+            f"what the allocator may have ({found.config.cluster.name})",
+            (0.01, limit),
             xycoords=("axes fraction", "data"),
             xytext=(0, 3),
             textcoords="offset points",
@@ -113,11 +114,18 @@ def draw_largest(fits: Sequence["Fit"], names: Sequence[str], folder: Path) -> P
     matplotlib.use("agg")
     folder.mkdir(parents=True, exist_ok=True)
     first = next(each.estimate for each in fits if each.estimate is not None)
-    figure, axes = _figure(f"{_title(first)}: the largest that fits {first.config.cluster.name}")
-    axes.set_ylabel("billions of parameters")
-    counts = [each.estimate.num_params / 1e9 if each.estimate else 0.0 for each in fits]
+    config = first.config
+    figure, axes = _figure(f"{config.model.name}: the largest that fits ({config.cluster.name})")
+    if fits[0].key == "model.num_layers":
+        axes.set_ylabel("billions of parameters")
+        counts = [each.estimate.num_params / 1e9 if each.estimate else 0.0 for each in fits]
+        labels = [f"{count:.1f}" for count in counts]
+    else:
+        axes.set_ylabel(fits[0].key)
+        counts = [float(each.value) for each in fits]
+        labels = [f"{each.value}" for each in fits]
     bars = axes.bar([_wrapped(name) for name in names], counts, color="#4269d0", width=0.6)
-    axes.bar_label(bars, [f"{count:.1f}" for count in counts])
+    axes.bar_label(bars, labels)
     path = folder / "largest.png"
     figure.savefig(path, dpi=120)
     return path

@@ -190,10 +190,15 @@ class _Hooks:
         ]
 
     def _enter(self, place: Place) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1
-        if not in_backward and place not in self._seen:
-            self._seen.add(place)
-            self._recorder.go_to(place)
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if place in self._seen:
+            raise UsageError(
+                f"{place.unit or 'the module'} runs more than once in a forward: its memory cannot "
+                "be estimated"
+            )
+        self._seen.add(place)
+        self._recorder.go_to(place)
 
     def _begin_backward(self, name: str) -> None:
         place = Place(Part.BACKWARD, name)

@@ -11,7 +11,7 @@ from fsdpctl.train.run_estimate import RunEstimate
 from fsdpctl.train.weigh import Weigher, batches_of
 
 _CHANGES = 3
-_MOST_NODES = 1 << 14
+_MOST_NODES = 1 << 10
 _CHUNK = 1024  # tokens
 
 
@@ -65,9 +65,18 @@ def _changes(config: Config, *, more_ranks: bool) -> Iterator[Change]:
     ):
         yield from make(config)
     together = Change((), "", config)
-    for make in (_expandable, _chunked, _fully_sharded, _recomputed, _single_sample):
+    for make in (
+        _expandable,
+        _chunked,
+        _reduced_every_time,
+        _fully_sharded,
+        _recomputed_in_part,
+        _recomputed,
+        _single_sample,
+    ):
         for change in make(together.config):
-            words, cost = together.words + change.words, f"{together.cost}; {change.cost}"
+            before = [w for w in together.words if not _same_key(w, change.words)]
+            words, cost = (*before, *change.words), f"{together.cost}; {change.cost}"
             together = Change(words, cost.removeprefix("; "), change.config)
             if len(words) > 1:
                 yield together
@@ -81,6 +90,10 @@ def _changes(config: Config, *, more_ranks: bool) -> Iterator[Change]:
         )
 
 
+def _same_key(word: str, words: tuple[str, ...]) -> bool:
+    return word.split("=")[0] in {each.split("=")[0] for each in words}
+
+
 def _expandable(config: Config) -> Iterator[Change]:
     if config.launch.allocator != "expandable":
         launch = replace(config.launch, allocator="expandable")
@@ -88,7 +101,9 @@ def _expandable(config: Config) -> Iterator[Change]:
 
 
 def _chunked(config: Config) -> Iterator[Change]:
-    if loss_chunk_tokens(config, batches_of(config).micro_batch_size) == 0:
+    samples = batches_of(config).micro_batch_size
+    is_long = samples * config.train.seq_len >= 2 * _CHUNK
+    if is_long and loss_chunk_tokens(config, samples) == 0:
         train = replace(config.train, loss_chunk_tokens=_CHUNK)
         words = (f"train.loss_chunk_tokens={_CHUNK}",)
         yield Change(words, "the logits are computed twice", replace(config, train=train))
@@ -103,10 +118,17 @@ def _reduced_every_time(config: Config) -> Iterator[Change]:
 
 
 def _fully_sharded(config: Config) -> Iterator[Change]:
-    if config.strategy.name != "full_shard" and config.engine.name != "ddp":
-        given = resolved_strategy(config, StrategyConfig("full_shard"))
-        cost = "every rank shares one copy, and gathers each unit in forward and again in backward"
-        yield Change(("strategy=full_shard",), cost, replace(config, strategy=given))
+    if config.strategy.name == "full_shard":
+        return
+    words: tuple[str, ...] = ("strategy=full_shard",)
+    if config.strategy.dp_shard_size is not None:
+        words += ("strategy.dp_shard_size=auto",)
+    changed = replace(config, strategy=resolved_strategy(config, StrategyConfig("full_shard")))
+    if config.engine.name == "ddp":
+        words += ("engine=fsdpctl",)
+        changed = replace(changed, engine=replace(config.engine, name="fsdpctl"))
+    cost = "every rank shares one copy, and gathers each unit in forward and again in backward"
+    yield Change(words, cost, changed)
 
 
 def _recomputed_in_part(config: Config) -> Iterator[Change]:
@@ -145,21 +167,31 @@ def _with_micro_batch(config: Config, size: int) -> Change:
     )
     before, after = batches_of(config).num_micro_batches, batches_of(changed).num_micro_batches
     cost = f"{after} smaller passes a step instead of {before}"
-    return Change((f"train.micro_batch_size={size}",), cost, changed)
+    return Change((f"train.micro_batch_size={size}", *_steps_as_needed(config)), cost, changed)
+
+
+def _steps_as_needed(config: Config) -> tuple[str, ...]:
+    """What must be typed where the number of passes was."""
+    return () if config.accumulation.steps is None else ("accumulation.steps=auto",)
 
 
 def _computed_in_bf16(config: Config) -> Iterator[Change]:
     if config.precision.param_dtype == "float32":
-        precision = replace(config.precision, name="bf16", param_dtype="bfloat16")
-        cost = "computation in bfloat16"
-        yield Change(("precision=bf16",), cost, replace(config, precision=precision))
+        precision = replace(config.precision, param_dtype="bfloat16")
+        words, cost = ("precision.param_dtype=bfloat16",), "computation in bfloat16"
+        yield Change(words, cost, replace(config, precision=precision))
 
 
 def _more_nodes(config: Config) -> Iterator[Change]:
     nodes = 2 * config.launch.nnodes
     while nodes <= _MOST_NODES:
-        more = replace(config, launch=replace(config.launch, nnodes=nodes))
+        more = replace(
+            config,
+            launch=replace(config.launch, nnodes=nodes),
+            accumulation=replace(config.accumulation, steps=None),
+        )
         cost = f"{world_size(more)} ranks"
         given = resolved_strategy(more, config.strategy)
-        yield Change((f"launch.nnodes={nodes}",), cost, replace(more, strategy=given))
+        words = (f"launch.nnodes={nodes}", *_steps_as_needed(config))
+        yield Change(words, cost, replace(more, strategy=given))
         nodes *= 2

@@ -13,6 +13,7 @@ from fsdpctl.plan.replay import RankPlace
 from fsdpctl.plan.strategy import STRATEGIES, Strategy
 from fsdpctl.plan.units import UnitSpec
 
+_REPLAYED = 16  # ranks, up to which each is replayed to find the fullest
 ENGINES = ("fsdpctl", "fsdp2", "ddp")
 
 
@@ -63,6 +64,18 @@ def steps_of(
             fused=fused,
         )
         return FullyShardSteps(model, writer), 0
-    if not all(layout.is_even for of_unit in plan.layouts.values() for layout in of_unit):
-        place = replace(place, rank=estimate(plan, place).rank)
+    place = replace(place, rank=_fullest(plan, place))
     return OwnSteps(plan, place, writer), place.rank
+
+
+def _fullest(plan: TrainingPlan, place: RankPlace) -> int:
+    """The rank that holds most; among many the one that owns most, as all it keeps follows that."""
+    layouts = [layout for of_unit in plan.layouts.values() for layout in of_unit]
+    if all(layout.is_even for layout in layouts):
+        return place.rank
+    if place.size <= _REPLAYED:
+        return estimate(plan, place).rank
+    owned = [
+        sum(part.numel for part in parts) for parts in zip(*(x.parts for x in layouts), strict=True)
+    ]
+    return owned.index(max(owned))

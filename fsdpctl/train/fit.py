@@ -26,11 +26,20 @@ class Fit:
     estimate: RunEstimate | None  # with it
     following: RunEstimate | None  # with the next value, which does not; None: there is a limit
 
+    @property
+    def words(self) -> str:
+        """As it is typed."""
+        if self.estimate is None or self.key != FITTED["micro_batch"]:
+            return f"{self.key}={self.value}"
+        samples = self.estimate.batches.global_batch_size
+        return f"{self.key}={self.value} train.global_batch_size={samples}"
+
     def to_dict(self) -> dict[str, Any]:
         """What `--json` prints of it."""
         return {
             "key": self.key,
             "value": self.value,
+            "words": self.words,
             "estimate": self.estimate.to_dict() if self.estimate else None,
             "following": self.following.to_dict() if self.following else None,
         }

@@ -118,7 +118,7 @@ def estimate_memory(
     Raises:
         UsageError: a name is unknown, or sizes do not fit the number of ranks.
     """
-    _check(assumed)
+    _check(assumed, world_size)
     given = Sharding(sharding) if isinstance(sharding, str) else sharding
 
     def make() -> nn.Module:
@@ -137,7 +137,11 @@ def estimate_memory(
         dtype=dtype,
         device=assumed.device,
     )
-    program = observed.program(_Run(input_fn, loss_fn, dtype))
+    try:
+        program = observed.program(_Run(input_fn, loss_fn, dtype))
+    except (NotImplementedError, RuntimeError, IndexError, KeyError) as error:
+        why = [*str(error).strip().splitlines(), repr(error)][0]
+        raise UsageError(f"the module cannot be run without memory: {why}") from error
     writer = Writer(program, units[-1].name, last_is_head=units[-1].kind == "head")
     strategy, plan, place = _plan(units, given, sizes, world_size, assumed)
     fused = assumed.fused_optimizer
@@ -149,7 +153,11 @@ def estimate_memory(
     return MemoryEstimate(num_params, rank, weighed)
 
 
-def _check(assumed: Assumed) -> None:
+def _check(assumed: Assumed, world_size: int) -> None:
+    counts = {"world_size": world_size, "num_micro_batches": assumed.num_micro_batches}
+    for name, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise UsageError(f"{name}={count}: allowed is a whole number from 1")
     for name, choices in _CHOICES.items():
         value = getattr(assumed, name)
         if value not in choices:

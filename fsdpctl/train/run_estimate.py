@@ -7,7 +7,6 @@ from fsdpctl.config.schema import Config
 from fsdpctl.memory.estimate import MOMENTS
 from fsdpctl.memory.weighed import Weighed
 from fsdpctl.plan.batch import BatchPlan
-from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.train.footprint import item_sizes
 from fsdpctl.train.machine import world_size
 
@@ -63,7 +62,8 @@ class RunEstimate:
         context = _CONTEXT[str(self.config.launch.device)]
         count = 0
         if self.config.launch.device == "cuda" and world_size(self.config) > 1:
-            count = 3 if get_strategy(self.config.strategy.name).replicates else 2
+            size = self.config.strategy.dp_shard_size
+            count = 2 if size in (None, world_size(self.config)) else 3
         return Range(
             context.low + count * _COMMUNICATOR.low, context.high + count * _COMMUNICATOR.high
         )

@@ -117,6 +117,7 @@ def test_every_pair(saved, ranks):
     load_all(world_size=ranks, folder=folder, dtype=dtype, strategies=list(STRATEGIES))
 
 
+@pytest.mark.slow
 def test_some_pairs(tmp_path):
     sources = {2: ["full_shard", "shard_optimizer"], 3: ["no_shard"]}
     targets = {1: ["full_shard"], 4: ["hybrid_shard"]}

@@ -18,7 +18,7 @@ from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches
 from tests.engine.odd import KINDS, Batches, Kind
-from tests.matrix import WHOLE, cases
+from tests.matrix import WHOLE, cases, fast
 from tests.reference import train_reference
 
 STEPS = 3
@@ -92,7 +92,7 @@ def pairs() -> list[tuple[int, str, str, tuple[str, str]]]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", fast(2, slow=[3, 4]))
 @distributed(timeout=120)
 def test_equals_one_process(rank: int, world_size: int) -> None:
     """Bit for bit in fp32; where additions have another order, to 1e-12 in float64.

@@ -23,7 +23,7 @@ from fsdpctl.train.machine import resolved_strategy
 from fsdpctl.train.weigh import batches_of, placed_for_estimate
 from tests.distributed import distributed
 from tests.engine.models import backward_window, make_net, next_token_loss, token_batches
-from tests.matrix import WHOLE, cases
+from tests.matrix import WHOLE, cases, fast
 
 SHARDINGS = [(name, "even") for name in STRATEGIES] + [
     ("shard_optimizer", name) for name in ("round_robin", "contiguous", "balanced")
@@ -59,10 +59,7 @@ def measured(model: ShardedModel, rank: int, reduces: tuple[bool, ...]) -> int:
 
 
 @WHOLE
-@pytest.mark.parametrize(
-    "world_size",
-    [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2)), 3, 4],
-)
+@pytest.mark.parametrize("world_size", fast(3, slow=[1, 2, 4]))
 @distributed()
 def test_the_estimate_is_what_the_fullest_rank_held(
     rank: int, world_size: int, whole: bool

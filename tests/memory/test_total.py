@@ -21,10 +21,10 @@ from fsdpctl.train.footprint import plan_run
 from fsdpctl.train.machine import placed_on_cluster, resolved_strategy
 from fsdpctl.train.traced import TracedModel
 from tests.distributed import distributed
-from tests.matrix import WHOLE
+from tests.matrix import WHOLE, fast
 from tests.memory.watch import watched_step
 
-CASES = 56  # for each number of ranks
+CASES = 50  # for each number of ranks
 SAMPLED = 1
 
 
@@ -106,7 +106,7 @@ def peaks_of(rank: int, ranks: int, seed: int) -> tuple[int, int]:
 
 
 @WHOLE
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2, 3, 4])
+@pytest.mark.parametrize("world_size", fast(2, 3, slow=[1, 4]))
 @distributed(timeout=300)
 def test_engine_bytes_are_exact_and_the_peak_of_all_tensors_within_a_percent(
     rank: int, world_size: int, whole: bool

@@ -189,6 +189,10 @@ def test_what_is_not_used_has_no_states(rank: int, world_size: int) -> None:
         ({"assumed": fsdpctl.Assumed(device="gpu")}, "allowed is cuda, cpu"),
         ({"assumed": fsdpctl.Assumed(engine="fsdp")}, "did you mean fsdp2?"),
         ({"loss_fn": None}, "give loss_fn="),
+        ({"world_size": 0}, "world_size=0"),
+        ({"assumed": fsdpctl.Assumed(num_micro_batches=0)}, "num_micro_batches=0"),
+        ({"loss_fn": lambda y: y[y > 0].sum()}, "cannot be run without memory"),
+        ({"loss_fn": lambda y: y.sum().detach()}, "cannot be run without memory"),
         ({"loss_fn": lambda y: y.sum() * y.sum().item()}, "reads a value"),
         ({"sharding": fsdpctl.Sharding("hybrid_shard", dp_shard_size=3)}, "must divide"),
     ],
@@ -198,3 +202,20 @@ def test_mistakes_are_one_line(about, part):
         weigh(**about)
     assert part in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_block_that_runs_twice_is_refused_by_name():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in [*self.blocks, *self.blocks]:
+                x = block(x)
+            return x
+
+    with pytest.raises(UsageError, match=r"blocks\.0 runs more than once"):
+        estimate_memory(
+            Twice, lambda: torch.empty(2, 64), world_size=2, loss_fn=torch.sum, assumed=ON_CPU
+        )

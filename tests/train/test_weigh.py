@@ -136,15 +136,16 @@ def test_the_answer_fits_and_the_next_does_not(what):
         assert [each.verdict == "fits" for each in again] == [True, False][: len(again)], words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param([*H100, "train.seq_len=8192"], marks=pytest.mark.slow),
-        pytest.param([*H100, "strategy=no_shard"], marks=pytest.mark.slow),
-        pytest.param(
-            ["model=llama3_70b", "cluster=h100", "train.seq_len=4096", "strategy=shard_grad_op"],
-            marks=pytest.mark.slow,
-        ),
+        [*H100, "train.seq_len=8192"],
+        [*H100, "strategy=no_shard"],
+        ["model=llama3_70b", "cluster=h100", "train.seq_len=4096", "strategy=shard_grad_op"],
+        [*H100, "strategy=hybrid_shard", "strategy.dp_shard_size=2"],
+        [*H100, "engine=ddp", "strategy=no_shard"],
+        [*H100, "train.seq_len=8192", "train.micro_batch_size=4", "precision.param_dtype=float32"],
         [*H100, "train.loss_chunk_tokens=0", "accumulation=last", "accumulation.steps=4"],
     ],
 )
@@ -158,8 +159,6 @@ def test_changes_that_are_advised_fit_as_they_are_typed(words):
         kept = [
             w for w in limited if w.split("=")[0] not in {c.split("=")[0] for c in change.words}
         ]
-        if any(word.startswith("train.micro_batch_size") for word in change.words):
-            kept = [word for word in kept if not word.startswith("accumulation.steps")]
         typed = weighed(*kept, *change.words)
         assert typed.verdict == "fits"
         assert typed.allocated == estimate.allocated
