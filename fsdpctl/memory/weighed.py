@@ -21,15 +21,20 @@ class Weighed:
     device: str
     allocator: str  # with which the run keeps memory
     allocated: int  # in tensors
-    reserved: dict[str, int]  # by the caching allocator, for each way of keeping memory
+    peak_reserved: int  # by that allocator
     peak: Peak
     script: Script
     writer: Writer
 
     @property
-    def peak_reserved(self) -> int:
-        """With the allocator that the run uses."""
-        return self.reserved[self.allocator]
+    def reserved(self) -> dict[str, int]:
+        """For each way of keeping memory; those that the run does not use are played now."""
+        return {
+            name: self.peak_reserved
+            if name == self.allocator
+            else _played(self.script, self.writer, self.device, name).peak_reserved
+            for name in ALLOCATORS
+        }
 
     @property
     def breakdown(self) -> dict[str, int]:
@@ -86,15 +91,18 @@ def weigh_steps(
     """
     on_cuda = device == "cuda"
     script = Script(writer, steps, draws=draws, constants=_CUBLAS if on_cuda else ())
-    played: dict[str, CachingAllocator | PlainAllocator] = {}
-    for name in ALLOCATORS:
-        played[name] = PlainAllocator()
-        if on_cuda:
-            grows = name == "expandable"
-            played[name] = CachingAllocator(expandable=grows, streams=writer.streams)
-        settle(script, played[name])
+    played = _played(script, writer, device, allocator)
     peak = find_peak(script, writer.item, _ROUNDING if on_cuda else 1)
-    reserved = {name: each.peak_reserved for name, each in played.items()}
-    return Weighed(
-        device, allocator, played[allocator].peak_allocated, reserved, peak, script, writer
-    )
+    allocated, reserved = played.peak_allocated, played.peak_reserved
+    return Weighed(device, allocator, allocated, reserved, peak, script, writer)
+
+
+def _played(
+    script: Script, writer: Writer, device: str, name: str
+) -> CachingAllocator | PlainAllocator:
+    """An allocator that the script was played on."""
+    allocator: CachingAllocator | PlainAllocator = PlainAllocator()
+    if device == "cuda":
+        allocator = CachingAllocator(expandable=name == "expandable", streams=writer.streams)
+    settle(script, allocator)
+    return allocator

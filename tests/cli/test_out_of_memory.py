@@ -17,7 +17,7 @@ WORDS = ["model.vocab_size=256", "cluster.memory=0.75", "train.seq_len=2048"]
     ("exit_code", "message"),
     [
         (1, "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has …"),
-        (-9, ""),
+        pytest.param(-9, "", marks=pytest.mark.slow),
     ],
 )
 def test_the_panel_says_what_was_needed_and_what_would_fit(
