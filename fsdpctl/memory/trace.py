@@ -1,6 +1,5 @@
 """Observes what a pass through a module allocates, on tensors that have no memory."""
 
-import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdpctl.errors import UsageError
+from fsdpctl.memory.collection import without_collection
 from fsdpctl.memory.compute import (
     Gone,
     Gradient,
@@ -267,10 +267,14 @@ def trace(module: nn.Module, units: Sequence[str], run: Callable[[], object], de
     for tensor in (*module.parameters(), *module.buffers()):
         recorder.mute(tensor)
     hooks = _Hooks(recorder, module, units)
-    collects = gc.isenabled()
-    gc.disable()
     try:
-        with _without_compiler(), operators_of(device), torch.device("meta"), recorder:
+        with (
+            without_collection(),
+            _without_compiler(),
+            operators_of(device),
+            torch.device("meta"),
+            recorder,
+        ):
             held = None
             for _ in range(2):
                 hooks.begin_pass()
@@ -280,6 +284,4 @@ def trace(module: nn.Module, units: Sequence[str], run: Callable[[], object], de
         del held
     finally:
         hooks.remove()
-        if collects:
-            gc.enable()
     return passed

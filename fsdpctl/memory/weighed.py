@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdpctl.memory.allocator import CachingAllocator, PlainAllocator
+from fsdpctl.memory.collection import without_collection
 from fsdpctl.memory.script import Category, Writer
 from fsdpctl.memory.simulate import Constant, Peak, Script, Steps, can_play, find_peak, settle
 
@@ -90,9 +91,10 @@ def weigh_steps(
         draws: whether the model's values are made on the device.
     """
     on_cuda = device == "cuda"
-    script = Script(writer, steps, draws=draws, constants=_CUBLAS if on_cuda else ())
-    played = _played(script, writer, device, allocator)
-    peak = find_peak(script, writer.item, _ROUNDING if on_cuda else 1)
+    with without_collection():
+        script = Script(writer, steps, draws=draws, constants=_CUBLAS if on_cuda else ())
+        played = _played(script, writer, device, allocator)
+        peak = find_peak(script, writer.item, _ROUNDING if on_cuda else 1)
     allocated, reserved = played.peak_allocated, played.peak_reserved
     return Weighed(device, allocator, allocated, reserved, peak, script, writer)
 
