@@ -9,6 +9,7 @@ import typer
 
 from fsdpctl.cli.console import fail, say, show_panel
 from fsdpctl.cli.words import ConfigDir, Recipe, Words, composed_from
+from fsdpctl.errors import UsageError
 
 if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
@@ -141,7 +142,10 @@ def _memory_report(run_dir: Path) -> list[str]:
     from fsdpctl.train.weigh import Weigher
 
     weigher = Weigher()
-    found = weigher.weigh(placed_on_cluster(read_config(run_dir)))
+    try:
+        found = weigher.weigh(placed_on_cluster(read_config(run_dir)))
+    except UsageError:
+        return []  # its configuration is damaged; the failure itself is what matters
     return [
         f"memory {format_bytes(found.allocated)} estimated, {format_bytes(found.peak_reserved)} "
         f"with what the allocator keeps; a rank had {format_bytes(found.memory_bytes)}",
