@@ -73,6 +73,7 @@ def _changes(config: Config, *, more_ranks: bool) -> Iterator[Change]:
         _recomputed_in_part,
         _recomputed,
         _single_sample,
+        _computed_in_bf16,
     ):
         for change in make(together.config):
             before = [w for w in together.words if not _same_key(w, change.words)]
