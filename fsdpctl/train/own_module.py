@@ -130,7 +130,9 @@ def estimate_memory(
     units = divide_module(module, classes)
     sizes = _item_sizes(module, given.precision, assumed.engine)
     dtype = given.precision.param_dtype
+    num_params = sum(param.numel() for param in module.parameters())
     observed = Observed(
+        module,
         make,
         units,
         checkpointing=assumed.activation_checkpointing,
@@ -145,7 +147,6 @@ def estimate_memory(
     weighed = weigh_steps(
         writer, steps, device=assumed.device, allocator=assumed.allocator, draws=False
     )
-    num_params = sum(param.numel() for param in module.parameters())
     return MemoryEstimate(num_params, rank, weighed)
 
 

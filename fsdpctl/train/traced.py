@@ -23,6 +23,7 @@ class Observed:
 
     def __init__(
         self,
+        module: nn.Module,
         make: Callable[[], nn.Module],
         units: Sequence[UnitSpec],
         *,
@@ -30,10 +31,11 @@ class Observed:
         dtype: torch.dtype | None,
         device: str,
     ) -> None:
-        """Make it.
+        """Take blocks away, and do to the others what is done before training.
 
         Args:
-            make: makes the module, on the meta device.
+            module: on the meta device; it is used up.
+            make: makes another one, if all blocks must be run.
             units: of it.
             checkpointing: what is done to its blocks: none, selective or full.
             dtype: what is computed in; None: what its parameters have.
@@ -45,18 +47,18 @@ class Observed:
         self._checkpointing = checkpointing
         self._dtype = dtype
         self._device = device
-        self._prepare(shortens=True)
+        self._prepare(module, shortens=True)
 
     def program(self, run: Callable[[nn.Module], object]) -> Program:
         """A pass of the whole model; `run` does one, and returns what outlives it."""
         passed = self._observe(run)
         if not all(row.is_regular(passed) for row in self._rows):
-            self._prepare(shortens=False)
+            self._prepare(self._make(), shortens=False)
             passed = self._observe(run)
         return Program(passed, self._names, self._rows)
 
-    def _prepare(self, *, shortens: bool) -> None:
-        self._module = self._make()
+    def _prepare(self, module: nn.Module, *, shortens: bool) -> None:
+        self._module = module
         self._rows: list[Row] = shorten(self._module, self._blocks) if shortens else []
         stood_for = {name for row in self._rows for name in row.whole}
         blocks = [name for row in self._rows for name in row.traced]
@@ -85,6 +87,7 @@ class TracedModel:
         self.num_params = sum(param.numel() for param in module.parameters())
         self.units = divide_module(module, None)
         self._observed = Observed(
+            module,
             lambda: build_model(config.model),
             self.units,
             checkpointing=config.activation_checkpointing.name,
