@@ -22,14 +22,13 @@ from fsdpctl.comm.process_group import (
 )
 from fsdpctl.plan.layout import Span, are_even
 from fsdpctl.plan.transport import (
+    ADDED_AT_A_TIME,
     MAX_DIRECT_RANKS,
     Transport,
     adds_whole,
     reduce_workspace,
     sends_in_place,
 )
-
-_CHUNK = 1 << 16  # elements that are added and scaled while they are in the cache
 
 
 class GlooCollectives(ProcessGroupCollectives):
@@ -158,10 +157,10 @@ def _within(values: Tensor | None, span: Span, wanted: Span) -> Tensor:
 
 
 def _add_up(contributions: Sequence[Tensor], out: Tensor, scale: float, dtype: torch.dtype) -> None:
-    first, *others = contributions
-    for start in range(0, len(out), _CHUNK):
-        chunk = slice(start, start + _CHUNK)
-        total = first[chunk].to(dtype, copy=True)
+    for start in range(0, len(out), ADDED_AT_A_TIME):
+        chunk = slice(start, start + ADDED_AT_A_TIME)
+        first, *others = (each[chunk] for each in contributions)
+        total = first.to(dtype)
         for each in others:
-            total += each[chunk]
-        out[chunk] = total.mul_(scale)
+            total = total + each if total is first else total.add_(each)
+        torch.mul(total, scale, out=out[chunk])  # last, since `out` may be one of them

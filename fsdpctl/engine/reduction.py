@@ -149,7 +149,6 @@ class GradientReducer:
             dtypes = (buffer.whole.dtype, self._dtype(buffer))
             wire = min(dtypes, key=lambda dtype: dtype.itemsize) if self._narrows else dtypes[1]
             gradients = [(span, buffer.take(span, ids, wire)) for span, ids in buffer.stretches]
-            buffer.forget_arrived()
             nbytes = sum(values.nbytes for _, values in gradients)
             self.ledger.allocate(Buffer.WHOLE_GRADS, unit.name, index, nbytes)
             return gradients, nbytes

@@ -74,25 +74,34 @@ class UnitBuffer:
     def take(self, span: Span, indices: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The gradients of neighbouring parameters as one tensor; zeros where none arrived.
 
-        That of one parameter is not copied if it is contiguous and has the dtype.
+        The parameters have them no longer. That of one is not copied if it is contiguous and has
+        the dtype.
         """
-        if len(indices) == 1:
-            gradient = self.params[indices[0]].grad
-            if gradient is not None:
-                return gradient.reshape(-1).to(dtype)
+        gradients = [self._give_up(index) for index in indices]
+        if _are_all_there(gradients):
+            if len(gradients) == 1:
+                return gradients[0].reshape(-1).to(dtype)
+            if dtype == self.whole.dtype:
+                return _joined(gradients, [*self._gaps[indices[0] : indices[-1]], 0])
         together = torch.zeros(span.numel, dtype=dtype, device=self.whole.device)
-        for index in indices:
-            gradient = self.params[index].grad
+        for index, gradient in zip(indices, gradients, strict=True):
             if gradient is not None:
                 within = self.layout.placements[index].span.shift(-span.start)
                 together[within.start : within.stop].copy_(gradient.reshape(-1))
         return together
 
+    def _give_up(self, index: int) -> Tensor | None:
+        param = self.params[index]
+        gradient, param.grad = param.grad, None
+        if gradient is not None:
+            self.present.add(index)
+        return gradient
+
     def first_gradients(self, dtype: torch.dtype, scale: float) -> Tensor:
         """The gradients that have arrived times `scale`, in a new flat buffer; zeros elsewhere."""
         gradients = [param.grad for param in self.params]
         if scale == 1 and dtype == self.whole.dtype and _are_all_there(gradients):
-            return self._joined(gradients)
+            return _joined(gradients, self._gaps)
         flat = torch.empty(self.layout.numel, dtype=dtype, device=self.whole.device)
         for gap in self._padding:
             flat[gap.start : gap.stop].zero_()
@@ -111,15 +120,6 @@ class UnitBuffer:
             if scale != 1:
                 torch._foreach_mul_(targets, scale)
         return flat
-
-    def _joined(self, gradients: Sequence[Tensor]) -> Tensor:
-        """All gradients and the padding between them as one tensor, made in one call."""
-        pieces = []
-        for gradient, gap in zip(gradients, self._gaps, strict=True):
-            pieces.append(gradient)
-            if gap:
-                pieces.append(gradient.new_zeros(gap))
-        return torch._C._nn.flatten_dense_tensors(pieces)
 
     def add_gradients(self, flat: Tensor, scale: float) -> None:
         """Add the gradients that have arrived times `scale` to a flat buffer."""
@@ -155,6 +155,16 @@ class UnitBuffer:
 
 def _are_all_there(gradients: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
     return all(gradient is not None for gradient in gradients)
+
+
+def _joined(gradients: Sequence[Tensor], gaps: Sequence[int]) -> Tensor:
+    """All gradients, each with the padding after it, as one tensor, made in one call."""
+    pieces = []
+    for gradient, gap in zip(gradients, gaps, strict=True):
+        pieces.append(gradient)
+        if gap:
+            pieces.append(gradient.new_zeros(gap))
+    return torch._C._nn.flatten_dense_tensors(pieces)
 
 
 def _gaps_after(layout: FlatLayout) -> tuple[int, ...]:

@@ -9,11 +9,16 @@ from fsdpctl.plan.layout import FlatLayout, ParamSpec, Span
 from fsdpctl.plan.replay import RankPlace
 from fsdpctl.plan.runs import decay_group, optimizer_runs
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
-from fsdpctl.plan.transport import Transport, adds_whole, gradient_stretches, sends_in_place
+from fsdpctl.plan.transport import (
+    ADDED_AT_A_TIME,
+    Transport,
+    adds_whole,
+    gradient_stretches,
+    sends_in_place,
+)
 
 K = EventKind
 _WITHOUT = -1  # the group of parameters that get no gradient
-_ADDED_AT_A_TIME = 1 << 16  # elements; see comm/gloo.py
 _PARTS = {K.FORWARD: Part.FORWARD, K.LEAVE: Part.AROUND, K.BACKWARD: Part.BACKWARD}
 _DOING = {  # at an allocation
     Buffer.PARAMS: "gathering",
@@ -136,7 +141,7 @@ class OwnSteps:
             self._add_up(unit, len(keys) - 1)
 
     def _add_up(self, unit: str, index: int) -> None:
-        """What a rank takes that adds gradients itself: a chunk, and the one before."""
+        """What a rank takes that adds gradients itself: a chunk at a time."""
         place, strategy, sizes = self._place, self._plan.strategy, self._plan.sizes
         adds = not strategy.shards_grads and adds_whole(place.transport, place.size)
         if place.transport is not Transport.GLOO or place.size == 1 or adds:
@@ -147,7 +152,7 @@ class OwnSteps:
         if strategy.shards_grads and sends_in_place(place.transport, layout.parts):
             stretches = [span for span, _ in gradient_stretches(layout)]
         parts = [both.numel for span in stretches if (both := span.intersect(own))]
-        longest = min(max(parts, default=0), 2 * _ADDED_AT_A_TIME)
+        longest = min(max(parts, default=0), ADDED_AT_A_TIME)
         self._writer.pass_through(longest * max(sizes.reduce, sizes.master))
 
     def _trained(self, unit: str) -> list[FlatLayout]:
@@ -209,6 +214,7 @@ class OwnSteps:
             else:
                 what, nbytes = "gradients to send", span.numel * itemsize
                 keys.append(self._writer.allocate(Category.REDUCE_BUFFERS, unit, what, nbytes))
+            self._let_go(layout.params[each].name for each in indices)
         return keys
 
     def _let_go(self, names: Iterable[str]) -> None:

@@ -6,7 +6,8 @@ from enum import StrEnum
 from fsdpctl.plan.layout import FlatLayout, Span, are_even
 
 MAX_DIRECT_RANKS = 8  # above, gloo's own algorithms scale better than everybody to everybody
-_SENT_ALONE_FROM = 1 << 14  # elements; smaller gradients are sent together with their neighbours
+ADDED_AT_A_TIME = 1 << 17  # elements, which are then scaled while they are in the cache
+_SENT_TOGETHER = 1 << 20  # elements at most
 
 
 class Transport(StrEnum):
@@ -46,16 +47,16 @@ def gradient_stretches(layout: FlatLayout) -> tuple[tuple[Span, tuple[int, ...]]
     """What is sent as one tensor: a span of the flat buffer, and the parameters in it.
 
     A large gradient is sent alone, from where it is; small ones next to each other are copied
-    together first, with the padding between them.
+    together first, with the padding between them. The copy never has more than half of the buffer,
+    so that together with all gradients it takes no more than what two ranks send each other.
     """
+    most = min(_SENT_TOGETHER, layout.numel // 2)
     stretches: list[tuple[Span, tuple[int, ...]]] = []
-    grows = False
     for index, placement in enumerate(layout.placements):
-        span, is_small = placement.span, placement.param.numel < _SENT_ALONE_FROM
-        if is_small and grows:
+        span = placement.span
+        if stretches and span.stop - stretches[-1][0].start <= most:
             before, indices = stretches.pop()
             stretches.append((Span(before.start, span.stop), (*indices, index)))
         else:
             stretches.append((span, (index,)))
-        grows = is_small
     return tuple(stretches)
