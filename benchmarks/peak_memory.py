@@ -85,6 +85,7 @@ def measure(model: str, dtype: str) -> dict[str, dict[str, float]]:
             step(tokens, targets)
         peaks = [(_peak_of(step, tokens, targets) - before) / 1e6 for _ in range(STEPS)]
         found[name] = {"least_mb": round(min(peaks), 3), "largest_mb": round(max(peaks), 3)}
+        del step  # or the next one begins with it
     return found
 
 

@@ -2,11 +2,13 @@
 
     python -m benchmarks.step_time --out benchmarks/results/step-time-cpu.json
 
-Every round runs each contestant once, so that what disturbs the machine disturbs all. The figures
-to read are ratios: what an engine adds to the floor, over what FSDP2 adds to it.
+In every round each contestant has a turn, so that what disturbs the machine disturbs all. The order
+changes, and the first step of a turn is not counted: it runs in what another engine left in caches
+and heap. The figures to read are ratios: what an engine adds to the floor, over what FSDP2 adds.
 """
 
 import argparse
+import random
 import statistics
 import tempfile
 import time
@@ -24,7 +26,8 @@ from fsdpctl.config.schema import ModelConfig
 from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.registry import initialize_parameter
 
-WARM_UP = 4
+WARM_UP = 2  # rounds
+TURN = 3  # steps
 # Millions of parameters -> width, blocks, vocabulary.
 SIZES = {"8M": (320, 5, 2000), "25M": (512, 6, 4000), "60M": (768, 7, 6000)}
 SHARE_OF_ROUNDS = {"8M": 2.0, "25M": 1.0, "60M": 0.5}  # short steps need more of them
@@ -60,15 +63,20 @@ def measure(size: str, dtype: str, rounds: int) -> dict[str, Any]:
     }
     seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     losses: dict[str, float] = {}
-    for _ in range(WARM_UP + rounds):
-        for name, step in steps.items():
-            dist.barrier()
-            began = time.perf_counter()
-            loss = step(tokens, targets)
-            dist.barrier()
-            seconds[name].append(time.perf_counter() - began)
+    turns = list(CONTESTANTS)
+    shuffle = random.Random(0).shuffle  # alike on every rank
+    for number in range(WARM_UP + rounds):
+        shuffle(turns)
+        for name in turns:
+            for place in range(TURN):
+                dist.barrier()
+                began = time.perf_counter()
+                loss = steps[name](tokens, targets)
+                dist.barrier()
+                if number >= WARM_UP and place > 0:
+                    seconds[name].append(time.perf_counter() - began)
             losses[name] = float(loss)
-    return _figures({name: each[WARM_UP:] for name, each in seconds.items()}, losses)
+    return _figures(seconds, losses)
 
 
 def _figures(seconds: dict[str, list[float]], losses: dict[str, float]) -> dict[str, Any]:
@@ -119,7 +127,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--dtypes", default=",".join(DTYPES))
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path)
     words = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
