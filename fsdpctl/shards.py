@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from fsdpctl.plan.layout import FlatLayout, Piece, Span
@@ -41,6 +42,11 @@ class FlatShard:
     def master(self) -> Tensor:
         """The weights that the optimizer updates; 1-D, the elements `held`."""
         return self.param.detach()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the masters."""
+        return self.param.dtype
 
     @property
     def grad(self) -> Tensor | None:

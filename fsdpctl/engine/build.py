@@ -166,7 +166,7 @@ def build_runtime(
 def _make_reducer(
     units: Sequence[ShardedUnit], division: Division, mesh: Mesh, builder: _Builder
 ) -> GradientReducer:
-    masters = {buffer.shard.master.dtype for unit in units for buffer in unit.buffers}
+    masters = {buffer.shard.dtype for unit in units for buffer in unit.buffers}
     dtypes = {dtype: builder.precision.dtype_of_reduction(dtype) for dtype in masters}
 
     def itemsize(layout: FlatLayout) -> int:

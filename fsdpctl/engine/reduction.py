@@ -210,11 +210,11 @@ class GradientReducer:
         buffer = unit.trained_buffers[index]
         shard = buffer.shard
         keeps_all = shard.is_replicated or self._mesh.shard.size == 1
-        if keeps_all and whole is not None and whole.dtype == shard.master.dtype:
+        if keeps_all and whole is not None and whole.dtype == shard.dtype:
             mean = whole
             self.ledger.free(Buffer.WHOLE_GRADS, unit.name, index)
         else:
-            mean = torch.empty_like(shard.master)
+            mean = torch.empty_like(shard.param)
         self.ledger.allocate(Buffer.SUM, unit.name, index, mean.nbytes)
         dtype = torch.promote_types(self._dtype(buffer), mean.dtype)
         part = mean if self._adds_whole(buffer) else shard.view(mean, shard.owned)
@@ -246,7 +246,7 @@ class GradientReducer:
             shard.grad.add_(gradient)
 
     def _dtype(self, buffer: UnitBuffer) -> torch.dtype:
-        return self._dtypes[buffer.shard.master.dtype]
+        return self._dtypes[buffer.shard.dtype]
 
     def _hold(self, unit: ShardedUnit, index: int, buffer: UnitBuffer) -> Tensor:
         """The whole gradient in one buffer, with all that has arrived."""

@@ -255,7 +255,7 @@ class ShardedUnit:
         handles = []
         for buffer in self.buffers:
             shard = buffer.shard
-            source = None if shard.master.dtype == buffer.whole.dtype else shard.master
+            source = None if shard.dtype == buffer.whole.dtype else shard.master
             if not shard.is_replicated:
                 handles.append(collectives.all_gather(buffer.whole, shard.layout.parts, source))
             elif source is not None:
