@@ -22,6 +22,7 @@ from fsdpctl.plan.layout import Span
 from tests.checkpoint.test_round_trip import saves, whole_tensors
 
 
+@pytest.mark.slow
 def test_a_reader_that_knows_only_the_document_reads_the_same(tmp_path):
     folder = tmp_path / "c"
     saves(world_size=3, folder=str(folder), strategy="full_shard", source="")

@@ -9,6 +9,7 @@ from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.plan.schedule import Prefetch
 from tests.distributed import distributed
+from tests.matrix import fast
 
 WIDTH, DEPTH = 24, 9
 
@@ -70,7 +71,7 @@ def mean_gradients(losses_of: list[list[tuple[int, int, int]]]) -> dict[str, Ten
     }
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "shard_optimizer"])
+@pytest.mark.parametrize("strategy", fast("full_shard", slow=["shard_grad_op", "shard_optimizer"]))
 @distributed(world_size=2, timeout=60)
 def test_a_rank_may_skip_the_backward_of_many_blocks(
     rank: int, world_size: int, strategy: str

@@ -13,7 +13,7 @@ from fsdpctl.optim.record import record_step
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.engine.models import OddNet, make_net
-from tests.matrix import WHOLE
+from tests.matrix import WHOLE, fast
 
 IGNORED = -100
 MICRO_STEPS = 2
@@ -54,7 +54,7 @@ def global_mean_gradients(ranks: int) -> tuple[dict[str, Tensor], float]:
 
 
 @WHOLE
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", fast(2, slow=[4]))
 @distributed()
 def test_the_gradient_is_that_of_the_mean_over_all_target_tokens(
     rank: int, world_size: int, whole: bool
