@@ -2,9 +2,11 @@
 
     python -m benchmarks.step_time --out benchmarks/results/step-time-cpu.json
 
-In every round each contestant has a turn, so that what disturbs the machine disturbs all. The order
-changes, and the first step of a turn is not counted: it runs in what another engine left in caches
-and heap. The figures to read are ratios: what an engine adds to the floor, over what FSDP2 adds.
+Each engine has processes of its own, as in training: what a step costs depends on what is in the
+heap, and another engine's memory there would be measured too. In every round each has a turn while
+all others stand still, so that what disturbs the machine disturbs all. The order changes, and the
+first step of a turn is not counted: it fills the caches. The figures to read are ratios: what an
+engine adds to the floor, over what FSDP2 adds.
 """
 
 import argparse
@@ -12,15 +14,18 @@ import random
 import statistics
 import tempfile
 import time
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
-from benchmarks.contestants import CONTESTANTS, Step
+from benchmarks.contestants import CONTESTANTS
 from benchmarks.report import write_report
 from fsdpctl.config.schema import ModelConfig
 from fsdpctl.models.llama import LlamaDecoder
@@ -51,31 +56,90 @@ def make_decoder(width: int, blocks: int, vocab: int) -> LlamaDecoder:
     return model
 
 
-def measure(size: str, dtype: str, rounds: int) -> dict[str, Any]:
-    """Medians of one model and precision, on this rank; collective."""
-    device = torch.device("cpu")
-    torch.manual_seed(dist.get_rank())
-    vocab = SIZES[size][2]
-    tokens, targets = torch.randint(0, vocab, (2, 4, 128)).unbind()
-    steps: dict[str, Step] = {
-        name: CONTESTANTS[name](make_decoder(*SIZES[size]), DTYPES[dtype], device)
-        for name in CONTESTANTS
-    }
+class Engine:
+    """One engine on all ranks, each in a process that only works when it has a turn."""
+
+    def __init__(self, name: str, size: str, dtype: str, world_size: int) -> None:
+        """Start the processes; a failure in one of them is raised by the next call."""
+        self._folder = tempfile.TemporaryDirectory()
+        context = torch.multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["benchmarks.contestants"])  # imported once
+        pipes = [context.Pipe() for _ in range(world_size)]
+        self._ends = [here for here, _ in pipes]
+        rendezvous = str(Path(self._folder.name) / "rendezvous")
+        args = (name, size, dtype, rendezvous, [there for _, there in pipes])
+        self._processes = start_processes(
+            _rank_main, args, world_size, join=False, start_method="forkserver"
+        )
+        for _, there in pipes:
+            there.close()  # or a process that died would not be noticed
+
+    def turn(self, steps: int) -> tuple[list[float], float]:
+        """Seconds of each of so many steps, and the loss of the last, both on rank 0."""
+        for end in self._ends:
+            end.send(steps)
+        try:
+            answers: list[tuple[list[float], float]] = [end.recv() for end in self._ends]
+        except EOFError:
+            self._processes.join()
+            raise
+        return answers[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for end in self._ends:
+            end.close()
+        if error is None:
+            self._processes.join()
+        self._folder.cleanup()
+
+
+def _rank_main(
+    rank: int, name: str, size: str, dtype: str, rendezvous: str, ends: list[Connection]
+) -> None:
+    torch.set_num_threads(1)
+    store = FileStore(rendezvous, len(ends))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(ends))
+    torch.manual_seed(rank)
+    tokens, targets = torch.randint(0, SIZES[size][2], (2, 4, 128)).unbind()
+    step = CONTESTANTS[name](make_decoder(*SIZES[size]), DTYPES[dtype], torch.device("cpu"))
+    try:
+        while True:
+            seconds = []
+            for _ in range(ends[rank].recv()):
+                dist.barrier()
+                began = time.perf_counter()
+                loss = step(tokens, targets)
+                dist.barrier()
+                seconds.append(time.perf_counter() - began)
+            ends[rank].send((seconds, float(loss)))
+    except EOFError:  # no more turns
+        dist.destroy_process_group()
+
+
+def measure(size: str, dtype: str, rounds: int, world_size: int) -> dict[str, Any]:
+    """Medians of one model and precision."""
     seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     losses: dict[str, float] = {}
     turns = list(CONTESTANTS)
-    shuffle = random.Random(0).shuffle  # alike on every rank
-    for number in range(WARM_UP + rounds):
-        shuffle(turns)
-        for name in turns:
-            for place in range(TURN):
-                dist.barrier()
-                began = time.perf_counter()
-                loss = steps[name](tokens, targets)
-                dist.barrier()
-                if number >= WARM_UP and place > 0:
-                    seconds[name].append(time.perf_counter() - began)
-            losses[name] = float(loss)
+    shuffle = random.Random(0).shuffle
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(Engine(name, size, dtype, world_size)) for name in turns
+        }
+        for number in range(WARM_UP + rounds):
+            shuffle(turns)
+            for name in turns:
+                (_, *counted), losses[name] = engines[name].turn(TURN)
+                if number >= WARM_UP:
+                    seconds[name] += counted
     return _figures(seconds, losses)
 
 
@@ -91,24 +155,6 @@ def _figures(seconds: dict[str, list[float]], losses: dict[str, float]) -> dict[
         }
         for name, median in medians.items()
     }
-
-
-def _rank_main(rank: int, words: argparse.Namespace, rendezvous: str) -> None:
-    torch.set_num_threads(1)
-    store = FileStore(rendezvous, words.world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=words.world_size)
-    results = []
-    for size in words.sizes.split(","):
-        for dtype in words.dtypes.split(","):
-            rounds = max(1, round(words.rounds * SHARE_OF_ROUNDS[size]))
-            figures = measure(size, dtype, rounds)
-            results.append({"size": size, "dtype": dtype, "rounds": rounds, "engines": figures})
-            if rank == 0:
-                print(_table(size, dtype, figures), flush=True)
-                # After each: a run that is cut short keeps what it has.
-                about = {"backend": "gloo", "world_size": words.world_size}
-                write_report(words.out, "step_time", results, **about)
-    dist.destroy_process_group()
 
 
 def _table(size: str, dtype: str, figures: dict[str, Any]) -> str:
@@ -130,9 +176,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--out", type=Path)
     words = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        rendezvous = str(Path(folder) / "rendezvous")
-        spawn(_rank_main, args=(words, rendezvous), nprocs=words.world_size)
+    results = []
+    for size in words.sizes.split(","):
+        for dtype in words.dtypes.split(","):
+            rounds = max(1, round(words.rounds * SHARE_OF_ROUNDS[size]))
+            figures = measure(size, dtype, rounds, words.world_size)
+            results.append({"size": size, "dtype": dtype, "rounds": rounds, "engines": figures})
+            print(_table(size, dtype, figures), flush=True)
+            # After each: a run that is cut short keeps what it has.
+            about = {"backend": "gloo", "world_size": words.world_size}
+            write_report(words.out, "step_time", results, **about)
 
 
 if __name__ == "__main__":

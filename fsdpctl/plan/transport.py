@@ -7,7 +7,7 @@ from fsdpctl.plan.layout import FlatLayout, Span, are_even
 
 MAX_DIRECT_RANKS = 8  # above, gloo's own algorithms scale better than everybody to everybody
 ADDED_AT_A_TIME = 1 << 17  # elements, which are then scaled while they are in the cache
-_SENT_TOGETHER = 1 << 20  # elements at most
+_SENT_TOGETHER = 1 << 17  # elements at most
 
 
 class Transport(StrEnum):
@@ -47,8 +47,9 @@ def gradient_stretches(layout: FlatLayout) -> tuple[tuple[Span, tuple[int, ...]]
     """What is sent as one tensor: a span of the flat buffer, and the parameters in it.
 
     A large gradient is sent alone, from where it is; small ones next to each other are copied
-    together first, with the padding between them. The copy never has more than half of the buffer,
-    so that together with all gradients it takes no more than what two ranks send each other.
+    together first, with the padding between them, while they are in the cache. The copy never has
+    more than half of the buffer, so that together with all gradients it takes no more than what two
+    ranks send each other.
     """
     most = min(_SENT_TOGETHER, layout.numel // 2)
     stretches: list[tuple[Span, tuple[int, ...]]] = []

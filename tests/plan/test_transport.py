@@ -23,7 +23,7 @@ def test_every_parameter_is_sent_once_and_only_small_ones_are_copied(params, num
 
 
 def test_a_message_of_several_gradients_is_small() -> None:
-    layout = flat_layout([ParamSpec(f"p{index}", (1 << 19,)) for index in range(8)], 2)
+    layout = flat_layout([ParamSpec(f"p{index}", (1 << 16,)) for index in range(8)], 2)
     assert [indices for _, indices in gradient_stretches(layout)] == [
         (0, 1),
         (2, 3),
