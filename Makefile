@@ -13,7 +13,7 @@ train: $(VENV)/installed  ## train a small language model, now, on this machine
 test: $(VENV)/developed  ## the fast tests
 	$(BIN)/python -m pytest -q
 
-test-slow: $(VENV)/developed  ## the whole matrices, a quarter of an hour
+test-slow: $(VENV)/developed  ## the whole matrices, nearly half an hour
 	$(BIN)/python -m pytest -q -m slow
 
 check: $(VENV)/developed  ## what CI, the pre-commit hook and people run
@@ -25,7 +25,7 @@ check: $(VENV)/developed  ## what CI, the pre-commit hook and people run
 docs: $(VENV)/developed  ## the tables and the picture that come from the code
 	$(BIN)/python -m docs.generate
 
-bench: $(VENV)/developed  ## beside PyTorch's own engines on CPU ranks, about half an hour; then `make docs`
+bench: $(VENV)/developed  ## beside PyTorch's own engines on CPU ranks, about an hour; then `make docs`
 	$(BIN)/python -m benchmarks.planning --out $(RESULTS)/planning.json
 	$(BIN)/python -m benchmarks.estimates --out $(RESULTS)/estimates.json
 	$(BIN)/python -m benchmarks.host_time --out $(RESULTS)/host-time.json

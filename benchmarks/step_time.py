@@ -31,11 +31,13 @@ from fsdpctl.config.schema import ModelConfig
 from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.registry import initialize_parameter
 
-WARM_UP = 2  # rounds
+WARM_UP = 1  # rounds
 TURN = 3  # steps
 # Millions of parameters -> width, blocks, vocabulary.
 SIZES = {"8M": (320, 5, 2000), "25M": (512, 6, 4000), "60M": (768, 7, 6000)}
 SHARE_OF_ROUNDS = {"8M": 2.0, "25M": 1.0, "60M": 0.5}  # short steps need more of them
+AT_A_TIME = {"8M": 8, "25M": 8, "60M": 4}  # engines beside these, as 24 GiB allow
+BESIDE_ALL = ("floor", "fsdp2")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -125,10 +127,21 @@ def _rank_main(
 
 
 def measure(size: str, dtype: str, rounds: int, world_size: int) -> dict[str, Any]:
-    """Medians of one model and precision."""
-    seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    """Medians of one model and precision; what an engine is compared with ran beside it."""
+    others = [name for name in CONTESTANTS if name not in BESIDE_ALL]
+    found: dict[str, Any] = {}
+    for start in range(0, len(others), AT_A_TIME[size]):
+        names = [*BESIDE_ALL, *others[start : start + AT_A_TIME[size]]]
+        found = _interleaved(names, size, dtype, rounds, world_size) | found
+    return {name: found[name] for name in CONTESTANTS}
+
+
+def _interleaved(
+    names: list[str], size: str, dtype: str, rounds: int, world_size: int
+) -> dict[str, Any]:
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, float] = {}
-    turns = list(CONTESTANTS)
+    turns = list(names)
     shuffle = random.Random(0).shuffle
     with ExitStack() as stack:
         engines = {

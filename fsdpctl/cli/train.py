@@ -78,6 +78,7 @@ def _run(composed: "Composed", typed: list[str], resume: str) -> None:
     start = plan_start(run.config, resume)
     if start.standing is Standing.FINISHED:
         say(f"{start.run_dir}: finished at step {start.step}; nothing to do")
+        say("a larger train.steps goes on from there; --resume never begins anew beside it")
         return
     lock = lock_run_dir(
         start.run_dir, lambda: say(f"waiting for the workers of the last start of {start.run_dir}")
