@@ -194,7 +194,7 @@ def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--world-sizes", default="8,64")
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--out", type=Path)
     words = parser.parse_args()
     torch.set_num_threads(1)
