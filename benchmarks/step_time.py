@@ -17,8 +17,7 @@ import time
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,25 +86,25 @@ class Engine:
             raise
         return answers[0]
 
-    def __enter__(self) -> Self:
-        return self
+    def close(self) -> None:
+        """End the processes.
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+        Raises:
+            torch.multiprocessing.ProcessException: one of them failed.
+        """
         for end in self._ends:
             end.close()
-        if error is None:
-            self._processes.join()
+        self._processes.join()
         self._folder.cleanup()
 
 
 def _rank_main(
     rank: int, name: str, size: str, dtype: str, rendezvous: str, ends: list[Connection]
 ) -> None:
+    own = ends[rank]
+    for end in ends:
+        if end is not own:
+            end.close()  # held here too, it would outlive its rank
     torch.set_num_threads(1)
     store = FileStore(rendezvous, len(ends))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=len(ends))
@@ -115,13 +114,13 @@ def _rank_main(
     try:
         while True:
             seconds = []
-            for _ in range(ends[rank].recv()):
+            for _ in range(own.recv()):
                 dist.barrier()
                 began = time.perf_counter()
                 loss = step(tokens, targets)
                 dist.barrier()
                 seconds.append(time.perf_counter() - began)
-            ends[rank].send((seconds, float(loss)))
+            own.send((seconds, float(loss)))
     except EOFError:  # no more turns
         dist.destroy_process_group()
 
@@ -144,9 +143,9 @@ def _interleaved(
     turns = list(names)
     shuffle = random.Random(0).shuffle
     with ExitStack() as stack:
-        engines = {
-            name: stack.enter_context(Engine(name, size, dtype, world_size)) for name in turns
-        }
+        engines = {name: Engine(name, size, dtype, world_size) for name in turns}
+        for engine in engines.values():
+            stack.callback(engine.close)
         for number in range(WARM_UP + rounds):
             shuffle(turns)
             for name in turns:
