@@ -209,8 +209,7 @@ class GradientReducer:
         reduction, whole = waiting
         buffer = unit.trained_buffers[index]
         shard = buffer.shard
-        keeps_all = shard.is_replicated or self._mesh.shard.size == 1
-        if keeps_all and whole is not None and whole.dtype == shard.dtype:
+        if whole is not None and self._is_gradient(buffer, whole.dtype):
             mean = whole
             self.ledger.free(Buffer.WHOLE_GRADS, unit.name, index)
         else:
@@ -223,6 +222,11 @@ class GradientReducer:
         self.ledger.free(Buffer.WORKSPACE, unit.name, index)
         self.ledger.free(Buffer.WHOLE_GRADS, unit.name, index)
         return mean
+
+    def _is_gradient(self, buffer: UnitBuffer, dtype: torch.dtype) -> bool:
+        """Whether a buffer of `dtype` that is reduced becomes this rank's gradient."""
+        keeps_all = buffer.shard.is_replicated or self._mesh.shard.size == 1
+        return keeps_all and dtype == buffer.shard.dtype
 
     def _combine(self, buffer: UnitBuffer, total: Tensor) -> Handle:
         if buffer.shard.is_replicated:
@@ -252,7 +256,10 @@ class GradientReducer:
         """The whole gradient in one buffer, with all that has arrived."""
         before, _ = self._scales(buffer)
         if buffer.held_gradients is None:
-            buffer.held_gradients = buffer.first_gradients(self._dtype(buffer), before)
+            dtype = self._dtype(buffer)
+            # Other allocators than the CPU's keep what is given back, for whoever needs it next.
+            keeps = self._is_gradient(buffer, dtype) and buffer.whole.device.type == "cpu"
+            buffer.held_gradients = buffer.first_gradients(dtype, before, keeps=keeps)
             nbytes = buffer.held_gradients.nbytes
             self.ledger.allocate(Buffer.WHOLE_GRADS, unit.name, index, nbytes)
         else:

@@ -5,6 +5,7 @@ forward. A released unit's version is one higher, so a backward that would read 
 holds another unit raises instead; gathering the unit again makes the saved version right.
 """
 
+import sys
 from collections.abc import Sequence
 from enum import Enum, auto
 from typing import TypeGuard
@@ -18,6 +19,7 @@ from fsdpctl.plan.layout import FlatLayout, Span
 from fsdpctl.plan.transport import gradient_stretches
 from fsdpctl.shards import FlatShard
 
+_REFERENCES, _STORAGE_USES = 3, 2  # of a tensor that only the engine has, while it is asked
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
@@ -39,6 +41,7 @@ class UnitBuffer:
         self.held_gradients: Tensor | None = None  # whole, not yet reduced
         self.present: set[int] = set()  # parameters that had one since gradients were dropped
         self.stretches = gradient_stretches(shard.layout)
+        self._kept: Tensor | None = None  # memory that gradients come back to, step after step
         self._gaps = _gaps_after(shard.layout)
         self._padding = shard.layout.padding
         self._rests = [
@@ -97,14 +100,18 @@ class UnitBuffer:
             self.present.add(index)
         return gradient
 
-    def first_gradients(self, dtype: torch.dtype, scale: float) -> Tensor:
-        """The gradients that have arrived times `scale`, in a new flat buffer; zeros elsewhere."""
+    def first_gradients(self, dtype: torch.dtype, scale: float, *, keeps: bool) -> Tensor:
+        """The gradients that have arrived times `scale`, in a flat buffer; zeros elsewhere.
+
+        `keeps`: if it is to be this rank's gradient, its memory is that of the last one, which is
+        not given back. The memory of a single gradient is that gradient's own.
+        """
         gradients = [param.grad for param in self.params]
         if scale == 1 and dtype == self.whole.dtype and _are_all_there(gradients):
-            return _joined(gradients, self._gaps)
-        flat = torch.empty(self.layout.numel, dtype=dtype, device=self.whole.device)
-        for gap in self._padding:
-            flat[gap.start : gap.stop].zero_()
+            keeps &= len(gradients) > 1 or any(self._gaps)
+            if not keeps:
+                return _joined(gradients, self._gaps)
+        flat = self._memory(dtype, keeps=keeps and self.shard.grad is None)
         targets, sources = [], []
         for index, view in enumerate(self.param_views(flat)):
             gradient = gradients[index]
@@ -119,6 +126,17 @@ class UnitBuffer:
             torch._foreach_copy_(targets, sources)
             if scale != 1:
                 torch._foreach_mul_(targets, scale)
+        return flat
+
+    def _memory(self, dtype: torch.dtype, *, keeps: bool) -> Tensor:
+        """A flat buffer with zeros where it is padded."""
+        if keeps and self._kept is not None and _is_ours_alone(self._kept):
+            return self._kept
+        flat = torch.empty(self.layout.numel, dtype=dtype, device=self.whole.device)
+        for gap in self._padding:
+            flat[gap.start : gap.stop].zero_()
+        if keeps:
+            self._kept = flat
         return flat
 
     def add_gradients(self, flat: Tensor, scale: float) -> None:
@@ -155,6 +173,13 @@ class UnitBuffer:
 
 def _are_all_there(gradients: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
     return all(gradient is not None for gradient in gradients)
+
+
+def _is_ours_alone(kept: Tensor) -> bool:
+    """Whether nobody who was given a gradient still has it, or a window into it."""
+    storage = kept.untyped_storage()
+    windows = torch._C._storage_Use_Count(storage._cdata) - _STORAGE_USES
+    return sys.getrefcount(kept) == _REFERENCES and not windows
 
 
 def _joined(gradients: Sequence[Tensor], gaps: Sequence[int]) -> Tensor:

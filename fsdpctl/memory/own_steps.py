@@ -40,6 +40,7 @@ class OwnSteps:
         self._live: dict[tuple[Buffer, str], list[list[int]]] = {}
         self._taken: set[str] = set()  # parameters whose gradients the engine took in this pass
         self._has_states = False
+        self._kept: dict[tuple[str, int], int] = {}  # memory that gradients come back to
         sizes = plan.sizes
         keeps = place.size == 1 or not plan.strategy.shards_grads
         self._in_place = keeps and sizes.reduce == sizes.master
@@ -187,10 +188,21 @@ class OwnSteps:
         elif self._is_collected_already(layout):
             keys = [self._take(names[0])]
         else:
-            what = "all gradients"
-            keys = [self._writer.allocate(Category.REDUCE_BUFFERS, unit, what, nbytes)]
+            keys = [self._flat(unit, index, nbytes)]
         self._let_go(names)
         return keys
+
+    def _flat(self, unit: str, index: int, nbytes: int) -> int:
+        """The buffer that all gradients are copied to."""
+        is_first = len(self._live.get((Buffer.GRADS, unit), ())) <= index
+        keeps = self._in_place and self._place.transport is Transport.GLOO and is_first
+        if keeps and (unit, index) in self._kept:
+            return self._kept[unit, index]
+        what = "all gradients"
+        key = self._writer.allocate(Category.REDUCE_BUFFERS, unit, what, nbytes)
+        if keeps:
+            self._kept[unit, index] = key
+        return key
 
     def _is_collected_already(self, layout: FlatLayout) -> bool:
         """A single gradient that is neither cast nor scaled is the flat buffer."""
@@ -238,10 +250,11 @@ class OwnSteps:
         if not self._has_states:
             self._has_states = True
             self._states()
+        kept = set(self._kept.values())
         for (buffer, _), lists in self._live.items():
             if buffer in (Buffer.GRADS, Buffer.WHOLE_GRADS):
-                for keys in lists:
-                    for key in keys:
+                for key in (key for keys in lists for key in keys):
+                    if key not in kept:
                         self._writer.free(key)
                 lists.clear()
 
