@@ -5,8 +5,10 @@
 Each engine has processes of its own, as in training: what a step costs depends on what is in the
 heap, and another engine's memory there would be measured too. In every round each has a turn while
 all others stand still, so that what disturbs the machine disturbs all. The order changes, and the
-first step of a turn is not counted: it fills the caches. The figures to read are ratios: what an
-engine adds to the floor, over what FSDP2 adds.
+first step of a turn is not counted: it fills the caches. Processes are started several times, since
+what memory one happens to get makes its steps faster or slower by several percent. Engines that are
+compared run beside each other, each group with a floor and an FSDP2 of its own. The figures to read
+are ratios: what an engine adds to the floor, over what FSDP2 adds.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import statistics
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,9 +37,12 @@ WARM_UP = 1  # rounds
 TURN = 3  # steps
 # Millions of parameters -> width, blocks, vocabulary.
 SIZES = {"8M": (320, 5, 2000), "25M": (512, 6, 4000), "60M": (768, 7, 6000)}
-SHARE_OF_ROUNDS = {"8M": 2.0, "25M": 1.0, "60M": 0.5}  # short steps need more of them
-AT_A_TIME = {"8M": 8, "25M": 8, "60M": 4}  # engines beside these, as 24 GiB allow
+SHARE_OF_ROUNDS = {"8M": 2.0, "25M": 1.0, "60M": 0.34}  # short steps need more of them
 BESIDE_ALL = ("floor", "fsdp2")
+GROUPS = (
+    ("ddp", "no_shard", "zero_redundancy_optimizer", "shard_optimizer"),
+    ("fsdp2_tuned", "full_shard", "fsdp2_keeps", "shard_grad_op"),
+)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -125,34 +131,44 @@ def _rank_main(
         dist.destroy_process_group()
 
 
-def measure(size: str, dtype: str, rounds: int, world_size: int) -> dict[str, Any]:
-    """Medians of one model and precision; what an engine is compared with ran beside it."""
-    others = [name for name in CONTESTANTS if name not in BESIDE_ALL]
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is measured: a model, a precision, and how often."""
+
+    size: str
+    dtype: str
+    starts: int  # of all processes
+    rounds: int  # counted, of each start
+    world_size: int
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Medians of every engine; what it is compared with ran beside it."""
     found: dict[str, Any] = {}
-    for start in range(0, len(others), AT_A_TIME[size]):
-        names = [*BESIDE_ALL, *others[start : start + AT_A_TIME[size]]]
-        found = _interleaved(names, size, dtype, rounds, world_size) | found
+    for group in GROUPS:
+        seconds: dict[str, list[float]] = {name: [] for name in (*BESIDE_ALL, *group)}
+        losses: dict[str, float] = {}
+        for start in range(case.starts):
+            _run_interleaved(case, random.Random(start), seconds, losses)
+        found = _figures(seconds, losses) | found
     return {name: found[name] for name in CONTESTANTS}
 
 
-def _interleaved(
-    names: list[str], size: str, dtype: str, rounds: int, world_size: int
-) -> dict[str, Any]:
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    losses: dict[str, float] = {}
-    turns = list(names)
-    shuffle = random.Random(0).shuffle
+def _run_interleaved(
+    case: Case, order: random.Random, seconds: dict[str, list[float]], losses: dict[str, float]
+) -> None:
+    """Add the times of each step to `seconds`, by engine; its keys say which take part."""
+    turns = list(seconds)
     with ExitStack() as stack:
-        engines = {name: Engine(name, size, dtype, world_size) for name in turns}
+        engines = {name: Engine(name, case.size, case.dtype, case.world_size) for name in turns}
         for engine in engines.values():
             stack.callback(engine.close)
-        for number in range(WARM_UP + rounds):
-            shuffle(turns)
+        for number in range(WARM_UP + case.rounds):
+            order.shuffle(turns)
             for name in turns:
                 (_, *counted), losses[name] = engines[name].turn(TURN)
                 if number >= WARM_UP:
                     seconds[name] += counted
-    return _figures(seconds, losses)
 
 
 def _figures(seconds: dict[str, list[float]], losses: dict[str, float]) -> dict[str, Any]:
@@ -185,15 +201,18 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--dtypes", default=",".join(DTYPES))
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="of each start")
     parser.add_argument("--out", type=Path)
     words = parser.parse_args()
     results = []
     for size in words.sizes.split(","):
         for dtype in words.dtypes.split(","):
             rounds = max(1, round(words.rounds * SHARE_OF_ROUNDS[size]))
-            figures = measure(size, dtype, rounds, words.world_size)
-            results.append({"size": size, "dtype": dtype, "rounds": rounds, "engines": figures})
+            case = Case(size, dtype, words.starts, rounds, words.world_size)
+            figures = measure(case)
+            about_case = {"starts": case.starts, "rounds_of_each": rounds}
+            results.append({"size": size, "dtype": dtype, **about_case, "engines": figures})
             print(_table(size, dtype, figures), flush=True)
             # After each: a run that is cut short keeps what it has.
             about = {"backend": "gloo", "world_size": words.world_size}

@@ -29,7 +29,7 @@ def run(module: str, out: Path, *words: str) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        ("step_time", ["--sizes", "8M", "--dtypes", "fp32", "--rounds", "1"]),
+        ("step_time", ["--sizes", "8M", "--dtypes", "fp32", "--starts", "1", "--rounds", "1"]),
         ("host_time", ["--rounds", "1"]),
         ("planning", ["--rounds", "1"]),
         ("consolidate", ["--rounds", "1", "--gigabytes", "0.2"]),

@@ -121,7 +121,7 @@ class GradientReducer:
     def _start(self, unit: ShardedUnit) -> None:
         if not unit.trained_buffers:
             return
-        is_first = all(buffer.shard.grad is None for buffer in unit.trained_buffers)
+        is_first = self._plan.stays and all(b.shard.grad is None for b in unit.trained_buffers)
         while not self._plan.fits(unit.name, self._names(self._reducing), is_first=is_first):
             self._finish_oldest()
         started = _Reducing(unit)
@@ -216,7 +216,8 @@ class GradientReducer:
             mean = torch.empty_like(shard.param)
         self.ledger.allocate(Buffer.SUM, unit.name, index, mean.nbytes)
         dtype = torch.promote_types(self._dtype(buffer), mean.dtype)
-        part = mean if self._adds_whole(buffer) else shard.view(mean, shard.owned)
+        is_part = shard.is_replicated and not self._adds_whole(buffer)
+        part = shard.view(mean, shard.owned) if is_part else mean
         _, after = self._scales(buffer)
         reduction.finish(part, after, dtype)
         self.ledger.free(Buffer.WORKSPACE, unit.name, index)

@@ -37,7 +37,7 @@ class Runtime:
         reducer: GradientReducer,
     ) -> None:
         self.units = {unit.name: unit for unit in units}
-        self._trained = [p for unit in units for each in unit.trained_buffers for p in each.params]
+        self._trained = [(u.name, p) for u in units for b in u.trained_buffers for p in b.params]
         self.strategy = strategy
         self.prefetch = prefetch
         self._follow(order)
@@ -221,12 +221,10 @@ class Runtime:
         self._refuse_stray_gradients()
 
     def _refuse_stray_gradients(self) -> None:
-        if all(param.grad is None for param in self._trained):
-            return
-        for unit in self.units.values():
-            if any(buffer.has_arrived for buffer in unit.trained_buffers):
+        for name, param in self._trained:
+            if param.grad is not None:
                 raise EngineError(
-                    f"gradients of {unit.name} were not reduced: its output reaches the loss where "
+                    f"gradients of {name} were not reduced: its output reaches the loss where "
                     "hooks do not see it, or the loss uses its parameters before the forward"
                 )
 

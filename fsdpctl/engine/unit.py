@@ -42,15 +42,17 @@ class UnitBuffer:
         self.present: set[int] = set()  # parameters that had one since gradients were dropped
         self.stretches = gradient_stretches(shard.layout)
         self._kept: Tensor | None = None  # memory that gradients come back to, step after step
-        self._gaps = _gaps_after(shard.layout)
+        zero = torch.zeros((), dtype=whole.dtype, device=whole.device)
+        self._gaps = [zero.expand(gap) if gap else None for gap in _gaps_after(shard.layout)]
         self._padding = shard.layout.padding
-        self._rests = [
+        rests = [
             torch.full((), float("nan"), dtype=whole.dtype, device=whole.device).expand(
                 placement.param.shape
             )
             for placement in self.layout.placements
         ]
-        self._views = self.param_views(whole)
+        self._at_rest = list(zip(self.params, rests, strict=True))
+        self._at_work = list(zip(self.params, self.param_views(whole), strict=True))
 
     @property
     def layout(self) -> FlatLayout:
@@ -66,12 +68,12 @@ class UnitBuffer:
 
     def point_to_whole(self) -> None:
         """The parameters read the slot."""
-        for param, view in zip(self.params, self._views, strict=True):
+        for param, view in self._at_work:
             param.data = view
 
     def point_to_rest(self) -> None:
         """The parameters read NaN and refuse writes."""
-        for param, rest in zip(self.params, self._rests, strict=True):
+        for param, rest in self._at_rest:
             param.data = rest
 
     def take(self, span: Span, indices: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -85,7 +87,7 @@ class UnitBuffer:
             if len(gradients) == 1:
                 return gradients[0].reshape(-1).to(dtype)
             if dtype == self.whole.dtype:
-                return _joined(gradients, [*self._gaps[indices[0] : indices[-1]], 0])
+                return _joined(gradients, [*self._gaps[indices[0] : indices[-1]], None])
         together = torch.zeros(span.numel, dtype=dtype, device=self.whole.device)
         for index, gradient in zip(indices, gradients, strict=True):
             if gradient is not None:
@@ -108,7 +110,7 @@ class UnitBuffer:
         """
         gradients = [param.grad for param in self.params]
         if scale == 1 and dtype == self.whole.dtype and _are_all_there(gradients):
-            keeps &= len(gradients) > 1 or any(self._gaps)
+            keeps &= len(gradients) > 1 or self._gaps[0] is not None
             if not keeps:
                 return _joined(gradients, self._gaps)
         flat = self._memory(dtype, keeps=keeps and self.shard.grad is None)
@@ -150,11 +152,6 @@ class UnitBuffer:
             targets, gradients = (list(each) for each in zip(*arrived, strict=True))
             torch._foreach_add_(targets, gradients, alpha=scale)
 
-    @property
-    def has_arrived(self) -> bool:
-        """Whether a parameter has a gradient that was not taken from it."""
-        return any(param.grad is not None for param in self.params)
-
     def forget_arrived(self) -> None:
         """The gradients were taken from the parameters."""
         if len(self.present) < len(self.params):
@@ -182,13 +179,13 @@ def _is_ours_alone(kept: Tensor) -> bool:
     return sys.getrefcount(kept) == _REFERENCES and not windows
 
 
-def _joined(gradients: Sequence[Tensor], gaps: Sequence[int]) -> Tensor:
+def _joined(gradients: Sequence[Tensor], gaps: Sequence[Tensor | None]) -> Tensor:
     """All gradients, each with the padding after it, as one tensor, made in one call."""
     pieces = []
     for gradient, gap in zip(gradients, gaps, strict=True):
         pieces.append(gradient)
-        if gap:
-            pieces.append(gradient.new_zeros(gap))
+        if gap is not None:
+            pieces.append(gap)
     return torch._C._nn.flatten_dense_tensors(pieces)
 
 

@@ -22,6 +22,14 @@ class SteppedRun:
     span: Span  # in the flat buffer
     names: frozenset[str]  # of the parameters in it
     param: nn.Parameter  # a window into the shard's master
+    window: slice | None  # where it lies in that; None for all of it
+
+    def gradient(self) -> Tensor | None:
+        """Its part of the shard's gradient."""
+        gradient = self.shard.grad
+        if gradient is None or self.window is None:
+            return gradient
+        return gradient[self.window]
 
 
 class ShardedAdamW(torch.optim.AdamW):
@@ -91,10 +99,7 @@ class ShardedAdamW(torch.optim.AdamW):
         if absent:
             self.isolate(absent)
         for run, _ in self.runs:
-            grad = None if absent and run.names <= absent else run.shard.grad
-            if grad is not None and run.span != run.shard.held:
-                grad = run.shard.view(grad, run.span)
-            run.param.grad = grad
+            run.param.grad = None if absent and run.names <= absent else run.gradient()
         self.grad_scale, self.found_inf = _fused_scalars(self.runs, grad_scale, found_inf)
         super().step()
         self._model.broadcast_updated_params()
@@ -202,7 +207,9 @@ def _place(order: Mapping[str, int], param: ParamSpec) -> int:
 
 def _stepped_run(shard: FlatShard, span: Span) -> SteppedRun:
     names = frozenset(piece.param.name for piece in shard.layout.pieces(span))
-    return SteppedRun(shard, span, names, nn.Parameter(shard.view(shard.master, span)))
+    within = span.shift(-shard.held.start)
+    window = None if span == shard.held else slice(within.start, within.stop)
+    return SteppedRun(shard, span, names, nn.Parameter(shard.view(shard.master, span)), window)
 
 
 def _state_within(state: Mapping[str, Tensor], whole: Span, part: Span) -> dict[str, Tensor]:

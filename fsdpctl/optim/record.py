@@ -61,8 +61,8 @@ def sum_of_squares(shards: Sequence[FlatShard]) -> Tensor:
     if not grads:
         device = shards[0].master.device if shards else None
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack(torch._foreach_norm(grads, 2))
-    return norms.double().square().sum()
+    norms = torch.stack(torch._foreach_norm(grads, 2)).double()
+    return norms.dot(norms)
 
 
 @torch.no_grad()
