@@ -100,7 +100,7 @@ class ShardedModel(nn.Module):
         self._runtime.drop_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients; they are always freed."""
+        """Forget all gradients; none is set to zero, whatever `set_to_none` says."""
         self.drop_gradients()
 
     def prefetch_forward_params(self) -> None:

@@ -279,7 +279,7 @@ class Runtime:
             self.reducer.finish()
             self.holds_back = False
         self._refuse_stray_gradients()
-        buffers = [buffer for unit in self.units.values() for buffer in unit.trained_buffers]
+        buffers = (buffer for unit in self.units.values() for buffer in unit.trained_buffers)
         if all(buffer.shard.grad is None for buffer in buffers):
             raise EngineError("sync_gradients: there are no gradients; call backward first")
 

@@ -8,6 +8,7 @@ holds another unit raises instead; gathering the unit again makes the saved vers
 import sys
 from collections.abc import Sequence
 from enum import Enum, auto
+from types import SimpleNamespace
 from typing import TypeGuard
 
 import torch
@@ -19,7 +20,6 @@ from fsdpctl.plan.layout import FlatLayout, Span
 from fsdpctl.plan.transport import gradient_stretches
 from fsdpctl.shards import FlatShard
 
-_REFERENCES, _STORAGE_USES = 3, 2  # of a tensor that only the engine has, while it is asked
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
@@ -132,13 +132,14 @@ class UnitBuffer:
 
     def _memory(self, dtype: torch.dtype, *, keeps: bool) -> Tensor:
         """A flat buffer with zeros where it is padded."""
-        if keeps and self._kept is not None and _is_ours_alone(self._kept):
-            return self._kept
-        flat = torch.empty(self.layout.numel, dtype=dtype, device=self.whole.device)
-        for gap in self._padding:
-            flat[gap.start : gap.stop].zero_()
+        if keeps and self._kept is not None and _uses(self._kept) == _USES_OF_ONE:
+            flat = self._kept
+        else:
+            flat = torch.empty(self.layout.numel, dtype=dtype, device=self.whole.device)
         if keeps:
             self._kept = flat
+        for gap in self._padding:
+            flat[gap.start : gap.stop].zero_()
         return flat
 
     def add_gradients(self, flat: Tensor, scale: float) -> None:
@@ -172,11 +173,17 @@ def _are_all_there(gradients: Sequence[Tensor | None]) -> TypeGuard[Sequence[Ten
     return all(gradient is not None for gradient in gradients)
 
 
-def _is_ours_alone(kept: Tensor) -> bool:
-    """Whether nobody who was given a gradient still has it, or a window into it."""
-    storage = kept.untyped_storage()
-    windows = torch._C._storage_Use_Count(storage._cdata) - _STORAGE_USES
-    return sys.getrefcount(kept) == _REFERENCES and not windows
+def _uses(tensor: Tensor) -> tuple[int, int]:
+    """How many there are of a tensor that an attribute has, and of its memory.
+
+    They tell whether somebody who was given a gradient still has it, or a window into it.
+    """
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(tensor), torch._C._storage_Use_Count(storage._cdata)
+
+
+_ONE = SimpleNamespace(tensor=torch.empty(1))
+_USES_OF_ONE = _uses(_ONE.tensor)  # how they are counted depends on Python and on torch
 
 
 def _joined(gradients: Sequence[Tensor], gaps: Sequence[Tensor | None]) -> Tensor:

@@ -106,7 +106,7 @@ class ShardedAdamW(torch.optim.AdamW):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients; they are always freed."""
+        """Forget all gradients; none is set to zero, whatever `set_to_none` says."""
         self._model.drop_gradients()
         for run, _ in self.runs:
             run.param.grad = None
@@ -163,13 +163,13 @@ def _fused_scalars(
     runs: Sequence[tuple[SteppedRun, int]], grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """The fused kernel reads float32 scalars: for float64 gradients divide beforehand."""
+    if grad_scale is None:
+        return None, found_inf
     grads = [run.param.grad for run, _ in runs if run.param.grad is not None]
-    if grad_scale is not None and any(grad.dtype == torch.float64 for grad in grads):
+    if any(grad.dtype == torch.float64 for grad in grads):
         torch._foreach_div_(grads, grad_scale)
-        grad_scale = None
-    if grad_scale is not None:
-        grad_scale = grad_scale.float()
-    return grad_scale, found_inf
+        return None, found_inf
+    return grad_scale.float(), found_inf
 
 
 def _group_numbers(

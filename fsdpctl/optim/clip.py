@@ -14,8 +14,7 @@ def clip_grad_norm_(model: Replicated, max_norm: float) -> Tensor:
     Returns the norm before, a float64 scalar, the same on every rank.
     """
     model.sync_gradients()
-    share = sum_of_squares(model.flat_shards()) / model.mesh.num_replicas
-    norm = model.mesh.world.all_reduce(share).sqrt()
+    norm = model.mesh.world.all_reduce(sum_of_squares(model)).sqrt()
     gradients = [shard.grad for shard in trainable_shards(model) if shard.grad is not None]
     torch._foreach_mul_(gradients, (max_norm / (norm + EPS)).clamp(max=1.0))
     return norm

@@ -5,7 +5,6 @@ whether a rank wants to stop. From it come the token mean, clipping and skipping
 that the fused optimizer reads on the device.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.comm.mesh import Mesh
-from fsdpctl.shards import FlatShard, Sharded
+from fsdpctl.shards import Sharded
 
 EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -55,14 +54,16 @@ class StepRecord:
         return StepFigures(loss, norm, int(tokens), found_inf == 0, stop > 0)
 
 
-def sum_of_squares(shards: Sequence[FlatShard]) -> Tensor:
-    """Of all owned gradients, as a float64 scalar; this rank's share."""
+def sum_of_squares(model: Replicated) -> Tensor:
+    """Of the whole gradient, as a float64 scalar: this rank's share, which replicas divide."""
+    shards = model.flat_shards()
     grads = [grad for shard in shards if (grad := shard.owned_grad) is not None]
     if not grads:
         device = shards[0].master.device if shards else None
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch.stack(torch._foreach_norm(grads, 2)).double()
-    return norms.dot(norms)
+    total = norms.dot(norms)
+    return total if model.mesh.num_replicas == 1 else total / model.mesh.num_replicas
 
 
 @torch.no_grad()
@@ -85,7 +86,7 @@ def record_step(
         max_grad_norm: the norm above which the gradient is scaled down; 0 for never.
         stop: whether this rank was asked to stop.
     """
-    share = sum_of_squares(model.flat_shards()) / model.mesh.num_replicas
+    share = sum_of_squares(model)
     shares = [share, loss_sum.to(share), tokens.to(share), torch.full_like(share, float(stop))]
     squares, loss, count, stops = model.mesh.world.all_reduce(torch.stack(shares)).unbind()
     token_factor = nominal_tokens / count

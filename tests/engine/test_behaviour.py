@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
@@ -235,3 +236,37 @@ def test_without_a_process_group_it_runs_as_one_rank():
         optimizer.step()
         optimizer.zero_grad()
     assert largest_difference(model.state_dict(), expected) == 0.0
+
+
+def gradients_of(model: ShardedModel) -> list[Tensor]:
+    return [shard.grad for shard in model.flat_shards() if shard.grad is not None]
+
+
+@distributed(world_size=2)
+def test_whole_gradients_come_back_to_the_same_memory(rank: int, world_size: int) -> None:
+    """Without anything that was left in its padding."""
+    model = shard_model(make_net(tied=False), "no_shard")
+    addresses = []
+    for of_ranks in token_batches(3, world_size):
+        next_token_loss(model, of_ranks[rank][0]).backward()
+        addresses.append([gradient.data_ptr() for gradient in gradients_of(model)])
+        assert all(gradient.isfinite().all() for gradient in gradients_of(model))
+        torch._foreach_mul_(gradients_of(model), float("nan"))
+        model.drop_gradients()
+    assert addresses[0] == addresses[1] == addresses[2]
+
+
+@pytest.mark.parametrize("window", [False, True])
+@distributed(world_size=2)
+def test_a_gradient_that_somebody_has_is_not_written_to(
+    rank: int, world_size: int, window: bool
+) -> None:
+    model = shard_model(make_net(tied=False), "no_shard")
+    first, second = (of_ranks[rank][0] for of_ranks in token_batches(2, world_size))
+    next_token_loss(model, first).backward()
+    held = [each[5:9] if window else each for each in gradients_of(model)]
+    before = [each.clone() for each in held]
+    model.drop_gradients()
+    next_token_loss(model, second).backward()
+    assert all(map(torch.equal, held, before))
+    assert not any(map(torch.equal, held, gradients_of(model)))
