@@ -44,10 +44,8 @@ def step_time_table() -> str:
         [words, *(f"{each['engines'][name]['added_over_fsdp2_added']:.2f}" for each in results)]
         for name, words in _ENGINES.items()
     ]
-    rounds = ", ".join(
-        f"{e['starts']} starts with {e['rounds_of_each']} rounds of {e['size']} {e['dtype']}"
-        for e in results
-    )
+    rounds = ", ".join(f"{e['rounds_of_each']} of {e['size']} {e['dtype']}" for e in results)
+    rounds = f"{results[0]['starts']} starts; rounds of each: {rounds}"
     ranks = report["world_size"]
     return _table(header, rows, f"{ranks} ranks over gloo, {_made_with(report)}; {rounds}.")
 
