@@ -259,7 +259,9 @@ class GradientReducer:
         if buffer.held_gradients is None:
             dtype = self._dtype(buffer)
             # Other allocators than the CPU's keep what is given back, for whoever needs it next.
+            # Where masters have another dtype than parameters, to keep it takes more than DDP does.
             keeps = self._is_gradient(buffer, dtype) and buffer.whole.device.type == "cpu"
+            keeps &= buffer.whole.dtype == buffer.shard.dtype
             buffer.held_gradients = buffer.first_gradients(dtype, before, keeps=keeps)
             nbytes = buffer.held_gradients.nbytes
             self.ledger.allocate(Buffer.WHOLE_GRADS, unit.name, index, nbytes)
