@@ -174,7 +174,7 @@ def _are_all_there(gradients: Sequence[Tensor | None]) -> TypeGuard[Sequence[Ten
 
 
 def _uses(tensor: Tensor) -> tuple[int, int]:
-    """How many there are of a tensor that an attribute has, and of its memory.
+    """How many references there are to a tensor that is an attribute, and to its memory.
 
     They tell whether somebody who was given a gradient still has it, or a window into it.
     """
