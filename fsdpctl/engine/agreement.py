@@ -74,7 +74,7 @@ class Agreement:
         self._runtime = runtime
         self._all_present: tuple[int, Tensor] | None = None  # with which fingerprint
         self._started: tuple[int, Handle] | None = None  # with which fingerprint
-        self._counts: Tensor | None = None  # what came of it
+        self._sums: Tensor | None = None  # what came of it: counts, and that of the fingerprints
         self._unchecked: tuple[int, Tensor, torch.cuda.Event] | None = None
         units = runtime.units.values()
         self._buffers = [buffer for unit in units for buffer in unit.trained_buffers]
@@ -86,7 +86,7 @@ class Agreement:
         if self._started is not None:
             self._started[1].wait()  # nobody asked; its memory must not be used again before
         handle = self._runtime.mesh.world.start_all_reduce(self._own())
-        self._started, self._counts = (self._runtime.gatherer.fingerprint, handle), None
+        self._started, self._sums = (self._runtime.gatherer.fingerprint, handle), None
 
     def absent_everywhere(self) -> frozenset[str]:
         """Names of the trainable parameters that had a gradient on no rank. Collective.
@@ -96,10 +96,12 @@ class Agreement:
         """
         if self._started is not None:
             (fingerprint, handle), self._started = self._started, None
-            self._counts = self._take(fingerprint, handle.wait())
-        if self._runtime.has_all_gradients or self._counts is None:
+            self._sums = handle.wait()
+            self._check(fingerprint, self._sums)
+        if self._runtime.has_all_gradients or self._sums is None:
             return frozenset()
-        pairs = zip(self._names, self._counts.tolist(), strict=True)
+        *counts, _ = self._sums.tolist()
+        pairs = zip(self._names, counts, strict=True)
         return frozenset(name for name, count in pairs if not count)
 
     def _own(self) -> Tensor:
@@ -118,8 +120,8 @@ class Agreement:
         ]
         return self._on_device([*present, float(fingerprint)])
 
-    def _take(self, fingerprint: int, sums: Tensor) -> Tensor:
-        """Check the sum of the fingerprints; the rest are the counts.
+    def _check(self, fingerprint: int, sums: Tensor) -> None:
+        """Whether all ranks had this fingerprint.
 
         On CUDA the fingerprint is looked at a step later, when it has long arrived.
         """
@@ -127,17 +129,16 @@ class Agreement:
         expected = fingerprint * runtime.mesh.world.size
         runtime.gatherer.fingerprint = 0
         if not runtime.strategy.shards_params:
-            return sums[:-1]
+            return
         if not sums.is_cuda:
             _check_fingerprint(expected, sums[-1])
-            return sums[:-1]
+            return
         if self._unchecked is not None:
             before, found, arrived = self._unchecked
             arrived.synchronize()
             _check_fingerprint(before, found)
         found = sums[-1].to("cpu", non_blocking=True)
         self._unchecked = expected, found, torch.cuda.current_stream().record_event()
-        return sums[:-1]
 
     def _on_device(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=self._runtime.device)

@@ -16,5 +16,6 @@ def clip_grad_norm_(model: Replicated, max_norm: float) -> Tensor:
     model.sync_gradients()
     norm = model.mesh.world.all_reduce(sum_of_squares(model)).sqrt()
     gradients = [shard.grad for shard in trainable_shards(model) if shard.grad is not None]
-    torch._foreach_mul_(gradients, (max_norm / (norm + EPS)).clamp(max=1.0))
+    factor = (norm + EPS).reciprocal_().mul_(max_norm).clamp_(max=1.0)
+    torch._foreach_mul_(gradients, factor)
     return norm
