@@ -174,8 +174,7 @@ def measure(world_size: int, rounds: int) -> dict[str, Any]:
     dist.destroy_process_group()
     medians = {
         name: {
-            part: statistics.median(each[part] for each in of_name)
-            for part in ("passes", "update")
+            part: statistics.median(each[part] for each in of_name) for part in ("passes", "update")
         }
         for name, of_name in seconds.items()
     }

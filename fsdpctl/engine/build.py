@@ -1,20 +1,21 @@
 """Cuts a module into units, gives each its memory and this rank its shards."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.mesh import Mesh
+from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.describe import describe_module, name_of_submodule, replace_meta_parameters
-from fsdpctl.engine.hooks import hook_gradients, hook_root, hook_unit
+from fsdpctl.engine.hooks import hook_gradients, hook_linears, hook_root, hook_unit
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.slots import Slot
-from fsdpctl.engine.unit import ShardedUnit, UnitBuffer
+from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import FlatLayout, Span, share_of
 from fsdpctl.plan.reductions import plan_reductions
@@ -187,12 +188,19 @@ def _make_reducer(
 
 def divide_module(module: nn.Module, classes: Sequence[str] | None) -> tuple[UnitSpec, ...]:
     """The units of a module, root first; `classes` None finds the repeated blocks."""
-    return divide_into_units(
+    units = divide_into_units(
         describe_module(module),
         classes=classes,
         embedding=name_of_submodule(module, "get_input_embeddings"),
         head=name_of_submodule(module, "get_output_embeddings"),
     )
+    return tuple(unit if unit.kind == "block" else _indirect(unit) for unit in units)
+
+
+def _indirect(unit: UnitSpec) -> UnitSpec:
+    """With gradients from autograd: a loss may use the head's weight itself, and the root has no
+    moment at which its backward begins."""
+    return replace(unit, params=tuple(replace(param, direct=False) for param in unit.params))
 
 
 def _build_units(builder: _Builder, prefetch: Prefetch) -> list[ShardedUnit]:
@@ -253,3 +261,4 @@ def _hook(module: nn.Module, runtime: Runtime, precision: Precision) -> None:
             hook_gradients(runtime, unit)
         if unit is not runtime.root:
             hook_unit(module.get_submodule(unit.name), runtime, unit)
+            hook_linears(module.get_submodule(unit.name), runtime, unit)

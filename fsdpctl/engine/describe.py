@@ -1,10 +1,12 @@
 """A module as the plan sees it, and its parameters by name."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
+from fsdpctl.engine.direct import DirectLinear
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.units import ModuleSpec
 
@@ -17,13 +19,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 def describe_module(module: nn.Module) -> ModuleSpec:
     """The tree of modules and parameters; a shared parameter has its first name everywhere."""
     names = {id(param): name for name, param in module.named_parameters()}
+    users = Counter(id(p) for each in module.modules() for p in each._parameters.values())
 
     def describe(name: str, each: nn.Module) -> ModuleSpec:
         own = tuple(
             ParamSpec(
-                names[id(param)], tuple(param.shape), dtype_name(param.dtype), param.requires_grad
+                names[id(param)],
+                tuple(param.shape),
+                dtype_name(param.dtype),
+                param.requires_grad,
+                direct=type(each) is DirectLinear and key == "weight" and users[id(param)] == 1,
             )
-            for param in each._parameters.values()
+            for key, param in each._parameters.items()
             if param is not None
         )
         children = tuple(

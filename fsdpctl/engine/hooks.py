@@ -1,11 +1,13 @@
 """Binds module and autograd events to the runtime. Takes no decision."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fsdpctl.engine.direct import DirectLinear, accumulation
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import ShardedUnit
 
@@ -95,6 +97,27 @@ def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
         module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
         module.register_forward_hook(after),
     ]
+
+
+def hook_linears(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
+    """Have `DirectLinear`s of a unit write into its buffers what autograd would make tensors of.
+
+    To be called when the engine's other hooks are there.
+
+    Raises:
+        EngineError: this version of torch cannot, in these dtypes.
+    """
+    linears = {id(each.weight): each for each in module.modules() if type(each) is DirectLinear}
+    num_hooks = int(runtime.strategy.keeps_whole_params)
+    for buffer in unit.trained_buffers:
+        written = [index for index, param in enumerate(buffer.layout.params) if param.direct]
+        if written:
+            dtype = runtime.reducer.dtype_of(buffer)
+            buffer.accumulate = accumulation(buffer.whole.dtype, dtype, runtime.device)
+            unit.writes_gradients = True
+        for index in written:
+            linear = linears[id(buffer.params[index])]
+            runtime.hooks.append(linear.attach(partial(buffer.write, index), num_hooks))
 
 
 def hook_gradients(runtime: Runtime, unit: ShardedUnit) -> None:

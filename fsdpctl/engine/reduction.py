@@ -3,7 +3,8 @@
 Where ranks send each other gradients as they are, nothing is copied. Elsewhere one fused copy moves
 (and casts) a unit's gradients into a buffer, when its backward is over, that exists only until the
 reduction is done. Copying each as it arrives would take that buffer while the unit's backward has
-just begun, and with it the memory in which the previous reduction overlaps.
+just begun, and with it the memory in which the previous reduction overlaps. Only where linear
+layers write gradients themselves is it there so early, and what they would be otherwise is not.
 
 All ranks start the reductions in the same order, the plan's. What did not arrive counts as zero.
 """
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from fsdpctl.comm.base import Handle, InPlace, Reduction, Stretches
 from fsdpctl.comm.mesh import Mesh
+from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.ledger import Ledger
-from fsdpctl.engine.unit import ShardedUnit, UnitBuffer
+from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.reductions import Reductions
 from fsdpctl.plan.schedule import Buffer, EventKind
@@ -64,8 +66,25 @@ class GradientReducer:
         self._plan = plan
         self._narrows = narrows
         self._next = 0
+        self._sent: set[str] = set()  # names of the units whose gradients this backward sent
         self._reducing: deque[_Reducing] = deque()
         self._combining: deque[_Combining] = deque()  # what follows where a part is not enough
+
+    def dtype_of(self, buffer: UnitBuffer) -> torch.dtype:
+        """In which its gradients are collected and added."""
+        return self._dtypes[buffer.shard.dtype]
+
+    @torch.no_grad()
+    def prepare(self, unit: ShardedUnit) -> None:
+        """Make what the unit's backward, which begins, writes its gradients into."""
+        if unit.name in self._sent:
+            return  # what comes now comes too late, and must be seen
+        for index, buffer in enumerate(unit.trained_buffers):
+            if buffer.accumulate is not None and buffer.held_gradients is None:
+                dtype, (before, _) = self.dtype_of(buffer), self._scales(buffer)
+                buffer.begin(dtype, before, keeps=self._keeps(buffer))
+                nbytes = buffer.layout.numel * dtype.itemsize
+                self.ledger.allocate(Buffer.WHOLE_GRADS, unit.name, index, nbytes)
 
     @torch.no_grad()
     def hold(self, unit: ShardedUnit) -> None:
@@ -92,7 +111,11 @@ class GradientReducer:
             self._finish_oldest()
         while self._combining:
             self._finish_combining()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._next = 0
+        self._sent.clear()
 
     def abandon(self) -> None:
         """Forget a backward that did not end: its gradients, and what was in flight."""
@@ -107,7 +130,7 @@ class GradientReducer:
                 self.ledger.free(Buffer.SUM, combining.unit.name, index)
         self._reducing.clear()
         self._combining.clear()
-        self._next = 0
+        self._begin_anew()
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
@@ -125,6 +148,7 @@ class GradientReducer:
         while not self._plan.fits(unit.name, self._names(self._reducing), is_first=is_first):
             self._finish_oldest()
         started = _Reducing(unit)
+        self._sent.add(unit.name)
         self._reducing.append(started)  # before its first collective: one that fails loses none
         sent = 0
         for index, buffer in enumerate(unit.trained_buffers):
@@ -146,7 +170,7 @@ class GradientReducer:
         is_split = not buffer.shard.is_replicated
         is_split &= self._mesh.shard.sends_in_place(buffer.layout.parts)
         if is_split and buffer.held_gradients is None:
-            dtypes = (buffer.whole.dtype, self._dtype(buffer))
+            dtypes = (buffer.whole.dtype, self.dtype_of(buffer))
             wire = min(dtypes, key=lambda dtype: dtype.itemsize) if self._narrows else dtypes[1]
             gradients = [(span, buffer.take(span, ids, wire)) for span, ids in buffer.stretches]
             nbytes = sum(values.nbytes for _, values in gradients)
@@ -215,7 +239,7 @@ class GradientReducer:
         else:
             mean = torch.empty_like(shard.param)
         self.ledger.allocate(Buffer.SUM, unit.name, index, mean.nbytes)
-        dtype = torch.promote_types(self._dtype(buffer), mean.dtype)
+        dtype = torch.promote_types(self.dtype_of(buffer), mean.dtype)
         is_part = shard.is_replicated and not self._adds_whole(buffer)
         part = shard.view(mean, shard.owned) if is_part else mean
         _, after = self._scales(buffer)
@@ -250,18 +274,21 @@ class GradientReducer:
         else:
             shard.grad.add_(gradient)
 
-    def _dtype(self, buffer: UnitBuffer) -> torch.dtype:
-        return self._dtypes[buffer.shard.dtype]
+    def _keeps(self, buffer: UnitBuffer) -> bool:
+        """Whether the memory of a buffer's gradients stays from step to step.
+
+        Other allocators than the CPU's keep what is given back, for whoever needs it next. Where
+        masters have another dtype than parameters, to keep it takes more than DDP does.
+        """
+        has_one_dtype = buffer.whole.dtype == buffer.shard.dtype
+        is_kept = has_one_dtype and buffer.whole.device.type == "cpu"
+        return is_kept and self._is_gradient(buffer, self.dtype_of(buffer))
 
     def _hold(self, unit: ShardedUnit, index: int, buffer: UnitBuffer) -> Tensor:
         """The whole gradient in one buffer, with all that has arrived."""
         before, _ = self._scales(buffer)
         if buffer.held_gradients is None:
-            dtype = self._dtype(buffer)
-            # Other allocators than the CPU's keep what is given back, for whoever needs it next.
-            # Where masters have another dtype than parameters, to keep it takes more than DDP does.
-            keeps = self._is_gradient(buffer, dtype) and buffer.whole.device.type == "cpu"
-            keeps &= buffer.whole.dtype == buffer.shard.dtype
+            dtype, keeps = self.dtype_of(buffer), self._keeps(buffer)
             buffer.held_gradients = buffer.first_gradients(dtype, before, keeps=keeps)
             nbytes = buffer.held_gradients.nbytes
             self.ledger.allocate(Buffer.WHOLE_GRADS, unit.name, index, nbytes)

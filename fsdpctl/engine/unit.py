@@ -5,20 +5,14 @@ forward. A released unit's version is one higher, so a backward that would read 
 holds another unit raises instead; gathering the unit again makes the saved version right.
 """
 
-import sys
 from collections.abc import Sequence
 from enum import Enum, auto
-from types import SimpleNamespace
-from typing import TypeGuard
 
 import torch
-from torch import Tensor, nn
 
 from fsdpctl.comm.base import Collectives, Handle
+from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.slots import Slot
-from fsdpctl.plan.layout import FlatLayout, Span
-from fsdpctl.plan.transport import gradient_stretches
-from fsdpctl.shards import FlatShard
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 
@@ -29,178 +23,6 @@ class State(Enum):
     AT_REST = auto()  # only the masters exist; reading a parameter gives NaN
     GATHERING = auto()  # an all-gather is in flight
     WHOLE = auto()
-
-
-class UnitBuffer:
-    """One flat buffer of a unit: its parameters, this rank's shard, and gradients on their way."""
-
-    def __init__(self, shard: FlatShard, params: Sequence[nn.Parameter], whole: Tensor) -> None:
-        self.shard = shard
-        self.params = tuple(params)  # in the layout's order
-        self.whole = whole  # 1-D in the slot; readable while the unit is whole
-        self.held_gradients: Tensor | None = None  # whole, not yet reduced
-        self.present: set[int] = set()  # parameters that had one since gradients were dropped
-        self.stretches = gradient_stretches(shard.layout)
-        self._kept: Tensor | None = None  # memory that gradients come back to, step after step
-        zero = torch.zeros((), dtype=whole.dtype, device=whole.device)
-        self._gaps = [zero.expand(gap) if gap else None for gap in _gaps_after(shard.layout)]
-        self._padding = shard.layout.padding
-        rests = [
-            torch.full((), float("nan"), dtype=whole.dtype, device=whole.device).expand(
-                placement.param.shape
-            )
-            for placement in self.layout.placements
-        ]
-        self._at_rest = list(zip(self.params, rests, strict=True))
-        self._at_work = list(zip(self.params, self.param_views(whole), strict=True))
-
-    @property
-    def layout(self) -> FlatLayout:
-        """Where its parameters lie."""
-        return self.shard.layout
-
-    def param_views(self, flat: Tensor) -> list[Tensor]:
-        """A window into `flat`, a tensor like the whole buffer, for each parameter."""
-        return [
-            flat[placement.span.start : placement.span.stop].view(placement.param.shape)
-            for placement in self.layout.placements
-        ]
-
-    def point_to_whole(self) -> None:
-        """The parameters read the slot."""
-        for param, view in self._at_work:
-            param.data = view
-
-    def point_to_rest(self) -> None:
-        """The parameters read NaN and refuse writes."""
-        for param, rest in self._at_rest:
-            param.data = rest
-
-    def take(self, span: Span, indices: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The gradients of neighbouring parameters as one tensor; zeros where none arrived.
-
-        The parameters have them no longer. That of one is not copied if it is contiguous and has
-        the dtype.
-        """
-        gradients = [self._give_up(index) for index in indices]
-        if _are_all_there(gradients):
-            if len(gradients) == 1:
-                return gradients[0].reshape(-1).to(dtype)
-            if dtype == self.whole.dtype:
-                return _joined(gradients, [*self._gaps[indices[0] : indices[-1]], None])
-        together = torch.zeros(span.numel, dtype=dtype, device=self.whole.device)
-        for index, gradient in zip(indices, gradients, strict=True):
-            if gradient is not None:
-                within = self.layout.placements[index].span.shift(-span.start)
-                together[within.start : within.stop].copy_(gradient.reshape(-1))
-        return together
-
-    def _give_up(self, index: int) -> Tensor | None:
-        param = self.params[index]
-        gradient, param.grad = param.grad, None
-        if gradient is not None:
-            self.present.add(index)
-        return gradient
-
-    def first_gradients(self, dtype: torch.dtype, scale: float, *, keeps: bool) -> Tensor:
-        """The gradients that have arrived times `scale`, in a flat buffer; zeros elsewhere.
-
-        `keeps`: if it is to be this rank's gradient, its memory is that of the last one, which is
-        not given back. The memory of a single gradient is that gradient's own.
-        """
-        gradients = [param.grad for param in self.params]
-        if scale == 1 and dtype == self.whole.dtype and _are_all_there(gradients):
-            keeps &= len(gradients) > 1 or self._gaps[0] is not None
-            if not keeps:
-                return _joined(gradients, self._gaps)
-        flat = self._memory(dtype, keeps=keeps and self.shard.grad is None)
-        targets, sources = [], []
-        for index, view in enumerate(self.param_views(flat)):
-            gradient = gradients[index]
-            if gradient is None:
-                view.zero_()
-            elif scale != 1 and gradient.dtype == dtype:
-                torch.mul(gradient, scale, out=view)  # copied and scaled in one pass
-            else:
-                targets.append(view)
-                sources.append(gradient)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-            if scale != 1:
-                torch._foreach_mul_(targets, scale)
-        return flat
-
-    def _memory(self, dtype: torch.dtype, *, keeps: bool) -> Tensor:
-        """A flat buffer with zeros where it is padded."""
-        if keeps and self._kept is not None and _uses(self._kept) == _USES_OF_ONE:
-            flat = self._kept
-        else:
-            flat = torch.empty(self.layout.numel, dtype=dtype, device=self.whole.device)
-        if keeps:
-            self._kept = flat
-        for gap in self._padding:
-            flat[gap.start : gap.stop].zero_()
-        return flat
-
-    def add_gradients(self, flat: Tensor, scale: float) -> None:
-        """Add the gradients that have arrived times `scale` to a flat buffer."""
-        arrived = [
-            (view, param.grad)
-            for view, param in zip(self.param_views(flat), self.params, strict=True)
-            if param.grad is not None
-        ]
-        if arrived:
-            targets, gradients = (list(each) for each in zip(*arrived, strict=True))
-            torch._foreach_add_(targets, gradients, alpha=scale)
-
-    def forget_arrived(self) -> None:
-        """The gradients were taken from the parameters."""
-        if len(self.present) < len(self.params):
-            self.present |= {i for i, param in enumerate(self.params) if param.grad is not None}
-        for param in self.params:
-            param.grad = None
-
-    def drop_gradients(self) -> None:
-        """Forget all gradients, wherever they are on their way."""
-        for param in self.params:
-            param.grad = None
-        self.shard.grad = None
-        self.held_gradients = None
-        self.present.clear()
-
-
-def _are_all_there(gradients: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
-    return all(gradient is not None for gradient in gradients)
-
-
-def _uses(tensor: Tensor) -> tuple[int, int]:
-    """How many references there are to a tensor that is an attribute, and to its memory.
-
-    They tell whether somebody who was given a gradient still has it, or a window into it.
-    """
-    storage = tensor.untyped_storage()
-    return sys.getrefcount(tensor), torch._C._storage_Use_Count(storage._cdata)
-
-
-_ONE = SimpleNamespace(tensor=torch.empty(1))
-_USES_OF_ONE = _uses(_ONE.tensor)  # how they are counted depends on Python and on torch
-
-
-def _joined(gradients: Sequence[Tensor], gaps: Sequence[Tensor | None]) -> Tensor:
-    """All gradients, each with the padding after it, as one tensor, made in one call."""
-    pieces = []
-    for gradient, gap in zip(gradients, gaps, strict=True):
-        pieces.append(gradient)
-        if gap is not None:
-            pieces.append(gap)
-    return torch._C._nn.flatten_dense_tensors(pieces)
-
-
-def _gaps_after(layout: FlatLayout) -> tuple[int, ...]:
-    """How many elements of padding follow each parameter."""
-    starts = [placement.span.start for placement in layout.placements[1:]]
-    ends = [placement.span.stop for placement in layout.placements]
-    return tuple(start - end for start, end in zip([*starts, layout.numel], ends, strict=True))
 
 
 class ShardedUnit:
@@ -216,6 +38,7 @@ class ShardedUnit:
         self._handles: list[Handle] = []
         self._params = tuple(param for buffer in buffers for param in buffer.params)
         self._version = max((param._version for param in self._params), default=0)
+        self.writes_gradients = False  # whether its backward writes some into its buffers
         self.trained_buffers = tuple(each for each in self.buffers if each.shard.trainable)
 
     @property

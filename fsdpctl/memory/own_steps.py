@@ -41,6 +41,13 @@ class OwnSteps:
         self._taken: set[str] = set()  # parameters whose gradients the engine took in this pass
         self._has_states = False
         self._kept: dict[tuple[str, int], int] = {}  # memory that gradients come back to
+        writer.leave_out(
+            param.name
+            for unit in plan.layouts
+            for layout in self._trained(unit)
+            for param in layout.params
+            if param.direct
+        )
         sizes = plan.sizes
         keeps = place.size == 1 or not plan.strategy.shards_grads
         self._in_place = keeps and sizes.reduce == sizes.master
@@ -133,6 +140,9 @@ class OwnSteps:
         self._writer.at(_DOING[buffer], unit)
         if buffer is Buffer.WORKSPACE:  # what was held before has taken them in
             self._let_go(param.name for param in self._trained(unit)[len(keys)].params)
+        if buffer is Buffer.WHOLE_GRADS and self._trained(unit)[len(keys)].is_written:
+            keys.append([self._flat(unit, len(keys), event.nbytes)])
+            return
         if buffer is Buffer.WHOLE_GRADS:
             assert following is not None
             keys.append(self._collect(unit, len(keys), event.nbytes, following.kind is K.REDUCE))

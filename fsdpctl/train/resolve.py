@@ -18,7 +18,7 @@ from fsdpctl.data.source import DataSet, load_data
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.batch import BatchPlan, plan_batches
-from fsdpctl.train.blocks import missing_compiler
+from fsdpctl.train.blocks import check_direct, missing_compiler
 from fsdpctl.train.loss import loss_chunk_tokens
 from fsdpctl.train.machine import check_length, placed_here, resolved_strategy, world_size
 
@@ -59,6 +59,7 @@ def resolve(composed: Composed) -> ResolvedRun:
     config = placed_here(composed.config)
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
     config, notes = _with_compiler(config)
+    check_direct(config)
     config = _with_model_path(config)
     data = load_data(config.data)
     config = _with_data(config, data)

@@ -10,10 +10,9 @@ from fsdpctl.engine.build import divide_module
 from fsdpctl.memory.compute import Pass, Program, Row
 from fsdpctl.memory.shorten import shorten
 from fsdpctl.memory.trace import trace
-from fsdpctl.models.registry import build_model
 from fsdpctl.models.rope import rotation
 from fsdpctl.plan.units import UnitSpec
-from fsdpctl.train.blocks import checkpoint_block
+from fsdpctl.train.blocks import bare_module, checkpoint_block
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -83,12 +82,12 @@ class TracedModel:
         Raises:
             UsageError: the model's numbers contradict each other.
         """
-        module = build_model(config.model)
+        module = bare_module(config)
         self.num_params = sum(param.numel() for param in module.parameters())
         self.units = divide_module(module, None)
         self._observed = Observed(
             module,
-            lambda: build_model(config.model),
+            lambda: bare_module(config),
             self.units,
             checkpointing=config.activation_checkpointing.name,
             dtype=_DTYPES[str(config.precision.param_dtype)],

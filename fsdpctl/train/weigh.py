@@ -8,6 +8,7 @@ from fsdpctl.memory.script import Writer
 from fsdpctl.memory.weighed import weigh_steps
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.plan.strategy import STRATEGIES, get_strategy
+from fsdpctl.train.blocks import check_direct
 from fsdpctl.train.engines import has_strategy, steps_of
 from fsdpctl.train.footprint import plan_run
 from fsdpctl.train.loss import loss_chunk_tokens
@@ -60,6 +61,7 @@ class Weigher:
             config.precision.param_dtype,
             config.activation_checkpointing.name,
             config.launch.device,
+            config.train.direct_weight_gradients,
         )
         if alike not in self._traced:
             self._traced[alike] = TracedModel(config)
@@ -102,6 +104,7 @@ def placed_for_estimate(config: Config) -> Config:
     """
     check_length(config)
     placed = placed_on_cluster(config)
+    check_direct(placed)
     if config.model.vocab_size is not None:
         return placed
     vocab_size = load_data(config.data).vocab_size
