@@ -65,6 +65,8 @@ SIZES = {
     "1.4B": Size(2048, 16, 32, 8, 7168, 128256, 2, 4096),
     "7B": Size(4096, 32, 32, 32, 11008, 32000, 2, 4096),
 }
+DIRECT = "full_shard, direct weight gradients"
+TIMED = ("fsdp2", "fsdp2_tuned", "full_shard", DIRECT)
 MODES = {"nccl1": 1, "fake8": 8, "fake64": 64}
 
 
@@ -126,8 +128,11 @@ def ours(model: nn.Module, device: torch.device, precision: fsdpctl.Precision) -
 
 def make_step(name: str, size: Size, device: torch.device) -> Step:
     """One engine, ready to step, in bf16 with fp32 reduction."""
-    if name == "full_shard":
-        return ours(make_model(size, device), device, fsdpctl.Precision(torch.bfloat16))
+    if name in ("full_shard", DIRECT):
+        model = make_model(size, device)
+        if name == DIRECT:
+            fsdpctl.use_direct_linears(model)
+        return ours(model, device, fsdpctl.Precision(torch.bfloat16))
     if name == "recomputing":
         model = make_model(size, device).to(torch.bfloat16)
         for block in model.model.layers:
@@ -170,7 +175,7 @@ def measure(words: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(words.device)
     with tempfile.TemporaryDirectory() as folder:
         _join(words.mode, device, folder)
-        size, names = SIZES[words.size], words.engines.split(",")
+        size, names = SIZES[words.size], words.engines.split(";")
         batch = _batch(size, device)
         steps = {name: make_step(name, size, device) for name in names}
         seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -217,10 +222,10 @@ def measure_all(words: argparse.Namespace) -> list[dict[str, Any]]:
             results.append({"size": size, "mode": "nccl1", **found})
             continue
         for mode in MODES:
-            both = _run(words, mode=mode, size=size, engines="fsdp2,fsdp2_tuned,full_shard")
+            both = _run(words, mode=mode, size=size, engines=";".join(TIMED))
             alone = {
                 name: _run(words, mode=mode, size=size, engines=name)
-                for name in ("fsdp2", "full_shard")
+                for name in ("fsdp2", "full_shard", DIRECT)
             }
             memory = {
                 name: {key: each[key] for key in ("peak_allocated", "peak_reserved") if key in each}
