@@ -29,8 +29,6 @@ class UnitBuffer:
         self.present: set[int] = set()  # parameters that had one since gradients were dropped
         self.stretches = gradient_stretches(shard.layout)
         self._kept: Tensor | None = None  # memory that gradients come back to, step after step
-        self.accumulate: Accumulate | None = None  # how its backward writes, if it does
-        self._scale = 1.0  # of what is in `held_gradients`
         self._unwritten: set[int] = set()  # parameters without anything in it
         zero = torch.zeros((), dtype=whole.dtype, device=whole.device)
         self._gaps = [zero.expand(gap) if gap else None for gap in _gaps_after(shard.layout)]
@@ -92,21 +90,22 @@ class UnitBuffer:
             self.present.add(index)
         return gradient
 
-    def begin(self, dtype: torch.dtype, scale: float, *, keeps: bool) -> None:
+    def begin(self, dtype: torch.dtype, *, keeps: bool) -> None:
         """Hold gradients from now on, though there are none: they will be written, or added."""
         self.held_gradients = self._memory(dtype, keeps=keeps and self.shard.grad is None)
-        self._scale = scale
         self._unwritten = set(range(len(self.params)))
 
-    def write(self, index: int, rows: Tensor, inputs: Tensor) -> bool:
+    def write(
+        self, index: int, accumulate: Accumulate, scale: float, rows: Tensor, inputs: Tensor
+    ) -> bool:
         """Add what a linear layer's weight gets; False where gradients are not held."""
         flat = self.held_gradients
-        if flat is None or self.accumulate is None:
+        if flat is None:
             return False
         placement = self.layout.placements[index]
         window = flat[placement.span.start : placement.span.stop].view(placement.param.shape)
         keep = 0.0 if index in self._unwritten else 1.0
-        self.accumulate(window, rows.t(), inputs, keep, self._scale)
+        accumulate(window, rows.t(), inputs, keep, scale)
         self._unwritten.discard(index)
         self.present.add(index)
         return True
@@ -117,7 +116,6 @@ class UnitBuffer:
         `keeps`: if it is to be this rank's gradient, its memory is that of the last one, which is
         not given back. The memory of a single gradient is that gradient's own.
         """
-        self._scale = scale
         gradients = [param.grad for param in self.params]
         if scale == 1 and dtype == self.whole.dtype and _are_all_there(gradients):
             keeps &= len(gradients) > 1 or self._gaps[0] is not None

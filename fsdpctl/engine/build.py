@@ -257,8 +257,9 @@ def _move_buffers(module: nn.Module, device: torch.device, collectives: Collecti
 def _hook(module: nn.Module, runtime: Runtime, precision: Precision) -> None:
     hook_root(module, runtime, precision.param_dtype)
     for unit in runtime.units.values():
-        if runtime.strategy.keeps_whole_params or unit is runtime.root:
+        is_hooked = runtime.strategy.keeps_whole_params or unit is runtime.root
+        if is_hooked:
             hook_gradients(runtime, unit)
         if unit is not runtime.root:
             hook_unit(module.get_submodule(unit.name), runtime, unit)
-            hook_linears(module.get_submodule(unit.name), runtime, unit)
+            hook_linears(module.get_submodule(unit.name), runtime, unit, num_hooks=int(is_hooked))

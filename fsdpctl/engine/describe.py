@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from fsdpctl.engine.direct import DirectLinear
+from fsdpctl.engine.direct import DirectLinear, count_hooks
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.units import ModuleSpec
 
@@ -21,6 +21,10 @@ def describe_module(module: nn.Module) -> ModuleSpec:
     names = {id(param): name for name, param in module.named_parameters()}
     users = Counter(id(p) for each in module.modules() for p in each._parameters.values())
 
+    def is_direct(each: nn.Module, key: str, param: nn.Parameter) -> bool:
+        is_alone = users[id(param)] == 1 and not count_hooks(param)
+        return type(each) is DirectLinear and key == "weight" and is_alone
+
     def describe(name: str, each: nn.Module) -> ModuleSpec:
         own = tuple(
             ParamSpec(
@@ -28,7 +32,7 @@ def describe_module(module: nn.Module) -> ModuleSpec:
                 tuple(param.shape),
                 dtype_name(param.dtype),
                 param.requires_grad,
-                direct=type(each) is DirectLinear and key == "weight" and users[id(param)] == 1,
+                direct=is_direct(each, key, param),
             )
             for key, param in each._parameters.items()
             if param is not None

@@ -76,7 +76,9 @@ class _Product(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.saved = saved.grad_fn
         ctx.write = write
-        return F.linear(x, weight, bias)
+        made = F.linear(x, weight, bias)
+        # What is a view when it leaves a function of our own cannot be written to in place.
+        return torch.ops.aten._unsafe_view(made, made.shape) if made._is_view() else made
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -109,8 +111,9 @@ class DirectLinear(nn.Linear):
     """torch's linear layer, whose weight's gradient need not be a tensor of its own.
 
     In a block of a sharded model its backward writes into the buffer that is reduced, if the weight
-    belongs to no other module. Elsewhere, under autocast, torch.compile,
-    functional transforms and with hooks on the weight, it does what `nn.Linear` does.
+    belongs to no other module. Elsewhere, under autocast, torch.compile, functional transforms and
+    forward-mode differentiation, and where the weight has hooks of `register_hook` or
+    `register_post_accumulate_grad_hook`, it does what `nn.Linear` does.
     """
 
     _attached: Mapping[int, tuple[Tensor, Write, int]] = {}  # one or none
@@ -129,6 +132,10 @@ class DirectLinear(nn.Linear):
         self._attached = attached
         return handle
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is a layer of its own, which nobody has attached anything to."""
+        return {name: value for name, value in self.__dict__.items() if name != "_attached"}
+
     def forward(self, input: Tensor) -> Tensor:
         """As in torch."""
         for weight, write, num_hooks in self._attached.values():
@@ -138,7 +145,9 @@ class DirectLinear(nn.Linear):
 
     def _product(self, x: Tensor, weight: Tensor, write: Write, num_hooks: int) -> Tensor:
         def write_unhooked(rows: Tensor, inputs: Tensor) -> bool:
-            return _count_hooks(weight) == num_hooks and write(rows, inputs)
+            if not weight.requires_grad:
+                return True  # nobody wants it any more
+            return count_hooks(weight) == num_hooks and write(rows, inputs)
 
         saved = _Saved.apply(x, weight)  # type: ignore[no-untyped-call]  # torch's
         made: Tensor = _Product.apply(x, weight, self.bias, saved, write_unhooked)  # type: ignore[no-untyped-call]  # torch's
@@ -151,6 +160,7 @@ class DirectLinear(nn.Linear):
             and type(x) is Tensor
             and x.dtype == weight.dtype
             and weight.requires_grad
+            and torch.autograd.forward_ad._current_level < 0
             and torch.is_grad_enabled()
             and not torch.is_autocast_enabled(x.device.type)
             and not torch.compiler.is_compiling()
@@ -158,7 +168,8 @@ class DirectLinear(nn.Linear):
         )
 
 
-def _count_hooks(weight: Tensor) -> int:
+def count_hooks(weight: Tensor) -> int:
+    """How many want to see its gradient."""
     after = weight._post_accumulate_grad_hooks
     return len(weight._backward_hooks or ()) + len(after or ())
 

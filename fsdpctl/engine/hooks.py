@@ -99,25 +99,24 @@ def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
     ]
 
 
-def hook_linears(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
+def hook_linears(module: nn.Module, runtime: Runtime, unit: ShardedUnit, *, num_hooks: int) -> None:
     """Have `DirectLinear`s of a unit write into its buffers what autograd would make tensors of.
 
-    To be called when the engine's other hooks are there.
+    `num_hooks` is how many the engine has on each parameter of the unit.
 
     Raises:
         EngineError: this version of torch cannot, in these dtypes.
     """
     linears = {id(each.weight): each for each in module.modules() if type(each) is DirectLinear}
-    num_hooks = int(runtime.strategy.keeps_whole_params)
-    for buffer in unit.trained_buffers:
-        written = [index for index, param in enumerate(buffer.layout.params) if param.direct]
-        if written:
-            dtype = runtime.reducer.dtype_of(buffer)
-            buffer.accumulate = accumulation(buffer.whole.dtype, dtype, runtime.device)
-            unit.writes_gradients = True
-        for index in written:
-            linear = linears[id(buffer.params[index])]
-            runtime.hooks.append(linear.attach(partial(buffer.write, index), num_hooks))
+    reducer = runtime.reducer
+    for buffer in (each for each in unit.trained_buffers if each.layout.is_written):
+        accumulate = accumulation(buffer.whole.dtype, reducer.dtype_of(buffer), runtime.device)
+        scale, _ = reducer.scales(buffer)
+        for index, param in enumerate(buffer.layout.params):
+            if param.direct:
+                linear = linears[id(buffer.params[index])]
+                write = partial(buffer.write, index, accumulate, scale)
+                runtime.hooks.append(linear.attach(write, num_hooks))
 
 
 def hook_gradients(runtime: Runtime, unit: ShardedUnit) -> None:

@@ -80,9 +80,9 @@ class GradientReducer:
         if unit.name in self._sent:
             return  # what comes now comes too late, and must be seen
         for index, buffer in enumerate(unit.trained_buffers):
-            if buffer.accumulate is not None and buffer.held_gradients is None:
-                dtype, (before, _) = self.dtype_of(buffer), self._scales(buffer)
-                buffer.begin(dtype, before, keeps=self._keeps(buffer))
+            if buffer.layout.is_written and buffer.held_gradients is None:
+                dtype = self.dtype_of(buffer)
+                buffer.begin(dtype, keeps=self._keeps(buffer))
                 nbytes = buffer.layout.numel * dtype.itemsize
                 self.ledger.allocate(Buffer.WHOLE_GRADS, unit.name, index, nbytes)
 
@@ -195,7 +195,7 @@ class GradientReducer:
     def _names(started: Iterable[_Reducing] | Iterable[_Combining]) -> list[str]:
         return [each.unit.name for each in started]
 
-    def _scales(self, buffer: UnitBuffer) -> tuple[float, float]:
+    def scales(self, buffer: UnitBuffer) -> tuple[float, float]:
         """What gradients are multiplied with when they are copied, and their sum."""
         scale = 1 / self._mesh.world.size
         return (scale, 1.0) if self._adds_whole(buffer) else (1.0, scale)
@@ -242,7 +242,7 @@ class GradientReducer:
         dtype = torch.promote_types(self.dtype_of(buffer), mean.dtype)
         is_part = shard.is_replicated and not self._adds_whole(buffer)
         part = shard.view(mean, shard.owned) if is_part else mean
-        _, after = self._scales(buffer)
+        _, after = self.scales(buffer)
         reduction.finish(part, after, dtype)
         self.ledger.free(Buffer.WORKSPACE, unit.name, index)
         self.ledger.free(Buffer.WHOLE_GRADS, unit.name, index)
@@ -286,7 +286,7 @@ class GradientReducer:
 
     def _hold(self, unit: ShardedUnit, index: int, buffer: UnitBuffer) -> Tensor:
         """The whole gradient in one buffer, with all that has arrived."""
-        before, _ = self._scales(buffer)
+        before, _ = self.scales(buffer)
         if buffer.held_gradients is None:
             dtype, keeps = self.dtype_of(buffer), self._keeps(buffer)
             buffer.held_gradients = buffer.first_gradients(dtype, before, keeps=keeps)

@@ -99,8 +99,9 @@ def check_direct(config: Config) -> None:
         why = "not with train.compile=true"
     elif config.engine.name != "fsdpctl":
         why = f"not with engine={config.engine.name}"
-    elif config.launch.device == "cpu" and computed != reduced:
-        why = f"on a CPU not where {computed} is computed with and {reduced} reduced"
+    elif computed != reduced and (config.launch.device == "cpu" or reduced != "float32"):
+        where = str(config.launch.device)
+        why = f"on {where} not where {computed} is computed with and {reduced} reduced"
     if config.train.direct_weight_gradients and why is not None:
         raise UsageError(f"train.direct_weight_gradients=true: {why}")
 

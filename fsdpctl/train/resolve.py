@@ -16,9 +16,8 @@ from fsdpctl.config.schema import Config, OptimizerConfig
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.source import DataSet, load_data
 from fsdpctl.errors import UsageError
-from fsdpctl.models.registry import build_model
 from fsdpctl.plan.batch import BatchPlan, plan_batches
-from fsdpctl.train.blocks import check_direct, missing_compiler
+from fsdpctl.train.blocks import bare_module, check_direct, missing_compiler
 from fsdpctl.train.loss import loss_chunk_tokens
 from fsdpctl.train.machine import check_length, placed_here, resolved_strategy, world_size
 
@@ -63,7 +62,7 @@ def resolve(composed: Composed) -> ResolvedRun:
     config = _with_model_path(config)
     data = load_data(config.data)
     config = _with_data(config, data)
-    module = build_model(config.model)
+    module = bare_module(config)
     if config.model.is_pretrained:
         check_weights(open_weights(config.model), module)
     optimizer = _with_lr(config.optimizer, module, is_pretrained=config.model.is_pretrained)

@@ -34,6 +34,7 @@ class Weigher:
         Raises:
             UsageError: it cannot work.
         """
+        check_direct(config)
         traced = self._traced_model(config)
         batches = batches_of(config)
         micro = batches.micro_batch_size
@@ -104,7 +105,6 @@ def placed_for_estimate(config: Config) -> Config:
     """
     check_length(config)
     placed = placed_on_cluster(config)
-    check_direct(placed)
     if config.model.vocab_size is not None:
         return placed
     vocab_size = load_data(config.data).vocab_size

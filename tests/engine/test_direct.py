@@ -1,15 +1,18 @@
 """Weight gradients that linear layers write themselves are those that autograd would have made."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdpctl.engine.direct import Accumulate, DirectLinear, accumulation, use_direct_linears
+from fsdpctl.engine.build import divide_module
+from fsdpctl.engine.direct import DirectLinear, Write, accumulation, use_direct_linears
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
@@ -42,17 +45,20 @@ def direct_net(*, tied: bool = False) -> OddNet:
 def count_writes(model: ShardedModel) -> list[tuple[int, ...]]:
     """A list that gets the shape of every gradient that a layer of `model` writes."""
     shapes: list[tuple[int, ...]] = []
-    for unit in model._runtime.units.values():
-        for buffer in unit.trained_buffers:
-            usual = buffer.accumulate
-            if usual is None:
-                continue
 
-            def counted(out: Tensor, *rest: Any, usual: Accumulate = usual) -> None:
-                shapes.append(tuple(out.shape))
-                usual(out, *rest)
+    def count(linear: DirectLinear, weight: Tensor, write: Write, num_hooks: int) -> None:
+        def counted(rows: Tensor, inputs: Tensor) -> bool:
+            was_taken = write(rows, inputs)
+            if was_taken:
+                shapes.append(tuple(weight.shape))
+            return was_taken
 
-            buffer.accumulate = counted
+        linear._attached = {0: (weight, counted, num_hooks)}
+
+    for each in model.module.modules():
+        if isinstance(each, DirectLinear):
+            for attached in list(each._attached.values()):
+                count(each, *attached)
     return shapes
 
 
@@ -85,10 +91,11 @@ def test_training_gives_the_same_bits(rank: int, world_size: int, whole: bool) -
 @distributed(world_size=2)
 def test_events_equal_the_plan(rank: int, world_size: int, whole: bool) -> None:
     for strategy, tied in cases(list(STRATEGIES), [False, True], whole=whole):
-        net = direct_net(tied=tied)
-        model = shard_model(net, strategy)
+        model = shard_model(direct_net(tied=tied), strategy)
         writes = count_writes(model)
-        planned = planned_events(model, net, Prefetch(), "even", Itemsizes(4, 4, 4))
+        planned = planned_events(
+            model, direct_net(tied=tied), Prefetch(), "even", Itemsizes(4, 4, 4)
+        )
         assert recorded_events(model, rank) == planned, (strategy, tied)
         assert len(writes) == 6 * 10  # backwards, and layers in blocks
 
@@ -139,6 +146,21 @@ def checkpointed(*, reentrant: bool) -> Callable[[nn.Module, Batches], None]:
     return run
 
 
+def written_in_place(module: nn.Module, batches: Batches) -> None:
+    """Layers with a bias and three-dimensional inputs, whose outputs are written to."""
+    for block in module.get_submodule("blocks").children():
+        for layer in (block.get_submodule("up"), block.get_submodule("down")):
+            layer.register_forward_hook(lambda module, args, out: out.mul_(2))
+    once(module, batches)
+
+
+def frozen_late(module: nn.Module, batches: Batches) -> None:
+    loss = next_token_loss(module, batches[0])
+    weight = module.get_parameter("blocks.1.up.weight").requires_grad_(False)
+    loss.backward()
+    weight.requires_grad_(True)
+
+
 def doubled(module: nn.Module, batches: Batches) -> None:
     module.get_parameter("blocks.1.up.weight").register_hook(lambda gradient: 2 * gradient)
     once(module, batches)
@@ -166,6 +188,8 @@ WAYS = {
     "some inputs": (some_inputs, 1),
     "checkpointed": (checkpointed(reentrant=False), 10),
     "checkpointed, reentrant": (checkpointed(reentrant=True), 10),
+    "written in place": (written_in_place, 10),
+    "frozen late": (frozen_late, 9),
     "doubled": (doubled, 9),
     "tripled late": (tripled_late, 9),
 }
@@ -287,6 +311,34 @@ def test_a_checkpointed_block_does_not_compute_its_last_product_again() -> None:
             checkpointed(reentrant=False)(model.module, token_batches(1, 1)[0][0])
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1]
+
+
+def test_a_copy_of_a_layer_is_a_layer_of_its_own() -> None:
+    layer = shard_model(direct_net(), "no_shard").module.get_submodule("blocks.0.up")
+    copied = deepcopy(layer)
+    copied(torch.ones(2, 13)).sum().backward()
+    assert copied.get_parameter("weight").grad is not None
+    assert "_attached" in layer.__dict__
+    assert "_attached" not in copied.__dict__
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_forward_mode_is_that_of_torch() -> None:
+    layer = shard_model(direct_net(), "no_shard").module.get_submodule("blocks.0.up")
+    x, tangent = torch.ones(2, 13), torch.full((2, 13), 2.0)
+    with forward_ad.dual_level():
+        made = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, tangent)))
+    torch.testing.assert_close(made.tangent, tangent @ layer.get_parameter("weight").t())
+
+
+def test_a_weight_with_a_hook_is_not_planned_to_be_written() -> None:
+    net = direct_net()
+    net.get_parameter("blocks.1.up.weight").register_hook(lambda gradient: gradient)
+    written = [
+        param.name for unit in divide_module(net, None) for param in unit.params if param.direct
+    ]
+    assert len(written) == 9
+    assert "blocks.1.up.weight" not in written
 
 
 def test_what_torch_cannot_add_is_refused() -> None:

@@ -177,7 +177,7 @@ def test_hundreds_of_billions_on_thousands_of_ranks():
     [
         (["train.compile=true"], "not with train.compile=true"),
         (["engine=fsdp2"], "not with engine=fsdp2"),
-        (["launch.device=cpu", "precision=bf16"], "on a CPU not where bfloat16 is computed with"),
+        (["launch.device=cpu", "precision=bf16"], "on cpu not where bfloat16 is computed with"),
     ],
 )
 def test_weight_gradients_are_not_written_where_that_cannot_be(words: list[str], why: str) -> None:
