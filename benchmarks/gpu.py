@@ -130,9 +130,12 @@ def make_step(name: str, size: Size, device: torch.device) -> Step:
     """One engine, ready to step, in bf16 with fp32 reduction."""
     if name in ("full_shard", DIRECT):
         model = make_model(size, device)
+        reduced = None
         if name == DIRECT:
             fsdpctl.use_direct_linears(model)
-        return ours(model, device, fsdpctl.Precision(torch.bfloat16))
+            if device.type == "cpu":
+                reduced = torch.bfloat16  # there is no kernel that adds to float32
+        return ours(model, device, fsdpctl.Precision(torch.bfloat16, reduced))
     if name == "recomputing":
         model = make_model(size, device).to(torch.bfloat16)
         for block in model.model.layers:
