@@ -201,8 +201,8 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--dtypes", default=",".join(DTYPES))
-    parser.add_argument("--starts", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=2, help="of each start")
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="of each start")
     parser.add_argument("--out", type=Path)
     words = parser.parse_args()
     results = []
