@@ -65,7 +65,7 @@ SIZES = {
     "1.4B": Size(2048, 16, 32, 8, 7168, 128256, 2, 4096),
     "7B": Size(4096, 32, 32, 32, 11008, 32000, 2, 4096),
 }
-DIRECT = "full_shard, direct weight gradients"
+DIRECT = "full_shard_direct"  # layers write weight gradients themselves
 TIMED = ("fsdp2", "fsdp2_tuned", "full_shard", DIRECT)
 MODES = {"nccl1": 1, "fake8": 8, "fake64": 64}
 
@@ -178,7 +178,7 @@ def measure(words: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(words.device)
     with tempfile.TemporaryDirectory() as folder:
         _join(words.mode, device, folder)
-        size, names = SIZES[words.size], words.engines.split(";")
+        size, names = SIZES[words.size], words.engines.split(",")
         batch = _batch(size, device)
         steps = {name: make_step(name, size, device) for name in names}
         seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -225,7 +225,7 @@ def measure_all(words: argparse.Namespace) -> list[dict[str, Any]]:
             results.append({"size": size, "mode": "nccl1", **found})
             continue
         for mode in MODES:
-            both = _run(words, mode=mode, size=size, engines=";".join(TIMED))
+            both = _run(words, mode=mode, size=size, engines=",".join(TIMED))
             alone = {
                 name: _run(words, mode=mode, size=size, engines=name)
                 for name in ("fsdp2", "full_shard", DIRECT)

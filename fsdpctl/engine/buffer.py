@@ -29,7 +29,7 @@ class UnitBuffer:
         self.present: set[int] = set()  # parameters that had one since gradients were dropped
         self.stretches = gradient_stretches(shard.layout)
         self._kept: Tensor | None = None  # memory that gradients come back to, step after step
-        self._unwritten: set[int] = set()  # parameters without anything in it
+        self._unwritten: set[int] = set()  # parameters without anything in `held_gradients`
         zero = torch.zeros((), dtype=whole.dtype, device=whole.device)
         self._gaps = [zero.expand(gap) if gap else None for gap in _gaps_after(shard.layout)]
         self._padding = shard.layout.padding

@@ -4,7 +4,7 @@ Where ranks send each other gradients as they are, nothing is copied. Elsewhere 
 (and casts) a unit's gradients into a buffer, when its backward is over, that exists only until the
 reduction is done. Copying each as it arrives would take that buffer while the unit's backward has
 just begun, and with it the memory in which the previous reduction overlaps. Only where linear
-layers write gradients themselves is it there so early, and what they would be otherwise is not.
+layers write gradients themselves is it there so early; those are no tensors of their own then.
 
 All ranks start the reductions in the same order, the plan's. What did not arrive counts as zero.
 """
@@ -66,7 +66,6 @@ class GradientReducer:
         self._plan = plan
         self._narrows = narrows
         self._next = 0
-        self._sent: set[str] = set()  # names of the units whose gradients this backward sent
         self._reducing: deque[_Reducing] = deque()
         self._combining: deque[_Combining] = deque()  # what follows where a part is not enough
 
@@ -77,8 +76,8 @@ class GradientReducer:
     @torch.no_grad()
     def prepare(self, unit: ShardedUnit) -> None:
         """Make what the unit's backward, which begins, writes its gradients into."""
-        if unit.name in self._sent:
-            return  # what comes now comes too late, and must be seen
+        if unit in self.units[: self._next]:
+            return  # this backward has sent it: what comes now comes too late, and must be seen
         for index, buffer in enumerate(unit.trained_buffers):
             if buffer.layout.is_written and buffer.held_gradients is None:
                 dtype = self.dtype_of(buffer)
@@ -111,11 +110,7 @@ class GradientReducer:
             self._finish_oldest()
         while self._combining:
             self._finish_combining()
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
         self._next = 0
-        self._sent.clear()
 
     def abandon(self) -> None:
         """Forget a backward that did not end: its gradients, and what was in flight."""
@@ -130,7 +125,7 @@ class GradientReducer:
                 self.ledger.free(Buffer.SUM, combining.unit.name, index)
         self._reducing.clear()
         self._combining.clear()
-        self._begin_anew()
+        self._next = 0
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
@@ -148,7 +143,6 @@ class GradientReducer:
         while not self._plan.fits(unit.name, self._names(self._reducing), is_first=is_first):
             self._finish_oldest()
         started = _Reducing(unit)
-        self._sent.add(unit.name)
         self._reducing.append(started)  # before its first collective: one that fails loses none
         sent = 0
         for index, buffer in enumerate(unit.trained_buffers):

@@ -140,9 +140,6 @@ class OwnSteps:
         self._writer.at(_DOING[buffer], unit)
         if buffer is Buffer.WORKSPACE:  # what was held before has taken them in
             self._let_go(param.name for param in self._trained(unit)[len(keys)].params)
-        if buffer is Buffer.WHOLE_GRADS and self._trained(unit)[len(keys)].is_written:
-            keys.append([self._flat(unit, len(keys), event.nbytes)])
-            return
         if buffer is Buffer.WHOLE_GRADS:
             assert following is not None
             keys.append(self._collect(unit, len(keys), event.nbytes, following.kind is K.REDUCE))
@@ -190,6 +187,8 @@ class OwnSteps:
     def _collect(self, unit: str, index: int, nbytes: int, reduces: bool) -> list[int]:
         """Bring the gradients of a flat buffer together, or send them from where they are."""
         layout = self._trained(unit)[index]
+        if layout.is_written:  # the backward that makes gradients begins
+            return [self._flat(unit, index, nbytes)]
         names = [param.name for param in layout.params]
         splits = self._plan.strategy.shards_grads
         splits &= sends_in_place(self._place.transport, layout.parts)

@@ -87,22 +87,24 @@ def checkpoint_block(block: nn.Module, mode: str) -> None:
 
 
 def check_direct(config: Config) -> None:
-    """Whether weight gradients can be written directly, if that is asked for.
+    """Refuse a placed configuration that asks for weight gradients to be written where they cannot.
 
     Raises:
-        UsageError: they cannot.
+        UsageError: the message says why.
     """
-    precision = config.precision
-    computed, reduced = precision.param_dtype or "float32", precision.reduce_dtype or "float32"
+    if not config.train.direct_weight_gradients:
+        return
+    computed, reduced = config.precision.param_dtype, config.precision.reduce_dtype
     why = None
     if config.train.compile:
         why = "not with train.compile=true"
     elif config.engine.name != "fsdpctl":
         why = f"not with engine={config.engine.name}"
     elif computed != reduced and (config.launch.device == "cpu" or reduced != "float32"):
-        where = str(config.launch.device)
-        why = f"on {where} not where {computed} is computed with and {reduced} reduced"
-    if config.train.direct_weight_gradients and why is not None:
+        why = (
+            f"on {config.launch.device} not where {computed} is computed with and {reduced} reduced"
+        )
+    if why is not None:
         raise UsageError(f"train.direct_weight_gradients=true: {why}")
 
 

@@ -26,7 +26,7 @@ class Killer:
         self._write, self._fsync = os.write, os.fsync
         sys.addaudithook(self._audit)
         os.write = self._written
-        os.fsync = self._synced  # type: ignore[assignment]
+        os.fsync = self._synced  # type: ignore[assignment]  # takes descriptors only
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self._is_due:  # what came before has been done
