@@ -15,7 +15,7 @@ train: $(VENV)/installed  ## train a small language model, now, on this machine
 test: $(VENV)/developed  ## the fast tests
 	$(BIN)/python -m pytest -q
 
-test-slow: $(VENV)/developed  ## the whole matrices, half an hour; SAMPLE=0.8: so much of them
+test-slow: $(VENV)/developed  ## the whole matrices, half an hour; SAMPLE=0.7: so much of them
 	$(BIN)/python -m pytest -q -m slow --sample $(SAMPLE) --seed "$(SEED)"
 
 check: $(VENV)/developed  ## what CI, the pre-commit hook and people run

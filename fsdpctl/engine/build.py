@@ -183,7 +183,8 @@ def _make_reducer(
     of_name = {unit.name: unit for unit in units}
     in_order = [of_name[name] for name in division.order.reduction]
     narrows = builder.strategy.shards_params
-    return GradientReducer(in_order, mesh, dtypes, plan, narrows=narrows)
+    early = division.order.reduced_early
+    return GradientReducer(in_order, mesh, dtypes, plan, early=early, narrows=narrows)
 
 
 def divide_module(module: nn.Module, classes: Sequence[str] | None) -> tuple[UnitSpec, ...]:

@@ -10,7 +10,7 @@ All ranks start the reductions in the same order, the plan's. What did not arriv
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -53,17 +53,20 @@ class GradientReducer:
         reduce_dtypes: dict[torch.dtype, torch.dtype],
         plan: Reductions,
         *,
+        early: Collection[str],
         narrows: bool,
     ) -> None:
-        """`narrows`: gradients of one backward may be sent in the parameters' dtype.
+        """`early`: the units whose reduction others' backward follows.
 
-        Only where all ranks go through the same backwards, because what was held has another.
+        `narrows`: gradients of one backward may be sent in the parameters' dtype. Only where all
+        ranks go through the same backwards, because what was held has another.
         """
         self.units = tuple(units)  # in the order of reduction
         self._mesh = mesh
         self._dtypes = reduce_dtypes  # by the masters' dtype
         self.ledger = Ledger()
         self._plan = plan
+        self._early = early
         self._narrows = narrows
         self._next = 0
         self._reducing: deque[_Reducing] = deque()
@@ -81,7 +84,7 @@ class GradientReducer:
         for index, buffer in enumerate(unit.trained_buffers):
             if buffer.layout.is_written and buffer.held_gradients is None:
                 dtype = self.dtype_of(buffer)
-                buffer.begin(dtype, keeps=self._keeps(buffer))
+                buffer.begin(dtype, keeps=self._keeps(unit, buffer))
                 nbytes = buffer.layout.numel * dtype.itemsize
                 self.ledger.allocate(Buffer.WHOLE_GRADS, unit.name, index, nbytes)
 
@@ -268,21 +271,23 @@ class GradientReducer:
         else:
             shard.grad.add_(gradient)
 
-    def _keeps(self, buffer: UnitBuffer) -> bool:
+    def _keeps(self, unit: ShardedUnit, buffer: UnitBuffer) -> bool:
         """Whether the memory of a buffer's gradients stays from step to step.
 
         Other allocators than the CPU's keep what is given back, for whoever needs it next. Where
-        masters have another dtype than parameters, to keep it takes more than DDP does.
+        masters have another dtype than parameters, to keep that of the first of the forward too,
+        often a large embedding, would take more than DDP does; it is needed when all activations
+        are gone.
         """
-        has_one_dtype = buffer.whole.dtype == buffer.shard.dtype
-        is_kept = has_one_dtype and buffer.whole.device.type == "cpu"
+        pays = buffer.whole.dtype == buffer.shard.dtype or unit.name in self._early
+        is_kept = pays and buffer.whole.device.type == "cpu"
         return is_kept and self._is_gradient(buffer, self.dtype_of(buffer))
 
     def _hold(self, unit: ShardedUnit, index: int, buffer: UnitBuffer) -> Tensor:
         """The whole gradient in one buffer, with all that has arrived."""
         before, _ = self.scales(buffer)
         if buffer.held_gradients is None:
-            dtype, keeps = self.dtype_of(buffer), self._keeps(buffer)
+            dtype, keeps = self.dtype_of(buffer), self._keeps(unit, buffer)
             buffer.held_gradients = buffer.first_gradients(dtype, before, keeps=keeps)
             nbytes = buffer.held_gradients.nbytes
             self.ledger.allocate(Buffer.WHOLE_GRADS, unit.name, index, nbytes)

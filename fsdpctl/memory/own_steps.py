@@ -205,7 +205,8 @@ class OwnSteps:
         """The buffer that all gradients are copied to."""
         is_first = len(self._live.get((Buffer.GRADS, unit), ())) <= index
         keeps = self._in_place and self._place.transport is Transport.GLOO and is_first
-        keeps &= self._plan.sizes.param == self._plan.sizes.master
+        has_one_dtype = self._plan.sizes.param == self._plan.sizes.master
+        keeps &= has_one_dtype or unit in self._plan.order.reduced_early
         if keeps and (unit, index) in self._kept:
             return self._kept[unit, index]
         what = "all gradients"

@@ -89,6 +89,11 @@ class UnitOrder:
         """The order in which all ranks start the reductions."""
         return (*reversed(self.forward), self.root)
 
+    @property
+    def reduced_early(self) -> frozenset[str]:
+        """The units whose reduction others' backward still follows."""
+        return frozenset(self.forward[1:])
+
     def trains(self, unit: str) -> bool:
         """Whether a unit has gradients."""
         return unit not in self.frozen

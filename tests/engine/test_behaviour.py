@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
@@ -243,19 +244,30 @@ def gradients_of(model: ShardedModel) -> list[Tensor]:
     return [shard.grad for shard in model.flat_shards() if shard.grad is not None]
 
 
+@pytest.mark.parametrize(
+    ("param_dtype", "others"), [(None, set()), (torch.bfloat16, {"root", "embed"})]
+)
 @distributed(world_size=2)
-def test_whole_gradients_come_back_to_the_same_memory(rank: int, world_size: int) -> None:
-    """Without anything that was left in its padding."""
-    model = shard_model(make_net(tied=False), "no_shard")
-    addresses = []
+def test_whole_gradients_come_back_to_the_same_memory(
+    rank: int, world_size: int, param_dtype: torch.dtype | None, others: set[str]
+) -> None:
+    """Without anything that was left in its padding, and though somebody takes what is free."""
+    precision = Precision(param_dtype=param_dtype)
+    model = shard_model(make_net(tied=False), "no_shard", precision=precision)
+    addresses, taken = [], []
     for of_ranks in token_batches(3, world_size):
         next_token_loss(model, of_ranks[rank][0]).backward()
-        addresses.append([gradient.data_ptr() for gradient in gradients_of(model)])
-        assert all(gradient.isfinite().all() for gradient in gradients_of(model))
-        torch._foreach_mul_(gradients_of(model), float("nan"))
+        gradients = {each.unit: each.grad for each in model.flat_shards() if each.grad is not None}
+        assert others < set(gradients)
+        addresses.append({unit: each.data_ptr() for unit, each in gradients.items()})
+        assert all(each.isfinite().all() for each in gradients.values())
+        torch._foreach_mul_(list(gradients.values()), float("nan"))
+        del gradients
         model.drop_gradients()
         time.sleep(0.1)  # gloo's threads let go of what they have sent when they get to it
-    assert addresses[0] == addresses[1] == addresses[2]
+        taken += [torch.empty_like(each.param) for each in model.flat_shards()]
+    for unit in set(addresses[0]) - others:
+        assert len({each[unit] for each in addresses}) == 1
 
 
 @pytest.mark.parametrize("window", [False, True])

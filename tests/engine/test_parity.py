@@ -1,6 +1,8 @@
 """Every strategy equals one process that sees all ranks' data."""
 
+from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
@@ -54,32 +56,53 @@ def train(model: ShardedModel, rank: int, batches: Batches, kind: Kind, window: 
 
 def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     assert ours.keys() == theirs.keys()
-    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+    largest = [(ours[name] - theirs[name]).abs().max().double() for name in ours]
+    return float(torch.stack(largest).max())  # NaN if one of them is
 
 
-def difference_to_one_process(
-    kind: Kind, window: str, sharding: tuple[str, str], rank: int, ranks: int, dtype: torch.dtype
-) -> float:
-    """On rank 0; the others only take part, and find 0."""
-    batches = kind.batches(STEPS, ranks, WINDOWS[window])
-    strategy, owner_map = sharding
-    copy = 2 if strategy in HYBRIDS and ranks == 4 else None
-    net: nn.Module = kind.make().to(dtype)
-    model = shard_model(net, strategy, owner_map=owner_map, dp_shard_size=copy)
-    train(model, rank, batches, kind, window)
-    state = model.state_dict()
-    if rank > 0:
-        return 0.0
-    plain = kind.make().to(dtype)
-    expected = train_reference(plain, kind.loss, batches, divides_after=window == "partial")
-    return largest_difference(state, expected)
+@dataclass(frozen=True)
+class Case:
+    sharding: tuple[str, str]  # strategy and owner map
+    kind: str
+    window: str
+    ranks: int
+
+    @property
+    def exact(self) -> bool:
+        """Whether one process adds in the same order."""
+        return self.window != "every" and self.sharding[0] not in HYBRIDS
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.exact else torch.float64
+
+    @property
+    def batches(self) -> Batches:
+        return KINDS[self.kind].batches(STEPS, self.ranks, WINDOWS[self.window])
+
+    def trained(self, rank: int) -> dict[str, Tensor]:
+        """The state that all ranks come to; collective."""
+        kind, (strategy, owner_map) = KINDS[self.kind], self.sharding
+        copy = 2 if strategy in HYBRIDS and self.ranks == 4 else None
+        net: nn.Module = kind.make().to(self.dtype)
+        model = shard_model(net, strategy, owner_map=owner_map, dp_shard_size=copy)
+        train(model, rank, self.batches, kind, self.window)
+        state: dict[str, Tensor] = model.state_dict()
+        return state
+
+    def check(self, state: dict[str, Tensor]) -> None:
+        kind = KINDS[self.kind]
+        plain, divides_after = kind.make().to(self.dtype), self.window == "partial"
+        expected = train_reference(plain, kind.loss, self.batches, divides_after=divides_after)
+        assert largest_difference(state, expected) <= (0.0 if self.exact else 1e-12), self
 
 
-def check(rank: int, ranks: int, sharding: tuple[str, str], name: str, window: str) -> None:
-    exact = window != "every" and sharding[0] not in HYBRIDS
-    dtype = torch.float32 if exact else torch.float64
-    difference = difference_to_one_process(KINDS[name], window, sharding, rank, ranks, dtype)
-    assert difference <= (0.0 if exact else 1e-12), (sharding, name, window, difference)
+def check(rank: int, all_cases: Iterable[Case]) -> None:
+    """All ranks train together; then each looks at its share of what they came to."""
+    states = [(case, case.trained(rank)) for case in all_cases]
+    for number, (case, state) in enumerate(states):
+        if number % case.ranks == rank:
+            case.check(state)
 
 
 @cache
@@ -100,9 +123,8 @@ def test_equals_one_process(rank: int, world_size: int) -> None:
     Every two of window, kind of module and strategy meet in some case; owner maps, and three
     ranks, with those kinds that make parts most uneven.
     """
-    for ranks, window, name, sharding in pairs():
-        if ranks == world_size:
-            check(rank, ranks, sharding, name, window)
+    every = [Case(sharding, kind, window, ranks) for ranks, window, kind, sharding in pairs()]
+    check(rank, (case for case in every if case.ranks == world_size))
 
 
 @pytest.mark.slow
@@ -112,15 +134,14 @@ def test_equals_one_process(rank: int, world_size: int) -> None:
 def test_equals_one_process_in_every_case(
     rank: int, world_size: int, sharding: tuple[str, str]
 ) -> None:
-    for name, window in product(KINDS, WINDOWS):
-        check(rank, world_size, sharding, name, window)
+    check(rank, (Case(sharding, *each, world_size) for each in product(KINDS, WINDOWS)))
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "hybrid_shard"])
 def test_one_rank_equals_one_process(strategy: str) -> None:
-    for number, name in enumerate(KINDS):
-        window = ("one", "last", "partial")[number % 3]
-        check(0, 1, (strategy, "even"), name, window)
+    windows = ("one", "last", "partial")
+    sharding = (strategy, "even")
+    check(0, (Case(sharding, kind, windows[i % 3], 1) for i, kind in enumerate(KINDS)))
 
 
 @WHOLE

@@ -1,13 +1,19 @@
 """Counts the bytes of all tensors of a real run."""
 
+import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fsdpctl.comm.base import Handle
+from fsdpctl.comm.gloo import GlooCollectives
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.plan.schedule import Event
 
@@ -54,13 +60,49 @@ class TensorBytes(TorchDispatchMode):
         self._total -= nbytes
 
 
+@contextmanager
+def _threads_let_go() -> Iterator[None]:
+    """Collectives of whole gradients end when gloo's threads have let go of the memory.
+
+    They say that they are done a moment before. With more ranks than cores that moment can last
+    into the next forward.
+    """
+
+    def until_let_go(start: Callable[..., Handle]) -> Callable[..., Handle]:
+        def started(collectives: GlooCollectives, whole: Tensor, *others: Any) -> Handle:
+            uses = _uses(whole)
+            handle = start(collectives, whole, *others)
+
+            def finish() -> Tensor:
+                result = handle.wait()
+                while _uses(whole) > uses:
+                    time.sleep(0)
+                return result
+
+            return Handle(finish)
+
+        return started
+
+    with ExitStack() as patches:
+        for name in ("start_all_reduce", "all_gather"):
+            patched = until_let_go(getattr(GlooCollectives, name))
+            patches.enter_context(mock.patch.object(GlooCollectives, name, patched))
+        yield
+
+
+def _uses(tensor: Tensor) -> int:
+    """How many references there are to its memory."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
 def watched_step(model: ShardedModel, step: Callable[[], None]) -> tuple[int, list[Event]]:
     """The most bytes of all tensors in a step that is not the first, and what the engine did."""
     there = [shard.master for shard in model.flat_shards()]
     slots = [buffer.whole for unit in model._runtime.units.values() for buffer in unit.buffers]
     watch = TensorBytes(there, slots, model.gathered_nbytes)
     del there, slots
-    with watch:
+    with watch, _threads_let_go():
         step()  # makes optimizer states, and tables that stay
         watch.peak = 0
         with model.recorded_events() as trace:
