@@ -95,7 +95,7 @@ def make_model(size: Size, device: torch.device) -> LlamaDecoder:
 class FakeNccl(NcclCollectives):
     """As if every rank had the same to say in the small all-reduces."""
 
-    def start_all_reduce(self, values: Tensor) -> Handle:
+    def start_all_reduce(self, values: Tensor, *, at_once: bool = True) -> Handle:
         """The sum over equal ranks."""
         handle = super().start_all_reduce(values)
         return Handle(lambda: handle.wait().mul_(self.size))

@@ -78,8 +78,11 @@ class Collectives(Protocol):
         """Sum `values` over the ranks in place, and return them."""
         ...
 
-    def start_all_reduce(self, values: Tensor) -> Handle:
-        """The same, in the background; `values` belong to it until the handle was waited for."""
+    def start_all_reduce(self, values: Tensor, *, at_once: bool = True) -> Handle:
+        """The same, in the background; `values` belong to it until the handle was waited for.
+
+        `at_once`: or it may be kept until there is more to add, or somebody waits.
+        """
         ...
 
     def broadcast(self, values: Tensor, source: int = 0) -> Tensor:
@@ -126,7 +129,7 @@ class LocalCollectives:
         """`values`."""
         return values
 
-    def start_all_reduce(self, values: Tensor) -> Handle:
+    def start_all_reduce(self, values: Tensor, *, at_once: bool = True) -> Handle:
         """`values`."""
         return Handle(lambda: values)
 

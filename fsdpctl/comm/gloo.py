@@ -23,6 +23,7 @@ from fsdpctl.comm.process_group import (
 from fsdpctl.plan.layout import Span, are_even
 from fsdpctl.plan.transport import (
     ADDED_AT_A_TIME,
+    ALL_REDUCED_TOGETHER,
     MAX_DIRECT_RANKS,
     Transport,
     adds_whole,
@@ -33,6 +34,11 @@ from fsdpctl.plan.transport import (
 
 class GlooCollectives(ProcessGroupCollectives):
     """Collectives on the CPU, overlapped by gloo's own threads."""
+
+    def __init__(self, groups: Sequence[Sequence[int]] | None = None) -> None:
+        """Join the ranks of one of `groups`, which together are all ranks; None: all ranks."""
+        super().__init__(groups)
+        self._to_add: list[tuple[Tensor, list[dist.Work]]] = []
 
     def all_gather(self, whole: Tensor, parts: Sequence[Span], shard: Tensor | None) -> Handle:
         """By one broadcast per part, or among many ranks by gloo's all-gather."""
@@ -105,10 +111,28 @@ class GlooCollectives(ProcessGroupCollectives):
 
         return Handle(finish)
 
-    def start_all_reduce(self, values: Tensor) -> Handle:
-        """By gloo's all-reduce."""
-        work = dist.all_reduce(values, group=self.reduce_group, async_op=True)
-        return self._after([work], values)
+    def start_all_reduce(self, values: Tensor, *, at_once: bool = True) -> Handle:
+        """By gloo's all-reduce, in the order of the calls.
+
+        Its threads take the cores from what computes. That costs less in a few long stretches.
+        """
+        works: list[dist.Work] = []
+        self._to_add.append((values, works))
+        if at_once or sum(each.nbytes for each, _ in self._to_add) >= ALL_REDUCED_TOGETHER:
+            self._add_all()
+
+        def finish() -> Tensor:
+            if not works:
+                self._add_all()
+            self._wait(works)()
+            return values
+
+        return Handle(finish)
+
+    def _add_all(self) -> None:
+        while self._to_add:
+            values, works = self._to_add.pop(0)
+            works.append(dist.all_reduce(values, group=self.reduce_group, async_op=True))
 
 
 class _Exchange:

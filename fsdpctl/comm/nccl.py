@@ -81,8 +81,8 @@ class NcclCollectives(ProcessGroupCollectives):
             done = self.reduce_stream.record_event()
         return InPlace(self._after(done, part))
 
-    def start_all_reduce(self, values: Tensor) -> Handle:
-        """On the reduce stream."""
+    def start_all_reduce(self, values: Tensor, *, at_once: bool = True) -> Handle:
+        """On the reduce stream, always at once."""
         self.reduce_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.reduce_stream):
             dist.all_reduce(values, group=self.reduce_group)

@@ -182,7 +182,7 @@ class GradientReducer:
         collectives = self._mesh.shard
         if self._adds_whole(buffer):
             ((_, whole),) = gradients
-            return InPlace(collectives.start_all_reduce(whole))
+            return InPlace(collectives.start_all_reduce(whole, at_once=False))
         return collectives.reduce_scatter(gradients, buffer.layout.parts)
 
     def _adds_whole(self, buffer: UnitBuffer) -> bool:

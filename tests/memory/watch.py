@@ -69,9 +69,11 @@ def _threads_let_go() -> Iterator[None]:
     """
 
     def until_let_go(start: Callable[..., Handle]) -> Callable[..., Handle]:
-        def started(collectives: GlooCollectives, whole: Tensor, *others: Any) -> Handle:
+        def started(
+            collectives: GlooCollectives, whole: Tensor, *others: Any, **how: Any
+        ) -> Handle:
             uses = _uses(whole)
-            handle = start(collectives, whole, *others)
+            handle = start(collectives, whole, *others, **how)
 
             def finish() -> Tensor:
                 result = handle.wait()
