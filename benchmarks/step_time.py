@@ -39,10 +39,10 @@ TURN = 3  # steps
 SIZES = {"8M": (320, 5, 2000), "25M": (512, 6, 4000), "60M": (768, 7, 6000)}
 SHARE_OF_ROUNDS = {"8M": 2.0, "25M": 1.0, "60M": 0.34}  # short steps need more of them
 BESIDE_ALL = ("floor", "fsdp2")
-GROUPS = (
-    ("ddp", "no_shard", "zero_redundancy_optimizer", "shard_optimizer"),
-    ("fsdp2_tuned", "full_shard", "fsdp2_keeps", "shard_grad_op"),
-)
+GROUPS = {
+    "ddp": ("ddp", "no_shard", "zero_redundancy_optimizer", "shard_optimizer"),
+    "fsdp2": ("fsdp2_tuned", "full_shard", "fsdp2_keeps", "shard_grad_op"),
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -140,18 +140,19 @@ class Case:
     starts: int  # of all processes
     rounds: int  # counted, of each start
     world_size: int
+    groups: tuple[str, ...]
 
 
 def measure(case: Case) -> dict[str, Any]:
     """Medians of every engine; what it is compared with ran beside it."""
     found: dict[str, Any] = {}
-    for group in GROUPS:
-        seconds: dict[str, list[float]] = {name: [] for name in (*BESIDE_ALL, *group)}
+    for group in case.groups:
+        seconds: dict[str, list[float]] = {name: [] for name in (*BESIDE_ALL, *GROUPS[group])}
         losses: dict[str, float] = {}
         for start in range(case.starts):
             _run_interleaved(case, random.Random(start), seconds, losses)
         found = _figures(seconds, losses) | found
-    return {name: found[name] for name in CONTESTANTS}
+    return {name: found[name] for name in CONTESTANTS if name in found}
 
 
 def _run_interleaved(
@@ -201,6 +202,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--dtypes", default=",".join(DTYPES))
+    parser.add_argument("--groups", default=",".join(GROUPS))
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3, help="of each start")
     parser.add_argument("--out", type=Path)
@@ -209,7 +211,8 @@ def main() -> None:
     for size in words.sizes.split(","):
         for dtype in words.dtypes.split(","):
             rounds = max(1, round(words.rounds * SHARE_OF_ROUNDS[size]))
-            case = Case(size, dtype, words.starts, rounds, words.world_size)
+            groups = tuple(words.groups.split(","))
+            case = Case(size, dtype, words.starts, rounds, words.world_size, groups)
             figures = measure(case)
             about_case = {"starts": case.starts, "rounds_of_each": rounds}
             results.append({"size": size, "dtype": dtype, **about_case, "engines": figures})

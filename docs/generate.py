@@ -100,6 +100,7 @@ TABLES = {
     "memory": memory_table,
     "estimate": estimate_output,
     "step_time": measured.step_time_table,
+    "step_time_beside_ddp": measured.step_time_beside_ddp_table,
     "peak_memory": measured.peak_memory_table,
     "host_time": measured.host_time_table,
     "planning": measured.planning_table,

@@ -36,13 +36,22 @@ def _made_with(report: dict[str, Any]) -> str:
 
 def step_time_table() -> str:
     """What each engine adds to the floor, relative to what fully_shard adds."""
-    report = _report("step-time-cpu")
+    return _step_times("step-time-cpu", "added_over_fsdp2_added", "added over the floor")
+
+
+def step_time_beside_ddp_table() -> str:
+    """What a step takes, relative to the floor."""
+    return _step_times("step-time-cpu-ddp", "median_over_floor", "time over the floor's")
+
+
+def _step_times(name: str, figure: str, title: str) -> str:
+    report = _report(name)
     results = report["results"]
-    header = ["added over the floor"]
-    header += [f"{each['size']} {each['dtype']}" for each in results]
+    header = [title, *(f"{each['size']} {each['dtype']}" for each in results)]
     rows = [
-        [words, *(f"{each['engines'][name]['added_over_fsdp2_added']:.2f}" for each in results)]
-        for name, words in _ENGINES.items()
+        [words, *(f"{each['engines'][engine][figure]:.2f}" for each in results)]
+        for engine, words in _ENGINES.items()
+        if engine in results[0]["engines"]
     ]
     rounds = ", ".join(f"{e['rounds_of_each']} of {e['size']} {e['dtype']}" for e in results)
     rounds = f"{results[0]['starts']} starts; rounds of each: {rounds}"
