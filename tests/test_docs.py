@@ -44,9 +44,10 @@ def run_example(strategy: str, *words: str) -> list[str]:
 
 @pytest.mark.slow
 def test_the_example_learns_the_same_under_every_strategy():
-    first, *others = (run_example(strategy) for strategy in STRATEGIES)
-    steps = [line for line in first if line.startswith("step")]
-    assert len(steps) == 2
-    assert int(first[-1].split("%")[0].split()[-1]) >= 90  # of new images right
-    for lines in others:
-        assert [line for line in lines if line.startswith("step")] == steps
+    first, *others = STRATEGIES
+    lines = run_example(first, "--steps", "80")  # after half of them it is right by luck
+    steps = [line for line in lines if line.startswith("step")]
+    assert len(steps) == 4
+    assert int(lines[-1].split("%")[0].split()[-1]) >= 90  # of new images right
+    for strategy in others:
+        assert [line for line in run_example(strategy) if line.startswith("step")] == steps[:2]
