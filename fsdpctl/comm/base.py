@@ -81,7 +81,7 @@ class Collectives(Protocol):
     def start_all_reduce(self, values: Tensor, *, at_once: bool = True) -> Handle:
         """The same, in the background; `values` belong to it until the handle was waited for.
 
-        `at_once`: or it may be kept until there is more to add, or somebody waits.
+        Without `at_once` it may be kept back until there is more to add, or somebody waits.
         """
         ...
 

@@ -121,11 +121,12 @@ class GlooCollectives(ProcessGroupCollectives):
         if at_once or sum(each.nbytes for each, _ in self._to_add) >= ALL_REDUCED_TOGETHER:
             self._add_all()
 
+        added = self._after(works, values)
+
         def finish() -> Tensor:
             if not works:
                 self._add_all()
-            self._wait(works)()
-            return values
+            return added.wait()
 
         return Handle(finish)
 
