@@ -16,6 +16,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -196,23 +197,34 @@ def _table(size: str, dtype: str, figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _some_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """Reads words with commas between them, all of which must be `known`."""
+
+    def read(text: str) -> tuple[str, ...]:
+        chosen = tuple(text.split(","))
+        for word in chosen:
+            if word not in known:
+                raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(known)}")
+        return chosen
+
+    return read
+
+
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--sizes", default=",".join(SIZES))
-    parser.add_argument("--dtypes", default=",".join(DTYPES))
-    parser.add_argument("--groups", default=",".join(GROUPS))
+    for option, known in (("--sizes", SIZES), ("--dtypes", DTYPES), ("--groups", GROUPS)):
+        parser.add_argument(option, type=_some_of(known), default=tuple(known))
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3, help="of each start")
     parser.add_argument("--out", type=Path)
     words = parser.parse_args()
     results = []
-    for size in words.sizes.split(","):
-        for dtype in words.dtypes.split(","):
+    for size in words.sizes:
+        for dtype in words.dtypes:
             rounds = max(1, round(words.rounds * SHARE_OF_ROUNDS[size]))
-            groups = tuple(words.groups.split(","))
-            case = Case(size, dtype, words.starts, rounds, words.world_size, groups)
+            case = Case(size, dtype, words.starts, rounds, words.world_size, words.groups)
             figures = measure(case)
             about_case = {"starts": case.starts, "rounds_of_each": rounds}
             results.append({"size": size, "dtype": dtype, **about_case, "engines": figures})

@@ -108,8 +108,12 @@ def check(rank: int, all_cases: Iterable[Case]) -> None:
 @cache
 def pairs() -> list[tuple[int, str, str, tuple[str, str]]]:
     plain, mapped = SHARDINGS[:STRATEGIES_ALONE], SHARDINGS[STRATEGIES_ALONE:]
+    kinds = list(KINDS)
     return [
-        *cases([2, 4], list(WINDOWS), list(KINDS), plain, whole=False),
+        *(
+            (4 if (kinds.index(kind) + plain.index(sharding)) % 2 else 2, window, kind, sharding)
+            for window, kind, sharding in cases(list(WINDOWS), kinds, plain, whole=False)
+        ),
         *cases([2, 4], list(WINDOWS), MAPPED, mapped, whole=False),
         *cases([3], list(WINDOWS), MAPPED, SHARDINGS[1::2], whole=False),
     ]
