@@ -1,5 +1,6 @@
 """What is written down of every step: one JSON object a line in metrics.jsonl."""
 
+import contextlib
 import json
 import math
 import os
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.optim.record import StepFigures
 from fsdpctl.train.clock import StepTimes
 
@@ -75,18 +76,34 @@ class MetricsFile:
     """metrics.jsonl of a run; each line is on its way to the disk when `write` returns."""
 
     def __init__(self, path: Path, step: int) -> None:
-        """Open `path` as it was when the checkpoint of `step` was made: later lines are cut off."""
-        _cut_back(path, step)
-        self._file = path.open("a", encoding="utf-8")
+        """Open `path` as it was when the checkpoint of `step` was made: later lines are cut off.
+
+        Raises:
+            UsageError: it is damaged, or cannot be written.
+        """
+        self._path = path
+        try:
+            _cut_back(path, step)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{path}: {error.strerror}") from None
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one object."""
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        """Append one object.
+
+        Raises:
+            FsdpctlError: the disk is full, or gone.
+        """
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise FsdpctlError(f"{self._path}: {error.strerror}") from None
 
     def close(self) -> None:
-        """Flush and close."""
-        self._file.close()
+        """Let go of it; nothing is left to be written."""
+        with contextlib.suppress(OSError):  # again that of the last `write`
+            self._file.close()
 
 
 def _cut_back(path: Path, step: int) -> None:

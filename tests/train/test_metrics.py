@@ -1,0 +1,45 @@
+"""What is written down of every step."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.train.metrics import MetricsFile
+
+
+def test_lines_after_the_checkpoint_are_cut_off(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)) + '{"st')
+    file = MetricsFile(path, 3)
+    file.write({"step": 4, "loss": 1.0})
+    file.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == [{"step": 1}, {"step": 2}, {"step": 3}, {"step": 4, "loss": 1.0}]
+
+
+def test_a_damaged_line_is_not_cut_off(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(UsageError, match=r"metrics.jsonl: line 2 is damaged"):
+        MetricsFile(path, 3)
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_what_cannot_be_written_is_named(tmp_path: Path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UsageError, match=r"metrics.jsonl: " + os.strerror(errno.EISDIR)):
+        MetricsFile(tmp_path / "metrics.jsonl", 0)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_full_disk_is_named(tmp_path: Path):
+    full = tmp_path / "metrics.jsonl"
+    full.symlink_to("/dev/full")
+    file = MetricsFile(full, 0)
+    with pytest.raises(FsdpctlError, match=r"metrics.jsonl: " + os.strerror(errno.ENOSPC)):
+        file.write({"step": 1})
+    file.close()
