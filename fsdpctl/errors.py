@@ -3,7 +3,7 @@
 FsdpctlError            1   something failed
 ├── UsageError          2   what the user typed or configured cannot work
 ├── CheckpointError     4   a checkpoint is damaged or incomplete
-├── StoppedError       75   stopped on request, after saving
+├── StoppedError       75   stopped on request, after saving what there was
 ├── NonFiniteError     76   a loss or gradient was not finite
 ├── InterruptError    130   stopped by Ctrl-C
 └── EngineError         1   the sharded model was used in a way it cannot serve
@@ -32,7 +32,7 @@ class CheckpointError(FsdpctlError):
 
 
 class StoppedError(FsdpctlError):
-    """The run was asked to stop, and saved its state before it did."""
+    """The run was asked to stop, and saved what there was before it did."""
 
     exit_code = 75
 

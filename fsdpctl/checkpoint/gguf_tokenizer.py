@@ -51,7 +51,9 @@ def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab
 
 
 def _obstacle(about: Mapping[str, Any]) -> str:
-    if about["model"]["type"] != "BPE" or not _finds(about.get("pre_tokenizer"), "ByteLevel"):
+    model = about["model"]
+    is_bpe = model.get("type", "BPE") == "BPE" and "merges" in model  # old files name no type
+    if not is_bpe or not _finds(about.get("pre_tokenizer"), "ByteLevel"):
         return "its tokenizer is no byte-level BPE"
     return ""
 

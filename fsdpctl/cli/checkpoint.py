@@ -57,10 +57,14 @@ def _bytes_bar(total: int) -> Iterator[Callable[[int], None]]:
 def consolidate_checkpoint(
     source: Source,
     destination: Annotated[
-        Path, typer.Argument(metavar="DST", help="A directory that does not exist yet.")
+        Path,
+        typer.Argument(metavar="DST", help="A directory that does not exist yet; gguf: a file."),
     ],
     dtype: Annotated[
-        str | None, typer.Option(metavar="|".join(_DTYPES), help="Cast; by default as saved.")
+        str | None,
+        typer.Option(
+            metavar="|".join(_DTYPES), help="Cast; by default as saved, and gguf to float32."
+        ),
     ] = None,
     max_file_size: Annotated[
         str | None,

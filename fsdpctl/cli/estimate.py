@@ -50,7 +50,7 @@ def estimate_memory(
     """Say what each rank will hold in memory, and whether that fits.
 
     For the same settings as `train`, on hardware that need not be there. `auto` is resolved against
-    `cluster`: `cluster=h100 launch.nnodes=4`, or `cluster.memory=80GiB`.
+    `cluster`: `cluster=h100 launch.nnodes=4`. `cluster.memory=80GiB` is what a rank has.
     """
     if fit is not None and fit not in _FITTED:
         raise UsageError(f"--fit {fit}: allowed is {', '.join(_FITTED)}{nearest(fit, _FITTED)}")

@@ -23,7 +23,7 @@ _OURS = {
     "dataset_path": "data.path",
     "ddp": "strategy=no_shard",
     "devices": "launch.nproc_per_node",
-    "dp_replicate": "strategy.dp_shard_size",
+    "dp_replicate": "strategy.dp_shard_size, the ranks of one copy",
     "dtype": "precision",
     "epochs": "train.epochs",
     "eval_steps": "train.eval_every",

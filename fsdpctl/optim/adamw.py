@@ -35,8 +35,9 @@ class SteppedRun:
 class ShardedAdamW(torch.optim.AdamW):
     """torch's fused AdamW on this rank's shards; schedulers work on it as on any optimizer.
 
-    Vectors and scalars (norms, biases) get no weight decay. Adam's moments have the masters' dtype
-    and lie next to the elements they belong to, so each rank keeps only those of its shards.
+    Vectors and scalars (norms, biases) in no group of the caller's get no weight decay. Adam's
+    moments have the masters' dtype and lie next to the elements they belong to, so each rank keeps
+    only those of its shards.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class ShardedAdamW(torch.optim.AdamW):
             betas: decay rates of the first and second moment.
             eps: added to the denominator.
             weight_decay: decoupled decay of parameters with at least two dimensions.
-            param_groups: further groups as `{"names": [...], "lr": ..., ...}`.
+            param_groups: further groups as `{"names": [...], "lr": ..., ...}`. What one does not
+                say is as above, for its vectors and scalars too.
 
         Raises:
             UsageError: a group names a parameter that the model does not have.

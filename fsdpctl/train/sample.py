@@ -1,5 +1,6 @@
 """Text from a saved checkpoint."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from fsdpctl.checkpoint.pretrained import attached_files
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.compose import config_from_words
 from fsdpctl.data.tokenizer import BYTES, TOKENIZER_JSON, ByteTokenizer, FileTokenizer
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.generate import generate
 
@@ -18,11 +19,18 @@ def sample_text(checkpoint: Path, prompt: str, count: int, seed: int) -> str:
     """The prompt and `count` further tokens, from the model in `checkpoint`.
 
     Raises:
-        UsageError: the run's tokenizer is not known.
+        UsageError: the run's tokenizer is not known, or the prompt is no text.
+        FsdpctlError: the model does not fit into memory.
         CheckpointError: the checkpoint is damaged.
     """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise UsageError("--prompt: not UTF-8") from None
     reader = CheckpointReader(checkpoint)
     config = config_from_words(reader.manifest.config)
+    # What a few tokens gain by compiled blocks is less than compiling takes.
+    config = replace(config, train=replace(config.train, compile=False))
     files = attached_files(reader)
     if TOKENIZER_JSON not in files:
         raise UsageError(f"{checkpoint}: nobody knows what tokenizer made the run's tokens")
@@ -30,14 +38,19 @@ def sample_text(checkpoint: Path, prompt: str, count: int, seed: int) -> str:
         ByteTokenizer() if config.data.tokenizer == BYTES else FileTokenizer(str(checkpoint), files)
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = make_model(config, device, strategy="no_shard", empty=True)
-    load_checkpoint(reader, model, None)
-    tokens = generate(
-        model,
-        tokenizer.encode_prompt(prompt),
-        count,
-        context=config.train.seq_len,
-        seed=seed,
-        device=device,
-    )
+    try:
+        model = make_model(config, device, strategy="no_shard", empty=True)
+        load_checkpoint(reader, model, None)
+        tokens = generate(
+            model,
+            tokenizer.encode_prompt(prompt),
+            count,
+            context=config.train.seq_len,
+            seed=seed,
+            device=device,
+        )
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        raise FsdpctlError(f"{checkpoint}: does not fit into memory on {device.type}") from None
     return prompt + tokenizer.decode(tokens)

@@ -66,7 +66,9 @@ def _train(run_dir: Path, *, only_measures: bool) -> None:
     config = read_config(run_dir)
     lock = RunLock(run_dir)
     lock.join()
-    torch.use_deterministic_algorithms(config.train.deterministic)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or torch refuses products
+        torch.use_deterministic_algorithms(True)
     with joined_world(str(config.launch.device), config.launch.timeout) as world:
         try:
             trainer = make_trainer(

@@ -1,6 +1,7 @@
 """What llama.cpp gets, read back field by field with the library that defines the format."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
@@ -24,12 +25,14 @@ LLAMAS = [name for name in FAMILIES if not name.startswith(("gpt2", "llama gelu"
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def sharded(family: str, folder: Path) -> CheckpointReader:
+def sharded(
+    family: str, folder: Path, words: Sequence[str] = (), tokenizer: dict[str, bytes] | None = None
+) -> CheckpointReader:
     save_model(family, folder / "in")
-    config = compose_config(["model=hf", f"model.path={folder / 'in'}"]).config
+    config = compose_config(["model=hf", f"model.path={folder / 'in'}", *words]).config
     about = About(
         config=config_words(config),
-        attachments=assets_beside(folder / "in") | ByteTokenizer().files(),
+        attachments=assets_beside(folder / "in") | (tokenizer or ByteTokenizer().files()),
     )
     weights = open_weights(config.model)
     shard_weights(weights, folder / "sharded", num_files=3, about=about)
@@ -113,6 +116,20 @@ def test_the_fields_say_what_the_model_is(tmp_path):
 
     stretched, _ = ROPE_INIT_FUNCTIONS[theirs["rope_type"]](FAMILIES["llama 3.1"], None)
     assert torch.allclose(plain / factors, stretched, rtol=1e-5)
+
+
+def test_a_tokenizer_file_that_names_no_type_is_written_too(tmp_path):
+    files = ByteTokenizer().files()
+    about = json.loads(files["tokenizer.json"])
+    del about["model"]["type"]
+    for name, tokenizer in (
+        ("new", files),
+        ("old", {"tokenizer.json": json.dumps(about).encode()}),
+    ):
+        reader = sharded("llama", tmp_path / name, tokenizer=files | tokenizer)
+        exported = write_gguf(reader, tmp_path / f"{name}.gguf", dtype="F32", overwrite=False)
+        assert exported.notes == ()
+    assert (tmp_path / "old.gguf").read_bytes() == (tmp_path / "new.gguf").read_bytes()
 
 
 def test_what_llama_cpp_cannot_do_is_said(tmp_path):

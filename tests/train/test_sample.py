@@ -1,0 +1,48 @@
+"""Text from a checkpoint, and what stands in its way."""
+
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.train import assemble, sample
+from fsdpctl.train.sample import sample_text
+from tests.checkpoint.test_gguf import sharded
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run with compiled blocks."""
+    folder = tmp_path_factory.mktemp("sample")
+    words = ["train.compile=true", "data.tokenizer=bytes", "train.seq_len=32"]
+    sharded("llama", folder, words)
+    return folder / "sharded"
+
+
+def test_nothing_is_compiled_for_it(checkpoint, monkeypatch):
+    def refuse(block: object) -> NoReturn:
+        raise AssertionError(block)
+
+    monkeypatch.setattr(assemble, "compile_block", refuse)
+    text = sample_text(checkpoint, "some ", 4, seed=0)
+    assert text.startswith("some ")
+    assert text == sample_text(checkpoint, "some ", 4, seed=0)
+
+
+def test_a_prompt_that_is_no_text_is_refused(checkpoint):
+    with pytest.raises(UsageError, match="--prompt: not UTF-8"):
+        sample_text(checkpoint, "caf\udce9", 4, seed=0)
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["CUDA out of memory. Tried to allocate 2 GiB", "DefaultCPUAllocator: can't allocate memory"],
+)
+def test_want_of_memory_is_said_in_one_line(checkpoint, monkeypatch, said):
+    def fail(*args: object, **kwargs: object) -> NoReturn:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(sample, "generate", fail)
+    with pytest.raises(FsdpctlError, match="sharded: does not fit into memory on "):
+        sample_text(checkpoint, "some ", 4, seed=0)
