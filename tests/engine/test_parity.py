@@ -109,6 +109,7 @@ def check(rank: int, all_cases: Iterable[Case]) -> None:
 def pairs() -> list[tuple[int, str, str, tuple[str, str]]]:
     plain, mapped = SHARDINGS[:STRATEGIES_ALONE], SHARDINGS[STRATEGIES_ALONE:]
     kinds = list(KINDS)
+    # Two and four ranks take turns over kinds and strategies: at two alone they took too long.
     return [
         *(
             (4 if (kinds.index(kind) + plain.index(sharding)) % 2 else 2, window, kind, sharding)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
 
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.train import assemble, sample
@@ -35,14 +36,27 @@ def test_a_prompt_that_is_no_text_is_refused(checkpoint):
         sample_text(checkpoint, "caf\udce9", 4, seed=0)
 
 
-@pytest.mark.parametrize(
-    "said",
-    ["CUDA out of memory. Tried to allocate 2 GiB", "DefaultCPUAllocator: can't allocate memory"],
-)
-def test_want_of_memory_is_said_in_one_line(checkpoint, monkeypatch, said):
-    def fail(*args: object, **kwargs: object) -> NoReturn:
-        raise RuntimeError(said)
+def allocate_too_much() -> None:
+    torch.empty(1 << 60)
 
-    monkeypatch.setattr(sample, "generate", fail)
-    with pytest.raises(FsdpctlError, match="sharded: does not fit into memory on "):
+
+def run_out_of_device_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def fail_otherwise() -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize(
+    ("fail", "error", "said"),
+    [
+        (allocate_too_much, FsdpctlError, "sharded: does not fit into memory on "),
+        (run_out_of_device_memory, FsdpctlError, "sharded: does not fit into memory on "),
+        (fail_otherwise, RuntimeError, "illegal memory access"),
+    ],
+)
+def test_want_of_memory_is_said_in_one_line(checkpoint, monkeypatch, fail, error, said):
+    monkeypatch.setattr(sample, "generate", lambda *args, **kwargs: fail())
+    with pytest.raises(error, match=said):
         sample_text(checkpoint, "some ", 4, seed=0)
