@@ -18,7 +18,7 @@ PACKAGE = ROOT / "fsdpctl"
 # Bottom to top. A module imports from lower rows or its own package, never from a neighbour.
 LAYERS = [
     {"errors"},
-    {"plan"},
+    {"plan", "reading"},
     {"config"},
     {"comm", "models", "data"},
     {"shards"},
@@ -28,7 +28,7 @@ LAYERS = [
     {"cli"},
 ]
 HEIGHT = {name: height for height, row in enumerate(LAYERS) for name in row}
-WITHOUT_TORCH = ["errors", "plan", "config", "memory", "cli"]
+WITHOUT_TORCH = ["errors", "reading", "plan", "config", "memory", "cli"]
 # What observes a module.
 WITH_TORCH = {f"fsdpctl.memory.{name}" for name in ("operators", "shorten", "trace")}
 # What consolidating, inspecting and verifying a checkpoint takes.

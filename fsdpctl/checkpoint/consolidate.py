@@ -26,6 +26,7 @@ from fsdpctl.config.hugging_face import CONFIG_JSON, config_json
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.data.tokenizer import TOKENIZER_JSON
 from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.reading.documents import parse_json
 
 EXPORT_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 OnBytes = Callable[[int], None]
@@ -185,7 +186,8 @@ def _write_folder(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / INDEX_JSON, index)
     attached = attached_files(reader)
-    source = json.loads(attached.pop(CONFIG_JSON, b"{}"))
+    where = str(reader.folder / CONFIG_JSON)
+    source = parse_json(attached.pop(CONFIG_JSON, b"{}"), dict[str, Any], where, CheckpointError)
     has_config = _MODEL in reader.manifest.config  # a training loop of one's own says nothing
     if has_config:
         _write_json(folder / CONFIG_JSON, _config_of(reader, exports, source))

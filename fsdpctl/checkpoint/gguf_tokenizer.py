@@ -1,12 +1,12 @@
 """A tokenizer.json as llama.cpp wants it."""
 
-import json
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdpctl.data.tokenizer import TOKENIZER_JSON
+from fsdpctl.reading.documents import parse_json
 
 if TYPE_CHECKING:
     import gguf
@@ -28,7 +28,7 @@ def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab
         files: the tokenizer's, and the model's config.json, by name.
         vocab_size: rows of the model's embedding; tokens without a text are filled in.
     """
-    about = json.loads(files[TOKENIZER_JSON]) if TOKENIZER_JSON in files else {}
+    about = parse_json(files.get(TOKENIZER_JSON, b"{}"), dict[str, Any], TOKENIZER_JSON)
     why = "nobody knows what tokenizer made the run's tokens" if not about else _obstacle(about)
     if why:
         writer.add_tokenizer_model("none")

@@ -4,15 +4,24 @@ import json
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from fsdpctl.checkpoint.spans import checksum
 from fsdpctl.checkpoint.tensor_file import ITEMSIZES
-from fsdpctl.config.model_path import FORMAT, MANIFEST
+from fsdpctl.config.model_path import FORMAT, MANIFEST, MOST_MANIFEST_BYTES
+from fsdpctl.data.tokenizer import MOST_ASSET_BYTES
 from fsdpctl.errors import CheckpointError
+from fsdpctl.reading.documents import as_type, parse_json
+from fsdpctl.reading.files import plain_name, read_text_file
 
 _VERSION = 2
 _BLANK = "0" * 32
+_MOST = 1 << 60  # bytes, elements, steps
+_RANK_FILE = r"rank-\d{5,}\.safetensors"
+_ATTACHMENT = r".*\.(json|jinja|model|txt)"  # files of data: nothing that anybody runs
+Count = Annotated[int, Meta(ge=0, le=_MOST)]
 
 PARAMETER, BUFFER = "model", "buffer"  # kinds of tensors; other kinds are optimizer states
 
@@ -26,7 +35,7 @@ def tensor_key(kind: str, name: str) -> str:
 class FileInfo:
     """A file of the checkpoint, as it must be."""
 
-    size: int
+    size: Count
     xxh3: str  # of all bytes; of a tensor file's header, which has those of the tensors
 
 
@@ -34,7 +43,7 @@ class FileInfo:
 class TensorInfo:
     """A whole tensor, however many files its spans lie in."""
 
-    shape: list[int]
+    shape: Annotated[list[Count], Meta(max_length=64)]
     dtype: str  # safetensors' name
 
     @property
@@ -52,11 +61,11 @@ class TensorInfo:
 class Progress:
     """How far the run had come."""
 
-    step: int = 0  # optimizer steps done
-    samples: int = 0  # samples consumed: the position in the data
+    step: Count = 0  # optimizer steps done
+    samples: Count = 0  # samples consumed: the position in the data
     data_fingerprint: str = ""
-    optimizer_step: int = 0  # of every parameter that `optimizer_steps` does not name
-    optimizer_steps: dict[str, int] = field(default_factory=dict)
+    optimizer_step: Count = 0  # of every parameter that `optimizer_steps` does not name
+    optimizer_steps: dict[str, Count] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # the caller's own
 
 
@@ -70,7 +79,7 @@ class Manifest:
     progress: Progress
     config: dict[str, str]  # the resolved configuration, as words
     versions: dict[str, str]
-    world_size: int
+    world_size: Count
 
     def to_json(self) -> str:
         """The contents of manifest.json; its checksum is that of the text with zeros in place."""
@@ -87,36 +96,34 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: it is missing, damaged, or of a version this one does not know.
     """
     path = folder / MANIFEST
-    try:
-        text = path.read_bytes().decode("utf-8")
-        content = json.loads(text)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}: not a complete checkpoint") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: damaged: {error}") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not path.exists():
+        raise CheckpointError(f"{path}: missing: not a complete checkpoint")
+    text = read_text_file(path, MOST_MANIFEST_BYTES, CheckpointError)
+    # A caller's own figures in `extra` may be infinite.
+    content = parse_json(text, dict[str, Any], f"{path}: damaged", CheckpointError, finite=False)
+    if content.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not the manifest of a checkpoint")
     if content.get("version") != _VERSION:
         raise CheckpointError(
-            f"{path}: version {content.get('version')} of the format, where this fsdpctl reads "
-            f"version {_VERSION}"
+            f"{path}: version {content.get('version')!s:.20} of the format, where this fsdpctl "
+            f"reads version {_VERSION}"
         )
     before, digest, after = text.rpartition(str(content.get("xxh3")))
     if not digest or checksum((before + _BLANK + after).encode()) != digest:
         raise CheckpointError(f"{path}: damaged: its checksum does not match")
-    try:
-        return _from_content(content)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: damaged: {error}") from None
+    manifest = as_type(content, Manifest, f"{path}: damaged", CheckpointError)
+    _check(manifest, str(path))
+    return manifest
 
 
-def _from_content(content: dict[str, Any]) -> Manifest:
-    return Manifest(
-        {name: FileInfo(**each) for name, each in content["files"].items()},
-        {name: FileInfo(**each) for name, each in content["attachments"].items()},
-        {name: TensorInfo(**each) for name, each in content["tensors"].items()},
-        Progress(**content["progress"]),
-        content["config"],
-        content["versions"],
-        content["world_size"],
-    )
+def _check(manifest: Manifest, where: str) -> None:
+    """What types do not say: names that stay in the folder, sizes that can be."""
+    for names, form in ((manifest.files, _RANK_FILE), (manifest.attachments, _ATTACHMENT)):
+        for name in names:
+            plain_name(name, form, where, CheckpointError)
+    for name, about in manifest.attachments.items():
+        if name == MANIFEST or about.size > MOST_ASSET_BYTES:
+            raise CheckpointError(f"{where}: damaged: {name} is no attachment that is read")
+    for key, info in manifest.tensors.items():
+        if info.dtype not in ITEMSIZES or info.numel > _MOST:
+            raise CheckpointError(f"{where}: damaged: {key[:80]} is no tensor that is read")

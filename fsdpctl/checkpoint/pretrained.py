@@ -1,6 +1,7 @@
 """Weights to begin from: a Hugging Face directory, or a checkpoint of ours."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from fsdpctl.checkpoint.cast import FLOATS
@@ -9,20 +10,30 @@ from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, read_manifest, te
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensor_file import ITEMSIZES, TensorEntry, TensorFile, open_tensor_file
-from fsdpctl.config.hugging_face import CONFIG_JSON, read_json
+from fsdpctl.config.hugging_face import CONFIG_JSON
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG, is_hugging_face
 from fsdpctl.config.schema import ModelConfig
-from fsdpctl.data.tokenizer import BYTES, TOKENIZER_FILES, TOKENIZER_JSON
+from fsdpctl.data.tokenizer import BYTES, TOKENIZER_FILES, TOKENIZER_JSON, read_files
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.plan.layout import Span
+from fsdpctl.reading.documents import MIB, read_json
+from fsdpctl.reading.files import plain_name
 
 _WHOLE, INDEX_JSON = "model.safetensors", "model.safetensors.index.json"
 RUN_ASSETS = "assets"  # a run directory's folder of what belongs to a model beside its weights
 ASSETS = (CONFIG_JSON, "generation_config.json", *TOKENIZER_FILES)
+_MOST_INDEX_BYTES = 64 * MIB
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")  # GPT-2's last
 # Constants that earlier versions of transformers saved as if they were weights.
 _CONSTANTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """What model.safetensors.index.json says."""
+
+    weight_map: dict[str, str]  # from tensors to files
 
 
 def open_weights(model: ModelConfig, folder: Path | None = None) -> Tensors:
@@ -47,10 +58,14 @@ def weights_folder(model: ModelConfig) -> Path:
 def assets_beside(folder: Path) -> dict[str, bytes]:
     """The files beside the weights in `model.path`, by name."""
     if is_hugging_face(folder):
-        files = (folder / name for name in ASSETS)
-        return {file.name: file.read_bytes() for file in files if file.is_file()}
+        return read_assets(folder)
     reader = CheckpointReader(find_checkpoint(folder))
     return attached_files(reader)
+
+
+def read_assets(folder: Path) -> dict[str, bytes]:
+    """The files in `folder` that belong to a model beside its weights, by name."""
+    return read_files(folder, ASSETS)
 
 
 def tokenizer_beside(folder: Path) -> str | None:
@@ -177,14 +192,10 @@ def _files_of_weights(folder: Path) -> dict[str, TensorFile]:
 
 
 def _files_of_index(index: Path) -> dict[str, TensorFile]:
-    try:
-        weight_map = read_json(index).get("weight_map")
-    except UsageError as error:
-        raise CheckpointError(f"{error}: damaged") from None
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(name, str) for name in weight_map.values()
-    ):
-        raise CheckpointError(f"{index}: damaged: it has no weight_map from names to files")
+    content = read_json(index, _Index, most_bytes=_MOST_INDEX_BYTES, refusal=CheckpointError)
+    weight_map = content.weight_map
+    for name in dict.fromkeys(weight_map.values()):
+        plain_name(name, r".*\.safetensors", str(index), CheckpointError)
     files = {
         name: open_tensor_file(index.parent / name) for name in dict.fromkeys(weight_map.values())
     }

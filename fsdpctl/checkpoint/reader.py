@@ -16,6 +16,7 @@ from fsdpctl.checkpoint.tensor_file import (
 from fsdpctl.config.model_path import MANIFEST
 from fsdpctl.errors import CheckpointError
 from fsdpctl.plan.layout import Span, round_up
+from fsdpctl.reading.files import read_regular
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +102,7 @@ class CheckpointReader:
         if known is None:
             return None
         path = self.folder / name
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from None
+        content = read_regular(path, known.size, CheckpointError)
         if len(content) != known.size or checksum(content) != known.xxh3:
             raise CheckpointError(f"{path}: damaged: not the file that {MANIFEST} describes")
         return content
@@ -138,10 +136,8 @@ class CheckpointReader:
         file = open_tensor_file(path)
         if file.size != info.size or file.header_checksum != info.xxh3:
             raise CheckpointError(f"{path}: not the file that {MANIFEST} describes")
-        try:
-            stored = spans_from_json(file.metadata.pop(SPANS))  # a long text, not kept
-        except (ValueError, TypeError, KeyError):
-            raise CheckpointError(f"{path}: damaged: it does not say what it holds") from None
+        spans = file.metadata.pop(SPANS, "{}")  # a long text, not kept
+        stored = spans_from_json(spans, f"{path}: damaged")
         if stored.keys() != file.entries.keys():
             raise CheckpointError(f"{path}: damaged: it does not say what it holds")
         for key, each in stored.items():

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, FileInfo, TensorInfo, tensor_key
 from fsdpctl.checkpoint.publish import About, lack_of_space, publish
@@ -31,6 +31,8 @@ from fsdpctl.errors import FsdpctlError
 from fsdpctl.plan.layout import ParamSpec, Piece, Span
 from fsdpctl.shards import Sharded
 
+T = TypeVar("T")
+
 
 class Ranks(Protocol):
     """What saving needs of the ranks."""
@@ -38,7 +40,7 @@ class Ranks(Protocol):
     rank: int
     size: int
 
-    def gather_objects(self, value: object) -> list[object]:
+    def gather_objects(self, value: T) -> list[T]:
         """Every rank's value, in rank order."""
         ...
 
@@ -110,22 +112,21 @@ def write_checkpoint(
     Raises:
         FsdpctlError: a rank could not write; nothing is left behind.
     """
-    begun = ranks.gather_objects(_Begun(uuid.uuid4().hex[:8], snapshot.num_bytes))
-    parts = [each for each in begun if isinstance(each, _Begun)]
+    parts = ranks.gather_objects(_Begun(uuid.uuid4().hex[:8], snapshot.num_bytes))
     scratch = folder.with_name(f"{folder.name}.tmp-{parts[0].id}")
     lack = lack_of_space(folder.parent, sum(each.num_bytes for each in parts))
     if lack:
         written = _Written(str(folder.parent), error=lack)
     else:
         written = _write_rank(scratch, snapshot, ranks.rank, on_bytes)
-    everything = [each for each in ranks.gather_objects(written) if isinstance(each, _Written)]
+    everything = ranks.gather_objects(written)
     failure = next((each for each in everything if each.error), None)
     error = f"{failure.file}: {failure.error}" if failure else ""
     if ranks.rank == 0:
         error = error or _publish(scratch, folder, everything, snapshot.about)
         if error:
             shutil.rmtree(scratch, ignore_errors=True)
-    error = str(ranks.gather_objects(error)[0])
+    error = ranks.gather_objects(error)[0]
     if error:
         raise FsdpctlError(f"the checkpoint {folder.name} could not be written: {error}")
 

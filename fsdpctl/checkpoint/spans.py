@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import xxhash
 
 from fsdpctl.checkpoint.tensor_file import CHUNK_BYTES
+from fsdpctl.errors import CheckpointError
 from fsdpctl.plan.layout import Span
+from fsdpctl.reading.documents import parse_json
 
 SPANS = "fsdpctl.spans"  # the header's metadata key
 _DIGEST_BYTES = 16
@@ -85,9 +87,13 @@ def spans_to_json(stored: Mapping[str, StoredSpan]) -> str:
     return json.dumps(content, separators=(",", ":"))
 
 
-def spans_from_json(text: str) -> dict[str, StoredSpan]:
-    """The inverse; ValueError, TypeError or KeyError where it is not of that form."""
-    return {
-        key: StoredSpan(Span(int(start), int(stop)), bytes.fromhex(digests))
-        for key, (start, stop, digests) in json.loads(text).items()
-    }
+def spans_from_json(text: str, where: str) -> dict[str, StoredSpan]:
+    """The inverse; CheckpointError, which begins with `where`, where it is not of that form."""
+    stored = parse_json(text, dict[str, tuple[int, int, str]], where, CheckpointError)
+    try:
+        return {
+            key: StoredSpan(Span(start, stop), bytes.fromhex(digests))
+            for key, (start, stop, digests) in stored.items()
+        }
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from None

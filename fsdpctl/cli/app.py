@@ -25,7 +25,7 @@ from fsdpctl.cli.train import train
 from fsdpctl.cli.version import print_version
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 
-_STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 # Mistakes on the command line itself; click's class, which newer versions of typer bring along.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[2]
 
@@ -76,15 +76,14 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    raise StoppedError("stopped before there was anything to save")
+    raise StoppedError("stopped")
 
 
 def main() -> None:
     """Run the command line; an error is one line, the exit code says of which kind."""
-    signal.signal(signal.SIGINT, _interrupt)
-    for number in _STOPPING:
+    for number, handler in ((signal.SIGINT, _interrupt), *((each, _stop) for each in _STOPPING)):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, _stop)
+            signal.signal(number, handler)
     try:
         code = app(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)

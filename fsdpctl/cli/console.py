@@ -1,6 +1,5 @@
 """What commands print with."""
 
-from rich.console import Console
 from rich.measure import Measurement
 from rich.panel import Panel
 from rich.table import Table
@@ -38,6 +37,6 @@ def show_table(table: Table) -> None:
 
 def show_panel(title: str, lines: list[str]) -> None:
     """Print a boxed report of a failure to standard error."""
-    Console(highlight=False, stderr=True).print(
+    PatientConsole(highlight=False, stderr=True).print(
         Panel(Text("\n".join(lines)), title=Text(title), title_align="left", border_style="red")
     )

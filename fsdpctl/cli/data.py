@@ -35,13 +35,7 @@ def tokenize(
     chosen = open_tokenizer(tokenizer)
     tokens = chosen.encode(text)
     try:
-        write_token_file(
-            destination,
-            tokens,
-            vocab_size=chosen.vocab_size,
-            tokenizer=chosen.name,
-            num_bytes=text.num_bytes,
-        )
+        write_token_file(destination, tokens, chosen, num_bytes=text.num_bytes)
     except OSError as error:
         raise UsageError(f"{destination}: {error.strerror or error}") from None
     left_out = f", {text.skipped} binary files left out" if text.skipped else ""

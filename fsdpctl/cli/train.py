@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,13 +10,14 @@ import typer
 
 from fsdpctl.cli.console import fail, say, show_panel
 from fsdpctl.cli.words import ConfigDir, Recipe, Words, composed_from
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import StoppedError, UsageError
 
 if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
-    from fsdpctl.launch.local import Failure, Outcome
+    from fsdpctl.launch.outcome import Failure, Outcome
 
 _SAVED = 75
+_TOO_EARLY = "stopped before there was anything to save"
 _SAID = (2, 4, 76)  # the message says it all
 _LAST_LINES = 12
 
@@ -49,7 +51,10 @@ def train(
         _dry_run(composed, resume)
     else:
         options = [f"--recipe {recipe}"] if recipe else []
-        _run(composed, [*options, *(words or [])], resume)
+        try:
+            _run(composed, [*options, *(words or [])], resume)
+        except StoppedError:
+            raise StoppedError(_TOO_EARLY) from None
 
 
 def _dry_run(composed: "Composed", resume: str) -> None:
@@ -93,7 +98,7 @@ def _run(composed: "Composed", typed: list[str], resume: str) -> None:
     write_expected(run_dir, run, estimate)
     launch = run.config.launch
     del run, estimate  # the workers read their own data
-    outcome = launch_workers(MODULE, [str(run_dir)], launch, logs=run_dir / LOGS)
+    outcome = launch_workers(MODULE, [str(run_dir)], launch, logs=run_dir / LOGS, is_last=True)
     lock.release()
     _end(outcome, run_dir)
 
@@ -103,7 +108,7 @@ def _end(outcome: "Outcome", run_dir: Path) -> None:
     cause = outcome.cause
     stopped = 130 if outcome.stop_signal == signal.SIGINT else _SAVED
     if outcome.stopped_early or (cause and outcome.stop_signal == -cause.exit_code):
-        fail("stopped before there was anything to save")
+        fail(_TOO_EARLY)
         raise typer.Exit(stopped)
     if cause is None:
         say(f"done: {run_dir}")
@@ -117,20 +122,25 @@ def _end(outcome: "Outcome", run_dir: Path) -> None:
         fail("killed; the same command goes on from the last checkpoint")
         raise typer.Exit(stopped)
     else:
-        _show_failure(cause, run_dir)
+        _show_failure(cause, run_dir, outcome.silent_ranks)
         raise typer.Exit(1)
 
 
-def _show_failure(cause: "Failure", run_dir: Path) -> None:
+def _show_failure(cause: "Failure", run_dir: Path, silent_ranks: Sequence[int] = ()) -> None:
     log = run_dir / "logs" / f"rank-{cause.rank:05d}.log"
-    lines = [f"cause  {cause.cause}"]
+    title, lines = f"rank {cause.rank} on {cause.host} failed", [f"cause  {cause.cause}"]
+    if cause.waited_in_vain:
+        title = "ranks waited in vain for others"
+        silent = ", ".join(map(str, silent_ranks))
+        lines.append(f"seen   rank {cause.rank} waited; it need not be the one that stood still")
+        lines += [f"       nothing was heard of rank {silent}"] if silent else []
     last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.is_file() else []
     if len(last) > 1:
         lines += ["", *last, ""]
     if cause.exit_code == -signal.SIGKILL or "out of memory" in cause.message.lower():
         lines += [*_memory_report(run_dir), ""]
     lines += [f"hint   {_hint(cause)}", f"log    {log}"]
-    show_panel(f"rank {cause.rank} on {cause.host} failed", lines)
+    show_panel(title, lines)
 
 
 def _memory_report(run_dir: Path) -> list[str]:
@@ -166,5 +176,5 @@ def _hint(cause: "Failure") -> str:
     if "out of memory" in cause.message.lower():
         return "a smaller train.micro_batch_size, or a strategy that shards more"
     if "timed out" in cause.message.lower():
-        return f"another rank hung or died: see {os.path.join('logs', 'rank-*.log')}; {again}"
+        return f"a rank hung or died: see {os.path.join('logs', 'rank-*.log')}; {again}"
     return again

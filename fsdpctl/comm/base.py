@@ -1,7 +1,7 @@
 """The collectives that the engine needs, over any process group or none."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from fsdpctl.plan.layout import Span
 
 # Gradients in some order: the elements of a flat buffer that each has, and their values.
 Stretches = Sequence[tuple[Span, Tensor]]
+
+T = TypeVar("T")
 
 
 class Handle:
@@ -89,8 +91,8 @@ class Collectives(Protocol):
         """Overwrite `values` with those of rank `source`, and return them."""
         ...
 
-    def gather_objects(self, value: object) -> list[object]:
-        """Every rank's `value`, in rank order, on every rank."""
+    def gather_objects(self, value: T) -> list[T]:
+        """Every rank's `value`, in rank order, on every rank: plain, or a dataclass of such."""
         ...
 
     def barrier(self) -> None:
@@ -137,7 +139,7 @@ class LocalCollectives:
         """`values`."""
         return values
 
-    def gather_objects(self, value: object) -> list[object]:
+    def gather_objects(self, value: T) -> list[T]:
         """`value` alone."""
         return [value]
 

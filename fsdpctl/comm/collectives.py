@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fsdpctl.comm.base import Collectives, LocalCollectives
+from fsdpctl.comm.exchange import T, exchange
 from fsdpctl.comm.gloo import GlooCollectives
 from fsdpctl.comm.nccl import NcclCollectives
 
@@ -39,10 +40,6 @@ class ObjectExchange:
         self.rank = 0 if alone else dist.get_rank()
         self.size = 1 if alone else dist.get_world_size()
 
-    def gather_objects(self, value: object) -> list[object]:
+    def gather_objects(self, value: T) -> list[T]:
         """Every rank's value, in rank order."""
-        if self._group is None:
-            return [value]
-        values: list[object] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return [value] if self._group is None else exchange(value, self._group)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdpctl.comm.exchange import T, exchange
 from fsdpctl.comm.waits import HostWaits, Waits
 from fsdpctl.plan.layout import Span
 
@@ -52,11 +53,9 @@ class ProcessGroupCollectives:
         dist.broadcast(values, group=self.gather_group, group_src=source)
         return values
 
-    def gather_objects(self, value: object) -> list[object]:
-        """By the backend's all-gather of pickled objects."""
-        values: list[object] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.gather_group)
-        return values
+    def gather_objects(self, value: T) -> list[T]:
+        """By the backend's all-gather of bytes."""
+        return exchange(value, self.gather_group)
 
     def barrier(self) -> None:
         """By the backend's barrier."""

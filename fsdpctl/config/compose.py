@@ -3,7 +3,7 @@
 Hydra composes the choices. Values never pass its grammar, so any file name arrives as typed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -11,18 +11,16 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from fsdpctl.config.files import choices_below, choices_of, package_folder
 from fsdpctl.config.keys import Value
 from fsdpctl.config.model_path import SHAPE_KEYS, model_words
-from fsdpctl.config.recipe import find_recipe, read_recipe
+from fsdpctl.config.recipe import find_recipe, read_recipe, words_in
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, Config
 from fsdpctl.config.words import hint
 from fsdpctl.errors import UsageError
+from fsdpctl.reading.documents import read_yaml
 
 _OPTIONS = ("--recipe", "--config-dir", "--resume", "--dry-run", "--print-config", "--help")
 
@@ -74,8 +72,8 @@ def compose_config(
 def _check_config_dir(config_dir: Path | None) -> None:
     if config_dir is None:
         return
-    if not config_dir.is_dir() or "'" in str(config_dir.resolve()):
-        raise UsageError(f"--config-dir {config_dir}: no such directory, or a quote in its name")
+    if not config_dir.is_dir():
+        raise UsageError(f"--config-dir {config_dir}: no such directory")
     for group in GROUPS:
         if group not in _FREE_GROUPS and any(choices_below(config_dir / group)):
             raise UsageError(
@@ -148,37 +146,47 @@ def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
 
 
 def _values_of_choices(choices: dict[str, str], config_dir: Path | None) -> dict[str, Value]:
-    """The values that conf/ gives, checked like typed ones; the schema's defaults elsewhere."""
-    composed = _composed_by_hydra(tuple(sorted(choices.items())), config_dir)
+    """The values that files of choices give, checked like typed ones; defaults elsewhere."""
+    ours = tuple(pair for pair in sorted(choices.items()) if pair[1] in choices_of(pair[0]))
+    pairs = list(_texts(_composed_by_hydra(ours)))
+    for section, choice in choices.items():
+        if (section, choice) not in ours:
+            assert config_dir is not None
+            file = config_dir / section / f"{choice}.yaml"
+            pairs += ((f"{section}.{word}", text) for word, text in _own_choice(file))
     values = {name: each.default for name, each in KEYS.items()}
-    for section, content in composed.items():
-        for word, value in (content or {}).items():
-            if word == "name":
-                continue
-            name = f"{section}.{word}"
-            if name not in KEYS:
-                choice = choices.get(section, "")
-                raise UsageError(
-                    f"the file of {section}={choice}: {name}: no such key{hint(name, list(KEYS))}"
-                )
-            text = str(value).lower() if isinstance(value, bool) else str(value)
-            values[name] = KEYS[name].parse(text)
+    for name, text in pairs:
+        if name not in KEYS:
+            section = name.split(".")[0]
+            raise UsageError(
+                f"the file of {section}={choices[section]}: {name}: no such key"
+                f"{hint(name, list(KEYS))}"
+            )
+        values[name] = KEYS[name].parse(text)
     return values
 
 
+def _own_choice(file: Path) -> list[Pair]:
+    """What a file in --config-dir says; one of comments alone, nothing."""
+    content = read_yaml(file)
+    return words_in(file, content) if content else []
+
+
+def _texts(composed: Mapping[str, Any]) -> Iterator[Pair]:
+    for section, content in composed.items():
+        for word, value in (content or {}).items():
+            if word != "name":
+                text = str(value).lower() if isinstance(value, bool) else str(value)
+                yield f"{section}.{word}", text
+
+
 @lru_cache(maxsize=64)
-def _composed_by_hydra(choices: tuple[Pair, ...], config_dir: Path | None) -> Mapping[str, Any]:
+def _composed_by_hydra(choices: tuple[Pair, ...]) -> Mapping[str, Any]:
     """The contents of the chosen files; a command that composes often reads them once."""
-    overrides = [f"{group}={choice}" for group, choice in choices]
-    if config_dir is not None:
-        overrides.append(f"hydra.searchpath=['file://{config_dir.resolve()}']")
     conf = str(package_folder("conf").resolve())
-    try:
-        with initialize_config_dir(conf, version_base="1.3"):
-            composed: Any = OmegaConf.to_container(compose("config", overrides), resolve=True)
-    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        cause = " ".join(str(error.__cause__ or error).split())
-        raise UsageError(f"--config-dir {config_dir}: {cause}") from None
+    with initialize_config_dir(conf, version_base="1.3"):
+        overrides = [f"{group}={choice}" for group, choice in choices]
+        composed: Any = OmegaConf.to_container(compose("config", overrides))
     assert isinstance(composed, dict)
     return composed
 

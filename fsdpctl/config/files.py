@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fsdpctl
+from fsdpctl.reading.documents import MIB
+from fsdpctl.reading.files import read_text_file
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
@@ -19,7 +21,7 @@ def package_folder(name: str) -> Path:
 def first_comment(file: Path) -> str:
     """The comment that a YAML file begins with: what it is."""
     lines = []
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in read_text_file(file, MIB).splitlines():
         if not line.startswith("#"):
             break
         lines.append(line.removeprefix("#").strip())

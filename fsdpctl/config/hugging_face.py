@@ -1,13 +1,13 @@
 """Between a Hugging Face config.json and our words for a model."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.config.schema import ARCHITECTURES, ModelConfig
+from fsdpctl.config.schema import ARCHITECTURES, KEYS, ModelConfig
 from fsdpctl.errors import UsageError
+from fsdpctl.reading.documents import read_json
 
 CONFIG_JSON = "config.json"
 _MODEL_CLASSES = {
@@ -121,7 +121,7 @@ def model_words_of(file: Path) -> dict[str, str]:
     Raises:
         UsageError: it cannot be read, or describes what is not offered.
     """
-    content = read_json(file)
+    content = read_json(file, dict[str, Any])
     family = content.get("model_type")
     if not isinstance(family, str) or family not in _NAMES:
         known = ", ".join(ARCHITECTURES)
@@ -143,23 +143,6 @@ def model_words_of(file: Path) -> dict[str, str]:
     }
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        UsageError: the file is none.
-    """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{file}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{file}: not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{file}: not a JSON object")
-    return content
-
-
 def _values(content: Mapping[str, Any], family: str) -> dict[str, Any]:
     names = _NAMES[family]
     known = {**names.defaults, **content}
@@ -169,6 +152,7 @@ def _values(content: Mapping[str, Any], family: str) -> dict[str, Any]:
     for ours, theirs in names.of_keys.items():
         if values[ours] is None and theirs not in _MAY_BE_NULL:
             raise KeyError(theirs)
+    KEYS["model.num_layers"].parse(str(values["num_layers"]))  # before they are gone through
     values["activation"] = _our_activation(values["activation"])
     if family == "gpt2":
         values["num_kv_heads"] = values["num_heads"]

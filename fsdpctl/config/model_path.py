@@ -4,11 +4,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.config.hugging_face import CONFIG_JSON, model_words_of, read_json
+from fsdpctl.config.hugging_face import CONFIG_JSON, model_words_of
 from fsdpctl.config.recipe import read_recipe
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.reading.documents import MIB, read_json
 
 MANIFEST, RUN_CONFIG = "manifest.json", "config.yaml"  # of checkpoints and runs of ours
+MOST_MANIFEST_BYTES = 64 * MIB  # the largest known model on tens of thousands of ranks has ten
 CHECKPOINTS, FORMAT = "checkpoints", "fsdpctl-checkpoint"
 # Of a model, what its weights have to agree with.
 SHAPE_KEYS = tuple(
@@ -54,7 +56,7 @@ def is_hugging_face(folder: Path) -> bool:
 def _words_of_ours(folder: Path, *, above: bool = True) -> dict[str, Any]:
     """The configuration of a run or a checkpoint; with `above`, of a run's checkpoints too."""
     if (folder / MANIFEST).is_file():
-        content = read_json(folder / MANIFEST)
+        content = read_manifest_json(folder)
         words = content.get("config")
         if content.get("format") == FORMAT and isinstance(words, dict):
             return {"format": FORMAT, **words}
@@ -63,6 +65,21 @@ def _words_of_ours(folder: Path, *, above: bool = True) -> dict[str, Any]:
         if file.is_file() and (file.parent / CHECKPOINTS).is_dir():
             return dict(read_recipe(file))
     return {}
+
+
+def read_manifest_json(folder: Path) -> dict[str, Any]:
+    """The object in a checkpoint's manifest, whose checksum is not looked at.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    return read_json(
+        folder / MANIFEST,
+        dict[str, Any],
+        most_bytes=MOST_MANIFEST_BYTES,
+        refusal=CheckpointError,
+        finite=False,  # a caller's own figures may be anything
+    )
 
 
 def _download_hint(path: str) -> str:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from fsdpctl.config.keys import key
 
+_MOST_RANKS, _MOST_NODES = 1 << 10, 1 << 17  # of a node; ten times the largest there are
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -18,9 +20,9 @@ class LaunchConfig:
 
     name: str = "local"
     nproc_per_node: int | None = key(
-        None, "ranks; auto: one per CUDA device, else 2", minimum=1, auto=True
+        None, "ranks; auto: one per CUDA device, else 2", minimum=1, maximum=_MOST_RANKS, auto=True
     )
-    nnodes: int = key(1, "machines", minimum=1)
+    nnodes: int = key(1, "machines", minimum=1, maximum=_MOST_NODES)
     device: str | None = key(None, "where ranks compute", choices=("cpu", "cuda"), auto=True)
     allocator: str = key(
         "expandable", "CUDA: how its memory is kept", choices=("expandable", "native")
@@ -44,5 +46,9 @@ class ClusterConfig:
         auto=True,
     )
     ranks_per_node: int | None = key(
-        None, "what launch.nproc_per_node=auto becomes in estimates", minimum=1, auto=True
+        None,
+        "what launch.nproc_per_node=auto becomes in estimates",
+        minimum=1,
+        maximum=_MOST_RANKS,
+        auto=True,
     )

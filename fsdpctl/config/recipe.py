@@ -1,12 +1,15 @@
 """Recipes: YAML files of the very words one types, as `section.key: value` or nested."""
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-
-import yaml
 
 from fsdpctl.config.files import package_folder
 from fsdpctl.errors import UsageError, nearest
+from fsdpctl.reading.documents import read_yaml
+
+_MOST_WORDS = 10_000  # aliases make few lines into many
+_MOST_DEEP = 8
 
 
 def recipe_names() -> list[str]:
@@ -37,19 +40,22 @@ def read_recipe(path: Path) -> list[tuple[str, str]]:
     Raises:
         UsageError: it is not a YAML mapping of words to plain values.
     """
-    try:
-        # Every value stays the text that it is, as on the command line.
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
-        return list(_flatten(path, "", content))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    return words_in(path, read_yaml(path))
+
+
+def words_in(path: Path, content: object) -> list[tuple[str, str]]:
+    """The words and values in `content`, which is the YAML of `path`, as `read_recipe`."""
+    words = list(islice(_flatten(path, "", content), _MOST_WORDS + 1))
+    if len(words) > _MOST_WORDS:
+        raise UsageError(f"{path}: more than {_MOST_WORDS} words")
+    return words
 
 
 def _flatten(path: Path, prefix: str, content: object) -> Iterator[tuple[str, str]]:
     if not isinstance(content, dict):
         raise UsageError(f"{path}: is no mapping of keys to values")
+    if prefix.count(".") >= _MOST_DEEP:
+        raise UsageError(f"{path}: {prefix[:80]} is nested too deeply")
     for word, value in content.items():
         name = f"{prefix}{word}"
         if isinstance(value, dict):

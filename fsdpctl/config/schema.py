@@ -12,6 +12,10 @@ from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.strategy import STRATEGIES
 
 DTYPES = ("float32", "bfloat16")
+MOST_TOKENS = 1 << 24  # of a vocabulary; the largest published have a 64th of it
+_MOST_LAYERS, _MOST_WIDTH = 2000, 1 << 20  # twice the deepest, twenty times the widest published
+_MOST_SAMPLES = 1 << 20  # of a step
+_MOST_LENGTH = 1 << 27  # tokens
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 ROPE_SCALINGS = ("none", "linear", "llama3")
 
@@ -33,13 +37,17 @@ class ModelConfig:
         choices=("auto", "pretrained", "random"),
     )
     architecture: str = key("llama", "whose layers they are", choices=ARCHITECTURES)
-    num_layers: int = key(4, "decoder blocks", minimum=1)
-    hidden_size: int = key(128, "width of the residual stream", minimum=1)
-    intermediate_size: int = key(384, "width inside the MLP", minimum=1)
-    num_heads: int = key(4, "query heads", minimum=1)
-    num_kv_heads: int = key(2, "key and value heads; divides num_heads", minimum=1)
-    head_dim: int | None = key(None, "width of a head", minimum=2, auto=True)
-    vocab_size: int | None = key(None, "rows of the embedding", minimum=1, auto=True)
+    num_layers: int = key(4, "decoder blocks", minimum=1, maximum=_MOST_LAYERS)
+    hidden_size: int = key(128, "width of the residual stream", minimum=1, maximum=_MOST_WIDTH)
+    intermediate_size: int = key(384, "width inside the MLP", minimum=1, maximum=_MOST_WIDTH)
+    num_heads: int = key(4, "query heads", minimum=1, maximum=_MOST_WIDTH)
+    num_kv_heads: int = key(
+        2, "key and value heads; divides num_heads", minimum=1, maximum=_MOST_WIDTH
+    )
+    head_dim: int | None = key(None, "width of a head", minimum=2, maximum=_MOST_WIDTH, auto=True)
+    vocab_size: int | None = key(
+        None, "rows of the embedding", minimum=1, maximum=MOST_TOKENS, auto=True
+    )
     max_seq_len: int = key(2048, "longest sequence the exported model claims", minimum=1)
     norm_eps: float = key(1e-5, "added to the variance in norms", minimum=0)
     activation: str | None = key(
@@ -124,7 +132,11 @@ class AccumulationConfig:
 
     name: str = "every"
     steps: int | None = key(
-        None, "micro-batches of a step; auto: from the batch sizes", minimum=1, auto=True
+        None,
+        "micro-batches of a step; auto: from the batch sizes",
+        minimum=1,
+        maximum=_MOST_SAMPLES,
+        auto=True,
     )
 
 
@@ -186,10 +198,16 @@ class TrainConfig:
         None, "length in passes over the data", minimum=1e-9, maximum=1e6, optional=True
     )
     tokens: int | None = key(None, "length in trained tokens", minimum=1, optional=True)
-    seq_len: int = key(128, "tokens of a sample", minimum=1)
-    global_batch_size: int = key(16, "samples of a step, over all ranks", minimum=1, maximum=1e9)
+    seq_len: int = key(128, "tokens of a sample", minimum=1, maximum=_MOST_LENGTH)
+    global_batch_size: int = key(
+        16, "samples of a step, over all ranks", minimum=1, maximum=_MOST_SAMPLES
+    )
     micro_batch_size: int | None = key(
-        None, "samples of a rank and pass; auto: all of its share", minimum=1, auto=True
+        None,
+        "samples of a rank and pass; auto: all of its share",
+        minimum=1,
+        maximum=_MOST_SAMPLES,
+        auto=True,
     )
     seed: int = key(0, "of weights and data order", minimum=0)
     eval_every: int = key(200, "steps between validations; 0: only at the end", minimum=0)

@@ -64,12 +64,17 @@ def _find_files(path: str, key: str) -> list[Path]:
     place = Path(path)
     if not path:
         raise UsageError(f"{key}: is empty; give a file, a directory or a glob")
-    if place.is_file():
-        return [place]
-    if place.is_dir():
-        return sorted(_files_below(place))
-    matches = sorted(Path(name) for name in glob.glob(path, recursive=True))
-    files = [each for each in matches if each.is_file()]
+    try:
+        if place.is_file():
+            return [place]
+        if place.is_dir():
+            return sorted(_files_below(place))
+        matches = sorted(Path(name) for name in glob.glob(path, recursive=True))
+        files = [each for each in matches if each.is_file()]
+    except OSError as error:
+        raise UsageError(f"{key}={path}: {str(error.filename)[:80]}: {error.strerror}") from None
+    except RecursionError:
+        raise UsageError(f"{key}={path}: folders are nested too deeply for **") from None
     if not files:
         raise UsageError(f"{key}={path}: no such file or directory, and no file matches it")
     return files
@@ -77,14 +82,13 @@ def _find_files(path: str, key: str) -> list[Path]:
 
 def _files_below(folder: Path) -> Iterator[Path]:
     """All files but hidden ones and those of runs, which change while they are read."""
-    entries = [each for each in folder.iterdir() if not each.name.startswith(".")]
-    if {"config.yaml", "overrides.txt"} <= {each.name for each in entries}:
-        return
-    for each in entries:
-        if each.is_dir() and not each.is_symlink():
-            yield from _files_below(each)
-        elif each.is_file():
-            yield each
+    folders = [folder]
+    while folders:
+        entries = [each for each in folders.pop().iterdir() if not each.name.startswith(".")]
+        if {"config.yaml", "overrides.txt"} <= {each.name for each in entries}:
+            continue
+        folders += [each for each in entries if each.is_dir() and not each.is_symlink()]
+        yield from (each for each in entries if each.is_file())
 
 
 def standard_library() -> Text:

@@ -9,10 +9,18 @@ import xxhash
 
 from fsdpctl.config.schema import DataConfig
 from fsdpctl.data.files import Text, hold_out, read_text, standard_library
-from fsdpctl.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, open_tokenizer
-from fsdpctl.data.tokens import TokenStream, open_token_file, write_token_file
+from fsdpctl.data.tokenizer import (
+    BYTES,
+    TOKENIZER_JSON,
+    ByteTokenizer,
+    Tokenizer,
+    open_tokenizer,
+    tokenizer_checksum,
+)
+from fsdpctl.data.tokens import TokenFile, TokenStream, open_token_file, write_token_file
 from fsdpctl.errors import UsageError
 
+_ENCODING = 2  # counts the ways in which text was encoded: what another one cached is not used
 _GZIP_LIMIT = 64 << 20  # above, compressing for comparison takes longer than it is worth
 
 
@@ -26,6 +34,7 @@ class DataSet:
     vocab_size: int
     description: str
     gzip_bits_per_byte: float | None  # what `gzip -9` needs for the validation text
+    token_files: tuple[TokenFile, ...] = ()  # that it is mapped from
 
     @property
     def fingerprint(self) -> str:
@@ -79,7 +88,7 @@ def _from_token_files(config: DataConfig) -> DataSet:
     if config.path is None:
         raise UsageError("data=tokens: say which, as data.path=FILE.bin")
     file = open_token_file(Path(config.path))
-    train, val = file.stream, None
+    train, val, held = file.stream, None, None
     if config.val_path is not None:
         held = open_token_file(Path(config.val_path), "data.val_path")
         if held.vocab_size != file.vocab_size:
@@ -94,17 +103,25 @@ def _from_token_files(config: DataConfig) -> DataSet:
         train, val = (
             TokenStream(part, None, f"{train.checksum}/{cut}", train.origin) for part in parts
         )
-    name = config.tokenizer or file.tokenizer
-    known = name == BYTES or (Path(name) / "tokenizer.json").is_file() or config.tokenizer
-    tokenizer = open_tokenizer(name) if known else ByteTokenizer()
-    return DataSet(train, val, tokenizer, file.vocab_size, config.path, None)
+    tokenizer = open_tokenizer(config.tokenizer) if config.tokenizer else _tokenizer_of(file)
+    files = (file,) if held is None else (file, held)
+    return DataSet(train, val, tokenizer, file.vocab_size, config.path, None, files)
+
+
+def _tokenizer_of(file: TokenFile) -> Tokenizer:
+    """The one that the file names, where that is still what made it; else of bytes."""
+    if (Path(file.tokenizer) / TOKENIZER_JSON).is_file():
+        found = open_tokenizer(file.tokenizer)
+        if tokenizer_checksum(found) == file.tokenizer_xxh3:
+            return found
+    return ByteTokenizer()
 
 
 def _encode(tokenizer: Tokenizer, text: Text) -> TokenStream:
     """Tokens of the text; those that cost time are kept in the user's cache, by content."""
     if tokenizer.name == BYTES:
         return TokenStream(tokenizer.encode(text), text.num_bytes)
-    digest = xxhash.xxh3_128(Path(tokenizer.name, "tokenizer.json").read_bytes())
+    digest = xxhash.xxh3_128(f"{_ENCODING} {tokenizer_checksum(tokenizer)}".encode())
     for document in text.documents:
         digest.update(len(document).to_bytes(8, "little"))
         digest.update(document)
@@ -115,13 +132,7 @@ def _encode(tokenizer: Tokenizer, text: Text) -> TokenStream:
     tokens = tokenizer.encode(text)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_token_file(
-            path,
-            tokens,
-            vocab_size=tokenizer.vocab_size,
-            tokenizer=tokenizer.name,
-            num_bytes=text.num_bytes,
-        )
+        write_token_file(path, tokens, tokenizer, num_bytes=text.num_bytes)
     except OSError:  # a cache that cannot be written only costs time
         pass
     return TokenStream(tokens, text.num_bytes)

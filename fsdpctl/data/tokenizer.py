@@ -1,18 +1,24 @@
 """Text to token ids and back: bytes themselves, or a tokenizer.json."""
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 from tokenizers import Tokenizer as JsonTokenizer
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from fsdpctl.config.schema import MOST_TOKENS
 from fsdpctl.data.files import Text, iter_documents
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.reading.documents import MIB, parse_json
+from fsdpctl.reading.files import read_regular
 
 BYTES = "bytes"
 TOKENIZER_JSON, _CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -20,6 +26,7 @@ TOKENIZER_FILES = (
     TOKENIZER_JSON, _CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
+MOST_ASSET_BYTES = 256 * MIB  # of one file; the largest tokenizer.json known has 35
 Tokens = NDArray[np.unsignedinteger]
 
 
@@ -102,20 +109,20 @@ class FileTokenizer:
         """Of the contents of its files; `name` is where they are from."""
         self.name = name
         self._files = dict(files)
-        try:
-            self._tokenizer = JsonTokenizer.from_str(files[TOKENIZER_JSON].decode())
-        except Exception as error:  # the library raises plain Exception
-            raise UsageError(f"tokenizer {name}: {error}") from None
+        self._tokenizer = _json_tokenizer(files[TOKENIZER_JSON], f"tokenizer {name}")
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=0)
+        if self.vocab_size > MOST_TOKENS:
+            raise UsageError(
+                f"tokenizer {name}: token {self.vocab_size - 1}: above the {MOST_TOKENS:,} that a "
+                "vocabulary may have"
+            )
         self._end = self._find_end_token()
 
     def _find_end_token(self) -> int | None:
         if _CONFIG not in self._files:
             return None
-        try:
-            named = json.loads(self._files[_CONFIG]).get("eos_token")
-        except (ValueError, AttributeError):
-            raise UsageError(f"tokenizer {self.name}: {_CONFIG} is no JSON object") from None
+        where = f"tokenizer {self.name}: {_CONFIG}"
+        named = parse_json(self._files[_CONFIG], dict[str, Any], where).get("eos_token")
         text = named.get("content") if isinstance(named, dict) else named
         if text is not None and not isinstance(text, str):
             raise UsageError(f"tokenizer {self.name}: eos_token in {_CONFIG} is no text")
@@ -126,25 +133,62 @@ class FileTokenizer:
         """The tokens of all documents."""
         dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
         end = [] if self._end is None else [self._end]
-        encoded = self._tokenizer.encode_batch_fast(
-            list(iter_documents(text)), add_special_tokens=False
-        )
+        with _guarded(f"tokenizer {self.name}"):
+            encoded = self._tokenizer.encode_batch_fast(
+                list(iter_documents(text)), add_special_tokens=False
+            )
         parts = [np.array([*each.ids, *end], dtype=dtype) for each in encoded]
         return np.concatenate(parts)
 
     def encode_prompt(self, prompt: str) -> list[int]:
         """The tokens of the prompt; of an empty one, the end of a document before."""
-        tokens: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False).ids
+        with _guarded(f"tokenizer {self.name}"):
+            tokens: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False).ids
         return tokens or [self._end or 0]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text, special tokens left out."""
-        text: str = self._tokenizer.decode(list(tokens))
+        with _guarded(f"tokenizer {self.name}"):
+            text: str = self._tokenizer.decode(list(tokens))
         return text
 
     def files(self) -> dict[str, bytes]:
         """As they were."""
         return dict(self._files)
+
+
+def _json_tokenizer(content: bytes, where: str) -> JsonTokenizer:
+    """The tokenizer, without what its file says of how long a text may be.
+
+    Note: a tokenizer.json often keeps the truncation and padding that somebody set for one use;
+    they would silently cut and fill the text. transformers sets its own as well.
+    """
+    parse_json(content, dict[str, Any], f"{where}: {TOKENIZER_JSON}")
+    with _guarded(where):
+        tokenizer = JsonTokenizer.from_str(content.decode())
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    return tokenizer
+
+
+@contextmanager
+def _guarded(where: str) -> Iterator[None]:
+    """Make what the library raises, which are plain exceptions and panics, into UsageError.
+
+    Panics are no Exception, and are printed before they can be caught: that goes nowhere.
+    """
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, FsdpctlError, MemoryError):
+        raise
+    except BaseException as error:
+        raise UsageError(f"{where}: {' '.join(str(error).split()):.200}") from None
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def open_tokenizer(name: str | None) -> Tokenizer:
@@ -158,10 +202,19 @@ def open_tokenizer(name: str | None) -> Tokenizer:
     folder = Path(str(name))
     if not (folder / TOKENIZER_JSON).is_file():
         raise UsageError(f"tokenizer {folder}: there is no {TOKENIZER_JSON}; or use bytes")
-    try:
-        files = (folder / each for each in TOKENIZER_FILES)
-        return FileTokenizer(
-            str(folder), {file.name: file.read_bytes() for file in files if file.is_file()}
-        )
-    except OSError as error:
-        raise UsageError(f"tokenizer {folder}: {error.strerror}") from None
+    return FileTokenizer(str(folder), read_files(folder, TOKENIZER_FILES))
+
+
+def tokenizer_checksum(tokenizer: Tokenizer) -> str:
+    """Identifies what the tokenizer does: xxh3 of its tokenizer.json."""
+    return xxhash.xxh3_128_hexdigest(tokenizer.files()[TOKENIZER_JSON])
+
+
+def read_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
+    """The contents of those of the files that are there, by name.
+
+    Raises:
+        UsageError: one is too large, no regular file, or leads out of the folder.
+    """
+    files = (folder / name for name in names)
+    return {file.name: read_regular(file, MOST_ASSET_BYTES) for file in files if file.exists()}

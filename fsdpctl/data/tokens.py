@@ -2,17 +2,23 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import xxhash
+from msgspec import Meta
 
-from fsdpctl.data.tokenizer import Tokens
+from fsdpctl.config.schema import MOST_TOKENS
+from fsdpctl.data.tokenizer import Tokenizer, Tokens, tokenizer_checksum
 from fsdpctl.errors import UsageError
+from fsdpctl.reading.documents import MIB, as_type, read_json
+from fsdpctl.reading.files import open_regular
 
-_FORMAT = "fsdpctl-tokens"
+_FORMAT, _VERSION = "fsdpctl-tokens", 1
+_CHECKED_AT_ONCE = 1 << 22  # tokens
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
@@ -42,12 +48,39 @@ class TokenFile:
     stream: TokenStream
     vocab_size: int
     tokenizer: str
+    tokenizer_xxh3: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tokens."""
+        return int(self.stream.tokens.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What NAME.json says."""
+
+    dtype: Literal["uint16", "uint32"]
+    num_tokens: Annotated[int, Meta(ge=0, le=1 << 60)]
+    vocab_size: Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
+    num_bytes: Annotated[int, Meta(ge=0)] | None
+    xxh3: str
+    tokenizer: str = "unknown"
+    tokenizer_xxh3: str = ""  # of its tokenizer.json
 
 
 def write_token_file(
-    path: Path, tokens: Tokens, *, vocab_size: int, tokenizer: str, num_bytes: int | None
+    path: Path, tokens: Tokens, tokenizer: Tokenizer, *, num_bytes: int | None
 ) -> None:
-    """Write NAME.bin and NAME.json; the header comes last, so that a torn file has none."""
+    """Write NAME.bin and NAME.json; the header comes last, so that a torn file has none.
+
+    Args:
+        path: NAME.bin.
+        tokens: what `tokenizer` made of a text.
+        tokenizer: is named there, with a checksum of its tokenizer.json.
+        num_bytes: of the text, if known.
+    """
+    vocab_size = tokenizer.vocab_size
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     data = np.ascontiguousarray(tokens, dtype=_DTYPES[dtype])
     scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
@@ -61,11 +94,12 @@ def write_token_file(
         raise
     header = {
         "format": _FORMAT,
-        "version": 1,
+        "version": _VERSION,
         "dtype": dtype,
         "num_tokens": int(data.size),
         "vocab_size": vocab_size,
-        "tokenizer": tokenizer,
+        "tokenizer": tokenizer.name,
+        "tokenizer_xxh3": tokenizer_checksum(tokenizer),
         "num_bytes": num_bytes,
         "xxh3": xxhash.xxh3_64_hexdigest(data.data),
     }
@@ -82,14 +116,7 @@ def open_token_file(path: Path, key: str = "data.path") -> TokenFile:
     if not path.is_file():
         raise UsageError(f"{key}={path}: no such token file; `fsdpctl tokenize` makes one")
     header = _read_header(path, key)
-    try:
-        dtype = _DTYPES[header["dtype"]]
-        count, vocab_size = int(header["num_tokens"]), int(header["vocab_size"])
-        num_bytes, checksum = header["num_bytes"], str(header["xxh3"])
-        if vocab_size < 1 or not (num_bytes is None or isinstance(num_bytes, int)):
-            raise ValueError("vocab_size or num_bytes")
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{key}={path}: its header lacks or garbles {error}") from None
+    dtype, count = _DTYPES[header.dtype], header.num_tokens
     if path.stat().st_size != count * dtype.itemsize:
         raise UsageError(
             f"{key}={path}: {path.stat().st_size} bytes, where its header says {count} tokens "
@@ -97,22 +124,47 @@ def open_token_file(path: Path, key: str = "data.path") -> TokenFile:
         )
     if count == 0:
         raise UsageError(f"{key}={path}: there are no tokens in it")
+    os.close(open_regular(path))
     tokens = np.memmap(path, dtype=dtype, mode="r")
     return TokenFile(
-        TokenStream(tokens, num_bytes, checksum, str(path)),
-        vocab_size,
-        str(header.get("tokenizer", "unknown")),
+        TokenStream(tokens, header.num_bytes, header.xxh3, str(path)),
+        header.vocab_size,
+        header.tokenizer,
+        header.tokenizer_xxh3,
     )
 
 
-def _read_header(path: Path, key: str) -> dict[str, Any]:
+def check_tokens(file: TokenFile, on_bytes: Callable[[int], None] = lambda count: None) -> None:
+    """Read every token; `on_bytes` is called with the bytes read since the last call.
+
+    Raises:
+        UsageError: they are not those that the header describes, or above the vocabulary.
+    """
+    stream, digest = file.stream, xxhash.xxh3_64()
+    for start in range(0, len(stream.tokens), _CHECKED_AT_ONCE):
+        part = np.ascontiguousarray(stream.tokens[start : start + _CHECKED_AT_ONCE])
+        digest.update(part.data)
+        if int(part.max()) >= file.vocab_size:
+            at = start + int(part.argmax())
+            raise UsageError(
+                f"{stream.origin}: token {at} is {part.max()}, above its vocabulary of "
+                f"{file.vocab_size}"
+            )
+        on_bytes(part.nbytes)
+    if digest.hexdigest() != stream.checksum:
+        raise UsageError(f"{stream.origin}: damaged: not the tokens that its header describes")
+
+
+def _read_header(path: Path, key: str) -> _Header:
     file = path.with_suffix(".json")
-    if not file.is_file():
+    if not file.exists():
         raise UsageError(f"{key}={path}: there is no {file.name} beside it that describes it")
-    try:
-        header = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file}: not JSON: {error}") from None
-    if not isinstance(header, dict) or header.get("format") != _FORMAT:
+    content = read_json(file, dict[str, Any], most_bytes=MIB)
+    if content.get("format") != _FORMAT:
         raise UsageError(f"{file}: not the header of a token file")
-    return header
+    if content.get("version") != _VERSION:
+        raise UsageError(
+            f"{file}: version {content.get('version')!s:.20} of the format, where this fsdpctl "
+            f"reads version {_VERSION}"
+        )
+    return as_type(content, _Header, str(file))

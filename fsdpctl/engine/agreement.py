@@ -4,7 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
-from typing import NoReturn, TypeVar, cast
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,20 +41,20 @@ def agreed(
     except Exception as caught:  # whatever it is, the others must not wait for this rank
         error = caught
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    answers = collectives.gather_objects((None if error is None else str(error), digest))
+    answers = collectives.gather_objects([digest] if error is None else [digest, str(error)])
     if error is not None:
         raise error
-    for rank, (message, _) in enumerate(cast("list[tuple[str | None, str]]", answers)):
-        if message is not None:
+    for rank, (_, *messages) in enumerate(answers):
+        for message in messages:
             raise EngineError(f"rank {rank}: {message}")
-    if len(set(answers)) > 1:  # the parts are many, and as a rule not needed
+    if len({digest for digest, *_ in answers}) > 1:  # the parts are many, and as a rule not needed
         _refuse_difference(parts, collectives)
     assert made is not None
     return made
 
 
 def _refuse_difference(ours: Sequence[str], collectives: Collectives) -> NoReturn:
-    everybody = cast("list[tuple[str, ...]]", collectives.gather_objects(tuple(ours)))
+    everybody = collectives.gather_objects(list(ours))
     other = next(rank for rank, theirs in enumerate(everybody) if theirs != everybody[0])
     first, second = next(
         (mine, theirs)
@@ -163,12 +163,13 @@ def check_replicas(runtime: Runtime) -> None:
     if runtime.strategy.shards_params and mesh.replicas is None:
         return
     place = mesh.shard.rank if runtime.strategy.shards_params else 0
-    answers = mesh.world.gather_objects((place, _checksums(runtime)))
+    places = mesh.world.gather_objects(place)
+    answers = mesh.world.gather_objects(_checksums(runtime))
     for part in range(mesh.shard.size):
         of_part = {
-            rank: answer[1]
-            for rank, answer in enumerate(answers)
-            if isinstance(answer, tuple) and answer[0] == part
+            rank: {name: tuple(sums) for name, sums in answers[rank].items()}
+            for rank, place in enumerate(places)
+            if place == part
         }
         for name in next(iter(of_part.values()), {}):
             found = {rank: checksums[name] for rank, checksums in of_part.items()}

@@ -111,9 +111,8 @@ def make_trainer(
         done = _resume(newest, model, optimizer, data)
     elif config.model.is_pretrained:
         # Decided once: `model.path` may be a run that goes on while the ranks look.
-        (folder, *_) = model.collectives.gather_objects(weights_folder(config.model))
-        assert isinstance(folder, Path)
-        load_weights(open_weights(config.model, folder), model)
+        (folder, *_) = model.collectives.gather_objects(str(weights_folder(config.model)))
+        load_weights(open_weights(config.model, Path(folder)), model)
     train = config.train
     parts = TrainingParts(
         config=config,

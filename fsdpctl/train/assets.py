@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from fsdpctl.checkpoint.pretrained import ASSETS, RUN_ASSETS, assets_beside
+from fsdpctl.checkpoint.pretrained import RUN_ASSETS, assets_beside, read_assets
 from fsdpctl.config.schema import Config
 from fsdpctl.data.source import DataSet
 from fsdpctl.data.tokenizer import TOKENIZER_FILES
@@ -26,7 +26,6 @@ def write_assets(run_dir: Path, assets: Mapping[str, bytes]) -> None:
         (run_dir / RUN_ASSETS / name).write_bytes(content)
 
 
-def read_assets(run_dir: Path) -> dict[str, bytes]:
+def read_run_assets(run_dir: Path) -> dict[str, bytes]:
     """Those that the run keeps."""
-    files = (run_dir / RUN_ASSETS / name for name in ASSETS)
-    return {file.name: file.read_bytes() for file in files if file.is_file()}
+    return read_assets(run_dir / RUN_ASSETS)

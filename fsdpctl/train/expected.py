@@ -7,7 +7,9 @@ from pathlib import Path
 import torch
 
 from fsdpctl.engine.model import ShardedModel
+from fsdpctl.errors import UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.reading.documents import read_json
 from fsdpctl.train.footprint import estimate_run
 from fsdpctl.train.machine import placed_on_cluster
 from fsdpctl.train.metrics import peak_memory
@@ -41,17 +43,22 @@ def write_expected(run_dir: Path, run: ResolvedRun, found: RunEstimate) -> None:
     (run_dir / ESTIMATE).write_text(text + "\n", encoding="utf-8")
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What of estimate.json is compared."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    peak_engine_bytes: int
+
+
 def read_expected(run_dir: Path) -> Expected | None:
     """What was kept, if it was."""
     try:
-        kept = json.loads((run_dir / ESTIMATE).read_text(encoding="utf-8"))
-        return Expected(
-            int(kept["peak_allocated_bytes"]),
-            int(kept["peak_reserved_bytes"]),
-            int(kept["peak_engine_bytes"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        kept = read_json(run_dir / ESTIMATE, _Kept)
+    except UsageError:
+        return None  # nothing depends on it
+    return Expected(kept.peak_allocated_bytes, kept.peak_reserved_bytes, kept.peak_engine_bytes)
 
 
 class MemoryCheck:

@@ -145,7 +145,7 @@ class Trainer:
     def _end(self) -> None:
         """Write down what only all ranks together know. Collective."""
         own = self.parts.model.peak_memory_bytes() + self.parts.optimizer.memory_bytes()
-        largest = max(int(str(each)) for each in self._ranks.gather_objects(own))
+        largest = max(self._ranks.gather_objects(own))
         if self._metrics is not None:
             self._metrics.write({"step": self.step, "peak_engine_bytes": largest})
             self._metrics.close()

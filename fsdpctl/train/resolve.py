@@ -15,12 +15,14 @@ from fsdpctl.config.compose import Composed, config_words
 from fsdpctl.config.schema import Config, OptimizerConfig
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.source import DataSet, load_data
+from fsdpctl.data.tokens import check_tokens
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.train.blocks import bare_module, check_direct, missing_compiler
 from fsdpctl.train.loss import loss_chunk_tokens
 from fsdpctl.train.machine import check_length, placed_here, resolved_strategy, world_size
 
+CHECKED_BYTES = 1 << 30  # token files up to here are read whole before a run, in a second
 # What decides the losses; the rest may change from one start of a run to the next.
 _DECIDES = ("model", "data", "optimizer", "lr_scheduler", "precision")
 _DECIDING_KEYS = ("train.seed", "train.seq_len", "train.global_batch_size")
@@ -60,7 +62,7 @@ def resolve(composed: Composed) -> ResolvedRun:
     config, notes = _with_compiler(config)
     check_direct(config)
     config = _with_model_path(config)
-    data = load_data(config.data)
+    data = _checked_data(config)
     config = _with_data(config, data)
     module = bare_module(config)
     if config.model.is_pretrained:
@@ -90,6 +92,14 @@ def resolve(composed: Composed) -> ResolvedRun:
     before = config_words(composed.config)
     automatic = frozenset(name for name, text in before.items() if text == "auto")
     return ResolvedRun(config, automatic, data, module, batches, steps, notes)
+
+
+def _checked_data(config: Config) -> DataSet:
+    data = load_data(config.data)
+    for file in data.token_files:
+        if file.num_bytes <= CHECKED_BYTES:
+            check_tokens(file)
+    return data
 
 
 def _with_compiler(config: Config) -> tuple[Config, tuple[str, ...]]:

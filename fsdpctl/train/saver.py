@@ -22,7 +22,7 @@ from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.train.assets import read_assets
+from fsdpctl.train.assets import read_run_assets
 
 _TELLING_SECONDS = 0.5
 _LEAVING_SECONDS = 60.0  # what a failing run waits for its last checkpoint
@@ -88,7 +88,7 @@ class Saver:
         self._keep = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every)
         self._ranks = ranks
         self._staging = Staging() if config.checkpoint.mode == "async" else None
-        self._assets: Mapping[str, bytes] = read_assets(run_dir) if ranks.rank == 0 else {}
+        self._assets: Mapping[str, bytes] = read_run_assets(run_dir) if ranks.rank == 0 else {}
         self._current: _Write | None = None
         self._note = ""  # of the thread, about a checkpoint that is complete
 

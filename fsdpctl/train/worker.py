@@ -1,5 +1,6 @@
 """What the launcher starts on every rank: `python -m fsdpctl.train.worker RUN_DIR [measure]`."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -13,7 +14,7 @@ MODULE = "fsdpctl.train.worker"
 MEASURE = "measure"  # as last argument: only steps, and nothing is shown
 
 _PR_SET_PDEATHSIG = 1
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 _stop_signal: int | None = None
 
 
@@ -23,16 +24,23 @@ def _request_stop(number: int, frame: FrameType | None) -> None:
 
 
 def _tie_to_launcher() -> None:
-    """Have the kernel end this worker when its launcher dies, however it dies.
+    """Have the kernel kill this worker when its launcher dies, however it dies.
 
-    Until there is something to save, a signal ends it at once, wherever it waits.
+    Its children go with it in the same way. There is no grace for saving: without its launcher a
+    rank may be stopped, or its peers gone, and the last checkpoint is complete. Until there is
+    something to save, a request to stop ends the worker at once, wherever it waits.
     """
     for number in _STOPPING:
         signal.signal(number, signal.SIG_DFL)
+    _die_with_parent()
+    os.register_at_fork(after_in_child=_die_with_parent)
+    if os.getppid() != int(os.environ.get("FSDPCTL_LAUNCHER", os.getppid())):
+        sys.exit(1)  # it died before the kernel was told
+
+
+def _die_with_parent() -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != int(os.environ.get("FSDPCTL_LAUNCHER", os.getppid())):
-            sys.exit(1)  # it died before the kernel was told
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _stop_at_the_next_step() -> None:
@@ -41,11 +49,17 @@ def _stop_at_the_next_step() -> None:
         signal.signal(number, _request_stop)
 
 
+def _ignore_stops() -> None:
+    """The work is done: whoever asks now comes too late, and must not make a failure of it."""
+    for number in _STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _keep_errors(logs: Path, rank: int) -> Path:
     """Send standard error to a file of this rank; it is removed when the rank ends well."""
     path = logs / f"rank-{rank:05d}.log"
-    file = path.open("wb", buffering=0)
-    os.dup2(file.fileno(), 2)
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        os.dup2(file.fileno(), 2)
     return path
 
 
@@ -79,6 +93,7 @@ def _train(run_dir: Path, *, only_measures: bool) -> None:
                 trainer.measure()
             else:
                 trainer.run()
+            _ignore_stops()
         except Exception as error:
             _report(error)  # before the process group ends, which may hang without its peers
             raise
@@ -95,12 +110,15 @@ def main() -> None:
     try:
         _train(run_dir, only_measures=MEASURE in sys.argv[2:])
     except FsdpctlError as error:
-        print(f"{socket.gethostname()}: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print(f"{socket.gethostname()}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except Exception:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
         sys.exit(1)
-    log.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        log.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

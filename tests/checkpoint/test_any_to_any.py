@@ -54,7 +54,7 @@ def train(model: ShardedModel, optimizer: ShardedAdamW, steps: range) -> Losses:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        everyone = [each for each in ranks.gather_objects(loss.item()) if isinstance(each, float)]
+        everyone = ranks.gather_objects(float(loss))
         losses.append(sum(everyone) / len(everyone))
     return losses
 

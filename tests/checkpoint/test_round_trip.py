@@ -96,7 +96,7 @@ def test_training_goes_on_bit_for_bit(
     rank: int, world_size: int, strategy: str, tmp_path: Path
 ) -> None:
     model, optimizer = trained(strategy)
-    folder = collectives_for(CPU).gather_objects(tmp_path)[0]
+    folder = Path(collectives_for(CPU).gather_objects(str(tmp_path))[0])
     assert isinstance(folder, Path)
     save(folder / "c", model, optimizer)
     train_on(model, optimizer, 3)
@@ -172,7 +172,7 @@ def test_a_failed_save_leaves_nothing_and_is_an_error_on_every_rank(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
     model, optimizer = trained("full_shard")
-    folder = model.collectives.gather_objects(tmp_path)[0]
+    folder = Path(model.collectives.gather_objects(str(tmp_path))[0])
     assert isinstance(folder, Path)
     blocked = folder / "file"
     if rank == 0:
@@ -192,7 +192,7 @@ def test_empty_parameters_and_buffers_survive(rank: int, world_size: int, tmp_pa
         return module
 
     model = shard_model(make(), "full_shard")
-    folder = model.collectives.gather_objects(tmp_path)[0]
+    folder = Path(model.collectives.gather_objects(str(tmp_path))[0])
     assert isinstance(folder, Path)
     save(folder / "c", model, ShardedAdamW(model))
     other = shard_model(make(), "no_shard")
@@ -210,7 +210,7 @@ def test_empty_parameters_and_buffers_survive(rank: int, world_size: int, tmp_pa
 @distributed(world_size=2)
 def test_another_models_checkpoint_is_refused(rank: int, world_size: int, tmp_path: Path) -> None:
     model, optimizer = trained("full_shard")
-    folder = model.collectives.gather_objects(tmp_path)[0]
+    folder = Path(model.collectives.gather_objects(str(tmp_path))[0])
     assert isinstance(folder, Path)
     save(folder / "c", model, optimizer)
     other = shard_model(make_net(tied=False), "full_shard")

@@ -7,7 +7,7 @@ import pytest
 from fsdpctl.cli.train import _show_failure
 from fsdpctl.config.compose import compose_config, config_to_yaml
 from fsdpctl.config.model_path import RUN_CONFIG
-from fsdpctl.launch.local import Failure
+from fsdpctl.launch.outcome import Failure
 from fsdpctl.train.machine import placed_here
 
 WORDS = ["model.vocab_size=256", "cluster.memory=0.75", "train.seq_len=2048"]

@@ -16,6 +16,7 @@ from fsdpctl.data.batches import IGNORED, Batches
 from fsdpctl.data.files import Text, hold_out, read_text, standard_library
 from fsdpctl.data.order import permute, samples_at
 from fsdpctl.data.source import load_data
+from fsdpctl.data.tokenizer import ByteTokenizer, FileTokenizer
 from fsdpctl.data.tokens import TokenStream, open_token_file, write_token_file
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
@@ -156,11 +157,18 @@ def test_missing_empty_and_binary_files_are_refused(tmp_path, make, word):
         read_text(str(path))
 
 
+def _numbered(count: int) -> FileTokenizer:
+    """A tokenizer of so many words."""
+    vocabulary = {f"w{number}": number for number in range(count)}
+    text = Tokenizer(WordLevel(vocabulary, unk_token="w0")).to_str()
+    return FileTokenizer("numbered", {"tokenizer.json": text.encode()})
+
+
 @pytest.mark.parametrize("vocab_size", [256, 70_000])
 def test_token_files_round_trip(tmp_path, vocab_size):
     tokens = np.array([0, 5, vocab_size - 1, 7], dtype=np.uint32)
     path = tmp_path / "t.bin"
-    write_token_file(path, tokens, vocab_size=vocab_size, tokenizer="bytes", num_bytes=9)
+    write_token_file(path, tokens, _numbered(vocab_size), num_bytes=9)
     file = open_token_file(path)
     assert file.stream.tokens.tolist() == tokens.tolist()
     assert (file.vocab_size, file.stream.num_bytes) == (vocab_size, 9)
@@ -186,9 +194,7 @@ def _spoil(path, **changes):
 )
 def test_broken_token_files_are_refused(tmp_path, spoil, word):
     path = tmp_path / "t.bin"
-    write_token_file(
-        path, np.arange(9, dtype=np.uint16), vocab_size=256, tokenizer="bytes", num_bytes=9
-    )
+    write_token_file(path, np.arange(9, dtype=np.uint16), ByteTokenizer(), num_bytes=9)
     spoil(path)
     with pytest.raises(UsageError, match=word):
         open_token_file(path)

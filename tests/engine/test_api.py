@@ -223,7 +223,7 @@ def test_save_and_load_return_what_was_given(rank: int, world_size: int, tmp_pat
     model = fsdpctl.shard_model(make_net(tied=True), "full_shard")
     optimizer = fsdpctl.ShardedAdamW(model, lr=1e-2)
     one_step(model, optimizer, token_batches(1, world_size)[0][rank][0])
-    folder = model.collectives.gather_objects(tmp_path)[0]
+    folder = Path(model.collectives.gather_objects(str(tmp_path))[0])
     assert isinstance(folder, Path)
     fsdpctl.save_checkpoint(folder / "c", model, optimizer, extra={"epoch": 3})
     other = fsdpctl.shard_model(make_net(tied=True), "no_shard")

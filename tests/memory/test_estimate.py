@@ -76,7 +76,7 @@ def test_the_estimate_is_what_the_fullest_rank_held(
         model = shard_model(net, strategy, owner_map=owner_map, precision=precision)
         held = model.collectives.gather_objects(measured(model, rank, reduces))
         expected = planned(strategy, owner_map, world_size, reduces, tied=tied, bf16=bf16)
-        assert max(held) == held[expected.rank] == expected.peak_bytes  # type: ignore[type-var]
+        assert max(held) == held[expected.rank] == expected.peak_bytes
 
 
 @distributed(world_size=4)
