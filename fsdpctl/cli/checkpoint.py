@@ -2,17 +2,14 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
-from fsdpctl.cli.console import err, note, say, show_table
+from fsdpctl.cli.console import bytes_bar, note, say, show_table
 from fsdpctl.config.sizes import parse_bytes
 from fsdpctl.errors import UsageError, nearest
 
@@ -42,16 +39,6 @@ def found_checkpoint(source: Path) -> Path:
     for line in passed_over_in(source):
         note(line)
     return found
-
-
-@contextmanager
-def _bytes_bar(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar while the block runs; what it gives is told of the bytes that were done since."""
-    columns = (BarColumn(bar_width=24), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    hidden = not err.is_terminal
-    with Progress(*columns, console=err, transient=True, disable=hidden) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda count: progress.update(task, advance=count)
 
 
 def consolidate_checkpoint(
@@ -102,7 +89,7 @@ def _write_gguf(source: Path, destination: Path, dtype: str | None, *, overwrite
     from fsdpctl.checkpoint.source import weight_bytes
 
     reader = CheckpointReader(found_checkpoint(source))
-    with _bytes_bar(weight_bytes(reader)) as advance:
+    with bytes_bar(weight_bytes(reader)) as advance:
         exported = write_gguf(
             reader,
             destination,
@@ -127,7 +114,7 @@ def _write_hugging_face(
 
     refuse_existing(destination.resolve(), overwrite=overwrite)
     reader = CheckpointReader(found_checkpoint(source))
-    with _bytes_bar(weight_bytes(reader)) as advance:
+    with bytes_bar(weight_bytes(reader)) as advance:
         exported = consolidate(
             reader,
             destination,
@@ -171,7 +158,7 @@ def shard_checkpoint(
     weights = open_weights(config.model)
     check_weights(weights, build_model(config.model))
     about = About(config=model_words_only(config_words(config)), attachments=assets_beside(source))
-    with _bytes_bar(weight_bytes(weights)) as advance:
+    with bytes_bar(weight_bytes(weights)) as advance:
         total = shard_weights(
             weights,
             destination,
@@ -257,7 +244,7 @@ def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
     from fsdpctl.checkpoint.reader import CheckpointReader
 
     reader = CheckpointReader(found_checkpoint(source))
-    with _bytes_bar(reader.num_bytes) as advance:
+    with bytes_bar(reader.num_bytes) as advance:
         for count in reader.verify():
             advance(count)
     tensors = len(reader.manifest.tensors)

@@ -1,7 +1,11 @@
 """What commands print with."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from rich.measure import Measurement
 from rich.panel import Panel
+from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -33,6 +37,16 @@ def show_table(table: Table) -> None:
     wide = PatientConsole(highlight=False, width=_WIDEST)
     wide.width = max(out.width, Measurement.get(wide, wide.options, table).maximum)
     wide.print(table)
+
+
+@contextmanager
+def bytes_bar(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar while the block runs; what it gives is told of the bytes that were done since."""
+    columns = (BarColumn(bar_width=24), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    hidden = not err.is_terminal
+    with Progress(*columns, console=err, transient=True, disable=hidden) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda count: progress.update(task, advance=count)
 
 
 def show_panel(title: str, lines: list[str]) -> None:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdpctl.cli.console import fail, say, show_panel
+from fsdpctl.cli.console import bytes_bar, fail, say, show_panel
 from fsdpctl.cli.words import ConfigDir, Recipe, Words, composed_from
 from fsdpctl.errors import StoppedError, UsageError
 
 if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
     from fsdpctl.launch.outcome import Failure, Outcome
+    from fsdpctl.train.resolve import ResolvedRun
 
 _SAVED = 75
 _TOO_EARLY = "stopped before there was anything to save"
@@ -65,9 +66,23 @@ def _dry_run(composed: "Composed", resume: str) -> None:
 
     run = resolve(composed)
     start = plan_start(run.config, resume)
-    for line in [*describe_run(run, start, weigh_run(run)), "", *describe_units(run)]:
+    estimate = weigh_run(run)
+    for line in [*describe_run(run, start, estimate), "", *describe_units(run)]:
         say(line)
-    say("\nit would run; nothing was trained")
+    _check_large_token_files(run)
+    would = "it would run" if estimate.verdict == "fits" else "it would run out of memory"
+    say(f"\n{would}; nothing was trained")
+
+
+def _check_large_token_files(run: "ResolvedRun") -> None:
+    """Those that are not read before every run."""
+    from fsdpctl.data.tokens import check_tokens
+    from fsdpctl.train.resolve import CHECKED_BYTES
+
+    large = [file for file in run.data.token_files if file.num_bytes > CHECKED_BYTES]
+    with bytes_bar(sum(file.num_bytes for file in large)) as advance:
+        for file in large:
+            check_tokens(file, advance)
 
 
 def _run(composed: "Composed", typed: list[str], resume: str) -> None:
@@ -76,7 +91,8 @@ def _run(composed: "Composed", typed: list[str], resume: str) -> None:
     from fsdpctl.train.describe import describe_run
     from fsdpctl.train.expected import weigh_run, write_expected
     from fsdpctl.train.resolve import resolve
-    from fsdpctl.train.run_dir import LOGS, Standing, lock_run_dir, plan_start, prepare_run_dir
+    from fsdpctl.train.run_dir import LOGS, Standing, plan_start, prepare_run_dir
+    from fsdpctl.train.run_lock import lock_run_dir
     from fsdpctl.train.worker import MODULE
 
     run = resolve(composed)

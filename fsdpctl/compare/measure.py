@@ -16,7 +16,8 @@ from fsdpctl.train.assets import collect_assets
 from fsdpctl.train.footprint import estimate_run
 from fsdpctl.train.machine import world_size
 from fsdpctl.train.resolve import ResolvedRun, resolve
-from fsdpctl.train.run_dir import LOGS, METRICS, lock_run_dir, plan_start, prepare_run_dir
+from fsdpctl.train.run_dir import LOGS, METRICS, plan_start, prepare_run_dir
+from fsdpctl.train.run_lock import lock_run_dir
 from fsdpctl.train.worker import MEASURE, MODULE
 
 _WARM_UP = 0.25  # share of the steps that no figure is taken from

@@ -2,9 +2,10 @@
 
 import logging
 import os
-import shutil
+import resource
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +13,12 @@ from pathlib import Path
 import psutil
 
 from fsdpctl.config.placement import LaunchConfig
+from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.launch.outcome import Outcome, failure_of
 from fsdpctl.launch.stopping import StoppedEarlyError, passing_on
 
 LOOPBACK = "127.0.0.1"
-_AGENT = "agent"  # where workers leave errors for torch's agent
+_FILES, _FILES_A_RANK = 128, 16  # that a launcher has open, with some to spare
 _NO_SIGNAL = "SIGURG"  # what the agent handles itself: one that nobody sends
 
 
@@ -50,20 +52,38 @@ def launch_workers(
         monitor_interval=0.1,
         local_addr=LOOPBACK,
     )
-    # Elsewhere than its own way, which leaves them in the temporary folder.
-    agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(logs / _AGENT)))
-    group = agent.get_worker_group()
-    listening = passing_on(lambda: group.state is not WorkerState.INIT, is_last=is_last)
-    given = _environment(ranks, launch)
-    with _logging_to(logs / "node-00000.log"), given, listening as requests:
-        try:
-            found = agent.run().failures
-        except StoppedEarlyError:
-            return Outcome((), requests.first, stopped_early=True)
-        finally:
-            shutil.rmtree(logs / _AGENT, ignore_errors=True)
+    _make_room_for_files(ranks)
+    errors = tempfile.TemporaryDirectory(prefix="fsdpctl-", ignore_cleanup_errors=True)
+    # It has the workers' errors; the run's own directory may be full, or gone.
+    with _logging_to(logs / "node-00000.log"), _environment(ranks, launch), errors as folder:
+        agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=folder))
+        group = agent.get_worker_group()
+        with passing_on(lambda: group.state is not WorkerState.INIT, is_last=is_last) as requests:
+            try:
+                found = agent.run().failures
+            except StoppedEarlyError:
+                return Outcome((), requests.first, stopped_early=True)
+            except Exception as error:  # of the agent; it has ended the workers
+                raise FsdpctlError(f"the launcher failed: {error!r:.300}") from None
     failures = tuple(failure_of(rank, each) for rank, each in sorted(found.items()))
     return Outcome(failures, requests.first)
+
+
+def _make_room_for_files(ranks: int) -> None:
+    """Raise the limit of open files where it is low, which workers inherit.
+
+    Raises:
+        UsageError: it may not be raised that far.
+    """
+    needed = _FILES + _FILES_A_RANK * ranks
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise UsageError(
+            f"launch.nproc_per_node={ranks}: needs {needed} open files, where {hard} are allowed; "
+            "`ulimit -n` shows and sets that"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 @contextmanager

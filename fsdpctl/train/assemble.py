@@ -27,7 +27,8 @@ from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.train.blocks import bare_module, checkpoint_block, compile_block
-from fsdpctl.train.loop import Trainer, TrainingParts
+from fsdpctl.train.loop import Trainer
+from fsdpctl.train.parts import TrainingParts
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -1,6 +1,8 @@
 """A console for long runs."""
 
 import os
+import time
+from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
@@ -60,3 +62,14 @@ def _send_nowhere(stream: IO[str]) -> None:
         return
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
+
+
+def journal(log: Path, text: str) -> None:
+    """Add lines, with the time, to a log; what it has no room for is left out."""
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    lines = "".join(f"{now} {line}\n" for line in text.splitlines())
+    try:
+        with log.open("a", encoding="utf-8") as file:
+            file.write(lines)
+    except OSError:
+        pass

@@ -4,59 +4,28 @@ import contextlib
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.comm.collectives import ObjectExchange
-from fsdpctl.config.schema import Config
-from fsdpctl.data.batches import Batches
-from fsdpctl.data.source import DataSet
-from fsdpctl.engine.model import ShardedModel
-from fsdpctl.errors import NonFiniteError, StoppedError
-from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
 from fsdpctl.optim.record import StepFigures, StepRecord, record_step
 from fsdpctl.optim.schedule import lr_factor
 from fsdpctl.train.clock import StepClock
 from fsdpctl.train.expected import MemoryCheck
 from fsdpctl.train.generate import generate
+from fsdpctl.train.kept import KeptFiles
 from fsdpctl.train.loss import describe_validation, summed_loss, validation_loss
 from fsdpctl.train.metrics import MetricsFile, StepMetrics, peak_memory
+from fsdpctl.train.parts import LaunchedStep, TrainingParts
 from fsdpctl.train.profiling import Profiler, not_profiled, profiled
 from fsdpctl.train.progress import RunProgress, format_seconds
+from fsdpctl.train.run_dir import LOG
 from fsdpctl.train.saver import Saver
 
 _WORTH_A_LINE = 5.0  # seconds that a checkpoint takes
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingParts:
-    """Everything that a loop works with, made by assemble.py."""
-
-    config: Config
-    run_dir: Path
-    data: DataSet
-    model: ShardedModel
-    optimizer: ShardedAdamW
-    train_batches: Batches
-    val_batches: Batches | None
-    device: torch.device
-    stop_requested: Callable[[], bool]
-    shows: bool  # whether rank 0 shows the progress
-
-
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    """A step that the device may still be busy with."""
-
-    step: int  # steps done, this one included
-    record: StepRecord
-    lr: float
-    clock: StepClock
 
 
 class Trainer:
@@ -66,7 +35,7 @@ class Trainer:
         self.parts = parts
         self.step = done.step  # optimizer steps done
         self.samples = done.samples
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[LaunchedStep] = deque()
         # On CUDA the host runs one step ahead instead of waiting for the device's figures.
         self._lag = int(parts.device.type == "cuda")
         parts.model.mesh.measure_waits()
@@ -82,11 +51,13 @@ class Trainer:
         self._metrics = (
             MetricsFile(parts.run_dir / "metrics.jsonl", done.step) if self._is_main else None
         )
+        self._files = KeptFiles(config, parts.run_dir, self._metrics)
         self._progress = RunProgress(
             self.total_steps,
             done.step,
             log_every=config.train.log_every,
             shows=self._is_main and parts.shows,
+            log=parts.run_dir / LOG,
         )
 
     def run(self) -> None:
@@ -110,6 +81,7 @@ class Trainer:
                     self._progress.say(said)
                 if stop:  # who asked may not wait for a validation
                     self._report(0)
+                    self._save_what_is_lost()
                     self.save()
                 if validates:
                     self._validate(last=last)
@@ -119,6 +91,7 @@ class Trainer:
                     self._finish_saving()
                     raise StoppedError(f"stopped at step {self.step} of {self.total_steps}, saved")
             self._finish_saving()
+            self._save_what_is_lost()
         self._show_sample()
         self._end()
 
@@ -167,7 +140,7 @@ class Trainer:
         clock.lap("optimizer")
         self.step += 1
         self.samples += config.train.global_batch_size
-        self._launched.append(_Launched(self.step, record, lr, clock))
+        self._launched.append(LaunchedStep(self.step, record, lr, clock))
 
     def _report(self, keep: int) -> bool:
         """Tell of all launched steps but the newest `keep`; whether a rank was asked to stop."""
@@ -209,7 +182,7 @@ class Trainer:
             tokens=torch.full((), tokens, device=parts.device),  # does not wait for the device
             nominal_tokens=nominal * self._ranks.size,
             max_grad_norm=config.optimizer.max_grad_norm,
-            stop=parts.stop_requested(),
+            stop=parts.stop_requested() or self._files.look(),
         )
 
     def _check_finite(self, step: int, figures: StepFigures) -> None:
@@ -236,13 +209,31 @@ class Trainer:
         self._saver.save(parts.model, parts.optimizer, progress, began)
         self._saved_step = self.step
 
+    def _save_what_is_lost(self) -> None:
+        """See that the run directory is still there; what is not is saved again. Collective.
+
+        Raises:
+            FsdpctlError: it was not there.
+        """
+        if any(self._ranks.gather_objects(self._files.look(now=True))):
+            self._files.put_back()
+            self._saved_step = -1
+            self.save()
+            self._finish_saving()
+            raise self._files.loss(self.step)
+
     def _finish_saving(self) -> None:
         """Let the checkpoint on its way be completed, and tell of it."""
         self._saver.wait(self._progress.saving)
         self._tell_saved()
 
     def _tell_saved(self) -> None:
-        saved = self._saver.take_saved()
+        try:
+            saved = self._saver.take_saved()
+        except FsdpctlError:
+            if not self._files.look(now=True):
+                raise
+            saved = None  # it is saved again, where all ranks know of it
         if saved is None:
             return
         if self._metrics is not None:

@@ -13,6 +13,7 @@ import torch
 
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.optim.record import StepFigures
+from fsdpctl.reading.documents import parse_json
 from fsdpctl.train.clock import StepTimes
 
 
@@ -84,7 +85,7 @@ class MetricsFile:
         self._path = path
         try:
             _cut_back(path, step)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = path.open("a+", encoding="utf-8")
         except OSError as error:
             raise UsageError(f"{path}: {error.strerror}") from None
 
@@ -100,10 +101,37 @@ class MetricsFile:
         except OSError as error:
             raise FsdpctlError(f"{self._path}: {error.strerror}") from None
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether what is written still lies at its path."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # a file system that does not answer has not lost it
+
+    def put_back(self) -> None:
+        """Write everything so far to its path again, and go on there; OSError if that fails."""
+        self._file.seek(0)
+        text = self._file.read()
+        self._file.close()
+        self._file = self._path.open("a+", encoding="utf-8")
+        self._file.truncate(0)
+        self._file.write(text)
+        self._file.flush()
+
     def close(self) -> None:
         """Let go of it; nothing is left to be written."""
         with contextlib.suppress(OSError):  # again that of the last `write`
             self._file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """What every line has."""
+
+    step: int
 
 
 def _cut_back(path: Path, step: int) -> None:
@@ -113,8 +141,8 @@ def _cut_back(path: Path, step: int) -> None:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            at = int(json.loads(line)["step"])
-        except (ValueError, TypeError, KeyError):
+            at = parse_json(line, _Line, str(path)).step
+        except UsageError:
             if number == len(lines):
                 break  # torn when the run was killed
             raise UsageError(f"{path}: line {number} is damaged; move the file away") from None

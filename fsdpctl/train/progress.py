@@ -2,6 +2,7 @@
 
 import math
 import time
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from fsdpctl.train.console import PatientConsole
+from fsdpctl.train.console import PatientConsole, journal
 from fsdpctl.train.metrics import StepMetrics
 
 _GIB = 1 << 30
@@ -38,7 +39,11 @@ def format_seconds(seconds: float) -> str:
 class RunProgress:
     """Shows a run's progress on standard output; silent on all ranks but 0."""
 
-    def __init__(self, total_steps: int, first_step: int, *, log_every: int, shows: bool) -> None:
+    def __init__(
+        self, total_steps: int, first_step: int, *, log_every: int, shows: bool, log: Path | None
+    ) -> None:
+        """`log` gets the lines that stay, whether or not somebody can read them."""
+        self._log = log if shows else None
         self._console = PatientConsole(highlight=False, soft_wrap=True, quiet=not shows)
         self._total = total_steps
         self._log_every = log_every
@@ -94,6 +99,8 @@ class RunProgress:
     def say(self, line: str) -> None:
         """Print a line that stays."""
         self._console.print(line, markup=False)
+        if self._log is not None:
+            journal(self._log, line)
 
 
 def _make_bar(console: Console) -> Progress:

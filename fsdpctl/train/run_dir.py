@@ -1,16 +1,12 @@
 """The directory of a run: whose it is, how far it has come, and who may write to it."""
 
-import fcntl
 import itertools
 import os
 import shutil
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
-
-import psutil
 
 from fsdpctl.checkpoint.folders import (
     LATEST,
@@ -33,17 +29,13 @@ from fsdpctl.config.schema import Config
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.train.assets import write_assets
 from fsdpctl.train.resolve import decides_losses
+from fsdpctl.train.run_lock import LOCK
 
 RUNS = "runs"  # the folder of runs whose directory was not given
-OVERRIDES, METRICS, LOGS, LOCK = (
-    "overrides.txt",
-    "metrics.jsonl",
-    "logs",
-    "lock",
-)
+OVERRIDES, METRICS, LOGS = "overrides.txt", "metrics.jsonl", "logs"
+LOG = f"{LOGS}/node-00000.log"
 _NOT_THE_MODELS = ("model.path", "model.init", "model.init_std")  # but of its first weights
 _NOT_SET = "not set"
-_WIND_DOWN_SECONDS = 60.0  # a killed launcher's workers save and go within it
 
 
 class Standing(Enum):
@@ -188,73 +180,6 @@ def _lines(
         f"{', which changes the losses' if decides_losses(name) else ''}"
         for name in names
     )
-
-
-class RunLock:
-    """Held by a launcher and its workers; gone when the last of them is."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / LOCK
-        self._file = self._path.open("a+")
-
-    def acquire(self, on_wait: Callable[[], None]) -> None:
-        """Become the only launcher of the run.
-
-        Workers of a launcher that was killed may still be saving; they are waited for, after
-        `on_wait()` was called.
-
-        Raises:
-            UsageError: another launcher is alive.
-        """
-        deadline = time.monotonic() + _WIND_DOWN_SECONDS
-        said = False
-        while not self._try(fcntl.LOCK_EX):
-            self._file.seek(0)
-            text = self._file.read().strip()
-            alive = text.isdigit() and psutil.pid_exists(int(text))
-            if alive or time.monotonic() > deadline:
-                raise UsageError(
-                    f"train.run_dir={self._path.parent}: in use by a living run (process {text})"
-                )
-            if not said:
-                on_wait()
-                said = True
-            time.sleep(0.2)
-        self._file.truncate(0)
-        self._file.write(str(os.getpid()))
-        self._file.flush()
-        if not self._try(fcntl.LOCK_SH):
-            raise UsageError(f"train.run_dir={self._path.parent}: in use by a living run")
-
-    def join(self) -> None:
-        """Hold the lock together with the launcher, as one of its workers."""
-        fcntl.flock(self._file, fcntl.LOCK_SH)
-
-    def release(self) -> None:
-        """Let go; the file stays."""
-        self._file.close()
-
-    def _try(self, kind: int) -> bool:
-        try:
-            fcntl.flock(self._file, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-
-def lock_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> RunLock:
-    """Make the directory if need be, and lock it; `on_wait()` is called before a wait.
-
-    Raises:
-        UsageError: it cannot be written, or a living run uses it.
-    """
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(run_dir)
-        lock.acquire(on_wait)
-    except OSError as error:
-        raise UsageError(f"train.run_dir={run_dir}: {error.strerror}") from None
-    return lock
 
 
 def prepare_run_dir(start: Start, words: Sequence[str], assets: Mapping[str, bytes]) -> None:

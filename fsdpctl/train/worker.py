@@ -75,7 +75,8 @@ def _train(run_dir: Path, *, only_measures: bool) -> None:
 
     from fsdpctl.comm.world import joined_world
     from fsdpctl.train.assemble import make_trainer
-    from fsdpctl.train.run_dir import RunLock, read_config
+    from fsdpctl.train.run_dir import read_config
+    from fsdpctl.train.run_lock import RunLock
 
     config = read_config(run_dir)
     lock = RunLock(run_dir)
