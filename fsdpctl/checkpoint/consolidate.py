@@ -21,9 +21,9 @@ from fsdpctl.checkpoint.tensor_file import (
     write_synced,
     write_tensor_file,
 )
-from fsdpctl.config.compose import config_from_words
 from fsdpctl.config.hugging_face import CONFIG_JSON, config_json
 from fsdpctl.config.model_path import CHECKPOINTS
+from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer import TOKENIZER_JSON
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.reading.documents import parse_json
@@ -201,7 +201,7 @@ def _config_of(
 ) -> dict[str, Any]:
     written = {each.entry.dtype for each in exports}
     names = (name for name, short in EXPORT_DTYPES.items() if written == {short})
-    config = config_from_words(reader.manifest.config)
+    config = config_of_checkpoint(reader.manifest.config, str(reader))
     return config_json(config.model, next(names, "float32"), source)
 
 

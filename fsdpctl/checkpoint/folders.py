@@ -8,7 +8,8 @@ from pathlib import Path
 
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.tensor_file import sync
-from fsdpctl.config.model_path import CHECKPOINTS, MANIFEST, is_hugging_face
+from fsdpctl.config.model_path import CHECKPOINTS, is_hugging_face
+from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import CheckpointError, UsageError
 
 LATEST = "latest"
@@ -62,7 +63,7 @@ def way_on(damaged: Path) -> str:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file()
+    return (folder / MANIFEST).exists()
 
 
 def find_checkpoint(source: Path) -> Path:

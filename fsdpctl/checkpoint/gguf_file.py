@@ -20,8 +20,8 @@ from fsdpctl.checkpoint.pretrained import attached_files
 from fsdpctl.checkpoint.publish import lack_of_space
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.tensor_file import ITEMSIZES, sync
-from fsdpctl.config.compose import config_from_words
 from fsdpctl.config.schema import ModelConfig
+from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import Span
 
@@ -83,7 +83,7 @@ def write_gguf(
     if destination.suffix != ".gguf":
         destination = destination / "model.gguf"
     refuse_existing_file(destination, overwrite=overwrite)
-    model = config_from_words(reader.manifest.config).model
+    model = config_of_checkpoint(reader.manifest.config, str(reader)).model
     library = _library()
     _check(model, reader)
     tensors = _tensors(reader, model, dtype, library)

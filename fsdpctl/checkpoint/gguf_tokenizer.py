@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdpctl.data.tokenizer import TOKENIZER_JSON
+from fsdpctl.errors import UsageError
 from fsdpctl.reading.documents import parse_json
 
 if TYPE_CHECKING:
@@ -33,6 +34,19 @@ def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab
     if why:
         writer.add_tokenizer_model("none")
         return why
+    try:
+        _add(writer, about, files, vocab_size)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise UsageError(f"{TOKENIZER_JSON}: not as expected: {error!r:.200}") from None
+    return ""
+
+
+def _add(
+    writer: "gguf.GGUFWriter",
+    about: Mapping[str, Any],
+    files: Mapping[str, bytes],
+    vocab_size: int,
+) -> None:
     import gguf
 
     tokens, types = _tokens(about, vocab_size)
@@ -47,7 +61,6 @@ def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab
     special.merges = special.merges or _NO_MERGES
     special.add_special_token.setdefault("bos", False)
     special.add_to_gguf(writer, quiet=True)
-    return ""
 
 
 def _obstacle(about: Mapping[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """What a checkpoint consists of: the file that is written last and makes it complete."""
 
-import json
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
@@ -8,16 +7,13 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from fsdpctl.checkpoint.spans import checksum
 from fsdpctl.checkpoint.tensor_file import ITEMSIZES
-from fsdpctl.config.model_path import FORMAT, MANIFEST, MOST_MANIFEST_BYTES
+from fsdpctl.config.sealed import MANIFEST, read_sealed, seal
 from fsdpctl.data.tokenizer import MOST_ASSET_BYTES
 from fsdpctl.errors import CheckpointError
-from fsdpctl.reading.documents import as_type, parse_json
-from fsdpctl.reading.files import plain_name, read_text_file
+from fsdpctl.reading.documents import as_type
+from fsdpctl.reading.files import plain_name
 
-_VERSION = 2
-_BLANK = "0" * 32
 _MOST = 1 << 60  # bytes, elements, steps
 _RANK_FILE = r"rank-\d{5,}\.safetensors"
 _ATTACHMENT = r".*\.(json|jinja|model|txt)"  # files of data: nothing that anybody runs
@@ -82,11 +78,8 @@ class Manifest:
     world_size: Count
 
     def to_json(self) -> str:
-        """The contents of manifest.json; its checksum is that of the text with zeros in place."""
-        content = {"format": FORMAT, "version": _VERSION, **asdict(self), "xxh3": _BLANK}
-        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-        before, _, after = text.rpartition(_BLANK)
-        return before + checksum(text.encode()) + after
+        """The contents of manifest.json."""
+        return seal(asdict(self))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -95,24 +88,9 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: it is missing, damaged, or of a version this one does not know.
     """
-    path = folder / MANIFEST
-    if not path.exists():
-        raise CheckpointError(f"{path}: missing: not a complete checkpoint")
-    text = read_text_file(path, MOST_MANIFEST_BYTES, CheckpointError)
-    # A caller's own figures in `extra` may be infinite.
-    content = parse_json(text, dict[str, Any], f"{path}: damaged", CheckpointError, finite=False)
-    if content.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: not the manifest of a checkpoint")
-    if content.get("version") != _VERSION:
-        raise CheckpointError(
-            f"{path}: version {content.get('version')!s:.20} of the format, where this fsdpctl "
-            f"reads version {_VERSION}"
-        )
-    before, digest, after = text.rpartition(str(content.get("xxh3")))
-    if not digest or checksum((before + _BLANK + after).encode()) != digest:
-        raise CheckpointError(f"{path}: damaged: its checksum does not match")
-    manifest = as_type(content, Manifest, f"{path}: damaged", CheckpointError)
-    _check(manifest, str(path))
+    where = f"{folder / MANIFEST}: damaged"
+    manifest = as_type(read_sealed(folder), Manifest, where, CheckpointError)
+    _check(manifest, where)
     return manifest
 
 
@@ -123,7 +101,7 @@ def _check(manifest: Manifest, where: str) -> None:
             plain_name(name, form, where, CheckpointError)
     for name, about in manifest.attachments.items():
         if name == MANIFEST or about.size > MOST_ASSET_BYTES:
-            raise CheckpointError(f"{where}: damaged: {name} is no attachment that is read")
+            raise CheckpointError(f"{where}: {name} is no attachment that is read")
     for key, info in manifest.tensors.items():
         if info.dtype not in ITEMSIZES or info.numel > _MOST:
-            raise CheckpointError(f"{where}: damaged: {key[:80]} is no tensor that is read")
+            raise CheckpointError(f"{where}: {key[:80]} is no tensor that is read")

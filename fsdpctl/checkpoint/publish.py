@@ -10,7 +10,7 @@ from pathlib import Path
 from fsdpctl.checkpoint.manifest import FileInfo, Manifest, Progress, TensorInfo
 from fsdpctl.checkpoint.spans import checksum
 from fsdpctl.checkpoint.tensor_file import sync, write_synced
-from fsdpctl.config.model_path import MANIFEST
+from fsdpctl.config.sealed import MANIFEST
 
 _SPARE_BYTES = 1 << 20  # for the manifest and what directories take
 

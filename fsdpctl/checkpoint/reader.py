@@ -1,5 +1,6 @@
 """Reads a checkpoint by ranges of whole tensors, and believes nothing it has not checked."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,10 @@ from fsdpctl.checkpoint.tensor_file import (
     TensorFile,
     open_tensor_file,
 )
-from fsdpctl.config.model_path import MANIFEST
+from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import CheckpointError
 from fsdpctl.plan.layout import Span, round_up
-from fsdpctl.reading.files import read_regular
+from fsdpctl.reading.files import open_regular, read_regular
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +127,11 @@ class CheckpointReader:
                 raise CheckpointError(f"{file}: does not belong to this checkpoint")
         for name, info in self.manifest.attachments.items():
             path = self.folder / name
-            if not path.is_file():
+            if not path.exists():
                 raise CheckpointError(f"{path}: missing")
-            if path.stat().st_size != info.size:
+            with open(open_regular(path, CheckpointError), "rb") as opened:
+                size = os.fstat(opened.fileno()).st_size
+            if size != info.size:
                 raise CheckpointError(f"{path}: not the file that {MANIFEST} describes")
 
     def _open(self, name: str) -> None:

@@ -9,9 +9,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from fsdpctl.cli.console import bytes_bar, note, say, show_table
+from fsdpctl.cli.console import bytes_bar, emit, note, say, show_table
 from fsdpctl.config.sizes import parse_bytes
 from fsdpctl.errors import UsageError, nearest
+from fsdpctl.train.console import printable
 
 if TYPE_CHECKING:
     from fsdpctl.checkpoint.reader import CheckpointReader
@@ -148,8 +149,9 @@ def shard_checkpoint(
     from fsdpctl.checkpoint.publish import About
     from fsdpctl.checkpoint.shard import shard_weights
     from fsdpctl.checkpoint.source import weight_bytes
-    from fsdpctl.config.compose import compose_config, config_words, model_words_only
+    from fsdpctl.config.compose import compose_config
     from fsdpctl.config.model_path import is_hugging_face
+    from fsdpctl.config.serialize import config_words, model_words_only
     from fsdpctl.models.registry import build_model
 
     if source.is_dir() and not is_hugging_face(source):
@@ -175,14 +177,14 @@ def inspect_checkpoint(source: Source, as_json: AsJson = False) -> None:
 
     reader = CheckpointReader(found_checkpoint(source))
     if as_json:
-        typer.echo(json.dumps(_described(reader), indent=2, ensure_ascii=False))
+        emit(json.dumps(_described(reader), indent=2, ensure_ascii=False))
         return
     manifest = reader.manifest
     progress, versions = manifest.progress, manifest.versions
     say(
         f"{reader.folder}: step {progress.step}, {progress.samples} samples, "
         f"{reader.num_bytes:,} bytes in {len(manifest.files)} files, written by "
-        f"{manifest.world_size} ranks with torch {versions['torch']}"
+        f"{manifest.world_size} ranks with torch {versions.get('torch', 'unknown')}"
     )
     if manifest.attachments:
         say(f"beside them: {', '.join(manifest.attachments)}")
@@ -212,7 +214,7 @@ def _show(first: str, others: tuple[str, ...], rows: list[list[str]]) -> None:
     for name in others:
         table.add_column(name, justify="right" if name in ("bytes", "tensors") else "left")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     say()
     show_table(table)
 
@@ -250,6 +252,6 @@ def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
     tensors = len(reader.manifest.tensors)
     if as_json:
         about = {"path": str(reader.folder), "tensors": tensors, "bytes": reader.num_bytes}
-        typer.echo(json.dumps(about | {"verified": True}, indent=2))
+        emit(json.dumps(about | {"verified": True}, indent=2))
     else:
         say(f"{reader.folder}: {tensors} tensors, {reader.num_bytes:,} bytes, all as written")

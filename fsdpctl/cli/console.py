@@ -9,9 +9,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColu
 from rich.table import Table
 from rich.text import Text
 
-from fsdpctl.train.console import PatientConsole
+from fsdpctl.train.console import PatientConsole, printable
 
 _WIDEST = 400  # columns
+_LONGEST = 2000  # characters of a message that quotes what it refuses
 
 out = PatientConsole(highlight=False, soft_wrap=True)
 err = PatientConsole(highlight=False, soft_wrap=True, stderr=True)
@@ -19,17 +20,25 @@ err = PatientConsole(highlight=False, soft_wrap=True, stderr=True)
 
 def say(line: str = "") -> None:
     """Print a line to standard output, as it is."""
-    out.print(line, markup=False)
+    out.print(printable(line), markup=False)
+
+
+def emit(text: str) -> None:
+    """Print text for programs to standard output, to the letter."""
+    out.file.write(f"{text}\n")
+    out.file.flush()
 
 
 def note(line: str) -> None:
     """Print a line to standard error, as it is."""
-    err.print(line, markup=False)
+    err.print(printable(line), markup=False)
 
 
 def fail(message: str) -> None:
     """Print what went wrong, in one line, to standard error."""
-    err.print(Text("fsdpctl: ", style="bold red") + Text(" ".join(message.split())))
+    err.print(
+        Text("fsdpctl: ", style="bold red") + Text(printable(" ".join(message.split())[:_LONGEST]))
+    )
 
 
 def show_table(table: Table) -> None:
@@ -52,5 +61,10 @@ def bytes_bar(total: int) -> Iterator[Callable[[int], None]]:
 def show_panel(title: str, lines: list[str]) -> None:
     """Print a boxed report of a failure to standard error."""
     PatientConsole(highlight=False, stderr=True).print(
-        Panel(Text("\n".join(lines)), title=Text(title), title_align="left", border_style="red")
+        Panel(
+            Text(printable("\n".join(lines))),
+            title=Text(title),
+            title_align="left",
+            border_style="red",
+        )
     )

@@ -45,7 +45,7 @@ def train(
     """Train a model. The same command again resumes where the last one ended."""
     composed = composed_from(words, recipe, config_dir, quiet=print_config)
     if print_config:
-        from fsdpctl.config.compose import config_to_yaml
+        from fsdpctl.config.serialize import config_to_yaml
 
         say(config_to_yaml(composed.config).rstrip())
     elif dry_run:
@@ -123,7 +123,8 @@ def _end(outcome: "Outcome", run_dir: Path) -> None:
     """Say how it ended, and exit with the code for it."""
     cause = outcome.cause
     stopped = 130 if outcome.stop_signal == signal.SIGINT else _SAVED
-    if outcome.stopped_early or (cause and outcome.stop_signal == -cause.exit_code):
+    asked = outcome.stop_signal is not None
+    if outcome.stopped_early or (asked and cause and cause.exit_code == -signal.SIGTERM):
         fail(_TOO_EARLY)
         raise typer.Exit(stopped)
     if cause is None:
@@ -134,7 +135,7 @@ def _end(outcome: "Outcome", run_dir: Path) -> None:
     elif cause.exit_code in _SAID:
         fail(cause.message)
         raise typer.Exit(cause.exit_code)
-    elif outcome.stop_signal is not None and cause.exit_code == -signal.SIGKILL:
+    elif asked and cause.exit_code == -signal.SIGKILL:
         fail("killed; the same command goes on from the last checkpoint")
         raise typer.Exit(stopped)
     else:

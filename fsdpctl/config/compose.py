@@ -3,23 +3,24 @@
 Hydra composes the choices. Values never pass its grammar, so any file name arrives as typed.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from fsdpctl.config.files import choices_below, choices_of, package_folder
 from fsdpctl.config.keys import Value
-from fsdpctl.config.model_path import SHAPE_KEYS, model_words
+from fsdpctl.config.model_path import SHAPE_KEYS, is_checkpoint, model_words
 from fsdpctl.config.recipe import find_recipe, read_recipe, words_in
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, Config
+from fsdpctl.config.serialize import known_key, to_config
 from fsdpctl.config.words import hint
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.reading.documents import read_yaml
 
 _OPTIONS = ("--recipe", "--config-dir", "--resume", "--dry-run", "--print-config", "--help")
@@ -66,7 +67,7 @@ def compose_config(
     values.update({name: KEYS[name].parse(text) for name, text in pairs if name in KEYS})
     given = {name for name, _ in typed}
     _settle_length(values, given, {name for name, _ in kept})
-    return Composed(_to_config(values, choices), path.stem if path else None, dropped)
+    return Composed(to_config(values, choices), path.stem if path else None, dropped)
 
 
 def _check_config_dir(config_dir: Path | None) -> None:
@@ -140,7 +141,7 @@ def _check_known(name: str, text: str, config_dir: Path | None) -> None:
 
 
 def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
-    if group == "model" and ("/" in text or Path(text).is_dir()):
+    if group == "model" and ("/" in text or os.path.isdir(text)):
         return f"; model={_FROM_PATH} model.path={text} takes a directory"
     return hint(text, list(choices))
 
@@ -169,7 +170,11 @@ def _values_of_choices(choices: dict[str, str], config_dir: Path | None) -> dict
 def _own_choice(file: Path) -> list[Pair]:
     """What a file in --config-dir says; one of comments alone, nothing."""
     content = read_yaml(file)
-    return words_in(file, content) if content else []
+    words = words_in(file, content) if content else []
+    for name, text in words:
+        if "${" in text:
+            raise UsageError(f"{file}: {name}: {text}: values are plain; nothing is filled in")
+    return words
 
 
 def _texts(composed: Mapping[str, Any]) -> Iterator[Pair]:
@@ -203,14 +208,13 @@ def _values_of_path(choices: Mapping[str, str], given: Mapping[str, str]) -> dic
         return {}
     if path is None:
         raise UsageError(f"model={_FROM_PATH}: say which, as model.path=DIR")
-    words = model_words(str(KEYS["model.path"].parse(path)))
-    for name in words:
-        if name not in KEYS:
-            raise UsageError(f"model.path={path}: {name}: no such key{hint(name, list(KEYS))}")
+    folder = str(KEYS["model.path"].parse(path))
+    words = model_words(folder)
     try:
-        values = {name: KEYS[name].parse(text) for name, text in words.items()}
+        values = {name: known_key(name).parse(text) for name, text in words.items()}
     except UsageError as error:
-        raise UsageError(f"model.path={path}: {error}") from None
+        refusal = CheckpointError if is_checkpoint(Path(folder)) else UsageError
+        raise refusal(f"model.path={path}: {error}") from None
     for name in SHAPE_KEYS if given.get("model.init") != "random" else ():
         if name in given and values.get(name, KEYS[name].default) != KEYS[name].parse(given[name]):
             raise UsageError(
@@ -229,66 +233,3 @@ def _settle_length(values: dict[str, Value], typed: set[str], recipe: set[str]) 
         if said:
             values.update({name: None for name in LENGTHS if name != said[0]})
             return
-
-
-def _to_config(values: dict[str, Value], choices: dict[str, str]) -> Config:
-    sections = {}
-    for section, schema in SECTIONS.items():
-        content: dict[str, Any] = {
-            name.split(".", 1)[1]: value
-            for name, value in values.items()
-            if name.split(".", 1)[0] == section
-        }
-        if section in choices:
-            content["name"] = choices[section]
-        sections[section] = schema(**content)
-    return Config(**sections)
-
-
-def config_from_words(words: Mapping[str, str]) -> Config:
-    """The configuration that `config_words` made into `words`, on whatever machine.
-
-    Raises:
-        UsageError: a key is unknown to this version, or its value is not allowed.
-    """
-    for name in words:
-        if name not in KEYS and name not in GROUPS:
-            raise UsageError(f"{name}: no such key{hint(name, [*KEYS, *GROUPS])}")
-    values = {
-        name: each.parse(words[name]) if name in words else None if each.optional else each.default
-        for name, each in KEYS.items()
-    }
-    return _to_config(values, {name: words[name] for name in GROUPS if name in words})
-
-
-def config_words(config: Config) -> dict[str, str]:
-    """The configuration as the words one would type; what is not set is left out."""
-    words = {}
-    for section in SECTIONS:
-        part = getattr(config, section)
-        if section in GROUPS:
-            words[section] = part.name
-        for name, each in KEYS.items():
-            if name.startswith(f"{section}."):
-                text = each.text(getattr(part, name.split(".", 1)[1]))
-                if text:
-                    words[name] = text
-    return words
-
-
-def model_words_only(words: Mapping[str, str]) -> dict[str, str]:
-    """Of a configuration, what says which model it is."""
-    return {
-        name: text for name, text in words.items() if name == "model" or name.startswith("model.")
-    }
-
-
-def config_to_yaml(config: Config) -> str:
-    """The configuration as a recipe: reading it gives the same configuration again."""
-    lines = []
-    for name, text in config_words(config).items():
-        key = KEYS.get(name)
-        is_text = key is None or key.type == "text" or text == "auto"
-        value = yaml.safe_dump(text, allow_unicode=True, width=10**6) if is_text else text
-        lines.append(f"{name}: {value.removesuffix('...' + chr(10)).strip()}")
-    return "\n".join(lines) + "\n"

@@ -21,7 +21,7 @@ def package_folder(name: str) -> Path:
 def first_comment(file: Path) -> str:
     """The comment that a YAML file begins with: what it is."""
     lines = []
-    for line in read_text_file(file, MIB).splitlines():
+    for line in read_text_file(file, MIB, follows=True).splitlines():
         if not line.startswith("#"):
             break
         lines.append(line.removeprefix("#").strip())

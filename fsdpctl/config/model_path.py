@@ -6,12 +6,12 @@ from typing import Any
 
 from fsdpctl.config.hugging_face import CONFIG_JSON, model_words_of
 from fsdpctl.config.recipe import read_recipe
+from fsdpctl.config.sealed import MANIFEST, read_sealed
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.reading.documents import MIB, read_json
+from fsdpctl.reading.documents import as_type
 
-MANIFEST, RUN_CONFIG = "manifest.json", "config.yaml"  # of checkpoints and runs of ours
-MOST_MANIFEST_BYTES = 64 * MIB  # the largest known model on tens of thousands of ranks has ten
-CHECKPOINTS, FORMAT = "checkpoints", "fsdpctl-checkpoint"
+RUN_CONFIG = "config.yaml"  # of a run of ours
+CHECKPOINTS = "checkpoints"
 # Of a model, what its weights have to agree with.
 SHAPE_KEYS = tuple(
     f"model.{name}"
@@ -53,33 +53,24 @@ def is_hugging_face(folder: Path) -> bool:
     return (folder / CONFIG_JSON).is_file() and not _words_of_ours(folder, above=False)
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a directory is one checkpoint of ours, or what is left of it."""
+    return (folder / MANIFEST).exists() and (
+        any(folder.glob("rank-*.safetensors")) or not (folder / CONFIG_JSON).is_file()
+    )
+
+
 def _words_of_ours(folder: Path, *, above: bool = True) -> dict[str, Any]:
     """The configuration of a run or a checkpoint; with `above`, of a run's checkpoints too."""
-    if (folder / MANIFEST).is_file():
-        content = read_manifest_json(folder)
-        words = content.get("config")
-        if content.get("format") == FORMAT and isinstance(words, dict):
-            return {"format": FORMAT, **words}
+    if is_checkpoint(folder):
+        words = read_sealed(folder).get("config", {})
+        where = f"{folder / MANIFEST}: damaged"
+        return {"of": MANIFEST, **as_type(words, dict[str, str], where, CheckpointError)}
     places = [folder, folder.parent] if above else [folder]
     for file in (place / RUN_CONFIG for place in places):
         if file.is_file() and (file.parent / CHECKPOINTS).is_dir():
             return dict(read_recipe(file))
     return {}
-
-
-def read_manifest_json(folder: Path) -> dict[str, Any]:
-    """The object in a checkpoint's manifest, whose checksum is not looked at.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
-    return read_json(
-        folder / MANIFEST,
-        dict[str, Any],
-        most_bytes=MOST_MANIFEST_BYTES,
-        refusal=CheckpointError,
-        finite=False,  # a caller's own figures may be anything
-    )
 
 
 def _download_hint(path: str) -> str:

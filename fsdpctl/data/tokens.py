@@ -124,7 +124,7 @@ def open_token_file(path: Path, key: str = "data.path") -> TokenFile:
         )
     if count == 0:
         raise UsageError(f"{key}={path}: there are no tokens in it")
-    os.close(open_regular(path))
+    os.close(open_regular(path, follows=True))
     tokens = np.memmap(path, dtype=dtype, mode="r")
     return TokenFile(
         TokenStream(tokens, header.num_bytes, header.xxh3, str(path)),
@@ -159,7 +159,7 @@ def _read_header(path: Path, key: str) -> _Header:
     file = path.with_suffix(".json")
     if not file.exists():
         raise UsageError(f"{key}={path}: there is no {file.name} beside it that describes it")
-    content = read_json(file, dict[str, Any], most_bytes=MIB)
+    content = read_json(file, dict[str, Any], most_bytes=MIB, follows=True)
     if content.get("format") != _FORMAT:
         raise UsageError(f"{file}: not the header of a token file")
     if content.get("version") != _VERSION:

@@ -1,9 +1,9 @@
 """Requests to stop, passed on to the workers.
 
 Note: workers have sessions of their own, so Ctrl-C reaches only the launcher. The first request is
-passed on to them; they finish their step, save and exit by themselves. torch's agent is not told,
-because its own way of stopping loses their exit codes. A second Ctrl-C kills them; other repeated
-requests change nothing.
+passed on to them as SIGTERM, on which a worker that only begins says nothing; later they finish
+their step, save and exit by themselves. torch's agent is not told, because its own way of stopping
+loses their exit codes. A second Ctrl-C kills them; other repeated requests change nothing.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class StopRequests:
         children = psutil.Process().children()
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
-                child.send_signal(signal.SIGKILL if again else number)
+                child.send_signal(signal.SIGKILL if again else signal.SIGTERM)
         if not children and not self._have_begun():
             raise StoppedEarlyError
 

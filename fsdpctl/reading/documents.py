@@ -30,13 +30,14 @@ def read_json(
     most_bytes: int = 16 * MIB,
     refusal: Refusal = UsageError,
     finite: bool = True,
+    follows: bool = False,
 ) -> T:
-    """The JSON in a regular UTF-8 file, as `parse_json` reads it.
+    """The JSON in a regular UTF-8 file, as `parse_json` reads it; links as in `open_regular`.
 
     Raises:
         FsdpctlError: of the kind `refusal`; the message begins with the path.
     """
-    text = read_text_file(path, most_bytes, refusal)
+    text = read_text_file(path, most_bytes, refusal, follows=follows)
     return parse_json(text, schema, str(path), refusal, finite=finite)
 
 
@@ -84,7 +85,7 @@ def as_type(content: object, schema: type[T], where: str, refusal: Refusal = Usa
     """
     try:
         return msgspec.convert(content, schema)
-    except msgspec.ValidationError as error:
+    except ValueError as error:  # of other types, or text that is no Unicode
         raise refusal(f"{where}: not as expected: {error}") from None
 
 
@@ -148,7 +149,7 @@ def read_yaml(path: Path) -> object:
     Raises:
         UsageError: it is none, or larger, deeper or fuller of aliases than a configuration is.
     """
-    text = read_text_file(path, _MOST_YAML_BYTES)
+    text = read_text_file(path, _MOST_YAML_BYTES, follows=True)
     try:
         return yaml.load(text, Loader=_Loader)
     except RecursionError:

@@ -8,8 +8,6 @@ from pathlib import Path
 from fsdpctl.errors import FsdpctlError, UsageError
 
 Refusal = type[FsdpctlError]
-# The cache of huggingface_hub keeps files once, in `blobs`, and links to them from `snapshots/X`.
-_CACHE_FOLDERS = ("snapshots", "blobs")
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 
 
@@ -24,17 +22,18 @@ def plain_name(name: object, pattern: str, where: str, refusal: Refusal) -> str:
     raise refusal(f"{where}: {str(name)[:80]!r} is not the name of such a file")
 
 
-def open_regular(path: Path, refusal: Refusal = UsageError) -> int:
+def open_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = False) -> int:
     """A descriptor of a regular file in its folder; a pipe is not waited for.
 
-    Links are followed within the folder, and within a cache of huggingface_hub.
+    Links are followed within the folder, into the cache of huggingface_hub, and, where somebody
+    named the file and no other file did, everywhere (`follows`).
 
     Raises:
         FsdpctlError: of the kind `refusal`; it is missing, no regular file, or leads elsewhere.
     """
     try:
         real = Path(os.path.realpath(path))
-        if not _stays_inside(path, real):
+        if not (follows or _stays_inside(path, real)):
             raise refusal(f"{path}: leads out of its folder, to {real}; copy the file there")
         descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -46,21 +45,21 @@ def open_regular(path: Path, refusal: Refusal = UsageError) -> int:
 
 
 def _stays_inside(path: Path, real: Path) -> bool:
-    folder = Path(os.path.realpath(path.parent))
-    if folder in real.parents:
+    if Path(os.path.realpath(path.parent)) in real.parents:
         return True
-    snapshots, blobs = _CACHE_FOLDERS
-    cache = folder.parent.parent
-    return folder.parent.name == snapshots and real.parent == cache / blobs
+    blobs = real.parent
+    return blobs.name == "blobs" and blobs.parent.name.startswith("models--")
 
 
-def read_regular(path: Path, most_bytes: int, refusal: Refusal = UsageError) -> bytes:
+def read_regular(
+    path: Path, most_bytes: int, refusal: Refusal = UsageError, *, follows: bool = False
+) -> bytes:
     """The contents of a regular file of at most `most_bytes`.
 
     Raises:
         FsdpctlError: of the kind `refusal`; as `open_regular`, or it is larger.
     """
-    with open(open_regular(path, refusal), "rb") as file:
+    with open(open_regular(path, refusal, follows=follows), "rb") as file:
         try:
             content = file.read(most_bytes + 1)
         except OSError as error:
@@ -70,9 +69,11 @@ def read_regular(path: Path, most_bytes: int, refusal: Refusal = UsageError) -> 
     return content
 
 
-def read_text_file(path: Path, most_bytes: int, refusal: Refusal = UsageError) -> str:
+def read_text_file(
+    path: Path, most_bytes: int, refusal: Refusal = UsageError, *, follows: bool = False
+) -> str:
     """The text of a UTF-8 file, as `read_regular`."""
     try:
-        return read_regular(path, most_bytes, refusal).decode("utf-8")
+        return read_regular(path, most_bytes, refusal, follows=follows).decode("utf-8")
     except UnicodeDecodeError as error:
         raise refusal(f"{path}: not UTF-8: {error}") from None

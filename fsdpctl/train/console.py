@@ -1,11 +1,14 @@
 """A console for long runs."""
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
+
+_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class PatientConsole(Console):
@@ -64,10 +67,15 @@ def _send_nowhere(stream: IO[str]) -> None:
     os.close(nowhere)
 
 
+def printable(text: str) -> str:
+    """Without what would steer a terminal: names and texts of others may hold it."""
+    return _STEERING.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
 def journal(log: Path, text: str) -> None:
     """Add lines, with the time, to a log; what it has no room for is left out."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
-    lines = "".join(f"{now} {line}\n" for line in text.splitlines())
+    lines = "".join(f"{now} {line}\n" for line in printable(text).splitlines())
     try:
         with log.open("a", encoding="utf-8") as file:
             file.write(lines)

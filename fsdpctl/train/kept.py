@@ -3,9 +3,9 @@
 import time
 from pathlib import Path
 
-from fsdpctl.config.compose import config_to_yaml
 from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.schema import Config
+from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.train.assets import read_run_assets, write_assets
 from fsdpctl.train.metrics import MetricsFile

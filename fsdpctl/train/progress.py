@@ -15,7 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from fsdpctl.train.console import PatientConsole, journal
+from fsdpctl.train.console import PatientConsole, journal, printable
 from fsdpctl.train.metrics import StepMetrics
 
 _GIB = 1 << 30
@@ -98,7 +98,7 @@ class RunProgress:
 
     def say(self, line: str) -> None:
         """Print a line that stays."""
-        self._console.print(line, markup=False)
+        self._console.print(printable(line), markup=False)
         if self._log is not None:
             journal(self._log, line)
 

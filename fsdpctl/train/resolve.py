@@ -11,8 +11,9 @@ from torch import nn
 
 from fsdpctl.checkpoint.load import check_weights
 from fsdpctl.checkpoint.pretrained import open_weights, tokenizer_beside
-from fsdpctl.config.compose import Composed, config_words
+from fsdpctl.config.compose import Composed
 from fsdpctl.config.schema import Config, OptimizerConfig
+from fsdpctl.config.serialize import config_words
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.source import DataSet, load_data
 from fsdpctl.data.tokens import check_tokens

@@ -22,10 +22,10 @@ from fsdpctl.checkpoint.folders import (
 )
 from fsdpctl.checkpoint.pretrained import RUN_ASSETS
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.config.compose import config_from_words, config_to_yaml, config_words
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
+from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.train.assets import write_assets
 from fsdpctl.train.resolve import decides_losses

@@ -111,7 +111,11 @@ def lock_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> RunLock:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = RunLock(run_dir)
-        lock.acquire(on_wait)
     except OSError as error:
         raise UsageError(f"train.run_dir={run_dir}: {error.strerror}") from None
+    try:
+        lock.acquire(on_wait)
+    except BaseException:
+        lock.release()
+        raise
     return lock

@@ -8,7 +8,7 @@ import torch
 from fsdpctl.checkpoint.load import load_checkpoint
 from fsdpctl.checkpoint.pretrained import attached_files
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.config.compose import config_from_words
+from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer import BYTES, TOKENIZER_JSON, ByteTokenizer, FileTokenizer
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.train.assemble import make_model
@@ -28,7 +28,7 @@ def sample_text(checkpoint: Path, prompt: str, count: int, seed: int) -> str:
     except UnicodeEncodeError:
         raise UsageError("--prompt: not UTF-8") from None
     reader = CheckpointReader(checkpoint)
-    config = config_from_words(reader.manifest.config)
+    config = config_of_checkpoint(reader.manifest.config, str(reader))
     # What a few tokens gain by compiled blocks is less than compiling takes.
     config = replace(config, train=replace(config.train, compile=False))
     files = attached_files(reader)

@@ -17,9 +17,9 @@ from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.save import Ranks, Snapshot, take_snapshot, write_checkpoint
 from fsdpctl.checkpoint.tensors import Staging
-from fsdpctl.config.compose import config_words
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
+from fsdpctl.config.serialize import config_words
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.train.assets import read_run_assets

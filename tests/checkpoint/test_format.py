@@ -15,7 +15,8 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.shard import shard_weights
 from fsdpctl.checkpoint.tensor_file import open_tensor_file, rank_file
 from fsdpctl.checkpoint.tensors import DTYPES, tensor_bytes, tensor_of
-from fsdpctl.config.compose import compose_config, config_words
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.layout import Span

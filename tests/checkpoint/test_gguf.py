@@ -16,7 +16,8 @@ from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.shard import shard_weights
-from fsdpctl.config.compose import compose_config, config_words
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.serialize import config_words
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.errors import UsageError
 from tests.models.families import FAMILIES, save_model

@@ -25,7 +25,8 @@ from fsdpctl.checkpoint.folders import (
 )
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.publish import lack_of_space
-from fsdpctl.config.model_path import CHECKPOINTS, MANIFEST
+from fsdpctl.config.model_path import CHECKPOINTS
+from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from tests.checkpoint.test_killed_saves import MODES, make_saver
 from tests.checkpoint.test_killed_saves import save as save_now

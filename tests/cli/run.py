@@ -1,5 +1,6 @@
 """Runs the command line as a person would: as a process."""
 
+import json
 import os
 import subprocess
 import sys
@@ -48,3 +49,10 @@ def make_text(folder: Path) -> Path:
     file = folder / "words.txt"
     file.write_text("".join(f"line {n} is {n * n % 97} and {n % 7}\n" for n in range(900)))
     return file
+
+
+def figures(run_dir: Path) -> list[tuple[int, float | None, float | None]]:
+    """Step, loss and validation loss of every line that has one."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    found = [(line["step"], line.get("loss"), line.get("val_loss")) for line in lines]
+    return [each for each in found if each[1:] != (None, None)]

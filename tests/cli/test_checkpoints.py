@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from fsdpctl.checkpoint.tensor_file import open_tensor_file
-from tests.cli.run import fsdpctl, invoke, make_text
-from tests.cli.test_run import figures
+from tests.cli.run import figures, fsdpctl, invoke, make_text
 from tests.models.families import save_model
 
 RUN = ["train.seq_len=16", "train.global_batch_size=8", "train.steps=6", "checkpoint.every=2",

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.cli.train import _show_failure
-from fsdpctl.config.compose import compose_config, config_to_yaml
+from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model_path import RUN_CONFIG
+from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.launch.outcome import Failure
 from fsdpctl.train.machine import placed_here
 

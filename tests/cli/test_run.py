@@ -16,10 +16,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM
 
-from tests.cli.run import TINY, command, environment, fsdpctl, make_text
+from tests.cli.run import TINY, command, environment, figures, fsdpctl, make_text
 
 STEPS = 150
-Figures = list[tuple[int, float | None, float | None]]
 
 
 def words(folder: Path, name: str = "run") -> list[str]:
@@ -29,13 +28,6 @@ def words(folder: Path, name: str = "run") -> list[str]:
         f"train.steps={STEPS}",
         f"train.run_dir={name}",
     ]
-
-
-def figures(run_dir: Path) -> Figures:
-    """Step, loss and validation loss of every line that has one."""
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    found = [(line["step"], line.get("loss"), line.get("val_loss")) for line in lines]
-    return [each for each in found if each[1:] != (None, None)]
 
 
 @pytest.fixture(scope="module")

@@ -4,15 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpctl.config.compose import (
-    compose_config,
-    config_from_words,
-    config_to_yaml,
-    config_words,
-)
+from fsdpctl.config.compose import compose_config
 from fsdpctl.config.files import choices_of
 from fsdpctl.config.recipe import read_recipe, recipe_names
 from fsdpctl.config.schema import GROUPS, KEYS
+from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
 from fsdpctl.errors import UsageError
 
 AWKWARD = "a b,c~{d}(e)[f]=g#h&i;j!k'l$m\"日本:%@*?\\"

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from fsdpctl.config.schema import DataConfig
 from fsdpctl.data.batches import IGNORED, Batches
 from fsdpctl.data.files import Text, hold_out, read_text, standard_library
 from fsdpctl.data.order import permute, samples_at
 from fsdpctl.data.source import load_data
-from fsdpctl.data.tokenizer import ByteTokenizer, FileTokenizer
+from fsdpctl.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
 from fsdpctl.data.tokens import TokenStream, open_token_file, write_token_file
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
@@ -233,3 +234,48 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
     config = DataConfig(name="text", path=str(tmp_path / "t"), tokenizer=str(tmp_path))
     with pytest.raises(UsageError, match="there is no tokenizer.json"):
         load_data(config)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"truncation": {"max_length": 3, "stride": 0, "strategy": "LongestFirst",
+                        "direction": "Right"}},
+        {"padding": {
+            "strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None,
+            "pad_id": 3, "pad_type_id": 0, "pad_token": "<end>",
+        }},
+    ],
+    ids=["truncation", "padding"],
+)  # fmt: skip
+def test_limits_that_a_tokenizer_file_keeps_do_not_change_the_text(
+    tmp_path, monkeypatch, word_tokenizer, limits
+):
+    """As in transformers; and the file goes on as it came."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = "a b a b a b a b"
+    (tmp_path / "text").write_text(text)
+    config = DataConfig(
+        name="text", path=str(tmp_path / "text"), val_fraction=0, tokenizer=str(word_tokenizer)
+    )
+    without = load_data(config)
+    file = word_tokenizer / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | limits))
+    limited = load_data(config)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(file))
+    assert limited.train.tokens.tolist() == without.train.tokens.tolist() == [0, 1] * 4 + [3]
+    assert limited.tokenizer.encode_prompt(text) == theirs(text)["input_ids"] == [0, 1] * 4
+    assert limited.tokenizer.files()["tokenizer.json"] == file.read_bytes()
+
+
+def test_a_token_file_brings_the_tokenizer_that_made_it_unless_that_has_changed(
+    tmp_path, word_tokenizer
+):
+    path = tmp_path / "t.bin"
+    tokenizer = open_tokenizer(str(word_tokenizer))
+    write_token_file(path, np.tile(np.arange(4, dtype=np.uint16), 99), tokenizer, num_bytes=None)
+    config = DataConfig(name="tokens", path=str(path), val_fraction=0)
+    assert load_data(config).tokenizer.decode([0, 1]) == "a b"
+    file = word_tokenizer / "tokenizer.json"
+    file.write_text(file.read_text().replace('"a"', '"c"'))
+    assert load_data(config).tokenizer.name == "bytes"

@@ -13,8 +13,9 @@ from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
-from fsdpctl.config.compose import compose_config, config_words
+from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
+from fsdpctl.config.serialize import config_words
 from fsdpctl.data.tokenizer import ByteTokenizer
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import CheckpointError, UsageError

@@ -1,0 +1,55 @@
+"""The text of a checkpoint's manifest: JSON that carries its own checksum."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from fsdpctl.errors import CheckpointError
+from fsdpctl.reading.documents import MIB, parse_json
+from fsdpctl.reading.files import read_text_file
+
+MANIFEST, FORMAT = "manifest.json", "fsdpctl-checkpoint"
+_VERSION = 2
+_MOST_BYTES = 64 * MIB  # the largest known model on tens of thousands of ranks has ten
+_BLANK = "0" * 32
+
+
+def seal(content: Mapping[str, Any]) -> str:
+    """The text with `content`; the checksum is that of the text with zeros in its place."""
+    whole = {"format": FORMAT, "version": _VERSION, **content, "xxh3": _BLANK}
+    text = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
+    before, _, after = text.rpartition(_BLANK)
+    return before + _checksum(text) + after
+
+
+def _checksum(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def read_sealed(folder: Path) -> dict[str, Any]:
+    """What was sealed as the manifest of the checkpoint in `folder`.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of a version this one does not know.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        raise CheckpointError(f"{path}: missing: not a complete checkpoint")
+    text = read_text_file(path, _MOST_BYTES, CheckpointError)
+    where = f"{path}: damaged"
+    # A caller's own figures may be infinite.
+    content = parse_json(text, dict[str, Any], where, CheckpointError, finite=False)
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: not the manifest of a checkpoint")
+    if content.get("version") != _VERSION:
+        raise CheckpointError(
+            f"{path}: version {content.get('version')!s:.20} of the format, where this fsdpctl "
+            f"reads version {_VERSION}"
+        )
+    before, digest, after = text.rpartition(str(content.get("xxh3")))
+    if not digest or _checksum(before + _BLANK + after) != digest:
+        raise CheckpointError(f"{path}: damaged: its checksum does not match")
+    return content

@@ -1,0 +1,93 @@
+"""A configuration as words and as YAML, and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from fsdpctl.config.keys import Key, Value
+from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
+from fsdpctl.config.words import hint
+from fsdpctl.errors import CheckpointError, UsageError
+
+
+def known_key(name: str) -> Key:
+    """What is known of a key; UsageError, with the nearest spelling, if there is none."""
+    if name not in KEYS:
+        raise UsageError(f"{name}: no such key{hint(name, [*KEYS, *GROUPS])}")
+    return KEYS[name]
+
+
+def to_config(values: Mapping[str, Value], choices: Mapping[str, str]) -> Config:
+    """The configuration of values by key, and the choices of groups."""
+    sections = {}
+    for section, schema in SECTIONS.items():
+        content: dict[str, Any] = {
+            name.split(".", 1)[1]: value
+            for name, value in values.items()
+            if name.split(".", 1)[0] == section
+        }
+        if section in choices:
+            content["name"] = choices[section]
+        sections[section] = schema(**content)
+    return Config(**sections)
+
+
+def config_from_words(words: Mapping[str, str]) -> Config:
+    """The configuration that `config_words` made into `words`, on whatever machine.
+
+    Raises:
+        UsageError: a key is unknown to this version, or its value is not allowed.
+    """
+    for name in words.keys() - set(GROUPS):
+        known_key(name)
+    values = {
+        name: each.parse(words[name]) if name in words else None if each.optional else each.default
+        for name, each in KEYS.items()
+    }
+    return to_config(values, {name: words[name] for name in GROUPS if name in words})
+
+
+def config_of_checkpoint(words: Mapping[str, str], where: str) -> Config:
+    """The configuration in a manifest.
+
+    Raises:
+        CheckpointError: which begins with `where`; as `config_from_words`.
+    """
+    try:
+        return config_from_words(words)
+    except UsageError as error:
+        raise CheckpointError(f"{where}: damaged, or of another version: {error}") from None
+
+
+def config_words(config: Config) -> dict[str, str]:
+    """The configuration as the words one would type; what is not set is left out."""
+    words = {}
+    for section in SECTIONS:
+        part = getattr(config, section)
+        if section in GROUPS:
+            words[section] = part.name
+        for name, each in KEYS.items():
+            if name.startswith(f"{section}."):
+                text = each.text(getattr(part, name.split(".", 1)[1]))
+                if text:
+                    words[name] = text
+    return words
+
+
+def model_words_only(words: Mapping[str, str]) -> dict[str, str]:
+    """Of a configuration, what says which model it is."""
+    return {
+        name: text for name, text in words.items() if name == "model" or name.startswith("model.")
+    }
+
+
+def config_to_yaml(config: Config) -> str:
+    """The configuration as a recipe: reading it gives the same configuration again."""
+    lines = []
+    for name, text in config_words(config).items():
+        key = KEYS.get(name)
+        is_text = key is None or key.type == "text" or text == "auto"
+        value = yaml.safe_dump(text, allow_unicode=True, width=10**6) if is_text else text
+        lines.append(f"{name}: {value.removesuffix('...' + chr(10)).strip()}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,254 @@
+"""Damages files and calls the commands that read them: `python -m tests.fuzz.campaign SEED COUNT`.
+
+A process of its own, whose memory is bounded. Of every call it wants: one line and an exit code of
+a refusal, or the meaning that the undamaged file has; nothing written but where the call writes;
+an answer within SECONDS. It prints what was otherwise, a JSON object a line, and at last a count.
+"""
+
+import faulthandler
+import json
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from fsdpctl.cli.app import app
+from fsdpctl.errors import FsdpctlError
+from tests.fuzz.mutations import damaged_bytes, damaged_json, damaged_value
+from tests.hostile import (
+    RANK_FILE,
+    everything_in,
+    make_checkpoint,
+    make_hugging_face,
+    make_tokens,
+    read_header,
+    reseal,
+    write_refitted,
+)
+
+SECONDS = 20
+MEMORY = 6 << 30  # bytes of addresses that a call may come to have beyond what it began with
+REFUSALS = (2, 4)
+
+Call = tuple[str, ...]
+Damage = Callable[[Path, random.Random], None]
+
+
+class _TooLongError(BaseException):
+    """A call took more than SECONDS."""
+
+
+def _too_long(number: int, frame: FrameType | None) -> None:
+    raise _TooLongError
+
+
+class Campaign:
+    """Undamaged files, and what calls of them mean."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.originals = folder / "originals"
+        make_checkpoint(self.originals / "step-00000001")
+        make_hugging_face(self.originals / "step-00000001", self.originals / "hf")
+        (self.originals / "tokens").mkdir()
+        make_tokens(self.originals / "tokens" / "t.bin")
+        (self.originals / "text.txt").write_text("words and more words\n" * 500)
+        (self.originals / "recipe").mkdir()
+        (self.originals / "recipe" / "r.yaml").write_text(
+            "model: llama_tiny\nmodel.num_layers: 2\ntrain: {steps: 7, seq_len: 16}\n"
+            "optimizer.lr: 1e-3\ndata.val_fraction: 0.1\n"
+        )
+
+    def one(self, rng: random.Random) -> dict[str, Any] | None:
+        """Damage something and call something: what was wrong, or None."""
+        what = rng.choice(sorted(_TARGETS))
+        source, damage, calls = _TARGETS[what]
+        place = self.folder / "case"
+        shutil.rmtree(place, ignore_errors=True)
+        (place / "out").mkdir(parents=True)
+        shutil.copytree(self.originals / source, place / "in" / source)
+        damage(place / "in" / source, rng)
+        text = f"data.path={self.originals / 'text.txt'}"
+        call = tuple(
+            word.format(path=place / "in" / source, out=place / "out", text=text)
+            for word in rng.choice(calls)
+        )
+        before = everything_in(self.folder)
+        began = time.monotonic()
+        code, said, trace = _called(call)
+        took = time.monotonic() - began
+        after = everything_in(self.folder)
+        written = [
+            name
+            for name in after.keys() | before.keys()
+            if after.get(name) != before.get(name) and not name.startswith("case/out")
+        ]
+        wrong = None
+        if trace:
+            wrong = trace
+        elif code not in (0, *REFUSALS):
+            wrong = f"exit code {code}: {said}"
+        elif code in REFUSALS and not said.strip():
+            wrong = "refused without a word"
+        elif written:
+            wrong = f"written: {written}"
+        if wrong is None:
+            return None
+        return {"what": what, "call": call, "seconds": round(took, 1), "wrong": wrong}
+
+
+def _called(call: Call) -> tuple[int, str, str]:
+    """Exit code, the line of a refusal, and the traceback of anything else."""
+    signal.alarm(SECONDS)
+    try:
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            code = app(list(call), standalone_mode=False)
+        return (code if isinstance(code, int) else 0), "", ""
+    except FsdpctlError as error:
+        return error.exit_code, str(error), ""
+    except OSError as error:  # the command line makes a line of it
+        return 2, str(error), ""
+    except _TooLongError:
+        return 1, "", f"more than {SECONDS} s: {traceback.format_exc()[-600:]}"
+    except BaseException:
+        return 1, "", traceback.format_exc()[-4000:]
+    finally:
+        signal.alarm(0)
+
+
+# ---- what is damaged, how, and who reads it ------------------------------------------------------
+
+
+def _manifest(checkpoint: Path, rng: random.Random) -> None:
+    def change(content: dict[str, Any]) -> None:
+        # A surrogate alone cannot be sealed; it is there unsealed.
+        damaged = json.loads(json.dumps(damaged_value(content, rng)).replace("\\ud800", "?"))
+        content.clear()
+        content.update(damaged if isinstance(damaged, dict) else {"files": damaged})
+
+    reseal(checkpoint, change)
+
+
+def _raw_manifest(checkpoint: Path, rng: random.Random) -> None:
+    file = checkpoint / "manifest.json"
+    file.write_bytes(damaged_bytes(file.read_bytes(), rng))
+
+
+def _header(checkpoint: Path, rng: random.Random) -> None:
+    text, _ = read_header(checkpoint / RANK_FILE)
+    content = json.loads(text)
+    if rng.random() < 0.4:  # the spans are JSON within JSON
+        about = content["__metadata__"]
+        about["fsdpctl.spans"] = damaged_json(about["fsdpctl.spans"].encode(), rng).decode(
+            "utf-8", "replace"
+        )
+        text = json.dumps(content).encode()
+    else:
+        text = damaged_json(text, rng)
+    write_refitted(checkpoint, text)
+
+
+def _rank_bytes(checkpoint: Path, rng: random.Random) -> None:
+    file = checkpoint / RANK_FILE
+    file.write_bytes(damaged_bytes(file.read_bytes(), rng))
+
+
+def _json_file(name: str) -> Damage:
+    def damage(folder: Path, rng: random.Random) -> None:
+        file = folder / name
+        file.write_bytes(damaged_json(file.read_bytes(), rng))
+
+    return damage
+
+
+def _bytes_of(name: str) -> Damage:
+    def damage(folder: Path, rng: random.Random) -> None:
+        file = folder / name
+        file.write_bytes(damaged_bytes(file.read_bytes(), rng))
+
+    return damage
+
+
+def _header_of_theirs(folder: Path, rng: random.Random) -> None:
+    from tests.hostile import rewrite_header
+
+    file = rng.choice(sorted(folder.glob("*.safetensors")))
+    rewrite_header(file, damaged_json(read_header(file)[0], rng))
+
+
+_DRY = ("train", "--dry-run", "train.run_dir={out}/run", "train.seq_len=16")
+_OURS: list[Call] = [
+    ("verify-checkpoint", "{path}"),
+    ("inspect-checkpoint", "{path}"),
+    ("inspect-checkpoint", "{path}", "--json"),
+    ("consolidate-checkpoint", "{path}", "{out}/hf"),
+    ("consolidate-checkpoint", "{path}", "{out}/x.gguf", "--format", "gguf"),
+    ("sample", "{path}", "--tokens", "2"),
+    (*_DRY, "model=hf", "model.path={path}", "data=text", "{text}"),
+]
+_THEIRS: list[Call] = [
+    (*_DRY, "model=hf", "model.path={path}", "data=text", "{text}"),
+    ("shard-checkpoint", "{path}", "{out}/c"),
+    ("estimate-memory", "model=hf", "model.path={path}", "train.seq_len=16"),
+]
+_TOKENIZER: list[Call] = [
+    (*_DRY, "data=text", "{text}", "data.tokenizer={path}"),
+    ("tokenize", "{path}/../../../originals/text.txt", "{out}/t.bin", "--tokenizer", "{path}"),
+]
+_TOKENS: list[Call] = [(*_DRY, "data=tokens", "data.path={path}/t.bin")]
+_RECIPES: list[Call] = [("train", "--recipe", "{path}/r.yaml", "--print-config")]
+_TARGETS: dict[str, tuple[str, Damage, list[Call]]] = {
+    "manifest, refitted": ("step-00000001", _manifest, _OURS),
+    "manifest": ("step-00000001", _raw_manifest, _OURS),
+    "rank header, refitted": ("step-00000001", _header, _OURS),
+    "rank bytes": ("step-00000001", _rank_bytes, _OURS),
+    "config.json": ("hf", _json_file("config.json"), _THEIRS),
+    "index.json": ("hf", _json_file("model.safetensors.index.json"), _THEIRS),
+    "safetensors header": ("hf", _header_of_theirs, _THEIRS),
+    "tokenizer.json": ("hf", _json_file("tokenizer.json"), _TOKENIZER),
+    "tokenizer_config.json": ("hf", _json_file("tokenizer_config.json"), _TOKENIZER),
+    "token header": ("tokens", _json_file("t.json"), _TOKENS),
+    "tokens": ("tokens", _bytes_of("t.bin"), _TOKENS),
+    "recipe": ("recipe", _bytes_of("r.yaml"), _RECIPES),
+}
+
+
+@contextmanager
+def _bounded_memory() -> Any:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    yield
+
+
+def main(seed: str, count: int) -> None:
+    """Damage and call `count` times."""
+    faulthandler.enable()
+    signal.signal(signal.SIGALRM, _too_long)
+    found = 0
+    with tempfile.TemporaryDirectory() as folder, _bounded_memory():
+        import os
+
+        os.environ["XDG_CACHE_HOME"] = f"{folder}-cache"
+        campaign = Campaign(Path(folder))
+        for number in range(count):
+            wrong = campaign.one(random.Random(f"{seed} {number}"))
+            if wrong is not None:
+                found += 1
+                print(json.dumps({"number": number, **wrong}), flush=True)
+        shutil.rmtree(f"{folder}-cache", ignore_errors=True)
+    print(json.dumps({"calls": count, "wrong": found}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,34 @@
+"""Two thousand four hundred damaged files, and what the commands make of them."""
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.run import environment
+from tests.fuzz.mutations import damaged_bytes, damaged_json
+
+PARTS, CALLS = 8, 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_damaged_files_are_refused_in_a_line_or_mean_the_same(part, tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.fuzz.campaign", f"part {part}", str(CALLS)],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-2000:]
+    *wrong, counted = map(json.loads, result.stdout.splitlines())
+    assert (wrong, counted) == ([], {"calls": CALLS, "wrong": 0})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_mutations_change_what_they_are_given():
+    content = json.dumps({"a": [1, {"b": "text"}], "c": 2.5}).encode()
+    made = {damaged_json(content, random.Random(n)) for n in range(200)}
+    assert len(made) > 100
+    assert len({damaged_bytes(content, random.Random(n)) for n in range(200)}) > 100
+    assert damaged_json(content, random.Random(1)) == damaged_json(content, random.Random(1))

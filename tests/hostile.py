@@ -1,0 +1,112 @@
+"""Checkpoints, model directories and token files, and what a stranger could make of them."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from fsdpctl.checkpoint.consolidate import consolidate
+from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
+from fsdpctl.comm.base import LocalCollectives
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.sealed import MANIFEST, seal
+from fsdpctl.config.serialize import config_words
+from fsdpctl.data.tokenizer import ByteTokenizer
+from fsdpctl.data.tokens import write_token_file
+from fsdpctl.train.assemble import make_model
+
+TINY_MODEL = [
+    "model.num_layers=2", "model.hidden_size=32", "model.intermediate_size=48",
+    "model.num_heads=4", "model.num_kv_heads=2", "model.vocab_size=256", "precision=fp32",
+    "data.tokenizer=bytes",
+]  # fmt: skip
+RANK_FILE = "rank-00000.safetensors"
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """A checkpoint of a tiny model, with a tokenizer."""
+    config = compose_config(TINY_MODEL).config
+    model = make_model(config, torch.device("cpu"))
+    about = About(Progress(1), config_words(config), ByteTokenizer().files())
+    write_checkpoint(folder, take_snapshot(model, None, 0, about), LocalCollectives())
+    return folder
+
+
+def make_hugging_face(checkpoint: Path, folder: Path) -> Path:
+    """The same as a Hugging Face directory of several files."""
+    consolidate(CheckpointReader(checkpoint), folder, max_file_bytes=20_000)
+    return folder
+
+
+def make_tokens(path: Path) -> Path:
+    """A token file of bytes."""
+    tokens = np.tile(np.arange(97, 117, dtype=np.uint16), 1000)
+    write_token_file(path, tokens, ByteTokenizer(), num_bytes=len(tokens))
+    return path
+
+
+def reseal(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest and refit its checksum."""
+    content = json.loads((checkpoint / MANIFEST).read_text())
+    for name in ("format", "version", "xxh3"):
+        del content[name]
+    change(content)
+    (checkpoint / MANIFEST).write_text(seal(content))
+
+
+def read_header(file: Path) -> tuple[bytes, bytes]:
+    """The JSON of a safetensors file's header, and what is behind it."""
+    content = file.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    return content[8 : 8 + length], content[8 + length :]
+
+
+def rewrite_header(file: Path, text: bytes) -> None:
+    """Another header before the same tensors."""
+    _, data = read_header(file)
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def refit_header(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the header of the first rank's file, and refit the manifest."""
+    text, _ = read_header(checkpoint / RANK_FILE)
+    content = json.loads(text)
+    change(content)
+    write_refitted(checkpoint, json.dumps(content).encode())
+
+
+def write_refitted(checkpoint: Path, text: bytes) -> None:
+    """Write the header of the first rank's file as it is, and refit the manifest."""
+    file = checkpoint / RANK_FILE
+    rewrite_header(file, text)
+    about = {
+        "size": file.stat().st_size,
+        "xxh3": xxhash.xxh3_128_hexdigest(struct.pack("<Q", len(text)) + text),
+    }
+    reseal(checkpoint, lambda content: content["files"].update({RANK_FILE: about}))
+
+
+def attach(checkpoint: Path, name: str, content: bytes) -> None:
+    """Put an attachment into the manifest; its file lies where `name` says."""
+    file = checkpoint / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content)
+    about = {"size": len(content), "xxh3": xxhash.xxh3_128_hexdigest(content)}
+    reseal(checkpoint, lambda manifest: manifest["attachments"].update({name: about}))
+
+
+def everything_in(folder: Path) -> dict[str, bytes | None]:
+    """Names below a folder, and what the files hold."""
+    return {
+        str(each.relative_to(folder)): each.read_bytes() if each.is_file() else None
+        for each in folder.rglob("*")
+        if not each.is_fifo()
+    }

@@ -1,0 +1,32 @@
+"""Which failure the others follow from."""
+
+import signal
+
+from fsdpctl.launch.outcome import Failure, Outcome
+
+
+def failure(rank: int, code: int, message: str = "", at: int = 100) -> Failure:
+    return Failure(rank, "h", code, message, at)
+
+
+def test_who_waited_in_vain_is_not_accused():
+    waited = failure(0, 1, "[gloo] Timed out waiting 10000ms for recv operation to complete")
+    stopped = failure(1, -signal.SIGKILL, at=130)  # by the agent, half a minute later
+    outcome = Outcome((waited, stopped), None)
+    assert outcome.cause is waited
+    assert waited.waited_in_vain
+    assert not stopped.waited_in_vain
+    assert outcome.silent_ranks == [1]
+
+
+def test_who_was_killed_broke_the_others_talks():
+    killed = failure(1, -signal.SIGKILL)
+    outcome = Outcome((failure(0, 1, "Connection closed by peer [127.0.0.1]:1"), killed), None)
+    assert outcome.cause is killed
+
+
+def test_own_words_come_before_broken_talks():
+    spoken = failure(1, 2, "token 7 is 99, above its vocabulary of 9")
+    outcome = Outcome((failure(0, 1, "Connection reset by peer"), spoken), None)
+    assert outcome.cause is spoken
+    assert not spoken.waited_in_vain
