@@ -64,7 +64,7 @@ def published_runs() -> list[dict[str, Any]]:
     """What was measured, and what is estimated of it; in GiB."""
     results = []
     for each in PUBLISHED:
-        found = each.weigh()
+        found = each.estimate()
         estimated = {
             "allocated": found.peak_allocated / _GIB,
             "reserved": found.peak_reserved / _GIB,

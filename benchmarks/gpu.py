@@ -39,7 +39,7 @@ from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.registry import initialize_parameter
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.plan.units import lay_out
-from fsdpctl.train.blocks import checkpoint_block
+from fsdpctl.resolve.blocks import checkpoint_block
 
 PEAK_FLOPS = 989e12  # dense bf16 of a Hopper chip
 WARM_UP = 4

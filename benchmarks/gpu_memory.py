@@ -31,14 +31,14 @@ from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
+from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
+from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.models.registry import initialize_parameter
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.plan.units import lay_out
+from fsdpctl.resolve.machine import resolved_strategy, world_size
 from fsdpctl.train.assemble import make_module, make_optimizer
-from fsdpctl.train.machine import resolved_strategy, world_size
-from fsdpctl.train.run_estimate import RunEstimate
-from fsdpctl.train.weigh import Weigher, placed_for_estimate
 
 _GIB = 1 << 30
 _STEPS = 4
@@ -129,11 +129,11 @@ def _measured(words: list[str], found: RunEstimate, device: str) -> dict[str, An
 
 def measure_all(words: argparse.Namespace) -> list[dict[str, Any]]:
     """Random configurations that the device has room for."""
-    draw, weigher, results = random.Random(0), Weigher(), list[dict[str, Any]]()
+    draw, estimator, results = random.Random(0), Estimator(), list[dict[str, Any]]()
     room = words.gib * _GIB
     while len(results) < words.count:
         typed = draw_words(draw, words.models.split(","))
-        found = weigher.weigh(resolved(typed, words.device))
+        found = estimator.estimate(resolved(typed, words.device))
         if _SMALLEST * (words.device == "cuda") <= found.peak_reserved <= room:
             results.append(_measured(typed, found, words.device))
             print(results[-1], flush=True)

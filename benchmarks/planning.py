@@ -23,12 +23,12 @@ import torch
 imported = time.perf_counter()
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.build import divide_module
-from fsdpctl.memory.estimate import timeline
+from fsdpctl.memory.engine_bytes import timeline
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.train.footprint import plan_run
-from fsdpctl.train.machine import placed_on_cluster
-from fsdpctl.train.weigh import Weigher, weigh_strategies
+from fsdpctl.estimate.run_plan import plan_run
+from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.estimate.estimator import Estimator, estimate_strategies
 model, nodes, ranks = sys.argv[1:]
 launch = [f"launch.nnodes={nodes}", f"launch.nproc_per_node={ranks}"]
 launch += ["train.seq_len=8192", "activation_checkpointing=full"]
@@ -39,12 +39,12 @@ built = time.perf_counter()
 moments = sum(1 for _ in timeline(*plan_run(config, divide_module(module, None), 1)))
 planned = time.perf_counter()
 import resource
-weigher, weighing = Weigher(), time.perf_counter()
-weigh_strategies(weigher, config, every=False)
-weighed = time.perf_counter()
-weigh_strategies(weigher, config, every=True)
-again = (time.perf_counter() - weighed) / len(STRATEGIES)
-first = (ready - imported) + (weighed - weighing)
+estimator, began = Estimator(), time.perf_counter()
+estimate_strategies(estimator, config, every=False)
+estimated = time.perf_counter()
+estimate_strategies(estimator, config, every=True)
+again = (time.perf_counter() - estimated) / len(STRATEGIES)
+first = (ready - imported) + (estimated - began)
 mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 print(json.dumps([imported - began, built - ready, planned - built, moments, first, again, mib]))
 """

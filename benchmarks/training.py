@@ -9,7 +9,8 @@ from fsdpctl.data.batches import MicroBatch
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step
-from fsdpctl.train.loss import loss_chunk_tokens, summed_loss
+from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
+from fsdpctl.train.loss import summed_loss
 
 
 def train_step(

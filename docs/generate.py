@@ -14,14 +14,14 @@ from docs import measured
 from fsdpctl.cli.app import app
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.build import divide_module
-from fsdpctl.memory.estimate import Breakdown, Moment, TrainingPlan, estimate, timeline
+from fsdpctl.estimate.estimator import placed_for_estimate
+from fsdpctl.estimate.run_plan import plan_run
+from fsdpctl.memory.engine_bytes import Breakdown, Moment, TrainingPlan, estimate, timeline
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.replay import RankPlace
 from fsdpctl.plan.schedule import EventKind
 from fsdpctl.plan.strategy import STRATEGIES, Strategy
-from fsdpctl.train.footprint import plan_run
-from fsdpctl.train.machine import resolved_strategy
-from fsdpctl.train.weigh import placed_for_estimate
+from fsdpctl.resolve.machine import resolved_strategy
 
 DOCS = Path(__file__).parent
 PAGES = (

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from fsdpctl.engine.model import ShardedModel
     from fsdpctl.engine.precision import Precision
     from fsdpctl.engine.shard import Sharding, shard_model
+    from fsdpctl.estimate.own_module import Assumed, MemoryEstimate, estimate_memory
     from fsdpctl.optim.adamw import ShardedAdamW
     from fsdpctl.optim.clip import clip_grad_norm_
     from fsdpctl.plan.owners import OwnerMap
     from fsdpctl.plan.schedule import Prefetch
     from fsdpctl.plan.strategy import Strategy
-    from fsdpctl.train.own_module import Assumed, MemoryEstimate, estimate_memory
 
 __all__ = [
     "Assumed",
@@ -41,10 +41,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Assumed": "fsdpctl.train.own_module",
-    "MemoryEstimate": "fsdpctl.train.own_module",
+    "Assumed": "fsdpctl.estimate.own_module",
+    "MemoryEstimate": "fsdpctl.estimate.own_module",
     "Sharding": "fsdpctl.engine.shard",
-    "estimate_memory": "fsdpctl.train.own_module",
+    "estimate_memory": "fsdpctl.estimate.own_module",
     "DirectLinear": "fsdpctl.engine.direct",
     "GradAccumulator": "fsdpctl.engine.accumulation",
     "OwnerMap": "fsdpctl.plan.owners",

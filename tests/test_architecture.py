@@ -23,6 +23,8 @@ LAYERS = [
     {"comm", "models", "data"},
     {"shards"},
     {"engine", "optim", "checkpoint", "memory"},
+    {"resolve"},
+    {"estimate"},
     {"train", "launch"},
     {"compare"},
     {"cli"},

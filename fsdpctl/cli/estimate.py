@@ -12,10 +12,10 @@ from fsdpctl.cli.words import Asked, composed_from, configured
 from fsdpctl.errors import UsageError, nearest
 
 if TYPE_CHECKING:
-    from fsdpctl.train.advice import Change
-    from fsdpctl.train.fit import Fit
-    from fsdpctl.train.run_estimate import RunEstimate
-    from fsdpctl.train.weigh import Weigher
+    from fsdpctl.estimate.advice import Change
+    from fsdpctl.estimate.estimator import Estimator
+    from fsdpctl.estimate.fit import Fit
+    from fsdpctl.estimate.run_estimate import RunEstimate
 
 _DOES_NOT_FIT = 3
 _FITTED = ("micro_batch", "seq_len", "model")
@@ -55,11 +55,11 @@ def estimate_memory(
     if fit is not None and fit not in _FITTED:
         raise UsageError(f"--fit {fit}: allowed is {', '.join(_FITTED)}{nearest(fit, _FITTED)}")
     composed = composed_from(*asked, quiet=as_json)
-    from fsdpctl.train.weigh import Weigher, weigh_strategies
+    from fsdpctl.estimate.estimator import Estimator, estimate_strategies
 
-    weigher = Weigher()
-    estimates = weigh_strategies(weigher, composed.config, every=all_strategies)
-    fits = _fits(weigher, estimates, fit)
+    estimator = Estimator()
+    estimates = estimate_strategies(estimator, composed.config, every=all_strategies)
+    fits = _fits(estimator, estimates, fit)
     if plot is not None:
         _draw(estimates, fits, plot)
     if as_json:
@@ -70,18 +70,18 @@ def estimate_memory(
     elif all_strategies:
         _show_all(estimates, fits)
     else:
-        _show_one(weigher, estimates[0], fits)
+        _show_one(estimator, estimates[0], fits)
     if require_fit and not any(each.verdict == "fits" for each in estimates):
         raise typer.Exit(_DOES_NOT_FIT)
 
 
-def _fits(weigher: "Weigher", estimates: list["RunEstimate"], fit: str | None) -> list["Fit"]:
+def _fits(estimator: "Estimator", estimates: list["RunEstimate"], fit: str | None) -> list["Fit"]:
     """The largest that fits, for each estimate, if that was asked for."""
     if fit is None:
         return []
-    from fsdpctl.train.fit import largest_that_fits
+    from fsdpctl.estimate.fit import largest_that_fits
 
-    return [largest_that_fits(weigher, each.config, fit) for each in estimates]
+    return [largest_that_fits(estimator, each.config, fit) for each in estimates]
 
 
 def _draw(estimates: list["RunEstimate"], fits: list["Fit"], folder: Path) -> None:
@@ -102,7 +102,7 @@ def _show_all(estimates: list["RunEstimate"], fits: list["Fit"]) -> None:
         say(f"{each.config.strategy.name}: {_fit_line(fit)}")
 
 
-def _show_one(weigher: "Weigher", found: "RunEstimate", fits: list["Fit"]) -> None:
+def _show_one(estimator: "Estimator", found: "RunEstimate", fits: list["Fit"]) -> None:
     for line in _heading(found):
         say(line)
     show_table(_breakdown_table(found))
@@ -112,15 +112,15 @@ def _show_one(weigher: "Weigher", found: "RunEstimate", fits: list["Fit"]) -> No
     if fits:
         say(f"fit     {_fit_line(fits[0])}")
     elif found.verdict != "fits":
-        from fsdpctl.train.advice import advice
+        from fsdpctl.estimate.advice import advice
 
-        changes = advice(weigher, found.config)
+        changes = advice(estimator, found.config)
         for line in change_lines(changes):
             say(line)
 
 
 def _heading(first: "RunEstimate") -> list[str]:
-    from fsdpctl.train.machine import world_size
+    from fsdpctl.resolve.machine import world_size
 
     config, launch, precision = first.config, first.config.launch, first.config.precision
     nodes = "" if launch.nnodes == 1 else f" on {launch.nnodes} nodes"
@@ -145,12 +145,12 @@ def _strategies_table(estimates: list["RunEstimate"]) -> Table:
     """What is held at the peak, for each strategy."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("strategy")
-    parts = [name for name in estimates[0].weighed.breakdown if name != "rounding"]
+    parts = [name for name in estimates[0].step.breakdown if name != "rounding"]
     for name in [*parts, "allocated", "reserved", "margin"]:
         table.add_column(name.replace("_", " "), justify="right")
     table.add_column("")
     for each in estimates:
-        cells = [_size(each.weighed.breakdown[name]) for name in parts]
+        cells = [_size(each.step.breakdown[name]) for name in parts]
         totals = [_size(each.allocated), _size(each.peak_reserved), _size(each.margin)]
         verdict = each.verdict.replace("_", " ")
         table.add_row(each.config.strategy.name, *cells, *totals, verdict)
@@ -162,11 +162,11 @@ def _breakdown_table(found: "RunEstimate") -> Table:
     table.add_column(f"{found.config.strategy.name}, on a rank at the peak")
     table.add_column("", justify="right")
     table.add_column("the largest of it")
-    for name, nbytes in found.weighed.breakdown.items():
-        largest = [each for each in found.weighed.peak.largest if each.category == name]
+    for name, nbytes in found.step.breakdown.items():
+        largest = [each for each in found.step.peak.largest if each.category == name]
         named = [f"{each.count} x {each.what}, {_size(each.nbytes)}" for each in largest[:2]]
         table.add_row(name.replace("_", " "), _size(nbytes), "; ".join(named))
-    table.add_row("allocated", _size(found.allocated), f"when: {found.weighed.peak.when}")
+    table.add_row("allocated", _size(found.allocated), f"when: {found.step.peak.when}")
     return table
 
 
@@ -174,7 +174,7 @@ def _conclusions(found: "RunEstimate") -> list[str]:
     config, outside = found.config, found.outside
     lines = []
     if config.launch.device == "cuda":
-        each = [f"{_size(nbytes)} {name}" for name, nbytes in found.weighed.reserved.items()]
+        each = [f"{_size(nbytes)} {name}" for name, nbytes in found.step.reserved.items()]
         lines.append(
             f"reserved by the allocator: {', '.join(each)}; launch.allocator="
             f"{config.launch.allocator}"

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fsdpctl.train.fit import Fit
-    from fsdpctl.train.run_estimate import RunEstimate
+    from fsdpctl.estimate.fit import Fit
+    from fsdpctl.estimate.run_estimate import RunEstimate
 
 _GIB = 1 << 30
 _INCHES = (10, 5.5)
@@ -50,7 +50,7 @@ def _figure(title: str) -> tuple[Any, Any]:
 
 
 def _title(found: "RunEstimate") -> str:
-    from fsdpctl.train.machine import world_size
+    from fsdpctl.resolve.machine import world_size
 
     config = found.config
     return (
@@ -77,7 +77,7 @@ def _draw_step(found: "RunEstimate", path: Path) -> None:
     """What is held over the moments of a step, stacked."""
     from fsdpctl.memory.simulate import course
 
-    moments = course(found.weighed.script, found.weighed.writer.item)
+    moments = course(found.step.script, found.step.writer.item)
     figure, axes = _figure(f"{_title(found)}: a step with {found.config.strategy.name}")
     values = {
         name: [held[category] / _GIB for _, held in moments]
@@ -137,7 +137,7 @@ def _draw_strategies(estimates: Sequence["RunEstimate"], path: Path) -> None:
     names = [_wrapped(each.config.strategy.name) for each in estimates]
     bottom = [0.0] * len(estimates)
     for (name, color), label in zip(_COLORS.items(), _labels(_COLORS), strict=True):
-        heights = [each.weighed.breakdown[name] / _GIB for each in estimates]
+        heights = [each.step.breakdown[name] / _GIB for each in estimates]
         axes.bar(names, heights, bottom=bottom, color=color, label=label, width=0.6)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     reserved = [each.peak_reserved / _GIB for each in estimates]

@@ -15,7 +15,7 @@ from fsdpctl.errors import StoppedError, UsageError
 if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
     from fsdpctl.launch.outcome import Failure, Outcome
-    from fsdpctl.train.resolve import ResolvedRun
+    from fsdpctl.resolve.run import ResolvedRun
 
 _SAVED = 75
 _TOO_EARLY = "stopped before there was anything to save"
@@ -59,14 +59,14 @@ def train(
 
 
 def _dry_run(composed: "Composed", resume: str) -> None:
+    from fsdpctl.estimate.kept import estimate_here
+    from fsdpctl.resolve.run import resolve
     from fsdpctl.train.describe import describe_run, describe_units
-    from fsdpctl.train.expected import weigh_run
-    from fsdpctl.train.resolve import resolve
     from fsdpctl.train.run_dir import plan_start
 
     run = resolve(composed)
     start = plan_start(run.config, resume)
-    estimate = weigh_run(run)
+    estimate = estimate_here(run)
     for line in [*describe_run(run, start, estimate), "", *describe_units(run)]:
         say(line)
     _check_large_token_files(run)
@@ -77,7 +77,7 @@ def _dry_run(composed: "Composed", resume: str) -> None:
 def _check_large_token_files(run: "ResolvedRun") -> None:
     """Those that are not read before every run."""
     from fsdpctl.data.tokens import check_tokens
-    from fsdpctl.train.resolve import CHECKED_BYTES
+    from fsdpctl.resolve.run import CHECKED_BYTES
 
     large = [file for file in run.data.token_files if file.num_bytes > CHECKED_BYTES]
     with bytes_bar(sum(file.num_bytes for file in large)) as advance:
@@ -86,11 +86,11 @@ def _check_large_token_files(run: "ResolvedRun") -> None:
 
 
 def _run(composed: "Composed", typed: list[str], resume: str) -> None:
+    from fsdpctl.estimate.kept import estimate_here, write_estimate
     from fsdpctl.launch.local import launch_workers
+    from fsdpctl.resolve.run import resolve
     from fsdpctl.train.assets import collect_assets
     from fsdpctl.train.describe import describe_run
-    from fsdpctl.train.expected import weigh_run, write_expected
-    from fsdpctl.train.resolve import resolve
     from fsdpctl.train.run_dir import LOGS, Standing, plan_start, prepare_run_dir
     from fsdpctl.train.run_lock import lock_run_dir
     from fsdpctl.train.worker import MODULE
@@ -106,12 +106,12 @@ def _run(composed: "Composed", typed: list[str], resume: str) -> None:
     )
     if resume == "auto":  # it may have moved on until it was locked
         start = plan_start(run.config, resume)
-    estimate = weigh_run(run)
+    estimate = estimate_here(run)
     for line in describe_run(run, start, estimate):
         say(line)
     run_dir = start.run_dir
     prepare_run_dir(start, typed, collect_assets(run.config, run.data))
-    write_expected(run_dir, run, estimate)
+    write_estimate(run_dir, run, estimate)
     launch = run.config.launch
     del run, estimate  # the workers read their own data
     outcome = launch_workers(MODULE, [str(run_dir)], launch, logs=run_dir / LOGS, is_last=True)
@@ -163,22 +163,22 @@ def _show_failure(cause: "Failure", run_dir: Path, silent_ranks: Sequence[int] =
 def _memory_report(run_dir: Path) -> list[str]:
     """What was estimated, what there was, and the cheapest changes that fit."""
     from fsdpctl.cli.estimate import change_lines
-    from fsdpctl.train.advice import advice
-    from fsdpctl.train.machine import placed_on_cluster
+    from fsdpctl.estimate.advice import advice
+    from fsdpctl.estimate.estimator import Estimator
+    from fsdpctl.resolve.machine import placed_on_cluster
     from fsdpctl.train.progress import format_bytes
     from fsdpctl.train.run_dir import read_config
-    from fsdpctl.train.weigh import Weigher
 
-    weigher = Weigher()
+    estimator = Estimator()
     try:
-        found = weigher.weigh(placed_on_cluster(read_config(run_dir)))
+        found = estimator.estimate(placed_on_cluster(read_config(run_dir)))
     except UsageError:
         return []  # its configuration is damaged; the failure itself is what matters
     return [
         f"memory {format_bytes(found.allocated)} estimated, {format_bytes(found.peak_reserved)} "
         f"with what the allocator keeps; a rank had {format_bytes(found.memory_bytes)}",
-        f"where  the most is held in: {found.weighed.peak.when}",
-        *change_lines(advice(weigher, found.config, more_ranks=False)),
+        f"where  the most is held in: {found.step.peak.when}",
+        *change_lines(advice(estimator, found.config, more_ranks=False)),
     ]
 
 

@@ -11,11 +11,11 @@ from typing import Any
 from fsdpctl.compare import OK, REFUSED
 from fsdpctl.compare.vary import Variant
 from fsdpctl.errors import InterruptError, StoppedError, UsageError
+from fsdpctl.estimate.run_plan import estimate_run
 from fsdpctl.launch.local import launch_workers
+from fsdpctl.resolve.machine import world_size
+from fsdpctl.resolve.run import ResolvedRun, resolve
 from fsdpctl.train.assets import collect_assets
-from fsdpctl.train.footprint import estimate_run
-from fsdpctl.train.machine import world_size
-from fsdpctl.train.resolve import ResolvedRun, resolve
 from fsdpctl.train.run_dir import LOGS, METRICS, plan_start, prepare_run_dir
 from fsdpctl.train.run_lock import lock_run_dir
 from fsdpctl.train.worker import MEASURE, MODULE

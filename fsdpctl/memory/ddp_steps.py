@@ -8,7 +8,7 @@ until its backward, as autocast does with those of matrix products.
 from dataclasses import dataclass
 
 from fsdpctl.memory.compute import Part, Place
-from fsdpctl.memory.estimate import MOMENTS, STEP_BYTES
+from fsdpctl.memory.engine_bytes import MOMENTS, STEP_BYTES
 from fsdpctl.memory.script import Category, Writer
 from fsdpctl.plan.replay import Itemsizes
 from fsdpctl.plan.units import UnitSpec

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fsdpctl.memory.compute import Part, Place
-from fsdpctl.memory.estimate import MOMENTS, STEP_BYTES
+from fsdpctl.memory.engine_bytes import MOMENTS, STEP_BYTES
 from fsdpctl.memory.script import Category, Writer
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.replay import Itemsizes

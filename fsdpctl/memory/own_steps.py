@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from fsdpctl.memory.compute import Part, Place
-from fsdpctl.memory.estimate import MOMENTS, STEP_BYTES, TrainingPlan, plan_slots, planned_step
+from fsdpctl.memory.engine_bytes import MOMENTS, STEP_BYTES, TrainingPlan, plan_slots, planned_step
 from fsdpctl.memory.script import CATEGORY_OF, Category, Writer
 from fsdpctl.plan.layout import FlatLayout, ParamSpec, Span
 from fsdpctl.plan.replay import RankPlace

@@ -26,7 +26,7 @@ from fsdpctl.models.registry import initialize_parameter
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.train.blocks import bare_module, checkpoint_block, compile_block
+from fsdpctl.resolve.blocks import bare_module, checkpoint_block, compile_block
 from fsdpctl.train.loop import Trainer
 from fsdpctl.train.parts import TrainingParts
 

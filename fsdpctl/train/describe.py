@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import divide_module
-from fsdpctl.memory.estimate import DTYPE_BYTES
+from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.run_plan import divide
+from fsdpctl.memory.engine_bytes import DTYPE_BYTES
 from fsdpctl.plan.strategy import get_strategy
-from fsdpctl.train.footprint import divide
+from fsdpctl.resolve.run import ResolvedRun
 from fsdpctl.train.progress import format_bytes
-from fsdpctl.train.resolve import ResolvedRun
 from fsdpctl.train.run_dir import Standing, Start
-from fsdpctl.train.run_estimate import RunEstimate
 
 _SHOWN_RANKS = 8
 _OWNED = 4  # master, gradient and two moments of each element
@@ -127,9 +127,9 @@ def _length(run: ResolvedRun) -> str:
 
 def _memory(estimate: RunEstimate) -> str:
     """What the fullest rank will hold."""
-    largest = sorted(estimate.weighed.breakdown.items(), key=lambda each: each[1], reverse=True)
+    largest = sorted(estimate.step.breakdown.items(), key=lambda each: each[1], reverse=True)
     parts = [f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in largest if size > 0]
-    text = f"{format_bytes(estimate.allocated)} a rank at most ({estimate.weighed.peak.when}): "
+    text = f"{format_bytes(estimate.allocated)} a rank at most ({estimate.step.peak.when}): "
     text += ", ".join(parts)
     if estimate.config.launch.device == "cuda":
         text += f"; {format_bytes(estimate.peak_reserved)} reserved"

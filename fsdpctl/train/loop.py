@@ -14,10 +14,10 @@ from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
 from fsdpctl.optim.record import StepFigures, StepRecord, record_step
 from fsdpctl.optim.schedule import lr_factor
 from fsdpctl.train.clock import StepClock
-from fsdpctl.train.expected import MemoryCheck
 from fsdpctl.train.generate import generate
 from fsdpctl.train.kept import KeptFiles
 from fsdpctl.train.loss import describe_validation, summed_loss, validation_loss
+from fsdpctl.train.memory_check import MemoryCheck
 from fsdpctl.train.metrics import MetricsFile, StepMetrics, peak_memory
 from fsdpctl.train.parts import LaunchedStep, TrainingParts
 from fsdpctl.train.profiling import Profiler, not_profiled, profiled

@@ -27,8 +27,8 @@ from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
 from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.resolve.run import decides_losses
 from fsdpctl.train.assets import write_assets
-from fsdpctl.train.resolve import decides_losses
 from fsdpctl.train.run_lock import LOCK
 
 RUNS = "runs"  # the folder of runs whose directory was not given

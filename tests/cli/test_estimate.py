@@ -51,7 +51,7 @@ def test_what_does_not_fit_is_answered_with_changes_and_a_code():
     assert "strategy=full_shard" in text.split("to fit")[1]
 
 
-def test_other_engines_are_weighed_and_their_strategies_named():
+def test_other_engines_are_estimated_and_their_strategies_named():
     code, text = invoke("estimate-memory", *H100, "engine=fsdp2", "--all-strategies", "--json")
     found = [each["strategy"] for each in json.loads(text)]
     assert code == 0

@@ -9,7 +9,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.launch.outcome import Failure
-from fsdpctl.train.machine import placed_here
+from fsdpctl.resolve.machine import placed_here
 
 WORDS = ["model.vocab_size=256", "cluster.memory=0.75", "train.seq_len=2048"]
 

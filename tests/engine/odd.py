@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdpctl.train.blocks import checkpoint_block
+from fsdpctl.resolve.blocks import checkpoint_block
 from tests.engine.models import OddBlock, OddNet, next_token_loss, token_batches
 
 Batches = list[list[list[Tensor]]]  # [step][rank][micro-step]

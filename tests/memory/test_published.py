@@ -1,4 +1,4 @@
-"""Runs that others measured and published, weighed again.
+"""Runs that others measured and published, estimated again.
 
 From torchtitan's repository: benchmarks/llama3_h100_202412_torchtitan.md, table 1 (8 B: reserved),
 and pull request 165 (7 B: allocated and reserved, as shares of 95.0396 GiB).
@@ -21,14 +21,14 @@ from fsdpctl.memory.shorten import shorten
 from fsdpctl.memory.simulate import Constant, Script, settle
 from fsdpctl.memory.trace import trace
 from fsdpctl.plan.replay import Itemsizes
-from fsdpctl.train.blocks import checkpoint_block
+from fsdpctl.resolve.blocks import checkpoint_block
 from tests.memory.titan import LLAMA_7B, LLAMA_8B, Shape, Titan
 
 GIB = 1 << 30
 CUBLAS = [Constant(Category.WORKSPACES, "cuBLAS workspace", 32 << 20)] * 2
 
 
-def weighed(
+def estimated(
     shape: Shape, length: int, checkpointing: str, run: Callable[[nn.Module], object]
 ) -> CachingAllocator:
     """On eight ranks, in bfloat16 with float32 reduction, and AdamW tensor by tensor."""
@@ -65,7 +65,7 @@ class Published:
     keeps_logits: bool  # in float32, until the next forward has returned
     measured: Mapping[str, float]
 
-    def weigh(self) -> CachingAllocator:
+    def estimate(self) -> CachingAllocator:
         kept: list[Tensor] = []
 
         def run(model: nn.Module) -> None:
@@ -79,7 +79,7 @@ class Published:
             del predicted
             loss.backward()
 
-        return weighed(self.shape, self.length, self.checkpointing, run)
+        return estimated(self.shape, self.length, self.checkpointing, run)
 
 
 PUBLISHED = [
@@ -106,7 +106,7 @@ PUBLISHED = [
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda each: each.name)
 def test_a_published_run_is_estimated(published):
-    found = published.weigh()
+    found = published.estimate()
     measured = published.measured
     assert found.peak_reserved / GIB == pytest.approx(measured["reserved"], rel=0.05)
     if "allocated" in measured:

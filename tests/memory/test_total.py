@@ -9,17 +9,17 @@ import torch
 from benchmarks.training import train_step
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
+from fsdpctl.estimate.run_plan import plan_run
+from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.memory.allocator import PlainAllocator
-from fsdpctl.memory.estimate import planned_step
+from fsdpctl.memory.engine_bytes import planned_step
 from fsdpctl.memory.own_steps import OwnSteps
 from fsdpctl.memory.script import Writer
 from fsdpctl.memory.simulate import Script, settle
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
 from fsdpctl.train.assemble import make_model, make_optimizer
-from fsdpctl.train.footprint import plan_run
-from fsdpctl.train.machine import placed_on_cluster, resolved_strategy
-from fsdpctl.train.traced import TracedModel
 from tests.distributed import distributed
 from tests.matrix import WHOLE, fast
 from tests.memory.watch import watched_step

@@ -12,7 +12,7 @@ from fsdpctl.config.schema import ModelConfig
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.registry import build_model, initialize_parameter
-from fsdpctl.train.resolve import resolve
+from fsdpctl.resolve.run import resolve
 from tests.cli.run import TINY, make_text
 from tests.distributed import distributed
 

@@ -16,7 +16,7 @@ _ROUNDING = 512  # of CUDA's allocator
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class StepEstimate:
     """The most that a rank holds, in bytes, and when that is."""
 
     device: str
@@ -78,9 +78,9 @@ class Weighed:
         }
 
 
-def weigh_steps(
+def estimate_steps(
     writer: Writer, steps: Steps, *, device: str, allocator: str, draws: bool
-) -> Weighed:
+) -> StepEstimate:
     """Play what `steps` writes until nothing new is asked for.
 
     Args:
@@ -96,7 +96,7 @@ def weigh_steps(
         played = _played(script, writer, device, allocator)
         peak = find_peak(script, writer.item, _ROUNDING if on_cuda else 1)
     allocated, reserved = played.peak_allocated, played.peak_reserved
-    return Weighed(device, allocator, allocated, reserved, peak, script, writer)
+    return StepEstimate(device, allocator, allocated, reserved, peak, script, writer)
 
 
 def _played(

@@ -11,7 +11,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import ModelConfig
 from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.registry import build_model, initialize_parameter
-from fsdpctl.train.blocks import checkpoint_block, compile_block, missing_compiler
+from fsdpctl.resolve.blocks import checkpoint_block, compile_block, missing_compiler
 from tests.cli.run import TINY
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"

@@ -1,4 +1,4 @@
-"""`fsdpctl.estimate_memory`: a module of your own, weighed before there is a device for it."""
+"""`fsdpctl.estimate_memory`: a module of your own, estimated before there is a device for it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from fsdpctl.engine.describe import dtype_name
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import Sharding
 from fsdpctl.errors import UsageError, nearest
-from fsdpctl.memory.estimate import TrainingPlan
+from fsdpctl.estimate.engines import ENGINES, steps_of
+from fsdpctl.estimate.run_plan import REPEATING
+from fsdpctl.estimate.traced import TracedModule
+from fsdpctl.memory.engine_bytes import TrainingPlan
 from fsdpctl.memory.script import Writer
-from fsdpctl.memory.weighed import ALLOCATORS, Weighed, weigh_steps
+from fsdpctl.memory.step_estimate import ALLOCATORS, StepEstimate, estimate_steps
 from fsdpctl.plan.replay import Itemsizes, RankPlace
 from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy, ranks_per_copy
 from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import UnitSpec, lay_out
-from fsdpctl.train.engines import ENGINES, steps_of
-from fsdpctl.train.footprint import REPEATING
-from fsdpctl.train.traced import Observed
 
 _CHOICES = {
     "device": ("cuda", "cpu"),
@@ -35,7 +35,7 @@ _CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """How a module is trained that `estimate_memory` weighs."""
+    """How a module is trained that `estimate_memory` looks at."""
 
     device: str = "cuda"  # or cpu
     engine: str = "fsdpctl"  # or fsdp2, ddp
@@ -52,27 +52,27 @@ class MemoryEstimate:
 
     num_params: int
     rank: int
-    weighed: Weighed
+    step: StepEstimate
 
     @property
     def peak_allocated(self) -> int:
         """In tensors."""
-        return self.weighed.allocated
+        return self.step.allocated
 
     @property
     def peak_reserved(self) -> int:
         """By the caching allocator; on the CPU the same."""
-        return self.weighed.peak_reserved
+        return self.step.peak_reserved
 
     @property
     def breakdown(self) -> dict[str, int]:
         """Of what is allocated, by category."""
-        return self.weighed.breakdown
+        return self.step.breakdown
 
     @property
     def when(self) -> str:
         """In words, when that is."""
-        return str(self.weighed.peak.when)
+        return str(self.step.peak.when)
 
     def verdict(self, available: int | str) -> str:
         """`fits`, `thrashes` or `too_large` where the allocator may have `available` bytes.
@@ -82,14 +82,14 @@ class MemoryEstimate:
         """
         if isinstance(available, str):
             available = parse_bytes(available, "available")
-        return self.weighed.verdict(available)
+        return self.step.verdict(available)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, for JSON."""
         return {
             "num_parameters": self.num_params,
             "rank": self.rank,
-            **self.weighed.to_dict(),
+            **self.step.to_dict(),
         }
 
 
@@ -131,7 +131,7 @@ def estimate_memory(
     sizes = _item_sizes(module, given.precision, assumed.engine)
     dtype = given.precision.param_dtype
     num_params = sum(param.numel() for param in module.parameters())
-    observed = Observed(
+    observed = TracedModule(
         module,
         make,
         units,
@@ -144,10 +144,10 @@ def estimate_memory(
     strategy, plan, place = _plan(units, given, sizes, world_size, assumed)
     fused = assumed.fused_optimizer
     steps, rank = steps_of(assumed.engine, strategy, units, plan, place, writer=writer, fused=fused)
-    weighed = weigh_steps(
+    step = estimate_steps(
         writer, steps, device=assumed.device, allocator=assumed.allocator, draws=False
     )
-    return MemoryEstimate(num_params, rank, weighed)
+    return MemoryEstimate(num_params, rank, step)
 
 
 def _check(assumed: Assumed, world_size: int) -> None:
@@ -206,7 +206,7 @@ def _item_sizes(module: nn.Module, precision: Precision, engine: str) -> Itemsiz
     dtypes = {param.dtype for param in module.parameters() if param.is_floating_point()}
     if len(dtypes) > 1:
         names = ", ".join(sorted(map(dtype_name, dtypes)))
-        raise UsageError(f"estimate_memory: parameters of one dtype are weighed, not of {names}")
+        raise UsageError(f"estimate_memory: parameters of one dtype are estimated, not of {names}")
     (dtype,) = dtypes or {torch.float32}
     master = precision.dtype_of_master(dtype) if engine == "fsdpctl" else dtype
     return Itemsizes(

@@ -10,7 +10,9 @@ from fsdpctl.engine.build import divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
-from fsdpctl.memory.estimate import Estimate, TrainingPlan, estimate, timeline
+from fsdpctl.estimate.estimator import batches_of, placed_for_estimate
+from fsdpctl.estimate.run_plan import estimate_run, plan_run
+from fsdpctl.memory.engine_bytes import Estimate, TrainingPlan, estimate, timeline
 from fsdpctl.models.registry import build_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.replay import Itemsizes, RankPlace
@@ -18,9 +20,7 @@ from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES, effective_strategy
 from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import lay_out, unit_order
-from fsdpctl.train.footprint import estimate_run, plan_run
-from fsdpctl.train.machine import resolved_strategy
-from fsdpctl.train.weigh import batches_of, placed_for_estimate
+from fsdpctl.resolve.machine import resolved_strategy
 from tests.distributed import distributed
 from tests.engine.models import backward_window, make_net, next_token_loss, token_batches
 from tests.matrix import WHOLE, cases, fast

@@ -4,31 +4,31 @@ from dataclasses import replace
 
 from fsdpctl.config.schema import Config
 from fsdpctl.data.source import load_data
+from fsdpctl.estimate.engines import has_strategy, steps_of
+from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.run_plan import plan_run
+from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.memory.script import Writer
-from fsdpctl.memory.weighed import weigh_steps
+from fsdpctl.memory.step_estimate import estimate_steps
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.plan.strategy import STRATEGIES, get_strategy
-from fsdpctl.train.blocks import check_direct
-from fsdpctl.train.engines import has_strategy, steps_of
-from fsdpctl.train.footprint import plan_run
-from fsdpctl.train.loss import loss_chunk_tokens
-from fsdpctl.train.machine import (
+from fsdpctl.resolve.blocks import check_direct
+from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
+from fsdpctl.resolve.machine import (
     check_length,
     placed_on_cluster,
     resolved_strategy,
     world_size,
 )
-from fsdpctl.train.run_estimate import RunEstimate
-from fsdpctl.train.traced import TracedModel
 
 
-class Weigher:
+class Estimator:
     """Estimates configurations; what was observed of a model serves all that compute alike."""
 
     def __init__(self) -> None:
         self._traced: dict[tuple[object, ...], TracedModel] = {}
 
-    def weigh(self, config: Config) -> RunEstimate:
+    def estimate(self, config: Config) -> RunEstimate:
         """The estimate for a resolved configuration.
 
         Raises:
@@ -47,14 +47,14 @@ class Weigher:
         steps, rank = steps_of(
             config.engine.name, strategy, traced.units, plan, place, writer=writer
         )
-        weighed = weigh_steps(
+        step = estimate_steps(
             writer,
             steps,
             device=str(config.launch.device),
             allocator=config.launch.allocator,
             draws=config.engine.name == "fsdpctl" and not config.model.is_pretrained,
         )
-        return RunEstimate(config, batches, traced.num_params, rank, weighed)
+        return RunEstimate(config, batches, traced.num_params, rank, step)
 
     def _traced_model(self, config: Config) -> TracedModel:
         alike = (
@@ -80,7 +80,7 @@ def batches_of(config: Config) -> BatchPlan:
     )
 
 
-def weigh_strategies(weigher: Weigher, config: Config, *, every: bool) -> list[RunEstimate]:
+def estimate_strategies(estimator: Estimator, config: Config, *, every: bool) -> list[RunEstimate]:
     """The estimate for the strategy of `config`, or with `every` for all that its engine has.
 
     Values that a strategy has no use for are left out under it.
@@ -91,7 +91,7 @@ def weigh_strategies(weigher: Weigher, config: Config, *, every: bool) -> list[R
     placed = placed_for_estimate(config)
     given = map(config.strategy.under, STRATEGIES) if every else [config.strategy]
     return [
-        weigher.weigh(replace(placed, strategy=resolved_strategy(placed, each)))
+        estimator.estimate(replace(placed, strategy=resolved_strategy(placed, each)))
         for each in given
         if not every or has_strategy(config.engine.name, STRATEGIES[each.name])
     ]

@@ -19,9 +19,9 @@ from fsdpctl.data.source import DataSet, load_data
 from fsdpctl.data.tokens import check_tokens
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import BatchPlan, plan_batches
-from fsdpctl.train.blocks import bare_module, check_direct, missing_compiler
-from fsdpctl.train.loss import loss_chunk_tokens
-from fsdpctl.train.machine import check_length, placed_here, resolved_strategy, world_size
+from fsdpctl.resolve.blocks import bare_module, check_direct, missing_compiler
+from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
+from fsdpctl.resolve.machine import check_length, placed_here, resolved_strategy, world_size
 
 CHECKED_BYTES = 1 << 30  # token files up to here are read whole before a run, in a second
 # What decides the losses; the rest may change from one start of a run to the next.
@@ -55,7 +55,7 @@ def resolve(composed: Composed) -> ResolvedRun:
     """
     if composed.config.engine.name != "fsdpctl":
         raise UsageError(
-            f"engine={composed.config.engine.name}: this version only weighs it, with "
+            f"engine={composed.config.engine.name}: this version only estimates its memory, with "
             "estimate-memory; trained is with engine=fsdpctl"
         )
     config = placed_here(composed.config)

@@ -12,12 +12,12 @@ from fsdpctl.memory.shorten import shorten
 from fsdpctl.memory.trace import trace
 from fsdpctl.models.rope import rotation
 from fsdpctl.plan.units import UnitSpec
-from fsdpctl.train.blocks import bare_module, checkpoint_block
+from fsdpctl.resolve.blocks import bare_module, checkpoint_block
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class Observed:
+class TracedModule:
     """A module without memory, with few of its blocks if they are alike, to be watched."""
 
     def __init__(
@@ -50,10 +50,10 @@ class Observed:
 
     def program(self, run: Callable[[nn.Module], object]) -> Program:
         """A pass of the whole model; `run` does one, and returns what outlives it."""
-        passed = self._observe(run)
+        passed = self._trace(run)
         if not all(row.is_regular(passed) for row in self._rows):
             self._prepare(self._make(), shortens=False)
-            passed = self._observe(run)
+            passed = self._trace(run)
         return Program(passed, self._names, self._rows)
 
     def _prepare(self, module: nn.Module, *, shortens: bool) -> None:
@@ -69,7 +69,7 @@ class Observed:
         for param in self._module.parameters():
             param.data = param.data.to(self._dtype or param.dtype)
 
-    def _observe(self, run: Callable[[nn.Module], object]) -> Pass:
+    def _trace(self, run: Callable[[nn.Module], object]) -> Pass:
         return trace(self._module, self._traced, lambda: run(self._module), self._device)
 
 
@@ -85,7 +85,7 @@ class TracedModel:
         module = bare_module(config)
         self.num_params = sum(param.numel() for param in module.parameters())
         self.units = divide_module(module, None)
-        self._observed = Observed(
+        self._traced_module = TracedModule(
             module,
             lambda: bare_module(config),
             self.units,
@@ -108,5 +108,5 @@ class TracedModel:
         key = (micro_batch_size, seq_len, chunk_tokens)
         if key not in self._programs:
             rotation.cache_clear()  # its tables are part of what a first pass allocates
-            self._programs[key] = self._observed.program(run)
+            self._programs[key] = self._traced_module.program(run)
         return self._programs[key]

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdpctl.config.schema import Config
-from fsdpctl.train.machine import world_size
-from fsdpctl.train.run_estimate import RunEstimate
-from fsdpctl.train.weigh import Weigher, batches_of
+from fsdpctl.estimate.estimator import Estimator, batches_of
+from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.resolve.machine import world_size
 
 FITTED = {
     "micro_batch": "train.micro_batch_size",
@@ -62,13 +62,13 @@ def _valued(config: Config, what: str, value: int) -> Config:
     )
 
 
-def largest_that_fits(weigher: Weigher, config: Config, what: str) -> Fit:
+def largest_that_fits(estimator: Estimator, config: Config, what: str) -> Fit:
     """Search the largest micro-batch, length or number of blocks of a resolved configuration."""
     seen: dict[int, RunEstimate] = {}
 
     def fits(value: int) -> bool:
         if value not in seen:
-            seen[value] = weigher.weigh(_valued(config, what, value))
+            seen[value] = estimator.estimate(_valued(config, what, value))
         return seen[value].verdict == "fits"
 
     most = _MOST.get(what, config.model.max_seq_len)

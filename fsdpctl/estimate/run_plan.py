@@ -6,13 +6,13 @@ from torch import nn
 
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import Division, divide_module
-from fsdpctl.memory.estimate import DTYPE_BYTES, Estimate, TrainingPlan, estimate
+from fsdpctl.memory.engine_bytes import DTYPE_BYTES, Estimate, TrainingPlan, estimate
 from fsdpctl.plan.replay import Itemsizes, RankPlace
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy
 from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import UnitSpec, lay_out
-from fsdpctl.train.machine import world_size
+from fsdpctl.resolve.machine import world_size
 
 REPEATING = 3  # micro-steps after which another one needs nothing new
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import fsdpctl
 from fsdpctl.errors import UsageError
-from fsdpctl.train.own_module import estimate_memory
+from fsdpctl.estimate.own_module import estimate_memory
 from tests.distributed import distributed
 from tests.engine.models import OddNet, next_token_loss
 from tests.memory.watch import watched_step
@@ -77,13 +77,13 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
 
 
-def weigh(**about: object) -> fsdpctl.MemoryEstimate:
+def estimated(**about: object) -> fsdpctl.MemoryEstimate:
     given = {"world_size": 4, "loss_fn": torch.sum, **about}
     return estimate_memory(net, lambda: torch.empty(32, 64), **given)  # type: ignore[arg-type]  # what each test is about
 
 
 def test_a_verdict_is_given_for_any_size():
-    found = weigh()
+    found = estimated()
     assert found.verdict("80GiB") == "fits"
     assert found.verdict(1000) == "too_large"
     assert found.breakdown["rounding"] < 512 * 100
@@ -94,7 +94,7 @@ def test_other_engines_hold_what_they_shard_and_no_states_of_what_is_frozen():
     for engine, sharding, share in (("fsdp2", "full_shard", 4), ("ddp", "no_shard", 1)):
         numel = (64 * 256 + 256 + 256 * 8 + 8) // share
         assumed = fsdpctl.Assumed(engine=engine)
-        found = weigh(sharding=sharding, assumed=assumed).breakdown
+        found = estimated(sharding=sharding, assumed=assumed).breakdown
         assert found["parameters"] == pytest.approx(4 * numel, abs=4 * 512)
         assert found["optimizer_states"] == pytest.approx(8 * numel, abs=12 * 512)
 
@@ -117,10 +117,10 @@ def test_other_engines_hold_what_they_shard_and_no_states_of_what_is_frozen():
 
 def test_fully_shard_gathers_nothing_for_one_rank():
     for ranks, gathers in ((1, False), (2, True)):
-        found = weigh(world_size=ranks, assumed=fsdpctl.Assumed(engine="fsdp2"))
+        found = estimated(world_size=ranks, assumed=fsdpctl.Assumed(engine="fsdp2"))
         items = [
-            found.weighed.writer.item(key).what
-            for key, nbytes in found.weighed.script.operations(2)
+            found.step.writer.item(key).what
+            for key, nbytes in found.step.script.operations(2)
             if nbytes > 0
         ]
         assert ("gathered parameters" in items) == gathers
@@ -129,12 +129,12 @@ def test_fully_shard_gathers_nothing_for_one_rank():
 def test_fully_shard_of_copies_keeps_what_is_all_reduced():
     kept = []
     for ranks, strategy, size in ((4, "full_shard", None), (8, "hybrid_shard", 4)):
-        found = weigh(
+        found = estimated(
             world_size=ranks,
             assumed=fsdpctl.Assumed(engine="fsdp2", num_micro_batches=2),
             sharding=fsdpctl.Sharding(strategy, dp_shard_size=size),
         )
-        script, item = found.weighed.script, found.weighed.writer.item
+        script, item = found.step.script, found.step.writer.item
         live, most = set[int](), 0
         for key, nbytes in script.operations(2):
             if key >= 0 and item(key).category == "gradients":
@@ -199,7 +199,7 @@ def test_what_is_not_used_has_no_states(rank: int, world_size: int) -> None:
 )
 def test_mistakes_are_one_line(about, part):
     with pytest.raises(UsageError, match=".+") as error:
-        weigh(**about)
+        estimated(**about)
     assert part in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -9,16 +9,16 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import divide_module
 from fsdpctl.errors import UsageError
+from fsdpctl.estimate import traced
+from fsdpctl.estimate.advice import advice
+from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
+from fsdpctl.estimate.fit import FITTED, _edge, largest_that_fits
+from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.memory.compute import Part, Place, Program
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.train import traced
-from fsdpctl.train.advice import advice
-from fsdpctl.train.fit import FITTED, _edge, largest_that_fits
-from fsdpctl.train.machine import resolved_strategy
-from fsdpctl.train.run_estimate import RunEstimate
-from fsdpctl.train.traced import TracedModel
-from fsdpctl.train.weigh import Weigher, placed_for_estimate, weigh_strategies
+from fsdpctl.resolve.machine import resolved_strategy
 from tests.matrix import matrix
 
 H100 = ["model=llama3_8b", "cluster=h100"]
@@ -29,13 +29,13 @@ def resolved(*words: str) -> Config:
     return replace(placed, strategy=resolved_strategy(placed, placed.strategy))
 
 
-def weighed(*words: str) -> RunEstimate:
-    (found,) = weigh_strategies(Weigher(), compose_config(list(words)).config, every=False)
+def estimated(*words: str) -> RunEstimate:
+    (found,) = estimate_strategies(Estimator(), compose_config(list(words)).config, every=False)
     return found
 
 
 def test_auto_is_resolved_for_the_cluster_not_for_this_machine():
-    found = weighed(*H100, "launch.nnodes=2")
+    found = estimated(*H100, "launch.nnodes=2")
     assert found.config.launch.nproc_per_node == 8
     assert found.config.launch.device == "cuda"
     assert found.config.precision.param_dtype == "bfloat16"
@@ -44,26 +44,26 @@ def test_auto_is_resolved_for_the_cluster_not_for_this_machine():
 
 
 def test_parts_add_up_and_peaks_are_in_order():
-    for found in weigh_strategies(Weigher(), compose_config(H100).config, every=True):
-        assert sum(found.weighed.breakdown.values()) == found.allocated
-        assert found.weighed.breakdown["rounding"] < 0.01 * found.allocated
-        assert all(nbytes >= 0 for nbytes in found.weighed.breakdown.values())
-        assert found.allocated <= min(found.weighed.reserved.values())
-        assert found.weighed.breakdown["activations"] > 0
+    for found in estimate_strategies(Estimator(), compose_config(H100).config, every=True):
+        assert sum(found.step.breakdown.values()) == found.allocated
+        assert found.step.breakdown["rounding"] < 0.01 * found.allocated
+        assert all(nbytes >= 0 for nbytes in found.step.breakdown.values())
+        assert found.allocated <= min(found.step.reserved.values())
+        assert found.step.breakdown["activations"] > 0
 
 
 def test_a_limit_of_memory_changes_the_verdict_and_no_figure():
-    plain, limited = weighed(*H100), weighed(*H100, "cluster.memory=10GiB")
-    assert plain.weighed.breakdown == limited.weighed.breakdown
+    plain, limited = estimated(*H100), estimated(*H100, "cluster.memory=10GiB")
+    assert plain.step.breakdown == limited.step.breakdown
     assert (plain.verdict, limited.verdict) == ("fits", "too_large")
 
 
 def test_there_is_a_memory_with_which_it_only_fits_by_emptying_the_cache():
     words = [*H100, "train.seq_len=4096", "launch.allocator=native"]
-    found = weighed(*words)
+    found = estimated(*words)
     needed = found.peak_reserved - (found.peak_reserved - found.allocated) // 8 + found.outside.high
     assert found.peak_reserved > found.allocated * 1.05
-    assert weighed(*words, f"cluster.memory={needed / 2**30}").verdict == "thrashes"
+    assert estimated(*words, f"cluster.memory={needed / 2**30}").verdict == "thrashes"
 
 
 @matrix(model=["llama3_8b", "gpt2"], mode=["none", "selective", "full"])
@@ -130,10 +130,12 @@ def test_the_answer_fits_and_the_next_does_not(what):
             f"train.seq_len={draw.choice([1024, 2048])}",
             f"launch.allocator={draw.choice(['native', 'expandable'])}",
         ]
-        found = largest_that_fits(Weigher(), resolved(*words), what)
+        found = largest_that_fits(Estimator(), resolved(*words), what)
         if found.estimate is None:
             continue
-        again = [Weigher().weigh(each.config) for each in (found.estimate, found.following) if each]
+        again = [
+            Estimator().estimate(each.config) for each in (found.estimate, found.following) if each
+        ]
         assert [each.verdict == "fits" for each in again] == [True, False][: len(again)], words
 
 
@@ -152,21 +154,21 @@ def test_the_answer_fits_and_the_next_does_not(what):
 )
 def test_changes_that_are_advised_fit_as_they_are_typed(words):
     limited = [*words, "train.global_batch_size=64", "cluster.memory=20GiB"]
-    weigher, config = Weigher(), resolved(*limited)
-    changes = advice(weigher, config)
-    assert weigher.weigh(config).verdict != "fits"
+    estimator, config = Estimator(), resolved(*limited)
+    changes = advice(estimator, config)
+    assert estimator.estimate(config).verdict != "fits"
     assert 1 <= len(changes) <= 3
     for change, estimate in changes:
         kept = [
             w for w in limited if w.split("=")[0] not in {c.split("=")[0] for c in change.words}
         ]
-        typed = weighed(*kept, *change.words)
+        typed = estimated(*kept, *change.words)
         assert typed.verdict == "fits"
         assert typed.allocated == estimate.allocated
 
 
 def test_hundreds_of_billions_on_thousands_of_ranks():
-    found = weighed("model=llama3_405b", "launch.nnodes=2048", "cluster=h100")
+    found = estimated("model=llama3_405b", "launch.nnodes=2048", "cluster=h100")
     assert found.num_params == 405_853_388_800
     assert found.tokens_per_step == 16384 * 128
     assert divide_module(build_model(found.config.model), None)[0].name == "root"
@@ -182,4 +184,4 @@ def test_hundreds_of_billions_on_thousands_of_ranks():
 )
 def test_weight_gradients_are_not_written_where_that_cannot_be(words: list[str], why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        weighed(*H100[:1], *words, "train.direct_weight_gradients=true")
+        estimated(*H100[:1], *words, "train.direct_weight_gradients=true")

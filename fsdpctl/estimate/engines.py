@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from fsdpctl.errors import UsageError
 from fsdpctl.memory.ddp_steps import DataParallel, DataParallelSteps
-from fsdpctl.memory.estimate import TrainingPlan, estimate
+from fsdpctl.memory.engine_bytes import TrainingPlan, estimate
 from fsdpctl.memory.fsdp2_steps import FullyShard, FullyShardSteps
 from fsdpctl.memory.own_steps import OwnSteps
 from fsdpctl.memory.script import Writer

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdpctl.config.schema import Config
-from fsdpctl.memory.estimate import MOMENTS
-from fsdpctl.memory.weighed import Weighed
+from fsdpctl.estimate.run_plan import item_sizes
+from fsdpctl.memory.engine_bytes import MOMENTS
+from fsdpctl.memory.step_estimate import StepEstimate
 from fsdpctl.plan.batch import BatchPlan
-from fsdpctl.train.footprint import item_sizes
-from fsdpctl.train.machine import world_size
+from fsdpctl.resolve.machine import world_size
 
 _GIB = 1 << 30
 
@@ -38,17 +38,17 @@ class RunEstimate:
     batches: BatchPlan
     num_params: int
     rank: int
-    weighed: Weighed
+    step: StepEstimate
 
     @property
     def allocated(self) -> int:
         """In tensors, at the peak."""
-        return self.weighed.allocated
+        return self.step.allocated
 
     @property
     def peak_reserved(self) -> int:
         """With the allocator that the run uses."""
-        return self.weighed.peak_reserved
+        return self.step.peak_reserved
 
     @property
     def memory_bytes(self) -> int:
@@ -80,8 +80,8 @@ class RunEstimate:
 
     @property
     def verdict(self) -> str:
-        """Whether that is enough; see `Weighed`."""
-        return self.weighed.verdict(self.available)
+        """Whether that is enough; see `StepEstimate`."""
+        return self.step.verdict(self.available)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -120,7 +120,7 @@ class RunEstimate:
             "outside_bytes": [outside.low, outside.high],
             "host_bytes": self.host_bytes,
             "checkpoint_bytes": self.checkpoint_bytes,
-            **self.weighed.to_dict(),
+            **self.step.to_dict(),
         }
 
     @property

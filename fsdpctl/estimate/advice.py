@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 from fsdpctl.config.schema import ActivationCheckpointingConfig, Config, StrategyConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.train.loss import loss_chunk_tokens
-from fsdpctl.train.machine import resolved_strategy, world_size
-from fsdpctl.train.run_estimate import RunEstimate
-from fsdpctl.train.weigh import Weigher, batches_of
+from fsdpctl.estimate.estimator import Estimator, batches_of
+from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
+from fsdpctl.resolve.machine import resolved_strategy, world_size
 
 _CHANGES = 3
 _MOST_NODES = 1 << 10
@@ -25,7 +25,7 @@ class Change:
 
 
 def advice(
-    weigher: Weigher, config: Config, *, more_ranks: bool = True
+    estimator: Estimator, config: Config, *, more_ranks: bool = True
 ) -> list[tuple[Change, RunEstimate]]:
     """The cheapest changes that make a resolved configuration fit, cheapest first; at most three.
 
@@ -37,7 +37,7 @@ def advice(
         if any(set(cheaper.words) <= set(change.words) for cheaper, _ in found):
             continue  # more than is needed
         try:
-            estimate = weigher.weigh(change.config)
+            estimate = estimator.estimate(change.config)
         except UsageError:
             continue
         if estimate.verdict == "fits":

@@ -1,0 +1,1 @@
+"""What a configuration will need, before it runs."""

@@ -1,0 +1,44 @@
+"""What was estimated of a run, kept in its directory."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.run_plan import estimate_run
+from fsdpctl.reading.documents import read_json
+from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.run import ResolvedRun
+
+ESTIMATE = "estimate.json"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptEstimate:
+    """The most that the fullest rank was estimated to hold."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    peak_engine_bytes: int  # of allocated, what the engine owns
+
+
+def estimate_here(run: ResolvedRun) -> RunEstimate:
+    """The estimate for a run on this machine."""
+    return Estimator().estimate(placed_on_cluster(run.config))
+
+
+def write_estimate(run_dir: Path, run: ResolvedRun, found: RunEstimate) -> None:
+    """Keep the estimate for a run in its directory."""
+    engine = estimate_run(run.config, run.module, run.batches.num_micro_batches)
+    text = json.dumps({**found.to_dict(), "peak_engine_bytes": engine.peak_bytes}, indent=2)
+    (run_dir / ESTIMATE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_estimate(run_dir: Path) -> KeptEstimate | None:
+    """What was kept, if it was."""
+    try:
+        return read_json(run_dir / ESTIMATE, KeptEstimate)
+    except UsageError:
+        return None  # nothing depends on it

@@ -1,0 +1,1 @@
+"""What a configuration means on a machine."""
