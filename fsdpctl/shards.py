@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import FlatLayout, Piece, Span
 
 
@@ -109,6 +110,15 @@ class Sharded(Protocol):
     def drop_gradients(self) -> None:
         """Forget all gradients."""
         ...
+
+
+def require_sharded(model: object, call: str) -> None:
+    """Raise UsageError where `call` was given something else than a sharded model."""
+    if not hasattr(model, "flat_shards"):
+        raise UsageError(
+            f"{call}: takes the model that shard_model returned, and was given "
+            f"{type(model).__name__}; parameters are whole only while the model runs"
+        )
 
 
 def trainable_shards(model: Sharded) -> Iterator[FlatShard]:

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from fsdpctl.engine.unit import State
 from fsdpctl.errors import EngineError, nearest
 
 _MARK, _HOME = "_fsdpctl_is_sharded", "_fsdpctl_runtime"
+_COPY = "__deepcopy__"  # what copy.deepcopy asks of an object, not of its class
 _REFUSED = "not possible after sharding: do it to the module before shard_model"
 
 
@@ -101,6 +103,8 @@ def update_shards(runtime: Runtime, flat: Tensor) -> None:
     """
     masters = [buffer.shard.master for unit in runtime.units.values() for buffer in unit.buffers]
     numel = sum(master.numel() for master in masters)
+    if not isinstance(flat, Tensor):
+        raise EngineError(f"update_shards: takes a 1-D tensor, not a {type(flat).__name__}")
     if flat.ndim != 1 or flat.numel() != numel:
         raise EngineError(
             f"update_shards: a tensor of shape {list(flat.shape)}, where this rank's shards have "
@@ -119,6 +123,8 @@ def unwrap(module: nn.Module, runtime: Runtime) -> nn.Module:
     for handle in runtime.hooks:
         handle.remove()
     del module._apply
+    for param in module.parameters():
+        delattr(param, _COPY)
     for name, param in module.named_parameters():
         param.data = values[name]
         param.grad = None
@@ -136,9 +142,40 @@ def guard_module(module: nn.Module, runtime: Runtime) -> None:
     home = weakref.ref(runtime)
     for param in module.parameters():
         setattr(param, _MARK, True)
+        # Not the parameter itself, which would refer to itself.
+        setattr(param, _COPY, partial(_copied, weakref.ref(param)))
+    for each in module.modules():
+        runtime.hooks.append(each.register_state_dict_pre_hook(_refuse_state_at_rest))
     for unit in runtime.units.values():
         for buffer in unit.buffers:
             setattr(buffer.shard.param, _HOME, home)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a parameter of the module, or of one within it, is sharded already."""
+    return any(getattr(param, _MARK, False) for param in module.parameters())
+
+
+def _is_at_rest(param: Tensor) -> bool:
+    """Whether it reads NaN: one number that stands for all elements."""
+    return param.untyped_storage().nbytes() < param.nbytes
+
+
+def _copied(of: weakref.ref[nn.Parameter], memo: dict[int, Any]) -> nn.Parameter:
+    param = of()
+    assert param is not None
+    if _is_at_rest(param):
+        raise refuse_call("a copy of the module, whose parameters are not here between steps,")
+    copied: nn.Parameter = nn.Parameter.__deepcopy__(param, memo)
+    return copied
+
+
+def _refuse_state_at_rest(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if any(map(_is_at_rest, module.parameters(recurse=False))):
+        raise EngineError(
+            "the module's own state_dict() has no weights between steps: model.state_dict() gives "
+            "them whole, and so does the module within model.full_parameters()"
+        )
 
 
 def refuse_call(what: str) -> EngineError:

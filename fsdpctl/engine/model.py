@@ -34,6 +34,15 @@ class ShardedModel(nn.Module):
         self._shards = tuple(b.shard for unit in runtime.units.values() for b in unit.buffers)
         access.guard_module(module, runtime)
 
+    def __getattr__(self, name: str) -> Any:
+        """What the module has beside torch's own: `config`, `generate` and the like."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or "module" not in self._modules:
+                raise
+            return getattr(self.module, name)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own result."""
         return self.module(*args, **kwargs)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.comm.mesh import make_mesh
+from fsdpctl.engine.access import is_sharded
 from fsdpctl.engine.agreement import agreed
 from fsdpctl.engine.build import Division, Source, build_runtime, check_values, divide_module
 from fsdpctl.engine.model import ShardedModel
@@ -91,6 +92,8 @@ class _Cut:
 
 
 def _cut(source: Source, module: nn.Module, sharding: Sharding, num_ranks: int) -> _Cut:
+    if is_sharded(module):
+        raise UsageError("shard_model: the module is sharded already; model.unwrap() ends that")
     strategy, owner_map, units = sharding.strategy, sharding.owner_map, sharding.units
     row = get_strategy(strategy) if isinstance(strategy, str) else strategy
     copy_size = ranks_per_copy(row, num_ranks, sharding.dp_shard_size)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.errors import UsageError, nearest
+from fsdpctl.errors import EngineError, UsageError, nearest
 from fsdpctl.plan.layout import ParamSpec, Span
 from fsdpctl.plan.runs import decay_group, optimizer_runs
-from fsdpctl.shards import FlatShard, Sharded, trainable_shards
+from fsdpctl.shards import FlatShard, Sharded, require_sharded, trainable_shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,10 @@ class SteppedRun:
 class ShardedAdamW(torch.optim.AdamW):
     """torch's fused AdamW on this rank's shards; schedulers work on it as on any optimizer.
 
-    Vectors and scalars (norms, biases) in no group of the caller's get no weight decay. Adam's
-    moments have the masters' dtype and lie next to the elements they belong to, so each rank keeps
-    only those of its shards.
+    Its defaults are those of language models: betas 0.9 and 0.95, weight decay 0.1, where torch's
+    AdamW has 0.999 and 0.01. Vectors and scalars (norms, biases) in no group of the caller's get no
+    weight decay. Adam's moments have the masters' dtype and lie next to the elements they belong
+    to, so each rank keeps only those of its shards.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class ShardedAdamW(torch.optim.AdamW):
         Raises:
             UsageError: a group names a parameter that the model does not have.
         """
+        require_sharded(model, "ShardedAdamW")
         self._model = model
         group_of = _group_numbers(model, param_groups)
         self.runs = _make_runs(model, group_of)
@@ -92,6 +94,11 @@ class ShardedAdamW(torch.optim.AdamW):
             grad_scale: a float32 scalar that gradients are divided by.
             found_inf: a float32 scalar; unless it is zero nothing is stepped.
         """
+        if hasattr(self, "found_inf"):  # from somebody who wraps the step
+            raise EngineError(
+                "GradScaler: is for fp16 gradients, which are not offered; bf16 needs no scaling: "
+                "Precision(param_dtype=torch.bfloat16)"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -104,6 +111,7 @@ class ShardedAdamW(torch.optim.AdamW):
             run.param.grad = None if absent and run.names <= absent else run.gradient()
         self.grad_scale, self.found_inf = _fused_scalars(self.runs, grad_scale, found_inf)
         super().step()
+        del self.grad_scale, self.found_inf
         self._model.broadcast_updated_params()
         return loss
 
@@ -177,6 +185,12 @@ def _fused_scalars(
 def _group_numbers(
     model: Sharded, param_groups: Sequence[Mapping[str, Any]]
 ) -> Callable[[ParamSpec], int]:
+    for group in param_groups:
+        if "names" not in group:
+            raise UsageError(
+                'param_groups: each is {"names": [...], ...} with names of parameters, and has '
+                f"{', '.join(map(str, group))}"
+            )
     chosen = {
         name: number
         for number, group in enumerate(param_groups, start=2)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.optim.record import EPS, Replicated, sum_of_squares
-from fsdpctl.shards import trainable_shards
+from fsdpctl.shards import require_sharded, trainable_shards
 
 
 @torch.no_grad()
@@ -13,6 +13,7 @@ def clip_grad_norm_(model: Replicated, max_norm: float) -> Tensor:
 
     Returns the norm before, a float64 scalar, the same on every rank.
     """
+    require_sharded(model, "clip_grad_norm_")
     model.sync_gradients()
     norm = model.mesh.world.all_reduce(sum_of_squares(model)).sqrt()
     gradients = [shard.grad for shard in trainable_shards(model) if shard.grad is not None]

@@ -204,6 +204,74 @@ def test_misuse_is_answered(misuse):
         misuse(fsdpctl.shard_model(make_net(tied=True), "full_shard"))
 
 
+def scaled_step(model: fsdpctl.ShardedModel) -> None:
+    optimizer = fsdpctl.ShardedAdamW(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(next_token_loss(model, token_batches(1, 1)[0][0][0])).backward()
+    scaler.step(optimizer)
+
+
+SLIPS = {
+    "sharded twice": (lambda model: fsdpctl.shard_model(model), "sharded already"),
+    "its module again": (lambda model: fsdpctl.shard_model(model.module), "sharded already"),
+    "a module around it": (
+        lambda model: fsdpctl.shard_model(torch.nn.Sequential(model.module)), "sharded already",
+    ),
+    "an optimizer of parameters": (
+        lambda model: fsdpctl.ShardedAdamW(model.parameters()), "takes the model that shard_model",
+    ),
+    "clipped parameters": (
+        lambda model: fsdpctl.clip_grad_norm_(model.parameters(), 1.0), "takes the model",
+    ),
+    "groups of parameters": (
+        lambda model: fsdpctl.ShardedAdamW(model, param_groups=[{"params": []}]), "names of param",
+    ),
+    "shards of a list": (lambda model: model.update_shards([0.0]), "takes a 1-D tensor"),
+    "a scaler": (
+        lambda model: scaled_step(model), "bf16 needs no scaling",
+    ),
+    "an average": (lambda model: torch.optim.swa_utils.AveragedModel(model), "a copy of the model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_slip_is_answered_with_what_was_meant(slip):
+    make, said = SLIPS[slip]
+    model = fsdpctl.shard_model(make_net(tied=True), "full_shard")
+    with pytest.raises((UsageError, EngineError), match=said):
+        make(model)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@distributed(world_size=2)
+def test_the_module_itself_gives_no_weights_that_are_not_there(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    net = make_net(tied=True)
+    model = fsdpctl.shard_model(net, strategy)
+    for part in (net, net.blocks[0]):
+        with pytest.raises(EngineError, match=r"model.state_dict\(\) gives them whole"):
+            part.state_dict()
+        with pytest.raises(EngineError, match="a copy of the module"):
+            copy.deepcopy(part)
+    whole = model.state_dict()
+    with model.full_parameters():
+        assert largest_difference(net.state_dict(), whole) == 0.0
+        assert largest_difference(copy.deepcopy(net.norm).state_dict(), net.norm.state_dict()) == 0
+    plain = model.unwrap()
+    assert largest_difference(copy.deepcopy(plain).state_dict(), whole) == 0.0
+
+
+def test_what_the_module_has_beside_torchs_own_is_there():
+    net = make_net(tied=True)
+    net.config = {"width": 3}  # type: ignore[assignment]  # as those of transformers have
+    model = fsdpctl.shard_model(net, "full_shard")
+    assert model.config is net.config
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = model.nonsense
+    assert not hasattr(model, "_nonsense")
+
+
 @distributed(world_size=2)
 def test_parameter_groups_by_name(rank: int, world_size: int) -> None:
     model = fsdpctl.shard_model(make_net(tied=True), "full_shard")
