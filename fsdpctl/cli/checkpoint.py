@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,8 +16,10 @@ from fsdpctl.errors import UsageError, nearest
 from fsdpctl.train.console import printable
 
 if TYPE_CHECKING:
+    from fsdpctl.checkpoint.manifest import TensorInfo
     from fsdpctl.checkpoint.reader import CheckpointReader
 
+_PARAMETER = "model"  # the kind of tensor that weights are
 _MOST_FILES = 1 << 16
 _SHOWN_FILES = 16
 _FORMATS = ("hf", "gguf")
@@ -180,12 +183,8 @@ def inspect_checkpoint(source: Source, as_json: AsJson = False) -> None:
         emit(json.dumps(_described(reader), indent=2, ensure_ascii=False))
         return
     manifest = reader.manifest
-    progress, versions = manifest.progress, manifest.versions
-    say(
-        f"{reader.folder}: step {progress.step}, {progress.samples} samples, "
-        f"{reader.num_bytes:,} bytes in {len(manifest.files)} files, written by "
-        f"{manifest.world_size} ranks with torch {versions.get('torch', 'unknown')}"
-    )
+    for line in _summary(reader):
+        say(line)
     if manifest.attachments:
         say(f"beside them: {', '.join(manifest.attachments)}")
     _show("file", ("bytes", "tensors"), _rows_of_files(reader))
@@ -232,13 +231,35 @@ def _rows_of_files(reader: "CheckpointReader") -> list[list[str]]:
 
 def _rows_of_tensors(reader: "CheckpointReader") -> list[list[str]]:
     rows = []
-    for key, info in reader.manifest.tensors.items():
+    for key, info in sorted(reader.manifest.tensors.items(), key=_parameters_first):
         names = [part.file.path.stem.removeprefix("rank-") for part in reader.parts(key)]
         shown = ", ".join(str(int(name)) for name in names[:_SHOWN_FILES])
         shown += f" and {len(names) - _SHOWN_FILES} more" if len(names) > _SHOWN_FILES else ""
         shape = "x".join(map(str, info.shape)) or "scalar"
         rows.append([key, shape, info.dtype, f"{info.nbytes:,}", shown])
     return rows
+
+
+def _parameters_first(entry: tuple[str, "TensorInfo"]) -> tuple[bool, str]:
+    return not entry[0].startswith(f"{_PARAMETER}/"), entry[0]
+
+
+def _summary(reader: "CheckpointReader") -> Iterator[str]:
+    manifest = reader.manifest
+    progress, tensors = manifest.progress, manifest.tensors
+    kinds = Counter(key.split("/")[0] for key in tensors)
+    weights = [info for key, info in tensors.items() if key.startswith(f"{_PARAMETER}/")]
+    dtypes = ", ".join(sorted({info.dtype for info in weights}))
+    model = manifest.config.get("model", "a model of one's own")
+    yield f"{reader.folder}: {model}, step {progress.step}, {progress.samples:,} samples"
+    numel = sum(info.numel for info in weights)
+    yield f"{numel:,} parameters in {len(weights)} tensors of {dtypes}"
+    states = [kind for kind in kinds if kind not in (_PARAMETER, "buffer")]
+    yield f"optimizer states: {', '.join(states) or 'none'}"
+    yield (
+        f"{reader.num_bytes:,} bytes in {len(manifest.files)} files, written by "
+        f"{manifest.world_size} ranks with torch {manifest.versions.get('torch', 'unknown')}"
+    )
 
 
 def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from fsdpctl.cli.console import err, say, show_table
-from fsdpctl.cli.words import ConfigDir, Recipe, Words
+from fsdpctl.cli.words import Asked, ConfigDir, RanksPerNode, Recipe, Words, settled
 from fsdpctl.compare import OK, REFUSED
 from fsdpctl.config.keys import Key
 from fsdpctl.errors import UsageError
@@ -32,6 +32,7 @@ def compare(
         typer.Option(metavar="DIR", help="Keep the runs, and the result as compare.json."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    nproc_per_node: RanksPerNode = None,
 ) -> None:
     """Compare variants by a short run of each.
 
@@ -43,6 +44,7 @@ def compare(
     from fsdpctl.compare.vary import variants
 
     length = int(str(_STEPS.parse(steps)))
+    words, recipe, config_dir = settled(Asked(words, recipe, config_dir), nproc_per_node)
     found = variants(list(words or []), recipe, config_dir, steps=length)
     for name in {name for each in found for name in each.composed.dropped}:
         err.print(f"recipe's {name} left out: {name.split('.')[0]} is chosen here", markup=False)

@@ -20,7 +20,7 @@ def tokenize(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST.bin.")] = False,
 ) -> None:
     """Make a token file for `data=tokens` of text."""
-    from fsdpctl.data.files import read_text
+    from fsdpctl.data.files import left_out, read_text
     from fsdpctl.data.tokenizer import open_tokenizer
     from fsdpctl.data.tokens import write_token_file
 
@@ -38,5 +38,4 @@ def tokenize(
         write_token_file(destination, tokens, chosen, num_bytes=text.num_bytes)
     except OSError as error:
         raise UsageError(f"{destination}: {error.strerror or error}") from None
-    left_out = f", {text.skipped} binary files left out" if text.skipped else ""
-    say(f"{destination}: {len(tokens):,} tokens of {text.num_bytes:,} bytes{left_out}")
+    say(f"{destination}: {len(tokens):,} tokens of {text.num_bytes:,} bytes{left_out(text)}")

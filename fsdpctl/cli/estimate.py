@@ -1,6 +1,7 @@
 """`fsdpctl estimate-memory`."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ from rich.table import Table
 from fsdpctl.cli.console import note, say, show_table
 from fsdpctl.cli.words import Asked, composed_from, configured
 from fsdpctl.errors import UsageError, nearest
+from fsdpctl.plan.strategy import STRATEGIES
 
 if TYPE_CHECKING:
     from fsdpctl.estimate.advice import Change
@@ -98,6 +100,9 @@ def _show_all(estimates: list["RunEstimate"], fits: list["Fit"]) -> None:
     for line in _heading(estimates[0]):
         say(line)
     show_table(_strategies_table(estimates))
+    there = {each.config.strategy.name for each in estimates}
+    if missing := [name for name in STRATEGIES if name not in there]:
+        say(f"engine={estimates[0].config.engine.name} does not have {', '.join(missing)}")
     for each, fit in zip(estimates, fits, strict=False):
         say(f"{each.config.strategy.name}: {_fit_line(fit)}")
 
@@ -111,12 +116,29 @@ def _show_one(estimator: "Estimator", found: "RunEstimate", fits: list["Fit"]) -
         say(line)
     if fits:
         say(f"fit     {_fit_line(fits[0])}")
-    elif found.verdict != "fits":
+    nothing_fits = fits[0].estimate is None if fits else found.verdict != "fits"
+    if nothing_fits:
         from fsdpctl.estimate.advice import advice
 
         changes = advice(estimator, found.config)
         for line in change_lines(changes):
             say(line)
+        for line in _fits_with(estimator, changes, fits):
+            say(line)
+
+
+def _fits_with(
+    estimator: "Estimator", changes: list[tuple["Change", "RunEstimate"]], fits: list["Fit"]
+) -> Iterator[str]:
+    """The largest with each of the changes, where that was asked for and nothing fits without."""
+    from fsdpctl.estimate.fit import FITTED, largest_that_fits
+
+    for fit in fits:
+        (what,) = (name for name, key in FITTED.items() if key == fit.key)
+        for change, _ in changes:
+            if not any(word.startswith(f"{fit.key}=") for word in change.words):
+                found = largest_that_fits(estimator, change.config, what)
+                yield f"fit     {_fit_line(found)}, with {' '.join(change.words)}"
 
 
 def _heading(first: "RunEstimate") -> list[str]:
@@ -199,7 +221,7 @@ def _fit_line(found: "Fit") -> str:
     if found.following is None:
         return f"{found.words} ({held}), the largest there is"
     over = _size(found.following.peak_reserved)
-    return f"{found.words} ({held}); {found.value + 1} does not fit ({over})"
+    return f"{found.words} ({held}); {found.value + found.multiple} does not fit ({over})"
 
 
 def change_lines(changes: list[tuple["Change", "RunEstimate"]]) -> list[str]:

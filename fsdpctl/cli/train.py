@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsdpctl.cli.console import bytes_bar, fail, say, show_panel
-from fsdpctl.cli.words import ConfigDir, Recipe, Words, composed_from
+from fsdpctl.cli.words import (
+    Asked,
+    ConfigDir,
+    RanksPerNode,
+    Recipe,
+    Words,
+    composed_from,
+    settled,
+)
 from fsdpctl.errors import StoppedError, UsageError
 
 if TYPE_CHECKING:
@@ -41,8 +49,10 @@ def train(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the configuration and end.")
     ] = False,
+    nproc_per_node: RanksPerNode = None,
 ) -> None:
     """Train a model. The same command again resumes where the last one ended."""
+    words, recipe, config_dir = settled(Asked(words, recipe, config_dir), nproc_per_node)
     composed = composed_from(words, recipe, config_dir, quiet=print_config)
     if print_config:
         from fsdpctl.config.serialize import config_to_yaml

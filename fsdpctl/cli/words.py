@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from fsdpctl.cli.console import say
+from fsdpctl.errors import UsageError
 
 if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
@@ -15,10 +16,10 @@ if TYPE_CHECKING:
 Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="KEY=VALUE",
+        metavar="[FILE.yaml] KEY=VALUE",
         show_default=False,
         help="Settings, as in `model=llama3_1b strategy=full_shard optimizer.lr=1e-3`. "
-        "`fsdpctl list` shows them all.",
+        "`fsdpctl list` shows them all. A YAML file is a recipe.",
     ),
 ]
 Recipe = Annotated[
@@ -27,6 +28,12 @@ Recipe = Annotated[
 ConfigDir = Annotated[
     Path | None, typer.Option(help="A directory with further choices, a folder per group.")
 ]
+
+RanksPerNode = Annotated[
+    str | None,
+    typer.Option("--nproc-per-node", metavar="N", help="The same as launch.nproc_per_node=N."),
+]
+_RECIPES = (".yaml", ".yml")
 
 
 class Asked(NamedTuple):
@@ -57,12 +64,36 @@ def configured(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def settled(asked: Asked, nproc_per_node: str | None = None) -> Asked:
+    """The same in our own words: `FILE.yaml` is a recipe, `--a.b=v` and `--a.b v` are `a.b=v`.
+
+    Raises:
+        UsageError: two recipes are given.
+    """
+    words: list[str] = []
+    recipe, rest = asked.recipe, iter(asked.words or [])
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if word.endswith(_RECIPES) and not equals and not word.startswith("-"):
+            if recipe is not None:
+                raise UsageError(f"{word}: a recipe was given already, {recipe}")
+            recipe = word
+        elif name.startswith("--") and "." in name:  # an option of this command has no dot
+            words.append(f"{name[2:]}={value if equals else next(rest, '')}")
+        else:
+            words.append(word)
+    if nproc_per_node is not None:
+        words.append(f"launch.nproc_per_node={nproc_per_node}")
+    return Asked(words, recipe, asked.config_dir)
+
+
 def composed_from(
     words: list[str] | None, recipe: str | None, config_dir: Path | None, *, quiet: bool = False
 ) -> "Composed":
     """The configuration asked for; says what of the recipe was left out, unless `quiet`."""
     from fsdpctl.config.compose import compose_config
 
+    words, recipe, config_dir = settled(Asked(words, recipe, config_dir))
     composed = compose_config(list(words or []), recipe, config_dir)
     for name in () if quiet else composed.dropped:
         say(f"recipe's {name} left out: {name.split('.')[0]} was chosen on the command line")

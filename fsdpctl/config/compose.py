@@ -39,6 +39,7 @@ class Composed:
     config: Config
     recipe: str | None  # its name, without folder and ending
     dropped: tuple[str, ...]  # recipe keys that a choice on the command line overruled
+    automatic: frozenset[str]  # keys that nobody gave a value
 
 
 def compose_config(
@@ -67,7 +68,9 @@ def compose_config(
     values.update({name: KEYS[name].parse(text) for name, text in pairs if name in KEYS})
     given = {name for name, _ in typed}
     _settle_length(values, given, {name for name, _ in kept})
-    return Composed(to_config(values, choices), path.stem if path else None, dropped)
+    automatic = frozenset(name for name, value in values.items() if value is None)
+    config = to_config(values, choices)
+    return Composed(config, path.stem if path else None, dropped, automatic)
 
 
 def _check_config_dir(config_dir: Path | None) -> None:

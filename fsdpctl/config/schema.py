@@ -13,7 +13,7 @@ from fsdpctl.plan.strategy import STRATEGIES
 
 DTYPES = ("float32", "bfloat16")
 MOST_TOKENS = 1 << 24  # of a vocabulary; the largest published have a 64th of it
-_MOST_LAYERS, _MOST_WIDTH = 2000, 1 << 20  # twice the deepest, twenty times the widest published
+MOST_LAYERS, _MOST_WIDTH = 2000, 1 << 20  # twice the deepest, twenty times the widest published
 _MOST_SAMPLES = 1 << 20  # of a step
 _MOST_LENGTH = 1 << 27  # tokens
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
@@ -37,7 +37,7 @@ class ModelConfig:
         choices=("auto", "pretrained", "random"),
     )
     architecture: str = key("llama", "whose layers they are", choices=ARCHITECTURES)
-    num_layers: int = key(4, "decoder blocks", minimum=1, maximum=_MOST_LAYERS)
+    num_layers: int = key(4, "decoder blocks", minimum=1, maximum=MOST_LAYERS)
     hidden_size: int = key(128, "width of the residual stream", minimum=1, maximum=_MOST_WIDTH)
     intermediate_size: int = key(384, "width inside the MLP", minimum=1, maximum=_MOST_WIDTH)
     num_heads: int = key(4, "query heads", minimum=1, maximum=_MOST_WIDTH)
@@ -175,6 +175,9 @@ class LrSchedulerConfig:
 
     name: str = "cosine"
     warmup_steps: int = key(50, "steps of linear rise from 0", minimum=0)
+    warmup_ratio: float | None = key(
+        None, "the same as a share of all steps", minimum=0, maximum=1, optional=True
+    )
     min_lr_ratio: float = key(0.1, "final over peak learning rate", minimum=0, maximum=1)
     decay_ratio: float = key(0.2, "wsd: share of the steps that decay", minimum=0, maximum=1)
 
@@ -198,7 +201,13 @@ class TrainConfig:
         None, "length in passes over the data", minimum=1e-9, maximum=1e6, optional=True
     )
     tokens: int | None = key(None, "length in trained tokens", minimum=1, optional=True)
-    seq_len: int = key(128, "tokens of a sample", minimum=1, maximum=_MOST_LENGTH)
+    seq_len: int = key(
+        None,
+        "tokens of a sample; auto: 128 for llama_tiny, else model.max_seq_len, at most 4096",
+        minimum=1,
+        maximum=_MOST_LENGTH,
+        auto=True,
+    )
     global_batch_size: int = key(
         16, "samples of a step, over all ranks", minimum=1, maximum=_MOST_SAMPLES
     )
@@ -211,9 +220,8 @@ class TrainConfig:
     )
     seed: int = key(0, "of weights and data order", minimum=0)
     eval_every: int = key(200, "steps between validations; 0: only at the end", minimum=0)
-    eval_batches: int = key(
-        20, "global batches of a validation; 0: all there are; at the end always all", minimum=0
-    )
+    eval_batches: int = key(20, "global batches of a validation; 0: all there are", minimum=0)
+    final_eval_batches: int = key(0, "the same of the last one, at the end", minimum=0)
     log_every: int = key(50, "steps between plain progress lines", minimum=1)
     sample_tokens: int = key(200, "tokens generated at the end; 0: none", minimum=0)
     on_nonfinite: str = key("stop", "at a non-finite loss or gradient", choices=("stop", "skip"))

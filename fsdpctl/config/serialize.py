@@ -6,9 +6,11 @@ from typing import Any
 import yaml
 
 from fsdpctl.config.keys import Key, Value
-from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
+from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config, ModelConfig
 from fsdpctl.config.words import hint
 from fsdpctl.errors import CheckpointError, UsageError
+
+_TOY, _TOY_LENGTH, _USUAL_LENGTH = ModelConfig().name, 128, 4096
 
 
 def known_key(name: str) -> Key:
@@ -20,6 +22,7 @@ def known_key(name: str) -> Key:
 
 def to_config(values: Mapping[str, Value], choices: Mapping[str, str]) -> Config:
     """The configuration of values by key, and the choices of groups."""
+    values = {**values, "train.seq_len": values["train.seq_len"] or _length(values, choices)}
     sections = {}
     for section, schema in SECTIONS.items():
         content: dict[str, Any] = {
@@ -31,6 +34,13 @@ def to_config(values: Mapping[str, Value], choices: Mapping[str, str]) -> Config
             content["name"] = choices[section]
         sections[section] = schema(**content)
     return Config(**sections)
+
+
+def _length(values: Mapping[str, Value], choices: Mapping[str, str]) -> int:
+    """What `train.seq_len=auto` is: a length that figures can be bought by, but for the toy."""
+    if choices.get("model", _TOY) == _TOY:
+        return _TOY_LENGTH
+    return min(int(str(values["model.max_seq_len"])), _USUAL_LENGTH)
 
 
 def config_from_words(words: Mapping[str, str]) -> Config:

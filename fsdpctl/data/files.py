@@ -147,6 +147,12 @@ def _split_document(document: bytes, fraction: float) -> tuple[bytes, bytes]:
     return document[:cut], document[cut:]
 
 
+def left_out(text: Text) -> str:
+    """How many files were passed over, as the end of a sentence; empty where none were."""
+    files = "file" if text.skipped == 1 else "files"
+    return f", {text.skipped} binary {files} left out" if text.skipped else ""
+
+
 def iter_documents(text: Text) -> Iterator[str]:
     """The documents as strings."""
     return (document.decode("utf-8") for document in text.documents)

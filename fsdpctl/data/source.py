@@ -8,7 +8,7 @@ from pathlib import Path
 import xxhash
 
 from fsdpctl.config.schema import DataConfig
-from fsdpctl.data.files import Text, hold_out, read_text, standard_library
+from fsdpctl.data.files import Text, hold_out, left_out, read_text, standard_library
 from fsdpctl.data.tokenizer import (
     BYTES,
     TOKENIZER_JSON,
@@ -53,7 +53,7 @@ def load_data(config: DataConfig) -> DataSet:
     tokenizer = open_tokenizer(config.tokenizer)
     text, where = _read(config)
     train, val = _split(text, config)
-    skipped = f", {text.skipped} binary files left out" if text.skipped else ""
+    skipped = left_out(text)
     files = "file" if len(text.documents) == 1 else "files"
     return DataSet(
         _encode(tokenizer, train),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import MOST_LAYERS, Config
 from fsdpctl.estimate.estimator import Estimator, batches_of
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.resolve.machine import world_size
@@ -14,7 +14,8 @@ FITTED = {
     "seq_len": "train.seq_len",
     "model": "model.num_layers",
 }
-_MOST = {"micro_batch": 1 << 20, "model": 1 << 14}
+_MOST = {"micro_batch": 1 << 20, "model": MOST_LAYERS}
+_LENGTHS = 256  # tokens: lengths are asked for in multiples of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class Fit:
 
     key: str
     value: int  # 0: not even 1 does
+    multiple: int  # of which the value is one
     estimate: RunEstimate | None  # with it
     following: RunEstimate | None  # with the next value, which does not; None: there is a limit
 
@@ -64,21 +66,36 @@ def _valued(config: Config, what: str, value: int) -> Config:
 
 def largest_that_fits(estimator: Estimator, config: Config, what: str) -> Fit:
     """Search the largest micro-batch, length or number of blocks of a resolved configuration."""
-    seen: dict[int, RunEstimate] = {}
-
-    def fits(value: int) -> bool:
-        if value not in seen:
-            seen[value] = estimator.estimate(_valued(config, what, value))
-        return seen[value].verdict == "fits"
-
     most = _MOST.get(what, config.model.max_seq_len)
     begin = {
         "micro_batch": batches_of(config).micro_batch_size,
         "seq_len": config.train.seq_len,
         "model": config.model.num_layers,
     }[what]
-    value = _edge(fits, lambda at: seen[at].margin, min(begin, most), most)
-    return Fit(FITTED[what], value, seen.get(value), seen.get(value + 1))
+    found = Fit(FITTED[what], 0, 1, None, None)
+    if what == "seq_len" and most >= _LENGTHS:
+        found = _largest(estimator, config, what, begin, most, multiple=_LENGTHS)
+        most = _LENGTHS - 1
+    if not found.value:
+        found = _largest(estimator, config, what, begin, most, multiple=1)
+    return found
+
+
+def _largest(
+    estimator: Estimator, config: Config, what: str, begin: int, most: int, *, multiple: int
+) -> Fit:
+    """The largest multiple that fits."""
+    seen: dict[int, RunEstimate] = {}
+
+    def fits(count: int) -> bool:
+        if count not in seen:
+            seen[count] = estimator.estimate(_valued(config, what, count * multiple))
+        return seen[count].verdict == "fits"
+
+    most //= multiple
+    begin = min(max(begin // multiple, 1), most)
+    count = _edge(fits, lambda at: seen[at].margin, begin, most)
+    return Fit(FITTED[what], count * multiple, multiple, seen.get(count), seen.get(count + 1))
 
 
 def _edge(fits: Callable[[int], bool], margin: Callable[[int], int], begin: int, most: int) -> int:

@@ -8,15 +8,18 @@ from fsdpctl.config.schema import LrSchedulerConfig
 def lr_factor(config: LrSchedulerConfig, step: int, total_steps: int) -> float:
     """What the peak learning rate is multiplied by in step `step`, counted from 0.
 
-    Warm-up rises to 1 over `warmup_steps`. Then `cosine` falls along half a cosine to
-    `min_lr_ratio` at the last step, `wsd` stays until the last `decay_ratio` of the steps and
-    falls linearly, `constant` stays.
+    Warm-up rises to 1 over `warmup_steps`, or `warmup_ratio` of all steps. Then `cosine` falls
+    along half a cosine to `min_lr_ratio` at the last step, `wsd` stays until the last `decay_ratio`
+    of the steps and falls linearly, `constant` stays.
     """
-    if step < config.warmup_steps:
-        return (step + 1) / (config.warmup_steps + 1)
+    warmup_steps = config.warmup_steps
+    if config.warmup_ratio is not None:
+        warmup_steps = round(config.warmup_ratio * total_steps)
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
     if config.name == "constant":
         return 1.0
-    begin = config.warmup_steps
+    begin = warmup_steps
     if config.name == "wsd":
         begin = max(begin, total_steps - round(config.decay_ratio * total_steps))
         if step < begin:

@@ -1,5 +1,6 @@
 """What a run is placed on: this machine, or for estimates the machine that a cluster describes."""
 
+import os
 from dataclasses import replace
 
 import psutil
@@ -10,6 +11,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import get_strategy, ranks_per_copy
 
 HERE = "here"
+_OF_LAUNCHERS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # how many there are
 _GIB = 1 << 30
 _CPU_RANKS = 2
 
@@ -21,6 +23,13 @@ def placed_here(config: Config) -> Config:
         UsageError: it cannot run so here.
     """
     launch = config.launch
+    for name in _OF_LAUNCHERS:
+        if int(os.environ.get(name) or 1) > 1:
+            raise UsageError(
+                f"launch=local: was started as one of several processes ({name}="
+                f"{os.environ[name]}), as by torchrun or srun; it starts its ranks itself: run the "
+                "command once, with launch.nproc_per_node="
+            )
     if launch.nnodes != 1:
         raise UsageError(f"launch.nnodes={launch.nnodes}: this version trains on one machine only")
     has_cuda = torch.cuda.is_available()

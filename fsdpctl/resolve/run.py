@@ -64,7 +64,7 @@ def resolve(composed: Composed) -> ResolvedRun:
     check_direct(config)
     config = _with_model_path(config)
     data = _checked_data(config)
-    config = _with_data(config, data)
+    config = _with_data(_with_length(config, data, composed), data)
     module = bare_module(config)
     if config.model.is_pretrained:
         check_weights(open_weights(config.model), module)
@@ -90,9 +90,8 @@ def resolve(composed: Composed) -> ResolvedRun:
         ),
     )
     config = _with_run_dir(config, composed.recipe)
-    before = config_words(composed.config)
-    automatic = frozenset(name for name, text in before.items() if text == "auto")
-    return ResolvedRun(config, automatic, data, module, batches, steps, notes)
+    notes += _notes_on_data(config)
+    return ResolvedRun(config, composed.automatic, data, module, batches, steps, notes)
 
 
 def _checked_data(config: Config) -> DataSet:
@@ -101,6 +100,13 @@ def _checked_data(config: Config) -> DataSet:
         if file.num_bytes <= CHECKED_BYTES:
             check_tokens(file)
     return data
+
+
+def _notes_on_data(config: Config) -> tuple[str, ...]:
+    path = str(config.data.path)
+    if config.data.name != "text" or not path.endswith((".jsonl", ".json")):
+        return ()
+    return (f"data.path={path}: is read as text, braces and all; chats are not in this version",)
 
 
 def _with_compiler(config: Config) -> tuple[Config, tuple[str, ...]]:
@@ -120,6 +126,15 @@ def _with_model_path(config: Config) -> Config:
     if data.tokenizer is None and data.name != "tokens":
         data = replace(data, tokenizer=tokenizer_beside(Path(str(model.path))))
     return replace(config, model=model, data=data)
+
+
+def _with_length(config: Config, data: DataSet, composed: Composed) -> Config:
+    """Where nobody said the length of a sample, one that the data has."""
+    parts = [data.train] if data.val is None else [data.train, data.val]
+    most = min(len(part.tokens) for part in parts) - 1
+    if "train.seq_len" not in composed.automatic or config.train.seq_len <= most or most < 1:
+        return config
+    return replace(config, train=replace(config.train, seq_len=1 << (most.bit_length() - 1)))
 
 
 def _with_data(config: Config, data: DataSet) -> Config:

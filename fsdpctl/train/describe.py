@@ -108,8 +108,9 @@ def _batch(run: ResolvedRun) -> str:
     passes = "micro-batch" if plan.num_micro_batches == 1 else "micro-batches"
     ranks = "rank" if plan.world_size == 1 else "ranks"
     return (
-        f"{plan.global_batch_size} samples of {train.seq_len} tokens a step: {plan.world_size} "
-        f"{ranks} x {plan.num_micro_batches} {passes} of {plan.micro_batch_size}"
+        f"{plan.global_batch_size} samples of {train.seq_len} tokens{_auto(run, 'train.seq_len')} "
+        f"a step: {plan.world_size} {ranks} x {plan.num_micro_batches} {passes} "
+        f"of {plan.micro_batch_size}"
         f"{_auto(run, 'train.micro_batch_size')}"
     )
 

@@ -247,7 +247,8 @@ class Trainer:
         parts = self.parts
         if parts.val_batches is None:
             return
-        at_most = 0 if last else parts.config.train.eval_batches
+        train = parts.config.train
+        at_most = train.final_eval_batches if last else train.eval_batches
         loss = validation_loss(
             parts.model,
             parts.val_batches,

@@ -123,7 +123,7 @@ def _go_on(config: Config) -> Start:
             raise UsageError(
                 f"train.run_dir={run_dir}: not empty, and not a run of fsdpctl; choose another"
             )
-        return Start(config, Standing.NEW, 0)
+        return Start(config, Standing.NEW, 0, notes=_beside(run_dir, config))
     differences = _differences(run_dir, config)
     incomplete = passed_over(run_dir / CHECKPOINTS)
     newest = newest_checkpoint(run_dir / CHECKPOINTS)
@@ -140,6 +140,24 @@ def _go_on(config: Config) -> Start:
     assert config.train.steps is not None
     standing = Standing.FINISHED if step >= config.train.steps else Standing.RESUMES
     return Start(config, standing, step, differences, notes=tuple(incomplete))
+
+
+def _beside(run_dir: Path, config: Config) -> tuple[str, ...]:
+    """That the newest run is of the same name and another configuration, and how to go on from it.
+
+    A person who changes a value does not always mean to begin anew.
+    """
+    last = (run_dir.parent / LATEST).resolve()
+    name = run_dir.name.rpartition("-")[0]
+    if run_dir.parent.name != RUNS or not name or last.name.rpartition("-")[0] != name:
+        return ()
+    if newest_checkpoint(last / CHECKPOINTS) is None:
+        return ()
+    before, now = config_words(read_config(last)), config_words(config)
+    changed = [key for key in _changed(before, now) if decides_losses(key)]
+    shown = ", ".join(f"{key} {before.get(key, _NOT_SET)}" for key in changed[:3])
+    there = run_dir.parent / last.name
+    return (f"{there} has {shown}: this is a new run; --resume {there} goes on from that one",)
 
 
 def _is_of_a_start(file: Path) -> bool:

@@ -18,7 +18,7 @@ def test_one_strategy_as_json():
     assert found["peak_allocated_bytes"] == sum(found["breakdown"].values())
     assert found["verdict"] == "fits"
     assert found["peak_reserved_bytes"] >= found["peak_allocated_bytes"]
-    assert found["tokens_per_step"] == 16 * 128
+    assert found["tokens_per_step"] == 16 * 4096
     assert found["largest"][0]["bytes"] > 0
     assert found["breakdown"]["parameters"] >= 4 * found["num_parameters"] / 8
 

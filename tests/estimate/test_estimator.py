@@ -170,7 +170,7 @@ def test_changes_that_are_advised_fit_as_they_are_typed(words):
 def test_hundreds_of_billions_on_thousands_of_ranks():
     found = estimated("model=llama3_405b", "launch.nnodes=2048", "cluster=h100")
     assert found.num_params == 405_853_388_800
-    assert found.tokens_per_step == 16384 * 128
+    assert found.tokens_per_step == 16384 * 4096
     assert divide_module(build_model(found.config.model), None)[0].name == "root"
 
 

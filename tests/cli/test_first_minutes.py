@@ -1,0 +1,213 @@
+"""What somebody types who comes from torchtitan, axolotl, accelerate or plain torch."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.errors import nearest
+from fsdpctl.optim.schedule import lr_factor
+from tests.cli.run import TINY, invoke, make_text
+from tests.hostile import make_checkpoint
+
+
+def printed(*words: str) -> dict[str, str]:
+    """The configuration that `train` understands."""
+    code, said = invoke("train", *words, "--print-config")
+    assert code == 0, said
+    return dict(line.split(": ", 1) for line in said.splitlines())
+
+
+def dry_run(*words: str) -> str:
+    code, said = invoke("train", "--dry-run", *words)
+    assert code == 0, said
+    return said
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return [*TINY, f"data.path={make_text(tmp_path)}", "train.steps=10"]
+
+
+# ---- how things are typed elsewhere ----------------------------------------------------------
+
+
+def test_a_file_of_settings_is_a_recipe(tmp_path):
+    file = tmp_path / "my.yaml"
+    file.write_text("train: {steps: 7}\nmodel.num_layers: 2\n")
+    for typed in ([str(file)], ["--recipe", str(file)]):
+        found = printed(*typed, "model.num_layers=3")
+        assert (found["train.steps"], found["model.num_layers"]) == ("7", "3")
+    code, said = invoke("train", str(file), "--recipe", "quick")
+    assert (code, "a recipe was given already, quick" in said) == (2, True)
+    code, said = invoke("estimate-memory", str(tmp_path / "none.yaml"))
+    assert (code, "no such recipe or file" in said) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["--train.steps=7", "--optimizer.lr=1e-4"],
+        ["--train.steps", "7", "--optimizer.lr", "1e-4"],
+        ["train.steps=7", "--optimizer.lr=1e-4"],
+    ],
+)
+def test_keys_may_have_dashes(typed):
+    found = printed(*typed)
+    assert (found["train.steps"], found["optimizer.lr"]) == ("7", "0.0001")
+
+
+def test_a_key_with_dashes_is_checked_like_others():
+    code, said = invoke("train", "--train.stepz", "7", "--print-config")
+    assert (code, "did you mean train.steps?" in said) == (2, True)
+    code, said = invoke("train", "--learning-rate", "7", "--print-config")
+    assert (code, "here it is optimizer.lr" in said) == (2, True)
+    code, said = invoke("train", "--train.steps")
+    assert (code, "train.steps=: allowed is" in said) == (2, True)
+
+
+def test_ranks_are_said_as_in_torchrun():
+    assert printed("--nproc-per-node", "3")["launch.nproc_per_node"] == "3"
+    code, said = invoke("train", "--nproc-per-node", "3", "launch.nproc_per_node=2")
+    assert (code, "given twice" in said) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("data_parallel_shard_degree=8", "strategy.dp_shard_size"),
+        ("fsdp_size=8", "strategy.dp_shard_size"),
+        ("cutoff_len=8", "train.seq_len"),
+        ("warmup_ratio=0.1", "lr_scheduler.warmup_ratio"),
+        ("val_set_size=0.1", "data.val_fraction"),
+        ("num_nodes=2", "launch.nnodes"),
+        ("tp_size=2", "tensor parallelism"),
+        ("lora_r=8", "LoRA"),
+        ("load_in_4bit=true", "quantized training"),
+        ("sample_packing=true", "packing is not in this version"),
+        ("report_to=wandb", "W&B"),
+        ("push_to_hub=true", "uploads"),
+        ("resume_from_checkpoint=x", "--resume PATH"),
+        ("fp16=true", "precision=bf16"),
+    ],
+)
+def test_words_of_others_are_answered(word, said):
+    code, answer = invoke("train", word)
+    assert (code, said in answer) == (2, True), answer
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "said"),
+    [
+        ("h100_80", ["a100_80", "h100", "h200"], "h100"),
+        ("launch.rdzv", ["launch.device", "launch.rdzv_endpoint"], "launch.rdzv_endpoint"),
+        ("strat", ["data", "strategy"], "strategy"),
+        ("early_stop", ["train.steps", "train.eval_every"], ""),
+    ],
+)
+def test_the_nearest_spelling_is_near(word, known, said):
+    assert nearest(word, known) == (f"; did you mean {said}?" if said else "")
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_one_of_several_processes_is_told_why_it_cannot_be(words, monkeypatch, name):
+    monkeypatch.setenv(name, "2")
+    code, said = invoke("train", *words)
+    assert (code, f"{name}=2" in said, "launch.nproc_per_node" in said) == (2, True, True)
+
+
+# ---- figures at a real length ----------------------------------------------------------------
+
+
+def test_samples_are_as_long_as_the_model_is_used_for():
+    lengths = {
+        name: compose_config([f"model={name}"]).config.train.seq_len
+        for name in ("llama_tiny", "gpt2", "llama3_70b")
+    }
+    assert lengths == {"llama_tiny": 128, "gpt2": 1024, "llama3_70b": 4096}
+    assert compose_config(["model=gpt2", "train.seq_len=64"]).config.train.seq_len == 64
+    code, said = invoke("estimate-memory", "model=llama3_70b", "cluster=h100")
+    assert (code, "samples of 4096" in said, "does not fit" in said) == (0, True, True)
+
+
+def test_a_length_that_nobody_asked_for_follows_the_data(words):
+    data = ["data=text", "data.path=words.txt"]
+    said = dry_run(*data, "model=gpt2", "model.vocab_size=256")
+    assert "samples of 256 tokens (auto)" in said
+    code, said = invoke("train", *data, "train.seq_len=1024")
+    assert (code, "longer than the validation data" in said) == (2, True)
+
+
+def test_a_length_that_fits_is_a_round_one_and_nothing_that_fits_is_helped():
+    length = ["model=llama3_8b", "cluster=h100", "train.micro_batch_size=1"]
+    found = json.loads(invoke("estimate-memory", *length, "--fit", "seq_len", "--json")[1])["fit"]
+    assert found["value"] % 256 == 0
+    assert found["estimate"]["verdict"] == "fits"
+    assert found["following"]["verdict"] != "fits"
+    assert found["following"]["seq_len"] == found["value"] + 256
+    small = [*length, "cluster.memory=40GiB", "--fit", "micro_batch"]
+    code, said = invoke("estimate-memory", *small)
+    assert code == 0
+    assert "nothing, train.micro_batch_size=1 is too large" in said
+    assert "to fit" in said
+    assert "activation_checkpointing=full" in said.split("with ", 1)[1]
+
+
+def test_what_an_engine_does_not_have_is_said():
+    words = ["estimate-memory", "model=gpt2", "cluster=h100", "--all-strategies"]
+    assert "engine=ddp does not have" in invoke(*words, "engine=ddp")[1]
+    assert "does not have" not in invoke(*words)[1]
+
+
+# ---- said, where silence misled --------------------------------------------------------------
+
+
+def test_chats_are_not_read_as_text_without_a_word(words, tmp_path):
+    Path("words.txt").rename("chat.jsonl")
+    kept = [word for word in words if not word.startswith("data.path")]
+    assert "braces and all" in dry_run(*kept, "data.path=chat.jsonl")
+
+
+def test_another_value_is_said_to_begin_a_new_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = Path("runs/llama_tiny-abcdef")
+    (first / "checkpoints").mkdir(parents=True)
+    make_checkpoint(first / "checkpoints" / "step-00000001")
+    file = make_text(tmp_path)
+    words = ["data=text", f"data.path={file}", "train.seq_len=16"]
+    resolved = ["data.tokenizer=bytes", "model.vocab_size=256", "optimizer.lr=0.25"]
+    (first / "config.yaml").write_text(invoke("train", *words, *resolved, "--print-config")[1])
+    Path("runs/latest").symlink_to("llama_tiny-abcdef")
+    said = dry_run(*words, "optimizer.lr=0.5", "precision=fp32")
+    assert "this is a new run; --resume runs/llama_tiny-abcdef goes on from that one" in said
+    assert "has optimizer.lr 0.25, precision auto" in said
+    assert "this is a new run" not in dry_run(*words, "train.run_dir=mine")
+
+
+def test_an_inspection_begins_with_a_summary_and_weights(tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "step-00000001")
+    said = invoke("inspect-checkpoint", str(checkpoint))[1].splitlines()
+    assert "llama_tiny, step 1" in said[0]
+    assert "parameters in 20 tensors of F32" in said[1]
+    assert said[2] == "optimizer states: none"
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "1 binary file left"), (2, "2 binary files left")])
+def test_one_file_is_no_files(words, tmp_path, count, said):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    make_text(folder)
+    for number in range(count):
+        (folder / f"{number}.bin").write_bytes(b"\0")
+    kept = [word for word in words if not word.startswith("data.path")]
+    assert said in dry_run(*kept, f"data.path={folder}")
+
+
+def test_warm_up_may_be_a_share_of_the_steps():
+    by_share = compose_config(["lr_scheduler.warmup_ratio=0.1"]).config.lr_scheduler
+    by_steps = compose_config(["lr_scheduler.warmup_steps=20"]).config.lr_scheduler
+    assert [lr_factor(by_share, s, 200) for s in range(200)] == [
+        lr_factor(by_steps, s, 200) for s in range(200)
+    ]
