@@ -14,7 +14,7 @@ from docs import measured
 from fsdpctl.cli.app import app
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.build import divide_module
-from fsdpctl.estimate.estimator import placed_for_estimate
+from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
 from fsdpctl.estimate.run_plan import plan_run
 from fsdpctl.memory.engine_bytes import Breakdown, Moment, TrainingPlan, estimate, timeline
 from fsdpctl.models.registry import build_model
@@ -29,6 +29,8 @@ PAGES = (
     DOCS.parent / "README.md",
 )
 PICTURE = DOCS / "strategies.png"
+RECIPES = tuple(sorted((DOCS.parent / "recipes").glob("*.yaml")))
+ESTIMATED = "# Estimated:"
 MODEL = ["model=llama3_8b", "cluster=h100", "launch.nproc_per_node=4", "launch.nnodes=2"]
 GIB = 1 << 30
 COLORS = {
@@ -122,6 +124,19 @@ def filled(page: str) -> str:
     return page
 
 
+def estimated_recipe(file: Path) -> str:
+    """A recipe for described hardware, its head ending with what a rank holds there."""
+    lines = [line for line in file.read_text().splitlines() if not line.startswith(ESTIMATED)]
+    if any(line.startswith("cluster") for line in lines):
+        config = compose_config(["launch.device=cuda"], str(file)).config
+        (found,) = estimate_strategies(Estimator(), config, every=False)
+        reserved, memory = found.peak_reserved / GIB, found.memory_bytes / GIB
+        head = next(i for i, line in enumerate(lines) if not line.startswith("#"))
+        said = f"{ESTIMATED} {reserved:.1f} of {memory:.1f} GiB a rank, {found.verdict}."
+        lines.insert(head, said)
+    return "\n".join(lines) + "\n"
+
+
 def planned(name: str) -> tuple[TrainingPlan, RankPlace]:
     """How the model of the page runs under a strategy."""
     config = placed_for_estimate(compose_config([*MODEL, f"strategy={name}"]).config)
@@ -185,6 +200,8 @@ def main() -> None:
     """Rewrite the pages and the picture."""
     for page in PAGES:
         page.write_text(filled(page.read_text()))
+    for recipe in RECIPES:
+        recipe.write_text(estimated_recipe(recipe))
     draw(PICTURE)
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
-from docs.generate import PAGES, PICTURE, draw, filled
+from docs.generate import PAGES, PICTURE, RECIPES, draw, estimated_recipe, filled
 from fsdpctl.plan.strategy import STRATEGIES
-from tests.cli.run import environment
+from tests.cli.run import environment, invoke
+from tests.hostile import make_checkpoint, make_hugging_face
 
 ROOT = Path(__file__).parent.parent
 
@@ -18,6 +19,27 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_tables_are_those_of_the_code(page):
     assert filled(page.read_text()) == page.read_text(), "run `make docs`"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_the_estimates_of_recipes_are_those_of_the_code(recipe):
+    assert estimated_recipe(recipe) == recipe.read_text(), "run `make docs`"
+    if recipe.stem != "continue_hugging_face" and "cluster" in recipe.read_text():
+        assert ", fits.\n" in recipe.read_text()
+
+
+@pytest.mark.slow
+def test_recipes_for_one_machine_would_run(tmp_path, monkeypatch):
+    """On ranks of this machine's CPU, which are asked for no more than to begin."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shakespeare.txt").write_text("to be or not to be, that is the question\n" * 3000)
+    folder = make_hugging_face(make_checkpoint(tmp_path / "step-00000001"), tmp_path / "hf")
+    own = {"continue_hugging_face": [f"model.path={folder}", "data.path=shakespeare.txt"]}
+    for recipe in RECIPES:
+        words = ["train", "--recipe", recipe.stem, "--dry-run", "launch.device=cpu"]
+        code, said = invoke(*words, *own.get(recipe.stem, []))
+        several = "launch.nnodes" in recipe.read_text()
+        assert (code, "one machine only" in said) == ((2, True) if several else (0, False)), said
 
 
 @pytest.mark.slow
