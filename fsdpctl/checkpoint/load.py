@@ -26,7 +26,7 @@ def load_checkpoint(
     """
     _load_model(reader, model)
     progress = reader.manifest.progress
-    if optimizer is not None and progress.optimizer_step:
+    if optimizer is not None and (progress.optimizer_step or state_kinds(reader)):
         optimizer.isolate(progress.optimizer_steps)
         optimizer.create_states()
         for each in optimizer_pieces(optimizer, written=False):
@@ -34,6 +34,11 @@ def load_checkpoint(
         _set_steps(optimizer, progress)
     model.broadcast_updated_params()
     return progress
+
+
+def state_kinds(reader: CheckpointReader) -> set[str]:
+    """The names of the optimizer states in a checkpoint; `step` is not among them."""
+    return {key.split("/")[0] for key in reader.manifest.tensors} - {PARAMETER, BUFFER}
 
 
 @torch.no_grad()
@@ -102,6 +107,8 @@ def _check_shapes(source: Tensors, kind: str, shapes: Mapping[str, tuple[int, ..
 
 def _set_steps(optimizer: ShardedOptimizer, progress: Progress) -> None:
     for run, states in optimizer.run_states():
+        if "step" not in states:  # as SGD, which does not count
+            continue
         names = [piece.param.name for piece in run.shard.layout.pieces(run.span)]
         counts = {progress.optimizer_steps.get(name, progress.optimizer_step) for name in names}
         if len(counts) != 1:

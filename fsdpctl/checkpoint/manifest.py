@@ -63,6 +63,9 @@ class Progress:
     optimizer_step: Count = 0  # of every parameter that `optimizer_steps` does not name
     optimizer_steps: dict[str, Count] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # the caller's own
+    param_groups: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # options, of loops of one's own
 
 
 @dataclass(frozen=True, slots=True)

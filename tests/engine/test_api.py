@@ -303,3 +303,76 @@ def test_save_and_load_return_what_was_given(rank: int, world_size: int, tmp_pat
     assert largest_difference(model.state_dict(), other.state_dict()) == 0.0
     with pytest.raises(UsageError, match="exists already"):
         fsdpctl.save_checkpoint(folder / "c", model, optimizer)
+
+
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "SGD without states": lambda params: torch.optim.SGD(params, lr=1e-2),
+    "Adam": lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@distributed(world_size=2)
+def test_an_optimizer_on_flat_parameters_is_saved_and_goes_on_anywhere(
+    rank: int, world_size: int, name: str, tmp_path: Path
+) -> None:
+    model = fsdpctl.shard_model(make_net(tied=True), "full_shard")
+    optimizer = OPTIMIZERS[name](model.flat_parameters())
+    batches = token_batches(4, world_size)
+
+    def step(model: fsdpctl.ShardedModel, optimizer: torch.optim.Optimizer, number: int) -> None:
+        next_token_loss(model, batches[number][rank][0]).backward()
+        model.sync_gradients()
+        for shard in model.flat_shards():
+            shard.param.grad = shard.grad
+        optimizer.step()
+        model.zero_grad()
+
+    step(model, optimizer, 0)
+    step(model, optimizer, 1)
+    folder = Path(model.collectives.gather_objects(str(tmp_path))[0])
+    fsdpctl.save_checkpoint(folder / "c", model, optimizer)
+    other = fsdpctl.shard_model(make_net(tied=True), "no_shard")
+    its_optimizer = OPTIMIZERS[name](other.flat_parameters())
+    fsdpctl.load_checkpoint(folder / "c", other, its_optimizer)
+    for number in (2, 3):
+        step(model, optimizer, number)
+        step(other, its_optimizer, number)
+    assert largest_difference(model.state_dict(), other.state_dict()) == 0.0
+
+
+def test_a_scheduler_goes_on_with_its_learning_rate(tmp_path):
+    def make():
+        model = fsdpctl.shard_model(make_net(tied=True), "full_shard")
+        optimizer = fsdpctl.ShardedAdamW(model, lr=0.01)
+        return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+
+    batch = token_batches(1, 1)[0][0][0]
+    model, optimizer, scheduler = make()
+    for _ in range(5):
+        one_step(model, optimizer, batch)
+        scheduler.step()
+    extra = {"scheduler": scheduler.state_dict()}
+    fsdpctl.save_checkpoint(tmp_path / "c", model, optimizer, extra=extra)
+    other, its_optimizer, its_scheduler = make()
+    its_scheduler.load_state_dict(
+        fsdpctl.load_checkpoint(tmp_path / "c", other, its_optimizer)["scheduler"]
+    )
+    for _ in range(3):
+        one_step(model, optimizer, batch)
+        scheduler.step()
+        one_step(other, its_optimizer, batch)
+        its_scheduler.step()
+        assert [g["lr"] for g in its_optimizer.param_groups] == [
+            g["lr"] for g in optimizer.param_groups
+        ]
+    assert its_optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+    assert largest_difference(model.state_dict(), other.state_dict()) == 0.0
+
+
+def test_an_optimizer_of_something_else_is_not_saved_as_if(tmp_path):
+    model = fsdpctl.shard_model(make_net(tied=True), "full_shard")
+    stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0)
+    with pytest.raises(UsageError, match="only ShardedAdamW"):
+        fsdpctl.save_checkpoint(tmp_path / "c", model, stranger)
