@@ -178,6 +178,44 @@ def _refuse_state_at_rest(module: nn.Module, prefix: str, keep_vars: bool) -> No
         )
 
 
+def watch_first_forward(module: nn.Module, runtime: Runtime) -> None:
+    """Have the first forward find modules that compute with parameters that are not there.
+
+    Units are gathered when their modules are called: what is called by `.forward`, or in parts,
+    would compute with NaN. Later forwards do the same calls and are not watched; what is compiled
+    is not, since it would be compiled again.
+    """
+    handles = [
+        each.register_forward_pre_hook(partial(_check_there, name))
+        for name, each in _uncompiled("", module)
+        if each._parameters
+    ]
+
+    def end(module: nn.Module, args: Any, outputs: Any) -> None:
+        for handle in handles:
+            handle.remove()
+
+    handles.append(module.register_forward_hook(end))
+    runtime.hooks += handles
+
+
+def _uncompiled(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    if module._compiled_call_impl is None:
+        yield name, module
+        for key, child in module.named_children():
+            yield from _uncompiled(f"{name}.{key}" if name else key, child)
+
+
+def _check_there(name: str, module: nn.Module, args: Any) -> None:
+    for key, param in module._parameters.items():
+        if param is not None and _is_at_rest(param):
+            raise EngineError(
+                f"{name or 'the module'} computes with its {key}, which is not here: the unit that "
+                "it belongs to was not called as a module but in parts, or by .forward; call it, "
+                "or name such parts with units="
+            )
+
+
 def refuse_call(what: str) -> EngineError:
     """The error for a call that a sharded model cannot serve."""
     return EngineError(f"{what} is {_REFUSED}")

@@ -50,16 +50,25 @@ def describe_module(module: nn.Module) -> ModuleSpec:
             is_called,
             own,
             children,
-            isinstance(each, nn.Embedding),
+            _is_lookup(each),
         )
 
     return describe("", module)
 
 
+def _is_lookup(module: nn.Module) -> bool:
+    """Whether it is an embedding and nothing more, such as a norm of its own."""
+    is_plain = type(module).forward is nn.Embedding.forward and len(module._parameters) == 1
+    return isinstance(module, nn.Embedding) and is_plain and not module._modules
+
+
 def name_of_submodule(module: nn.Module, getter: str) -> str | None:
     """The name of what `module.getter()` returns, in the convention of transformers."""
     method = getattr(module, getter, None)
-    found = method() if callable(method) else None
+    try:
+        found = method() if callable(method) else None
+    except NotImplementedError:  # of transformers' models that have none
+        return None
     if not isinstance(found, nn.Module):
         return None
     return next((name for name, each in module.named_modules() if each is found), None)

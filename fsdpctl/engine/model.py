@@ -13,9 +13,13 @@ from fsdpctl.engine.agreement import Agreement, check_replicas
 from fsdpctl.engine.ledger import Ledger
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.state import full_state, persistent_buffers
+from fsdpctl.errors import EngineError
 from fsdpctl.plan.schedule import Event, UnitOrder
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.shards import FlatShard, trainable_shards
+
+# What torch says of a write to a tensor in which one number stands for all elements.
+_WRITTEN_AT_REST = "more than one element of the written-to tensor"
 
 
 class ShardedModel(nn.Module):
@@ -33,6 +37,8 @@ class ShardedModel(nn.Module):
         self._agreement = Agreement(runtime)
         self._shards = tuple(b.shard for unit in runtime.units.values() for b in unit.buffers)
         access.guard_module(module, runtime)
+        if runtime.strategy.shards_params:
+            access.watch_first_forward(module, runtime)
 
     def __getattr__(self, name: str) -> Any:
         """What the module has beside torch's own: `config`, `generate` and the like."""
@@ -44,8 +50,21 @@ class ShardedModel(nn.Module):
             return getattr(self.module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own result."""
-        return self.module(*args, **kwargs)
+        """The module's own result.
+
+        Raises:
+            EngineError: the module uses a unit's parameters without calling its module, or writes
+                to parameters.
+        """
+        try:
+            return self.module(*args, **kwargs)
+        except RuntimeError as error:
+            if _WRITTEN_AT_REST in str(error):
+                raise EngineError(
+                    "the module writes to its own parameters in forward, which are not here then: "
+                    "do that before shard_model, or within model.full_parameters(writeback=True)"
+                ) from error
+            raise
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -1,5 +1,7 @@
 """Parameters that are frozen, unused, shared or oddly placed: equal to one process, or an error."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from fsdpctl.errors import EngineError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.schedule import Prefetch
 from tests.distributed import distributed
-from tests.engine.models import OddBlock
+from tests.engine.models import OddBlock, OddNet, next_token_loss, token_batches
 from tests.engine.odd import Batches, Spare, Stack, TiedAcross, float_batches, square_loss
 from tests.engine.test_parity import largest_difference
 from tests.reference import train_reference
@@ -149,3 +151,108 @@ def test_buffers_of_any_dtype_become_rank_zeros(rank: int, world_size: int) -> N
     module.register_buffer("count", torch.tensor([rank, 7], dtype=torch.int16))
     model = shard_model(module, "full_shard")
     assert model.state_dict()["count"].tolist() == [0, 7]
+
+
+class NormedEmbedding(nn.Embedding):
+    """More than a lookup: its backward reads the norm's weight."""
+
+    def __init__(self, num: int, width: int) -> None:
+        super().__init__(num, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.norm(super().forward(tokens))
+        return out
+
+
+class Speaker(OddNet):
+    """A model of transformers' kind, whose embedding has a norm."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        torch.manual_seed(1)
+        self.embed = NormedEmbedding(*self.embed.weight.shape)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+
+class Speechless(OddNet):
+    """A model of transformers' kind without embeddings, as those of images are."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+
+    def get_input_embeddings(self) -> nn.Module:
+        raise NotImplementedError
+
+
+class ByForward(Stack):
+    """Calls its blocks past their hooks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block.forward(x)
+        return x
+
+
+class InParts(Stack):
+    """Calls a part of a block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        part: Tensor = self.blocks[1].up(x)  # type: ignore[operator]
+        return part
+
+
+class Rescales(Stack):
+    """Writes to a block's weight before it is called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.blocks[0].up.weight.div_(2)  # type: ignore[operator, union-attr]
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("make", [Speaker, Speechless])
+@distributed(world_size=2)
+def test_embeddings_of_every_kind_equal_one_process(
+    rank: int, world_size: int, make: Callable[[], nn.Module]
+) -> None:
+    batches = token_batches(2, world_size)
+    torch.manual_seed(0)
+    expected = train_reference(make(), next_token_loss, batches)
+    torch.manual_seed(0)
+    model = shard_model(make(), "full_shard")
+    optimizer = ShardedAdamW(model, lr=1e-2)
+    for of_ranks in batches:
+        next_token_loss(model, of_ranks[rank][0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert largest_difference(model.state_dict(), expected) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (ByForward, r"blocks.0.\w+ computes with its weight, which is not here"),
+        (InParts, "blocks.1.up computes with its weight"),
+        (Rescales, "writes to its own parameters in forward"),
+    ],
+)
+@distributed(world_size=2)
+def test_parameters_that_are_not_there_are_named(
+    rank: int, world_size: int, kind: type[Stack], said: str
+) -> None:
+    model = shard_model(kind(OddBlock), "full_shard")
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), pytest.raises(EngineError, match=said):
+            model(float_batches(1, 1)[0][0][0])
+
+
+@distributed(world_size=2)
+def test_only_the_first_forward_is_watched(rank: int, world_size: int) -> None:
+    model = shard_model(Stack(OddBlock), "full_shard")
+    leaf = model.module.get_submodule("blocks.1.up")
+    assert leaf._forward_pre_hooks
+    model(float_batches(1, 1)[0][0][0])
+    assert not leaf._forward_pre_hooks
