@@ -34,7 +34,6 @@ app = typer.Typer(
     name="fsdpctl",
     cls=TyperGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Trains PyTorch models with fully sharded data parallelism.\n\n"

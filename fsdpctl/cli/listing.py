@@ -1,18 +1,26 @@
 """`fsdpctl list`."""
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from fsdpctl.cli.console import out, say
+from fsdpctl.cli.console import emit, out, say
 from fsdpctl.config.files import choices_of, first_comment, package_folder
 from fsdpctl.config.keys import Key
 from fsdpctl.config.recipe import recipe_names
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
 from fsdpctl.config.words import hint
 from fsdpctl.errors import UsageError
+
+_JSON_TYPES = {
+    "text": "string",
+    "whole number": "integer",
+    "number": "number",
+    "true or false": "boolean",
+}
 
 
 def list_choices(
@@ -22,18 +30,89 @@ def list_choices(
     config_dir: Annotated[
         Path | None, typer.Option(help="A directory with further choices, a folder per group.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_schema: Annotated[
+        bool, typer.Option("--json-schema", help="Print the JSON schema of recipes, for editors.")
+    ] = False,
 ) -> None:
     """List all groups and recipes, or a group's keys."""
     from fsdpctl.config.compose import compose_config
 
     default = compose_config([], config_dir=config_dir).config
-    if group is None:
+    if json_schema:
+        emit(json.dumps(_schema(config_dir), indent=2))
+    elif as_json:
+        sections = [group] if group in SECTIONS else list(SECTIONS) if group is None else []
+        if not sections:
+            raise UsageError(f"{group}: no such group{hint(str(group), [*SECTIONS, *KEYS])}")
+        emit(json.dumps([_described(each, default, config_dir) for each in sections], indent=2))
+    elif group is None:
         _list_everything(default, config_dir)
     elif group in SECTIONS:
         _list_section(group, default, config_dir)
     else:
         known = ", ".join(SECTIONS)
         raise UsageError(f"{group}: no such group{hint(group, [*SECTIONS, *KEYS])} ({known})")
+
+
+def _described(section: str, default: Config, config_dir: Path | None) -> dict[str, Any]:
+    """A group's choices and keys."""
+    part = getattr(default, section)
+    is_group = section in GROUPS
+    return {
+        "name": section,
+        "default": part.name if is_group else None,
+        "choices": choices_of(section, config_dir) if is_group else [],
+        "keys": [
+            {
+                "name": name,
+                "type": key.type,
+                "default": _default(key, part),
+                "allowed": key.allowed,
+                "meaning": key.meaning,
+            }
+            for name, key in KEYS.items()
+            if name.startswith(f"{section}.")
+        ],
+    }
+
+
+def _schema(config_dir: Path | None) -> dict[str, Any]:
+    """What a recipe may say, as flat words or nested sections."""
+    flat: dict[str, Any] = {group: {"enum": choices_of(group, config_dir)} for group in GROUPS}
+    flat |= {name: _schema_of(key) for name, key in KEYS.items()}
+    nested = {}
+    for section in SECTIONS:
+        inner = {
+            name.split(".", 1)[1]: value
+            for name, value in flat.items()
+            if name.startswith(f"{section}.")
+        }
+        names = {"name": flat[section]} if section in GROUPS else {}
+        nested[section] = {
+            "type": "object",
+            "properties": {**names, **inner},
+            "additionalProperties": False,
+        }
+    both = {group: {"anyOf": [flat[group], nested[group]]} for group in GROUPS}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "fsdpctl recipe",
+        "type": "object",
+        "properties": {**flat, **nested, **both},
+        "additionalProperties": False,
+    }
+
+
+def _schema_of(key: Key) -> dict[str, Any]:
+    found: dict[str, Any] = {"description": key.meaning}
+    if key.choices:
+        return {**found, "enum": [*key.choices, *(["auto"] if key.auto else [])]}
+    limits = {"minimum": key.minimum, "maximum": key.maximum}
+    found |= {"type": _JSON_TYPES[key.type]}
+    found |= {name: limit for name, limit in limits.items() if limit is not None}
+    texts = key.auto or key.unit  # `auto`, or a size such as 80GB
+    return {"anyOf": [found, {"type": "string"}]} if texts and key.type != "text" else found
 
 
 def _table(*columns: str) -> Table:

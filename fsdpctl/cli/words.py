@@ -12,12 +12,34 @@ from fsdpctl.errors import UsageError
 
 if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
+    from fsdpctl.config.keys import Key
+
+
+def completions(incomplete: str) -> list[str]:
+    """What KEY=VALUE may become: groups and keys, then their choices."""
+    from fsdpctl.config.files import choices_of
+    from fsdpctl.config.schema import GROUPS, KEYS
+
+    name, equals, _ = incomplete.partition("=")
+    if not equals:
+        return [f"{each}=" for each in (*GROUPS, *KEYS) if each.startswith(incomplete)]
+    values = choices_of(name) if name in GROUPS else _values_of(KEYS.get(name))
+    return [f"{name}={each}" for each in values if f"{name}={each}".startswith(incomplete)]
+
+
+def _values_of(key: "Key | None") -> list[str]:
+    if key is None:
+        return []
+    truths = ["true", "false"] if key.type == "true or false" else []
+    return [*key.choices, *truths, *(["auto"] if key.auto else [])]
+
 
 Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[FILE.yaml] KEY=VALUE",
         show_default=False,
+        autocompletion=completions,
         help="Settings, as in `model=llama3_1b strategy=full_shard optimizer.lr=1e-3`. "
         "`fsdpctl list` shows them all. A YAML file is a recipe.",
     ),

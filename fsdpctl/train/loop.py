@@ -56,6 +56,7 @@ class Trainer:
             self.total_steps,
             done.step,
             log_every=config.train.log_every,
+            num_ranks=self._ranks.size,
             shows=self._is_main and parts.shows,
             log=parts.run_dir / LOG,
         )

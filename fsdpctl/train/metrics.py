@@ -48,6 +48,7 @@ class StepMetrics:
             "optimizer_seconds": round(self.times.optimizer, 6),
             "peak_allocated_bytes": self.memory.allocated,
             "peak_reserved_bytes": self.memory.reserved,
+            "num_alloc_retries": self.memory.retries,
         }
 
 
@@ -62,13 +63,19 @@ class PeakMemory:
 
     allocated: int | None  # in tensors; not known on the CPU
     reserved: int  # by the caching allocator; on the CPU by the process
+    total: int | None = None  # of the device
+    retries: int | None = None  # how often its allocator emptied its cache to go on
 
 
 def peak_memory(device: torch.device) -> PeakMemory:
     """Of this rank, since it started."""
     if device.type == "cuda":
+        found = torch.cuda.memory_stats(device)
         return PeakMemory(
-            torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+            found.get("allocated_bytes.all.peak", 0),
+            found.get("reserved_bytes.all.peak", 0),
+            torch.cuda.get_device_properties(device).total_memory,
+            found.get("num_alloc_retries", 0),
         )
     return PeakMemory(None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 

@@ -16,7 +16,7 @@ from rich.progress import (
 )
 
 from fsdpctl.train.console import PatientConsole, journal, printable
-from fsdpctl.train.metrics import StepMetrics
+from fsdpctl.train.metrics import PeakMemory, StepMetrics
 
 _GIB = 1 << 30
 _MIB = 1 << 20
@@ -40,13 +40,20 @@ class RunProgress:
     """Shows a run's progress on standard output; silent on all ranks but 0."""
 
     def __init__(
-        self, total_steps: int, first_step: int, *, log_every: int, shows: bool, log: Path | None
+        self,
+        total_steps: int,
+        first_step: int,
+        *,
+        log_every: int,
+        num_ranks: int,
+        shows: bool,
+        log: Path | None,
     ) -> None:
         """`log` gets the lines that stay, whether or not somebody can read them."""
         self._log = log if shows else None
         self._console = PatientConsole(highlight=False, soft_wrap=True, quiet=not shows)
         self._total = total_steps
-        self._log_every = log_every
+        self._log_every, self._num_ranks = log_every, num_ranks
         self._live: Progress | None = None
         self._task: TaskID | None = None
         self._done_here = 0
@@ -73,18 +80,20 @@ class RunProgress:
     def step(self, metrics: StepMetrics, share_saved: float | None) -> None:
         """A step is done; of the checkpoint on its way, if there is one, so much is written."""
         self._done_here += 1
-        note = (
-            f"loss {metrics.figures.loss:.3f}  {metrics.tokens_per_second:,.0f} tok/s  "
-            f"{format_bytes(metrics.memory.reserved)}"
-        )
-        if share_saved is not None:
-            note += f"  saving {share_saved:.0%}"
+        saving = "" if share_saved is None else f"  saving {share_saved:.0%}"
         if self._live is not None and self._task is not None:
+            note = (
+                f"loss {metrics.figures.loss:.3f}  {metrics.tokens_per_second:,.0f} tok/s  "
+                f"{_memory(metrics.memory)}{saving}"
+            )
             self._live.update(self._task, completed=metrics.step, note=note)
         elif metrics.step % self._log_every == 0 or metrics.step == self._total:
             each = (time.monotonic() - self._began) / self._done_here
             left = format_seconds(each * (self._total - metrics.step))
-            self.say(f"step {metrics.step}/{self._total}  {note}  {left} left")
+            self.say(
+                f"step {metrics.step}/{self._total}  {_figures(metrics, self._num_ranks)}  "
+                f"{_memory(metrics.memory)}{saving}  {left} left"
+            )
 
     def saving(self, share: float, seconds: float) -> None:
         """Training has waited so long for a checkpoint of which so much is written."""
@@ -101,6 +110,22 @@ class RunProgress:
         self._console.print(printable(line), markup=False)
         if self._log is not None:
             journal(self._log, line)
+
+
+def _figures(metrics: StepMetrics, num_ranks: int) -> str:
+    figures, speed = metrics.figures, metrics.tokens_per_second
+    each = f" ({speed / num_ranks:,.0f} per rank)" if num_ranks > 1 else ""
+    return (
+        f"loss {figures.loss:.3f}  grad_norm {figures.grad_norm:.2f}  lr {metrics.lr:.2g}  "
+        f"{speed:,.0f} tok/s{each}"
+    )
+
+
+def _memory(memory: PeakMemory) -> str:
+    if memory.total is None:
+        return format_bytes(memory.reserved)
+    share = memory.reserved / memory.total
+    return f"{memory.reserved / _GIB:.1f}/{memory.total / _GIB:.1f} GiB ({share:.0%})"
 
 
 def _make_bar(console: Console) -> Progress:

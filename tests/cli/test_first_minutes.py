@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from jsonschema import Draft202012Validator
 
+from fsdpctl.cli.words import completions
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import nearest
 from fsdpctl.optim.schedule import lr_factor
@@ -211,3 +213,43 @@ def test_warm_up_may_be_a_share_of_the_steps():
     assert [lr_factor(by_share, s, 200) for s in range(200)] == [
         lr_factor(by_steps, s, 200) for s in range(200)
     ]
+
+
+# ---- for programs and shells -----------------------------------------------------------------
+
+
+def test_the_choices_are_there_for_programs():
+    sections = json.loads(invoke("list", "--json")[1])
+    assert {each["name"]: each["default"] for each in sections}["strategy"] == "full_shard"
+    (strategy,) = json.loads(invoke("list", "strategy", "--json")[1])
+    assert "hybrid_shard" in strategy["choices"]
+    assert "strategy.dp_shard_size" in [key["name"] for key in strategy["keys"]]
+    code, said = invoke("list", "stratgy", "--json")
+    assert (code, "did you mean strategy?" in said) == (2, True)
+
+
+def test_the_schema_takes_what_is_right_and_nothing_else():
+    validator = Draft202012Validator(json.loads(invoke("list", "--json-schema")[1]))
+    right = {
+        "model": {"name": "gpt2", "num_layers": 2},
+        "strategy": "full_shard",
+        "train.steps": 7,
+        "train": {"micro_batch_size": "auto"},
+        "cluster.memory": "80GB",
+    }
+    assert not list(validator.iter_errors(right))
+    wrong = ({"strateg": "x"}, {"strategy": "x"}, {"train": {"steps": 0}}, {"train.steps": "many"})
+    assert all(list(validator.iter_errors(each)) for each in wrong)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("strategy=hy", ["strategy=hybrid_shard", "strategy=hybrid_shard_grad_op"]),
+        ("train.on_", ["train.on_nonfinite="]),
+        ("train.compile=", ["train.compile=true", "train.compile=false"]),
+        ("nothing=", []),
+    ],
+)
+def test_words_are_completed_from_the_schema(typed, offered):
+    assert completions(typed) == offered
