@@ -24,10 +24,7 @@ from fsdpctl.plan.strategy import STRATEGIES, Strategy
 from fsdpctl.resolve.machine import resolved_strategy
 
 DOCS = Path(__file__).parent
-PAGES = (
-    *(DOCS / f"{name}.md" for name in ("strategies", "performance", "memory-model")),
-    DOCS.parent / "README.md",
-)
+PAGES = tuple(DOCS / f"{name}.md" for name in ("strategies", "performance", "memory-model"))
 PICTURE = DOCS / "strategies.png"
 RECIPES = tuple(sorted((DOCS.parent / "recipes").glob("*.yaml")))
 ESTIMATED = "# Estimated:"

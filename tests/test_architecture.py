@@ -1,4 +1,4 @@
-"""The layers drawn in the README, and the limits of CONTRIBUTING.md, held by the suite.
+"""The layers drawn in docs/architecture.md, and the limits of CONTRIBUTING.md, held by the suite.
 
 Every rule is a function from sources to complaints, so that it can be shown to find a fault.
 """

@@ -1,6 +1,8 @@
 """What the documentation takes from the code is what the code says now."""
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,9 @@ import pytest
 from matplotlib.image import imread
 
 from docs.generate import PAGES, PICTURE, RECIPES, draw, estimated_recipe, filled
+from fsdpctl.cli.app import _COMMANDS
+from fsdpctl.config.files import choices_of
+from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.cli.run import environment, invoke
 from tests.hostile import make_checkpoint, make_hugging_face
@@ -73,3 +78,40 @@ def test_the_example_learns_the_same_under_every_strategy():
     assert int(lines[-1].split("%")[0].split()[-1]) >= 90  # of new images right
     for strategy in others:
         assert [line for line in run_example(strategy) if line.startswith("step")] == steps[:2]
+
+
+TEXTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for text, target in re.findall(r"\[([^\]]+)\]\(([^)]+)\)", page.read_text()):
+        if "://" not in target:
+            path, _, anchor = target.partition("#")
+            there = page.parent / path if path else page
+            assert there.is_file(), f"{text}: {target}"
+            headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE) if anchor else []
+            assert not anchor or anchor in [each.lower().replace(" ", "-") for each in headings]
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
+def test_commands_and_words_are_those_there_are(page):
+    """What stands in code: lines and spans that begin with the command."""
+    commands = {name for name, _, _ in _COMMANDS}
+    typed = re.findall(r"(?:^    |^\$ |`)fsdpctl ([^`\n]*)", page.read_text(), re.MULTILINE)
+    for line in typed:
+        name, *words = shlex.split(line.split(" #")[0].replace("…", ""))
+        assert name in commands or name.startswith("--"), line
+        for word in words:
+            key, equals, value = word.lstrip("-").partition("=")
+            if equals:
+                assert key in KEYS or key in GROUPS, line
+                given = value.split(",") if key in GROUPS else []
+                assert all(each in choices_of(key) for each in given if each), line
+
+
+def test_the_readme_fits_on_a_screen_and_names_every_page():
+    readme, index = (ROOT / "README.md").read_text(), (ROOT / "docs" / "README.md").read_text()
+    assert len(readme.splitlines()) < 85
+    pages = {page.name for page in TEXTS} - {"README.md"}
+    assert {page for page in pages if f"({page})" not in index} == set()
