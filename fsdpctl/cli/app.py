@@ -19,6 +19,7 @@ from fsdpctl.cli.checkpoint import (
 from fsdpctl.cli.compare import compare
 from fsdpctl.cli.data import tokenize
 from fsdpctl.cli.estimate import estimate_memory
+from fsdpctl.cli.evaluate import evaluate
 from fsdpctl.cli.listing import list_choices
 from fsdpctl.cli.sample import sample
 from fsdpctl.cli.train import train
@@ -46,6 +47,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], bool], ...] = (
     ("estimate-memory", estimate_memory, True),
     ("compare", compare, True),
     ("sample", sample, False),
+    ("evaluate", evaluate, True),
     ("consolidate-checkpoint", consolidate_checkpoint, False),
     ("shard-checkpoint", shard_checkpoint, False),
     ("inspect-checkpoint", inspect_checkpoint, False),

@@ -13,8 +13,17 @@ def sample(
     prompt: Annotated[str, typer.Option(help="The text to continue.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to generate.")] = 200,
     seed: Annotated[int, typer.Option(min=0, max=2**53, help="Another seed, another text.")] = 0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, max=100.0, help="Below 1 more likely, above 1 more various.")
+    ] = 0.8,
+    top_p: Annotated[
+        float, typer.Option(min=1e-6, max=1.0, help="Only the likeliest with so much of the odds.")
+    ] = 1.0,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest.")] = False,
 ) -> None:
     """Generate text from a checkpoint, in this process."""
+    from fsdpctl.train.generate import Sampling
     from fsdpctl.train.sample import sample_text
 
-    say(sample_text(found_checkpoint(source), prompt, tokens, seed))
+    sampling = Sampling(seed, 0.0 if greedy else temperature, top_p)
+    say(sample_text(found_checkpoint(source), prompt, tokens, sampling))

@@ -1,9 +1,18 @@
 """Text out of a model, token by token."""
 
-import torch
-from torch import nn
+from dataclasses import dataclass
 
-_TEMPERATURE = 0.8
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is drawn from a model's odds."""
+
+    seed: int
+    temperature: float = 0.8  # 0: always the likeliest
+    top_p: float = 1.0  # only of the likeliest that together have so much of the odds
 
 
 @torch.no_grad()
@@ -13,7 +22,7 @@ def generate(
     count: int,
     *,
     context: int,
-    seed: int,
+    sampling: Sampling,
     device: torch.device,
 ) -> list[int]:
     """`count` tokens that follow `prompt`. All ranks of a sharded model call it alike.
@@ -23,14 +32,24 @@ def generate(
         prompt: at least one token.
         count: how many tokens; a fixed number, so that ranks stay in step.
         context: how many of the last tokens the model sees.
-        seed: the draw follows from it.
+        sampling: how each is drawn.
         device: where the model runs.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(sampling.seed)
     tokens = list(prompt)
     for _ in range(count):
         window = torch.tensor([tokens[-context:]], device=device)
-        logits = model(window)[0, -1].float().cpu()
-        odds = torch.softmax(logits / _TEMPERATURE, dim=-1)
-        tokens.append(int(torch.multinomial(odds, 1, generator=generator)))
+        tokens.append(draw(model(window)[0, -1].float().cpu(), sampling, generator))
     return tokens[len(prompt) :]
+
+
+def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """One token from 1-D logits; nucleus sampling as in Holtzman et al., 2020."""
+    if not sampling.temperature:
+        return int(logits.argmax())
+    odds = torch.softmax(logits / sampling.temperature, dim=-1)
+    if sampling.top_p < 1:
+        sorted_odds, order = odds.sort(descending=True, stable=True)
+        before = sorted_odds.cumsum(0) - sorted_odds
+        odds[order[before >= sampling.top_p]] = 0
+    return int(torch.multinomial(odds, 1, generator=generator))

@@ -14,7 +14,7 @@ from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
 from fsdpctl.optim.record import StepFigures, StepRecord, record_step
 from fsdpctl.optim.schedule import lr_factor
 from fsdpctl.train.clock import StepClock
-from fsdpctl.train.generate import generate
+from fsdpctl.train.generate import Sampling, generate
 from fsdpctl.train.kept import KeptFiles
 from fsdpctl.train.loss import describe_validation, summed_loss, validation_loss
 from fsdpctl.train.memory_check import MemoryCheck
@@ -272,7 +272,7 @@ class Trainer:
             parts.data.tokenizer.encode_prompt(""),
             config.train.sample_tokens,
             context=config.train.seq_len,
-            seed=config.train.seed,
+            sampling=Sampling(config.train.seed),
             device=parts.device,
         )
         self._progress.say("a sample:\n" + parts.data.tokenizer.decode(tokens))

@@ -1,6 +1,7 @@
 """The loss of a micro-batch, and of a validation set."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +34,13 @@ def validation_loss(
     *,
     at_most: int,
     chunk_tokens: int,
+    on_batch: Callable[[int], None] = lambda number: None,
 ) -> float:
     """Mean nats per token over the validation data. Collective.
 
     Every rank runs the same number of passes, and losses are added in float64, so that the result
-    does not depend on the number of ranks beyond the rounding of single passes.
+    does not depend on the number of ranks beyond the rounding of single passes. After each global
+    batch `on_batch(NUMBER)` is called.
     """
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for number in range(batches.num_validation_batches(at_most)):
@@ -45,6 +48,7 @@ def validation_loss(
             batch = batches.validation(number, collectives.rank, micro_step)
             total[0] += _pass_loss(model, batch, device, chunk_tokens)
             total[1] += (batch.targets != IGNORED).sum().to(device)
+        on_batch(number + 1)
     summed, count = collectives.all_reduce(total).tolist()
     return float(summed / count)
 

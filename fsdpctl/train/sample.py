@@ -12,10 +12,10 @@ from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer import BYTES, TOKENIZER_JSON, ByteTokenizer, FileTokenizer
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.train.assemble import make_model
-from fsdpctl.train.generate import generate
+from fsdpctl.train.generate import Sampling, generate
 
 
-def sample_text(checkpoint: Path, prompt: str, count: int, seed: int) -> str:
+def sample_text(checkpoint: Path, prompt: str, count: int, sampling: Sampling) -> str:
     """The prompt and `count` further tokens, from the model in `checkpoint`.
 
     Raises:
@@ -46,7 +46,7 @@ def sample_text(checkpoint: Path, prompt: str, count: int, seed: int) -> str:
             tokenizer.encode_prompt(prompt),
             count,
             context=config.train.seq_len,
-            seed=seed,
+            sampling=sampling,
             device=device,
         )
     except RuntimeError as error:

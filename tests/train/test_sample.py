@@ -8,8 +8,10 @@ import torch
 
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.train import assemble, sample
+from fsdpctl.train.generate import Sampling, draw
 from fsdpctl.train.sample import sample_text
 from tests.checkpoint.test_gguf import sharded
+from tests.cli.run import invoke
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +28,14 @@ def test_nothing_is_compiled_for_it(checkpoint, monkeypatch):
         raise AssertionError(block)
 
     monkeypatch.setattr(assemble, "compile_block", refuse)
-    text = sample_text(checkpoint, "some ", 4, seed=0)
+    text = sample_text(checkpoint, "some ", 4, Sampling(0))
     assert text.startswith("some ")
-    assert text == sample_text(checkpoint, "some ", 4, seed=0)
+    assert text == sample_text(checkpoint, "some ", 4, Sampling(0))
 
 
 def test_a_prompt_that_is_no_text_is_refused(checkpoint):
     with pytest.raises(UsageError, match="--prompt: not UTF-8"):
-        sample_text(checkpoint, "caf\udce9", 4, seed=0)
+        sample_text(checkpoint, "caf\udce9", 4, Sampling(0))
 
 
 def allocate_too_much() -> None:
@@ -59,4 +61,28 @@ def fail_otherwise() -> None:
 def test_want_of_memory_is_said_in_one_line(checkpoint, monkeypatch, fail, error, said):
     monkeypatch.setattr(sample, "generate", lambda *args, **kwargs: fail())
     with pytest.raises(error, match=said):
-        sample_text(checkpoint, "some ", 4, seed=0)
+        sample_text(checkpoint, "some ", 4, Sampling(0))
+
+
+def test_tokens_are_drawn_as_asked():
+    logits = torch.tensor([1.0, 3.0, 2.0, -4.0])
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(**about: float) -> set[int]:
+        return {draw(logits, Sampling(0, **about), generator) for _ in range(300)}
+
+    assert drawn(temperature=0.0) == {1}
+    assert drawn(temperature=1.0, top_p=0.6) == {1}  # which alone has two thirds of the odds
+    assert drawn(temperature=1.0, top_p=0.7) == {1, 2}
+    assert drawn(temperature=1.0) >= {0, 1, 2}
+    assert drawn(temperature=50.0) == {0, 1, 2, 3}
+
+
+def test_the_command_takes_them(checkpoint):
+    said = [
+        invoke("sample", str(checkpoint), "--tokens", "6", "--greedy", "--seed", seed)
+        for seed in ("1", "2")
+    ]
+    assert said[0] == said[1]
+    assert said[0][0] == 0
+    assert invoke("sample", str(checkpoint), "--top-p", "0")[0] == 2

@@ -1,0 +1,57 @@
+"""`fsdpctl evaluate`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import Progress
+
+from fsdpctl.cli.console import emit, err, say
+from fsdpctl.cli.words import Words
+
+Weights = Annotated[
+    Path,
+    typer.Argument(metavar="SRC", help="A run, a checkpoint, or a Hugging Face directory."),
+]
+
+
+def evaluate(
+    source: Weights,
+    words: Words = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say how well a model predicts text: loss, perplexity, bits per byte.
+
+    A run or checkpoint on the data that it was trained on, unless data=… says another:
+    `fsdpctl evaluate runs/latest data=text data.path=other.txt data.val_fraction=0`.
+    """
+    from fsdpctl.checkpoint.folders import find_checkpoint
+    from fsdpctl.cli.words import Asked, settled
+    from fsdpctl.config.compose import compose_config
+    from fsdpctl.config.model_path import is_hugging_face
+    from fsdpctl.resolve.run import resolve
+    from fsdpctl.train.evaluate import evaluate_run, words_of
+
+    place = source if is_hugging_face(source) else find_checkpoint(source)
+    typed = settled(Asked(words)).words or []
+    named = {word.partition("=")[0] for word in typed}
+    other_data = any(name == "data" or name.startswith("data.") for name in named)
+    known = [
+        word
+        for word in words_of(place)
+        if word.partition("=")[0] not in named and not (other_data and word.startswith("data"))
+    ]
+    run = resolve(compose_config([*known, *typed]))
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task("", total=None)
+        found = evaluate_run(
+            run, lambda done, total: progress.update(task, completed=done, total=total)
+        )
+    if as_json:
+        emit(json.dumps({"path": str(place), **found.to_dict()}, indent=2))
+        return
+    bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
+    say(f"{place}: {run.data.description}")
+    say(f"loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}{bits}")
+    say(f"over {found.tokens:,} tokens in samples of {run.config.train.seq_len}")

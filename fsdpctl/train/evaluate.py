@@ -1,0 +1,86 @@
+"""How well a model predicts a text: the loss of any checkpoint or directory."""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdpctl.checkpoint.load import load_weights
+from fsdpctl.checkpoint.pretrained import open_weights
+from fsdpctl.comm.base import LocalCollectives
+from fsdpctl.config.model_path import model_words
+from fsdpctl.config.sealed import MANIFEST, read_sealed
+from fsdpctl.data.batches import Batches
+from fsdpctl.resolve.run import ResolvedRun
+from fsdpctl.train.assemble import make_model
+from fsdpctl.train.loss import validation_loss
+
+_OF_THE_DATA = ("data", "train.seq_len")
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What came of it."""
+
+    loss: float  # nats per token
+    perplexity: float
+    bits_per_byte: float | None  # of text; None where nobody knows how long it was
+    tokens: int  # predicted
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        return asdict(self)
+
+
+def words_of(source: Path) -> list[str]:
+    """How to compose the model in a checkpoint or directory, on the data that it was trained on."""
+    model_words(str(source))  # its error says what is not there
+    words = ["model=hf", f"model.path={source}", "launch.nproc_per_node=1"]
+    if (source / MANIFEST).exists():
+        known: dict[str, str] = read_sealed(source)["config"]
+        words += [
+            f"{name}={text}"
+            for name, text in known.items()
+            if name.startswith(_OF_THE_DATA) and name != "data.tokenizer"
+        ]
+    return words
+
+
+def evaluate_run(run: ResolvedRun, on_batch: Callable[[int, int], None]) -> Evaluation:
+    """The loss over the held-out part of the data, or over all of it where nothing is held out.
+
+    Args:
+        run: the model in `model.path` and the data, on one rank.
+        on_batch: called with the batches done, and how many there are.
+
+    Raises:
+        CheckpointError: the weights are damaged.
+    """
+    config, stream = run.config, run.data.val or run.data.train
+    device = torch.device(str(config.launch.device))
+    model = make_model(config, device, strategy="no_shard", empty=True)
+    load_weights(open_weights(config.model), model)
+    model.eval()
+    batches = Batches(stream, config.train.seq_len, run.batches, 0, run.data.vocab_size)
+    total = batches.num_validation_batches(0)
+
+    def tell(number: int) -> None:
+        on_batch(number, total)
+
+    loss = validation_loss(
+        model,
+        batches,
+        LocalCollectives(),
+        device,
+        at_most=0,
+        chunk_tokens=config.train.loss_chunk_tokens or 0,
+        on_batch=tell,
+    )
+    tokens = batches.num_samples * config.train.seq_len
+    bits = None
+    if stream.num_bytes:
+        bits = loss / math.log(2) * len(stream.tokens) / stream.num_bytes
+    return Evaluation(loss, math.exp(min(loss, 700.0)), bits, tokens)
