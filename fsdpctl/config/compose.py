@@ -19,7 +19,7 @@ from fsdpctl.config.model_path import SHAPE_KEYS, is_checkpoint, model_words
 from fsdpctl.config.recipe import find_recipe, read_recipe, words_in
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, Config
 from fsdpctl.config.serialize import known_key, to_config
-from fsdpctl.config.words import hint
+from fsdpctl.config.words import STRATEGIES_ELSEWHERE, hint
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.reading.documents import read_yaml
 
@@ -59,7 +59,7 @@ def compose_config(
     chosen = {name for name, _ in typed if name in GROUPS}
     dropped = tuple(name for name, _ in base if "." in name and name.split(".")[0] in chosen)
     kept = [pair for pair in base if pair[0] not in chosen and pair[0] not in dropped]
-    pairs = [*kept, *typed]
+    pairs = [_in_our_words(*pair) for pair in (*kept, *typed)]
     for name, text in pairs:
         _check_known(name, text, config_dir)
     choices = {name: text for name, text in pairs if name in GROUPS}
@@ -71,6 +71,11 @@ def compose_config(
     automatic = frozenset(name for name, value in values.items() if value is None)
     config = to_config(values, choices)
     return Composed(config, path.stem if path else None, dropped, automatic)
+
+
+def _in_our_words(name: str, text: str) -> Pair:
+    """A strategy by the name that other tools have for it."""
+    return name, STRATEGIES_ELSEWHERE.get(text.lower(), text) if name == "strategy" else text
 
 
 def _check_config_dir(config_dir: Path | None) -> None:

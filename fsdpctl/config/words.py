@@ -128,6 +128,16 @@ _OURS = {
     "SHARD_GRAD_OP": "shard_grad_op",
 }
 
+# How other tools call strategies -> ours.
+STRATEGIES_ELSEWHERE = {
+    "ddp": "no_shard",
+    "zero1": "shard_optimizer",
+    "zero2": "shard_grad_op",
+    "zero3": "full_shard",
+    "fsdp": "full_shard",
+    "hsdp": "hybrid_shard",
+}
+
 _NOT_OFFERED = {
     "tensor_parallel": "tensor parallelism",
     "pipeline_parallel": "pipeline parallelism",

@@ -101,6 +101,15 @@ def test_words_of_others_are_answered(word, said):
 
 
 @pytest.mark.parametrize(
+    ("word", "ours"),
+    [("zero1", "shard_optimizer"), ("ZeRO3", "full_shard"), ("fsdp", "full_shard"),
+     ("hsdp", "hybrid_shard"), ("ddp", "no_shard"), ("full_shard", "full_shard")],
+)  # fmt: skip
+def test_strategies_are_known_by_their_other_names(word, ours):
+    assert printed(f"strategy={word}")["strategy"] == ours
+
+
+@pytest.mark.parametrize(
     ("word", "known", "said"),
     [
         ("h100_80", ["a100_80", "h100", "h200"], "h100"),

@@ -77,7 +77,7 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
         ("model@x=llama_tiny", ["neither added nor removed"]),
         ("hydra.run.dir=x", ["Hydra's own settings"]),
         ("strategy=full_shart", ["did you mean full_shard?", "no_shard"]),
-        ("strategy=zero3", ["strategy=full_shard"]),
+        ("strategy=zero4", ["strategy=zero4", "full_shard"]),
         ("learning_rate=1", ["here it is optimizer.lr"]),
         ("gradient_accumulation_steps=4", ["here it is accumulation.steps"]),
         ("accumulation=4", ["no such choice", "every, last"]),
