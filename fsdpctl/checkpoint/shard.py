@@ -19,6 +19,7 @@ from fsdpctl.checkpoint.spans import (
 )
 from fsdpctl.checkpoint.tensor_file import (
     TensorEntry,
+    check_by_reference,
     make_header,
     new_file,
     rank_file,
@@ -120,4 +121,5 @@ def _write_file(
             known[share.key] = StoredSpan(share.span, digests.of_chunks())
         header = make_header(entries, {SPANS: spans_to_json(known)})
         file.overwrite_start(memoryview(header))
+    check_by_reference(path)
     return FileInfo(file.size, checksum(header))

@@ -64,12 +64,30 @@ def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> 
 
 
 def write_tensor_file(path: Path, header: bytes, chunks: Iterable[memoryview]) -> int:
-    """Write a new file and bring it to the disk; returns its size in bytes."""
+    """Write a new file and bring it to the disk; returns its size in bytes.
+
+    Raises:
+        CheckpointError: the format's reference does not open it.
+    """
     with new_file(path) as file:
         file.write(memoryview(header))
         for chunk in chunks:
             file.write(chunk)
-        return file.size
+    check_by_reference(path)
+    return file.size
+
+
+def check_by_reference(path: Path) -> None:
+    """Have the format's own parser look at types, overlaps, gaps and the file's length.
+
+    Raises:
+        CheckpointError: it refuses the file.
+    """
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: cut short or damaged: {error}") from None
 
 
 @contextmanager
@@ -188,11 +206,7 @@ def open_tensor_file(path: Path) -> TensorFile:
         raise CheckpointError(f"{path}: {error.strerror}") from None
     if len(prefix) < 8 or len(text) != length:
         raise CheckpointError(f"{path}: cut short or damaged: its header is incomplete")
-    try:  # by the reference of the format: types, overlaps, gaps, the file's length
-        with safe_open(path, framework="numpy"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: cut short or damaged: {error}") from None
+    check_by_reference(path)
     header = parse_json(text, dict[str, dict[str, Any]], f"{path}: damaged", CheckpointError)
     metadata = header.pop("__metadata__", {})
     entries = {}

@@ -41,11 +41,14 @@ def compare(
     compared.
     """
     from fsdpctl.compare.measure import measure_all
-    from fsdpctl.compare.vary import variants
+    from fsdpctl.compare.vary import distinct, variants
 
     length = int(str(_STEPS.parse(steps)))
     words, recipe, config_dir = settled(Asked(words, recipe, config_dir), nproc_per_node)
     found = variants(list(words or []), recipe, config_dir, steps=length)
+    found, same = distinct(found)
+    for line in same:
+        err.print(line, markup=False)
     for name in {name for each in found for name in each.composed.dropped}:
         err.print(f"recipe's {name} left out: {name.split('.')[0]} is chosen here", markup=False)
     rows: list[Row] = []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fsdpctl.config.compose import Composed, compose_config
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS
+from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES
 
@@ -61,6 +62,27 @@ def variants(
         _variant(dict(zip(alternatives, values, strict=True)), fixed, recipe, config_dir, steps)
         for values in product(*alternatives.values())
     ]
+
+
+def distinct(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
+    """Those that differ in what they run, and a line for each of the others.
+
+    Where parameters are whole at rest nothing is gathered, so prefetch changes nothing.
+    """
+    kept: dict[frozenset[tuple[str, str]], Variant] = {}
+    lines = []
+    for each in found:
+        config = each.composed.config
+        gathers = STRATEGIES[config.strategy.name].shards_params
+        words = frozenset(
+            (name, text)
+            for name, text in config_words(config).items()
+            if gathers or not name.startswith("prefetch")
+        )
+        first = kept.setdefault(words, each)
+        if first is not each:
+            lines.append(f"{each.label}: is the same as {first.label}")
+    return list(kept.values()), lines
 
 
 def _variant(

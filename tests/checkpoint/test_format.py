@@ -13,7 +13,13 @@ from fsdpctl.checkpoint.manifest import FileInfo, Manifest, Progress, TensorInfo
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.shard import shard_weights
-from fsdpctl.checkpoint.tensor_file import open_tensor_file, rank_file
+from fsdpctl.checkpoint.tensor_file import (
+    TensorEntry,
+    make_header,
+    open_tensor_file,
+    rank_file,
+    write_tensor_file,
+)
 from fsdpctl.checkpoint.tensors import DTYPES, tensor_bytes, tensor_of
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import config_words
@@ -132,3 +138,11 @@ def test_attachments_are_checked(tmp_path: Path):
     (tmp_path / "c" / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer.json: missing"):
         CheckpointReader(tmp_path / "c")
+
+
+def test_what_is_written_is_opened_by_the_reference_before_it_counts(tmp_path):
+    wrong = [TensorEntry("a", "F32", (2,))]
+    header = make_header(wrong, {})
+    with pytest.raises(CheckpointError, match="damaged"):
+        write_tensor_file(tmp_path / "x", header, [memoryview(bytes(4))])
+    assert write_tensor_file(tmp_path / "y", header, [memoryview(bytes(8))]) == len(header) + 8

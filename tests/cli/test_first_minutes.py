@@ -7,6 +7,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from fsdpctl.cli.words import completions
+from fsdpctl.compare.vary import distinct, variants
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import nearest
 from fsdpctl.optim.schedule import lr_factor
@@ -221,6 +222,19 @@ def test_warm_up_may_be_a_share_of_the_steps():
     by_steps = compose_config(["lr_scheduler.warmup_steps=20"]).config.lr_scheduler
     assert [lr_factor(by_share, s, 200) for s in range(200)] == [
         lr_factor(by_steps, s, 200) for s in range(200)
+    ]
+
+
+def test_nothing_is_compared_with_itself():
+    words = ["strategy=no_shard,full_shard", "prefetch=none,both"]
+    found, same = distinct(variants(words, None, None, steps=4))
+    assert [each.label for each in found] == [
+        "strategy=no_shard prefetch=none",
+        "strategy=full_shard prefetch=none",
+        "strategy=full_shard prefetch=both",
+    ]
+    assert same == [
+        "strategy=no_shard prefetch=both: is the same as strategy=no_shard prefetch=none"
     ]
 
 
