@@ -8,7 +8,7 @@ from typing import Any
 import xxhash
 
 from fsdpctl.errors import CheckpointError
-from fsdpctl.reading.documents import MIB, parse_json
+from fsdpctl.reading.documents import MIB, check_version, parse_json
 from fsdpctl.reading.files import read_text_file
 
 MANIFEST, FORMAT = "manifest.json", "fsdpctl-checkpoint"
@@ -42,13 +42,8 @@ def read_sealed(folder: Path) -> dict[str, Any]:
     where = f"{path}: damaged"
     # A caller's own figures may be infinite.
     content = parse_json(text, dict[str, Any], where, CheckpointError, finite=False)
-    if content.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: not the manifest of a checkpoint")
-    if content.get("version") != _VERSION:
-        raise CheckpointError(
-            f"{path}: version {content.get('version')!s:.20} of the format, where this fsdpctl "
-            f"reads version {_VERSION}"
-        )
+    what = "the manifest of a checkpoint"
+    check_version(content, (FORMAT, _VERSION), what, str(path), CheckpointError)
     before, digest, after = text.rpartition(str(content.get("xxh3")))
     if not digest or _checksum(before + _BLANK + after) != digest:
         raise CheckpointError(f"{path}: damaged: its checksum does not match")

@@ -14,7 +14,7 @@ from msgspec import Meta
 from fsdpctl.config.schema import MOST_TOKENS
 from fsdpctl.data.tokenizer import Tokenizer, Tokens, tokenizer_checksum
 from fsdpctl.errors import UsageError
-from fsdpctl.reading.documents import MIB, as_type, read_json
+from fsdpctl.reading.documents import MIB, as_type, check_version, read_json
 from fsdpctl.reading.files import open_regular
 
 _FORMAT, _VERSION = "fsdpctl-tokens", 1
@@ -160,11 +160,6 @@ def _read_header(path: Path, key: str) -> _Header:
     if not file.exists():
         raise UsageError(f"{key}={path}: there is no {file.name} beside it that describes it")
     content = read_json(file, dict[str, Any], most_bytes=MIB, follows=True)
-    if content.get("format") != _FORMAT:
-        raise UsageError(f"{file}: not the header of a token file")
-    if content.get("version") != _VERSION:
-        raise UsageError(
-            f"{file}: version {content.get('version')!s:.20} of the format, where this fsdpctl "
-            f"reads version {_VERSION}"
-        )
+    what = "the header of a token file"
+    check_version(content, (_FORMAT, _VERSION), what, str(file), UsageError)
     return as_type(content, _Header, str(file))

@@ -3,21 +3,18 @@
 import logging
 import os
 import resource
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.launch.loopback import LOOPBACK, loopback_interface
 from fsdpctl.launch.outcome import Outcome, failure_of
 from fsdpctl.launch.stopping import StoppedEarlyError, passing_on
 
-LOOPBACK = "127.0.0.1"
 _FILES, _FILES_A_RANK = 128, 16  # that a launcher has open, with some to spare
 _NO_SIGNAL = "SIGURG"  # what the agent handles itself: one that nobody sends
 
@@ -123,7 +120,7 @@ def _environment(ranks: int, launch: LaunchConfig) -> Iterator[None]:
         "FSDPCTL_LAUNCHER": str(os.getpid()),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": _NO_SIGNAL,
     }
-    if interface := _loopback_interface():
+    if interface := loopback_interface():
         forced |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     before = dict(os.environ)
     os.environ.update({**values, **before, **forced})
@@ -132,11 +129,3 @@ def _environment(ranks: int, launch: LaunchConfig) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def _loopback_interface() -> str | None:
-    """What this system calls it."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.family == socket.AF_INET and each.address == LOOPBACK for each in addresses):
-            return name
-    return None

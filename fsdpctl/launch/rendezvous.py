@@ -10,7 +10,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from fsdpctl.launch.local import LOOPBACK
+from fsdpctl.launch.loopback import LOOPBACK
 
 _PATIENCE = timedelta(seconds=60)
 

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -87,6 +88,24 @@ def as_type(content: object, schema: type[T], where: str, refusal: Refusal = Usa
         return msgspec.convert(content, schema)
     except ValueError as error:  # of other types, or text that is no Unicode
         raise refusal(f"{where}: not as expected: {error}") from None
+
+
+def check_version(
+    content: Mapping[str, Any], expected: tuple[str, int], what: str, where: str, refusal: Refusal
+) -> None:
+    """See that a document of ours says that it is one, of the version that is read.
+
+    Raises:
+        FsdpctlError: of the kind `refusal`; it does not.
+    """
+    format_name, version = expected
+    if content.get("format") != format_name:
+        raise refusal(f"{where}: not {what}")
+    if content.get("version") != version:
+        raise refusal(
+            f"{where}: version {content.get('version')!s:.20} of the format, where this fsdpctl "
+            f"reads version {version}"
+        )
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import socket
 import psutil
 import pytest
 
-from fsdpctl.launch.local import LOOPBACK
+from fsdpctl.launch.loopback import LOOPBACK
 from fsdpctl.launch.rendezvous import LoopbackRendezvous, bound_store
 from tests.test_architecture import package_sources
 
