@@ -6,6 +6,7 @@ Every rule is a function from sources to complaints, so that it can be shown to 
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -45,6 +46,7 @@ SPEAKS_DISTRIBUTED = {"comm", "launch"}
 # The agent's protocol for a worker's error message is part of how it is launched.
 EXCEPTIONS = {("fsdpctl.train.worker", "torch.distributed.elastic.multiprocessing.errors")}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMS = 300, 40, 7
+MAX_ROOM = 0.15  # of the package
 
 Sources = Mapping[str, str]  # dotted module name -> source
 
@@ -146,7 +148,19 @@ def distributed_elsewhere(sources: Sources) -> list[str]:
     ]
 
 
-RULES = [wrong_directions, unplaced, cycles, too_long, distributed_elsewhere]
+def large_rooms(sources: Sources) -> list[str]:
+    """Packages that have more of all lines than a reader should find in one place."""
+    sizes: Counter[str] = Counter()
+    for module, source in sources.items():
+        sizes[layer_of(module) or ""] += len(source.splitlines())
+    return [
+        f"{name}: {size / sizes.total():.1%} of the lines"
+        for name, size in sizes.items()
+        if size > MAX_ROOM * sizes.total()
+    ]
+
+
+RULES = [large_rooms, wrong_directions, unplaced, cycles, too_long, distributed_elsewhere]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -160,6 +174,7 @@ PLANTED = [
     (wrong_directions, {"fsdpctl.plan.layout": "from .units import UnitSpec"}),
     (wrong_directions, {"fsdpctl.comm.base": "def f():\n    import fsdpctl.engine.unit"}),
     (unplaced, {"fsdpctl.utils.misc": ""}),
+    (large_rooms, {"fsdpctl.plan.a": "x = 1\n" * 16, "fsdpctl.shards": "x = 1\n" * 84}),
     (
         cycles,
         {"fsdpctl.plan.a": "import fsdpctl.plan.b", "fsdpctl.plan.b": "import fsdpctl.plan.a"},

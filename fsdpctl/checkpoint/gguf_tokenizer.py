@@ -34,6 +34,9 @@ def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab
     if why:
         writer.add_tokenizer_model("none")
         return why
+    for name, content in files.items():  # the library reads them without limits
+        if name.endswith(".json"):
+            parse_json(content, dict[str, Any], name)
     try:
         _add(writer, about, files, vocab_size)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

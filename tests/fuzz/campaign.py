@@ -27,6 +27,7 @@ from fsdpctl.errors import FsdpctlError
 from tests.fuzz.mutations import damaged_bytes, damaged_json, damaged_value
 from tests.hostile import (
     RANK_FILE,
+    attach,
     everything_in,
     make_checkpoint,
     make_hugging_face,
@@ -163,6 +164,16 @@ def _rank_bytes(checkpoint: Path, rng: random.Random) -> None:
     file.write_bytes(damaged_bytes(file.read_bytes(), rng))
 
 
+def _attachment(checkpoint: Path, rng: random.Random) -> None:
+    """A tokenizer of its own, and files beside the weights, damaged where their checksums fit."""
+    reseal(checkpoint, lambda content: content["config"].update({"data.tokenizer": "its own"}))
+    name = rng.choice(("tokenizer.json", "tokenizer_config.json"))
+    attach(checkpoint, name, damaged_json((checkpoint / name).read_bytes(), rng))
+    if rng.random() < 0.5:
+        config = json.dumps({"model_type": "llama", "bos_token_id": 1, "rope_scaling": None})
+        attach(checkpoint, "config.json", damaged_json(config.encode(), rng))
+
+
 def _json_file(name: str) -> Damage:
     def damage(folder: Path, rng: random.Random) -> None:
         file = folder / name
@@ -211,6 +222,7 @@ _TARGETS: dict[str, tuple[str, Damage, list[Call]]] = {
     "manifest, refitted": ("step-00000001", _manifest, _OURS),
     "manifest": ("step-00000001", _raw_manifest, _OURS),
     "rank header, refitted": ("step-00000001", _header, _OURS),
+    "attachments, refitted": ("step-00000001", _attachment, _OURS),
     "rank bytes": ("step-00000001", _rank_bytes, _OURS),
     "config.json": ("hf", _json_file("config.json"), _THEIRS),
     "index.json": ("hf", _json_file("model.safetensors.index.json"), _THEIRS),
