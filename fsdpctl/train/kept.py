@@ -56,7 +56,7 @@ class KeptFiles:
                 f"written again: {error.strerror}"
             ) from None
 
-    def loss(self, step: int) -> FsdpctlError:
+    def as_error(self, step: int) -> FsdpctlError:
         """What is to be raised once the state after `step` was saved again."""
         return FsdpctlError(
             f"{self._run_dir}: was deleted or moved while the run used it; step {step} and all "

@@ -221,7 +221,7 @@ class Trainer:
             self._saved_step = -1
             self.save()
             self._finish_saving()
-            raise self._files.loss(self.step)
+            raise self._files.as_error(self.step)
 
     def _finish_saving(self) -> None:
         """Let the checkpoint on its way be completed, and tell of it."""
