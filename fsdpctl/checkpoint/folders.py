@@ -82,7 +82,9 @@ def find_checkpoint(source: Path) -> Path:
         return newest
     for line in passed_over(_checkpoints_in(source)):
         raise CheckpointError(line)
-    already = "; it is a Hugging Face directory" if is_hugging_face(source) else ""
+    already = ""
+    if is_hugging_face(source):
+        already = "; it is a Hugging Face directory, which model=hf model.path= and evaluate read"
     raise UsageError(f"{source}: there is no finished checkpoint in it{already}")
 
 

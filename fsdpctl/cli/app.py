@@ -85,8 +85,9 @@ def main() -> None:
     for number, handler in ((signal.SIGINT, _interrupt), *((each, _stop) for each in _STOPPING)):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, handler)
+    args = sys.argv[1:] or ["--help"]
     try:
-        code = app(standalone_mode=False)
+        code = app(args, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except FsdpctlError as error:
         console.fail(str(error))

@@ -45,7 +45,9 @@ def list_choices(
         sections = [group] if group in SECTIONS else list(SECTIONS) if group is None else []
         if not sections:
             raise UsageError(f"{group}: no such group{hint(str(group), [*SECTIONS, *KEYS])}")
-        emit(json.dumps([_described(each, default, config_dir) for each in sections], indent=2))
+        found = [_described(each, default, config_dir) for each in sections]
+        recipes = {"name": "recipe", "default": None, "choices": recipe_names(), "keys": []}
+        emit(json.dumps(found if group else [*found, recipes], indent=2))
     elif group is None:
         _list_everything(default, config_dir)
     elif group in SECTIONS:

@@ -166,6 +166,7 @@ def _show_failure(cause: "Failure", run_dir: Path, silent_ranks: Sequence[int] =
         lines += ["", *last, ""]
     if cause.exit_code == -signal.SIGKILL or "out of memory" in cause.message.lower():
         lines += [*_memory_report(run_dir), ""]
+    log = log if log.is_file() else run_dir / "logs" / "node-00000.log"
     lines += [f"hint   {_hint(cause)}", f"log    {log}"]
     show_panel(title, lines)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from fsdpctl.cli.console import say
+from fsdpctl.config.schema import GROUPS
 from fsdpctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def completions(incomplete: str) -> list[str]:
     """What KEY=VALUE may become: groups and keys, then their choices."""
     from fsdpctl.config.files import choices_of
-    from fsdpctl.config.schema import GROUPS, KEYS
+    from fsdpctl.config.schema import KEYS
 
     name, equals, _ = incomplete.partition("=")
     if not equals:
@@ -100,7 +101,7 @@ def settled(asked: Asked, nproc_per_node: str | None = None) -> Asked:
             if recipe is not None:
                 raise UsageError(f"{word}: a recipe was given already, {recipe}")
             recipe = word
-        elif name.startswith("--") and "." in name:  # an option of this command has no dot
+        elif name.startswith("--") and ("." in name or name[2:] in GROUPS):  # no option is such
             words.append(f"{name[2:]}={value if equals else next(rest, '')}")
         else:
             words.append(word)

@@ -16,11 +16,12 @@ from omegaconf import OmegaConf
 from fsdpctl.config.files import choices_below, choices_of, package_folder
 from fsdpctl.config.keys import Value
 from fsdpctl.config.model_path import SHAPE_KEYS, is_checkpoint, model_words
-from fsdpctl.config.recipe import find_recipe, read_recipe, words_in
+from fsdpctl.config.recipe import find_recipe, read_recipe, recipe_names, words_in
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, Config
 from fsdpctl.config.serialize import known_key, to_config
-from fsdpctl.config.words import STRATEGIES_ELSEWHERE, hint
+from fsdpctl.config.words import hint
 from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE
 from fsdpctl.reading.documents import read_yaml
 
 _OPTIONS = ("--recipe", "--config-dir", "--resume", "--dry-run", "--print-config", "--help")
@@ -121,9 +122,22 @@ def _split(word: str) -> Pair:
     if name == "hydra" or name.startswith("hydra."):
         raise UsageError(f"{name}: Hydra's own settings are not open; `fsdpctl list` shows ours")
     if not equals:
-        known = "" if word in KEYS or word in GROUPS else hint(word, [*KEYS, *GROUPS])
-        raise UsageError(f"{word}: write KEY=VALUE, without spaces around the ={known}")
+        raise UsageError(f"{word}: write KEY=VALUE, without spaces around the ={_meant_by(word)}")
     return name, value
+
+
+def _meant_by(word: str) -> str:
+    """What a word without a value may have been meant for."""
+    if word in KEYS or word in GROUPS:
+        return ""
+    if word in recipe_names():
+        return f"; a recipe is --recipe {word}"
+    for group in GROUPS:
+        if word in choices_of(group):
+            return f"; did you mean {group}={word}?"
+    if os.path.exists(word):
+        return f"; a text is data=text data.path={word}"
+    return hint(word, [*KEYS, *GROUPS])
 
 
 def _refuse_doubles(typed: Sequence[Pair]) -> None:

@@ -35,9 +35,9 @@ class Key:
         """The allowed values in words."""
         words = ", ".join(self.choices) or self.type
         if self.minimum is not None and self.maximum is not None:
-            words += f" from {self.minimum:g} to {self.maximum:g}"
+            words += f" from {_written(self.minimum)} to {_written(self.maximum)}"
         elif self.minimum is not None:
-            words += f" from {self.minimum:g}"
+            words += f" from {_written(self.minimum)}"
         if self.unit:
             words += f" ({self.unit}), or a size such as 80GB"
         return f"{words}, or auto" if self.auto else words
@@ -98,6 +98,11 @@ class Key:
 
     def _refused(self, text: str, hint: str = "") -> UsageError:
         return UsageError(f"{self.name}={text}: allowed is {self.allowed}{hint}")
+
+
+def _written(number: float) -> str:
+    """In digits where it is whole."""
+    return str(int(number)) if number == int(number) else f"{number:g}"
 
 
 def key(default: Value, meaning: str, **about: Any) -> Any:

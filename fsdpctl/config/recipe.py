@@ -5,6 +5,7 @@ from itertools import islice
 from pathlib import Path
 
 from fsdpctl.config.files import package_folder
+from fsdpctl.config.words import hint
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.reading.documents import read_yaml
 
@@ -28,6 +29,8 @@ def find_recipe(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_file():
         return path
+    if path.suffix:
+        raise UsageError(f"{name}: no such file")
     names = recipe_names()
     raise UsageError(
         f"--recipe {name}: no such recipe or file{nearest(name, names)} ({', '.join(names)})"
@@ -66,4 +69,5 @@ def _flatten(path: Path, prefix: str, content: object) -> Iterator[tuple[str, st
         elif isinstance(value, str):
             yield name, value
         else:
-            raise UsageError(f"{path}: {name} has no plain value")
+            known = hint(name, [])
+            raise UsageError(f"{path}: {name} has no plain value{known}")

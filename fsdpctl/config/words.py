@@ -103,6 +103,15 @@ _OURS = {
     "warmup_iters": "lr_scheduler.warmup_steps",
     "warmup_steps": "lr_scheduler.warmup_steps",
     "weight_decay": "optimizer.weight_decay",
+    "activation_checkpoint.mode": "activation_checkpointing",
+    "base_model": "model.path, with model=hf",
+    "compute_environment": "nothing; an accelerate configuration is not read",
+    "config_file": "FILE.yaml, as in `fsdpctl train FILE.yaml`",
+    "datasets": "data=text data.path=FILES",
+    "deepspeed": "strategy=full_shard and the like, which `fsdpctl list strategy` shows",
+    "flavor": "model=llama_tiny and the like, which `fsdpctl list model` shows",
+    "fsdp_config": "strategy",
+    "fsdp_version": "strategy",
     "adam_beta_1": "optimizer.beta1",
     "attn_implementation": "torch's own attention; nothing is to be chosen",
     "cutoff_len": "train.seq_len",
@@ -126,16 +135,6 @@ _OURS = {
     "HYBRID_SHARD": "hybrid_shard",
     "NO_SHARD": "no_shard",
     "SHARD_GRAD_OP": "shard_grad_op",
-}
-
-# How other tools call strategies -> ours.
-STRATEGIES_ELSEWHERE = {
-    "ddp": "no_shard",
-    "zero1": "shard_optimizer",
-    "zero2": "shard_grad_op",
-    "zero3": "full_shard",
-    "fsdp": "full_shard",
-    "hsdp": "hybrid_shard",
 }
 
 _NOT_OFFERED = {
@@ -183,6 +182,7 @@ _NOT_OFFERED = {
 _LATER = {
     "simulate": "simulation",
     "wandb": "logging to W&B",
+    "wandb_project": "logging to W&B",
     "enable_wandb": "logging to W&B",
     "report_to": "logging to W&B or TensorBoard",
     "max_time": "a time limit",

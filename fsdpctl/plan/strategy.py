@@ -41,12 +41,24 @@ _TABLE = (
 STRATEGIES: dict[str, Strategy] = {row.name: row for row in _TABLE}
 
 
+# How other tools call strategies -> ours.
+STRATEGIES_ELSEWHERE = {
+    "ddp": "no_shard",
+    "zero1": "shard_optimizer",
+    "zero2": "shard_grad_op",
+    "zero3": "full_shard",
+    "fsdp": "full_shard",
+    "hsdp": "hybrid_shard",
+}
+
+
 def get_strategy(name: str) -> Strategy:
-    """The strategy called `name`.
+    """The strategy called `name`, here or elsewhere.
 
     Raises:
         UsageError: no strategy has that name.
     """
+    name = STRATEGIES_ELSEWHERE.get(name.lower(), name)
     if name not in STRATEGIES:
         known = ", ".join(STRATEGIES)
         raise UsageError(f"strategy={name}: no such strategy{nearest(name, STRATEGIES)} ({known})")

@@ -155,6 +155,8 @@ def _beside(run_dir: Path, config: Config) -> tuple[str, ...]:
         return ()
     before, now = config_words(read_config(last)), config_words(config)
     changed = [key for key in _changed(before, now) if decides_losses(key)]
+    if any(key.startswith("data") for key in changed):  # nobody goes on with that one
+        return ()
     shown = ", ".join(f"{key} {before.get(key, _NOT_SET)}" for key in changed[:3])
     there = run_dir.parent / last.name
     return (f"{there} has {shown}: this is a new run; --resume {there} goes on from that one",)

@@ -11,7 +11,7 @@ from fsdpctl.compare.vary import distinct, variants
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import nearest
 from fsdpctl.optim.schedule import lr_factor
-from tests.cli.run import TINY, invoke, make_text
+from tests.cli.run import TINY, fsdpctl, invoke, make_text
 from tests.hostile import make_checkpoint
 
 
@@ -46,7 +46,7 @@ def test_a_file_of_settings_is_a_recipe(tmp_path):
     code, said = invoke("train", str(file), "--recipe", "quick")
     assert (code, "a recipe was given already, quick" in said) == (2, True)
     code, said = invoke("estimate-memory", str(tmp_path / "none.yaml"))
-    assert (code, "no such recipe or file" in said) == (2, True)
+    assert (code, "none.yaml: no such file" in said) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,9 @@ def test_a_file_of_settings_is_a_recipe(tmp_path):
     ],
 )
 def test_keys_may_have_dashes(typed):
-    found = printed(*typed)
+    found = printed(*typed, "--strategy=no_shard", "--model", "gpt2")
     assert (found["train.steps"], found["optimizer.lr"]) == ("7", "0.0001")
+    assert (found["strategy"], found["model"]) == ("no_shard", "gpt2")
 
 
 def test_a_key_with_dashes_is_checked_like_others():
@@ -69,6 +70,34 @@ def test_a_key_with_dashes_is_checked_like_others():
     assert (code, "here it is optimizer.lr" in said) == (2, True)
     code, said = invoke("train", "--train.steps")
     assert (code, "train.steps=: allowed is" in said) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("quick", "a recipe is --recipe quick"),
+        ("gpt2", "did you mean model=gpt2?"),
+        ("words.txt", "a text is data=text data.path=words.txt"),
+        ("--strategy=full_shrad", "did you mean full_shard?"),
+        ("none.yaml", "none.yaml: no such file"),
+    ],
+)
+def test_a_word_alone_is_answered_with_what_it_may_be(words, word, said):
+    code, answer = invoke("train", word)
+    assert (code, said in answer) == (2, True), answer
+
+
+def test_files_of_other_tools_are_answered_by_their_words(tmp_path):
+    (tmp_path / "axolotl.yaml").write_text("datasets:\n  - path: x\n    type: alpaca\n")
+    code, said = invoke("train", str(tmp_path / "axolotl.yaml"))
+    assert (code, "datasets has no plain value; here it is data=text" in said) == (2, True)
+
+
+def test_the_bare_command_shows_what_there_is(tmp_path):
+    result = fsdpctl(cwd=tmp_path)
+    assert result.returncode == 0
+    assert len(result.stdout.splitlines()) > 15
+    assert "estimate-memory" in result.stdout
 
 
 def test_ranks_are_said_as_in_torchrun():
@@ -85,6 +114,9 @@ def test_ranks_are_said_as_in_torchrun():
         ("cutoff_len=8", "train.seq_len"),
         ("warmup_ratio=0.1", "lr_scheduler.warmup_ratio"),
         ("val_set_size=0.1", "data.val_fraction"),
+        ("base_model=x", "model.path, with model=hf"),
+        ("--activation_checkpoint.mode=full", "here it is activation_checkpointing"),
+        ("wandb_project=x", "W&B"),
         ("num_nodes=2", "launch.nnodes"),
         ("tp_size=2", "tensor parallelism"),
         ("lora_r=8", "LoRA"),
