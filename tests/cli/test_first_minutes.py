@@ -172,6 +172,10 @@ def test_samples_are_as_long_as_the_model_is_used_for():
     }
     assert lengths == {"llama_tiny": 128, "gpt2": 1024, "llama3_70b": 4096}
     assert compose_config(["model=gpt2", "train.seq_len=64"]).config.train.seq_len == 64
+
+
+@pytest.mark.slow
+def test_an_estimate_is_of_a_real_length():
     code, said = invoke("estimate-memory", "model=llama3_70b", "cluster=h100")
     assert (code, "samples of 4096" in said, "does not fit" in said) == (0, True, True)
 
@@ -184,6 +188,7 @@ def test_a_length_that_nobody_asked_for_follows_the_data(words):
     assert (code, "longer than the validation data" in said) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_length_that_fits_is_a_round_one_and_nothing_that_fits_is_helped():
     length = ["model=llama3_8b", "cluster=h100", "train.micro_batch_size=1"]
     found = json.loads(invoke("estimate-memory", *length, "--fit", "seq_len", "--json")[1])["fit"]
