@@ -57,9 +57,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean X?` for the known word closest to `word`, else an empty string."""
     known = list(known)
     # What was typed in part, or too far, is nearer than what only looks like it.
-    whole = [each for each in known if min(len(word), len(each)) > 2]
     close = sorted(
-        (each for each in whole if each.startswith(word) or word.startswith(each)),
+        (
+            each
+            for each in known
+            if min(len(word), len(each)) > 2 and (each.startswith(word) or word.startswith(each))
+        ),
         key=lambda each: abs(len(each) - len(word)),
     )
     close = close or difflib.get_close_matches(word, known, n=1)

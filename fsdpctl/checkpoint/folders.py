@@ -84,7 +84,7 @@ def find_checkpoint(source: Path) -> Path:
         raise CheckpointError(line)
     already = ""
     if is_hugging_face(source):
-        already = "; it is a Hugging Face directory, which model=hf model.path= and evaluate read"
+        already = "; it is a Hugging Face directory: model=hf model.path=, sample, evaluate read it"
     raise UsageError(f"{source}: there is no finished checkpoint in it{already}")
 
 

@@ -8,7 +8,7 @@ import typer
 from rich.progress import Progress
 
 from fsdpctl.cli.console import emit, err, say
-from fsdpctl.cli.words import Words
+from fsdpctl.cli.words import Asked, Words, settled
 
 Weights = Annotated[
     Path,
@@ -27,7 +27,6 @@ def evaluate(
     `fsdpctl evaluate runs/latest data=text data.path=other.txt data.val_fraction=0`.
     """
     from fsdpctl.checkpoint.folders import find_checkpoint
-    from fsdpctl.cli.words import Asked, settled
     from fsdpctl.config.compose import compose_config
     from fsdpctl.config.model_path import is_hugging_face
     from fsdpctl.resolve.run import resolve

@@ -21,9 +21,11 @@ def sample(
     ] = 1.0,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest.")] = False,
 ) -> None:
-    """Generate text from a checkpoint, in this process."""
+    """Generate text from a checkpoint or a Hugging Face directory, in this process."""
+    from fsdpctl.config.model_path import is_hugging_face
     from fsdpctl.train.generate import Sampling
     from fsdpctl.train.sample import sample_text
 
     sampling = Sampling(seed, 0.0 if greedy else temperature, top_p)
-    say(sample_text(found_checkpoint(source), prompt, tokens, sampling))
+    place = source if is_hugging_face(source) else found_checkpoint(source)
+    say(sample_text(place, prompt, tokens, sampling))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from fsdpctl.cli.console import say
-from fsdpctl.config.schema import GROUPS
+from fsdpctl.config.files import choices_of
+from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
 
 def completions(incomplete: str) -> list[str]:
     """What KEY=VALUE may become: groups and keys, then their choices."""
-    from fsdpctl.config.files import choices_of
-    from fsdpctl.config.schema import KEYS
-
     name, equals, _ = incomplete.partition("=")
     if not equals:
         return [f"{each}=" for each in (*GROUPS, *KEYS) if each.startswith(incomplete)]

@@ -21,6 +21,7 @@ from fsdpctl.data.tokens import TokenFile, TokenStream, open_token_file, write_t
 from fsdpctl.errors import UsageError
 
 _ENCODING = 2  # counts the ways in which text was encoded: what another one cached is not used
+_GZIP_LEAST = 16 << 10  # below, gzip's header and empty window are most of the figure
 _GZIP_LIMIT = 64 << 20  # above, compressing for comparison takes longer than it is worth
 
 
@@ -139,6 +140,6 @@ def _encode(tokenizer: Tokenizer, text: Text) -> TokenStream:
 
 
 def _gzip_bits(text: Text) -> float | None:
-    if text.num_bytes > _GZIP_LIMIT:
+    if not _GZIP_LEAST <= text.num_bytes <= _GZIP_LIMIT:
         return None
     return 8 * len(gzip.compress(b"".join(text.documents), 9, mtime=0)) / text.num_bytes

@@ -5,9 +5,13 @@ from pathlib import Path
 
 import torch
 
-from fsdpctl.checkpoint.load import load_checkpoint
-from fsdpctl.checkpoint.pretrained import attached_files
+from fsdpctl.checkpoint.load import load_weights
+from fsdpctl.checkpoint.pretrained import attached_files, open_weights, read_assets
 from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.source import Tensors
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.model_path import is_hugging_face
+from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer import BYTES, TOKENIZER_JSON, ByteTokenizer, FileTokenizer
 from fsdpctl.errors import FsdpctlError, UsageError
@@ -15,8 +19,9 @@ from fsdpctl.train.assemble import make_model
 from fsdpctl.train.generate import Sampling, generate
 
 
-def sample_text(checkpoint: Path, prompt: str, count: int, sampling: Sampling) -> str:
-    """The prompt and `count` further tokens, from the model in `checkpoint`.
+def sample_text(source: Path, prompt: str, count: int, sampling: Sampling) -> str:
+    """The prompt and `count` further tokens, from the model in `source`, a checkpoint
+    or a Hugging Face directory.
 
     Raises:
         UsageError: the run's tokenizer is not known, or the prompt is no text.
@@ -27,20 +32,18 @@ def sample_text(checkpoint: Path, prompt: str, count: int, sampling: Sampling) -
         prompt.encode()
     except UnicodeEncodeError:
         raise UsageError("--prompt: not UTF-8") from None
-    reader = CheckpointReader(checkpoint)
-    config = config_of_checkpoint(reader.manifest.config, str(reader))
+    config, weights, files = _opened(source)
     # What a few tokens gain by compiled blocks is less than compiling takes.
     config = replace(config, train=replace(config.train, compile=False))
-    files = attached_files(reader)
     if TOKENIZER_JSON not in files:
-        raise UsageError(f"{checkpoint}: nobody knows what tokenizer made the run's tokens")
+        raise UsageError(f"{source}: nobody knows what tokenizer made the run's tokens")
     tokenizer = (
-        ByteTokenizer() if config.data.tokenizer == BYTES else FileTokenizer(str(checkpoint), files)
+        ByteTokenizer() if config.data.tokenizer == BYTES else FileTokenizer(str(source), files)
     )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         model = make_model(config, device, strategy="no_shard", empty=True)
-        load_checkpoint(reader, model, None)
+        load_weights(weights, model)
         tokens = generate(
             model,
             tokenizer.encode_prompt(prompt),
@@ -53,5 +56,15 @@ def sample_text(checkpoint: Path, prompt: str, count: int, sampling: Sampling) -
         # Of the CPU's allocator torch has no error of its own.
         if not isinstance(error, torch.OutOfMemoryError) and "CPUAllocator" not in str(error):
             raise
-        raise FsdpctlError(f"{checkpoint}: does not fit into memory on {device.type}") from None
+        raise FsdpctlError(f"{source}: does not fit into memory on {device.type}") from None
     return prompt + tokenizer.decode(tokens)
+
+
+def _opened(source: Path) -> tuple[Config, Tensors, dict[str, bytes]]:
+    """The model's configuration, its weights, and the files beside them."""
+    if is_hugging_face(source):
+        config = compose_config(["model=hf", f"model.path={source}"]).config
+        return config, open_weights(config.model), read_assets(source)
+    reader = CheckpointReader(source)
+    config = config_of_checkpoint(reader.manifest.config, str(reader))
+    return config, reader, attached_files(reader)

@@ -45,8 +45,10 @@ def test_a_stream_that_is_closed_is_silent(monkeypatch):
     file.close()
     monkeypatch.setattr(sys, "stdout", file)
     PatientConsole().print("a line")
+    assert not PatientConsole().is_terminal
     monkeypatch.setattr(sys, "stdout", None)
     PatientConsole().print("a line")
+    assert not PatientConsole().is_terminal
 
 
 def test_lines_are_kept_with_their_time_where_there_is_room(tmp_path):

@@ -12,6 +12,7 @@ from fsdpctl.train.generate import Sampling, draw
 from fsdpctl.train.sample import sample_text
 from tests.checkpoint.test_gguf import sharded
 from tests.cli.run import invoke
+from tests.hostile import make_checkpoint, make_hugging_face
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +87,12 @@ def test_the_command_takes_them(checkpoint):
     assert said[0] == said[1]
     assert said[0][0] == 0
     assert invoke("sample", str(checkpoint), "--top-p", "0")[0] == 2
+
+
+def test_an_export_says_the_same(tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "step-00000001")
+    folder = make_hugging_face(checkpoint, tmp_path / "hf")
+    words = ["--prompt", "line", "--tokens", "8", "--greedy"]
+    said = [invoke("sample", str(each), *words) for each in (checkpoint, folder)]
+    assert said[0] == said[1]
+    assert said[0][0] == 0
