@@ -1,6 +1,5 @@
 """Runs each variant for some steps, one after another, and measures it."""
 
-import json
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +12,7 @@ from fsdpctl.compare.vary import Variant
 from fsdpctl.errors import InterruptError, StoppedError, UsageError
 from fsdpctl.estimate.run_plan import estimate_run
 from fsdpctl.launch.local import launch_workers
+from fsdpctl.reading.documents import parse_json
 from fsdpctl.resolve.machine import world_size
 from fsdpctl.resolve.run import ResolvedRun, resolve
 from fsdpctl.train.assets import collect_assets
@@ -98,7 +98,11 @@ def _run(run: ResolvedRun, variant: Variant, run_dir: Path) -> str | None:
 
 
 def _with_figures(row: Row, run_dir: Path) -> Row:
-    lines = [json.loads(line) for line in (run_dir / METRICS).read_text().splitlines()]
+    file = run_dir / METRICS
+    lines = [
+        parse_json(line, dict[str, Any], str(file))
+        for line in file.read_text(encoding="utf-8").splitlines()
+    ]
     steps = [line for line in lines if "loss" in line]
     timed = steps[int(len(steps) * _WARM_UP) :]
     return replace(
