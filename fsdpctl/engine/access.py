@@ -13,15 +13,21 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.describe import all_named_parameters
+from fsdpctl.engine.parameters import (
+    is_at_rest,
+    is_marked,
+    mark_sharded,
+    refuse_call,
+    unmark_sharded,
+)
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.state import persistent_buffers, whole_values
 from fsdpctl.engine.unit import State
 from fsdpctl.errors import EngineError, nearest
 
-_MARK, _HOME = "_fsdpctl_is_sharded", "_fsdpctl_runtime"
-_COPY = "__deepcopy__"  # what copy.deepcopy asks of an object, not of its class
-_REFUSED = "not possible after sharding: do it to the module before shard_model"
+_HOME = "_fsdpctl_runtime"
 
 
 @contextmanager
@@ -123,12 +129,10 @@ def unwrap(module: nn.Module, runtime: Runtime) -> nn.Module:
     for handle in runtime.hooks:
         handle.remove()
     del module._apply
-    for param in module.parameters():
-        delattr(param, _COPY)
     for name, param in module.named_parameters():
+        unmark_sharded(param)
         param.data = values[name]
         param.grad = None
-        delattr(param, _MARK)
     return module
 
 
@@ -136,42 +140,31 @@ def guard_module(module: nn.Module, runtime: Runtime) -> None:
     """Have mistakes with the sharded module answered instead of ignored."""
 
     def refuse(*args: object, **kwargs: object) -> None:
-        raise EngineError(f"moving or casting the model is {_REFUSED}")
+        raise refuse_call("moving or casting the model")
 
     module._apply = refuse  # type: ignore[method-assign]  # for this instance only
     home = weakref.ref(runtime)
-    for param in module.parameters():
-        setattr(param, _MARK, True)
-        # Not the parameter itself, which would refer to itself.
-        setattr(param, _COPY, partial(_copied, weakref.ref(param)))
     for each in module.modules():
         runtime.hooks.append(each.register_state_dict_pre_hook(_refuse_state_at_rest))
     for unit in runtime.units.values():
         for buffer in unit.buffers:
             setattr(buffer.shard.param, _HOME, home)
+            for param in buffer.params:
+                mark_sharded(param, partial(_has_gradients, weakref.ref(buffer)))
+
+
+def _has_gradients(of: weakref.ref[UnitBuffer]) -> bool:
+    buffer = of()
+    return buffer is not None and buffer.has_gradients
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether a parameter of the module, or of one within it, is sharded already."""
-    return any(getattr(param, _MARK, False) for param in module.parameters())
-
-
-def _is_at_rest(param: Tensor) -> bool:
-    """Whether it reads NaN: one number that stands for all elements."""
-    return param.untyped_storage().nbytes() < param.nbytes
-
-
-def _copied(of: weakref.ref[nn.Parameter], memo: dict[int, Any]) -> nn.Parameter:
-    param = of()
-    assert param is not None
-    if _is_at_rest(param):
-        raise refuse_call("a copy of the module, whose parameters are not here between steps,")
-    copied: nn.Parameter = nn.Parameter.__deepcopy__(param, memo)
-    return copied
+    return any(map(is_marked, module.parameters()))
 
 
 def _refuse_state_at_rest(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if any(map(_is_at_rest, module.parameters(recurse=False))):
+    if any(map(is_at_rest, module.parameters(recurse=False))):
         raise EngineError(
             "the module's own state_dict() has no weights between steps: model.state_dict() gives "
             "them whole, and so does the module within model.full_parameters()"
@@ -208,7 +201,7 @@ def _uncompiled(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]
 
 def _check_there(name: str, module: nn.Module, args: Any) -> None:
     for key, param in module._parameters.items():
-        if param is not None and _is_at_rest(param):
+        if param is not None and is_at_rest(param):
             raise EngineError(
                 f"{name or 'the module'} computes with its {key}, which is not here: the unit that "
                 "it belongs to was not called as a module but in parts, or by .forward; call it, "
@@ -216,17 +209,12 @@ def _check_there(name: str, module: nn.Module, args: Any) -> None:
             )
 
 
-def refuse_call(what: str) -> EngineError:
-    """The error for a call that a sharded model cannot serve."""
-    return EngineError(f"{what} is {_REFUSED}")
-
-
 def _params(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
     return (param for group in optimizer.param_groups for param in group["params"])
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if any(getattr(param, _MARK, False) for param in _params(optimizer)):
+    if any(map(is_marked, _params(optimizer))):
         raise EngineError(
             "the optimizer was made of model.parameters(), which are whole only while the model "
             "runs: use ShardedAdamW(model), or any optimizer on model.flat_parameters()"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.engine.direct import Accumulate
+from fsdpctl.engine.parameters import arrived_gradient
 from fsdpctl.plan.layout import FlatLayout, Span
 from fsdpctl.plan.transport import gradient_stretches
 from fsdpctl.shards import FlatShard
@@ -85,7 +86,7 @@ class UnitBuffer:
 
     def _give_up(self, index: int) -> Tensor | None:
         param = self.params[index]
-        gradient, param.grad = param.grad, None
+        gradient, param.grad = arrived_gradient(param), None
         if gradient is not None:
             self.present.add(index)
         return gradient
@@ -116,7 +117,7 @@ class UnitBuffer:
         `keeps`: if it is to be this rank's gradient, its memory is that of the last one, which is
         not given back. The memory of a single gradient is that gradient's own.
         """
-        gradients = [param.grad for param in self.params]
+        gradients = [arrived_gradient(param) for param in self.params]
         if scale == 1 and dtype == self.whole.dtype and _are_all_there(gradients):
             keeps &= len(gradients) > 1 or self._gaps[0] is not None
             if not keeps:
@@ -130,7 +131,7 @@ class UnitBuffer:
         targets, sources = [], []
         views = self.param_views(flat)
         for index in indices:
-            view, gradient = views[index], self.params[index].grad
+            view, gradient = views[index], arrived_gradient(self.params[index])
             if gradient is None:
                 view.zero_()
             elif scale != 1 and gradient.dtype == flat.dtype:
@@ -161,9 +162,9 @@ class UnitBuffer:
         if first:
             self._fill(flat, first, scale)
         arrived = [
-            (view, param.grad)
+            (view, gradient)
             for index, view in enumerate(self.param_views(flat))
-            if (param := self.params[index]).grad is not None and index not in first
+            if (gradient := arrived_gradient(self.params[index])) is not None and index not in first
         ]
         if arrived:
             targets, gradients = (list(each) for each in zip(*arrived, strict=True))
@@ -172,9 +173,15 @@ class UnitBuffer:
     def forget_arrived(self) -> None:
         """The gradients were taken from the parameters."""
         if len(self.present) < len(self.params):
-            self.present |= {i for i, param in enumerate(self.params) if param.grad is not None}
+            arrived = map(arrived_gradient, self.params)
+            self.present |= {i for i, gradient in enumerate(arrived) if gradient is not None}
         for param in self.params:
             param.grad = None
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients that were taken from the parameters."""
+        return self.shard.grad is not None or self.held_gradients is not None
 
     def drop_gradients(self) -> None:
         """Forget all gradients, wherever they are on their way."""

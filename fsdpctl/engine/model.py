@@ -11,6 +11,7 @@ from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine import access
 from fsdpctl.engine.agreement import Agreement, check_replicas
 from fsdpctl.engine.ledger import Ledger
+from fsdpctl.engine.parameters import refuse_call
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.state import full_state, persistent_buffers
 from fsdpctl.errors import EngineError
@@ -191,16 +192,16 @@ class ShardedModel(nn.Module):
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Refused: what is trained decides how the model is cut."""
-        raise access.refuse_call("requires_grad_")
+        raise refuse_call("requires_grad_")
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
-        raise access.refuse_call("moving or casting the model")
+        raise refuse_call("moving or casting the model")
 
     def __deepcopy__(self, memo: object) -> Self:
-        raise access.refuse_call("a copy of the model")
+        raise refuse_call("a copy of the model")
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        raise access.refuse_call("pickling the model")
+        raise refuse_call("pickling the model")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Whole master weights and buffers on the CPU, under the module's names. Collective."""

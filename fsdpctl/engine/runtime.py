@@ -16,6 +16,7 @@ from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.backward import OutermostBackward, in_backward
 from fsdpctl.engine.calls import Call, Calls
 from fsdpctl.engine.gatherer import Gatherer
+from fsdpctl.engine.parameters import arrived_gradient
 from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.errors import EngineError
@@ -73,7 +74,7 @@ class Runtime:
     def has_all_gradients(self) -> bool:
         """Whether every trainable parameter had a gradient since they were dropped."""
         trained = (buffer for unit in self.units.values() for buffer in unit.trained_buffers)
-        return all(len(buffer.present) == len(buffer.params) for buffer in trained)
+        return all(len(each.present) == len(each.params) for each in trained)
 
     # ---- forward -------------------------------------------------------------------------
 
@@ -224,7 +225,7 @@ class Runtime:
 
     def _refuse_stray_gradients(self) -> None:
         for name, param in self._trained:
-            if param.grad is not None:
+            if arrived_gradient(param) is not None:
                 raise EngineError(
                     f"gradients of {name} were not reduced: its output reaches the loss where "
                     "hooks do not see it, or the loss uses its parameters before the forward"
