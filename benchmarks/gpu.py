@@ -65,8 +65,7 @@ SIZES = {
     "1.4B": Size(2048, 16, 32, 8, 7168, 128256, 2, 4096),
     "7B": Size(4096, 32, 32, 32, 11008, 32000, 2, 4096),
 }
-DIRECT = "full_shard_direct"  # layers write weight gradients themselves
-TIMED = ("fsdp2", "fsdp2_tuned", "full_shard", DIRECT)
+TIMED = ("fsdp2", "fsdp2_tuned", "full_shard")
 MODES = {"nccl1": 1, "fake8": 8, "fake64": 64}
 
 
@@ -128,14 +127,8 @@ def ours(model: nn.Module, device: torch.device, precision: fsdpctl.Precision) -
 
 def make_step(name: str, size: Size, device: torch.device) -> Step:
     """One engine, ready to step, in bf16 with fp32 reduction."""
-    if name in ("full_shard", DIRECT):
-        model = make_model(size, device)
-        reduced = None
-        if name == DIRECT:
-            fsdpctl.use_direct_linears(model)
-            if device.type == "cpu":
-                reduced = torch.bfloat16  # there is no kernel that adds to float32
-        return ours(model, device, fsdpctl.Precision(torch.bfloat16, reduced))
+    if name == "full_shard":
+        return ours(make_model(size, device), device, fsdpctl.Precision(torch.bfloat16))
     if name == "recomputing":
         model = make_model(size, device).to(torch.bfloat16)
         for block in model.model.layers:
@@ -228,7 +221,7 @@ def measure_all(words: argparse.Namespace) -> list[dict[str, Any]]:
             both = _run(words, mode=mode, size=size, engines=",".join(TIMED))
             alone = {
                 name: _run(words, mode=mode, size=size, engines=name)
-                for name in ("fsdp2", "full_shard", DIRECT)
+                for name in ("fsdp2", "full_shard")
             }
             memory = {
                 name: {key: each[key] for key in ("peak_allocated", "peak_reserved") if key in each}

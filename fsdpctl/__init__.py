@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
     from fsdpctl.engine.accumulation import GradAccumulator
-    from fsdpctl.engine.direct import DirectLinear, use_direct_linears
     from fsdpctl.engine.model import ShardedModel
     from fsdpctl.engine.precision import Precision
     from fsdpctl.engine.shard import Sharding, shard_model
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Assumed",
-    "DirectLinear",
     "GradAccumulator",
     "MemoryEstimate",
     "OwnerMap",
@@ -37,7 +35,6 @@ __all__ = [
     "load_checkpoint",
     "save_checkpoint",
     "shard_model",
-    "use_direct_linears",
 ]
 
 _HOMES = {
@@ -45,7 +42,6 @@ _HOMES = {
     "MemoryEstimate": "fsdpctl.estimate.own_module",
     "Sharding": "fsdpctl.engine.shard",
     "estimate_memory": "fsdpctl.estimate.own_module",
-    "DirectLinear": "fsdpctl.engine.direct",
     "GradAccumulator": "fsdpctl.engine.accumulation",
     "OwnerMap": "fsdpctl.plan.owners",
     "Precision": "fsdpctl.engine.precision",
@@ -57,7 +53,6 @@ _HOMES = {
     "load_checkpoint": "fsdpctl.checkpoint.api",
     "save_checkpoint": "fsdpctl.checkpoint.api",
     "shard_model": "fsdpctl.engine.shard",
-    "use_direct_linears": "fsdpctl.engine.direct",
 }
 
 

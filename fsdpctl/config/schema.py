@@ -229,9 +229,6 @@ class TrainConfig:
         None, "tokens of a pass whose logits exist at a time; 0: all", minimum=0, auto=True
     )
     compile: bool = key(False, "torch.compile each block")
-    direct_weight_gradients: bool = key(
-        False, "blocks' matrix products write weight gradients where they are reduced from"
-    )
     profile: bool = key(False, "write a Chrome trace of three steps into the run's directory")
     deterministic: bool = key(False, "CUDA: only kernels that repeat their results")
 

@@ -1,18 +1,17 @@
 """One flat buffer of a unit, and what becomes of the gradients of the parameters in it.
 
-Gradients arrive one by one, as autograd made them, or a linear layer's backward writes them where
-they will be reduced from. Both end in one flat buffer, times what they are scaled by.
+Gradients arrive one by one, as autograd made them, and end in one flat buffer, times what they are
+scaled by.
 """
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.engine.direct import Accumulate
 from fsdpctl.engine.parameters import arrived_gradient
 from fsdpctl.plan.layout import FlatLayout, Span
 from fsdpctl.plan.transport import gradient_stretches
@@ -30,7 +29,6 @@ class UnitBuffer:
         self.present: set[int] = set()  # parameters that had one since gradients were dropped
         self.stretches = gradient_stretches(shard.layout)
         self._kept: Tensor | None = None  # memory that gradients come back to, step after step
-        self._unwritten: set[int] = set()  # parameters without anything in `held_gradients`
         zero = torch.zeros((), dtype=whole.dtype, device=whole.device)
         self._gaps = [zero.expand(gap) if gap else None for gap in _gaps_after(shard.layout)]
         self._padding = shard.layout.padding
@@ -91,26 +89,6 @@ class UnitBuffer:
             self.present.add(index)
         return gradient
 
-    def begin(self, dtype: torch.dtype, *, keeps: bool) -> None:
-        """Hold gradients from now on, though there are none: they will be written, or added."""
-        self.held_gradients = self._memory(dtype, keeps=keeps and self.shard.grad is None)
-        self._unwritten = set(range(len(self.params)))
-
-    def write(
-        self, index: int, accumulate: Accumulate, scale: float, rows: Tensor, inputs: Tensor
-    ) -> bool:
-        """Add what a linear layer's weight gets; False where gradients are not held."""
-        flat = self.held_gradients
-        if flat is None:
-            return False
-        placement = self.layout.placements[index]
-        window = flat[placement.span.start : placement.span.stop].view(placement.param.shape)
-        keep = 0.0 if index in self._unwritten else 1.0
-        accumulate(window, rows.t(), inputs, keep, scale)
-        self._unwritten.discard(index)
-        self.present.add(index)
-        return True
-
     def first_gradients(self, dtype: torch.dtype, scale: float, *, keeps: bool) -> Tensor:
         """The gradients that have arrived times `scale`, in a flat buffer; zeros elsewhere.
 
@@ -123,15 +101,13 @@ class UnitBuffer:
             if not keeps:
                 return _joined(gradients, self._gaps)
         flat = self._memory(dtype, keeps=keeps and self.shard.grad is None)
-        self._fill(flat, range(len(gradients)), scale)
+        self._fill(flat, gradients, scale)
         return flat
 
-    def _fill(self, flat: Tensor, indices: Collection[int], scale: float) -> None:
+    def _fill(self, flat: Tensor, gradients: Sequence[Tensor | None], scale: float) -> None:
         """Write the gradients that have arrived, and zeros where none has."""
         targets, sources = [], []
-        views = self.param_views(flat)
-        for index in indices:
-            view, gradient = views[index], arrived_gradient(self.params[index])
+        for view, gradient in zip(self.param_views(flat), gradients, strict=True):
             if gradient is None:
                 view.zero_()
             elif scale != 1 and gradient.dtype == flat.dtype:
@@ -158,13 +134,10 @@ class UnitBuffer:
 
     def add_gradients(self, flat: Tensor, scale: float) -> None:
         """Add the gradients that have arrived times `scale` to a flat buffer."""
-        first, self._unwritten = self._unwritten, set()
-        if first:
-            self._fill(flat, first, scale)
         arrived = [
             (view, gradient)
-            for index, view in enumerate(self.param_views(flat))
-            if (gradient := arrived_gradient(self.params[index])) is not None and index not in first
+            for view, param in zip(self.param_views(flat), self.params, strict=True)
+            if (gradient := arrived_gradient(param)) is not None
         ]
         if arrived:
             targets, gradients = (list(each) for each in zip(*arrived, strict=True))
@@ -189,7 +162,6 @@ class UnitBuffer:
             param.grad = None
         self.shard.grad = None
         self.held_gradients = None
-        self._unwritten.clear()
         self.present.clear()
 
 

@@ -1,7 +1,7 @@
 """Cuts a module into units, gives each its memory and this rank its shards."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.describe import describe_module, name_of_submodule, replace_meta_parameters
-from fsdpctl.engine.hooks import hook_gradients, hook_linears, hook_root, hook_unit
+from fsdpctl.engine.hooks import hook_gradients, hook_root, hook_unit
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.runtime import Runtime
@@ -189,19 +189,12 @@ def _make_reducer(
 
 def divide_module(module: nn.Module, classes: Sequence[str] | None) -> tuple[UnitSpec, ...]:
     """The units of a module, root first; `classes` None finds the repeated blocks."""
-    units = divide_into_units(
+    return divide_into_units(
         describe_module(module),
         classes=classes,
         embedding=name_of_submodule(module, "get_input_embeddings"),
         head=name_of_submodule(module, "get_output_embeddings"),
     )
-    return tuple(unit if unit.kind == "block" else _indirect(unit) for unit in units)
-
-
-def _indirect(unit: UnitSpec) -> UnitSpec:
-    """With gradients from autograd: a loss may use the head's weight itself, and the root has no
-    moment at which its backward begins."""
-    return replace(unit, params=tuple(replace(param, direct=False) for param in unit.params))
 
 
 def _build_units(builder: _Builder, prefetch: Prefetch) -> list[ShardedUnit]:
@@ -258,9 +251,7 @@ def _move_buffers(module: nn.Module, device: torch.device, collectives: Collecti
 def _hook(module: nn.Module, runtime: Runtime, precision: Precision) -> None:
     hook_root(module, runtime, precision.param_dtype)
     for unit in runtime.units.values():
-        is_hooked = runtime.strategy.keeps_whole_params or unit is runtime.root
-        if is_hooked:
+        if runtime.strategy.keeps_whole_params or unit is runtime.root:
             hook_gradients(runtime, unit)
         if unit is not runtime.root:
             hook_unit(module.get_submodule(unit.name), runtime, unit)
-            hook_linears(module.get_submodule(unit.name), runtime, unit, num_hooks=int(is_hooked))

@@ -1,12 +1,10 @@
 """A module as the plan sees it, and its parameters by name."""
 
-from collections import Counter
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from fsdpctl.engine.direct import DirectLinear, count_hooks
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.units import ModuleSpec
 
@@ -19,11 +17,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 def describe_module(module: nn.Module) -> ModuleSpec:
     """The tree of modules and parameters; a shared parameter has its first name everywhere."""
     names = {id(param): name for name, param in module.named_parameters()}
-    users = Counter(id(p) for each in module.modules() for p in each._parameters.values())
-
-    def is_direct(each: nn.Module, key: str, param: nn.Parameter) -> bool:
-        is_alone = users[id(param)] == 1 and not count_hooks(param)
-        return type(each) is DirectLinear and key == "weight" and is_alone
 
     def describe(name: str, each: nn.Module) -> ModuleSpec:
         own = tuple(
@@ -32,7 +25,6 @@ def describe_module(module: nn.Module) -> ModuleSpec:
                 tuple(param.shape),
                 dtype_name(param.dtype),
                 param.requires_grad,
-                direct=is_direct(each, key, param),
             )
             for key, param in each._parameters.items()
             if param is not None

@@ -1,13 +1,11 @@
 """Binds module and autograd events to the runtime. Takes no decision."""
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fsdpctl.engine.direct import DirectLinear, accumulation
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import ShardedUnit
 
@@ -97,26 +95,6 @@ def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
         module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
         module.register_forward_hook(after),
     ]
-
-
-def hook_linears(module: nn.Module, runtime: Runtime, unit: ShardedUnit, *, num_hooks: int) -> None:
-    """Have `DirectLinear`s of a unit write into its buffers what autograd would make tensors of.
-
-    `num_hooks` is how many the engine has on each parameter of the unit.
-
-    Raises:
-        EngineError: this version of torch cannot, in these dtypes.
-    """
-    linears = {id(each.weight): each for each in module.modules() if type(each) is DirectLinear}
-    reducer = runtime.reducer
-    for buffer in (each for each in unit.trained_buffers if each.layout.is_written):
-        accumulate = accumulation(buffer.whole.dtype, reducer.dtype_of(buffer), runtime.device)
-        scale, _ = reducer.scales(buffer)
-        for index, param in enumerate(buffer.layout.params):
-            if param.direct:
-                linear = linears[id(buffer.params[index])]
-                write = partial(buffer.write, index, accumulate, scale)
-                runtime.hooks.append(linear.attach(write, num_hooks))
 
 
 def hook_gradients(runtime: Runtime, unit: ShardedUnit) -> None:

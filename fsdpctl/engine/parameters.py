@@ -34,11 +34,18 @@ class _Sharded:
     grad = property(_grad, _GRAD.__set__, _GRAD.__delete__)
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> nn.Parameter:
+        copied = self._alone("a copy of").__deepcopy__(memo)
+        memo[id(self)] = copied
+        return copied  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return self._alone("pickling").__reduce_ex__(protocol)
+
+    def _alone(self: Any, what: str) -> Any:
+        """Of its plain kind, with the same values."""
         if is_at_rest(self):
-            raise refuse_call("a copy of the module, whose parameters are not here between steps,")
-        copied: nn.Parameter = super().__deepcopy__(memo)  # type: ignore[misc]
-        copied.__class__ = _plain(type(self))
-        return copied
+            raise refuse_call(f"{what} the module, whose parameters are not here between steps,")
+        return self.data.as_subclass(_plain(type(self))).requires_grad_(self.requires_grad)
 
 
 def _is_compiling() -> bool:

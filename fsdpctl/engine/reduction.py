@@ -77,18 +77,6 @@ class GradientReducer:
         return self._dtypes[buffer.shard.dtype]
 
     @torch.no_grad()
-    def prepare(self, unit: ShardedUnit) -> None:
-        """Make what the unit's backward, which begins, writes its gradients into."""
-        if unit in self.units[: self._next]:
-            return  # this backward has sent it: what comes now comes too late, and must be seen
-        for index, buffer in enumerate(unit.trained_buffers):
-            if buffer.layout.is_written and buffer.held_gradients is None:
-                dtype = self.dtype_of(buffer)
-                buffer.begin(dtype, keeps=self._keeps(unit, buffer))
-                nbytes = buffer.layout.numel * dtype.itemsize
-                self.ledger.allocate(Buffer.WHOLE_GRADS, unit.name, index, nbytes)
-
-    @torch.no_grad()
     def hold(self, unit: ShardedUnit) -> None:
         """Add the gradients that have arrived to those that wait for a later backward."""
         for index, buffer in enumerate(unit.trained_buffers):

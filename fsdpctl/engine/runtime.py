@@ -172,8 +172,6 @@ class Runtime:
             unit.was_used_in_backward = True
         if over:
             self._reduce(over[-1])
-        if unit.writes_gradients:
-            self.reducer.prepare(unit)
         self.ledger.note(EventKind.BACKWARD, unit.name)
         self.ledger.ranges.begin("backward", unit.name)
 

@@ -39,8 +39,6 @@ class ShardedUnit:
         self._params = tuple(param for buffer in buffers for param in buffer.params)
         self._version = max((param._version for param in self._params), default=0)
         self.trained_buffers = tuple(each for each in self.buffers if each.shard.trainable)
-        # Whether its backward writes some gradients into its buffers.
-        self.writes_gradients = any(each.layout.is_written for each in self.trained_buffers)
 
     @property
     def nbytes(self) -> int:

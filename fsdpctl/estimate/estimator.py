@@ -12,7 +12,6 @@ from fsdpctl.memory.script import Writer
 from fsdpctl.memory.step_estimate import estimate_steps
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.plan.strategy import STRATEGIES, get_strategy
-from fsdpctl.resolve.blocks import check_direct
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import (
     check_length,
@@ -34,7 +33,6 @@ class Estimator:
         Raises:
             UsageError: it cannot work.
         """
-        check_direct(config)
         traced = self._traced_model(config)
         batches = batches_of(config)
         micro = batches.micro_batch_size
@@ -62,7 +60,6 @@ class Estimator:
             config.precision.param_dtype,
             config.activation_checkpointing.name,
             config.launch.device,
-            config.train.direct_weight_gradients,
         )
         if alike not in self._traced:
             self._traced[alike] = TracedModel(config)

@@ -10,9 +10,10 @@ from fsdpctl.engine.build import divide_module
 from fsdpctl.memory.compute import Pass, Program, Row
 from fsdpctl.memory.shorten import shorten
 from fsdpctl.memory.trace import trace
+from fsdpctl.models.registry import build_model
 from fsdpctl.models.rope import rotation
 from fsdpctl.plan.units import UnitSpec
-from fsdpctl.resolve.blocks import bare_module, checkpoint_block
+from fsdpctl.resolve.blocks import checkpoint_block
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -82,12 +83,12 @@ class TracedModel:
         Raises:
             UsageError: the model's numbers contradict each other.
         """
-        module = bare_module(config)
+        module = build_model(config.model)
         self.num_params = sum(param.numel() for param in module.parameters())
         self.units = divide_module(module, None)
         self._traced_module = TracedModule(
             module,
-            lambda: bare_module(config),
+            lambda: build_model(config.model),
             self.units,
             checkpointing=config.activation_checkpointing.name,
             dtype=_DTYPES[str(config.precision.param_dtype)],

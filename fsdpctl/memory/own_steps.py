@@ -41,13 +41,6 @@ class OwnSteps:
         self._taken: set[str] = set()  # parameters whose gradients the engine took in this pass
         self._has_states = False
         self._kept: dict[tuple[str, int], int] = {}  # memory that gradients come back to
-        writer.leave_out(
-            param.name
-            for unit in plan.layouts
-            for layout in self._trained(unit)
-            for param in layout.params
-            if param.direct
-        )
         sizes = plan.sizes
         keeps = place.size == 1 or not plan.strategy.shards_grads
         self._in_place = keeps and sizes.reduce == sizes.master
@@ -187,8 +180,6 @@ class OwnSteps:
     def _collect(self, unit: str, index: int, nbytes: int, reduces: bool) -> list[int]:
         """Bring the gradients of a flat buffer together, or send them from where they are."""
         layout = self._trained(unit)[index]
-        if layout.is_written:  # the backward that makes gradients begins
-            return [self._flat(unit, index, nbytes)]
         names = [param.name for param in layout.params]
         splits = self._plan.strategy.shards_grads
         splits &= sends_in_place(self._place.transport, layout.parts)

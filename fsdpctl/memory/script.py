@@ -1,6 +1,6 @@
 """A step written down as operations on an allocator, with what each of them is for."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -81,12 +81,6 @@ class Writer:
         self._busy: set[int] = set()  # the program's keys of gradients that are held
         self._instead: dict[int, int] = {}  # for these, the key in this pass
         self._gradients = {key: name for name, key in program.gradients.items()}
-        self._unmade: set[int] = set()  # the program's keys of gradients that nobody allocates
-
-    def leave_out(self, params: Iterable[str]) -> None:
-        """The gradients of these are written where others make room for them."""
-        gradients = self.program.gradients
-        self._unmade = {gradients[name] for name in params if name in gradients}
 
     def begin(self) -> None:
         """Start a new list of operations."""
@@ -136,8 +130,6 @@ class Writer:
         if not operations:
             return
         self.at(_DOING[place.part], place.unit)
-        if self._unmade:
-            operations = [each for each in operations if each[0] not in self._unmade]
         special = self.program.held_over | self._busy
         if special and any(key in special for key, _ in operations):
             self.operations += self._with_new_keys(operations)
@@ -147,7 +139,7 @@ class Writer:
     def gradient(self, param: str) -> int | None:
         """The key of a parameter's gradient in this pass, if it has one."""
         key = self.program.gradients.get(param)
-        return None if key is None or key in self._unmade else self._instead.get(key, key)
+        return None if key is None else self._instead.get(key, key)
 
     def keep(self, key: int) -> None:
         """What has this key lives on when the pass is over."""

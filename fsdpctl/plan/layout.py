@@ -85,7 +85,6 @@ class ParamSpec:
     shape: tuple[int, ...]
     dtype: str = "float32"
     trainable: bool = True
-    direct: bool = False  # its gradient is written where it is reduced from, by one module
 
     @property
     def numel(self) -> int:
@@ -127,11 +126,6 @@ class FlatLayout:
     def is_even(self) -> bool:
         """Whether every rank owns as much."""
         return are_even(self.parts)
-
-    @property
-    def is_written(self) -> bool:
-        """Whether modules write gradients into the buffer that is reduced."""
-        return any(param.direct for param in self.params)
 
     @property
     def padding(self) -> tuple[Span, ...]:

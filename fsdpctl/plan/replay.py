@@ -63,7 +63,6 @@ class FlatBytes:
     held: Sending  # gradients that were added up on this rank first
     grads: int  # reduced, as this rank keeps them
     in_place: bool  # the reduced gradient is the memory it was reduced in
-    is_written: bool  # there from the beginning of the unit's backward, which writes into it
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ def unit_bytes(
             fresh = Sending(sent * itemsize, workspace * itemsize)
         keeps = place.size == 1 or not strategy.shards_grads
         in_place = keeps and sizes.reduce == sizes.master
-        return FlatBytes(fresh, held, kept * sizes.master, in_place, layout.is_written)
+        return FlatBytes(fresh, held, kept * sizes.master, in_place)
 
     return {
         name: UnitBytes(
@@ -131,9 +130,6 @@ class Replay:
         indices = range(len(unit.flats))
         if kind is K.GATHER and not unit.resident:
             self._allocate(Buffer.PARAMS, name, 0, unit.slot)
-        if kind is K.BACKWARD:
-            for index in indices:
-                self._begin(name, index, unit.flats[index])
         if kind in (K.HOLD, K.REDUCE):
             for index in indices:
                 self._start(name, index, unit.flats[index], reduces=kind is K.REDUCE)
@@ -146,10 +142,6 @@ class Replay:
         self.events.append(Event(kind, name, self._sent(kind, name, unit)))
         if kind is K.RELEASE and not unit.resident:
             self._free(Buffer.PARAMS, name, 0)
-
-    def _begin(self, name: str, index: int, flat: FlatBytes) -> None:
-        if flat.is_written and (Buffer.WHOLE_GRADS, name, index) not in self._held:
-            self._allocate(Buffer.WHOLE_GRADS, name, index, flat.held.whole_grads)
 
     def _start(self, name: str, index: int, flat: FlatBytes, *, reduces: bool) -> None:
         was_held = (Buffer.WHOLE_GRADS, name, index) in self._held

@@ -14,11 +14,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from fsdpctl.config.schema import Config
-from fsdpctl.engine.direct import use_direct_linears
-from fsdpctl.errors import UsageError
-from fsdpctl.models.registry import build_model
-
 _PRODUCTS = ("mm", "addmm")
 _ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
@@ -84,34 +79,6 @@ def checkpoint_block(block: nn.Module, mode: str) -> None:
     """
     block._plain_forward = block.forward  # type: ignore[assignment]  # a method, not a submodule
     block.forward = MethodType(_FORWARDS[mode], block)
-
-
-def check_direct(config: Config) -> None:
-    """Refuse a placed configuration that asks for weight gradients to be written where they cannot.
-
-    Raises:
-        UsageError: the message says why.
-    """
-    if not config.train.direct_weight_gradients:
-        return
-    computed, reduced = config.precision.param_dtype, config.precision.reduce_dtype
-    why = None
-    if config.train.compile:
-        why = "not with train.compile=true"
-    elif config.engine.name != "fsdpctl":
-        why = f"not with engine={config.engine.name}"
-    elif computed != reduced and (config.launch.device == "cpu" or reduced != "float32"):
-        why = (
-            f"on {config.launch.device} not where {computed} is computed with and {reduced} reduced"
-        )
-    if why is not None:
-        raise UsageError(f"train.direct_weight_gradients=true: {why}")
-
-
-def bare_module(config: Config) -> nn.Module:
-    """The model without values, with the linear layers that are configured."""
-    module = build_model(config.model)
-    return use_direct_linears(module) if config.train.direct_weight_gradients else module
 
 
 def compile_block(block: nn.Module) -> None:

@@ -18,8 +18,9 @@ from fsdpctl.data.batches import Batches
 from fsdpctl.data.source import DataSet, load_data
 from fsdpctl.data.tokens import check_tokens
 from fsdpctl.errors import UsageError
+from fsdpctl.models.registry import build_model
 from fsdpctl.plan.batch import BatchPlan, plan_batches
-from fsdpctl.resolve.blocks import bare_module, check_direct, missing_compiler
+from fsdpctl.resolve.blocks import missing_compiler
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import check_length, placed_here, resolved_strategy, world_size
 
@@ -61,11 +62,10 @@ def resolve(composed: Composed) -> ResolvedRun:
     config = placed_here(composed.config)
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
     config, notes = _with_compiler(config)
-    check_direct(config)
     config = _with_model_path(config)
     data = _checked_data(config)
     config = _with_data(_with_length(config, data, composed), data)
-    module = bare_module(config)
+    module = build_model(config.model)
     if config.model.is_pretrained:
         check_weights(open_weights(config.model), module)
     optimizer = _with_lr(config.optimizer, module, is_pretrained=config.model.is_pretrained)

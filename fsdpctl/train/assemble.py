@@ -22,11 +22,11 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import Sharding, shard_from
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.models.registry import initialize_parameter
+from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.resolve.blocks import bare_module, checkpoint_block, compile_block
+from fsdpctl.resolve.blocks import checkpoint_block, compile_block
 from fsdpctl.train.loop import Trainer
 from fsdpctl.train.parts import TrainingParts
 
@@ -61,7 +61,7 @@ def make_model(
 
 def make_module(config: Config) -> nn.Module:
     """The module without values, its blocks recomputed and compiled as configured."""
-    module = bare_module(config)
+    module = build_model(config.model)
     for unit in divide_module(module, None):
         if unit.kind == "block":
             block = module.get_submodule(unit.name)

@@ -145,8 +145,6 @@ def _blocks(run: ResolvedRun) -> Iterator[str]:
     said = ["compiled"] if config.train.compile else []
     if config.activation_checkpointing.name != "none":
         said.append(f"activation checkpointing {config.activation_checkpointing.name}")
-    if config.train.direct_weight_gradients:
-        said.append("weight gradients written directly")
     if said:
         yield ", ".join(said)
 

@@ -15,7 +15,6 @@ from torch._C._distributed_c10d import FileStore
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
-from fsdpctl.engine.direct import use_direct_linears
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import Sharding, shard_from
@@ -24,7 +23,6 @@ from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.plan.units import lay_out
 from tests.engine.models import make_net, next_token_loss, token_batches
-from tests.engine.test_direct import count_writes
 
 pytestmark = [
     pytest.mark.cuda,
@@ -64,11 +62,8 @@ def forced(
     precision: Precision | None = None,
     collectives: Callable[[torch.device], NcclCollectives] = NcclCollectives,
     prefetch: Prefetch | None = None,
-    direct: bool = False,
 ) -> ShardedModel:
     net = make_net(tied=False)
-    if direct:
-        use_direct_linears(net)
     row = STRATEGIES[strategy]
     nccl = collectives(device)
     specs = divide_module(net, None)
@@ -115,21 +110,6 @@ def test_bf16_compute_keeps_float32_masters(device: torch.device) -> None:
     model = forced(device, "full_shard", precision=precision)
     assert losses(model, device) == pytest.approx(unsharded_losses(device, precision), rel=1e-2)
     assert {shard.master.dtype for shard in model.flat_shards()} == {torch.float32}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_linear_layers_write_their_gradients(
-    device: torch.device, strategy: str, dtype: torch.dtype
-) -> None:
-    precision = Precision(param_dtype=dtype)
-    direct = forced(device, strategy, precision=precision, direct=True)
-    writes = count_writes(direct)
-    found = losses(direct, device, steps=3)
-    assert len(writes) == 3 * 10  # steps, and linear layers in blocks
-    usual = forced(device, strategy, precision=precision)
-    tolerance = 1e-6 if dtype == torch.float32 else 1e-2  # in bf16 they are not rounded any more
-    assert found == pytest.approx(losses(usual, device, steps=3), rel=tolerance)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

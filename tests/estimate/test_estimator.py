@@ -8,7 +8,6 @@ import pytest
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import divide_module
-from fsdpctl.errors import UsageError
 from fsdpctl.estimate import traced
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
@@ -172,16 +171,3 @@ def test_hundreds_of_billions_on_thousands_of_ranks():
     assert found.num_params == 405_853_388_800
     assert found.tokens_per_step == 16384 * 4096
     assert divide_module(build_model(found.config.model), None)[0].name == "root"
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["train.compile=true"], "not with train.compile=true"),
-        (["engine=fsdp2"], "not with engine=fsdp2"),
-        (["launch.device=cpu", "precision=bf16"], "on cpu not where bfloat16 is computed with"),
-    ],
-)
-def test_weight_gradients_are_not_written_where_that_cannot_be(words: list[str], why: str) -> None:
-    with pytest.raises(UsageError, match=why):
-        estimated(*H100[:1], *words, "train.direct_weight_gradients=true")

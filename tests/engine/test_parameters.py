@@ -1,0 +1,98 @@
+"""What the parameters of a sharded module answer to those who look for gradients there."""
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import fsdpctl
+from fsdpctl.errors import EngineError
+from tests.distributed import distributed
+from tests.engine.models import make_net, next_token_loss, token_batches
+from tests.engine.test_parity import largest_difference
+
+
+def clip(model: fsdpctl.ShardedModel) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def read(model: fsdpctl.ShardedModel) -> None:
+    _ = [param.grad for param in model.parameters()]
+
+
+@pytest.mark.parametrize("look", [clip, read])
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])
+@distributed(world_size=2)
+def test_who_looks_for_gradients_there_is_told(
+    rank: int, world_size: int, strategy: str, held: bool, look: Callable[..., None]
+) -> None:
+    model = fsdpctl.shard_model(make_net(tied=True), strategy)
+    optimizer = fsdpctl.ShardedAdamW(model)
+    for of_ranks in token_batches(2, world_size):
+        look(model)  # there is nothing to clip yet
+        batch = of_ranks[rank][0]
+        if held:
+            with model.no_sync():
+                next_token_loss(model, batch).backward()
+            with pytest.raises(EngineError, match="fsdpctl.clip_grad_norm_"):
+                look(model)
+        next_token_loss(model, batch).backward()
+        with pytest.raises(EngineError, match="fsdpctl.clip_grad_norm_"):
+            look(model)
+        assert torch.nn.utils.clip_grad_norm_(model.flat_parameters(), 1e9) > 0
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_parameters_are_themselves_again_after_unwrap():
+    net = make_net(tied=True)
+    before = list(net.parameters())
+    plain = fsdpctl.shard_model(net, "full_shard").unwrap()
+    assert all(ours is theirs for ours, theirs in zip(before, plain.parameters(), strict=True))
+    assert {type(param) for param in plain.parameters()} == {nn.Parameter}
+    assert not any(vars(param) for param in plain.parameters())
+    next_token_loss(plain, token_batches(1, 1)[0][0][0]).backward()
+    assert torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0) > 0
+
+
+def test_copies_of_whole_parameters_are_plain():
+    model = fsdpctl.shard_model(make_net(tied=True), "full_shard")
+    next_token_loss(model, token_batches(1, 1)[0][0][0]).backward()
+    with model.full_parameters():
+        copied = copy.deepcopy(model.module.norm)
+        pickled = pickle.loads(pickle.dumps(model.module.norm.weight))
+    assert {type(param) for param in (*copied.parameters(), pickled)} == {nn.Parameter}
+    assert all(param.grad is None for param in (*copied.parameters(), pickled))
+
+
+def test_parameters_of_a_kind_of_their_own_keep_it():
+    class Named(nn.Parameter):
+        pass
+
+    net = make_net(tied=True)
+    net.norm.weight = Named(net.norm.weight.detach())
+    model = fsdpctl.shard_model(net, "full_shard")
+    assert isinstance(net.norm.weight, Named)
+    assert type(model.unwrap().norm.weight) is Named
+
+
+@distributed(world_size=2)
+def test_what_is_compiled_again_between_micro_batches_looks_at_all(
+    rank: int, world_size: int
+) -> None:
+    nets = make_net(tied=False), make_net(tied=False)
+    models = [fsdpctl.shard_model(net, "full_shard") for net in nets]
+    for block in models[0].module.blocks:
+        block.forward = torch.compile(block.forward, backend="aot_eager", dynamic=False)
+    batch = token_batches(1, world_size)[0][rank][0]
+    for model in models:
+        optimizer = fsdpctl.ShardedAdamW(model)
+        for length in (batch.shape[1], batch.shape[1] - 2):
+            with model.no_sync():
+                next_token_loss(model, batch[:, :length]).backward()
+        optimizer.step()
+    assert largest_difference(*(model.state_dict() for model in models)) <= 1e-6
