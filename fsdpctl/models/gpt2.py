@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdpctl.config.schema import ModelConfig
+from fsdpctl.models.cache import Cache, LayerCache, layer_caches
 from fsdpctl.models.parts import Head, activation_of, embedding
 
 
@@ -30,14 +31,17 @@ class Attention(nn.Module):
         self.c_attn = Projection(config.hidden_size, 3 * config.hidden_size)
         self.c_proj = Projection(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         """Shape (batch, length, hidden_size) in and out."""
         batch, length, width = x.shape
         q, k, v = (
             part.view(batch, length, self.num_heads, -1).transpose(1, 2)
             for part in self.c_attn(x).split(width, dim=-1)
         )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        is_next = cache is not None and len(cache) > 0  # the one token that follows what was seen
+        if cache is not None:
+            k, v = cache.extended(k, v)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=not is_next)
         out: Tensor = self.c_proj(mixed.transpose(1, 2).reshape(batch, length, width))
         return out
 
@@ -67,9 +71,9 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         """Shape (batch, length, hidden_size) in and out."""
-        x = x + self.attn(self.ln_1(x))
+        x = x + self.attn(self.ln_1(x), cache)
         out: Tensor = x + self.mlp(self.ln_2(x))
         return out
 
@@ -82,11 +86,12 @@ class _Backbone(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[-1], device=tokens.device)
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        start = 0 if cache is None else len(cache)
+        positions = torch.arange(start, start + tokens.shape[-1], device=tokens.device)
         x = self.wte(tokens) + self.wpe(positions)
-        for block in self.h:
-            x = block(x)
+        for index, block in enumerate(self.h):
+            x = block(x, *layer_caches(cache, index))
         out: Tensor = self.ln_f(x)
         return out
 
@@ -110,8 +115,12 @@ class Gpt2Decoder(nn.Module):
         return self.lm_head
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, chunk_tokens: int | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        chunk_tokens: int | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """As that of the Llama decoder."""
-        out: Tensor = self.lm_head(self.transformer(tokens), targets, chunk_tokens)
+        out: Tensor = self.lm_head(self.transformer(tokens, cache), targets, chunk_tokens)
         return out

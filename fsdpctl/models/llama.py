@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdpctl.config.schema import ModelConfig
+from fsdpctl.models.cache import Cache, LayerCache, layer_caches
 from fsdpctl.models.parts import Head, activation_of, embedding
 from fsdpctl.models.rope import rotate, rotation
 
@@ -40,7 +41,9 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(head_dim, config.norm_eps)
             self.k_norm = RMSNorm(head_dim, config.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None
+    ) -> Tensor:
         """Shape (batch, length, hidden_size) in and out; `cos`, `sin` as `rotation` gives them."""
         batch, length, _ = x.shape
 
@@ -51,13 +54,19 @@ class Attention(nn.Module):
         if self.norms_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        is_next = cache is not None and len(cache) > 0  # the one token that follows what was seen
+        if cache is not None:
+            k, v = cache.extended(k, v)
+        if is_next and self.window is not None:
+            k, v = k[:, :, -self.window :], v[:, :, -self.window :]
         slides = self.window is not None and length > self.window
         mixed = F.scaled_dot_product_attention(
-            rotate(q, cos, sin),
-            rotate(k, cos, sin),
+            q,
+            k,
             v,
             attn_mask=_window_mask(length, self.window, x.device) if slides else None,
-            is_causal=not slides,
+            is_causal=not slides and not is_next,
             enable_gqa=self.shares_heads,
         )
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
@@ -98,9 +107,11 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None
+    ) -> Tensor:
         """Shape (batch, length, hidden_size) in and out; `cos`, `sin` as `rotation` gives them."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -115,11 +126,14 @@ class _Backbone(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
         x = self.embed_tokens(tokens)
-        cos, sin = rotation(self.config, self.head_dim, tokens.shape[-1], x.device, x.dtype)
-        for layer in self.layers:
-            x = layer(x, cos, sin)
+        start = 0 if cache is None else len(cache)
+        end = start + tokens.shape[-1]
+        cos, sin = rotation(self.config, self.head_dim, end, x.device, x.dtype)
+        turns = (cos, sin) if cache is None else (cos[start:], sin[start:])
+        for index, layer in enumerate(self.layers):
+            x = layer(x, *turns, *layer_caches(cache, index))
         out: Tensor = self.norm(x)
         return out
 
@@ -144,12 +158,17 @@ class LlamaDecoder(nn.Module):
         return self.lm_head
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, chunk_tokens: int | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        chunk_tokens: int | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """Shape (batch, length) in, (batch, length, vocab_size) out.
 
         With `targets`, shaped like `tokens`: the cross entropy in nats, summed over the targets
         that count; with `chunk_tokens` without ever having the logits of more tokens than that.
+        With a `cache`, `tokens` follow what it has, one at a time once it has any.
         """
-        out: Tensor = self.lm_head(self.model(tokens), targets, chunk_tokens)
+        out: Tensor = self.lm_head(self.model(tokens, cache), targets, chunk_tokens)
         return out

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fsdpctl.models.cache import Cache
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -24,22 +26,27 @@ def generate(
     context: int,
     sampling: Sampling,
     device: torch.device,
+    caches: bool = True,
 ) -> list[int]:
     """`count` tokens that follow `prompt`. All ranks of a sharded model call it alike.
 
     Args:
-        model: token ids in, logits out.
+        model: token ids in, logits out; with a cache of keys and values.
         prompt: at least one token.
         count: how many tokens; a fixed number, so that ranks stay in step.
         context: how many of the last tokens the model sees.
         sampling: how each is drawn.
         device: where the model runs.
+        caches: keep keys and values; not where blocks are compiled, for each length anew.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
-    tokens = list(prompt)
+    tokens, cache = list(prompt), Cache()
     for _ in range(count):
-        window = torch.tensor([tokens[-context:]], device=device)
-        tokens.append(draw(model(window)[0, -1].float().cpu(), sampling, generator))
+        if caches and len(tokens) <= context:
+            logits = model(torch.tensor([tokens[len(cache) :]], device=device), cache=cache)
+        else:  # every token's place has changed, and with it all that was computed of it
+            logits = model(torch.tensor([tokens[-context:]], device=device))
+        tokens.append(draw(logits[0, -1].float().cpu(), sampling, generator))
     return tokens[len(prompt) :]
 
 

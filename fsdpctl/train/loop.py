@@ -274,6 +274,7 @@ class Trainer:
             context=config.train.seq_len,
             sampling=Sampling(config.train.seed),
             device=parts.device,
+            caches=not config.train.compile,
         )
         self._progress.say("a sample:\n" + parts.data.tokenizer.decode(tokens))
 

@@ -60,11 +60,12 @@ def test_parameters_are_themselves_again_after_unwrap():
 
 
 def test_copies_of_whole_parameters_are_plain():
-    model = fsdpctl.shard_model(make_net(tied=True), "full_shard")
+    net = make_net(tied=True)
+    model = fsdpctl.shard_model(net, "full_shard")
     next_token_loss(model, token_batches(1, 1)[0][0][0]).backward()
     with model.full_parameters():
-        copied = copy.deepcopy(model.module.norm)
-        pickled = pickle.loads(pickle.dumps(model.module.norm.weight))
+        copied = copy.deepcopy(net.norm)
+        pickled = pickle.loads(pickle.dumps(net.norm.weight))
     assert {type(param) for param in (*copied.parameters(), pickled)} == {nn.Parameter}
     assert all(param.grad is None for param in (*copied.parameters(), pickled))
 
@@ -77,7 +78,8 @@ def test_parameters_of_a_kind_of_their_own_keep_it():
     net.norm.weight = Named(net.norm.weight.detach())
     model = fsdpctl.shard_model(net, "full_shard")
     assert isinstance(net.norm.weight, Named)
-    assert type(model.unwrap().norm.weight) is Named
+    model.unwrap()
+    assert type(net.norm.weight) is Named
 
 
 @distributed(world_size=2)
@@ -86,7 +88,7 @@ def test_what_is_compiled_again_between_micro_batches_looks_at_all(
 ) -> None:
     nets = make_net(tied=False), make_net(tied=False)
     models = [fsdpctl.shard_model(net, "full_shard") for net in nets]
-    for block in models[0].module.blocks:
+    for block in nets[0].blocks:
         block.forward = torch.compile(block.forward, backend="aot_eager", dynamic=False)
     batch = token_batches(1, world_size)[0][rank][0]
     for model in models:

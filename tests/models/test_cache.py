@@ -1,0 +1,59 @@
+"""Text with a cache of keys and values is the text without."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from fsdpctl.config.schema import ModelConfig
+from fsdpctl.models.cache import Cache
+from fsdpctl.models.registry import build_model, initialize_parameter
+from fsdpctl.train.generate import Sampling, generate
+
+VOCABULARY = 60
+SIZES: dict[str, Any] = {
+    "num_layers": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_seq_len": 64,
+}
+MODELS = {
+    "llama": ModelConfig(**SIZES, num_kv_heads=2),
+    "mistral": ModelConfig(**SIZES, num_kv_heads=4, architecture="mistral", sliding_window=7),
+    "qwen3": ModelConfig(**SIZES, num_kv_heads=1, architecture="qwen3"),
+    "gpt2": ModelConfig(**SIZES, num_kv_heads=4, architecture="gpt2"),
+}
+
+
+def made(name: str) -> torch.nn.Module:
+    module = build_model(MODELS[name]).to_empty(device="cpu").double()
+    with torch.no_grad():
+        for key, param in module.named_parameters():
+            initialize_parameter(key, param, seed=1, config=MODELS[name])
+            param.mul_(4)  # so that what it says depends on what it was given
+    return module
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_one_token_at_a_time_gives_the_same_logits(name):
+    model, tokens = made(name), torch.randint(VOCABULARY, (2, 20))
+    cache = Cache()
+    parts = [model(tokens[:, :9], cache=cache)]
+    for place in range(9, 20):
+        assert len(cache) == place
+        parts.append(model(tokens[:, place : place + 1], cache=cache))
+    torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_text_longer_than_the_context_is_the_same_too(name):
+    model = made(name)
+    lengths: list[int] = []
+    model.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
+    about: dict[str, Any] = {"context": 16, "sampling": Sampling(3), "device": torch.device("cpu")}
+    with_cache = generate(model, [1, 2, 3], 30, **about)
+    assert lengths == [3, *[1] * 13, *[16] * 16]
+    assert with_cache == generate(model, [1, 2, 3], 30, **about, caches=False)
