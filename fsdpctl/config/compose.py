@@ -21,12 +21,14 @@ from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, Config
 from fsdpctl.config.serialize import known_key, to_config
 from fsdpctl.config.words import hint
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE
+from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE, with_resharding
 from fsdpctl.reading.documents import read_yaml
 
 _OPTIONS = ("--recipe", "--config-dir", "--resume", "--dry-run", "--print-config", "--help")
 
 _FREE_GROUPS = ("model", "prefetch", "precision", "cluster")  # whose choices are only values
+
+_RESHARDING = ("reshard_after_forward", "strategy.reshard_after_forward")
 
 _FROM_PATH = "hf"  # the choice of a model that a directory describes
 
@@ -57,6 +59,8 @@ def compose_config(
     path = None if recipe is None else find_recipe(recipe)
     base = read_recipe(path) if path else []
     _refuse_doubles(base)
+    base = _resharding(base, [])
+    typed = _resharding(typed, base)
     chosen = {name for name, _ in typed if name in GROUPS}
     dropped = tuple(name for name, _ in base if "." in name and name.split(".")[0] in chosen)
     kept = [pair for pair in base if pair[0] not in chosen and pair[0] not in dropped]
@@ -72,6 +76,23 @@ def compose_config(
     automatic = frozenset(name for name, value in values.items() if value is None)
     config = to_config(values, choices)
     return Composed(config, path.stem if path else None, dropped, automatic)
+
+
+def _resharding(pairs: list[Pair], below: list[Pair]) -> list[Pair]:
+    """The strategy for FSDP's `reshard_after_forward`, which tells two of ours apart.
+
+    It changes the strategy that is named beside it, or `below`.
+    """
+    asked = [(name, text) for name, text in pairs if name in _RESHARDING]
+    if not asked:
+        return pairs
+    name, text = asked[-1]
+    if text.lower() not in ("true", "false"):
+        raise UsageError(f"{name}={text}: allowed is true, false")
+    named = dict([*below, *pairs]).get("strategy", "full_shard")
+    strategy = with_resharding(named, text.lower() == "true").name
+    kept = [pair for pair in pairs if pair[0] not in (*_RESHARDING, "strategy")]
+    return [*kept, ("strategy", strategy)]
 
 
 def _in_our_words(name: str, text: str) -> Pair:

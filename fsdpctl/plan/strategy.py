@@ -65,6 +65,23 @@ def get_strategy(name: str) -> Strategy:
     return STRATEGIES[name]
 
 
+def with_resharding(name: str, reshards: bool) -> Strategy:
+    """The strategy like `name` that frees parameters after forward, or keeps them until backward.
+
+    Raises:
+        UsageError: there is no such strategy, or it has nothing to free.
+    """
+    like = get_strategy(name)
+    for row in STRATEGIES.values():
+        same = row.replicates == like.replicates and row.shards_params and like.shards_params
+        if same and row.reshard_after_forward == reshards:
+            return row
+    raise UsageError(
+        f"strategy={like.name}: parameters are whole at all times, so reshard_after_forward has "
+        "nothing to say"
+    )
+
+
 def effective_strategy(strategy: Strategy, copy_size: int, world_size: int) -> tuple[Strategy, int]:
     """What really runs where `copy_size` ranks share a copy, and how many share its buffers.
 

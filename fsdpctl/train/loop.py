@@ -14,6 +14,7 @@ from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
 from fsdpctl.optim.record import StepFigures, StepRecord, record_step
 from fsdpctl.optim.schedule import lr_factor
 from fsdpctl.train.clock import StepClock
+from fsdpctl.train.flops import model_flops
 from fsdpctl.train.generate import Sampling, generate
 from fsdpctl.train.kept import KeptFiles
 from fsdpctl.train.loss import describe_validation, summed_loss, validation_loss
@@ -47,6 +48,7 @@ class Trainer:
         config = parts.config
         assert config.train.steps is not None
         self.total_steps = config.train.steps
+        self._flops = model_flops(config, parts.model, parts.device, self._ranks.size)
         self._chunk_tokens = config.train.loss_chunk_tokens or 0
         self._metrics = (
             MetricsFile(parts.run_dir / "metrics.jsonl", done.step) if self._is_main else None
@@ -150,7 +152,8 @@ class Trainer:
             done = self._launched.popleft()
             figures = done.record.figures()
             memory = peak_memory(self.parts.device)
-            metrics = StepMetrics(done.step, figures, done.lr, done.clock.times(), memory)
+            times = done.clock.times()
+            metrics = StepMetrics(done.step, figures, done.lr, times, memory, self._flops)
             if self._metrics is not None:
                 self._metrics.write(metrics.to_line())
             self._progress.step(metrics, self._saver.share_written)

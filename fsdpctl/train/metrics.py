@@ -15,6 +15,7 @@ from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.optim.record import StepFigures
 from fsdpctl.reading.documents import parse_json
 from fsdpctl.train.clock import StepTimes
+from fsdpctl.train.flops import ModelFlops
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +27,17 @@ class StepMetrics:
     lr: float
     times: StepTimes
     memory: "PeakMemory"
+    flops: ModelFlops
 
     @property
     def tokens_per_second(self) -> float:
         """Target tokens of all ranks per second."""
         return self.figures.tokens / self.times.total
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation, where the devices' peak is known."""
+        return self.flops.utilization(self.tokens_per_second)
 
     def to_line(self) -> dict[str, Any]:
         """The object in metrics.jsonl."""
@@ -41,6 +48,8 @@ class StepMetrics:
             "lr": self.lr,
             "tokens": self.figures.tokens,
             "tokens_per_second": round(self.tokens_per_second, 1),
+            "model_flops_per_token": self.flops.per_token,
+            "mfu": self.mfu,
             "seconds": round(self.times.total, 6),
             "compute_seconds": round(self.times.compute, 6),
             "exposed_communication_seconds": round(self.times.exposed_communication, 6),

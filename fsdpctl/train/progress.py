@@ -117,8 +117,12 @@ def _figures(metrics: StepMetrics, num_ranks: int) -> str:
     each = f" ({speed / num_ranks:,.0f} per rank)" if num_ranks > 1 else ""
     return (
         f"loss {figures.loss:.3f}  grad_norm {figures.grad_norm:.2f}  lr {metrics.lr:.2g}  "
-        f"{speed:,.0f} tok/s{each}"
+        f"{speed:,.0f} tok/s{each}{_mfu(metrics)}"
     )
+
+
+def _mfu(metrics: StepMetrics) -> str:
+    return "" if metrics.mfu is None else f"  {metrics.mfu:.1%} MFU"
 
 
 def _memory(memory: PeakMemory) -> str:

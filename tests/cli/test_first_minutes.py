@@ -143,6 +143,29 @@ def test_strategies_are_known_by_their_other_names(word, ours):
 
 
 @pytest.mark.parametrize(
+    ("words", "ours"),
+    [(["reshard_after_forward=false"], "shard_grad_op"),
+     (["reshard_after_forward=True"], "full_shard"),
+     (["strategy=hsdp", "strategy.reshard_after_forward=false"], "hybrid_shard_grad_op"),
+     (["strategy=zero2", "reshard_after_forward=true"], "full_shard"),
+     (["--recipe=llama3_70b_64xh100", "reshard_after_forward=false"], "hybrid_shard_grad_op")],
+)  # fmt: skip
+def test_reshard_after_forward_chooses_the_strategy(words, ours):
+    assert printed(*words)["strategy"] == ours
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["reshard_after_forward=maybe"], "allowed is true, false"),
+     (["strategy=no_shard", "reshard_after_forward=false"], "whole at all times"),
+     (["strategy=nonsense", "reshard_after_forward=false"], "no such strategy")],
+)  # fmt: skip
+def test_reshard_after_forward_says_what_it_can(words, said):
+    code, answer = invoke("train", *words, "--dry-run")
+    assert (code, said in answer) == (2, True), answer
+
+
+@pytest.mark.parametrize(
     ("word", "known", "said"),
     [
         ("h100_80", ["a100_80", "h100", "h200"], "h100"),

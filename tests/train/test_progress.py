@@ -1,9 +1,13 @@
 """What a run says while it waits."""
 
+from dataclasses import replace
+
 import pytest
 
+from fsdpctl.config.compose import compose_config
 from fsdpctl.optim.record import StepFigures
 from fsdpctl.train.clock import StepTimes
+from fsdpctl.train.flops import ModelFlops, flops_per_token, peak_flops
 from fsdpctl.train.metrics import PeakMemory, StepMetrics
 from fsdpctl.train.progress import RunProgress
 
@@ -18,12 +22,12 @@ def test_a_wait_for_a_checkpoint_is_told_every_ten_seconds_of_it(capsys):
     assert said == [f"waiting for the checkpoint, {share}% written" for share in (50, 90, 20)]
 
 
-def step_metrics(memory: PeakMemory) -> StepMetrics:
+def step_metrics(memory: PeakMemory, peak: float | None = None) -> StepMetrics:
     figures = StepFigures(
         loss=3.2149, grad_norm=0.8412, tokens=20_000, finite=True, stop_requested=False
     )
     times = StepTimes(total=1.0, compute=1.0, exposed_communication=0.0, data=0.0, optimizer=0.0)
-    return StepMetrics(120, figures, 2.9e-4, times, memory)
+    return StepMetrics(120, figures, 2.9e-4, times, memory, ModelFlops(48_000_000_000, peak))
 
 
 @pytest.mark.parametrize(
@@ -42,3 +46,36 @@ def test_a_line_has_what_other_trainers_print(capsys, memory, said):
     )
     assert line.startswith(f"{start}{said}  ")
     assert "num_alloc_retries" in step_metrics(memory).to_line()
+
+
+def test_where_the_devices_peak_is_known_it_says_how_much_of_it_is_used(capsys):
+    metrics = step_metrics(PeakMemory(1, 459 << 30, 791 << 30, 0), peak=2 * 989e12)
+    RunProgress(1000, 0, log_every=10, num_ranks=2, shows=True, log=None).step(metrics, None)
+    assert "(10,000 per rank)  48.5% MFU  459.0/791.0 GiB" in capsys.readouterr().out
+    line = metrics.to_line()
+    assert line["mfu"] == pytest.approx(0.485, abs=1e-3)
+    assert line["model_flops_per_token"] == 48_000_000_000
+    assert step_metrics(PeakMemory(1, 1, 1, 0)).to_line()["mfu"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GB200", 2500e12),
+        ("Tesla V100-SXM2-16GB", None),
+    ],
+)
+def test_peaks_are_found_by_what_devices_call_themselves(name, peak):
+    assert peak_flops(name) == peak
+
+
+def test_flops_are_counted_as_torchtitan_does():
+    """57.9 GFLOP a token for Llama 3 8B at 8,192, which agrees with its log."""
+    config = compose_config(["model=llama3_8b"]).config.model
+    assert flops_per_token(config, 8_030_261_248, 8192) == pytest.approx(57.9e9, rel=1e-3)
+    tied = replace(config, tie_embeddings=True)
+    without_head = 8_030_261_248 - 128_256 * 4096
+    assert flops_per_token(tied, without_head, 8192) == flops_per_token(config, 8_030_261_248, 8192)

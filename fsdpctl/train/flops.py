@@ -1,0 +1,64 @@
+"""Which share of the devices' arithmetic a run uses."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fsdpctl.config.schema import Config, ModelConfig
+
+# Dense FLOP/s in bf16, by the data sheets; the first name that a device's has in it.
+_PEAKS = {
+    "A100": 312e12,
+    "H100 PCIE": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "RTX 5090": 209.5e12,
+    "MI300X": 1307e12,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlops:
+    """What the model's mathematics take, and what the devices can do."""
+
+    per_token: int  # forward and backward; what is computed again does not count
+    peak: float | None  # FLOP/s of all ranks together; None: not known
+
+    def utilization(self, tokens_per_second: float) -> float | None:
+        """Model FLOPs utilisation, MFU (Chowdhery et al., PaLM, 2022)."""
+        return None if self.peak is None else self.per_token * tokens_per_second / self.peak
+
+
+def model_flops(config: Config, module: nn.Module, device: torch.device, ranks: int) -> ModelFlops:
+    """Of a run with so many ranks, each on a device like this one."""
+    known = device.type == "cuda" and config.precision.param_dtype == "bfloat16"
+    peak = peak_flops(torch.cuda.get_device_name(device)) if known else None
+    num_params = sum(param.numel() for param in module.parameters())
+    per_token = flops_per_token(config.model, num_params, config.train.seq_len)
+    return ModelFlops(per_token, None if peak is None else peak * ranks)
+
+
+def flops_per_token(model: ModelConfig, num_params: int, seq_len: int) -> int:
+    """6 N + 12 L h d s, as torchtitan counts: N parameters that are multiplied with, L layers.
+
+    An embedding is looked up and does not count, unless it is the head too. Attention counts as
+    if it were not causal.
+    """
+    assert model.vocab_size is not None
+    if not model.tie_embeddings:
+        num_params -= model.vocab_size * model.hidden_size
+    if model.architecture == "gpt2":
+        num_params -= model.max_seq_len * model.hidden_size
+    heads = model.num_heads * (model.head_dim or model.hidden_size // model.num_heads)
+    return 6 * num_params + 12 * model.num_layers * heads * seq_len
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Of a device by its name, in bf16."""
+    return next((peak for name, peak in _PEAKS.items() if name in device_name.upper()), None)
