@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -76,6 +77,8 @@ def _show(rows: "list[Row]", folder: Path | None, *, as_json: bool) -> None:
             if row.status != OK:
                 say(f"{_label(row)}: {row.status}")
         say(_losses(rows))
+        for line in _noise(rows):
+            say(line)
 
 
 def _refuse_if_none_could_run(rows: "list[Row]") -> None:
@@ -105,19 +108,36 @@ def _waiting(row: "Row") -> str:
     return f"{row.exposed_communication_seconds / row.step_seconds:.0%}"
 
 
+def _spread(row: "Row") -> str:
+    """How far a quarter of the steps lie from the median at least."""
+    if row.tokens_per_second_spread is None or not row.tokens_per_second:
+        return "-"
+    low, high = (edge / row.tokens_per_second - 1 for edge in row.tokens_per_second_spread)
+    return f"{low:+.0%} {high:+.0%}"
+
+
 def _table(rows: list["Row"]) -> Table:
     from fsdpctl.train.progress import format_bytes
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in rows[0].varied or ("strategy",):
         table.add_column(name)
-    for name in ("tokens/s", "s/step", "waiting", "engine bytes", "estimated", "final loss"):
+    for name in (
+        "tokens/s",
+        "quartiles",
+        "s/step",
+        "waiting",
+        "engine bytes",
+        "estimated",
+        "final loss",
+    ):
         table.add_column(name, justify="right")
     for row in rows:
         measured, estimated = row.peak_allocated_bytes, row.estimated_peak_allocated_bytes
         table.add_row(
             *(row.varied.values() or (row.strategy,)),
             "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+            _spread(row),
             "-" if row.step_seconds is None else f"{row.step_seconds:.4f}",
             _waiting(row),
             "-" if measured is None else format_bytes(measured),
@@ -125,6 +145,19 @@ def _table(rows: list["Row"]) -> Table:
             "-" if row.final_loss is None else f"{row.final_loss:.6f}",
         )
     return table
+
+
+def _noise(rows: list["Row"]) -> Iterator[str]:
+    """Which differences in speed are none."""
+    from fsdpctl.compare.measure import as_fast_as_the_fastest
+
+    labels = [_label(row) for row in as_fast_as_the_fastest(rows)]
+    if labels and len(rows) > 1:
+        alike = ", ".join(labels[1:])
+        told = (
+            f"its quartiles overlap with those of {alike}" if alike else "by more than the spread"
+        )
+        yield f"fastest: {labels[0]}, {told}; runs followed one another"
 
 
 def _losses(rows: list["Row"]) -> str:

@@ -89,7 +89,9 @@ def _fits(estimator: "Estimator", estimates: list["RunEstimate"], fit: str | Non
 def _draw(estimates: list["RunEstimate"], fits: list["Fit"], folder: Path) -> None:
     from fsdpctl.cli.plots import draw_estimates, draw_largest
 
-    for path in draw_estimates(estimates, folder):
+    fitted = [each.estimate for each in fits if each.estimate]
+    drawn = [*draw_estimates(estimates, folder), *draw_estimates(fitted, folder, "fit")]
+    for path in drawn:
         note(f"drawn: {path}")
     if len(fits) > 1 and any(each.estimate for each in fits):
         names = [each.config.strategy.name for each in estimates]

@@ -22,17 +22,22 @@ _COLORS = {
 }
 
 
-def draw_estimates(estimates: Sequence["RunEstimate"], folder: Path) -> Iterator[Path]:
-    """Draw memory over a step for each estimate, and all beside each other; the files' paths."""
+def draw_estimates(
+    estimates: Sequence["RunEstimate"], folder: Path, name: str = "step"
+) -> Iterator[Path]:
+    """Draw memory over a step for each estimate, and all beside each other; the files' paths.
+
+    `name` is what those of single steps begin with.
+    """
     import matplotlib
 
     matplotlib.use("agg")
     folder.mkdir(parents=True, exist_ok=True)
     for each in estimates:
-        path = folder / f"step-{each.config.strategy.name}.png"
+        path = folder / f"{name}-{each.config.strategy.name}.png"
         _draw_step(each, path)
         yield path
-    if len(estimates) > 1:
+    if len(estimates) > 1 and name == "step":
         path = folder / "strategies.png"
         _draw_strategies(estimates, path)
         yield path
@@ -54,8 +59,8 @@ def _title(found: "RunEstimate") -> str:
 
     config = found.config
     return (
-        f"{config.model.name} on {world_size(config)} ranks, {found.batches.micro_batch_size} x "
-        f"{config.train.seq_len} tokens a pass"
+        f"{config.model.name}, {config.model.num_layers} blocks, on {world_size(config)} ranks, "
+        f"{found.batches.micro_batch_size} x {config.train.seq_len} tokens a pass"
     )
 
 

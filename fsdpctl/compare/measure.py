@@ -4,7 +4,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from fsdpctl.compare import OK, REFUSED
@@ -32,6 +32,7 @@ class Row:
     engine: str = "fsdpctl"
     world_size: int | None = None
     tokens_per_second: float | None = None
+    tokens_per_second_spread: tuple[float, float] | None = None  # its quartiles
     step_seconds: float | None = None
     exposed_communication_seconds: float | None = None  # of a step, on rank 0
     peak_allocated_bytes: int | None = None  # of what the estimate counts, on the fullest rank
@@ -42,6 +43,20 @@ class Row:
     def to_dict(self) -> dict[str, Any]:
         """What `compare --json` prints of it."""
         return asdict(self)
+
+
+def as_fast_as_the_fastest(rows: Sequence[Row]) -> list[Row]:
+    """The fastest, and those whose speed cannot be told from its: their quartiles overlap."""
+    timed = [(row, row.tokens_per_second_spread) for row in rows if row.tokens_per_second]
+    if not timed:
+        return []
+    fastest = max((row for row, _ in timed), key=lambda row: row.tokens_per_second or 0.0)
+    assert fastest.tokens_per_second_spread is not None
+    least = fastest.tokens_per_second_spread[0]
+    return [
+        fastest,
+        *(r for r, spread in timed if r is not fastest and spread and spread[1] >= least),
+    ]
 
 
 def measure_all(
@@ -105,9 +120,12 @@ def _with_figures(row: Row, run_dir: Path) -> Row:
     ]
     steps = [line for line in lines if "loss" in line]
     timed = steps[int(len(steps) * _WARM_UP) :]
+    speeds = [line["tokens_per_second"] for line in timed]
+    low, middle, high = quantiles(speeds, n=4, method="inclusive")
     return replace(
         row,
-        tokens_per_second=median(line["tokens_per_second"] for line in timed),
+        tokens_per_second=middle,
+        tokens_per_second_spread=(low, high),
         step_seconds=median(line["seconds"] for line in timed),
         exposed_communication_seconds=median(
             line["exposed_communication_seconds"] for line in timed

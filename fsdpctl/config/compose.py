@@ -65,8 +65,7 @@ def compose_config(
     dropped = tuple(name for name, _ in base if "." in name and name.split(".")[0] in chosen)
     kept = [pair for pair in base if pair[0] not in chosen and pair[0] not in dropped]
     pairs = [_in_our_words(*pair) for pair in (*kept, *typed)]
-    for name, text in pairs:
-        _check_known(name, text, config_dir)
+    _check_known(pairs, config_dir)
     choices = {name: text for name, text in pairs if name in GROUPS}
     values = _values_of_choices(choices, config_dir)
     values.update(_values_of_path(choices, dict(pairs)))
@@ -169,7 +168,21 @@ def _refuse_doubles(typed: Sequence[Pair]) -> None:
         seen[name] = value
 
 
-def _check_known(name: str, text: str, config_dir: Path | None) -> None:
+def _check_known(pairs: Sequence[Pair], config_dir: Path | None) -> None:
+    """Refuse what is unknown, the first in full and the others by name."""
+    errors = {}
+    for name, text in pairs:
+        try:
+            _check_one(name, text, config_dir)
+        except UsageError as error:
+            errors[name] = error
+    if errors:
+        first, *others = errors
+        more = f"; nor are known: {', '.join(others)}" if others else ""
+        raise UsageError(f"{errors[first]}{more}")
+
+
+def _check_one(name: str, text: str, config_dir: Path | None) -> None:
     if name in GROUPS:
         choices = choices_of(name, config_dir)
         if text not in choices:

@@ -74,6 +74,14 @@ class ShardedModel(nn.Module):
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     @property
+    def _ddp_params_and_buffers_to_ignore(self) -> None:
+        """What DistributedDataParallel asks a module for first."""
+        raise EngineError(
+            "DistributedDataParallel around a sharded model: it synchronises gradients itself; "
+            "strategy no_shard is what DistributedDataParallel does"
+        )
+
+    @property
     def mesh(self) -> Mesh:
         """The ranks that share a copy of the model with this one, and those of other copies."""
         return self._runtime.mesh

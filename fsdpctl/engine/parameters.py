@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -34,9 +35,9 @@ class _Sharded:
     grad = property(_grad, _GRAD.__set__, _GRAD.__delete__)
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> nn.Parameter:
-        copied = self._alone("a copy of").__deepcopy__(memo)
+        copied: nn.Parameter = deepcopy(self._alone("a copy of"))
         memo[id(self)] = copied
-        return copied  # type: ignore[no-any-return]
+        return copied
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         return self._alone("pickling").__reduce_ex__(protocol)

@@ -3,9 +3,11 @@
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fsdpctl.compare.measure import Row, as_fast_as_the_fastest
 from fsdpctl.compare.vary import variants
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES
@@ -86,13 +88,32 @@ def test_what_no_variant_can_do_is_a_mistake(tmp_path, monkeypatch):
     assert "5 more variants" in said
 
 
-def rows(folder: Path, *words: str, code: int = 0) -> list[dict[str, object]]:
+def rows(folder: Path, *words: str, code: int = 0) -> list[dict[str, Any]]:
     result = fsdpctl(
         "compare", *TINY, f"data.path={make_text(folder)}", *words, "--json", cwd=folder
     )
     assert result.returncode == code, result.stderr
-    found: list[dict[str, object]] = json.loads(result.stdout)
+    found: list[dict[str, Any]] = json.loads(result.stdout)
     return found
+
+
+def row_of(name: str, low: float, speed: float, high: float) -> Row:
+    return Row(
+        {"strategy": name}, name, tokens_per_second=speed, tokens_per_second_spread=(low, high)
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "fastest"),
+    [
+        ([row_of("a", 9, 10, 11), row_of("b", 14, 15, 16)], ["b"]),
+        ([row_of("a", 9, 10, 15), row_of("b", 14, 15, 16)], ["b", "a"]),
+        ([row_of("a", 9, 10, 11), Row({"strategy": "c"}, "c", status="failed: x")], ["a"]),
+        ([Row({"strategy": "c"}, "c", status="failed: x")], []),
+    ],
+)
+def test_what_lies_within_the_spread_is_as_fast_as_the_fastest(rows, fastest):
+    assert [row.strategy for row in as_fast_as_the_fastest(rows)] == fastest
 
 
 @pytest.mark.slow
@@ -104,7 +125,8 @@ def test_all_strategies_have_equal_losses_and_the_estimated_bytes(tmp_path):
     for row in found:
         assert row["status"] == "ok"
         assert row["peak_allocated_bytes"] == row["estimated_peak_allocated_bytes"]
-        assert isinstance(row["tokens_per_second"], float)
+        low, high = row["tokens_per_second_spread"]
+        assert low <= row["tokens_per_second"] <= high
     assert json.loads((tmp_path / "kept" / "compare.json").read_text()) == found
     assert set(Path(tempfile.gettempdir()).glob("fsdpctl-*")) == before
 

@@ -67,7 +67,16 @@ def test_the_largest_model_of_each_strategy_is_drawn(tmp_path):
     assert code == 0
     assert text.count("model.num_layers=") == len(STRATEGIES)
     drawn = {path.name for path in tmp_path.iterdir()}
-    assert drawn == {*(f"step-{name}.png" for name in STRATEGIES), "strategies.png", "largest.png"}
+    steps = {f"{kind}-{name}.png" for kind in ("step", "fit") for name in STRATEGIES}
+    assert drawn == {*steps, "strategies.png", "largest.png"}
+
+
+def test_what_fits_is_drawn_beside_what_was_asked_for(tmp_path):
+    words = ["model=gpt2", "cluster=a100_40", "cluster.memory=6GiB", "--fit", "micro_batch"]
+    assert invoke("estimate-memory", *words, "--plot", str(tmp_path))[0] == 0
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "step-full_shard.png", "fit-full_shard.png",
+    }  # fmt: skip
 
 
 def test_more_ranks_than_samples_are_no_mistake_here():

@@ -142,6 +142,15 @@ def test_strategies_are_known_by_their_other_names(word, ours):
     assert printed(f"strategy={word}")["strategy"] == ours
 
 
+def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path):
+    file = tmp_path / "axolotl.yaml"
+    file.write_text("base_model: x\nsequence_len: 4\nadapter: lora\noptimizer.lr: 1\n")
+    code, said = invoke("train", str(file), "--dry-run")
+    assert code == 2
+    assert "base_model: no such key; here it is model.path" in said
+    assert said.rstrip().endswith("nor are known: sequence_len, adapter")
+
+
 @pytest.mark.parametrize(
     ("words", "ours"),
     [(["reshard_after_forward=false"], "shard_grad_op"),

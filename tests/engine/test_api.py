@@ -258,6 +258,8 @@ def test_the_module_itself_gives_no_weights_that_are_not_there(
     with model.full_parameters():
         assert largest_difference(net.state_dict(), whole) == 0.0
         assert largest_difference(copy.deepcopy(net.norm).state_dict(), net.norm.state_dict()) == 0
+    with pytest.raises(EngineError, match="synchronises gradients itself"):
+        torch.nn.parallel.DistributedDataParallel(model)
     plain = model.unwrap()
     assert largest_difference(copy.deepcopy(plain).state_dict(), whole) == 0.0
 
