@@ -26,6 +26,7 @@ def test_the_tables_are_those_of_the_code(page):
     assert filled(page.read_text()) == page.read_text(), "run `make docs`"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_the_estimates_of_recipes_are_those_of_the_code(recipe):
     assert estimated_recipe(recipe) == recipe.read_text(), "run `make docs`"

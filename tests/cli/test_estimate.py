@@ -71,6 +71,7 @@ def test_the_largest_model_of_each_strategy_is_drawn(tmp_path):
     assert drawn == {*steps, "strategies.png", "largest.png"}
 
 
+@pytest.mark.slow
 def test_what_fits_is_drawn_beside_what_was_asked_for(tmp_path):
     words = ["model=gpt2", "cluster=a100_40", "cluster.memory=6GiB", "--fit", "micro_batch"]
     assert invoke("estimate-memory", *words, "--plot", str(tmp_path))[0] == 0

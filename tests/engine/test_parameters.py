@@ -82,6 +82,7 @@ def test_parameters_of_a_kind_of_their_own_keep_it():
     assert type(net.norm.weight) is Named
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_what_is_compiled_again_between_micro_batches_looks_at_all(
     rank: int, world_size: int
