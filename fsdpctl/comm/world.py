@@ -22,7 +22,11 @@ class World:
 
 @contextmanager
 def joined_world(device_type: str, timeout_seconds: float) -> Iterator[World]:
-    """The process group that torchrun's environment describes, ended when the block ends."""
+    """The process group that torchrun's environment describes, ended when the block ends well.
+
+    After an exception it stays, and the process should end at once: to end the group takes all
+    ranks, over NCCL also what they have in flight, and they may wait for this one.
+    """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cpu")
@@ -34,8 +38,6 @@ def joined_world(device_type: str, timeout_seconds: float) -> Iterator[World]:
         timeout=timedelta(seconds=timeout_seconds),
         device_id=device if device_type == "cuda" else None,
     )
-    try:
-        yield World(rank, local_rank, world_size, device)
-    finally:
-        # Without it gloo's threads may abort the process while the interpreter ends.
-        dist.destroy_process_group()
+    yield World(rank, local_rank, world_size, device)
+    # Without it gloo's threads may abort the process while the interpreter ends.
+    dist.destroy_process_group()

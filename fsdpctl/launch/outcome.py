@@ -8,6 +8,7 @@ from typing import Any
 
 _SAME_ACCIDENT_SECONDS = 5  # the agent's own SIGKILL comes half a minute after the first failure
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
+_ENDED_BY_SIGNAL = re.compile(r"Signal \d+ \(\w+\) received by PID \d+")  # the agent's own words
 _IN_VAIN = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
@@ -18,13 +19,13 @@ class Failure:
     rank: int
     host: str
     exit_code: int  # negative: the signal that killed it
-    message: str
+    message: str  # empty if it left none
     timestamp: int  # seconds since the epoch; of the error, or of when its end was noticed
 
     @property
     def was_killed(self) -> bool:
-        """Whether a signal ended it."""
-        return self.exit_code < 0
+        """Whether a signal ended it, before it could say what happened to it."""
+        return self.exit_code < 0 and not self.message
 
     @property
     def waited_in_vain(self) -> bool:
@@ -56,7 +57,7 @@ class Outcome:
         """
         first = min((each.timestamp for each in self.failures), default=0)
         early = [each for each in self.failures if each.timestamp <= first + _SAME_ACCIDENT_SECONDS]
-        own = [each for each in early if each.exit_code != -signal.SIGTERM]
+        own = [each for each in early if each.message or each.exit_code != -signal.SIGTERM]
         killed = [each for each in own if each.was_killed]
         spoken = [each for each in own if not any(word in each.message for word in _BROKEN)]
         return next(iter([*killed, *spoken, *own, *early]), None)
@@ -74,6 +75,8 @@ def failure_of(rank: int, found: Any) -> Failure:
         message = message.get("message", "")
     # torch puts the exception's class in front.
     text = re.sub(r"^\w+(Error|Exception): ", "", str(message))
+    if _ENDED_BY_SIGNAL.fullmatch(text):
+        text = ""
     if text.startswith("To enable traceback"):
         text = f"exit code {found.exitcode}, before it could say why"
     return Failure(rank, socket.gethostname(), found.exitcode, text, int(found.timestamp))

@@ -71,7 +71,7 @@ class Trainer:
             NonFiniteError: a loss or gradient was not finite, and the configuration says stop.
         """
         config = self.parts.config
-        with self._progress, contextlib.closing(self._saver), self._profiler() as profiler:
+        with self._progress, self._profiler() as profiler:
             while self.step < self.total_steps:
                 self._train_step()
                 profiler.step()
@@ -97,6 +97,10 @@ class Trainer:
             self._save_what_is_lost()
         self._show_sample()
         self._end()
+
+    def leave(self) -> None:
+        """After an exception: let the checkpoint on its way be completed, as far as that goes."""
+        self._saver.close()
 
     def _profiler(self) -> AbstractContextManager[Profiler]:
         if not self.parts.config.train.profile:

@@ -25,7 +25,7 @@ from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.train.assets import read_run_assets
 
 _TELLING_SECONDS = 0.5
-_LEAVING_SECONDS = 60.0  # what a failing run waits for its last checkpoint
+_LEAVING_SECONDS = 10.0  # what a failing run waits for a checkpoint that does not get on
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +168,12 @@ class Saver:
                 tell(self.share_written or 0.0, time.perf_counter() - began)
 
     def close(self) -> None:
-        """Let the checkpoint on its way be completed as far as that goes."""
-        if self._current is not None and self._current.thread is not None:
-            self._current.thread.join(_LEAVING_SECONDS)
+        """Let the checkpoint on its way be completed, as long as it gets on."""
+        current = self._current
+        if current is None or current.thread is None:
+            return
+        written, since = current.written, time.perf_counter()
+        while current.thread.is_alive() and time.perf_counter() - since < _LEAVING_SECONDS:
+            current.thread.join(_TELLING_SECONDS)
+            if current.written != written:
+                written, since = current.written, time.perf_counter()

@@ -9,6 +9,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 MODULE = "fsdpctl.train.worker"
 MEASURE = "measure"  # as last argument: only steps, and nothing is shown
@@ -85,6 +86,7 @@ def _train(run_dir: Path, *, only_measures: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or torch refuses products
         torch.use_deterministic_algorithms(True)
     with joined_world(str(config.launch.device), config.launch.timeout) as world:
+        trainer = None
         try:
             trainer = make_trainer(
                 config, world, lambda: _stop_signal is not None, shows=not only_measures
@@ -96,9 +98,19 @@ def _train(run_dir: Path, *, only_measures: bool) -> None:
                 trainer.run()
             _ignore_stops()
         except Exception as error:
-            _report(error)  # before the process group ends, which may hang without its peers
+            _report(error)  # before anything that may have to wait
+            if trainer is not None:
+                trainer.leave()
             raise
     lock.release()
+
+
+def _leave(code: int) -> NoReturn:
+    """End at once: the usual end of a process may wait for peers that wait for it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def main() -> None:
@@ -113,11 +125,11 @@ def main() -> None:
     except FsdpctlError as error:
         with contextlib.suppress(OSError):
             print(f"{socket.gethostname()}: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _leave(error.exit_code)
     except Exception:
         with contextlib.suppress(OSError):
             traceback.print_exc()
-        sys.exit(1)
+        _leave(1)
     with contextlib.suppress(OSError):
         log.unlink(missing_ok=True)
 

@@ -2,7 +2,9 @@
 
 import signal
 
-from fsdpctl.launch.outcome import Failure, Outcome
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from fsdpctl.launch.outcome import Failure, Outcome, failure_of
 
 
 def failure(rank: int, code: int, message: str = "", at: int = 100) -> Failure:
@@ -30,3 +32,17 @@ def test_own_words_come_before_broken_talks():
     outcome = Outcome((failure(0, 1, "Connection reset by peer"), spoken), None)
     assert outcome.cause is spoken
     assert not spoken.waited_in_vain
+
+
+def test_own_words_count_though_it_was_killed_later():
+    """As where the process group of a failed rank cannot end before its peers give up."""
+    spoken = failure(3, -signal.SIGKILL, "CUDA out of memory")
+    others = [failure(rank, -signal.SIGABRT, at=700) for rank in range(3)]
+    assert Outcome((*others, spoken), None).cause is spoken
+    assert spoken.cause == "CUDA out of memory"
+
+
+def test_words_of_the_agent_are_not_the_ranks_own():
+    killed = ProcessFailure(0, 1234, -signal.SIGKILL, "/no/such/file")
+    assert failure_of(0, killed).message == ""
+    assert failure_of(0, killed).cause == "killed by signal 9 (SIGKILL)"

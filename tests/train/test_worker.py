@@ -1,0 +1,51 @@
+"""A rank that fails alone, where a process group cannot be ended without its peers."""
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.run import TINY, command, environment, make_text
+
+# What stands in for NCCL: ending the process group blocks, and so does a checkpoint's thread.
+PLANTED = """
+import os, time
+if "RANK" in os.environ:
+    import torch.distributed as dist
+    from fsdpctl.train import loop, saver
+
+    dist.destroy_process_group = lambda *group: time.sleep(3600)
+    step = loop.Trainer._train_step
+
+    def fails(self):
+        if self.step == 5 and os.environ["RANK"] == "1":
+            raise RuntimeError("planted on one rank")
+        step(self)
+
+    loop.Trainer._train_step = fails
+    if "BLOCKS_SAVING" in os.environ:
+        saver.write_checkpoint = lambda *about: time.sleep(3600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks_saving", [False, True])
+def test_its_words_end_the_run_at_once(tmp_path: Path, blocks_saving: bool) -> None:
+    (tmp_path / "sitecustomize.py").write_text(PLANTED)
+    tiny = [word for word in TINY if not word.startswith("checkpoint.every")]
+    words = [*tiny, f"data.path={make_text(tmp_path)}", "train.steps=20", "launch.timeout=300"]
+    words += ["checkpoint.every=3", "train.run_dir=run"]
+    about = {**environment(), "PYTHONPATH": f"{tmp_path}:{environment()['PYTHONPATH']}"}
+    if blocks_saving:
+        about["BLOCKS_SAVING"] = "1"
+    began = time.monotonic()
+    done = subprocess.run(
+        command("train", *words),
+        cwd=tmp_path, env=about, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    said = " ".join(done.stderr.split())
+    assert "rank 1" in said
+    assert "planted on one rank" in said
+    assert time.monotonic() - began < 90
