@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine import access
-from fsdpctl.engine.agreement import Agreement, check_replicas
 from fsdpctl.engine.ledger import Ledger
 from fsdpctl.engine.parameters import refuse_call
+from fsdpctl.engine.presence import Presence
+from fsdpctl.engine.replicas import check_replicas
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.state import full_state, persistent_buffers
 from fsdpctl.errors import EngineError
@@ -35,7 +36,7 @@ class ShardedModel(nn.Module):
         self.module = module
         self.strategy = strategy  # as asked for; one rank alone runs as no_shard
         self._runtime = runtime
-        self._agreement = Agreement(runtime)
+        self._presence = Presence(runtime)
         self._shards = tuple(b.shard for unit in runtime.units.values() for b in unit.buffers)
         access.guard_module(module, runtime)
         if runtime.strategy.shards_params:
@@ -105,14 +106,16 @@ class ShardedModel(nn.Module):
         Raises:
             EngineError: the ranks did not gather the same units in the same order.
         """
-        return self._agreement.absent_everywhere()
+        return self._presence.absent_everywhere()
 
     def check_replicas(self) -> None:
         """Compare what several ranks hold alike, bit for bit by a checksum. Collective.
 
         Raises:
-            EngineError: a parameter differs; the message names it and the rank.
+            EngineError: a parameter differs; the message names it and the rank. Or the ranks did
+                not gather the same units in the same order in the last step.
         """
+        self._presence.settle()
         check_replicas(self._runtime)
 
     @contextmanager

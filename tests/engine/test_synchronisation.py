@@ -1,0 +1,110 @@
+"""What would make the host wait for a CUDA device, counted on the CPU by a dispatch mode."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdpctl.engine.accumulation import GradAccumulator
+from fsdpctl.engine.shard import shard_model
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.optim.record import record_step
+from fsdpctl.plan.strategy import STRATEGIES
+from tests.distributed import distributed
+from tests.engine.models import make_net, next_token_loss, token_batches
+from tests.matrix import WHOLE, cases
+
+
+class _Reads(TorchDispatchMode):
+    """Values of tensors that the host asked for: `.item()`, `.tolist()`, `if tensor:`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """What is asked of tensors, or made of Python's numbers on a device, within the block.
+
+    Copies from pageable memory block; `torch.tensor(…, device=…)` makes one.
+    """
+    found: list[str] = []
+    tensor, tolist = torch.tensor, torch.Tensor.tolist
+
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is not None:
+            found.append("torch.tensor on a device")
+        return tensor(*args, **kwargs)
+
+    def listed(self: torch.Tensor) -> Any:
+        found.append("tolist")
+        return tolist(self)
+
+    with pytest.MonkeyPatch.context() as patch, _Reads() as reads:
+        patch.setattr(torch, "tensor", made)
+        patch.setattr(torch.Tensor, "tolist", listed)
+        yield found
+    found += ["item"] * reads.count
+
+
+def asked_in_a_step(
+    rank: int, strategy: str, reduce: Any, *, evaluates: bool, skips: bool
+) -> list[str]:
+    """In the fifth of five steps of two micro-batches each."""
+    net = make_net(tied=False)
+    if skips:
+        net.never_used = nn.Linear(5, 7)
+    model = shard_model(net, strategy)
+    optimizer = ShardedAdamW(model, lr=1e-3)
+    accumulator = GradAccumulator(model, steps=2, reduce=reduce)
+    ones = torch.ones(())
+    asked: list[str] = []
+    for of_ranks in token_batches(5, 2, micro_steps=2):
+        with counted() as asked_now:
+            for batch in of_ranks[rank]:
+                with accumulator.micro_step():
+                    loss = next_token_loss(model, batch)
+                    loss.backward()
+            record = record_step(
+                model, loss_sum=loss.detach(), tokens=ones, nominal_tokens=2, max_grad_norm=0.5
+            )
+            optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
+            optimizer.zero_grad()
+            if evaluates:
+                with torch.no_grad():
+                    next_token_loss(model, of_ranks[rank][0])
+        asked = asked_now
+    return asked
+
+
+@WHOLE
+@distributed(world_size=2, timeout=200)
+def test_a_step_asks_no_tensor_for_its_value(rank: int, world_size: int, whole: bool) -> None:
+    switches = [False, True]
+    chosen = cases(list(STRATEGIES), ["every", "last"], switches, switches, whole=whole)
+    for strategy, reduce, evaluates, skips in chosen:
+        found = asked_in_a_step(rank, strategy, reduce, evaluates=evaluates, skips=skips)
+        # Of what the ranks gathered: on CUDA it is looked at a step later, when it has arrived.
+        allowed = ["item"] * STRATEGIES[strategy].shards_params
+        # Which parameters had no gradient on any rank decides what the optimizer leaves alone.
+        allowed += ["tolist"] * skips
+        assert sorted(found) == sorted(allowed), (strategy, reduce, evaluates, skips)
+
+
+def test_what_would_wait_is_seen():
+    with counted() as found:
+        torch.ones(3).sum().item()
+        torch.ones(3).tolist()
+        torch.tensor([1.0], device="cpu")
+        if torch.ones(()):
+            torch.ones(3)
+    assert sorted(found) == ["item", "item", "tolist", "torch.tensor on a device"]
