@@ -37,25 +37,46 @@ def tensor_of(data: memoryview, dtype: str) -> Tensor:
     return torch.frombuffer(data, dtype=DTYPES[dtype])
 
 
+_CHUNK_BYTES = 1 << 30
+
+
 class Staging:
-    """Host memory that copies of a rank's tensors are put into, kept from one save to the next."""
+    """Host memory that copies of a rank's tensors are put into, kept from one save to the next.
+
+    In chunks, because torch rounds what is pinned up to a power of two, and keeps it.
+    """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._chunks: list[Tensor] = []
 
     def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """CPU copies; they are overwritten by the next call."""
-        sizes = [round_up(values.nbytes, _ALIGNMENT) for values in tensors]
         on_cuda = any(values.is_cuda for values in tensors)
-        if self._memory.numel() < sum(sizes):
-            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_cuda)
         copied = []
-        start = 0
-        for values, size in zip(tensors, sizes, strict=True):
-            memory = self._memory[start : start + size]
-            start += size
+        for values, memory in zip(tensors, self._places(tensors, pinned=on_cuda), strict=True):
             copy = memory[: values.nbytes].view(values.dtype).view(values.shape)
             copied.append(copy.copy_(values.detach(), non_blocking=True))
         if on_cuda:
             torch.cuda.synchronize()
         return copied
+
+    def _places(self, tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
+        """Memory for each, as bytes."""
+        sizes = [round_up(values.nbytes, _ALIGNMENT) for values in tensors]
+        usual = min(sum(sizes), _CHUNK_BYTES)
+        filled: list[int] = []  # bytes of each chunk
+        starts: list[tuple[int, int]] = []  # chunk, and where in it
+        room = -1
+        for size in sizes:
+            if size > room:
+                room = max(size, usual)
+                filled.append(room)
+            starts.append((len(filled) - 1, filled[-1] - room))
+            room -= size
+        if [each.numel() for each in self._chunks] != filled:
+            self._chunks = []  # before there are others
+            self._chunks = [torch.empty(n, dtype=torch.uint8, pin_memory=pinned) for n in filled]
+        return [
+            self._chunks[chunk][start : start + size]
+            for (chunk, start), size in zip(starts, sizes, strict=True)
+        ]

@@ -13,6 +13,7 @@ from fsdpctl.comm.process_group import (
     reduce_scatter_single,
 )
 from fsdpctl.comm.waits import CudaWaits, Waits
+from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import Span, are_even
 from fsdpctl.plan.transport import Transport, adds_whole
 
@@ -28,7 +29,17 @@ class NcclCollectives(ProcessGroupCollectives):
     _device_type = "cuda"
 
     def __init__(self, device: torch.device, groups: Sequence[Sequence[int]] | None = None) -> None:
-        """Join one of `groups`; None: all ranks."""
+        """Join one of `groups`; None: all ranks.
+
+        Raises:
+            EngineError: the device is not the current one, whose streams would be waited for.
+        """
+        current = torch.cuda.current_device()
+        if device.index not in (None, current):
+            raise EngineError(
+                f"the model is on cuda:{device.index} and the current device is cuda:{current}: "
+                "call torch.cuda.set_device first"
+            )
         super().__init__(groups)
         self.waits: Waits = CudaWaits()
         self.gather_stream = torch.cuda.Stream(device, priority=-1)

@@ -152,6 +152,12 @@ class ShardedModel(nn.Module):
         self._runtime.prefetch_forward()
 
     @property
+    def can_prefetch(self) -> bool:
+        """Whether there is anything for `prefetch_forward_params` to gather ahead of its use."""
+        runtime = self._runtime
+        return runtime.strategy.shards_params and runtime.prefetch.forward > 0
+
+    @property
     def has_pending_prefetch(self) -> bool:
         """Whether `prefetch_forward_params` was called and no forward has come since."""
         return self._runtime.has_pending_prefetch

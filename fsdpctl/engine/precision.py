@@ -4,14 +4,26 @@ from dataclasses import dataclass
 
 import torch
 
+from fsdpctl.errors import EngineError
+
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """None keeps each parameter's own dtype; masters and reductions are fp32 (fp64 for fp64)."""
+    """None keeps each parameter's own dtype; masters and reductions are fp32 (fp64 for fp64).
+
+    Raises:
+        EngineError: gradients would be added in float16.
+    """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.reduce_dtype == torch.float16:
+            raise EngineError(
+                "reduce_dtype float16: sums over ranks overflow at 65504; use bfloat16 or float32"
+            )
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter of `dtype` is gathered and used."""

@@ -16,8 +16,8 @@ from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.backward import OutermostBackward, in_backward
 from fsdpctl.engine.calls import Call, Calls
 from fsdpctl.engine.gatherer import Gatherer
-from fsdpctl.engine.parameters import arrived_gradient
 from fsdpctl.engine.reduction import GradientReducer
+from fsdpctl.engine.trained import Trained
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.schedule import EventKind, Prefetch, UnitOrder, all_following
@@ -38,7 +38,7 @@ class Runtime:
         reducer: GradientReducer,
     ) -> None:
         self.units = {unit.name: unit for unit in units}
-        self._trained = [(u.name, p) for u in units for b in u.trained_buffers for p in b.params]
+        self._trained = Trained(units)
         self.strategy = strategy
         self.prefetch = prefetch
         self._follow(order)
@@ -98,6 +98,7 @@ class Runtime:
         if self.backward.has_failed:
             self.lost_gradients = True
             self.recover()
+        self._trained.refuse_changes()
         self._calls.begin_forward(tracks=torch.is_grad_enabled())
         for unit in self.units.values():
             unit.is_running = False
@@ -219,15 +220,7 @@ class Runtime:
         self._calls.end_backward(keeps_graph=self.backward.keeps_graph())
         self.backward.end()
         self._settle_order()
-        self._refuse_stray_gradients()
-
-    def _refuse_stray_gradients(self) -> None:
-        for name, param in self._trained:
-            if arrived_gradient(param) is not None:
-                raise EngineError(
-                    f"gradients of {name} were not reduced: its output reaches the loss where "
-                    "hooks do not see it, or the loss uses its parameters before the forward"
-                )
+        self._trained.refuse_strays()
 
     def _settle_order(self) -> None:
         """After a backward through all units: plan them in the order in which they really ran."""
@@ -279,7 +272,7 @@ class Runtime:
             self.when_all_is_sent()
             self.reducer.finish()
             self.holds_back = False
-        self._refuse_stray_gradients()
+        self._trained.refuse_strays()
         buffers = (buffer for unit in self.units.values() for buffer in unit.trained_buffers)
         if all(buffer.shard.grad is None for buffer in buffers):
             raise EngineError("sync_gradients: there are no gradients; call backward first")

@@ -73,8 +73,11 @@ class EvenParts(Sequence[Span]):
 
 
 def are_even(parts: Sequence[Span]) -> bool:
-    """Whether all parts have one size."""
-    return isinstance(parts, EvenParts) or len({part.numel for part in parts}) == 1
+    """Whether all parts have one size and lie in the order of their ranks."""
+    if isinstance(parts, EvenParts):
+        return True
+    size = parts[0].numel
+    return all(part == Span(i * size, (i + 1) * size) for i, part in enumerate(parts))
 
 
 @dataclass(frozen=True, slots=True)

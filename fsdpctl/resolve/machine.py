@@ -93,7 +93,10 @@ def _memory_here(device: str, ranks: int) -> float:
 def _with_precision(config: Config) -> Config:
     given = config.precision
     on_cuda = config.launch.device == "cuda"
-    bf16 = on_cuda and (not torch.cuda.is_available() or torch.cuda.is_bf16_supported())
+    # Cards that only emulate it, V100 and T4, are many times slower with it.
+    bf16 = on_cuda and (
+        not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+    )
     precision = PrecisionConfig(
         given.name,
         given.param_dtype or ("bfloat16" if bf16 else "float32"),

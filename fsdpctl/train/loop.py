@@ -146,6 +146,9 @@ class Trainer:
         parts.optimizer.zero_grad()
         clock.lap("optimizer")
         self.step += 1
+        if self.step < self.total_steps and parts.model.can_prefetch:
+            # Beside what is reported, saved and loaded before the next forward.
+            parts.model.prefetch_forward_params()
         self.samples += config.train.global_batch_size
         self._launched.append(LaunchedStep(self.step, record, lr, clock))
 

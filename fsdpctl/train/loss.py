@@ -19,10 +19,16 @@ def summed_loss(
 
     Logits exist for `chunk_tokens` tokens at a time, or for all if that is 0.
     """
-    tokens = batch.tokens.to(device, non_blocking=True)
-    targets = batch.targets.to(device, non_blocking=True)
+    tokens, targets = _sent(batch.tokens, device), _sent(batch.targets, device)
     loss: Tensor = model(tokens, targets, chunk_tokens or None)
     return loss
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    """`values` on the device, without waiting for what it does: they are pinned first."""
+    if device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
 
 
 @torch.no_grad()
@@ -47,7 +53,7 @@ def validation_loss(
         for micro_step in range(batches.plan.num_micro_batches):
             batch = batches.validation(number, collectives.rank, micro_step)
             total[0] += _pass_loss(model, batch, device, chunk_tokens)
-            total[1] += (batch.targets != IGNORED).sum().to(device)
+            total[1] += int((batch.targets != IGNORED).sum())
         on_batch(number + 1)
     summed, count = collectives.all_reduce(total).tolist()
     return float(summed / count)
@@ -58,8 +64,8 @@ def _pass_loss(
 ) -> Tensor:
     if chunk_tokens:
         return summed_loss(model, batch, device, chunk_tokens)
-    logits = model(batch.tokens.to(device)).float().flatten(0, 1)
-    targets = batch.targets.to(device).flatten()
+    logits = model(_sent(batch.tokens, device)).float().flatten(0, 1)
+    targets = _sent(batch.targets, device).flatten()
     losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
     return losses.double().sum()
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fsdpctl
+from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.errors import EngineError
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches
@@ -99,3 +100,32 @@ def test_what_is_compiled_again_between_micro_batches_looks_at_all(
                 next_token_loss(model, batch[:, :length]).backward()
         optimizer.step()
     assert largest_difference(*(model.state_dict() for model in models)) <= 1e-6
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+@pytest.mark.parametrize("trained", [True, False])
+@distributed(world_size=2)
+def test_what_is_trained_cannot_change_afterwards(
+    rank: int, world_size: int, trained: bool, strategy: str
+) -> None:
+    net = make_net(tied=False)
+    net.blocks[1].requires_grad_(not trained)
+    model = fsdpctl.shard_model(net, strategy)
+    batch = token_batches(1, world_size)[0][rank][0]
+    next_token_loss(model, batch).backward()
+    net.blocks[1].requires_grad_(trained)
+    with pytest.raises(EngineError, match=rf"blocks.1.*: requires_grad was {not trained} when"):
+        model(batch)
+    net.blocks[1].requires_grad_(not trained)
+    next_token_loss(model, batch).backward()
+
+
+def test_sums_in_float16_are_refused():
+    with pytest.raises(EngineError, match="overflow at 65504"):
+        fsdpctl.Precision(reduce_dtype=torch.float16)
+
+
+def test_a_device_that_is_not_the_current_one_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(EngineError, match="on cuda:1 and the current device is cuda:0"):
+        NcclCollectives(torch.device("cuda", 1))

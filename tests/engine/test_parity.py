@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fsdpctl.comm import gloo
 from fsdpctl.engine.accumulation import GradAccumulator
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step
+from fsdpctl.plan import transport
+from fsdpctl.plan.owners import OwnerMap
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches
@@ -212,3 +215,24 @@ def test_ranks_with_different_weights_become_rank_zeros_model(rank: int, world_s
             param.add_(rank)
     model = shard_model(net, "full_shard")
     assert largest_difference(model.state_dict(), make_net(tied=True).state_dict()) == 0.0
+
+
+@distributed(world_size=2)
+def test_equal_parts_in_another_order_go_to_their_owners(rank: int, world_size: int) -> None:
+    """By the backend's own collectives, which give each rank the part of its number."""
+    for module in (gloo, transport):
+        setattr(module, "MAX_DIRECT_RANKS", 0)  # noqa: B010
+    batches = token_batches(3, world_size)
+    plain = make_net(tied=False)
+    expected = train_reference(plain, next_token_loss, batches)
+    net = make_net(tied=False)
+    layouts = shard_model(make_net(tied=False), "shard_optimizer").flat_shards()
+    even = OwnerMap.even([shard.layout.numel for shard in layouts], world_size)
+    swapped = OwnerMap(even.sizes, tuple(parts[::-1] for parts in even.parts))
+    model = shard_model(net, "shard_optimizer", owner_map=swapped)
+    optimizer = ShardedAdamW(model, lr=1e-2)
+    for of_ranks in batches:
+        next_token_loss(model, of_ranks[rank][0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert largest_difference(model.state_dict(), expected) <= 1e-6

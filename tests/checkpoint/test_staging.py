@@ -1,0 +1,26 @@
+"""Host memory that a save is copied into."""
+
+import pytest
+import torch
+
+from fsdpctl.checkpoint import tensors
+from fsdpctl.checkpoint.tensors import Staging
+
+
+@pytest.mark.parametrize("chunk", [128, 1000, 4096, 1 << 30])
+def test_copies_are_right_in_chunks_that_stay(monkeypatch, chunk):
+    monkeypatch.setattr(tensors, "_CHUNK_BYTES", chunk)
+    sources = [torch.randn(n, dtype=dtype) for n in (3, 100, 0, 700, 1)
+               for dtype in (torch.float32, torch.bfloat16)]  # fmt: skip
+    staging = Staging()
+    copies = staging.copies(sources)
+    assert all(torch.equal(a, b) for a, b in zip(sources, copies, strict=True))
+    taken = [each.numel() for each in staging._chunks]
+    largest = max(each.nbytes for each in sources)
+    assert max(taken) <= max(largest + 64, chunk)
+    assert sum(taken) <= 2 * sum(each.nbytes + 64 for each in sources)
+    before = [each.data_ptr() for each in copies]
+    assert [each.data_ptr() for each in staging.copies(sources)] == before
+    more = [*sources, torch.randn(5000)]
+    again = staging.copies(more)
+    assert all(torch.equal(a, b) for a, b in zip(more, again, strict=True))
