@@ -30,7 +30,7 @@ from benchmarks.contestants import BETAS, CONTESTANTS, DECAY, EPS, LR, Step, ste
 from benchmarks.host_time import OneCallEach
 from benchmarks.report import write_report
 from fsdpctl.comm.base import Collectives, Handle
-from fsdpctl.comm.mesh import Mesh
+from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.schema import ModelConfig
 from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
@@ -114,7 +114,7 @@ def ours(model: nn.Module, device: torch.device, precision: fsdpctl.Precision) -
     runtime = build_runtime(
         model,
         Division(specs, lay_out(specs, collectives.size)),
-        Mesh(collectives, collectives, None),
+        make_mesh(collectives, device, collectives.size),
         Source(device),
         strategy=row,
         prefetch=fsdpctl.Prefetch(),

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.gpu import collectives_on
 from benchmarks.report import write_report
 from benchmarks.training import train_step
-from fsdpctl.comm.mesh import Mesh
+from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
@@ -91,7 +91,7 @@ def measure(words: list[str], device: torch.device) -> dict[str, int | None]:
     runtime = build_runtime(
         module,
         Division(specs, lay_out(specs, collectives.size)),
-        Mesh(collectives, collectives, None),
+        make_mesh(collectives, device, collectives.size),
         Source(device, partial(initialize_parameter, seed=0, config=config.model)),
         strategy=row,
         prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsdpctl
 from benchmarks.report import write_report
 from fsdpctl.comm.base import Handle, InPlace, Reduction, Stretches
-from fsdpctl.comm.mesh import Mesh
+from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.comm.process_group import (
     ProcessGroupCollectives,
     all_gather_single,
@@ -149,7 +149,7 @@ def _ours() -> Callable[[Tensor], Timings]:
     runtime = build_runtime(
         net,
         Division(specs, lay_out(specs, collectives.size)),
-        Mesh(collectives, collectives, None),
+        make_mesh(collectives, torch.device("cpu"), collectives.size),
         Source(torch.device("cpu")),
         strategy=row,
         prefetch=fsdpctl.Prefetch(),

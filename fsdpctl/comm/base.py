@@ -53,6 +53,10 @@ class Collectives(Protocol):
     size: int
     waits: Waits
 
+    def separate_reductions(self) -> None:
+        """From now on reductions run beside gathers. Collective."""
+        ...
+
     def all_gather(self, whole: Tensor, parts: Sequence[Span], shard: Tensor | None) -> Handle:
         """Fill every rank's part of `whole` in place from that rank; the result is `whole`.
 
@@ -106,6 +110,9 @@ class LocalCollectives:
     rank = 0
     size = 1
     waits: Waits = HostWaits()
+
+    def separate_reductions(self) -> None:
+        """They take no time."""
 
     def all_gather(self, whole: Tensor, parts: Sequence[Span], shard: Tensor | None) -> Handle:
         """`whole`, with `shard` written to it."""

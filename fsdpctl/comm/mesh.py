@@ -54,8 +54,11 @@ def make_mesh(world: Collectives, device: torch.device, dp_shard_size: int) -> M
     `dp_shard_size` divides the number of ranks.
     """
     if dp_shard_size == world.size:
+        world.separate_reductions()
         return Mesh(world, world, None)
     starts = range(0, world.size, dp_shard_size)
     copies = [range(start, start + dp_shard_size) for start in starts]
     same_part = [range(part, world.size, dp_shard_size) for part in range(dp_shard_size)]
-    return Mesh(world, collectives_for(device, copies), collectives_for(device, same_part))
+    shard = collectives_for(device, copies)
+    shard.separate_reductions()
+    return Mesh(world, shard, collectives_for(device, same_part))

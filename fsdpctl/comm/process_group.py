@@ -30,18 +30,30 @@ _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[_GroupKey, dist.ProcessGroup]
 
 
 class ProcessGroupCollectives:
-    """What gloo and NCCL do alike. Gathers and reductions have a process group each."""
+    """What gloo and NCCL do alike.
+
+    All ranks talk in the default process group. Where gathers and reductions run beside each other,
+    reductions have a group of their own; each group costs sockets and threads, or memory of a GPU.
+    """
 
     _device_type = "cpu"
 
     def __init__(self, groups: Sequence[Sequence[int]] | None = None) -> None:
         """Join the ranks of one of `groups`, which together are all ranks; None: all ranks."""
-        groups = groups or [range(dist.get_world_size())]
-        self.gather_group = _own_group(groups, self._device_type, "gather")
-        self.reduce_group = _own_group(groups, self._device_type, "reduce")
+        self._groups = groups or [range(dist.get_world_size())]
+        self.gather_group = (
+            dist.distributed_c10d._get_default_group()
+            if groups is None
+            else _own_group(groups, self._device_type, "gather")
+        )
+        self.reduce_group = self.gather_group
         self.rank = dist.get_rank(self.gather_group)
         self.size = dist.get_world_size(self.gather_group)
         self.waits: Waits = HostWaits()
+
+    def separate_reductions(self) -> None:
+        """By a process group of their own."""
+        self.reduce_group = _own_group(self._groups, self._device_type, "reduce")
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """By the backend's all-reduce, at once."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdpctl.engine.model import ShardedModel
@@ -90,3 +91,18 @@ def test_a_replica_that_went_astray_is_found(
 def test_a_shard_size_that_does_not_divide_lists_those_that_do(rank: int, world_size: int) -> None:
     with pytest.raises(UsageError, match=r"must divide the 4 ranks \(1, 2, 4\)"):
         shard_model(make_net(tied=True), "hybrid_shard", dp_shard_size=3)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "groups"),
+    [("full_shard", None, 2), ("no_shard", None, 2), ("hybrid_shard", 2, 4)],
+)
+@distributed(world_size=4)
+def test_few_process_groups_are_made(
+    rank: int, world_size: int, strategy: str, size: int | None, groups: int
+) -> None:
+    """The default one, one for reductions; with copies their own two, and one over copies."""
+    models = [shard_model(make_net(tied=True), strategy, dp_shard_size=size) for _ in range(2)]
+    assert len(dist.distributed_c10d._world.pg_map) == groups
+    mesh = models[0].mesh
+    assert mesh.shard.reduce_group is not mesh.shard.gather_group  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from fsdpctl.comm.mesh import Mesh
+from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
 from fsdpctl.engine.model import ShardedModel
@@ -70,7 +70,7 @@ def forced(
     runtime = build_runtime(
         net,
         Division(specs, lay_out(specs, 1)),
-        Mesh(nccl, nccl, None),
+        make_mesh(nccl, device, nccl.size),
         Source(device),
         strategy=row,
         prefetch=prefetch or Prefetch(),

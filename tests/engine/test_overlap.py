@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.comm.base import Handle, InPlace, LocalCollectives, Reduction, Stretches
-from fsdpctl.comm.mesh import Mesh
+from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
@@ -114,7 +114,7 @@ def run(strategy: str, prefetch: Prefetch) -> Clock:
     runtime = build_runtime(
         net,
         Division(specs, lay_out(specs, 1)),
-        Mesh(collectives, collectives, None),
+        make_mesh(collectives, torch.device("cpu"), collectives.size),
         Source(torch.device("cpu")),
         strategy=row,
         prefetch=prefetch,
