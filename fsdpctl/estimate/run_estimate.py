@@ -21,7 +21,7 @@ class Range:
     high: int
 
 
-# Assumed, not computed: of a process that uses the device, and of each set of communicators.
+# Assumed, not computed: of a process that uses the device, and of each communicator.
 _CONTEXT = {
     "cuda": Range(int(0.4 * _GIB), int(0.7 * _GIB)),
     "cpu": Range(int(0.25 * _GIB), int(0.5 * _GIB)),
@@ -63,7 +63,7 @@ class RunEstimate:
         count = 0
         if self.config.launch.device == "cuda" and world_size(self.config) > 1:
             size = self.config.strategy.dp_shard_size
-            count = 2 if size in (None, world_size(self.config)) else 3
+            count = 2 if size in (None, world_size(self.config)) else 4
         return Range(
             context.low + count * _COMMUNICATOR.low, context.high + count * _COMMUNICATOR.high
         )
