@@ -35,6 +35,7 @@ _HOME = "_fsdpctl_runtime"
 def full_parameters(runtime: Runtime, *, writeback: bool) -> Iterator[None]:
     """Inside, the parameters are whole and have the masters' values and dtype. Collective."""
     runtime.gatherer.rest()
+    runtime.renewal.finish()
     wholes = []
     for unit in runtime.units.values():
         for buffer in unit.buffers:

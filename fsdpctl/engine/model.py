@@ -116,6 +116,7 @@ class ShardedModel(nn.Module):
                 not gather the same units in the same order in the last step.
         """
         self._presence.settle()
+        self._runtime.renewal.finish()
         check_replicas(self._runtime)
 
     @contextmanager
@@ -150,6 +151,20 @@ class ShardedModel(nn.Module):
             EngineError: the strategy has nothing to gather, or this was called already.
         """
         self._runtime.prefetch_forward()
+
+    @property
+    def overlap_param_gather(self) -> bool:
+        """Whether the steps of optimizers return before other ranks' updates are here.
+
+        Matters under shard_optimizer. Each unit then waits for its own in the next forward, beside
+        which the others arrive; until then parameters must not be read. Off at first.
+        """
+        return self._runtime.renewal.overlaps
+
+    @overlap_param_gather.setter
+    def overlap_param_gather(self, overlaps: bool) -> None:
+        self._runtime.renewal.overlaps = overlaps
+        self._runtime.renewal.finish()
 
     @property
     def can_prefetch(self) -> bool:

@@ -17,6 +17,7 @@ from fsdpctl.engine.backward import OutermostBackward, in_backward
 from fsdpctl.engine.calls import Call, Calls
 from fsdpctl.engine.gatherer import Gatherer
 from fsdpctl.engine.reduction import GradientReducer
+from fsdpctl.engine.renewal import Renewal
 from fsdpctl.engine.trained import Trained
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.errors import EngineError
@@ -50,6 +51,7 @@ class Runtime:
         self.reducer = reducer
         self.ledger = reducer.ledger
         self.gatherer = Gatherer(units, strategy, mesh, self.ledger)
+        self.renewal = Renewal(units, strategy, mesh, self.ledger)
         self.when_all_is_sent: Callable[[], None] = lambda: None  # the last reduction has begun
         self.holds_back = False  # whether there is something that no backward has reduced
         self.lost_gradients = False  # an exception dropped gradients that were there
@@ -99,6 +101,7 @@ class Runtime:
             self.lost_gradients = True
             self.recover()
         self._trained.refuse_changes()
+        self.renewal.begin_forward()
         self._calls.begin_forward(tracks=torch.is_grad_enabled())
         for unit in self.units.values():
             unit.is_running = False
@@ -116,6 +119,7 @@ class Runtime:
             unit.was_used_in_backward = True
             return
         self.gatherer.use(unit, self._forward_ahead[unit.name])
+        self.renewal.begin_unit(unit.name)
         unit.is_running = True
         self._calls.ran(unit.name, tracks=torch.is_grad_enabled())
         self.ledger.note(EventKind.FORWARD, unit.name)
@@ -281,12 +285,4 @@ class Runtime:
     def masters_changed(self) -> None:
         """The masters were written to: what was gathered from them is out of date."""
         self.gatherer.rest()
-        handles = []
-        for unit in self.units.values():
-            unit.masters_changed()
-            if self.strategy.keeps_whole_params:
-                handles += unit.start_sync(self.mesh.shard)
-                if self.strategy.shards_optimizer:
-                    self.ledger.note(EventKind.SYNC, unit.name, unit.nbytes)
-        for handle in handles:
-            handle.wait()
+        self.renewal.start()

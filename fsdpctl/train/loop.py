@@ -40,6 +40,7 @@ class Trainer:
         # On CUDA the host runs one step ahead instead of waiting for the device's figures.
         self._lag = int(parts.device.type == "cuda")
         parts.model.mesh.measure_waits()
+        parts.model.overlap_param_gather = True
         self._saved_step = done.step if done.step else -1
         self._ranks = parts.model.collectives
         self._saver = Saver(parts.config, parts.run_dir, ObjectExchange())

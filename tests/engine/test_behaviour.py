@@ -284,3 +284,46 @@ def test_a_gradient_that_somebody_has_is_not_written_to(
     next_token_loss(model, second).backward()
     assert all(map(torch.equal, held, before))
     assert not any(map(torch.equal, held, gradients_of(model)))
+
+
+@pytest.mark.parametrize("owner_map", ["even", "round_robin"])
+@pytest.mark.parametrize("called", [True, False])
+@distributed(world_size=2)
+def test_updates_that_arrive_late_change_nothing(
+    rank: int, world_size: int, owner_map: str, called: bool
+) -> None:
+    """Also where a unit is not called as a module, which the first forward shows."""
+    found = []
+    for overlaps in (False, True):
+        net = make_net(tied=False)
+        if not called:
+            block = net.blocks[2]
+            net.blocks[2] = Called(block)
+        precision = Precision(torch.bfloat16)
+        model = shard_model(net, "shard_optimizer", owner_map=owner_map, precision=precision)
+        model.overlap_param_gather = overlaps
+        optimizer = ShardedAdamW(model, lr=1e-2)
+        for number, of_ranks in enumerate(token_batches(4, world_size)):
+            next_token_loss(model, of_ranks[rank][0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1:
+                model.check_replicas()
+            if number == 2:
+                with torch.no_grad():
+                    next_token_loss(model, of_ranks[rank][0])
+        assert bool(model._runtime.renewal._arriving) == overlaps
+        found.append(model.state_dict())
+    assert largest_difference(*found) == 0.0
+
+
+class Called(nn.Module):
+    """Calls what is in it by `.forward`."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.block.forward(x)
+        return out

@@ -1,0 +1,180 @@
+"""No stream of the CUDA path reads, writes or frees what another one still uses."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdpctl.comm.mesh import Mesh, make_mesh
+from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.precision import Precision
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.optim.record import record_step
+from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.plan.units import lay_out
+from fsdpctl.resolve.blocks import checkpoint_block
+from tests.engine.models import make_net, next_token_loss, token_batches
+from tests.engine.races import NcclOnCpu, RaceDetector, Stream, detecting_races
+
+RANKS = 8
+
+
+@pytest.fixture(autouse=True)
+def eight_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    yield
+    dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Case:
+    strategy: str
+    depth: int = 1  # of prefetch, both ways
+    holds: bool = False  # accumulation that communicates once
+    recomputes: bool = False
+    bf16: bool = False
+    owner_map: str = "even"
+
+    def __str__(self) -> str:
+        words = [self.strategy, f"depth {self.depth}", self.owner_map]
+        switches = ("holds", "recomputes", "bf16")
+        return ", ".join(words + [name for name in switches if getattr(self, name)])
+
+
+CASES = [
+    Case(strategy, depth, holds, recomputes, bf16)
+    for strategy in STRATEGIES
+    for depth in ((0, 1, 2) if STRATEGIES[strategy].shards_params else (1,))
+    for holds in (False, True)
+    for recomputes in (False, True)
+    for bf16 in (False, True)
+] + [
+    Case("shard_optimizer", bf16=bf16, owner_map=owner_map)
+    for owner_map in ("round_robin", "balanced")
+    for bf16 in (False, True)
+]
+SAMPLE = {
+    Case("full_shard", 2, holds=True, recomputes=True, bf16=True),
+    Case("hybrid_shard", bf16=True),
+    Case("shard_optimizer", bf16=True, owner_map="balanced"),
+}
+
+
+def made(case: Case) -> ShardedModel:
+    net, row = make_net(tied=False), STRATEGIES[case.strategy]
+    if case.recomputes:
+        for block in net.blocks:
+            checkpoint_block(block, "full")
+    device, world = torch.device("cpu"), NcclOnCpu(torch.device("cpu"))
+    mesh = make_mesh(world, device, RANKS)
+    if row.replicates:
+        shard = NcclOnCpu(device, [range(4), range(4, 8)])
+        shard.separate_reductions()
+        mesh = Mesh(world, shard, NcclOnCpu(device, [[part, part + 4] for part in range(4)]))
+    specs = divide_module(net, None)
+    runtime = build_runtime(
+        net,
+        Division(specs, lay_out(specs, mesh.shard.size, case.owner_map)),
+        mesh,
+        Source(device),
+        strategy=row,
+        prefetch=Prefetch(case.depth, case.depth),
+        precision=Precision(torch.bfloat16 if case.bf16 else None),
+    )
+    return ShardedModel(net, runtime, row)
+
+
+def train(case: Case) -> None:
+    """Two micro-batches a step, an evaluation in between, and gathers that begin early."""
+    model = made(case)
+    model._presence._check = lambda *about: None  # type: ignore[method-assign]  # nobody adds here
+    model.overlap_param_gather = True
+    optimizer = ShardedAdamW(model, lr=1e-3)
+    ones = torch.ones(())
+    for of_ranks in token_batches(3, 1, 2):
+        first, second = of_ranks[0]
+        if case.holds:
+            with model.no_sync():
+                next_token_loss(model, first).backward()
+        else:
+            next_token_loss(model, first).backward()
+        with torch.no_grad():
+            model(first)
+        loss = next_token_loss(model, second)
+        loss.backward()
+        record = record_step(
+            model, loss_sum=loss.detach(), tokens=ones, nominal_tokens=3, max_grad_norm=1.0
+        )
+        optimizer.step(grad_scale=record.grad_scale, found_inf=torch.zeros(()))
+        optimizer.zero_grad()
+        if model.can_prefetch:
+            model.prefetch_forward_params()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[] if c in SAMPLE else pytest.mark.slow, id=str(c)) for c in CASES],
+)
+def test_no_stream_touches_what_another_one_uses(monkeypatch, case):
+    with detecting_races(monkeypatch) as found:
+        train(case)
+    assert found.num_operations > 500
+    assert not found.problems
+
+
+def no_wait_for_what_came_before(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Stream, "wait_stream", lambda self, other: None)
+
+
+def no_wait_for_results(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Stream, "wait_event", lambda self, event: None)
+    patch.setattr(Stream, "wait_stream", lambda self, other: merge(self, other.clock))
+
+
+def merge(stream: Stream, clock: dict[int, int]) -> None:
+    for number, time in clock.items():
+        stream.clock[number] = max(stream.clock.get(number, 0), time)
+
+
+def gathers_where_it_reduces(patch: pytest.MonkeyPatch) -> None:
+    """A copy of the masters on a stream that has not waited for the optimizer."""
+    whole = NcclOnCpu.all_gather
+
+    def wrong(self, out, parts, shard):
+        if shard is not None:
+            own = parts[self.rank]
+            with torch.cuda.stream(self.reduce_stream):
+                out[own.start : own.stop].copy_(shard)
+        return whole(self, out, parts, None)
+
+    patch.setattr(NcclOnCpu, "all_gather", wrong)
+
+
+FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
+    no_wait_for_what_came_before, no_wait_for_results, gathers_where_it_reduces,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_found(monkeypatch, fault):
+    with detecting_races(monkeypatch) as found:
+        fault(monkeypatch)
+        train(replace(Case("full_shard"), depth=1))
+    assert found.problems
+
+
+def test_memory_that_ends_too_early_is_found():
+    detector, side = RaceDetector(), Stream()
+    with detector:
+        values = torch.ones(4)
+        with detector.on(side):
+            side.wait_stream(detector.compute)
+            values.add_(1)
+        del values
+        torch.ones(1)
+    assert detector.problems == {"memory ends while another stream uses it": 1}
