@@ -35,7 +35,7 @@ def evaluate(
     place = source if is_hugging_face(source) else find_checkpoint(source)
     typed = settled(Asked(words)).words or []
     named = {word.partition("=")[0] for word in typed}
-    other_data = any(name == "data" or name.startswith("data.") for name in named)
+    other_data = bool({"data", "data.path"} & named)
     known = [
         word
         for word in words_of(place)

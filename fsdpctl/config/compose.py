@@ -29,6 +29,8 @@ _OPTIONS = ("--recipe", "--config-dir", "--resume", "--dry-run", "--print-config
 _FREE_GROUPS = ("model", "prefetch", "precision", "cluster")  # whose choices are only values
 
 _RESHARDING = ("reshard_after_forward", "strategy.reshard_after_forward")
+# With torchtitan's words for it.
+_RESHARDS = {"true": True, "false": False, "always": True, "default": True, "never": False}
 
 _FROM_PATH = "hf"  # the choice of a model that a directory describes
 
@@ -86,10 +88,10 @@ def _resharding(pairs: list[Pair], below: list[Pair]) -> list[Pair]:
     if not asked:
         return pairs
     name, text = asked[-1]
-    if text.lower() not in ("true", "false"):
-        raise UsageError(f"{name}={text}: allowed is true, false")
+    if text.lower() not in _RESHARDS:
+        raise UsageError(f"{name}={text}: allowed is {', '.join(_RESHARDS)}")
     named = dict([*below, *pairs]).get("strategy", "full_shard")
-    strategy = with_resharding(named, text.lower() == "true").name
+    strategy = with_resharding(named, _RESHARDS[text.lower()]).name
     kept = [pair for pair in pairs if pair[0] not in (*_RESHARDING, "strategy")]
     return [*kept, ("strategy", strategy)]
 
@@ -126,7 +128,7 @@ def _split(word: str) -> Pair:
         if name in _OPTIONS:
             raise UsageError(f"{word}: written as {name} VALUE, or no option of this command")
         raise UsageError(
-            f"{word}: no such option; settings are typed KEY=VALUE without dashes"
+            f"{word}: no such option; settings are typed KEY=VALUE"
             f"{known or hint(name, list(_OPTIONS))}"
         )
     if name[:1] in ("+", "~") or "@" in name:
@@ -155,6 +157,8 @@ def _meant_by(word: str) -> str:
     for group in GROUPS:
         if word in choices_of(group):
             return f"; did you mean {group}={word}?"
+    if word.endswith((".toml", ".json")):
+        return "; a recipe is a YAML file"
     if os.path.exists(word):
         return f"; a text is data=text data.path={word}"
     return hint(word, [*KEYS, *GROUPS])
@@ -178,7 +182,9 @@ def _check_known(pairs: Sequence[Pair], config_dir: Path | None) -> None:
             errors[name] = error
     if errors:
         first, *others = errors
-        more = f"; nor are known: {', '.join(others)}" if others else ""
+        known = [(name, hint(name, [])) for name in others]
+        told = [f"{name} ({said[2:]})" if said else name for name, said in known]
+        more = f"; nor are known: {', '.join(told)}" if told else ""
         raise UsageError(f"{errors[first]}{more}")
 
 

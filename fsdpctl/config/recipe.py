@@ -5,7 +5,7 @@ from itertools import islice
 from pathlib import Path
 
 from fsdpctl.config.files import package_folder
-from fsdpctl.config.words import hint
+from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.reading.documents import read_yaml
 
@@ -68,6 +68,7 @@ def _flatten(path: Path, prefix: str, content: object) -> Iterator[tuple[str, st
             yield from _flatten(path, f"{name}.", inner)
         elif isinstance(value, str):
             yield name, value
+        elif name in KEYS or name in GROUPS:
+            raise UsageError(f"{path}: {name} has no plain value")
         else:
-            known = hint(name, [])
-            raise UsageError(f"{path}: {name} has no plain value{known}")
+            yield name, ""  # which is no word of ours

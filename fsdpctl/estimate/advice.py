@@ -1,6 +1,6 @@
 """What to change where a run does not fit, and what that costs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from fsdpctl.config.schema import ActivationCheckpointingConfig, Config, StrategyConfig
@@ -64,6 +64,7 @@ def _changes(config: Config, *, more_ranks: bool) -> Iterator[Change]:
         _computed_in_bf16,
     ):
         yield from make(config)
+    parts: list[Change] = []
     together = Change((), "", config)
     for make in (
         _expandable,
@@ -76,9 +77,9 @@ def _changes(config: Config, *, more_ranks: bool) -> Iterator[Change]:
         _computed_in_bf16,
     ):
         for change in make(together.config):
-            before = [w for w in together.words if not _same_key(w, change.words)]
-            words, cost = (*before, *change.words), f"{together.cost}; {change.cost}"
-            together = Change(words, cost.removeprefix("; "), change.config)
+            parts = [*_without(parts, change), change]
+            words = tuple(word for part in parts for word in part.words)
+            together = Change(words, "; ".join(part.cost for part in parts), change.config)
             if len(words) > 1:
                 yield together
     if not more_ranks:
@@ -89,6 +90,14 @@ def _changes(config: Config, *, more_ranks: bool) -> Iterator[Change]:
             Change(together.words + each.words, f"{together.cost}; {each.cost}", each.config)
             for each in _more_nodes(together.config)
         )
+
+
+def _without(parts: Iterable[Change], later: Change) -> Iterator[Change]:
+    """What is left of `parts` once `later` gives some of their keys another value."""
+    for part in parts:
+        words = tuple(word for word in part.words if not _same_key(word, later.words))
+        if words:
+            yield Change(words, part.cost, part.config)
 
 
 def _same_key(word: str, words: tuple[str, ...]) -> bool:

@@ -5,6 +5,13 @@ import math
 from fsdpctl.config.schema import LrSchedulerConfig
 
 
+def warmup_steps(config: LrSchedulerConfig, total_steps: int) -> int:
+    """In how many steps the learning rate rises to its peak."""
+    if config.warmup_ratio is not None:
+        return round(config.warmup_ratio * total_steps)
+    return config.warmup_steps
+
+
 def lr_factor(config: LrSchedulerConfig, step: int, total_steps: int) -> float:
     """What the peak learning rate is multiplied by in step `step`, counted from 0.
 
@@ -12,14 +19,12 @@ def lr_factor(config: LrSchedulerConfig, step: int, total_steps: int) -> float:
     along half a cosine to `min_lr_ratio` at the last step, `wsd` stays until the last `decay_ratio`
     of the steps and falls linearly, `constant` stays.
     """
-    warmup_steps = config.warmup_steps
-    if config.warmup_ratio is not None:
-        warmup_steps = round(config.warmup_ratio * total_steps)
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
+    warmup = warmup_steps(config, total_steps)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
     if config.name == "constant":
         return 1.0
-    begin = warmup_steps
+    begin = warmup
     if config.name == "wsd":
         begin = max(begin, total_steps - round(config.decay_ratio * total_steps))
         if step < begin:

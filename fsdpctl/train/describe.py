@@ -9,6 +9,7 @@ from fsdpctl.engine.build import divide_module
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import divide
 from fsdpctl.memory.engine_bytes import DTYPE_BYTES
+from fsdpctl.optim.schedule import warmup_steps
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.resolve.run import ResolvedRun
 from fsdpctl.train.progress import format_bytes
@@ -105,10 +106,14 @@ def _data(run: ResolvedRun) -> str:
 
 def _batch(run: ResolvedRun) -> str:
     plan, train = run.batches, run.config.train
+    shorter = min(len(each.tokens) for each in (run.data.train, run.data.val) if each is not None)
+    auto = _auto(run, "train.seq_len")
+    if auto and shorter <= 2 * train.seq_len:
+        auto = " (auto: no more than a part of the data has)"
     passes = "micro-batch" if plan.num_micro_batches == 1 else "micro-batches"
     ranks = "rank" if plan.world_size == 1 else "ranks"
     return (
-        f"{plan.global_batch_size} samples of {train.seq_len} tokens{_auto(run, 'train.seq_len')} "
+        f"{plan.global_batch_size} samples of {train.seq_len} tokens{auto} "
         f"a step: {plan.world_size} {ranks} x {plan.num_micro_batches} {passes} "
         f"of {plan.micro_batch_size}"
         f"{_auto(run, 'train.micro_batch_size')}"
@@ -120,9 +125,12 @@ def _length(run: ResolvedRun) -> str:
     tokens = run.total_steps * train.global_batch_size * train.seq_len
     samples = run.data.train.num_samples(train.seq_len)
     epochs = run.total_steps * train.global_batch_size / samples
+    warmup = warmup_steps(run.config.lr_scheduler, run.total_steps)
+    late = warmup >= run.total_steps > 0
+    reached = f", not reached within lr_scheduler.warmup_steps={warmup}" if late else ""
     return (
         f"{run.total_steps} steps, {_count(tokens)} tokens, {epochs:.2g} epochs; peak learning "
-        f"rate {run.config.optimizer.lr:g}{_auto(run, 'optimizer.lr')}"
+        f"rate {run.config.optimizer.lr:g}{_auto(run, 'optimizer.lr')}{reached}"
     )
 
 

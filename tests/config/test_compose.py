@@ -91,7 +91,7 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
         ("--resume=x", ["--resume VALUE"]),
         ("train.seed=99999999999999999999", ["train.seed"]),
         ("train.epochs=0", ["train.epochs"]),
-        ("--lr=3", ["without dashes", "optimizer.lr"]),
+        ("--lr=3", ["KEY=VALUE", "optimizer.lr"]),
         ("--recpie", ["--recipe"]),
         ("launch.nproc_per_node=0", ["from 1"]),
     ],
@@ -151,7 +151,7 @@ def test_typed_values_win_over_the_recipe(recipe):
     ("content", "word"),
     [
         ("- a\n", "mapping"),
-        ("a: [1, 2]\n", "no plain value"),
+        ("train.steps: [1, 2]\n", "no plain value"),
         ("a: b: c\n", "not YAML"),
         ("train.steps: null\n", "whole number"),
         ("a: &a {b: *a}\n", "not YAML"),
