@@ -31,9 +31,9 @@ TINY_MODEL = [
 RANK_FILE = "rank-00000.safetensors"
 
 
-def make_checkpoint(folder: Path) -> Path:
-    """A checkpoint of a tiny model, with a tokenizer."""
-    config = compose_config(TINY_MODEL).config
+def make_checkpoint(folder: Path, *words: str) -> Path:
+    """A checkpoint of a tiny model, with a tokenizer; `words` are of its run."""
+    config = compose_config([*TINY_MODEL, *words]).config
     model = make_model(config, torch.device("cpu"))
     about = About(Progress(1), config_words(config), ByteTokenizer().files())
     write_checkpoint(folder, take_snapshot(model, None, 0, about), LocalCollectives())

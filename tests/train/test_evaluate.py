@@ -52,3 +52,16 @@ def test_without_words_it_is_the_data_of_the_run(places):
     assert (code, "Python's standard library" in said) == (0, True)
     code, said = invoke("evaluate", str(places["checkpoint"] / "none"))
     assert (code, "no such directory" in said) == (2, True)
+
+
+def test_another_share_of_the_runs_data_is_still_of_its_data(tmp_path):
+    words = tmp_path / "mine.txt"
+    words.write_bytes(TEXT)
+    of_run = make_checkpoint(tmp_path / "step-00000001", "data=text", f"data.path={words}")
+    code, said = invoke("evaluate", str(of_run), "data.val_fraction=0.2", f"train.seq_len={LENGTH}")
+    assert code == 0, said
+    assert "mine.txt" in said
+    other = tmp_path / "other.txt"
+    other.write_bytes(TEXT * 2)
+    code, said = invoke("evaluate", str(of_run), f"data.path={other}", "data=text")
+    assert (code, "other.txt" in said) == (0, True)
