@@ -18,6 +18,7 @@ from fsdpctl.engine.describe import all_named_parameters
 from fsdpctl.engine.parameters import (
     is_at_rest,
     is_marked,
+    lend,
     mark_sharded,
     refuse_call,
     unmark_sharded,
@@ -42,6 +43,7 @@ def full_parameters(runtime: Runtime, *, writeback: bool) -> Iterator[None]:
             whole = whole_values(buffer.shard, buffer.shard.master, runtime.mesh.shard).clone()
             for param, view in zip(buffer.params, buffer.param_views(whole), strict=True):
                 param.data = view
+                lend(param, is_lent=True)
             wholes.append((buffer, whole))
     try:
         yield
@@ -54,6 +56,8 @@ def full_parameters(runtime: Runtime, *, writeback: bool) -> Iterator[None]:
     finally:
         for unit in runtime.units.values():
             for buffer in unit.buffers:
+                for param in buffer.params:
+                    lend(param, is_lent=False)
                 if unit.state is State.WHOLE:
                     buffer.point_to_whole()
                 else:
@@ -201,6 +205,8 @@ def _uncompiled(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]
 
 
 def _check_there(name: str, module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
     for key, param in module._parameters.items():
         if param is not None and is_at_rest(param):
             raise EngineError(

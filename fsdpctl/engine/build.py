@@ -160,6 +160,7 @@ def build_runtime(
         mesh=mesh,
         reducer=_make_reducer(units, division, mesh, builder),
     )
+    runtime.trained.hold_to(module, gathers=strategy.shards_params)
     _hook(module, runtime, precision)
     return runtime
 

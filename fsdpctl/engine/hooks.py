@@ -57,11 +57,17 @@ def hook_root(module: nn.Module, runtime: Runtime, param_dtype: torch.dtype | No
         is_float = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(param_dtype) if is_float else value  # type: ignore[attr-defined]  # narrowed by is_float
 
+    own = id(module)
+
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if id(module) != own:  # a copy, which has the hooks too
+            return None
         runtime.begin_forward()
         return (args, kwargs) if param_dtype is None else tree_map(cast, (args, kwargs))
 
     def after(module: nn.Module, args: Any, outputs: Any) -> None:
+        if id(module) != own:
+            return
         for made in _made_from(outputs, _Inputs()):
             made.register_hook(lambda gradient: runtime.begin_backward())
         runtime.end_forward()
@@ -75,15 +81,19 @@ def hook_root(module: nn.Module, runtime: Runtime, param_dtype: torch.dtype | No
 def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
     """Events of the module whose parameters form `unit`."""
 
-    given = _Inputs()
+    given, own_id = _Inputs(), id(module)
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal given
+        if id(module) != own_id:
+            return
         runtime.begin_unit(unit)
         given = _Inputs((*args, *kwargs.values()))
 
     def after(module: nn.Module, args: Any, outputs: Any) -> None:
         nonlocal given
+        if id(module) != own_id:
+            return
         own, given = _made_from(outputs, given), _Inputs()
         if own:
             call = runtime.open_call(unit)

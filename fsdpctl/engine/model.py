@@ -35,7 +35,8 @@ class ShardedModel(nn.Module):
         super().__init__()
         self.module = module
         self.strategy = strategy  # as asked for; one rank alone runs as no_shard
-        self._runtime = runtime
+        self._own_runtime = runtime
+        self._has_ended = False
         self._presence = Presence(runtime)
         self._shards = tuple(b.shard for unit in runtime.units.values() for b in unit.buffers)
         access.guard_module(module, runtime)
@@ -81,6 +82,12 @@ class ShardedModel(nn.Module):
             "DistributedDataParallel around a sharded model: it synchronises gradients itself; "
             "strategy no_shard is what DistributedDataParallel does"
         )
+
+    @property
+    def _runtime(self) -> Runtime:
+        if self._has_ended:
+            raise EngineError("the sharded model has ended with unwrap(); its module goes on")
+        return self._own_runtime
 
     @property
     def mesh(self) -> Mesh:
@@ -201,7 +208,9 @@ class ShardedModel(nn.Module):
 
     def unwrap(self) -> nn.Module:
         """The module back, with whole parameters; this model must not be used any more."""
-        return access.unwrap(self.module, self._runtime)
+        module = access.unwrap(self.module, self._runtime)
+        self._has_ended = True
+        return module
 
     def shard_memory_bytes(self) -> int:
         """Bytes of this rank's master weights, padding included."""

@@ -20,6 +20,7 @@ class _Sharded:
     """What a sharded parameter answers instead of being read or copied in silence."""
 
     _has_gradient_elsewhere: Callable[[], bool]
+    _is_lent = False  # within full_parameters
 
     def _grad(self: Any) -> Tensor | None:
         gradient = arrived_gradient(self)
@@ -28,13 +29,15 @@ class _Sharded:
         if self._has_gradient_elsewhere():
             raise EngineError(
                 "a sharded model's gradients are not in its parameters' grad: "
-                "fsdpctl.clip_grad_norm_(model, …) clips them, model.flat_parameters() have them"
+                "fsdpctl.clip_grad_norm_(model, …) clips them by the norm over all ranks"
             )
         return None
 
     grad = property(_grad, _GRAD.__set__, _GRAD.__delete__)
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> nn.Parameter:
+        if not self._is_lent:
+            raise refuse_call("a copy of the module, but within model.full_parameters(),")
         copied: nn.Parameter = deepcopy(self._alone("a copy of"))
         memo[id(self)] = copied
         return copied
@@ -73,10 +76,16 @@ def mark_sharded(param: nn.Parameter, has_gradient: Callable[[], bool]) -> None:
     param._has_gradient_elsewhere = has_gradient  # type: ignore[attr-defined]
 
 
+def lend(param: nn.Parameter, *, is_lent: bool) -> None:
+    """Let the parameter be copied, or not any more."""
+    param._is_lent = is_lent  # type: ignore[attr-defined]
+
+
 def unmark_sharded(param: nn.Parameter) -> None:
     """The parameter is what it was before `mark_sharded`."""
     param.__class__ = _plain(type(param))
-    del param._has_gradient_elsewhere  # type: ignore[attr-defined]
+    for name in ("_has_gradient_elsewhere", "_is_lent"):
+        vars(param).pop(name, None)
 
 
 def is_marked(param: Tensor) -> bool:

@@ -39,7 +39,7 @@ class Runtime:
         reducer: GradientReducer,
     ) -> None:
         self.units = {unit.name: unit for unit in units}
-        self._trained = Trained(units)
+        self.trained = Trained(units)
         self.strategy = strategy
         self.prefetch = prefetch
         self._follow(order)
@@ -100,7 +100,7 @@ class Runtime:
         if self.backward.has_failed:
             self.lost_gradients = True
             self.recover()
-        self._trained.refuse_changes()
+        self.trained.refuse_changes()
         self.renewal.begin_forward()
         self._calls.begin_forward(tracks=torch.is_grad_enabled())
         for unit in self.units.values():
@@ -224,7 +224,7 @@ class Runtime:
         self._calls.end_backward(keeps_graph=self.backward.keeps_graph())
         self.backward.end()
         self._settle_order()
-        self._trained.refuse_strays()
+        self.trained.refuse_strays()
 
     def _settle_order(self) -> None:
         """After a backward through all units: plan them in the order in which they really ran."""
@@ -276,7 +276,7 @@ class Runtime:
             self.when_all_is_sent()
             self.reducer.finish()
             self.holds_back = False
-        self._trained.refuse_strays()
+        self.trained.refuse_strays()
         buffers = (buffer for unit in self.units.values() for buffer in unit.trained_buffers)
         if all(buffer.shard.grad is None for buffer in buffers):
             raise EngineError("sync_gradients: there are no gradients; call backward first")

@@ -12,7 +12,7 @@ import fsdpctl
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.errors import EngineError
 from tests.distributed import distributed
-from tests.engine.models import make_net, next_token_loss, token_batches
+from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
 from tests.engine.test_parity import largest_difference
 
 
@@ -91,7 +91,7 @@ def test_what_is_compiled_again_between_micro_batches_looks_at_all(
     nets = make_net(tied=False), make_net(tied=False)
     models = [fsdpctl.shard_model(net, "full_shard") for net in nets]
     for block in nets[0].blocks:
-        block.forward = torch.compile(block.forward, backend="aot_eager", dynamic=False)
+        block.forward = torch.compile(block.forward, backend="aot_eager")
     batch = token_batches(1, world_size)[0][rank][0]
     for model in models:
         optimizer = fsdpctl.ShardedAdamW(model)
@@ -129,3 +129,58 @@ def test_a_device_that_is_not_the_current_one_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with pytest.raises(EngineError, match="on cuda:1 and the current device is cuda:0"):
         NcclCollectives(torch.device("cuda", 1))
+
+
+def compiled_after(net: OddNet) -> None:
+    net.blocks[1].compile(backend="eager")
+
+
+def replaced(net: OddNet) -> None:
+    net.norm.weight = nn.Parameter(torch.ones_like(net.norm.weight))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(compiled_after, r"compile its forward"), (replaced, "norm.weight is another parameter")],
+)
+@distributed(world_size=2)
+def test_what_would_be_computed_with_wrong_values_is_refused(
+    rank: int, world_size: int, change: Callable[[OddNet], None], said: str
+) -> None:
+    net = make_net(tied=False)
+    model = fsdpctl.shard_model(net, "full_shard")
+    batch = token_batches(1, world_size)[0][rank][0]
+    model(batch)
+    change(net)
+    with pytest.raises(EngineError, match=said):
+        model(batch)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@distributed(world_size=2)
+def test_a_copy_is_a_model_of_its_own(rank: int, world_size: int, strategy: str) -> None:
+    net = make_net(tied=False)
+    model = fsdpctl.shard_model(net, strategy)
+    optimizer = fsdpctl.ShardedAdamW(model)
+    with pytest.raises(EngineError, match="within model.full_parameters"):
+        copy.deepcopy(net)
+    with model.full_parameters():
+        copied = copy.deepcopy(net)
+    batch = token_batches(1, world_size)[0][rank][0]
+    if rank == 0:
+        next_token_loss(copied, batch).backward()
+    next_token_loss(model, batch).backward()
+    optimizer.step()
+    assert {type(param) for param in copied.parameters()} == {nn.Parameter}
+    if rank == 0:
+        assert torch.nn.utils.clip_grad_norm_(copied.parameters(), 1.0) > 0
+
+
+def test_what_has_ended_says_so():
+    net = make_net(tied=False)
+    model = fsdpctl.shard_model(net, "full_shard")
+    optimizer = fsdpctl.ShardedAdamW(model)
+    model.unwrap()
+    for use in (model.state_dict, optimizer.step, model.no_sync().__enter__):
+        with pytest.raises(EngineError, match="has ended with unwrap"):
+            use()
