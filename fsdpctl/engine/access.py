@@ -29,6 +29,7 @@ from fsdpctl.engine.unit import State
 from fsdpctl.errors import EngineError, nearest
 
 _HOME = "_fsdpctl_runtime"
+_OF_MATRICES, _OF_ALL = ("Adafactor", "Muon"), ("LBFGS",)  # what torch's optimizers look at
 
 
 @contextmanager
@@ -226,14 +227,27 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             "the optimizer was made of model.parameters(), which are whole only while the model "
             "runs: use ShardedAdamW(model), or any optimizer on model.flat_parameters()"
         )
+    name = type(optimizer).__name__
+    if name not in _OF_MATRICES + _OF_ALL:
+        return
+    shards = any(home.strategy.shards_optimizer for home in _homes(optimizer))
+    if shards or (name in _OF_MATRICES and _homes(optimizer)):
+        raise EngineError(
+            f"{name} looks at more than one element at a time, and flat parameters are parts of "
+            "tensors end to end: take an elementwise optimizer"
+        )
+
+
+def _homes(optimizer: torch.optim.Optimizer) -> list[Runtime]:
+    """The runtimes of the models whose flat parameters it has."""
+    references = {getattr(param, _HOME, None) for param in _params(optimizer)} - {None}
+    found = [home() for home in references if home is not None]
+    return [runtime for runtime in found if runtime is not None]
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    homes = {getattr(param, _HOME, None) for param in _params(optimizer)} - {None}
-    for home in homes:
-        runtime = home() if home is not None else None
-        if runtime is not None:
-            runtime.masters_changed()
+    for runtime in _homes(optimizer):
+        runtime.masters_changed()
 
 
 register_optimizer_step_pre_hook(_before_step)

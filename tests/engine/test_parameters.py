@@ -184,3 +184,33 @@ def test_what_has_ended_says_so():
     for use in (model.state_dict, optimizer.step, model.no_sync().__enter__):
         with pytest.raises(EngineError, match="has ended with unwrap"):
             use()
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "refused"),
+    [
+        ("LBFGS", "full_shard", True),
+        ("LBFGS", "no_shard", False),
+        ("Adafactor", "no_shard", True),
+        ("SGD", "full_shard", False),
+    ],
+)
+@distributed(world_size=2)
+def test_optimizers_that_are_not_elementwise_are_refused(
+    rank: int, world_size: int, kind: str, strategy: str, refused: bool
+) -> None:
+    model = fsdpctl.shard_model(make_net(tied=True), strategy)
+    optimizer = getattr(torch.optim, kind)(model.flat_parameters())
+    batch = token_batches(1, world_size)[0][rank][0]
+
+    def closure() -> torch.Tensor:
+        model.zero_grad()
+        loss = next_token_loss(model, batch)
+        loss.backward()
+        return loss
+
+    if refused:
+        with pytest.raises(EngineError, match="more than one element at a time"):
+            optimizer.step(closure)
+    else:
+        optimizer.step(closure)
