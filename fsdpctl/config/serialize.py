@@ -37,10 +37,12 @@ def to_config(values: Mapping[str, Value], choices: Mapping[str, str]) -> Config
 
 
 def _length(values: Mapping[str, Value], choices: Mapping[str, str]) -> int:
+    return usual_length(choices.get("model", _TOY), int(str(values["model.max_seq_len"])))
+
+
+def usual_length(model: str, max_seq_len: int) -> int:
     """What `train.seq_len=auto` is: a length that figures can be bought by, but for the toy."""
-    if choices.get("model", _TOY) == _TOY:
-        return _TOY_LENGTH
-    return min(int(str(values["model.max_seq_len"])), _USUAL_LENGTH)
+    return _TOY_LENGTH if model == _TOY else min(max_seq_len, _USUAL_LENGTH)
 
 
 def config_from_words(words: Mapping[str, str]) -> Config:

@@ -130,8 +130,10 @@ class _Backbone(nn.Module):
         x = self.embed_tokens(tokens)
         start = 0 if cache is None else len(cache)
         end = start + tokens.shape[-1]
-        cos, sin = rotation(self.config, self.head_dim, end, x.device, x.dtype)
-        turns = (cos, sin) if cache is None else (cos[start:], sin[start:])
+        # Token by token, one table serves until it is twice as long.
+        length = end if cache is None else 1 << (end - 1).bit_length()
+        cos, sin = rotation(self.config, self.head_dim, length, x.device, x.dtype)
+        turns = (cos, sin) if cache is None else (cos[start:end], sin[start:end])
         for index, layer in enumerate(self.layers):
             x = layer(x, *turns, *layer_caches(cache, index))
         out: Tensor = self.norm(x)

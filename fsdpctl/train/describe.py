@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.config.schema import Config
+from fsdpctl.config.serialize import usual_length
 from fsdpctl.engine.build import divide_module
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import divide
@@ -106,9 +107,8 @@ def _data(run: ResolvedRun) -> str:
 
 def _batch(run: ResolvedRun) -> str:
     plan, train = run.batches, run.config.train
-    shorter = min(len(each.tokens) for each in (run.data.train, run.data.val) if each is not None)
-    auto = _auto(run, "train.seq_len")
-    if auto and shorter <= 2 * train.seq_len:
+    model, auto = run.config.model, _auto(run, "train.seq_len")
+    if auto and train.seq_len < usual_length(model.name, model.max_seq_len):
         auto = " (auto: no more than a part of the data has)"
     passes = "micro-batch" if plan.num_micro_batches == 1 else "micro-batches"
     ranks = "rank" if plan.world_size == 1 else "ranks"
