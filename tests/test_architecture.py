@@ -22,7 +22,7 @@ LAYERS = [
     {"plan", "reading"},
     {"config"},
     {"comm", "models", "data"},
-    {"shards"},
+    {"shards", "passes"},
     {"engine", "optim", "checkpoint", "memory"},
     {"resolve"},
     {"estimate"},

@@ -58,3 +58,30 @@ def _refuse_difference(ours: Sequence[str], collectives: Collectives) -> NoRetur
         "the ranks were given different models or settings: "
         f"rank 0 has {first}, rank {other} has {second}"
     )
+
+
+def agree_on_forwards(
+    collectives: Collectives, takes_part: Sequence[bool], *, same_under: str | None
+) -> Sequence[bool]:
+    """Of forwards, numbered alike on all ranks, which take part in a backward on any. Collective.
+
+    Args:
+        collectives: the ranks.
+        takes_part: here, or nothing where that is not known.
+        same_under: the strategy under which ranks must go through the same ones.
+
+    Raises:
+        EngineError: they do not, and would gather different units.
+    """
+    found = collectives.gather_objects(list(takes_part))
+    if not all(found):
+        return [True] * max(map(len, found))
+    if same_under and any(each != found[0] for each in found):
+        numbers = [[n for n, is_part in enumerate(each, 1) if is_part] for each in found]
+        other = next(rank for rank, each in enumerate(found) if each != found[0])
+        raise EngineError(
+            f"of {len(takes_part)} forwards, backward goes through {numbers[0]} on rank 0 and "
+            f"through {numbers[other]} on rank {other}: under {same_under} all ranks must go "
+            "through the same ones (add the others' loss times zero)"
+        )
+    return [any(each) for each in zip(*found, strict=True)]

@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import ShardedUnit
+from fsdpctl.passes.backward import in_backward
 
 
 def _made_from(outputs: object, inputs: "_Inputs") -> list[Tensor]:
@@ -68,8 +69,9 @@ def hook_root(module: nn.Module, runtime: Runtime, param_dtype: torch.dtype | No
     def after(module: nn.Module, args: Any, outputs: Any) -> None:
         if id(module) != own:
             return
+        forward = None if in_backward() else runtime.calls.running
         for made in _made_from(outputs, _Inputs()):
-            made.register_hook(lambda gradient: runtime.begin_backward())
+            made.register_hook(lambda gradient: runtime.begin_backward(forward))
         runtime.end_forward()
 
     runtime.hooks += [
@@ -96,9 +98,12 @@ def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
             return
         own, given = _made_from(outputs, given), _Inputs()
         if own:
-            call = runtime.open_call(unit)
+            call = None if in_backward() else runtime.calls.open(unit.name)
             for made in own:
-                made.register_hook(lambda gradient: runtime.begin_unit_backward(unit, call))
+                witness = None if call is None else call.forward.witness(made)
+                made.register_hook(
+                    lambda gradient, _=witness: runtime.begin_unit_backward(unit, call)
+                )
         runtime.end_unit(unit)
 
     runtime.hooks += [

@@ -13,14 +13,16 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from fsdpctl.comm.mesh import Mesh
-from fsdpctl.engine.backward import OutermostBackward, in_backward
-from fsdpctl.engine.calls import Call, Calls
+from fsdpctl.engine.agreement import agree_on_forwards
 from fsdpctl.engine.gatherer import Gatherer
 from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.renewal import Renewal
 from fsdpctl.engine.trained import Trained
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.errors import EngineError
+from fsdpctl.passes.backward import OutermostBackward, in_backward
+from fsdpctl.passes.calls import Call, Calls
+from fsdpctl.passes.forward import Forward
 from fsdpctl.plan.schedule import EventKind, Prefetch, UnitOrder, all_following
 from fsdpctl.plan.strategy import Strategy
 
@@ -55,7 +57,7 @@ class Runtime:
         self.when_all_is_sent: Callable[[], None] = lambda: None  # the last reduction has begun
         self.holds_back = False  # whether there is something that no backward has reduced
         self.lost_gradients = False  # an exception dropped gradients that were there
-        self._calls = Calls()
+        self.calls = Calls()
         self.backward = OutermostBackward()
         self._learns_order = strategy.shards_params  # others reduce as planned on every rank
         self._num_closed = 0  # units whose backward is over, in the order of reduction
@@ -102,7 +104,7 @@ class Runtime:
             self.recover()
         self.trained.refuse_changes()
         self.renewal.begin_forward()
-        self._calls.begin_forward(tracks=torch.is_grad_enabled())
+        self.calls.begin_forward(tracks=torch.is_grad_enabled())
         for unit in self.units.values():
             unit.is_running = False
         if not self.has_pending_prefetch:
@@ -121,7 +123,7 @@ class Runtime:
         self.gatherer.use(unit, self._forward_ahead[unit.name])
         self.renewal.begin_unit(unit.name)
         unit.is_running = True
-        self._calls.ran(unit.name, tracks=torch.is_grad_enabled())
+        self.calls.ran(unit.name, tracks=torch.is_grad_enabled())
         self.ledger.note(EventKind.FORWARD, unit.name)
         self.ledger.ranges.begin("forward", unit.name)
 
@@ -139,32 +141,38 @@ class Runtime:
 
     def end_forward(self) -> None:
         """The outermost module has ended."""
+        self.calls.end_forward()
         if not torch.is_grad_enabled():
             self.gatherer.release(self.root)
 
     # ---- backward ------------------------------------------------------------------------
 
-    def begin_backward(self) -> None:
-        """The first gradient of a backward is there, as a rule that of the outermost output."""
+    def begin_backward(self, first: Forward | None = None) -> None:
+        """The first gradient of a backward is there, as a rule that of the outermost output.
+
+        `first`: the forward that it belongs to; None where that ran within a backward.
+        """
         if self.backward.has_failed:
             self.lost_gradients = True
             self.recover()
         if not self.backward.has_begun:
             self.backward.begin(self.end_backward)
+            self.calls.begin_backward(first, self._agree)
         self.gatherer.use(self.root)
 
-    def open_call(self, unit: ShardedUnit) -> Call | None:
-        """A unit's forward makes something whose gradient will come; None within a backward."""
-        return None if in_backward() else self._calls.open(unit.name)
+    def _agree(self, takes_part: Sequence[bool]) -> Sequence[bool]:
+        same = self.strategy.name if self.strategy.reshard_after_forward else None
+        return agree_on_forwards(self.mesh.world, takes_part, same_under=same)
 
     def begin_unit_backward(self, unit: ShardedUnit, call: Call | None) -> None:
         """The gradient of one of a call's outputs is there."""
         if not self.backward.is_live:
-            self.begin_backward()  # the loss does not come from the outermost module's output
+            # The loss does not come from the outermost module's output.
+            self.begin_backward(None if call is None else call.forward)
         self.ledger.ranges.end()  # what came before
         over: list[ShardedUnit] = []
         if self.backward.is_running_here and call is not None:
-            self._calls.begin(call)
+            self.calls.begin(call)
             over = list(self._over_before(unit, call))
         # Room is made, and what comes next is on its way, before the gradients of the last one are
         # sent. Those before it are sent at once: others may need them before they gather on.
@@ -184,14 +192,14 @@ class Runtime:
         """The backward of `unit` begins: the units whose own is over with that."""
         for number in range(self._num_closed, len(self._reduction)):
             other = self._reduction[number]
-            if other is unit or not self._calls.is_over(other.name, call):
+            if other is unit or not self.calls.is_over(other.name, call):
                 return
             yield other
 
     def _let_go(self, unit: ShardedUnit) -> None:
         """The unit's parameters are no longer needed."""
         self._num_closed += 1
-        if unit.name in self._calls.order and not unit.was_used_in_backward:
+        if unit.name in self.calls.order and not unit.was_used_in_backward:
             self._gather_like_others(unit)
         unit.was_used_in_backward = False
         self.gatherer.release(unit)
@@ -221,14 +229,14 @@ class Runtime:
             self.reducer.finish()
         self.ledger.note(EventKind.LEAVE, self.root.name)
         self.holds_back, self._num_closed = not self.reduces, 0
-        self._calls.end_backward(keeps_graph=self.backward.keeps_graph())
+        self.calls.end_backward(keeps_graph=self.backward.keeps_graph())
         self.backward.end()
         self._settle_order()
         self.trained.refuse_strays()
 
     def _settle_order(self) -> None:
         """After a backward through all units: plan them in the order in which they really ran."""
-        seen = tuple(self._calls.order)
+        seen = tuple(self.calls.order)
         if not self._learns_order or set(seen) != set(self.order.forward):
             return
         self._learns_order = False
@@ -248,7 +256,7 @@ class Runtime:
         self.ledger.ranges.end_all()
         self.reducer.abandon()
         self.gatherer.rest()
-        self._calls.forget()
+        self.calls.forget()
         self.holds_back = False
         self._num_closed = 0
         self.backward.end()

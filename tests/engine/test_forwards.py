@@ -1,0 +1,200 @@
+"""Several forwards before a backward, and outputs that stay: which of them takes part is known."""
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.shard import shard_model
+from fsdpctl.errors import EngineError
+from fsdpctl.plan.schedule import Event, EventKind
+from tests.distributed import distributed
+from tests.engine.models import OddNet, make_net, token_batches
+from tests.engine.test_failures import as_tensor
+
+K = EventKind
+Loss = Callable[[nn.Module, list[Tensor], int], None]
+
+
+def _loss(module: nn.Module, tokens: Tensor) -> Tensor:
+    return as_tensor(module(tokens)).square().mean()
+
+
+def one(module: nn.Module, batches: list[Tensor], rank: int) -> None:
+    _loss(module, batches[0]).backward()
+
+
+def together(module: nn.Module, batches: list[Tensor], rank: int) -> None:
+    (_loss(module, batches[0]) * _loss(module, batches[1])).backward()
+
+
+def first_of_two(module: nn.Module, batches: list[Tensor], rank: int) -> None:
+    """The other's output is alive all the time."""
+    first, _other = _loss(module, batches[0]), _loss(module, batches[1])
+    first.backward()
+
+
+def one_by_one(module: nn.Module, batches: list[Tensor], rank: int) -> None:
+    first, second = _loss(module, batches[0]), _loss(module, batches[1])
+    second.backward()
+    first.backward()
+
+
+def by_rank(module: nn.Module, batches: list[Tensor], rank: int) -> None:
+    """Of three forwards, ranks go back through different ones."""
+    losses = [_loss(module, batch) for batch in batches]
+    (losses[rank] + losses[2]).backward()
+
+
+def kept_from_before(module: nn.Module, batches: list[Tensor], rank: int) -> None:
+    """An output of a forward whose backward came later than another's."""
+    before = _loss(module, batches[0])
+    _loss(module, batches[1]).backward()
+    _loss(module, batches[2]).backward()
+    before.backward()
+
+
+def within_a_checkpoint(module: nn.Module, batches: list[Tensor], rank: int) -> None:
+    """One forward runs again within the backward that goes through the other."""
+    plain = _loss(module, batches[0])
+    scale = torch.ones((), requires_grad=True)
+    again = checkpoint(lambda scale: scale * _loss(module, batches[1]), scale, use_reentrant=True)
+    (plain + as_tensor(again)).backward()
+
+
+def hidden_states(module: nn.Module, batches: list[Tensor], rank: int) -> None:
+    """Losses of outputs within the module, of which one is made of parameters alone."""
+    kept: list[Tensor] = []
+    net = module.module if isinstance(module, ShardedModel) else module
+    assert isinstance(net, OddNet)
+    hooks = [
+        each.register_forward_hook(lambda _module, _args, out: kept.append(out))
+        for each in (net.embed, net.blocks[2])
+    ]
+    for batch in batches[:2]:
+        module(batch)
+    for hook in hooks:
+        hook.remove()
+    (kept[0].square().mean() + kept[3].square().mean()).backward()
+
+
+LOSSES: list[Loss] = [
+    together,
+    first_of_two,
+    one_by_one,
+    kept_from_before,
+    within_a_checkpoint,
+    hidden_states,
+]
+
+
+def _plain_gradients(loss: Loss, batches: list[list[Tensor]]) -> dict[str, Tensor]:
+    """The mean over ranks, computed in one process."""
+    total: dict[str, Tensor] = {}
+    for rank, own in enumerate(batches):
+        net = make_net(tied=False)
+        loss(net, own, rank)
+        for name, param in net.named_parameters():
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            total[name] = total.get(name, torch.zeros_like(param)) + grad / len(batches)
+    return total
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@distributed(world_size=2)
+def test_gradients_are_those_of_one_process(rank: int, world_size: int, strategy: str) -> None:
+    batches = token_batches(1, world_size, micro_steps=3)[0]
+    # Where parameters are gathered, ranks that go through different forwards are told.
+    for loss in LOSSES if strategy == "full_shard" else [*LOSSES, by_rank]:
+        expected = _plain_gradients(loss, batches)
+        model = shard_model(make_net(tied=False), strategy)
+        loss(model, batches[rank], rank)
+        model.sync_gradients()
+        for shard in model.flat_shards():
+            for piece in shard.held_pieces():
+                ours = shard.view(as_tensor(shard.grad), piece.in_flat)
+                theirs = expected[piece.param.name].flatten()
+                part = theirs[piece.in_param.start : piece.in_param.stop]
+                assert torch.allclose(ours, part, atol=1e-6), (loss.__name__, piece.param.name)
+
+
+def _reductions_before_the_last_block(events: list[Event]) -> int:
+    """How many units' gradients are on their way when the backward of the first unit begins."""
+    last = max(i for i, event in enumerate(events) if event.kind is K.BACKWARD)
+    return sum(event.kind is K.REDUCE for event in events[:last])
+
+
+@distributed(world_size=2)
+def test_reductions_are_as_early_as_after_one_forward(rank: int, world_size: int) -> None:
+    batches = token_batches(1, world_size, micro_steps=3)[0][rank]
+    found = {}
+    for loss in (one, together, first_of_two):
+        model = shard_model(make_net(tied=False), "full_shard")
+        with model.recorded_events() as events:
+            loss(model, batches, rank)
+        found[loss.__name__] = _reductions_before_the_last_block(events)
+    assert found["one"] > 4
+    assert found["together"] == found["first_of_two"] == found["one"]
+
+
+@distributed(world_size=2)
+def test_ranks_that_gather_differently_are_told(rank: int, world_size: int) -> None:
+    batches = token_batches(1, world_size, micro_steps=3)[0][rank]
+    model = shard_model(make_net(tied=False), "full_shard")
+    with pytest.raises(EngineError, match=r"of 3 forwards, .* \[1, 3\] on rank 0 and .* \[2, 3\]"):
+        by_rank(model, batches, rank)
+    model.zero_grad()
+    one(model, batches, rank)
+    model.sync_gradients()
+
+
+@distributed(world_size=2)
+def test_an_output_that_is_kept_delays_nothing(rank: int, world_size: int) -> None:
+    batches = token_batches(1, world_size, micro_steps=2)[0][rank]
+    model = shard_model(make_net(tied=False), "full_shard")
+    _kept = model(batches[0])
+    found = []
+    for _ in range(2):
+        with model.recorded_events() as events:
+            one(model, batches[1:], rank)
+        found.append(_reductions_before_the_last_block(events))
+    assert found[0] == found[1] > 4
+
+
+@distributed(world_size=2)
+def test_a_graph_goes_with_its_outputs(rank: int, world_size: int) -> None:
+    """Nothing that tells forwards apart keeps activations alive."""
+    model = shard_model(make_net(tied=False), "full_shard")
+    alive: list[weakref.ref[object]] = []
+
+    class Watched(torch.autograd.Function):
+        """A node that can be watched."""
+
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, *gradients: Tensor) -> Tensor:
+            return gradients[0]
+
+    def watch(_module: nn.Module, _args: object, out: Tensor) -> Tensor:
+        made = as_tensor(Watched.apply(out))
+        alive.append(weakref.ref(made.grad_fn))
+        return made
+
+    model.module.get_submodule("blocks.2").register_forward_hook(watch)
+    gc.disable()
+    try:
+        for tokens in token_batches(1, world_size, micro_steps=3)[0][rank]:
+            output = model(tokens)
+            assert alive[-1]() is not None
+            del output
+            assert alive[-1]() is None
+    finally:
+        gc.enable()
