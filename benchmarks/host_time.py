@@ -92,11 +92,13 @@ class OneCallEach(ProcessGroupCollectives):
         all_gather_single(whole, source, group=self.gather_group)
         return Handle(lambda: whole)
 
+    exchanges = False
+
     def sends_in_place(self, parts: Any) -> bool:
         """One buffer has all."""
         return False
 
-    def reduce_scatter(self, gradients: Stretches, parts: Any) -> Reduction:
+    def reduce_scatter(self, gradients: Stretches, parts: Any, dtype: torch.dtype) -> Reduction:
         """Into this rank's part."""
         ((_, whole),) = gradients
         own: Span = parts[self.rank]

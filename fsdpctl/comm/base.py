@@ -69,12 +69,19 @@ class Collectives(Protocol):
         ...
 
     @property
+    def exchanges(self) -> bool:
+        """Whether `reduce_scatter` takes one stretch in another dtype than it adds in."""
+        ...
+
+    @property
     def adds_whole(self) -> bool:
         """Whether whole gradients are better added by `start_all_reduce`."""
         ...
 
-    def reduce_scatter(self, gradients: Stretches, parts: Sequence[Span]) -> Reduction:
-        """Start to add up the ranks' gradients, of which each gets its part.
+    def reduce_scatter(
+        self, gradients: Stretches, parts: Sequence[Span], dtype: torch.dtype
+    ) -> Reduction:
+        """Start to add up the ranks' gradients in `dtype`, of which each gets its part.
 
         The stretches are alike on every rank, spans and dtypes.
         """
@@ -124,12 +131,16 @@ class LocalCollectives:
         """Nothing is sent."""
         return False
 
+    exchanges = False
+
     @property
     def adds_whole(self) -> bool:
         """One rank has nothing to add."""
         return False
 
-    def reduce_scatter(self, gradients: Stretches, parts: Sequence[Span]) -> Reduction:
+    def reduce_scatter(
+        self, gradients: Stretches, parts: Sequence[Span], dtype: torch.dtype
+    ) -> Reduction:
         """The only rank's part is everything."""
         ((_, whole),) = gradients
         return InPlace(Handle(lambda: whole))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdpctl.comm.base import Handle, Reduction, Stretches
+from fsdpctl.comm.contributions import Contributions, within
 from fsdpctl.comm.process_group import (
     ProcessGroupCollectives,
     all_gather_single,
@@ -22,7 +23,6 @@ from fsdpctl.comm.process_group import (
 )
 from fsdpctl.plan.layout import Span, are_even
 from fsdpctl.plan.transport import (
-    ADDED_AT_A_TIME,
     ALL_REDUCED_TOGETHER,
     MAX_DIRECT_RANKS,
     Transport,
@@ -34,6 +34,8 @@ from fsdpctl.plan.transport import (
 
 class GlooCollectives(ProcessGroupCollectives):
     """Collectives on the CPU, overlapped by gloo's own threads."""
+
+    exchanges = False  # among few ranks all stretches are; gloo adds in the dtype it is given
 
     def __init__(self, groups: Sequence[Sequence[int]] | None = None) -> None:
         """Join the ranks of one of `groups`, which together are all ranks; None: all ranks."""
@@ -61,7 +63,9 @@ class GlooCollectives(ProcessGroupCollectives):
         """Between two ranks."""
         return adds_whole(Transport.GLOO, self.size)
 
-    def reduce_scatter(self, gradients: Stretches, parts: Sequence[Span]) -> Reduction:
+    def reduce_scatter(
+        self, gradients: Stretches, parts: Sequence[Span], dtype: torch.dtype
+    ) -> Reduction:
         """By messages from rank to rank; among many by gloo's reduce-scatter."""
         _, first = gradients[0]
         workspace = first.new_empty(reduce_workspace(Transport.GLOO, parts, self.rank))
@@ -71,11 +75,11 @@ class GlooCollectives(ProcessGroupCollectives):
             rows: list[Tensor | None] = list(received.unbind())
             rows.insert(self.rank, None)
             works = self._receive(rows, gradients, own) + self._send(gradients, parts)
-            return _Exchange(gradients, own, rows, self._wait(works))
+            return Contributions(gradients, own, rows, self._wait(works))
         ((_, whole),) = gradients
         work = reduce_scatter_single(workspace, whole, group=self.reduce_group, async_op=True)
         assert isinstance(work, dist.Work)
-        return _Exchange(gradients, own, [workspace], self._wait([work]))
+        return Contributions(gradients, own, [workspace], self._wait([work]))
 
     def _receive(
         self, rows: Sequence[Tensor | None], gradients: Stretches, own: Span
@@ -85,7 +89,7 @@ class GlooCollectives(ProcessGroupCollectives):
             for span, _ in gradients if row is not None else ():
                 both = span.intersect(own)
                 if both is not None:
-                    target = _within(row, own, both)
+                    target = within(row, own, both)
                     works.append(dist.irecv(target, group=self.reduce_group, group_src=source))
         return [work for work in works if work is not None]
 
@@ -95,7 +99,7 @@ class GlooCollectives(ProcessGroupCollectives):
             for span, values in gradients if target != self.rank else ():
                 both = span.intersect(part)
                 if both is not None:
-                    sent = _within(values, span, both)
+                    sent = within(values, span, both)
                     works.append(dist.isend(sent, group=self.reduce_group, group_dst=target))
         return [work for work in works if work is not None]
 
@@ -136,56 +140,6 @@ class GlooCollectives(ProcessGroupCollectives):
             works.append(dist.all_reduce(values, group=self.reduce_group, async_op=True))
 
 
-class _Exchange:
-    """What each rank contributes to this rank's part, on its way."""
-
-    def __init__(
-        self,
-        gradients: Stretches,
-        own: Span,
-        rows: Sequence[Tensor | None],
-        wait: Callable[[], None],
-    ) -> None:
-        """`rows` are the contributions in rank order; None is this rank's, in `gradients`."""
-        self.workspace_nbytes = sum(row.nbytes for row in rows if row is not None)
-        self._gradients = gradients
-        self._own = own
-        self._rows = rows
-        self.wait = wait
-
-    def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
-        """Add in rank order, a chunk that stays in the cache at a time."""
-        self.wait()
-        end = self._own.start
-        for span, values in self._gradients:
-            both = span.intersect(self._own)
-            if both is not None:
-                out[end - self._own.start : both.start - self._own.start].zero_()
-                end = both.stop
-                contributions = [
-                    _within(values, span, both) if row is None else _within(row, self._own, both)
-                    for row in self._rows
-                ]
-                _add_up(contributions, _within(out, self._own, both), scale, dtype)
-        out[end - self._own.start :].zero_()
-
-
 def _wait_for(works: list[dist.Work]) -> None:
     while works:
         works.pop().wait()
-
-
-def _within(values: Tensor | None, span: Span, wanted: Span) -> Tensor:
-    """The elements `wanted` in `values`, which has `span`."""
-    assert values is not None
-    return values[wanted.start - span.start : wanted.stop - span.start]
-
-
-def _add_up(contributions: Sequence[Tensor], out: Tensor, scale: float, dtype: torch.dtype) -> None:
-    for start in range(0, len(out), ADDED_AT_A_TIME):
-        chunk = slice(start, start + ADDED_AT_A_TIME)
-        first, *others = (each[chunk] for each in contributions)
-        total = first.to(dtype)
-        for each in others:
-            total = total + each if total is first else total.add_(each)
-        torch.mul(total, scale, out=out[chunk])  # last, since `out` may be one of them

@@ -1,12 +1,14 @@
 """Collectives over NCCL."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdpctl.comm.base import Handle, InPlace, Reduction, Stretches
+from fsdpctl.comm.contributions import Contributions
 from fsdpctl.comm.process_group import (
     ProcessGroupCollectives,
     all_gather_single,
@@ -27,6 +29,7 @@ class NcclCollectives(ProcessGroupCollectives):
     """
 
     _device_type = "cuda"
+    exchanges = True
 
     def __init__(self, device: torch.device, groups: Sequence[Sequence[int]] | None = None) -> None:
         """Join one of `groups`; None: all ranks.
@@ -72,10 +75,14 @@ class NcclCollectives(ProcessGroupCollectives):
         """NCCL knows best how."""
         return adds_whole(Transport.NCCL, self.size)
 
-    def reduce_scatter(self, gradients: Stretches, parts: Sequence[Span]) -> Reduction:
-        """On the reduce stream, in place."""
+    def reduce_scatter(
+        self, gradients: Stretches, parts: Sequence[Span], dtype: torch.dtype
+    ) -> Reduction:
+        """On the reduce stream: in place, or where it is sent in another dtype by the owners."""
         ((_, whole),) = gradients
         own = parts[self.rank]
+        if whole.dtype != dtype:
+            return self._exchange(gradients, parts)
         part = whole[own.start : own.stop]
         self.reduce_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.reduce_stream):
@@ -92,6 +99,24 @@ class NcclCollectives(ProcessGroupCollectives):
             done = self.reduce_stream.record_event()
         return InPlace(self._after(done, part))
 
+    def _exchange(self, gradients: Stretches, parts: Sequence[Span]) -> Reduction:
+        """Each rank gets what the others have of its part, and adds in rank order."""
+        ((_, whole),) = gradients
+        own = parts[self.rank]
+        received = whole.new_empty(self.size * own.numel)
+        self.reduce_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.reduce_stream):
+            dist.all_to_all_single(
+                received,
+                whole,
+                [own.numel] * self.size,
+                [part.numel for part in parts],
+                group=self.reduce_group,
+            )
+            done = self.reduce_stream.record_event()
+        rows = received.view(self.size, own.numel).unbind()
+        return Contributions(gradients, own, rows, partial(self._wait, done))
+
     def start_all_reduce(self, values: Tensor, *, at_once: bool = True) -> Handle:
         """On the reduce stream, always at once."""
         self.reduce_stream.wait_stream(torch.cuda.current_stream())
@@ -102,7 +127,10 @@ class NcclCollectives(ProcessGroupCollectives):
 
     def _after(self, done: torch.cuda.Event, result: Tensor) -> Handle:
         def finish() -> Tensor:
-            self.waits.around(lambda: torch.cuda.current_stream().wait_event(done))
+            self._wait(done)
             return result
 
         return Handle(finish)
+
+    def _wait(self, done: torch.cuda.Event) -> None:
+        self.waits.around(lambda: torch.cuda.current_stream().wait_event(done))

@@ -148,6 +148,13 @@ class PrecisionConfig:
     param_dtype: str | None = key(None, "of compute and gathers", choices=DTYPES, auto=True)
     reduce_dtype: str | None = key(None, "of gradient reduction", choices=DTYPES, auto=True)
     master_dtype: str | None = key(None, "of what the optimizer updates", choices=DTYPES, auto=True)
+    # Auto: over gloo param_dtype where that is narrower, over NCCL reduce_dtype.
+    wire_dtype: str | None = key(None, "of gradients between ranks", choices=DTYPES, auto=True)
+
+    @property
+    def dtypes(self) -> tuple[str | None, ...]:
+        """All of them, in the order above."""
+        return self.param_dtype, self.reduce_dtype, self.master_dtype, self.wire_dtype
 
 
 @dataclass(frozen=True, slots=True)

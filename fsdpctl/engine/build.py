@@ -183,9 +183,16 @@ def _make_reducer(
     )
     of_name = {unit.name: unit for unit in units}
     in_order = [of_name[name] for name in division.order.reduction]
-    narrows = builder.strategy.shards_params
     early = division.order.reduced_early
-    return GradientReducer(in_order, mesh, dtypes, plan, early=early, narrows=narrows)
+    return GradientReducer(
+        in_order,
+        mesh,
+        dtypes,
+        plan,
+        early=early,
+        wire_dtype=builder.precision.wire_dtype,
+        narrows=builder.strategy.shards_params,
+    )
 
 
 def divide_module(module: nn.Module, classes: Sequence[str] | None) -> tuple[UnitSpec, ...]:

@@ -18,6 +18,9 @@ class Precision:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
+    # Of the gradients of one backward, between ranks that each add up a part of the parameters.
+    # None: over gloo as autograd made them, over NCCL the dtype that they are added in.
+    wire_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.reduce_dtype == torch.float16:

@@ -54,12 +54,14 @@ class GradientReducer:
         plan: Reductions,
         *,
         early: Collection[str],
+        wire_dtype: torch.dtype | None,
         narrows: bool,
     ) -> None:
         """`early`: the units whose reduction others' backward follows.
 
-        `narrows`: gradients of one backward may be sent in the parameters' dtype. Only where all
-        ranks go through the same backwards, because what was held has another.
+        `wire_dtype`: of gradients of one backward; None: what loses nothing and serves the backend.
+        `narrows`: it may be another than they are added in. Only where all ranks go through the
+        same backwards, because what was held has that.
         """
         self.units = tuple(units)  # in the order of reduction
         self._mesh = mesh
@@ -67,6 +69,7 @@ class GradientReducer:
         self.ledger = Ledger()
         self._plan = plan
         self._early = early
+        self._wire_dtype = wire_dtype
         self._narrows = narrows
         self._next = 0
         self._reducing: deque[_Reducing] = deque()
@@ -80,7 +83,7 @@ class GradientReducer:
     def hold(self, unit: ShardedUnit) -> None:
         """Add the gradients that have arrived to those that wait for a later backward."""
         for index, buffer in enumerate(unit.trained_buffers):
-            self._hold(unit, index, buffer)
+            self._hold(unit, index, buffer, self.dtype_of(buffer))
         self.ledger.note(EventKind.HOLD, unit.name)
 
     @torch.no_grad()
@@ -153,25 +156,34 @@ class GradientReducer:
         Messages are alike on every rank, whether it held gradients back or not.
         """
         is_split = not buffer.shard.is_replicated
-        is_split &= self._mesh.shard.sends_in_place(buffer.layout.parts)
-        if is_split and buffer.held_gradients is None:
-            dtypes = (buffer.whole.dtype, self.dtype_of(buffer))
-            wire = min(dtypes, key=lambda dtype: dtype.itemsize) if self._narrows else dtypes[1]
+        in_place = is_split and self._mesh.shard.sends_in_place(buffer.layout.parts)
+        is_fresh = is_split and buffer.held_gradients is None
+        wire = self._wire(buffer, in_place=in_place) if is_fresh else self.dtype_of(buffer)
+        if in_place and is_fresh:
             gradients = [(span, buffer.take(span, ids, wire)) for span, ids in buffer.stretches]
             nbytes = sum(values.nbytes for _, values in gradients)
             self.ledger.allocate(Buffer.WHOLE_GRADS, unit.name, index, nbytes)
             return gradients, nbytes
-        flat = self._hold(unit, index, buffer)
-        if not is_split:
+        flat = self._hold(unit, index, buffer, wire)
+        if not in_place:
             return [(Span(0, buffer.layout.numel), flat)], flat.nbytes
         return [(span, flat[span.start : span.stop]) for span, _ in buffer.stretches], flat.nbytes
+
+    def _wire(self, buffer: UnitBuffer, *, in_place: bool) -> torch.dtype:
+        """In which gradients of one backward are sent to the owners of their parts."""
+        added_in = self.dtype_of(buffer)
+        if not self._narrows or not (in_place or self._mesh.shard.exchanges):
+            return added_in
+        if self._wire_dtype or not in_place:
+            return self._wire_dtype or added_in
+        return min(buffer.whole.dtype, added_in, key=lambda dtype: dtype.itemsize)
 
     def _send(self, buffer: UnitBuffer, gradients: Stretches) -> Reduction:
         collectives = self._mesh.shard
         if self._adds_whole(buffer):
             ((_, whole),) = gradients
             return InPlace(collectives.start_all_reduce(whole, at_once=False))
-        return collectives.reduce_scatter(gradients, buffer.layout.parts)
+        return collectives.reduce_scatter(gradients, buffer.layout.parts, self.dtype_of(buffer))
 
     def _adds_whole(self, buffer: UnitBuffer) -> bool:
         return buffer.shard.is_replicated and self._mesh.shard.adds_whole
@@ -271,11 +283,13 @@ class GradientReducer:
         is_kept = pays and buffer.whole.device.type == "cpu"
         return is_kept and self._is_gradient(buffer, self.dtype_of(buffer))
 
-    def _hold(self, unit: ShardedUnit, index: int, buffer: UnitBuffer) -> Tensor:
-        """The whole gradient in one buffer, with all that has arrived."""
+    def _hold(
+        self, unit: ShardedUnit, index: int, buffer: UnitBuffer, dtype: torch.dtype
+    ) -> Tensor:
+        """The whole gradient in one buffer, with all that has arrived; a new one has `dtype`."""
         before, _ = self.scales(buffer)
         if buffer.held_gradients is None:
-            dtype, keeps = self.dtype_of(buffer), self._keeps(unit, buffer)
+            keeps = self._keeps(unit, buffer)
             buffer.held_gradients = buffer.first_gradients(dtype, before, keeps=keeps)
             nbytes = buffer.held_gradients.nbytes
             self.ledger.allocate(Buffer.WHOLE_GRADS, unit.name, index, nbytes)

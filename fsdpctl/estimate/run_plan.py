@@ -37,13 +37,7 @@ def divide(config: Config, units: tuple[UnitSpec, ...]) -> ShardedLayout:
 
 def item_sizes(config: Config) -> Itemsizes:
     """Bytes of one element, for a configuration that is placed."""
-    precision = config.precision
-    return Itemsizes(
-        *(
-            DTYPE_BYTES[str(name)]
-            for name in (precision.param_dtype, precision.reduce_dtype, precision.master_dtype)
-        )
-    )
+    return Itemsizes(*(DTYPE_BYTES[str(name)] for name in config.precision.dtypes))
 
 
 def plan_run(

@@ -6,13 +6,14 @@ from fsdpctl.memory.compute import Part, Place
 from fsdpctl.memory.engine_bytes import MOMENTS, STEP_BYTES, TrainingPlan, plan_slots, planned_step
 from fsdpctl.memory.script import CATEGORY_OF, Category, Writer
 from fsdpctl.plan.layout import FlatLayout, ParamSpec, Span
-from fsdpctl.plan.replay import RankPlace
+from fsdpctl.plan.replay import RankPlace, wire_itemsize
 from fsdpctl.plan.runs import decay_group, optimizer_runs
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.transport import (
     ADDED_AT_A_TIME,
     Transport,
     adds_whole,
+    exchanges,
     gradient_stretches,
     sends_in_place,
 )
@@ -145,10 +146,15 @@ class OwnSteps:
         """What a rank takes that adds gradients itself: a chunk at a time."""
         place, strategy, sizes = self._place, self._plan.strategy, self._plan.sizes
         adds = not strategy.shards_grads and adds_whole(place.transport, place.size)
-        if place.transport is not Transport.GLOO or place.size == 1 or adds:
+        if place.size == 1 or adds:
             return
         layout = self._trained(unit)[index]
         own = layout.parts[place.rank]
+        if place.transport is Transport.NCCL:
+            wire = wire_itemsize(layout, strategy, sizes, place.transport)
+            if strategy.shards_grads and exchanges(place.transport, wire, sizes.reduce):
+                self._writer.pass_through(own.numel * sizes.reduce)
+            return
         stretches = [Span(0, layout.numel)]
         if strategy.shards_grads and sends_in_place(place.transport, layout.parts):
             stretches = [span for span, _ in gradient_stretches(layout)]
@@ -216,9 +222,8 @@ class OwnSteps:
         return is_there and is_alone and not scales and sizes.param == sizes.reduce
 
     def _send_from_place(self, unit: str, layout: FlatLayout) -> list[int]:
-        sizes = self._plan.sizes
-        narrows = self._plan.strategy.shards_params
-        itemsize = min(sizes.param, sizes.reduce) if narrows else sizes.reduce
+        plan, sizes = self._plan, self._plan.sizes
+        itemsize = wire_itemsize(layout, plan.strategy, sizes, self._place.transport)
         keys = []
         for span, indices in gradient_stretches(layout):
             name = layout.params[indices[0]].name

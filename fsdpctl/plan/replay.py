@@ -10,6 +10,7 @@ from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.transport import (
     Transport,
     adds_whole,
+    exchanges,
     gradient_stretches,
     reduce_workspace,
     sends_in_place,
@@ -25,6 +26,21 @@ class Itemsizes:
     param: int  # gathered, and computed with
     reduce: int  # gradients while they are added over ranks
     master: int  # what the optimizer updates, its states, and reduced gradients
+    wire: int | None = None  # gradients of one backward on their way; None: what the transport does
+
+
+def wire_itemsize(
+    layout: FlatLayout, strategy: Strategy, sizes: Itemsizes, transport: Transport
+) -> int:
+    """Bytes of an element of one backward's gradients, where each rank gets its part of the sum.
+
+    What ranks keep whole may differ in what was held back before; it has the dtype of the sum.
+    """
+    if not strategy.shards_params:
+        return sizes.reduce
+    if sends_in_place(transport, layout.parts):
+        return sizes.wire or min(sizes.param, sizes.reduce)
+    return sizes.wire or sizes.reduce if transport is Transport.NCCL else sizes.reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +106,13 @@ def unit_bytes(
         if not strategy.shards_grads and adds_whole(place.transport, place.size):
             workspace = 0
         held = fresh = Sending(layout.numel * sizes.reduce, workspace * sizes.reduce)
-        if strategy.shards_grads and sends_in_place(place.transport, layout.parts):
-            sent = sum(span.numel for span, _ in gradient_stretches(layout))
-            narrow = min(sizes.param, sizes.reduce)
-            itemsize = narrow if strategy.shards_params else sizes.reduce
-            fresh = Sending(sent * itemsize, workspace * itemsize)
+        if strategy.shards_grads:
+            itemsize = wire_itemsize(layout, strategy, sizes, place.transport)
+            if sends_in_place(place.transport, layout.parts):
+                sent = sum(span.numel for span, _ in gradient_stretches(layout))
+                fresh = Sending(sent * itemsize, workspace * itemsize)
+            elif exchanges(place.transport, itemsize, sizes.reduce):
+                fresh = Sending(layout.numel * itemsize, layout.numel * itemsize)
         keeps = place.size == 1 or not strategy.shards_grads
         in_place = keeps and sizes.reduce == sizes.master
         return FlatBytes(fresh, held, kept * sizes.master, in_place)

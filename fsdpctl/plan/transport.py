@@ -36,6 +36,14 @@ def adds_whole(transport: Transport, size: int) -> bool:
     return transport is Transport.NCCL or size == 2
 
 
+def exchanges(transport: Transport, wire: int, reduce: int) -> bool:
+    """Whether ranks send each other one flat buffer and add themselves.
+
+    NCCL adds in the dtype that it sends; one with fewer bytes is added by the owner of each part.
+    """
+    return transport is Transport.NCCL and wire < reduce
+
+
 def reduce_workspace(transport: Transport, parts: Sequence[Span], rank: int) -> int:
     """Elements that a reduce-scatter over `parts` allocates on `rank`; NCCL works in place."""
     own, size = parts[rank].numel, len(parts)

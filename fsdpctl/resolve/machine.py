@@ -8,6 +8,7 @@ import torch
 
 from fsdpctl.config.schema import Config, PrecisionConfig, StrategyConfig
 from fsdpctl.errors import UsageError
+from fsdpctl.memory.engine_bytes import DTYPE_BYTES
 from fsdpctl.plan.strategy import get_strategy, ranks_per_copy
 
 HERE = "here"
@@ -97,11 +98,15 @@ def _with_precision(config: Config) -> Config:
     bf16 = on_cuda and (
         not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
     )
+    param_dtype = given.param_dtype or ("bfloat16" if bf16 else "float32")
+    reduce_dtype = given.reduce_dtype or "float32"
+    narrow = min(param_dtype, reduce_dtype, key=lambda dtype: DTYPE_BYTES[dtype])
     precision = PrecisionConfig(
         given.name,
-        given.param_dtype or ("bfloat16" if bf16 else "float32"),
-        given.reduce_dtype or "float32",
+        param_dtype,
+        reduce_dtype,
         given.master_dtype or "float32",
+        given.wire_dtype or (reduce_dtype if on_cuda else narrow),
     )
     return replace(config, precision=precision)
 

@@ -40,19 +40,13 @@ def make_model(
 
     With its weights drawn from the seed, or `empty` with zeros, to be filled.
     """
-    precision = config.precision
     given = config.strategy.under(strategy) if strategy else config.strategy
     sharding = Sharding(
         given.name,
         dp_shard_size=given.dp_shard_size,
         owner_map=given.owner_map,
         prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
-        precision=Precision(
-            *(
-                _DTYPES[name or "float32"]
-                for name in (precision.param_dtype, precision.reduce_dtype, precision.master_dtype)
-            )
-        ),
+        precision=Precision(*(_DTYPES[name or "float32"] for name in config.precision.dtypes)),
     )
     draw = partial(initialize_parameter, seed=config.train.seed, config=config.model)
     source = Source(device, is_empty=True) if empty else Source(device, draw)

@@ -162,6 +162,9 @@ def detecting_races(patch: pytest.MonkeyPatch) -> Iterator[RaceDetector]:
     def scatter(own: Tensor, whole: Tensor, **group: Any) -> None:
         found.operation("reduce_scatter", [whole], [own])
 
+    def exchange(received: Tensor, whole: Tensor, *about: Any, **group: Any) -> None:
+        found.operation("all_to_all", [whole], [received])
+
     def in_place(name: str) -> Any:
         class Work:
             def wait(self) -> None:
@@ -186,6 +189,7 @@ def detecting_races(patch: pytest.MonkeyPatch) -> Iterator[RaceDetector]:
     patch.setattr(torch.cuda, "stream", found.on)
     patch.setattr(nccl, "all_gather_single", gather)
     patch.setattr(nccl, "reduce_scatter_single", scatter)
+    patch.setattr(dist, "all_to_all_single", exchange)
     for name in ("all_reduce", "broadcast", "reduce"):
         patch.setattr(dist, name, in_place(name))
     patch.setattr(Slot, "give_back", gives_back)

@@ -49,10 +49,10 @@ class SleepyCollectives(NcclCollectives):
             torch.cuda._sleep(SLEEP_CYCLES)
         return super().all_gather(whole, parts, shard)
 
-    def reduce_scatter(self, gradients, parts):
+    def reduce_scatter(self, gradients, parts, dtype):
         with torch.cuda.stream(self.reduce_stream):
             torch.cuda._sleep(SLEEP_CYCLES)
-        return super().reduce_scatter(gradients, parts)
+        return super().reduce_scatter(gradients, parts, dtype)
 
 
 def forced(

@@ -94,7 +94,9 @@ class DelayedCollectives(LocalCollectives):
 
         return Handle(finish)
 
-    def reduce_scatter(self, gradients: Stretches, parts: Sequence[Span]) -> Reduction:
+    def reduce_scatter(
+        self, gradients: Stretches, parts: Sequence[Span], dtype: torch.dtype
+    ) -> Reduction:
         """Ready after a while."""
         wait, ((_, whole),) = self.clock.start("reduce"), gradients
 

@@ -38,29 +38,39 @@ class Case:
     holds: bool = False  # accumulation that communicates once
     recomputes: bool = False
     bf16: bool = False
+    narrow: bool = False  # bf16 on the wire, added in fp32
     owner_map: str = "even"
 
     def __str__(self) -> str:
         words = [self.strategy, f"depth {self.depth}", self.owner_map]
-        switches = ("holds", "recomputes", "bf16")
+        switches = ("holds", "recomputes", "bf16", "narrow")
         return ", ".join(words + [name for name in switches if getattr(self, name)])
 
 
-CASES = [
-    Case(strategy, depth, holds, recomputes, bf16)
-    for strategy in STRATEGIES
-    for depth in ((0, 1, 2) if STRATEGIES[strategy].shards_params else (1,))
-    for holds in (False, True)
-    for recomputes in (False, True)
-    for bf16 in (False, True)
-] + [
-    Case("shard_optimizer", bf16=bf16, owner_map=owner_map)
-    for owner_map in ("round_robin", "balanced")
-    for bf16 in (False, True)
-]
+CASES = (
+    [
+        Case(strategy, depth, holds, recomputes, bf16)
+        for strategy in STRATEGIES
+        for depth in ((0, 1, 2) if STRATEGIES[strategy].shards_params else (1,))
+        for holds in (False, True)
+        for recomputes in (False, True)
+        for bf16 in (False, True)
+    ]
+    + [
+        Case("shard_optimizer", bf16=bf16, owner_map=owner_map)
+        for owner_map in ("round_robin", "balanced")
+        for bf16 in (False, True)
+    ]
+    + [
+        Case(strategy, holds=holds, bf16=True, narrow=True)
+        for strategy, row in STRATEGIES.items()
+        if row.shards_params
+        for holds in (False, True)
+    ]
+)
 SAMPLE = {
     Case("full_shard", 2, holds=True, recomputes=True, bf16=True),
-    Case("hybrid_shard", bf16=True),
+    Case("hybrid_shard", bf16=True, narrow=True),
     Case("shard_optimizer", bf16=True, owner_map="balanced"),
 }
 
@@ -84,7 +94,10 @@ def made(case: Case) -> ShardedModel:
         Source(device),
         strategy=row,
         prefetch=Prefetch(case.depth, case.depth),
-        precision=Precision(torch.bfloat16 if case.bf16 else None),
+        precision=Precision(
+            torch.bfloat16 if case.bf16 else None,
+            wire_dtype=torch.bfloat16 if case.narrow else None,
+        ),
     )
     return ShardedModel(net, runtime, row)
 

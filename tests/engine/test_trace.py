@@ -37,6 +37,7 @@ def planned_events(
     owner_map: str,
     sizes: Itemsizes,
     row: Strategy | None = None,
+    transport: Transport = Transport.GLOO,
 ) -> tuple[list[Event], ...]:
     """For one step of each kind of accumulation, what happens until the gradients are dropped."""
     mesh = model.mesh
@@ -47,7 +48,7 @@ def planned_events(
     nbytes = {n: sum(each.numel * sizes.param for each in of) for n, of in layouts.items()}
     root, *others = nbytes
     slots = slots_of(strategy, nbytes, root, others, prefetch.depth)
-    place = RankPlace(mesh.shard.rank, mesh.shard.size, mesh.num_replicas, Transport.GLOO)
+    place = RankPlace(mesh.shard.rank, mesh.shard.size, mesh.num_replicas, transport)
     combines = place.combines(strategy)
     of_units = unit_bytes(layouts, slots, strategy, sizes, place)
     stays = place.stays(strategy, sizes)

@@ -1,0 +1,120 @@
+"""What NCCL's collectives are told, and what is made of their results: here gloo answers them."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from unittest import mock
+
+import torch
+
+from fsdpctl.comm import collectives
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.precision import Precision
+from fsdpctl.engine.shard import shard_model
+from fsdpctl.plan.replay import Itemsizes
+from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.plan.transport import Transport
+from tests.distributed import distributed
+from tests.engine.models import make_net, token_batches
+from tests.engine.odd import KINDS
+from tests.engine.races import NcclOnCpu, Stream
+from tests.engine.test_parity import STEPS, WINDOWS, largest_difference, train
+from tests.engine.test_trace import planned_events, recorded_events
+from tests.matrix import WHOLE, cases
+from tests.reference import train_reference
+
+STRATEGY_NAMES = list(STRATEGIES)
+WIRES = [None, torch.bfloat16, torch.float32]
+
+
+@contextmanager
+def nccl_path() -> Iterator[None]:
+    """Models are sharded over the collectives of CUDA, whose streams are one."""
+    stream = Stream()
+    with ExitStack() as stack:
+        for name, value in {
+            "Stream": Stream,
+            "current_device": lambda: 0,
+            "current_stream": lambda *device: stream,
+            "stream": lambda stream: nullcontext(),
+        }.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        device = torch.device("cpu")
+        stack.enter_context(
+            mock.patch.object(
+                collectives, "GlooCollectives", lambda groups=None: NcclOnCpu(device, groups)
+            )
+        )
+        yield
+
+
+@WHOLE
+@distributed(world_size=4)
+def test_it_trains_as_one_process_does(rank: int, world_size: int, whole: bool) -> None:
+    kind = KINDS["odd shapes"]
+    windows = list(WINDOWS) if whole else ["last"]
+    for strategy, window in cases(STRATEGY_NAMES, windows, whole=whole):
+        batches = kind.batches(STEPS, world_size, WINDOWS[window])
+        expected = train_reference(kind.make(), kind.loss, batches)
+        with nccl_path():
+            model = shard_model(kind.make(), strategy, dp_shard_size=_half(strategy))
+            train(model, rank, batches, kind, window)
+            difference = largest_difference(model.state_dict(), expected)
+        assert difference <= 1e-6, (strategy, window)
+
+
+def _half(strategy: str) -> int | None:
+    return 2 if STRATEGIES[strategy].replicates else None
+
+
+def _trained(rank: int, world_size: int, strategy: str, wire: torch.dtype | None) -> ShardedModel:
+    kind = KINDS["odd shapes"]
+    precision = Precision(param_dtype=torch.bfloat16, wire_dtype=wire)
+    half = _half(strategy)
+    model = shard_model(kind.make(), strategy, precision=precision, dp_shard_size=half)
+    train(model, rank, kind.batches(STEPS, world_size, 1), kind, "one")
+    return model
+
+
+@WHOLE
+@distributed(world_size=4)
+def test_bf16_on_the_wire_is_added_in_fp32_in_the_order_of_ranks(
+    rank: int, world_size: int, whole: bool
+) -> None:
+    """So it is, bit for bit, what ranks that send each other their own gradients get."""
+    strategies = [name for name, row in STRATEGIES.items() if row.shards_params]
+    for strategy, wire in cases(strategies, WIRES, whole=whole):
+        expected = _trained(rank, world_size, strategy, None).state_dict()
+        with nccl_path():
+            found = _trained(rank, world_size, strategy, wire).state_dict()
+        difference = largest_difference(found, expected)
+        assert difference == 0.0 if wire is torch.bfloat16 else difference <= 1e-4
+
+
+@WHOLE
+@distributed(world_size=4)
+def test_events_bytes_and_buffers_equal_the_plan(rank: int, world_size: int, whole: bool) -> None:
+    with nccl_path():
+        names = STRATEGY_NAMES if whole else ["full_shard", "hybrid_shard"]
+        for strategy, wire, tied in cases(names, WIRES, [False, True], whole=whole):
+            sizes = Itemsizes(2, 4, 4, None if wire is None else wire.itemsize)
+            net, precision = make_net(tied=tied), Precision(torch.bfloat16, wire_dtype=wire)
+            model = shard_model(net, strategy, precision=precision, dp_shard_size=_half(strategy))
+            planned = planned_events(
+                model, net, Prefetch(), "even", sizes, transport=Transport.NCCL
+            )
+            assert recorded_events(model, rank) == planned, (strategy, wire, tied)
+
+
+@distributed(world_size=2)
+def test_bytes_on_the_wire_are_halved(rank: int, world_size: int) -> None:
+    tokens = token_batches(1, world_size)[0][rank][0]
+    sent = {}
+    with nccl_path():
+        for wire in WIRES:
+            precision = Precision(param_dtype=torch.bfloat16, wire_dtype=wire)
+            model = shard_model(make_net(tied=False), "full_shard", precision=precision)
+            with model.recorded_events() as events:
+                model(tokens).square().mean().backward()
+            sent[wire] = sum(event.nbytes for event in events if event.kind == "reduce")
+    assert sent[None] == sent[torch.float32] == 2 * sent[torch.bfloat16] > 0
