@@ -89,6 +89,29 @@ class UnitBuffer:
             self.present.add(index)
         return gradient
 
+    def collect(self, share: Span, dtype: torch.dtype) -> Tensor:
+        """Of every rank's part the elements `share`, one rank's after the other.
+
+        Zeros where no gradient has arrived. The parameters keep theirs.
+        """
+        of_name = dict(zip((p.name for p in self.layout.params), self.params, strict=True))
+        flat = torch.zeros(
+            len(self.layout.parts) * share.numel, dtype=dtype, device=self.whole.device
+        )
+        targets, sources = [], []
+        for rank, part in enumerate(self.layout.parts):
+            wanted = share.shift(part.start)
+            for piece in self.layout.pieces(wanted):
+                gradient = arrived_gradient(of_name[piece.param.name])
+                if gradient is not None:
+                    start = rank * share.numel + piece.in_flat.start - wanted.start
+                    targets.append(flat[start : start + piece.in_flat.numel])
+                    values = gradient.reshape(-1)
+                    sources.append(values[piece.in_param.start : piece.in_param.stop])
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return flat
+
     def first_gradients(self, dtype: torch.dtype, scale: float, *, keeps: bool) -> Tensor:
         """The gradients that have arrived times `scale`, in a flat buffer; zeros elsewhere.
 

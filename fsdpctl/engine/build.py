@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.buffer import UnitBuffer
+from fsdpctl.engine.collecting import Collector
 from fsdpctl.engine.describe import describe_module, name_of_submodule, replace_meta_parameters
 from fsdpctl.engine.hooks import hook_gradients, hook_root, hook_unit
 from fsdpctl.engine.precision import Precision
@@ -174,25 +175,27 @@ def _make_reducer(
     def itemsize(layout: FlatLayout) -> int:
         return dtypes[builder.master_dtype(layout)].itemsize
 
+    strategy, collectives = builder.strategy, mesh.shard
+    parts = next((layout.parts for of in division.layouts.values() for layout in of), ())
+    collects = strategy.shards_params and not collectives.sends_in_place(parts)
     plan = plan_reductions(
         division.layouts,
         itemsize,
-        stays=mesh.shard.adds_whole
-        and not builder.strategy.shards_grads
+        stays=collectives.adds_whole
+        and not strategy.shards_grads
         and all(master == dtype for master, dtype in dtypes.items()),
+        blocks=division.order.blocks if collects and collectives.size > 1 else (),
     )
     of_name = {unit.name: unit for unit in units}
     in_order = [of_name[name] for name in division.order.reduction]
-    early = division.order.reduced_early
-    return GradientReducer(
-        in_order,
+    collector = Collector(
         mesh,
         dtypes,
-        plan,
-        early=early,
+        early=division.order.reduced_early,
         wire_dtype=builder.precision.wire_dtype,
-        narrows=builder.strategy.shards_params,
+        narrows=strategy.shards_params,
     )
+    return GradientReducer(in_order, mesh, plan, collector)
 
 
 def divide_module(module: nn.Module, classes: Sequence[str] | None) -> tuple[UnitSpec, ...]:

@@ -12,7 +12,8 @@ class Precision:
     """None keeps each parameter's own dtype; masters and reductions are fp32 (fp64 for fp64).
 
     Raises:
-        EngineError: gradients would be added in float16.
+        EngineError: gradients would be added in float16, or sent in more bytes than they are
+            added in.
     """
 
     param_dtype: torch.dtype | None = None
@@ -26,6 +27,13 @@ class Precision:
         if self.reduce_dtype == torch.float16:
             raise EngineError(
                 "reduce_dtype float16: sums over ranks overflow at 65504; use bfloat16 or float32"
+            )
+
+        added_in = self.reduce_dtype or torch.float32
+        if self.wire_dtype is not None and self.wire_dtype.itemsize > added_in.itemsize:
+            raise EngineError(
+                f"wire_dtype {self.wire_dtype}: gradients are added in {added_in}, which has fewer "
+                "bytes"
             )
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:

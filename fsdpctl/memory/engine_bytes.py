@@ -124,18 +124,20 @@ def plan_slots(plan: TrainingPlan) -> tuple[SlotSpec, ...]:
 def planned_step(plan: TrainingPlan, place: RankPlace) -> list[Event]:
     """The events of a step with everything that has bytes."""
     slots = plan_slots(plan)
-    units = unit_bytes(plan.layouts, slots, plan.strategy, plan.sizes, place)
+    reductions = plan_reductions(
+        plan.layouts,
+        lambda _: plan.sizes.reduce,
+        stays=place.stays(plan.strategy, plan.sizes),
+        blocks=plan.order.blocks if place.collects(plan.strategy) else (),
+    )
+    units = unit_bytes(plan.layouts, slots, plan.strategy, plan.sizes, place, reductions)
     combines = place.combines(plan.strategy)
     events = step_events(
         plan.order,
         plan.strategy,
         plan.prefetch,
         reduces=plan.reduces,
-        reductions=plan_reductions(
-            plan.layouts,
-            lambda _: plan.sizes.reduce,
-            stays=place.stays(plan.strategy, plan.sizes),
-        ),
+        reductions=reductions,
         shared_slots=[slot.units for slot in slots if slot.resident],
         combines=combines,
     )
@@ -172,3 +174,15 @@ def _states(plan: TrainingPlan, rank: int) -> tuple[int, int]:
             numel = sum(run.span.numel for run in runs)
             states += numel * MOMENTS * plan.sizes.master + len(runs) * STEP_BYTES
     return masters, states
+
+
+def pieces_before_the_last(events: Sequence[Event], root: str) -> Iterator[Event]:
+    """The reductions that another one of the same unit follows before the pass ends."""
+    later: set[str] = set()
+    for event in reversed(events):
+        if event.kind is EventKind.LEAVE and event.unit == root:
+            later.clear()
+        elif event.kind is EventKind.REDUCE:
+            if event.unit in later:
+                yield event
+            later.add(event.unit)

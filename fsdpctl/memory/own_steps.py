@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from fsdpctl.memory import engine_bytes
 from fsdpctl.memory.compute import Part, Place
 from fsdpctl.memory.engine_bytes import MOMENTS, STEP_BYTES, TrainingPlan, plan_slots, planned_step
 from fsdpctl.memory.script import CATEGORY_OF, Category, Writer
@@ -39,6 +40,11 @@ class OwnSteps:
         self._writer = writer
         self._events = planned_step(plan, place)
         self._live: dict[tuple[Buffer, str], list[list[int]]] = {}
+        self._goes_on = set(
+            map(id, engine_bytes.pieces_before_the_last(self._events, plan.order.root))
+        )
+        self._in_pieces: set[str] = set()  # units of which some of these were collected
+        self._became = False  # whether the last sum is a gradient now
         self._taken: set[str] = set()  # parameters whose gradients the engine took in this pass
         self._has_states = False
         self._kept: dict[tuple[str, int], int] = {}  # memory that gradients come back to
@@ -103,7 +109,8 @@ class OwnSteps:
                 self._allocate(event, following)
             elif event.kind is K.FREE:
                 self._free(event, following)
-            elif event.kind in (K.HOLD, K.REDUCE):
+            elif event.kind in (K.HOLD, K.REDUCE) and id(event) not in self._goes_on:
+                self._in_pieces.discard(event.unit)
                 self._let_go(
                     param.name for each in self._plan.layouts[event.unit] for param in each.params
                 )
@@ -126,23 +133,28 @@ class OwnSteps:
         buffer, unit = event.buffer, event.unit
         assert buffer is not None
         keys = self._live.setdefault((buffer, unit), [])
-        if buffer is Buffer.GRADS:
-            return  # it has become one when the sum was let go
-        if buffer is Buffer.SUM and self._in_place:
-            self._add_up(unit, len(keys) - 1)  # it is the buffer that was collected in
+        if buffer is Buffer.GRADS and self._became:
+            self._became = False
             return
+        if buffer is Buffer.SUM and self._in_place:
+            self._add_up(unit, len(keys) - 1, event.nbytes)  # it is what was collected in
+            return
+        index = 0 if buffer is Buffer.PARAMS else len(keys) % len(self._trained(unit))
         self._writer.at(_DOING[buffer], unit)
-        if buffer is Buffer.WORKSPACE:  # what was held before has taken them in
-            self._let_go(param.name for param in self._trained(unit)[len(keys)].params)
+        if buffer is Buffer.WORKSPACE and unit not in self._in_pieces:
+            # What was held before has taken them in.
+            self._let_go(param.name for param in self._trained(unit)[index].params)
         if buffer is Buffer.WHOLE_GRADS:
             assert following is not None
-            keys.append(self._collect(unit, len(keys), event.nbytes, following.kind is K.REDUCE))
+            if id(following) in self._goes_on:
+                self._in_pieces.add(unit)
+            keys.append(self._collect(unit, index, event.nbytes, following.kind is K.REDUCE))
             return
         keys.append([self._writer.allocate(CATEGORY_OF[buffer], unit, buffer.value, event.nbytes)])
         if buffer is Buffer.SUM:
-            self._add_up(unit, len(keys) - 1)
+            self._add_up(unit, index, event.nbytes)
 
-    def _add_up(self, unit: str, index: int) -> None:
+    def _add_up(self, unit: str, index: int, nbytes: int) -> None:
         """What a rank takes that adds gradients itself: a chunk at a time."""
         place, strategy, sizes = self._place, self._plan.strategy, self._plan.sizes
         adds = not strategy.shards_grads and adds_whole(place.transport, place.size)
@@ -153,7 +165,7 @@ class OwnSteps:
         if place.transport is Transport.NCCL:
             wire = wire_itemsize(layout, strategy, sizes, place.transport)
             if strategy.shards_grads and exchanges(place.transport, wire, sizes.reduce):
-                self._writer.pass_through(own.numel * sizes.reduce)
+                self._writer.pass_through(nbytes // sizes.master * sizes.reduce)
             return
         stretches = [Span(0, layout.numel)]
         if strategy.shards_grads and sends_in_place(place.transport, layout.parts):
@@ -173,7 +185,7 @@ class OwnSteps:
         if buffer is Buffer.WHOLE_GRADS and self._in_place:
             into = Buffer.SUM
         elif buffer is Buffer.SUM and following is not None and following.buffer is Buffer.GRADS:
-            into = Buffer.GRADS
+            self._became, into = True, Buffer.GRADS
         if into is not None:
             self._live.setdefault((into, unit), []).append(keys)
             if into is Buffer.GRADS:
@@ -187,6 +199,8 @@ class OwnSteps:
         """Bring the gradients of a flat buffer together, or send them from where they are."""
         layout = self._trained(unit)[index]
         names = [param.name for param in layout.params]
+        if unit in self._in_pieces:
+            return [self._flat(unit, index, nbytes)]
         splits = self._plan.strategy.shards_grads
         splits &= sends_in_place(self._place.transport, layout.parts)
         if reduces and splits:

@@ -1,9 +1,11 @@
 """Events with their bytes: what each collective sends, and which buffers come and go with it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdpctl.plan.layout import FlatLayout
+from fsdpctl.plan.layout import EvenParts, FlatLayout
+from fsdpctl.plan.reductions import Reductions, share_of_parts
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.slots import SlotSpec
 from fsdpctl.plan.strategy import Strategy
@@ -57,6 +59,11 @@ class RankPlace:
         puts_together = not strategy.shards_grads and not adds_whole(self.transport, self.size)
         return self.num_replicas > 1 or (self.size > 1 and puts_together)
 
+    def collects(self, strategy: Strategy) -> bool:
+        """Whether gradients of one backward are brought together before they are split."""
+        in_place = sends_in_place(self.transport, EvenParts(1, self.size))
+        return strategy.shards_params and self.size > 1 and not in_place
+
     def stays(self, strategy: Strategy, sizes: Itemsizes) -> bool:
         """Whether a sum stays in the buffer that it was added in, without more memory."""
         adds = self.size > 1 and adds_whole(self.transport, self.size)
@@ -69,13 +76,14 @@ class Sending:
 
     whole_grads: int  # to be sent
     workspace: int
+    sum: int  # what it gives this rank
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBytes:
     """One trained flat buffer of a unit, in bytes."""
 
-    fresh: Sending  # gradients of one backward
+    fresh: tuple[Sending, ...]  # gradients of one backward, by piece
     held: Sending  # gradients that were added up on this rank first
     grads: int  # reduced, as this rank keeps them
     in_place: bool  # the reduced gradient is the memory it was reduced in
@@ -91,42 +99,74 @@ class UnitBytes:
     flats: tuple[FlatBytes, ...]
 
 
+def _flat_bytes(
+    layout: FlatLayout, pieces: int, strategy: Strategy, sizes: Itemsizes, place: RankPlace
+) -> FlatBytes:
+    kept = layout.parts[place.rank].numel if strategy.shards_grads else layout.numel
+    workspace = reduce_workspace(place.transport, layout.parts, place.rank)
+    if not strategy.shards_grads and adds_whole(place.transport, place.size):
+        workspace = 0
+    total = kept * sizes.master
+    held = Sending(layout.numel * sizes.reduce, workspace * sizes.reduce, total)
+    fresh: tuple[Sending, ...] = (held,)
+    itemsize = wire_itemsize(layout, strategy, sizes, place.transport)
+    if strategy.shards_grads and sends_in_place(place.transport, layout.parts):
+        sent = sum(span.numel for span, _ in gradient_stretches(layout))
+        fresh = (Sending(sent * itemsize, workspace * itemsize, total),)
+    elif place.collects(strategy):
+        shares = [share_of_parts(layout, piece, pieces).numel for piece in range(pieces)]
+        fresh = tuple(_collected(share, itemsize, sizes, place) for share in shares)
+    keeps = place.size == 1 or not strategy.shards_grads
+    return FlatBytes(fresh, held, total, keeps and sizes.reduce == sizes.master)
+
+
+def _collected(share: int, itemsize: int, sizes: Itemsizes, place: RankPlace) -> Sending:
+    """Of every rank's part `share` elements."""
+    whole = share * place.size * itemsize
+    workspace = share * itemsize if place.transport is Transport.GLOO else 0
+    if exchanges(place.transport, itemsize, sizes.reduce):
+        workspace = whole
+    return Sending(whole, workspace, share * sizes.master)
+
+
 def unit_bytes(
     layouts: Mapping[str, Sequence[FlatLayout]],
     slots: Iterable[SlotSpec],
     strategy: Strategy,
     sizes: Itemsizes,
     place: RankPlace,
+    reductions: Reductions,
 ) -> dict[str, UnitBytes]:
     """Every unit as one rank sees it."""
-
-    def flat(layout: FlatLayout) -> FlatBytes:
-        kept = layout.parts[place.rank].numel if strategy.shards_grads else layout.numel
-        workspace = reduce_workspace(place.transport, layout.parts, place.rank)
-        if not strategy.shards_grads and adds_whole(place.transport, place.size):
-            workspace = 0
-        held = fresh = Sending(layout.numel * sizes.reduce, workspace * sizes.reduce)
-        if strategy.shards_grads:
-            itemsize = wire_itemsize(layout, strategy, sizes, place.transport)
-            if sends_in_place(place.transport, layout.parts):
-                sent = sum(span.numel for span, _ in gradient_stretches(layout))
-                fresh = Sending(sent * itemsize, workspace * itemsize)
-            elif exchanges(place.transport, itemsize, sizes.reduce):
-                fresh = Sending(layout.numel * itemsize, layout.numel * itemsize)
-        keeps = place.size == 1 or not strategy.shards_grads
-        in_place = keeps and sizes.reduce == sizes.master
-        return FlatBytes(fresh, held, kept * sizes.master, in_place)
 
     return {
         name: UnitBytes(
             sum(layout.numel for layout in layouts[name]) * sizes.param,
             slot.nbytes,
             slot.resident or strategy.keeps_whole_params,
-            tuple(flat(each) for each in layouts[name] if each.params[0].trainable),
+            tuple(
+                _flat_bytes(each, reductions.pieces.get(name, 1), strategy, sizes, place)
+                for each in layouts[name]
+                if each.params[0].trainable
+            ),
         )
         for slot in slots
         for name in slot.units
     }
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What is reduced together of a unit: of each of its flat buffers something, or nothing."""
+
+    sendings: list[Sending]
+    first: int  # the number of its first buffer
+
+    def numbered(self) -> Iterator[tuple[int, int, Sending]]:
+        """The number of each flat buffer, of what is sent of it, and that, if it is anything."""
+        for number, sending in enumerate(self.sendings):
+            if sending.whole_grads:
+                yield number, self.first + number, sending
 
 
 class Replay:
@@ -137,6 +177,10 @@ class Replay:
         self.combines = combines
         self.events: list[Event] = []
         self._held: dict[tuple[Buffer, str, int], int] = {}
+        self._holding: set[str] = set()  # units whose gradients wait for a later backward
+        self._next_piece: Counter[str] = Counter()
+        self._reducing: dict[str, deque[_Piece]] = defaultdict(deque)
+        self._combining: dict[str, deque[_Piece]] = defaultdict(deque)
 
     def play(self, events: Iterable[Event]) -> list[Event]:
         """`events` with bytes, and what they allocate and free."""
@@ -145,52 +189,71 @@ class Replay:
         return self.events
 
     def _play(self, kind: EventKind, name: str, unit: UnitBytes) -> None:
-        indices = range(len(unit.flats))
         if kind is K.GATHER and not unit.resident:
             self._allocate(Buffer.PARAMS, name, 0, unit.slot)
-        if kind in (K.HOLD, K.REDUCE):
-            for index in indices:
-                self._start(name, index, unit.flats[index], reduces=kind is K.REDUCE)
-        if kind is K.REDUCED:
-            for index in indices:
-                self._finish(name, index, unit.flats[index])
-        if kind is K.COMBINED or (kind is K.REDUCED and not self.combines):
-            for index in indices:
-                self._settle(name, index, unit.flats[index])
-        self.events.append(Event(kind, name, self._sent(kind, name, unit)))
+        sent = unit.params if kind in (K.GATHER, K.SYNC) else 0
+        if kind is K.HOLD:
+            self._hold(name, unit)
+        elif kind is K.REDUCE:
+            sent = self._start(name, unit)
+        elif kind is K.REDUCED:
+            piece = self._reducing[name].popleft()
+            self._finish(name, unit, piece)
+            if self.combines:
+                self._combining[name].append(piece)
+            else:
+                self._settle(name, unit, piece)
+        elif kind is K.COMBINE:
+            sent = sum(each.sum for each in self._combining[name][-1].sendings)
+        elif kind is K.COMBINED:
+            self._settle(name, unit, self._combining[name].popleft())
+        self.events.append(Event(kind, name, sent))
         if kind is K.RELEASE and not unit.resident:
             self._free(Buffer.PARAMS, name, 0)
 
-    def _start(self, name: str, index: int, flat: FlatBytes, *, reduces: bool) -> None:
-        was_held = (Buffer.WHOLE_GRADS, name, index) in self._held
-        sending = flat.fresh if reduces and not was_held else flat.held
-        if not was_held:
-            self._allocate(Buffer.WHOLE_GRADS, name, index, sending.whole_grads)
-        if reduces and sending.workspace:
-            self._allocate(Buffer.WORKSPACE, name, index, sending.workspace)
+    def _hold(self, name: str, unit: UnitBytes) -> None:
+        if name not in self._holding:
+            self._holding.add(name)
+            for index, flat in enumerate(unit.flats):
+                self._allocate(Buffer.WHOLE_GRADS, name, index, flat.held.whole_grads)
 
-    def _finish(self, name: str, index: int, flat: FlatBytes) -> None:
-        if flat.in_place:
-            self._free(Buffer.WHOLE_GRADS, name, index)
-        self._allocate(Buffer.SUM, name, index, flat.grads)
-        if (Buffer.WORKSPACE, name, index) in self._held:
-            self._free(Buffer.WORKSPACE, name, index)
-        if not flat.in_place:
-            self._free(Buffer.WHOLE_GRADS, name, index)
+    def _start(self, name: str, unit: UnitBytes) -> int:
+        """The bytes that are sent."""
+        was_held, number = name in self._holding, self._next_piece[name]
+        self._holding.discard(name)
+        sendings = [each.held if was_held else each.fresh[number] for each in unit.flats]
+        is_last = was_held or all(number + 1 == len(each.fresh) for each in unit.flats)
+        self._next_piece[name] = 0 if is_last else number + 1
+        piece = _Piece(sendings, number * len(unit.flats))
+        for _, index, sending in piece.numbered():
+            if not was_held:
+                self._allocate(Buffer.WHOLE_GRADS, name, index, sending.whole_grads)
+            if sending.workspace:
+                self._allocate(Buffer.WORKSPACE, name, index, sending.workspace)
+        self._reducing[name].append(piece)
+        return sum(each.whole_grads for each in sendings)
 
-    def _settle(self, name: str, index: int, flat: FlatBytes) -> None:
-        self._free(Buffer.SUM, name, index)
-        if (Buffer.GRADS, name, index) not in self._held:
-            self._allocate(Buffer.GRADS, name, index, flat.grads)
+    def _finish(self, name: str, unit: UnitBytes, piece: "_Piece") -> None:
+        for number, index, sending in piece.numbered():
+            flat = unit.flats[number]
+            if flat.in_place:
+                self._free(Buffer.WHOLE_GRADS, name, index)
+            self._allocate(Buffer.SUM, name, index, sending.sum)
+            if (Buffer.WORKSPACE, name, index) in self._held:
+                self._free(Buffer.WORKSPACE, name, index)
+            if not flat.in_place:
+                self._free(Buffer.WHOLE_GRADS, name, index)
 
-    def _sent(self, kind: EventKind, name: str, unit: UnitBytes) -> int:
-        if kind in (K.GATHER, K.SYNC):
-            return unit.params
-        if kind is K.REDUCE:
-            return sum(
-                self._held[Buffer.WHOLE_GRADS, name, index] for index in range(len(unit.flats))
-            )
-        return sum(flat.grads for flat in unit.flats) if kind is K.COMBINE else 0
+    def _settle(self, name: str, unit: UnitBytes, piece: "_Piece") -> None:
+        for number, index, sending in piece.numbered():
+            grads, is_new = unit.flats[number].grads, (Buffer.GRADS, name, number) not in self._held
+            becomes = is_new and sending.sum == grads
+            if becomes:
+                self._free(Buffer.SUM, name, index)
+            if is_new:
+                self._allocate(Buffer.GRADS, name, number, grads)
+            if not becomes:
+                self._free(Buffer.SUM, name, index)
 
     def _allocate(self, buffer: Buffer, name: str, index: int, nbytes: int) -> None:
         self._held[buffer, name, index] = nbytes

@@ -76,6 +76,7 @@ class UnitOrder:
     forward: tuple[str, ...]
     needs_no_backward_gather: frozenset[str] = frozenset()  # the embedding reads no weights there
     frozen: frozenset[str] = frozenset()  # units without a trained parameter
+    blocks: frozenset[str] = frozenset()  # what the model repeats
 
     @property
     def backward(self) -> tuple[str, ...]:
@@ -115,6 +116,11 @@ def all_following(order: Sequence[str], depth: int) -> dict[str, tuple[str, ...]
     return {unit: tuple(order[index + 1 : index + 1 + depth]) for index, unit in enumerate(order)}
 
 
+def sizes(in_flight: Iterable[tuple[str, int]]) -> list[int]:
+    """The bytes of reductions on their way."""
+    return [nbytes for _, nbytes in in_flight]
+
+
 class _Simulation:
     """The state of the units while the events of a step are written down."""
 
@@ -135,9 +141,10 @@ class _Simulation:
         self.events: list[Event] = []
         self.gathered: set[str] = set()
         self.whole: set[str] = set()
-        self.reducing: list[str] = []
+        self.held: set[str] = set()  # units whose gradients wait for a later backward
+        self.reducing: list[tuple[str, int]] = []  # with the bytes of each
         self.reduced: set[str] = set()
-        self.combining: list[str] = []
+        self.combining: list[tuple[str, int]] = []
 
     def note(self, kind: EventKind, unit: str) -> None:
         self.events.append(Event(kind, unit))
@@ -172,29 +179,37 @@ class _Simulation:
         if not self.order.trains(unit):
             return
         if not reduces:
+            self.held.add(unit)
             self.note(EventKind.HOLD, unit)
             return
-        is_first = unit not in self.reduced
-        while not self.reductions.fits(unit, self.reducing, is_first=is_first):
-            self.finish_reduction()
+        was_held, is_first = unit in self.held, unit not in self.reduced
+        nbytes = self.reductions.piece_nbytes(unit, was_held=was_held)
+        for _ in range(self.reductions.pieces_of(unit, was_held=was_held)):
+            while not self.reductions.fits(nbytes, sizes(self.reducing), is_first=is_first):
+                self.finish_reduction()
+            self.note(EventKind.REDUCE, unit)
+            self.reducing.append((unit, nbytes))
         self.reduced.add(unit)
-        self.note(EventKind.REDUCE, unit)
-        self.reducing.append(unit)
+        self.held.discard(unit)
 
     def finish_reduction(self) -> None:
-        unit = self.reducing.pop(0)
+        unit, nbytes = self.reducing.pop(0)
         self.note(EventKind.REDUCED, unit)
         if self.combines:
-            while not self.reductions.fits(unit, self.combining):
-                self.note(EventKind.COMBINED, self.combining.pop(0))
+            while not self.reductions.fits(nbytes, sizes(self.combining)):
+                self.finish_combining()
             self.note(EventKind.COMBINE, unit)
-            self.combining.append(unit)
+            self.combining.append((unit, nbytes))
+
+    def finish_combining(self) -> None:
+        unit, _ = self.combining.pop(0)
+        self.note(EventKind.COMBINED, unit)
 
     def finish_reductions(self) -> None:
         while self.reducing:
             self.finish_reduction()
         while self.combining:
-            self.note(EventKind.COMBINED, self.combining.pop(0))
+            self.finish_combining()
 
     def forward(self, prefetch: Prefetch) -> None:
         order = self.order

@@ -67,6 +67,7 @@ def unit_order(units: Sequence[UnitSpec]) -> UnitOrder:
         tuple(unit.name for unit in others),
         frozenset(unit.name for unit in units if unit.is_lookup),
         frozenset(unit.name for unit in units if not any(p.trainable for p in unit.params)),
+        frozenset(unit.name for unit in units if unit.kind == "block"),
     )
 
 

@@ -100,6 +100,12 @@ def _with_precision(config: Config) -> Config:
     )
     param_dtype = given.param_dtype or ("bfloat16" if bf16 else "float32")
     reduce_dtype = given.reduce_dtype or "float32"
+    wire = given.wire_dtype or reduce_dtype
+    if DTYPE_BYTES[wire] > DTYPE_BYTES[reduce_dtype]:
+        raise UsageError(
+            f"precision.wire_dtype={wire}: gradients are added in precision.reduce_dtype="
+            f"{reduce_dtype}, which has fewer bytes"
+        )
     narrow = min(param_dtype, reduce_dtype, key=lambda dtype: DTYPE_BYTES[dtype])
     precision = PrecisionConfig(
         given.name,

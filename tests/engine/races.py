@@ -10,8 +10,9 @@ collective is one operation.
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdpctl.comm import nccl
-from fsdpctl.engine.reduction import GradientReducer
+from fsdpctl.comm import collectives, nccl
+from fsdpctl.engine.collecting import Collector
 from fsdpctl.engine.slots import Slot
 
 Clock = dict[int, int]  # by stream, how far it has got
@@ -193,9 +194,29 @@ def detecting_races(patch: pytest.MonkeyPatch) -> Iterator[RaceDetector]:
     for name in ("all_reduce", "broadcast", "reduce"):
         patch.setattr(dist, name, in_place(name))
     patch.setattr(Slot, "give_back", gives_back)
-    patch.setattr(
-        GradientReducer, "_keeps", lambda *about: False
-    )  # as where there is a CUDA device
+    patch.setattr(Collector, "_keeps", lambda *about: False)  # as where there is a CUDA device
     with found:
         yield found
         found._sweep()
+
+
+@contextmanager
+def nccl_path() -> Iterator[None]:
+    """Models are sharded over the collectives of CUDA, whose streams are one."""
+    stream = Stream()
+    with ExitStack() as stack:
+        for name, value in {
+            "Stream": Stream,
+            "current_device": lambda: 0,
+            "current_stream": lambda *device: stream,
+            "stream": lambda stream: nullcontext(),
+        }.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        stack.enter_context(mock.patch.object(Collector, "_keeps", return_value=False))
+        device = torch.device("cpu")
+        stack.enter_context(
+            mock.patch.object(
+                collectives, "GlooCollectives", lambda groups=None: NcclOnCpu(device, groups)
+            )
+        )
+        yield

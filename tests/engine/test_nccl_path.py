@@ -1,23 +1,19 @@
 """What NCCL's collectives are told, and what is made of their results: here gloo answers them."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from unittest import mock
-
 import torch
 
-from fsdpctl.comm import collectives
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
+from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.replay import Itemsizes
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.plan.transport import Transport
 from tests.distributed import distributed
-from tests.engine.models import make_net, token_batches
+from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
 from tests.engine.odd import KINDS
-from tests.engine.races import NcclOnCpu, Stream
+from tests.engine.races import nccl_path
 from tests.engine.test_parity import STEPS, WINDOWS, largest_difference, train
 from tests.engine.test_trace import planned_events, recorded_events
 from tests.matrix import WHOLE, cases
@@ -25,27 +21,6 @@ from tests.reference import train_reference
 
 STRATEGY_NAMES = list(STRATEGIES)
 WIRES = [None, torch.bfloat16, torch.float32]
-
-
-@contextmanager
-def nccl_path() -> Iterator[None]:
-    """Models are sharded over the collectives of CUDA, whose streams are one."""
-    stream = Stream()
-    with ExitStack() as stack:
-        for name, value in {
-            "Stream": Stream,
-            "current_device": lambda: 0,
-            "current_stream": lambda *device: stream,
-            "stream": lambda stream: nullcontext(),
-        }.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        device = torch.device("cpu")
-        stack.enter_context(
-            mock.patch.object(
-                collectives, "GlooCollectives", lambda groups=None: NcclOnCpu(device, groups)
-            )
-        )
-        yield
 
 
 @WHOLE
@@ -104,6 +79,47 @@ def test_events_bytes_and_buffers_equal_the_plan(rank: int, world_size: int, who
                 model, net, Prefetch(), "even", sizes, transport=Transport.NCCL
             )
             assert recorded_events(model, rank) == planned, (strategy, wire, tied)
+
+
+WIDE = 401  # words: the embedding has 30 times what a block has
+
+
+def _wide_net(*, tied: bool) -> OddNet:
+    torch.manual_seed(0)
+    return OddNet(tied=tied, vocab=WIDE)
+
+
+@WHOLE
+@distributed(world_size=4)
+def test_units_larger_than_a_block_are_reduced_in_pieces(
+    rank: int, world_size: int, whole: bool
+) -> None:
+    """As one process would, as the plan says, and no buffer is larger than a block's gradients."""
+    names = [name for name, row in STRATEGIES.items() if row.shards_params]
+    batches = token_batches(3, world_size)
+    with nccl_path():
+        for strategy, wire, tied in cases(names, WIRES[:2], [False, True], whole=whole):
+            expected = train_reference(_wide_net(tied=tied), next_token_loss, batches)
+            sizes = Itemsizes(4, 4, 4, None if wire is None else wire.itemsize)
+            net, precision = _wide_net(tied=tied), Precision(wire_dtype=wire)
+            model = shard_model(net, strategy, precision=precision, dp_shard_size=_half(strategy))
+            optimizer = ShardedAdamW(model, lr=1e-2)
+            for of_ranks in batches:
+                next_token_loss(model, of_ranks[rank][0]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            difference = largest_difference(model.state_dict(), expected)
+            assert difference <= (1e-6 if wire is None else 2e-2), (strategy, wire, tied)
+            planned = planned_events(
+                model, net, Prefetch(), "even", sizes, transport=Transport.NCCL
+            )
+            recorded = recorded_events(model, rank)
+            assert recorded == planned, (strategy, wire, tied)
+            sent = [event for event in recorded[0] if event.kind == "reduce"]
+            largest = max(event.nbytes for event in sent if event.unit.startswith("blocks"))
+            pieces = [event for event in sent if event.unit == ("root" if tied else "embed")]
+            assert len(pieces) > 8
+            assert all(event.nbytes <= largest for event in pieces)
 
 
 @distributed(world_size=2)

@@ -50,9 +50,10 @@ def planned_events(
     slots = slots_of(strategy, nbytes, root, others, prefetch.depth)
     place = RankPlace(mesh.shard.rank, mesh.shard.size, mesh.num_replicas, transport)
     combines = place.combines(strategy)
-    of_units = unit_bytes(layouts, slots, strategy, sizes, place)
     stays = place.stays(strategy, sizes)
-    reductions = plan_reductions(layouts, lambda _: sizes.reduce, stays=stays)
+    blocks = order.blocks if place.collects(strategy) else ()
+    reductions = plan_reductions(layouts, lambda _: sizes.reduce, stays=stays, blocks=blocks)
+    of_units = unit_bytes(layouts, slots, strategy, sizes, place, reductions)
     return tuple(
         Replay(of_units, combines=combines).play(
             [

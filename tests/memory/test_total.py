@@ -1,12 +1,19 @@
 """The predicted peak of all tensors is that of a real run, and engine-owned bytes are exact."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.training import train_step
+from fsdpctl.comm import process_group
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.estimate.run_plan import plan_run
@@ -18,9 +25,11 @@ from fsdpctl.memory.script import Writer
 from fsdpctl.memory.simulate import Script, settle
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.plan.transport import Transport
 from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
 from fsdpctl.train.assemble import make_model, make_optimizer
 from tests.distributed import distributed
+from tests.engine.races import nccl_path
 from tests.matrix import WHOLE, fast
 from tests.memory.watch import watched_step
 
@@ -70,14 +79,16 @@ def random_config(draw: random.Random, ranks: int) -> Config:
     return replace(config, strategy=resolved_strategy(config, config.strategy))
 
 
-def predicted(config: Config, rank: int) -> tuple[int, list[Event]]:
+def predicted(
+    config: Config, rank: int, transport: Transport = Transport.GLOO
+) -> tuple[int, list[Event]]:
     """What is estimated of both."""
     traced = TracedModel(config)
     steps, micro = config.accumulation.steps, config.train.micro_batch_size
     assert steps is not None
     assert micro is not None
     plan, first = plan_run(config, traced.units, steps)
-    place = replace(first, rank=rank % first.size)
+    place = replace(first, rank=rank % first.size, transport=transport)
     last = traced.units[-1]
     chunk = config.train.loss_chunk_tokens or 0
     program = traced.program(micro, config.train.seq_len, chunk)
@@ -103,6 +114,36 @@ def peaks_of(rank: int, ranks: int, seed: int) -> tuple[int, int]:
     rest = events[len(planned) :]
     assert all(each.kind is EventKind.SYNC or each.buffer is Buffer.GRADS for each in rest), config
     return expected, peak
+
+
+@contextmanager
+def one_of(rank: int, ranks: int) -> Iterator[None]:
+    """Collectives do nothing: no thread of theirs holds memory a moment longer."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        with mock.patch.object(process_group, "exchange", lambda value, _: [value] * ranks):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@WHOLE
+@pytest.mark.parametrize("ranks", fast(2, slow=[4, 12]))
+def test_the_same_holds_for_what_nccl_does(ranks: int, whole: bool) -> None:
+    """Gradients that are collected first, embeddings in pieces, bf16 on the wire."""
+    for seed in range(SAMPLED, SAMPLED + CASES) if whole else range(SAMPLED):
+        config = random_config(random.Random(f"nccl {seed}"), ranks)
+        precision, rank = config.precision, seed % ranks
+        wire = random.Random(seed).choice([precision.param_dtype, precision.reduce_dtype])
+        config = replace(config, precision=replace(precision, wire_dtype=wire))
+        with one_of(rank, ranks), nccl_path():
+            model = make_model(config, torch.device("cpu"))
+            model._presence._check = lambda *about: None  # type: ignore[method-assign]  # nobody adds
+            optimizer = make_optimizer(config, model)
+            peak, events = watched_step(model, partial(train_step, config, model, optimizer))
+        expected, planned = predicted(config, rank, Transport.NCCL)
+        assert events[: len(planned)] == planned, (seed, config)
+        assert abs(expected / peak - 1) <= 0.01, (seed, expected, peak, config)
 
 
 @WHOLE
