@@ -7,7 +7,7 @@ SAMPLE ?= 1
 SEED ?= $(shell git rev-parse --short HEAD)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test test-slow check docs bench format clean
+.PHONY: train test test-slow check docs bench gpu format clean
 
 train: $(VENV)/installed  ## train a small language model, now, on this machine
 	$(BIN)/fsdpctl train
@@ -35,6 +35,10 @@ bench: $(VENV)/developed  ## beside PyTorch's own engines on CPU ranks, about an
 	$(BIN)/python -m benchmarks.consolidate --out $(RESULTS)/consolidate.json
 	$(BIN)/python -m benchmarks.saving --out $(RESULTS)/saving.json
 	$(BIN)/python -m benchmarks.step_time --out $(RESULTS)/step-time-cpu.json
+
+gpu:  ## on a machine with a GPU, in ten minutes, with what is installed, or WHEELS=folder of wheels
+	$(if $(WHEELS),$(PYTHON) -m pip install --quiet --no-index --no-deps $(WHEELS)/*.whl)
+	$(PYTHON) -m benchmarks.gpu_session --out $(RESULTS)
 
 format: $(VENV)/developed
 	$(BIN)/ruff format .

@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,11 @@ from fsdpctl.models.registry import initialize_parameter
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.plan.units import lay_out
 from fsdpctl.resolve.blocks import checkpoint_block
+from fsdpctl.train.flops import ModelFlops, flops_per_token, peak_flops
 
-PEAK_FLOPS = 989e12  # dense bf16 of a Hopper chip
 WARM_UP = 4
+BYTES_OF_STATE = 8  # of a parameter: value, gradient and two moments in bf16
+ROOM = 10 << 30  # for activations, logits, and the units that compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +66,28 @@ SIZES = {
     "tiny": Size(64, 3, 4, 2, 128, 512, 2, 32),  # to see that all of this runs, anywhere
     "364M": Size(1024, 24, 16, 16, 2816, 32000, 2, 1024),
     "1.4B": Size(2048, 16, 32, 8, 7168, 128256, 2, 4096),
-    "7B": Size(4096, 32, 32, 32, 11008, 32000, 2, 4096),
+    "8B": Size(4096, 32, 32, 8, 14336, 128256, 1, 4096),
 }
-TIMED = ("fsdp2", "fsdp2_tuned", "full_shard")
+TIMED = ("fsdp2", "fsdp2_tuned", "full_shard", "bf16_wire")
+ALONE = ("fsdp2", "full_shard")  # whose memory is measured
 MODES = {"nccl1": 1, "fake8": 8, "fake64": 64}
 
 
-def _shapes(size: Size) -> LlamaDecoder:
-    config = ModelConfig(
+def _config(size: Size) -> ModelConfig:
+    return ModelConfig(
         num_layers=size.blocks,
         hidden_size=size.width,
         intermediate_size=size.hidden,
         num_heads=size.heads,
         num_kv_heads=size.kv_heads,
+        vocab_size=size.vocab,
         tie_embeddings=False,
     )
+
+
+def _shapes(size: Size) -> LlamaDecoder:
     with torch.device("meta"):
-        return LlamaDecoder(config, size.width // size.heads, size.vocab)
+        return LlamaDecoder(_config(size), size.width // size.heads, size.vocab)
 
 
 def make_model(size: Size, device: torch.device) -> LlamaDecoder:
@@ -129,11 +137,14 @@ def make_step(name: str, size: Size, device: torch.device) -> Step:
     """One engine, ready to step, in bf16 with fp32 reduction."""
     if name == "full_shard":
         return ours(make_model(size, device), device, fsdpctl.Precision(torch.bfloat16))
+    if name == "bf16_wire":
+        precision = fsdpctl.Precision(torch.bfloat16, wire_dtype=torch.bfloat16)
+        return ours(make_model(size, device), device, precision)
     if name == "recomputing":
         model = make_model(size, device).to(torch.bfloat16)
         for block in model.model.layers:
             checkpoint_block(block, "full")
-        return ours(model, device, fsdpctl.Precision())
+        return ours(model, device, fsdpctl.Precision(*[torch.bfloat16] * 3))
     return CONTESTANTS[name](make_model(size, device), torch.bfloat16, device)
 
 
@@ -171,7 +182,7 @@ def measure(words: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(words.device)
     with tempfile.TemporaryDirectory() as folder:
         _join(words.mode, device, folder)
-        size, names = SIZES[words.size], words.engines.split(",")
+        size, names = fitting(SIZES[words.size], device), words.engines.split(",")
         batch = _batch(size, device)
         steps = {name: make_step(name, size, device) for name in names}
         seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -181,7 +192,12 @@ def measure(words: argparse.Namespace) -> dict[str, Any]:
         losses = {name: float(step(*batch)) for name, step in steps.items()}
         dist.destroy_process_group()
     medians = {name: statistics.median(each[WARM_UP:]) for name, each in seconds.items()}
-    found: dict[str, Any] = {"losses": losses, "mfu": _mfu(size, medians)}
+    tokens = size.samples * size.length
+    speeds = {name: tokens / seconds for name, seconds in medians.items()}
+    found: dict[str, Any] = {"blocks": size.blocks, "losses": losses}
+    found["tokens_per_second"] = {name: round(speed, 1) for name, speed in speeds.items()}
+    if device.type == "cuda":
+        found["mfu"] = _mfu(size, speeds)
     if "fsdp2" in medians:
         found["over_fsdp2"] = {n: round(m / medians["fsdp2"], 4) for n, m in medians.items()}
     if device.type == "cuda":
@@ -190,14 +206,26 @@ def measure(words: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _mfu(size: Size, medians: dict[str, float]) -> dict[str, float]:
-    """Six operations for each parameter that multiplies and token, and those of attention."""
-    params = _shapes(size).named_parameters()
-    numel = sum(param.numel() for name, param in params if "embed" not in name)
-    tokens = size.samples * size.length
-    attention = 6 * size.blocks * size.length * size.width  # causal: half of all pairs
-    operations = (6 * numel + attention) * tokens
-    return {name: round(operations / each / PEAK_FLOPS, 4) for name, each in medians.items()}
+def fitting(size: Size, device: torch.device) -> Size:
+    """With as many of its blocks as leave room for activations where all states are bf16."""
+    if size is not SIZES["8B"] or device.type == "cpu":
+        return size
+    room = torch.cuda.get_device_properties(device).total_memory - ROOM
+    blocks = size.blocks
+    while _num_params(replace(size, blocks=blocks)) * BYTES_OF_STATE > room:
+        blocks -= 1
+    return replace(size, blocks=blocks)
+
+
+def _num_params(size: Size) -> int:
+    return sum(param.numel() for param in _shapes(size).parameters())
+
+
+def _mfu(size: Size, speeds: dict[str, float]) -> dict[str, float | None]:
+    """By torchtitan's count."""
+    per_token = flops_per_token(_config(size), _num_params(size), size.length)
+    flops = ModelFlops(per_token, peak_flops(torch.cuda.get_device_name()))
+    return {name: flops.utilization(speed) for name, speed in speeds.items()}
 
 
 def _run(words: argparse.Namespace, **other: Any) -> dict[str, Any]:
@@ -209,35 +237,30 @@ def _run(words: argparse.Namespace, **other: Any) -> dict[str, Any]:
     return answer
 
 
-def measure_all(words: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_all(words: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every size and mode; the largest model alone, for how much of the chip is used."""
-    results = []
     for size in words.sizes.split(","):
-        if size == "7B":
+        if size == "8B":
             found = _run(words, mode="nccl1", size=size, engines="recomputing")
-            results.append({"size": size, "mode": "nccl1", **found})
+            yield {"size": size, "mode": "nccl1", **found}
             continue
-        for mode in MODES:
+        for mode in words.modes.split(","):
             both = _run(words, mode=mode, size=size, engines=",".join(TIMED))
-            alone = {
-                name: _run(words, mode=mode, size=size, engines=name)
-                for name in ("fsdp2", "full_shard")
-            }
+            alone = {name: _run(words, mode=mode, size=size, engines=name) for name in ALONE}
             memory = {
                 name: {key: each[key] for key in ("peak_allocated", "peak_reserved") if key in each}
                 for name, each in alone.items()
             }
             both = {k: v for k, v in both.items() if not k.startswith("peak")}
-            results.append({"size": size, "mode": mode, **both, "memory": memory})
-            print(results[-1], flush=True)
-    return results
+            yield {"size": size, "mode": mode, **both, "memory": memory}
 
 
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--sizes", default="364M,1.4B,7B")
+    parser.add_argument("--sizes", default="364M,1.4B,8B")
+    parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -248,9 +271,12 @@ def main() -> None:
     if words.child:
         print(json.dumps(measure(words)))
         return
-    results = measure_all(words)
     chip = torch.cuda.get_device_name() if words.device == "cuda" else "cpu"
-    write_report(words.out, "gpu", results, device=chip, rounds=words.rounds)
+    results = []
+    for each in measure_all(words):
+        results.append(each)
+        print(each, flush=True)
+        write_report(words.out, "gpu", results, device=chip, rounds=words.rounds)
 
 
 if __name__ == "__main__":

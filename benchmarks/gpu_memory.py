@@ -12,6 +12,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -87,7 +88,7 @@ def measure(words: list[str], device: torch.device) -> dict[str, int | None]:
     specs = divide_module(module, None)
     collectives = collectives_on(device)
     precision = config.precision
-    dtypes = (precision.param_dtype, precision.reduce_dtype, precision.master_dtype)
+    dtypes = precision.dtypes
     runtime = build_runtime(
         module,
         Division(specs, lay_out(specs, collectives.size)),
@@ -127,17 +128,16 @@ def _measured(words: list[str], found: RunEstimate, device: str) -> dict[str, An
     return {"words": words, "measured": answer, "estimated": estimated, **errors}
 
 
-def measure_all(words: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_all(words: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Random configurations that the device has room for."""
-    draw, estimator, results = random.Random(0), Estimator(), list[dict[str, Any]]()
+    draw, estimator, found_so_far = random.Random(0), Estimator(), 0
     room = words.gib * _GIB
-    while len(results) < words.count:
+    while found_so_far < words.count:
         typed = draw_words(draw, words.models.split(","))
         found = estimator.estimate(resolved(typed, words.device))
         if _SMALLEST * (words.device == "cuda") <= found.peak_reserved <= room:
-            results.append(_measured(typed, found, words.device))
-            print(results[-1], flush=True)
-    return results
+            found_so_far += 1
+            yield _measured(typed, found, words.device)
 
 
 def main() -> None:
@@ -153,13 +153,16 @@ def main() -> None:
     if words.child:
         print(json.dumps(measure(words.child, torch.device(words.device))))
         return
-    results = measure_all(words)
+    chip = torch.cuda.get_device_name() if words.device == "cuda" else "cpu"
+    results = []
+    for each in measure_all(words):
+        results.append(each)
+        print(each, flush=True)
+        write_report(words.out, "gpu_memory", results, device=chip)
     for name in ("peak_allocated_error", "peak_reserved_error"):
         errors = [abs(each[name]) for each in results if name in each]
         if errors:
             print(f"{name}: median {median(errors):.2%}, worst {max(errors):.2%}")
-    chip = torch.cuda.get_device_name() if words.device == "cuda" else "cpu"
-    write_report(words.out, "gpu_memory", results, device=chip)
 
 
 if __name__ == "__main__":

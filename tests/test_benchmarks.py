@@ -36,6 +36,7 @@ def run(module: str, out: Path, *words: str) -> dict[str, object]:
         ("estimates", ["--count", "1"]),
         ("gpu_memory", ["--device", "cpu", "--models", "llama_tiny", "--count", "2"]),
         ("gpu", ["--device", "cpu", "--sizes", "tiny", "--rounds", "1"]),
+        ("gpu_session", ["--device", "cpu"]),
     ],
 )
 def test_a_benchmark_writes_what_it_measured(tmp_path: Path, module: str, words: list[str]) -> None:

@@ -90,10 +90,11 @@ class ProcessGroupCollectives:
 def _own_group(
     groups: Sequence[Sequence[int]], device_type: str, purpose: str
 ) -> dist.ProcessGroup:
-    """The process group of this rank; every rank takes part in making all of them.
+    """The process group of this rank; every rank makes its own, at the same time.
 
-    All models share them: a group has threads, sockets and with NCCL memory that live as long as
-    the default group. It times out as that does.
+    That is one call however many groups there are; NCCL splits the default group's communicator,
+    which all ranks do together. All models share them: a group has threads, sockets and with NCCL
+    memory that live as long as the default group. It times out as that does.
     """
     default = dist.distributed_c10d._get_default_group()
     made = _GROUPS.setdefault(default, {})
@@ -101,9 +102,9 @@ def _own_group(
     if key not in made:
         options = default._get_backend(torch.device(device_type)).options
         timeout = None if options is None else options._timeout  # torch's fake backend has none
-        own, _ = dist.new_subgroups_by_enumeration(
-            [list(ranks) for ranks in groups], timeout=timeout
-        )
+        rank = dist.get_rank()
+        ranks = next(list(each) for each in groups if rank in each)
+        own = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
         assert isinstance(own, dist.ProcessGroup)
         made[key] = own
     return made[key]
