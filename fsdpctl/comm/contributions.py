@@ -19,12 +19,18 @@ class Contributions:
         own: Span,
         rows: Sequence[Tensor | None],
         wait: Callable[[], None],
+        *,
+        apart: bool = False,
     ) -> None:
-        """`rows` are the contributions in rank order; None is this rank's, in `gradients`."""
+        """`rows` are the contributions in rank order; None is this rank's, in `gradients`.
+
+        `apart`: what `finish` writes to is none of them.
+        """
         self.workspace_nbytes = sum(row.nbytes for row in rows if row is not None)
         self._gradients = gradients
         self._own = own
         self._rows = rows
+        self._apart = apart
         self.wait = wait
 
     def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
@@ -40,7 +46,8 @@ class Contributions:
                     within(values, span, both) if row is None else within(row, self._own, both)
                     for row in self._rows
                 ]
-                _add_up(contributions, within(out, self._own, both), scale, dtype)
+                into = within(out, self._own, both)
+                _add_up(contributions, into, scale, dtype, apart=self._apart)
         out[end - self._own.start :].zero_()
 
 
@@ -50,7 +57,16 @@ def within(values: Tensor | None, span: Span, wanted: Span) -> Tensor:
     return values[wanted.start - span.start : wanted.stop - span.start]
 
 
-def _add_up(contributions: Sequence[Tensor], out: Tensor, scale: float, dtype: torch.dtype) -> None:
+def _add_up(
+    contributions: Sequence[Tensor], out: Tensor, scale: float, dtype: torch.dtype, *, apart: bool
+) -> None:
+    if apart and out.dtype == dtype:
+        first, *others = contributions
+        out.copy_(first)
+        for each in others:
+            out.add_(each)
+        out.mul_(scale)
+        return
     at_a_time = ADDED_AT_A_TIME if out.device.type == "cpu" else max(1, len(out))
     for start in range(0, len(out), at_a_time):
         chunk = slice(start, start + at_a_time)

@@ -5,13 +5,20 @@ dp_shard_size = 2 on 4 ranks            dp_shard ->
                           dp_replicate   rank 2   rank 3     another
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
-from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.base import Collectives, Handle, Reduction
 from fsdpctl.comm.collectives import collectives_for
+from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.comm.waits import CudaWaits, Seconds
+
+# Of a reduction that was started: where its mean goes, the scale, and the dtype that is added in.
+Chain = Callable[[Reduction, Tensor, float, torch.dtype], tuple[Handle, Handle]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,13 @@ class Mesh:
     def _groups(self) -> list[Collectives]:
         found = [self.world, self.shard, *([self.replicas] if self.replicas else [])]
         return list({id(each): each for each in found}.values())
+
+    @property
+    def chain(self) -> Chain | None:
+        """What lets the sum over copies follow a reduction at once, where there are streams."""
+        if self.replicas is None or not isinstance(self.shard, NcclCollectives):
+            return None
+        return partial(self.shard.chain, self.replicas)
 
     @property
     def num_replicas(self) -> int:

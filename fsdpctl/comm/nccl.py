@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdpctl.comm.base import Handle, InPlace, Reduction, Stretches
+from fsdpctl.comm.base import Collectives, Handle, InPlace, Reduction, Stretches
 from fsdpctl.comm.contributions import Contributions
 from fsdpctl.comm.process_group import (
     ProcessGroupCollectives,
@@ -115,7 +115,26 @@ class NcclCollectives(ProcessGroupCollectives):
             )
             done = self.reduce_stream.record_event()
         rows = received.view(self.size, own.numel).unbind()
-        return Contributions(gradients, own, rows, partial(self._wait, done))
+        return Contributions(gradients, own, rows, partial(self._wait, done), apart=True)
+
+    def chain(
+        self,
+        after: Collectives,
+        reduction: Reduction,
+        out: Tensor,
+        scale: float,
+        dtype: torch.dtype,
+    ) -> tuple[Handle, Handle]:
+        """A reduction's `finish` on the reduce stream, then the sum over `after` on theirs.
+
+        The compute stream waits for neither. The first handle is done when the gradients that were
+        given are no longer read, the second when `out` has the sum.
+        """
+        self.reduce_stream.wait_stream(torch.cuda.current_stream())  # `out` was somebody else's
+        with torch.cuda.stream(self.reduce_stream):
+            reduction.finish(out, scale, dtype)
+            done = self.reduce_stream.record_event()
+            return self._after(done, out), after.start_all_reduce(out)
 
     def start_all_reduce(self, values: Tensor, *, at_once: bool = True) -> Handle:
         """On the reduce stream, always at once."""

@@ -185,6 +185,7 @@ def _make_reducer(
         and not strategy.shards_grads
         and all(master == dtype for master, dtype in dtypes.items()),
         blocks=division.order.blocks if collects and collectives.size > 1 else (),
+        chained=collectives.size if mesh.chain else 0,
     )
     of_name = {unit.name: unit for unit in units}
     in_order = [of_name[name] for name in division.order.reduction]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.base import InPlace, Reduction, Stretches
+from fsdpctl.comm.base import Handle, InPlace, Reduction, Stretches
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.plan.layout import EvenParts, Span
@@ -30,6 +30,7 @@ class Sent:
     nbytes: int  # sent
     held: Tensor | None = None  # the one tensor that it works on, where gradients were held in one
     share: Span | None = None  # the elements of this rank's part that it gives; None: all
+    read: Handle | None = None  # where a second collective followed at once: the first was read
 
 
 @dataclass(frozen=True, slots=True)

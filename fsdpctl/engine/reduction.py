@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.comm.base import Handle
-from fsdpctl.comm.mesh import Mesh
+from fsdpctl.comm.mesh import Chain, Mesh
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.collecting import Collector, Sent
 from fsdpctl.engine.ledger import Ledger
@@ -50,6 +50,17 @@ class GradientReducer:
         self.collector = collector
         self.ledger = Ledger()
         self._plan = plan
+        self._chain = mesh.chain
+        # Units of which this rank's part of a sum is not all that it needs.
+        self._combined = frozenset(
+            unit.name
+            for unit in units
+            if mesh.replicas
+            or any(
+                each.shard.is_replicated and not collector.adds_whole(each)
+                for each in unit.trained_buffers
+            )
+        )
         self._next = 0
         self._reducing: deque[_InFlight] = deque()
         self._combining: deque[_InFlight] = deque()  # what follows where a part is not enough
@@ -88,7 +99,7 @@ class GradientReducer:
         """Forget a backward that did not end: its gradients, and what was in flight."""
         for started in (*self._reducing, *self._combining):
             for number, sent in started.sent:
-                sent.reduction.wait()
+                (sent.read or sent.reduction).wait()
                 for buffer in (Buffer.WHOLE_GRADS, Buffer.WORKSPACE):
                     self.ledger.free(buffer, *started.key(number))
             for number, _, handle in started.handles:
@@ -116,16 +127,18 @@ class GradientReducer:
         pieces = self._plan.pieces_of(unit.name, was_held=was_held)
         nbytes = self._plan.piece_nbytes(unit.name, was_held=was_held)
         for piece in range(pieces):
-            in_flight = [each.nbytes for each in self._reducing]
-            while not self._plan.fits(nbytes, in_flight, is_first=is_first):
+            while self._reducing and not self._plan.fits(
+                nbytes, [each.nbytes for each in self._reducing], is_first=is_first
+            ):
                 self._finish_oldest()
-                in_flight.pop(0)
             started = _InFlight(unit, piece, nbytes)
             self._reducing.append(started)  # before its first collective: one that fails loses none
             self._send(started, pieces)
             self.ledger.note(
                 EventKind.REDUCE, unit.name, sum(sent.nbytes for _, sent in started.sent)
             )
+            if self._chain:
+                self._combine_at_once(started, self._chain)
         if pieces > 1:
             for buffer in buffers:
                 buffer.forget_arrived()
@@ -147,31 +160,62 @@ class GradientReducer:
     def _finish_oldest(self) -> None:
         started = self._reducing.popleft()
         unit = started.unit
+        if self._chain:
+            while started.sent:
+                number, sent = started.sent.pop(0)
+                assert sent.read is not None
+                sent.read.wait()
+                self._free_sent(started.key(number))
+            self.ledger.note(EventKind.REDUCED, unit.name)
+            return
         sums: list[tuple[int, Span | None, Tensor]] = []
         with self.ledger.ranges.around("take the sum of", unit.name):
             while started.sent:
                 sums.append(self._take_sum(started, *started.sent.pop(0)))
-        if not self._combines(unit):
+        if unit.name not in self._combined:
             for each in sums:
                 self._add_gradient(started, *each)
             self.ledger.note(EventKind.REDUCED, unit.name)
             return
         self.ledger.note(EventKind.REDUCED, unit.name)
-        in_flight = [each.nbytes for each in self._combining]
-        while not self._plan.fits(started.nbytes, in_flight):
-            self._finish_combining()
-            in_flight.pop(0)
+        self._make_room_to_combine(started)
         for number, share, total in sums:
             handle = self._combine(unit.trained_buffers[number], total)
             started.handles.append((number, share, handle))
         self.ledger.note(EventKind.COMBINE, unit.name, sum(total.nbytes for *_, total in sums))
         self._combining.append(started)
 
-    def _combines(self, unit: ShardedUnit) -> bool:
-        """Whether this rank's part of a sum is not all that it needs."""
-        adds_whole = self.collector.adds_whole
-        apart = (b.shard.is_replicated and not adds_whole(b) for b in unit.trained_buffers)
-        return self._mesh.replicas is not None or any(apart)
+    def _make_room_to_combine(self, started: _InFlight) -> None:
+        nbytes = self._plan.combined_nbytes(started.nbytes)
+        while self._combining and not self._plan.fits(
+            nbytes, [self._plan.combined_nbytes(each.nbytes) for each in self._combining]
+        ):
+            self._finish_combining()
+
+    def _combine_at_once(self, started: _InFlight, chain: Chain) -> None:
+        """Let the sum over copies follow, without waiting for the reduction here."""
+        self._make_room_to_combine(started)
+        nbytes = 0
+        for number, sent in started.sent:
+            buffer = started.unit.trained_buffers[number]
+            mean = self._new_sum(buffer, sent)
+            nbytes += mean.nbytes
+            self.ledger.allocate(Buffer.SUM, *started.key(number), mean.nbytes)
+            _, after = self.collector.scales(buffer)
+            dtype = torch.promote_types(self.collector.dtype_of(buffer), mean.dtype)
+            sent.read, handle = chain(sent.reduction, mean, after, dtype)
+            started.handles.append((number, sent.share, handle))
+        self.ledger.note(EventKind.COMBINE, started.unit.name, nbytes)
+        self._combining.append(started)
+
+    @staticmethod
+    def _new_sum(buffer: UnitBuffer, sent: Sent) -> Tensor:
+        param = buffer.shard.param
+        return param.new_empty(param.numel() if sent.share is None else sent.share.numel)
+
+    def _free_sent(self, key: tuple[str, int]) -> None:
+        self.ledger.free(Buffer.WORKSPACE, *key)
+        self.ledger.free(Buffer.WHOLE_GRADS, *key)
 
     def _take_sum(
         self, started: _InFlight, number: int, sent: Sent
@@ -187,16 +231,14 @@ class GradientReducer:
             mean = sent.held
             self.ledger.free(Buffer.WHOLE_GRADS, *key)
         else:
-            numel = shard.param.numel() if sent.share is None else sent.share.numel
-            mean = shard.param.new_empty(numel)
+            mean = self._new_sum(buffer, sent)
         self.ledger.allocate(Buffer.SUM, *key, mean.nbytes)
         dtype = torch.promote_types(collector.dtype_of(buffer), mean.dtype)
         is_part = shard.is_replicated and not collector.adds_whole(buffer)
         part = shard.view(mean, shard.owned) if is_part else mean
         _, after = collector.scales(buffer)
         sent.reduction.finish(part, after, dtype)
-        self.ledger.free(Buffer.WORKSPACE, *key)
-        self.ledger.free(Buffer.WHOLE_GRADS, *key)
+        self._free_sent(key)
         return number, sent.share, mean
 
     def _combine(self, buffer: UnitBuffer, total: Tensor) -> Handle:

@@ -17,6 +17,7 @@ from fsdpctl.engine.agreement import agree_on_forwards
 from fsdpctl.engine.gatherer import Gatherer
 from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.renewal import Renewal
+from fsdpctl.engine.streams import ComputeStream
 from fsdpctl.engine.trained import Trained
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.errors import EngineError
@@ -47,6 +48,7 @@ class Runtime:
         self._follow(order)
         self.root = self.units[order.root]
         self.mesh = mesh
+        self._stream = ComputeStream(self.root.slot.device)
         self.reduces = True  # whether backward reduces what it finds
         self.hooks: list[RemovableHandle] = []
         self.has_pending_prefetch = False  # asked for, and not used by a forward yet
@@ -103,6 +105,7 @@ class Runtime:
             self.lost_gradients = True
             self.recover()
         self.trained.refuse_changes()
+        self._stream.refuse_another()
         self.renewal.begin_forward()
         self.calls.begin_forward(tracks=torch.is_grad_enabled())
         for unit in self.units.values():

@@ -129,6 +129,7 @@ def planned_step(plan: TrainingPlan, place: RankPlace) -> list[Event]:
         lambda _: plan.sizes.reduce,
         stays=place.stays(plan.strategy, plan.sizes),
         blocks=plan.order.blocks if place.collects(plan.strategy) else (),
+        chained=place.chained(plan.strategy),
     )
     units = unit_bytes(plan.layouts, slots, plan.strategy, plan.sizes, place, reductions)
     combines = place.combines(plan.strategy)
@@ -141,7 +142,7 @@ def planned_step(plan: TrainingPlan, place: RankPlace) -> list[Event]:
         shared_slots=[slot.units for slot in slots if slot.resident],
         combines=combines,
     )
-    return Replay(units, combines=combines).play(events)
+    return Replay(units, combines=combines, chained=reductions.chained > 0).play(events)
 
 
 def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:

@@ -164,7 +164,8 @@ class OwnSteps:
         own = layout.parts[place.rank]
         if place.transport is Transport.NCCL:
             wire = wire_itemsize(layout, strategy, sizes, place.transport)
-            if strategy.shards_grads and exchanges(place.transport, wire, sizes.reduce):
+            exchanged = exchanges(place.transport, wire, sizes.reduce)
+            if strategy.shards_grads and exchanged and sizes.master != sizes.reduce:
                 self._writer.pass_through(nbytes // sizes.master * sizes.reduce)
             return
         stretches = [Span(0, layout.numel)]

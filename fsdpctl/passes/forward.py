@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-_OF_PARAMETERS = "torch::autograd::AccumulateGrad"  # shared by all forwards
+# The node of a parameter, which all forwards share.
+_OF_PARAMETER = type(torch.ones(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
 
 class Witness:
@@ -38,15 +39,14 @@ class Forward:
     def witness(self, output: Tensor) -> Witness | None:
         """For the hook of `output` to hold."""
         node = output.grad_fn
-        made_of = [] if node is None else [each for each, _ in node.next_functions]
-        own = next((each for each in made_of if each and each.name() != _OF_PARAMETERS), None)
-        if own is not None:
-            found = Witness([own, *self._unseen])
-            self._witnesses.add(found)
-            if self._unseen:
-                self._borrowed.append(ref(found))
-            self._unseen = []
-            return found
+        for own, _ in () if node is None else node.next_functions:
+            if own is not None and type(own) is not _OF_PARAMETER:
+                found = Witness([own, *self._unseen])
+                self._witnesses.add(found)
+                if self._unseen:
+                    self._borrowed.append(ref(found))
+                    self._unseen = []
+                return found
         if node is not None and self._is_open:
             self._unseen.append(node)
         else:

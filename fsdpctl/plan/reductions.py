@@ -18,6 +18,9 @@ class Reductions:
     # Of units that are larger than every block: in how many pieces the gradients of one backward
     # are collected and reduced. What was held back is collected already.
     pieces: Mapping[str, int] = field(default_factory=dict)
+    # Among how many ranks a sum is split that is added over copies at once; 0: when a reduction has
+    # been waited for.
+    chained: int = 0
 
     def pieces_of(self, unit: str, *, was_held: bool) -> int:
         """How many reductions a unit's gradients take."""
@@ -26,6 +29,10 @@ class Reductions:
     def piece_nbytes(self, unit: str, *, was_held: bool) -> int:
         """Bytes of each of them."""
         return -(-self.nbytes[unit] // self.pieces_of(unit, was_held=was_held))
+
+    def combined_nbytes(self, nbytes: int) -> int:
+        """What the collective after a reduction of so many bytes counts as."""
+        return nbytes // self.chained if self.chained else nbytes
 
     def fits(self, nbytes: int, others: Iterable[int], *, is_first: bool = False) -> bool:
         """Whether a reduction may be on its way together with `others`, all in bytes.
@@ -57,6 +64,7 @@ def plan_reductions(
     *,
     stays: bool = False,
     blocks: Collection[str] = (),
+    chained: int = 0,
 ) -> Reductions:
     """Let as much be on its way as the largest unit has, or twice that where it has two bytes each.
 
@@ -69,6 +77,7 @@ def plan_reductions(
         stays: whether a first sum stays in the buffer that it was added in.
         blocks: where gradients are collected first, the units of which the largest counts; larger
             ones, as a rule embedding and head, are reduced in pieces of its size.
+        chained: as in `Reductions`.
     """
     trained = {
         name: [layout for layout in of_unit if layout.params[0].trainable]
@@ -85,4 +94,4 @@ def plan_reductions(
         for name, size in nbytes.items()
         if size > largest
     }
-    return Reductions(nbytes, largest * (1 if widest > 2 else 2), stays, pieces)
+    return Reductions(nbytes, largest * (1 if widest > 2 else 2), stays, pieces, chained)

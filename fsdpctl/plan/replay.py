@@ -64,6 +64,11 @@ class RankPlace:
         in_place = sends_in_place(self.transport, EvenParts(1, self.size))
         return strategy.shards_params and self.size > 1 and not in_place
 
+    def chained(self, strategy: Strategy) -> int:
+        """As in `Reductions`: over NCCL the copies' sum follows on streams of its own."""
+        follows = strategy.replicates and self.num_replicas > 1
+        return self.size if follows and self.transport is Transport.NCCL else 0
+
     def stays(self, strategy: Strategy, sizes: Itemsizes) -> bool:
         """Whether a sum stays in the buffer that it was added in, without more memory."""
         adds = self.size > 1 and adds_whole(self.transport, self.size)
@@ -172,9 +177,12 @@ class _Piece:
 class Replay:
     """Writes planned events down again with everything that has bytes."""
 
-    def __init__(self, units: Mapping[str, UnitBytes], *, combines: bool) -> None:
+    def __init__(
+        self, units: Mapping[str, UnitBytes], *, combines: bool, chained: bool = False
+    ) -> None:
         self.units = units
         self.combines = combines
+        self.chained = chained  # the second collective follows before the first is waited for
         self.events: list[Event] = []
         self._held: dict[tuple[Buffer, str, int], int] = {}
         self._holding: set[str] = set()  # units whose gradients wait for a later backward
@@ -199,11 +207,13 @@ class Replay:
         elif kind is K.REDUCED:
             piece = self._reducing[name].popleft()
             self._finish(name, unit, piece)
-            if self.combines:
-                self._combining[name].append(piece)
-            else:
+            if not self.combines:
                 self._settle(name, unit, piece)
+            elif not self.chained:
+                self._combining[name].append(piece)
         elif kind is K.COMBINE:
+            if self.chained:
+                self._chain(name)
             sent = sum(each.sum for each in self._combining[name][-1].sendings)
         elif kind is K.COMBINED:
             self._settle(name, unit, self._combining[name].popleft())
@@ -233,12 +243,19 @@ class Replay:
         self._reducing[name].append(piece)
         return sum(each.whole_grads for each in sendings)
 
+    def _chain(self, name: str) -> None:
+        piece = self._reducing[name][-1]
+        for _, index, sending in piece.numbered():
+            self._allocate(Buffer.SUM, name, index, sending.sum)
+        self._combining[name].append(piece)
+
     def _finish(self, name: str, unit: UnitBytes, piece: "_Piece") -> None:
         for number, index, sending in piece.numbered():
             flat = unit.flats[number]
             if flat.in_place:
                 self._free(Buffer.WHOLE_GRADS, name, index)
-            self._allocate(Buffer.SUM, name, index, sending.sum)
+            if not self.chained:
+                self._allocate(Buffer.SUM, name, index, sending.sum)
             if (Buffer.WORKSPACE, name, index) in self._held:
                 self._free(Buffer.WORKSPACE, name, index)
             if not flat.in_place:

@@ -189,17 +189,23 @@ class _Simulation:
                 self.finish_reduction()
             self.note(EventKind.REDUCE, unit)
             self.reducing.append((unit, nbytes))
+            if self.reductions.chained:
+                self.combine(unit, nbytes)
         self.reduced.add(unit)
         self.held.discard(unit)
 
     def finish_reduction(self) -> None:
         unit, nbytes = self.reducing.pop(0)
         self.note(EventKind.REDUCED, unit)
-        if self.combines:
-            while not self.reductions.fits(nbytes, sizes(self.combining)):
-                self.finish_combining()
-            self.note(EventKind.COMBINE, unit)
-            self.combining.append((unit, nbytes))
+        if self.combines and not self.reductions.chained:
+            self.combine(unit, nbytes)
+
+    def combine(self, unit: str, nbytes: int) -> None:
+        held = self.reductions.combined_nbytes(nbytes)
+        while not self.reductions.fits(held, sizes(self.combining)):
+            self.finish_combining()
+        self.note(EventKind.COMBINE, unit)
+        self.combining.append((unit, held))
 
     def finish_combining(self) -> None:
         unit, _ = self.combining.pop(0)

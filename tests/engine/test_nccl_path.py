@@ -1,5 +1,7 @@
 """What NCCL's collectives are told, and what is made of their results: here gloo answers them."""
 
+from itertools import pairwise
+
 import torch
 
 from fsdpctl.engine.model import ShardedModel
@@ -80,6 +82,26 @@ def test_events_bytes_and_buffers_equal_the_plan(rank: int, world_size: int, who
                 model, net, Prefetch(), "even", sizes, transport=Transport.NCCL
             )
             assert recorded_events(model, rank) == planned, (strategy, wire, tied)
+
+
+@distributed(world_size=4)
+def test_the_sum_over_copies_follows_a_reduction_at_once(rank: int, world_size: int) -> None:
+    """Before the next unit's backward, and without waiting for the reduction."""
+    tokens = token_batches(1, world_size)[0][rank][0]
+    with nccl_path():
+        model = shard_model(make_net(tied=False), "hybrid_shard", dp_shard_size=2)
+        with model.recorded_events() as events:
+            next_token_loss(model, tokens).backward()
+    of_units = [each for each in events if each.buffer is None]
+    for event, following in pairwise(of_units):
+        if event.kind == "reduce":
+            assert (following.kind, following.unit) in (
+                ("combine", event.unit),
+                ("combined", following.unit),  # to make room
+            )
+    begun = [(str(each.kind), each.unit) for each in of_units]
+    for unit in ("blocks.0", "blocks.3"):
+        assert begun.index(("combine", unit)) < begun.index(("reduced", unit))
 
 
 WIDE = 401  # words: the embedding has 30 times what a block has

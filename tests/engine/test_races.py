@@ -1,24 +1,27 @@
 """No stream of the CUDA path reads, writes or frees what another one still uses."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fsdpctl.comm.base import Handle
 from fsdpctl.comm.mesh import Mesh, make_mesh
 from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
+from fsdpctl.engine.streams import ComputeStream
+from fsdpctl.errors import EngineError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.plan.units import lay_out
 from fsdpctl.resolve.blocks import checkpoint_block
-from tests.engine.models import make_net, next_token_loss, token_batches
+from tests.engine.models import OddNet, next_token_loss, token_batches
 from tests.engine.races import NcclOnCpu, RaceDetector, Stream, detecting_races
 
 RANKS = 8
@@ -39,11 +42,12 @@ class Case:
     recomputes: bool = False
     bf16: bool = False
     narrow: bool = False  # bf16 on the wire, added in fp32
+    wide: bool = False  # an embedding that is reduced in pieces
     owner_map: str = "even"
 
     def __str__(self) -> str:
         words = [self.strategy, f"depth {self.depth}", self.owner_map]
-        switches = ("holds", "recomputes", "bf16", "narrow")
+        switches = ("holds", "recomputes", "bf16", "narrow", "wide")
         return ", ".join(words + [name for name in switches if getattr(self, name)])
 
 
@@ -62,21 +66,22 @@ CASES = (
         for bf16 in (False, True)
     ]
     + [
-        Case(strategy, holds=holds, bf16=True, narrow=True)
+        Case(strategy, holds=holds, bf16=True, narrow=narrow, wide=wide)
         for strategy, row in STRATEGIES.items()
         if row.shards_params
         for holds in (False, True)
+        for narrow, wide in ((True, False), (False, True), (True, True))
     ]
 )
 SAMPLE = {
     Case("full_shard", 2, holds=True, recomputes=True, bf16=True),
-    Case("hybrid_shard", bf16=True, narrow=True),
+    Case("hybrid_shard", bf16=True, narrow=True, wide=True),
     Case("shard_optimizer", bf16=True, owner_map="balanced"),
 }
 
 
 def made(case: Case) -> ShardedModel:
-    net, row = make_net(tied=False), STRATEGIES[case.strategy]
+    net, row = OddNet(tied=False, vocab=401 if case.wide else 17), STRATEGIES[case.strategy]
     if case.recomputes:
         for block in net.blocks:
             checkpoint_block(block, "full")
@@ -173,12 +178,36 @@ FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_planted_fault_is_found(monkeypatch, fault):
+def test_a_planted_fault_is_found(monkeypatch, fault, strategy):
     with detecting_races(monkeypatch) as found:
         fault(monkeypatch)
-        train(replace(Case("full_shard"), depth=1))
+        train(Case(strategy))
     assert found.problems
+
+
+def test_gradients_that_go_before_the_sum_over_copies_has_read_them_are_found(monkeypatch):
+    with detecting_races(monkeypatch) as found:
+        chain = NcclOnCpu.chain
+
+        def at_once(self, after, reduction, *about):
+            read, combined = chain(self, after, reduction, *about)
+            return Handle(lambda: torch.empty(0)), combined
+
+        monkeypatch.setattr(NcclOnCpu, "chain", at_once)
+        train(Case("hybrid_shard"))
+    assert found.problems
+
+
+def test_another_stream_than_that_of_sharding_is_refused(monkeypatch):
+    streams = [Stream(), Stream()]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[0])
+    stream = ComputeStream(torch.device("cuda", 0))
+    stream.refuse_another()
+    streams.reverse()
+    with pytest.raises(EngineError, match="another CUDA stream"):
+        stream.refuse_another()
 
 
 def test_memory_that_ends_too_early_is_found():

@@ -52,10 +52,13 @@ def planned_events(
     combines = place.combines(strategy)
     stays = place.stays(strategy, sizes)
     blocks = order.blocks if place.collects(strategy) else ()
-    reductions = plan_reductions(layouts, lambda _: sizes.reduce, stays=stays, blocks=blocks)
+    chained = place.chained(strategy)
+    reductions = plan_reductions(
+        layouts, lambda _: sizes.reduce, stays=stays, blocks=blocks, chained=chained
+    )
     of_units = unit_bytes(layouts, slots, strategy, sizes, place, reductions)
     return tuple(
-        Replay(of_units, combines=combines).play(
+        Replay(of_units, combines=combines, chained=chained > 0).play(
             [
                 *step_events(
                     order,
