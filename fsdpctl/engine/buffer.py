@@ -133,7 +133,7 @@ class UnitBuffer:
         for view, gradient in zip(self.param_views(flat), gradients, strict=True):
             if gradient is None:
                 view.zero_()
-            elif scale != 1 and gradient.dtype == flat.dtype:
+            elif scale != 1 and gradient.dtype == flat.dtype and flat.device.type == "cpu":
                 torch.mul(gradient, scale, out=view)  # copied and scaled in one pass
             else:
                 targets.append(view)
