@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,12 +17,15 @@ from fsdpctl.cli.words import (
     composed_from,
     settled,
 )
-from fsdpctl.errors import StoppedError, UsageError
+from fsdpctl.errors import FsdpctlError, StoppedError, UsageError
 
 if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
+    from fsdpctl.config.placement import LaunchConfig
+    from fsdpctl.launch.meeting import Meeting
     from fsdpctl.launch.outcome import Failure, Outcome
     from fsdpctl.resolve.run import ResolvedRun
+    from fsdpctl.train.run_lock import RunLock
 
 _SAVED = 75
 _TOO_EARLY = "stopped before there was anything to save"
@@ -96,20 +98,63 @@ def _check_large_token_files(run: "ResolvedRun") -> None:
 
 
 def _run(composed: "Composed", typed: list[str], resume: str) -> None:
+    if composed.config.launch.nnodes > 1:
+        _silence_torch_of_lost_peers()
+    from fsdpctl.resolve.machine import placed_here
+
+    launch = placed_here(composed.config).launch
+    if launch.nnodes == 1:
+        _begin(composed, typed, resume, None)
+        return
+    from fsdpctl.launch.meeting import Meeting, difference
+
+    say(f"node {launch.node_rank} of {launch.nnodes}: meeting at {launch.rdzv_endpoint}")
+    meeting = Meeting(launch)
+    if meeting.node == 0:
+        try:
+            _begin(composed, typed, resume, meeting)
+        except FsdpctlError as error:
+            meeting.call_off(str(error))
+            raise
+        return
+    plan = meeting.accept(lambda plan: difference(plan, launch))
+    if plan.is_finished:
+        say(plan.refusal)
+    else:
+        say(f"run     {plan.run_dir}: {launch.nproc_per_node} ranks here")
+        _launch(Path(plan.run_dir), launch, meeting)
+
+
+def _silence_torch_of_lost_peers() -> None:
+    """What becomes of other launchers is said in a line; torch writes stacks of C++ beside that.
+
+    It looks once, when it is imported; the workers' own logs have them.
+    """
+    name = "TORCH_CPP_LOG_LEVEL"
+    if name not in os.environ:
+        os.environ[name] = "ERROR"
+        import torch  # noqa: F401  # for what it looks at
+
+        del os.environ[name]
+
+
+def _begin(composed: "Composed", typed: list[str], resume: str, meeting: "Meeting | None") -> None:
+    """Prepare the run directory, and train."""
     from fsdpctl.estimate.kept import estimate_here, write_estimate
-    from fsdpctl.launch.local import launch_workers
     from fsdpctl.resolve.run import resolve
     from fsdpctl.train.assets import collect_assets
     from fsdpctl.train.describe import describe_run
-    from fsdpctl.train.run_dir import LOGS, Standing, plan_start, prepare_run_dir
+    from fsdpctl.train.run_dir import Standing, plan_start, prepare_run_dir
     from fsdpctl.train.run_lock import lock_run_dir
-    from fsdpctl.train.worker import MODULE
 
     run = resolve(composed)
     start = plan_start(run.config, resume)
     if start.standing is Standing.FINISHED:
-        say(f"{start.run_dir}: finished at step {start.step}; nothing to do")
+        finished = f"{start.run_dir}: finished at step {start.step}; nothing to do"
+        say(finished)
         say("a larger train.steps goes on from there; --resume never begins anew beside it")
+        if meeting is not None:
+            meeting.call_off(finished, is_finished=True)
         return
     lock = lock_run_dir(
         start.run_dir, lambda: say(f"waiting for the workers of the last start of {start.run_dir}")
@@ -124,8 +169,28 @@ def _run(composed: "Composed", typed: list[str], resume: str) -> None:
     write_estimate(run_dir, run, estimate)
     launch = run.config.launch
     del run, estimate  # the workers read their own data
-    outcome = launch_workers(MODULE, [str(run_dir)], launch, logs=run_dir / LOGS, is_last=True)
-    lock.release()
+    if meeting is not None:
+        assert launch.nproc_per_node is not None
+        meeting.invite(run_dir, launch.nproc_per_node)
+    _launch(run_dir, launch, meeting, lock)
+
+
+def _launch(
+    run_dir: Path,
+    launch: "LaunchConfig",
+    meeting: "Meeting | None",
+    lock: "RunLock | None" = None,
+) -> None:
+    from fsdpctl.launch.local import launch_workers
+    from fsdpctl.train.run_dir import LOGS
+    from fsdpctl.train.worker import MODULE
+
+    logs = run_dir / LOGS
+    outcome = launch_workers(
+        MODULE, [str(run_dir)], launch, logs=logs, is_last=True, meeting=meeting
+    )
+    if lock is not None:
+        lock.release()
     _end(outcome, run_dir)
 
 
@@ -149,18 +214,21 @@ def _end(outcome: "Outcome", run_dir: Path) -> None:
         fail("killed; the same command goes on from the last checkpoint")
         raise typer.Exit(stopped)
     else:
-        _show_failure(cause, run_dir, outcome.silent_ranks)
+        _show_failure(cause, run_dir, outcome)
         raise typer.Exit(1)
 
 
-def _show_failure(cause: "Failure", run_dir: Path, silent_ranks: Sequence[int] = ()) -> None:
+def _show_failure(cause: "Failure", run_dir: Path, outcome: "Outcome") -> None:
     log = run_dir / "logs" / f"rank-{cause.rank:05d}.log"
     title, lines = f"rank {cause.rank} on {cause.host} failed", [f"cause  {cause.cause}"]
     if cause.waited_in_vain:
         title = "ranks waited in vain for others"
-        silent = ", ".join(map(str, silent_ranks))
+        silent = ", ".join(map(str, outcome.silent_ranks))
         lines.append(f"seen   rank {cause.rank} waited; it need not be the one that stood still")
         lines += [f"       nothing was heard of rank {silent}"] if silent else []
+    if outcome.silent_nodes:
+        nodes = ", ".join(map(str, outcome.silent_nodes))
+        lines.append(f"seen   nothing was heard of the launcher of node {nodes}: gone, or cut off")
     last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.is_file() else []
     if len(last) > 1:
         lines += ["", *last, ""]

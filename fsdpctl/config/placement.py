@@ -23,6 +23,15 @@ class LaunchConfig:
         None, "ranks; auto: one per CUDA device, else 2", minimum=1, maximum=_MOST_RANKS, auto=True
     )
     nnodes: int = key(1, "machines", minimum=1, maximum=_MOST_NODES)
+    node_rank: int | None = key(
+        None, "which of several machines this is", minimum=0, maximum=_MOST_NODES - 1
+    )
+    rdzv_endpoint: str | None = key(
+        None, "HOST:PORT of machine 0, where the launchers of several meet"
+    )
+    interface: str | None = key(
+        None, "by which machines talk; auto: what reaches rdzv_endpoint", auto=True
+    )
     device: str | None = key(None, "where ranks compute", choices=("cpu", "cuda"), auto=True)
     allocator: str = key(
         "expandable", "CUDA: how its memory is kept", choices=("expandable", "native")

@@ -48,6 +48,7 @@ class Outcome:
     failures: tuple[Failure, ...]
     stop_signal: int | None
     stopped_early: bool = False  # before there were workers
+    silent_nodes: tuple[int, ...] = ()  # other launchers that did not say how theirs ended
 
     @property
     def cause(self) -> Failure | None:

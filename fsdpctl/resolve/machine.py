@@ -6,6 +6,7 @@ from dataclasses import replace
 import psutil
 import torch
 
+from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config, PrecisionConfig, StrategyConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.memory.engine_bytes import DTYPE_BYTES
@@ -31,8 +32,7 @@ def placed_here(config: Config) -> Config:
                 f"{os.environ[name]}), as by torchrun or srun; it starts its ranks itself: run the "
                 "command once, with launch.nproc_per_node="
             )
-    if launch.nnodes != 1:
-        raise UsageError(f"launch.nnodes={launch.nnodes}: this version trains on one machine only")
+    _check_nodes(launch)
     has_cuda = torch.cuda.is_available()
     if launch.device == "cuda" and not has_cuda:
         raise UsageError("launch.device=cuda: torch finds no CUDA device here; use cpu or auto")
@@ -46,6 +46,23 @@ def placed_here(config: Config) -> Config:
     return _with_precision(
         replace(config, launch=replace(launch, device=device, nproc_per_node=ranks))
     )
+
+
+def _check_nodes(launch: LaunchConfig) -> None:
+    """See that a machine among several knows which one it is, and where they meet."""
+    nodes, node = launch.nnodes, launch.node_rank
+    if nodes == 1 and (node or launch.rdzv_endpoint):
+        raise UsageError(
+            "launch.node_rank and launch.rdzv_endpoint are for several machines: how many they are "
+            "is launch.nnodes"
+        )
+    if nodes > 1 and (node is None or launch.rdzv_endpoint is None):
+        raise UsageError(
+            f"launch.nnodes={nodes}: run the same command on each machine, with "
+            f"launch.node_rank=0 to {nodes - 1}, and launch.rdzv_endpoint=HOST:PORT of machine 0"
+        )
+    if node is not None and node >= nodes:
+        raise UsageError(f"launch.node_rank={node}: of launch.nnodes={nodes}, from 0 on")
 
 
 def placed_on_cluster(config: Config) -> Config:

@@ -8,7 +8,7 @@ from fsdpctl.cli.train import _show_failure
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.serialize import config_to_yaml
-from fsdpctl.launch.outcome import Failure
+from fsdpctl.launch.outcome import Failure, Outcome
 from fsdpctl.resolve.machine import placed_here
 
 WORDS = ["model.vocab_size=256", "cluster.memory=0.75", "train.seq_len=2048"]
@@ -26,7 +26,8 @@ def test_the_panel_says_what_was_needed_and_what_would_fit(
 ) -> None:
     config = placed_here(compose_config(WORDS).config)
     (tmp_path / RUN_CONFIG).write_text(config_to_yaml(config))
-    _show_failure(Failure(1, "here", exit_code, message, 0), tmp_path)
+    failure = Failure(1, "here", exit_code, message, 0)
+    _show_failure(failure, tmp_path, Outcome((failure,), None))
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert "estimated" in said
     assert "a rank had 768.0 MiB" in said

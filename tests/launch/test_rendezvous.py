@@ -5,8 +5,8 @@ import socket
 import psutil
 import pytest
 
-from fsdpctl.launch.loopback import LOOPBACK
-from fsdpctl.launch.rendezvous import LoopbackRendezvous, bound_store
+from fsdpctl.launch.interface import LOOPBACK
+from fsdpctl.launch.rendezvous import Rendezvous, bound_store
 from tests.test_architecture import package_sources
 
 
@@ -34,7 +34,7 @@ def test_a_store_listens_on_its_address_alone():
 
 
 def test_every_round_has_a_store_of_its_own():
-    rendezvous = LoopbackRendezvous()
+    rendezvous = Rendezvous()
     first, second = rendezvous.next_rendezvous(), rendezvous.next_rendezvous()
     first.store.set("key", "old")
     assert not second.store.check(["key"])

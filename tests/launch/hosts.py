@@ -1,0 +1,64 @@
+"""Several hosts on one machine: network namespaces on a bridge, each with an address of its own."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.cli.run import environment
+
+
+class Hosts:
+    """They see each other's network only; files are shared, as on a cluster."""
+
+    def __init__(self, names: Sequence[str], addresses: Sequence[str]) -> None:
+        self.names, self.addresses = names, addresses
+
+    def start(self, host: int, *words: str, cwd: Path) -> subprocess.Popen[str]:
+        """`fsdpctl` with these words on a host; what it says goes to one pipe."""
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.names[host], sys.executable, "-m", "fsdpctl", *words],
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment(),
+        )
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[Hosts]:
+    """So many of them; the test is skipped where they may not be made."""
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        pytest.skip("hosts are network namespaces: they need root and iproute2")
+    tag = os.getpid() % 10000
+    bridge, names = f"fsb{tag}", [f"fsdpctl-{tag}-{host}" for host in range(count)]
+    addresses = [f"10.{78 + tag % 100}.{tag // 100}.{host + 1}" for host in range(count)]
+    try:
+        try:
+            _ip("link", "add", bridge, "type", "bridge")
+            _ip("link", "set", bridge, "up")
+            for host, (name, address) in enumerate(zip(names, addresses, strict=True)):
+                there, link = ["-n", name], f"fsv{tag}-{host}"
+                _ip("netns", "add", name)
+                _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
+                _ip("link", "set", link, "master", bridge, "up")
+                _ip(*there, "addr", "add", f"{address}/24", "dev", "eth0")
+                _ip(*there, "link", "set", "eth0", "up")
+                _ip(*there, "link", "set", "lo", "up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no hosts can be made here: {error.stderr.strip()}")
+        yield Hosts(names, addresses)
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)

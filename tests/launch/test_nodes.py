@@ -1,0 +1,207 @@
+"""Several machines: they meet, train as one would, stop together, and say what happened."""
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fsdpctl.config.placement import LaunchConfig
+from fsdpctl.errors import UsageError
+from fsdpctl.launch.interface import LOOPBACK, own_address, split_endpoint
+from fsdpctl.launch.local import launch_workers
+from fsdpctl.launch.meeting import Meeting, Plan, difference
+from fsdpctl.launch.outcome import Failure
+from fsdpctl.launch.rendezvous import bound_store
+from tests.cli.run import TINY, figures, fsdpctl, make_text
+from tests.launch.hosts import Hosts, hosts
+
+_SECONDS = 120
+# A batch that two, three and four ranks divide.
+SMALL = [each.replace("batch_size=8", "batch_size=12") for each in TINY]
+
+
+def free_endpoint() -> str:
+    store, port = bound_store(LOOPBACK)
+    del store
+    return f"{LOOPBACK}:{port}"
+
+
+def launches(nodes: int, endpoint: str) -> list[LaunchConfig]:
+    return [
+        LaunchConfig(
+            nproc_per_node=1, nnodes=nodes, node_rank=node, rdzv_endpoint=endpoint, timeout=20
+        )
+        for node in range(nodes)
+    ]
+
+
+def together(nodes: int, act: Callable[[Meeting], object]) -> list[Future[object]]:
+    """What becomes of `act` on each node, of which none leaves before all have acted."""
+    meetings: list[Meeting] = []
+
+    def on_node(launch: LaunchConfig) -> object:
+        meetings.append(Meeting(launch))
+        return act(meetings[-1])
+
+    with ThreadPoolExecutor(nodes) as pool:
+        return [pool.submit(on_node, each) for each in launches(nodes, free_endpoint())]
+
+
+def test_all_start_where_all_can(tmp_path: Path) -> None:
+    def act(meeting: Meeting) -> object:
+        if meeting.node == 0:
+            meeting.invite(tmp_path, 1)
+            return str(tmp_path)
+        launch = LaunchConfig(nproc_per_node=1)
+        return meeting.accept(lambda plan: difference(plan, launch)).run_dir
+
+    assert [each.result() for each in together(3, act)] == [str(tmp_path)] * 3
+    assert not list(tmp_path.iterdir())  # what they looked for is gone
+
+
+def test_none_starts_where_one_cannot(tmp_path: Path) -> None:
+    def act(meeting: Meeting) -> object:
+        if meeting.node == 0:
+            meeting.invite(tmp_path, 2)
+        launch = LaunchConfig(nproc_per_node=meeting.node + 1)
+        return meeting.node == 0 or meeting.accept(lambda plan: difference(plan, launch))
+
+    for each in together(3, act):
+        with pytest.raises(UsageError, match=r"^node 2 .*nproc_per_node=3, and 2 on node 0"):
+            each.result()
+
+
+def test_another_directory_of_that_name_is_noticed(tmp_path: Path) -> None:
+    said = Meeting._looks_elsewhere(Plan(run_dir=str(tmp_path), token="1234"))
+    assert "every node needs the same directory" in said
+    (tmp_path / "meeting").write_text("4321")
+    assert Meeting._looks_elsewhere(Plan(run_dir=str(tmp_path), token="1234")) == said
+    (tmp_path / "meeting").write_text("1234")
+    assert Meeting._looks_elsewhere(Plan(run_dir=str(tmp_path), token="1234")) == ""
+
+
+def test_other_programs_are_noticed() -> None:
+    mine = LaunchConfig(nproc_per_node=1)
+    assert "on node 0" in difference(Plan(versions="fsdpctl 7"), mine)
+
+
+def test_what_keeps_node_0_from_starting_is_said_by_the_others() -> None:
+    def act(meeting: Meeting) -> object:
+        if meeting.node == 0:
+            meeting.call_off("model.num_heads=5: must divide")
+            return None
+        return meeting.accept(lambda plan: "")
+
+    first, second = together(2, act)
+    assert first.result() is None
+    with pytest.raises(UsageError, match=r"node 0: model.num_heads=5: must divide"):
+        second.result()
+
+
+def test_failures_and_silence_are_known_on_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdpctl.launch.meeting._LAST_WORDS_SECONDS", 1.0)
+    failure = Failure(2, "there", -9, "", 1)
+
+    def act(meeting: Meeting) -> object:
+        if meeting.node == 1:
+            return None  # its launcher was killed
+        return meeting.share_failures((failure,) if meeting.node == 2 else ())
+
+    first, _, third = together(3, act)
+    assert first.result() == third.result() == ((failure,), (1,))
+
+
+def test_an_endpoint_of_another_machine_is_refused_by_node_0() -> None:
+    with pytest.raises(UsageError, match="node 0 cannot listen there"):
+        bound_store("192.0.2.1", 29500)
+
+
+@pytest.mark.parametrize("endpoint", ["10.0.0.1", "10.0.0.1:x", ":29500", "10.0.0.1:70000"])
+def test_an_endpoint_is_a_host_and_a_port(endpoint: str) -> None:
+    with pytest.raises(UsageError, match="HOST:PORT of node 0"):
+        split_endpoint(endpoint)
+
+
+def test_an_interface_that_is_not_there_is_named() -> None:
+    with pytest.raises(UsageError, match=r"launch.interface=eth99: .*there are .*lo"):
+        own_address(LOOPBACK, "eth99")
+
+
+def test_other_commands_do_not_run_as_a_world_of_their_own(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="only `fsdpctl train` runs on several machines"):
+        launch_workers("none", [], launches(2, "h:1")[0], logs=tmp_path)
+
+
+def _start(found: Hosts, folder: Path, *words: str) -> list[subprocess.Popen[str]]:
+    endpoint = f"{found.addresses[0]}:29500"
+    nodes = [f"launch.nnodes={len(found.names)}", f"launch.rdzv_endpoint={endpoint}"]
+    words = (*SMALL, f"data.path={make_text(folder)}", f"train.run_dir={folder / 'run'}", *words)
+    return [
+        found.start(host, "train", *words, *nodes, f"launch.node_rank={host}", cwd=folder)
+        for host in range(len(found.names))
+    ]
+
+
+def _ended(started: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    said = [each.communicate(timeout=_SECONDS)[0] for each in started]
+    return [(each.returncode, text) for each, text in zip(started, said, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "strategy"),
+    [(2, 1, "full_shard"), (3, 1, "shard_optimizer"), (2, 2, "hybrid_shard"), (2, 2, "no_shard")],
+)
+def test_hosts_train_as_one_machine_does(
+    tmp_path: Path, nodes: int, ranks: int, strategy: str
+) -> None:
+    words = [f"strategy={strategy}", "train.steps=30"]
+    with hosts(nodes) as found:
+        ends = _ended(_start(found, tmp_path, *words, f"launch.nproc_per_node={ranks}"))
+    assert [code for code, _ in ends] == [0] * nodes, ends
+    alone = [f"data.path={make_text(tmp_path)}", f"launch.nproc_per_node={nodes * ranks}"]
+    if strategy.startswith("hybrid"):
+        alone.append(f"strategy.dp_shard_size={ranks}")  # a copy on each host
+    done = fsdpctl(
+        "train", *SMALL, *words, *alone, f"train.run_dir={tmp_path / 'one'}", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert figures(tmp_path / "run") == figures(tmp_path / "one")
+
+
+def _wait_for_a_step(run_dir: Path) -> None:
+    deadline = time.monotonic() + _SECONDS
+    while time.monotonic() < deadline:
+        metrics = run_dir / "metrics.jsonl"
+        if metrics.is_file() and figures(run_dir):
+            return
+        time.sleep(0.2)
+    raise AssertionError("no step in time")
+
+
+@pytest.mark.slow
+def test_a_request_on_one_node_saves_and_ends_all(tmp_path: Path) -> None:
+    with hosts(2) as found:
+        started = _start(found, tmp_path, "launch.nproc_per_node=1", "train.steps=100000")
+        _wait_for_a_step(tmp_path / "run")
+        started[1].send_signal(signal.SIGTERM)
+        ends = _ended(started)
+    assert [code for code, _ in ends] == [75, 75], ends
+    assert all("saved" in text for _, text in ends)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_named_on_every_node(tmp_path: Path) -> None:
+    with hosts(2) as found:
+        started = _start(found, tmp_path, "launch.nproc_per_node=1", "train.steps=100000")
+        _wait_for_a_step(tmp_path / "run")
+        workers = psutil.Process(started[1].pid).children(recursive=True)
+        next(each for each in workers if "fsdpctl.train.worker" in each.cmdline()).kill()
+        ends = _ended(started)
+    assert [code for code, _ in ends] == [1, 1], ends
+    assert all("rank 1" in text and "SIGKILL" in text for _, text in ends)
