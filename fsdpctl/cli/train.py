@@ -171,6 +171,7 @@ def _begin(composed: "Composed", typed: list[str], resume: str, meeting: "Meetin
     del run, estimate  # the workers read their own data
     if meeting is not None:
         assert launch.nproc_per_node is not None
+        say(f"waiting for the other {launch.nnodes - 1} of {launch.nnodes} nodes")
         meeting.invite(run_dir, launch.nproc_per_node)
     _launch(run_dir, launch, meeting, lock)
 
