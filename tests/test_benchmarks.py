@@ -36,13 +36,24 @@ def run(module: str, out: Path, *words: str) -> dict[str, object]:
         ("estimates", ["--count", "1"]),
         ("gpu_memory", ["--device", "cpu", "--models", "llama_tiny", "--count", "2"]),
         ("gpu", ["--device", "cpu", "--sizes", "tiny", "--rounds", "1"]),
-        ("gpu_session", ["--device", "cpu"]),
     ],
 )
 def test_a_benchmark_writes_what_it_measured(tmp_path: Path, module: str, words: list[str]) -> None:
     report = run(module, tmp_path / "report.json", *words)
     assert report["results"]
     assert {"torch", "machine"} <= set(report)
+
+
+@pytest.mark.slow
+def test_what_a_gpu_is_asked_is_asked_on_the_cpu_in_small(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_session", "--device", "cpu"]
+    subprocess.run(
+        [*command, "--out", str(tmp_path)], cwd=ROOT, check=True, timeout=300, env=environment()
+    )
+    parts = json.loads((tmp_path / "gpu-session.json").read_text())["results"]
+    assert [each["code"] for each in parts] == [0, 0, 0], parts
+    for name in ("gpu", "gpu-memory"):
+        assert json.loads((tmp_path / f"{name}.json").read_text())["results"]
 
 
 @pytest.mark.parametrize(("name", "groups"), [("step-time-cpu", 2), ("step-time-cpu-ddp", 1)])
