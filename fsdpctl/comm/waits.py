@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from fsdpctl.comm.pulse import PULSE
+
 Seconds = Callable[[], float]  # known when the device has got there
 
 
@@ -30,7 +32,9 @@ class HostWaits:
     def around(self, wait: Callable[[], object]) -> None:
         """By the host's clock."""
         began = time.perf_counter()
+        PULSE.wait(begins=True)
         wait()
+        PULSE.wait(begins=False)
         self._seconds += time.perf_counter() - began
 
     def take(self) -> Seconds:

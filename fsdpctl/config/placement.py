@@ -39,6 +39,30 @@ class LaunchConfig:
     timeout: float = key(
         600.0, "seconds after which a stuck collective ends the run", minimum=1, maximum=1e6
     )
+    hang_timeout: float | None = key(
+        None,
+        "seconds after which a rank that stands still is reported; auto: half of launch.timeout",
+        minimum=1,
+        maximum=1e6,
+        auto=True,
+    )
+    max_restarts: int = key(
+        0, "how often failed ranks are started again", minimum=0, maximum=1_000_000
+    )
+    nproc_min: int | None = key(
+        None,
+        "fewest ranks of a machine to go on with; auto: no fewer than before",
+        minimum=1,
+        maximum=_MOST_RANKS,
+        auto=True,
+    )
+    nnodes_min: int | None = key(
+        None,
+        "fewest machines to go on with; auto: no fewer than before",
+        minimum=1,
+        maximum=_MOST_NODES,
+        auto=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from fsdpctl.comm.pulse import PULSE
 from fsdpctl.engine.ranges import Ranges
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
 
@@ -22,6 +23,7 @@ class Ledger:
 
     def note(self, kind: EventKind, unit: str, nbytes: int = 0) -> None:
         """Something happened."""
+        PULSE.at(f"{kind} {unit}")
         if self.trace is not None:
             self.trace.append(Event(kind, unit, nbytes))
             self.on_event()

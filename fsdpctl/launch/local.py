@@ -5,6 +5,7 @@ import os
 import resource
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,15 +14,18 @@ from typing import TYPE_CHECKING
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.launch.interface import LOOPBACK, loopback_interface
-from fsdpctl.launch.outcome import Outcome, failure_of
+from fsdpctl.launch.out_of_memory import kills_so_far
+from fsdpctl.launch.outcome import Ended, Outcome, failure_of
 from fsdpctl.launch.stopping import StoppedEarlyError, passing_on
+from fsdpctl.launch.watch import FOLDER, Watch
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    from fsdpctl.launch.meeting import Meeting
+    from fsdpctl.launch.nodes import Nodes
 
 _FILES, _FILES_A_RANK = 128, 16  # that a launcher has open, with some to spare
+_BARRIER_SECONDS = 1  # launchers wait for each other themselves
 _NO_SIGNAL = "SIGURG"  # what the agent handles itself: one that nobody sends
 
 
@@ -32,7 +36,8 @@ def launch_workers(
     *,
     logs: Path,
     is_last: bool = False,
-    meeting: "Meeting | None" = None,
+    nodes: "Nodes | None" = None,
+    number: int = 0,
 ) -> Outcome:
     """Run `python -m module args…` on ranks of this machine until all have ended.
 
@@ -42,61 +47,90 @@ def launch_workers(
         launch: resolved; how many, and how they keep memory.
         logs: an existing directory for the agent's own log.
         is_last: requests to stop that come later are ignored.
-        meeting: of the launchers of all machines, where there are several.
+        nodes: the launchers of all machines, where there are several.
+        number: how often ranks were started before, in this launch.
 
     Raises:
-        UsageError: several machines without a meeting, or too few files may be open.
+        UsageError: several machines that have not met, or too few files may be open.
         FsdpctlError: torch's agent failed.
     """
+    if nodes is None and (launch.nnodes > 1 or launch.name == "env"):
+        raise UsageError(
+            f"launch={launch.name} launch.nnodes={launch.nnodes}: only `fsdpctl train` runs on "
+            "several machines, or as ranks of another launcher"
+        )
+    assert launch.nproc_per_node is not None
+    _make_room_for_files(launch.nproc_per_node)
+    own, interface = (0, loopback_interface()) if nodes is None else (nodes.own, nodes.interface)
+    folder = tempfile.TemporaryDirectory(prefix="fsdpctl-", ignore_cleanup_errors=True)
+    # It has what workers leave for us; the run's own directory may be full, or gone.
+    with (
+        _logging_to(logs / f"node-{own:05d}.log"),
+        folder as kept,
+        _environment(launch, interface, is_alone=nodes is None),
+    ):
+        os.environ.update({FOLDER: kept, "FSDPCTL_ROUND": str(number)})
+        spec = _spec(module, args, launch.nproc_per_node, nodes, number)
+        ended = _run_round(spec, launch, Path(kept), nodes, number, is_last=is_last)
+    return Outcome.of({0: ended}, 0) if nodes is None else nodes.share(number, ended)
+
+
+def _run_round(
+    spec: "WorkerSpec",
+    launch: LaunchConfig,
+    folder: Path,
+    nodes: "Nodes | None",
+    number: int,
+    *,
+    is_last: bool,
+) -> Ended:
+    """Start the workers, watch over them, and see how they end."""
     from torch.distributed.elastic.agent.server.api import WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-    ranks = launch.nproc_per_node
-    assert ranks is not None
-    if launch.nnodes > 1 and meeting is None:
-        raise UsageError(
-            f"launch.nnodes={launch.nnodes}: only `fsdpctl train` runs on several machines"
-        )
-    node = 0 if meeting is None else meeting.node
-    interface = loopback_interface() if meeting is None else meeting.interface
-    _make_room_for_files(ranks)
-    errors = tempfile.TemporaryDirectory(prefix="fsdpctl-", ignore_cleanup_errors=True)
-    # It has the workers' errors; the run's own directory may be full, or gone.
-    with (
-        _logging_to(logs / f"node-{node:05d}.log"),
-        errors as folder,
-        _environment(ranks, launch, interface, is_alone=meeting is None),
-    ):
-        agent = LocalElasticAgent(
-            _spec(module, args, ranks, meeting), DefaultLogsSpecs(log_dir=folder)
-        )
-        group = agent.get_worker_group()
-        with passing_on(lambda: group.state is not WorkerState.INIT, is_last=is_last) as requests:
-            try:
-                found = agent.run().failures
-            except StoppedEarlyError:
-                return Outcome((), requests.first, stopped_early=True)
-            except Exception as error:  # of the agent; it has ended the workers
-                raise FsdpctlError(f"the launcher failed: {error!r:.300}") from None
-    failures = tuple(failure_of(rank, each) for rank, each in sorted(found.items()))
-    if meeting is None:
-        return Outcome(failures, requests.first)
-    failures, silent = meeting.share_failures(failures)
-    return Outcome(failures, requests.first, silent_nodes=silent)
+    kills = kills_so_far()
+    agent = LocalElasticAgent(
+        spec, DefaultLogsSpecs(log_dir=str(folder)), exit_barrier_timeout=_BARRIER_SECONDS
+    )
+    group = agent.get_worker_group()
+    watch = Watch(
+        folder, launch, lambda: {each.local_rank: each.id for each in group.workers if each.id},
+        nodes, number,
+    )  # fmt: skip
+    have_begun = lambda: group.state is not WorkerState.INIT  # noqa: E731
+    with passing_on(have_begun, is_last=is_last) as requests, watch:
+        try:
+            found = agent.run().failures
+        except StoppedEarlyError:
+            return Ended((), requests.first, stopped_early=True)
+        except Exception as error:  # of the agent; it has ended the workers
+            raise FsdpctlError(f"the launcher failed: {error!r:.300}") from None
+    short = kills_so_far() > kills
+    failures = [failure_of(rank, each, short_of_memory=short) for rank, each in found.items()]
+    if watch.follows:  # they are no cause of anything
+        failures = [each for each in failures if not each.was_killed]
+    failures.sort(key=lambda each: each.rank)
+    return Ended(
+        tuple(failures), requests.first, hang=watch.hang,
+        failed_at=watch.failed_at or time.time(), were_ended=watch.follows,
+    )  # fmt: skip
 
 
-def _spec(module: str, args: Sequence[str], ranks: int, meeting: "Meeting | None") -> "WorkerSpec":
+def _spec(
+    module: str, args: Sequence[str], ranks: int, nodes: "Nodes | None", number: int
+) -> "WorkerSpec":
     """What torch's agent shall run, and where its workers meet."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from fsdpctl.launch.rendezvous import Rendezvous
 
-    if meeting is None:
+    if nodes is None:
         rendezvous, address = Rendezvous(), LOOPBACK
     else:
-        address = meeting.address
-        rendezvous = Rendezvous(meeting.store, meeting.port, node=meeting.node, nodes=meeting.nodes)
+        address = nodes.address
+        there = (nodes.endpoint_address, nodes.port)
+        rendezvous = Rendezvous(nodes.place(), nodes.store_of(number), there)
     return WorkerSpec(
         role="default",
         local_world_size=ranks,
@@ -149,15 +183,14 @@ class _QuietHandler(logging.FileHandler):
 
 
 @contextmanager
-def _environment(
-    ranks: int, launch: LaunchConfig, interface: str | None, *, is_alone: bool
-) -> Iterator[None]:
+def _environment(launch: LaunchConfig, interface: str | None, *, is_alone: bool) -> Iterator[None]:
     """What workers inherit: a share of the cores, their launcher, an interface, an allocator.
 
     What is set already stays as it is, but for where ranks listen: on one machine, nowhere that
     another one reaches; on several, where gloo's others look for them.
     """
-    values = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+    assert launch.nproc_per_node is not None
+    values = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // launch.nproc_per_node))}
     if launch.device == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         grows = launch.allocator == "expandable"
         values["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{grows}"

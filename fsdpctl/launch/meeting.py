@@ -1,12 +1,13 @@
-"""How the launchers of several machines come together, and what they tell each other.
+"""How launchers of several machines, or ranks of another launcher, come together before a run.
 
-Node 0 decides and writes; the others see that they have the same program and the same directory,
-and run their ranks. All of it is JSON in a store at node 0's address: nothing is unpickled.
+The first of them decides and writes; the others see that they have the same program and the same
+directory. All of it is JSON in a store at the first one's address: nothing is unpickled.
 """
 
 import hashlib
 import platform
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,18 +18,15 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # it does
 
 import fsdpctl
+from fsdpctl.comm.stores import DistStoreError, PrefixStore, Store
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.launch.interface import own_address, split_endpoint
-from fsdpctl.launch.outcome import Failure
-from fsdpctl.launch.rendezvous import bound_store
 
 _TOKEN = "meeting"  # a file of the run directory
-_LAST_WORDS_SECONDS = 10.0
-_LEFT = "the launchers of other nodes are gone, or the way to them"
+_LOOKS_EVERY = timedelta(seconds=1)  # whether somebody has left
+_LEFT = "others did not come, are gone, or cannot be reached"
 
 T = TypeVar("T")
 
@@ -43,6 +41,7 @@ class Plan:
     code: str = ""  # a digest of the program's source
     nproc_per_node: int = 0
     refusal: str = ""  # why it does not start
+    members: int = 0  # nodes or ranks
     is_finished: bool = False  # the run is, so that there is nothing to do
 
 
@@ -52,36 +51,23 @@ class _Ready:
 
 
 class Meeting:
-    """The launchers of one run, of which this is one."""
+    """The launchers of one run, or its ranks, of which this is one."""
 
-    def __init__(self, launch: LaunchConfig) -> None:
-        """Reach node 0, or be it.
+    def __init__(self, store: Store, own: int, count: int, *, noun: str, patience: float) -> None:
+        """As number `own` of `count` nodes or ranks (`noun`), in a store that all of them reach.
 
         Raises:
-            UsageError: the endpoint is none, not this machine's, or nobody is there in time.
+            UsageError: there is another one of that number.
         """
-        assert launch.node_rank is not None
-        assert launch.rdzv_endpoint is not None
-        self.node, self.nodes = launch.node_rank, launch.nnodes
-        address, self.port = split_endpoint(launch.rdzv_endpoint)
-        self.address, self.interface = own_address(address, launch.interface)
-        patience = timedelta(seconds=launch.timeout)
-        if self.node == 0:
-            self.store, _ = bound_store(address, self.port)
-        else:
-            try:
-                self.store = TCPStore(address, self.port, is_master=False, timeout=patience)
-            except Exception as error:  # torch's own classes differ by version
-                raise UsageError(
-                    f"launch.rdzv_endpoint={launch.rdzv_endpoint}: node 0 was not there within "
-                    f"{launch.timeout:g} s: {error!s:.120}"
-                ) from None
-        self._words = PrefixStore("meeting", self.store)
+        self.own, self.count, self.noun = own, count, noun
+        self._words = PrefixStore("meeting", store)
         self._patience = patience
         self._has_told = False
+        if self._words.add(f"here/{own}", 1) > 1:
+            raise UsageError(f"{noun} {own}: there is another one of this number")
 
     def invite(self, run_dir: Path, nproc_per_node: int) -> None:
-        """As node 0, tell the others where, and wait until all are ready.
+        """As the first, tell the others where, and wait until all are ready.
 
         Raises:
             UsageError: one of them cannot take part; then none does.
@@ -89,7 +75,7 @@ class Meeting:
         token = run_dir / _TOKEN
         plan = Plan(
             str(run_dir.absolute()), secrets.token_hex(16), _versions(), _code(),
-            nproc_per_node,
+            nproc_per_node, members=self.count,
         )  # fmt: skip
         token.write_text(plan.token)
         self._tell("plan", plan)
@@ -103,96 +89,112 @@ class Meeting:
             raise UsageError("; ".join(refusals))
 
     def call_off(self, reason: str, *, is_finished: bool = False) -> None:
-        """As node 0, tell those who are there that nothing starts, unless they were invited."""
+        """As the first, tell those who are there that nothing starts, unless they were invited."""
         if self._has_told:
             return
         self._tell("plan", Plan(refusal=reason, is_finished=is_finished))
         self._let_hear("ready")
 
     def accept(self, check: Callable[[Plan], str]) -> Plan:
-        """As another node, hear what node 0 wants, and say whether this one can.
+        """As another, hear what the first wants, and say whether this one can.
 
         Args:
             check: why it cannot, or "".
 
         Raises:
-            UsageError: this node or another cannot, or node 0 does not want to.
+            UsageError: this one or another cannot, or the first does not want to.
         """
         plan = self._hear("plan", Plan)
         if plan.refusal:
-            self._tell(f"ready/{self.node}", _Ready())
+            self._tell(f"ready/{self.own}", _Ready())
             if not plan.is_finished:
-                raise UsageError(f"node 0: {plan.refusal}")
+                raise UsageError(f"{self.noun} 0: {plan.refusal}")
             return plan
-        refusal = check(plan) or self._looks_elsewhere(plan)
-        said = f"node {self.node} ({self.address}): {refusal}" if refusal else ""
-        self._tell(f"ready/{self.node}", _Ready(said))
+        refusal = self._counts_otherwise(plan) or check(plan) or _looks_elsewhere(plan)
+        where = f"{self.noun} {self.own} ({socket.gethostname()})"
+        self._tell(f"ready/{self.own}", _Ready(f"{where}: {refusal}" if refusal else ""))
         answer = self._hear("go", _Ready)
-        self._tell(f"heard/{self.node}", _Ready())
+        self._tell(f"heard/{self.own}", _Ready())
         if answer.refusal:
             raise UsageError(answer.refusal)
         return plan
 
-    @staticmethod
-    def _looks_elsewhere(plan: Plan) -> str:
-        token = Path(plan.run_dir) / _TOKEN
-        try:
-            if token.read_text() == plan.token:
-                return ""
-        except OSError:
-            pass
-        return (
-            f"train.run_dir={plan.run_dir}: what node 0 wrote there is not seen here; every node "
-            "needs the same directory, on a file system that all of them mount"
-        )
+    def _counts_otherwise(self, plan: Plan) -> str:
+        if plan.members == self.count:
+            return ""
+        return f"takes part as one of {self.count} {self.noun}s, and {plan.members} are invited"
 
-    def share_failures(
-        self, own: tuple[Failure, ...]
-    ) -> tuple[tuple[Failure, ...], tuple[int, ...]]:
-        """Those of all nodes, so that each knows the cause; and who did not say theirs in time."""
-        found, silent = list(own), []
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
-        with _suppressing_losses():
-            self._tell(f"ended/{self.node}", list(own))
-        for node in (each for each in range(self.nodes) if each != self.node):
-            left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
-            silent.append(node)
-            with _suppressing_losses():
-                found += self._hear(f"ended/{node}", list[Failure], left)
-                silent.pop()
-        with _suppressing_losses():
-            self._tell(f"gone/{self.node}", _Ready())
-        if self.node == 0 and not silent:
-            self._let_hear("gone")
-        return tuple(found), tuple(silent)
+    def leave(self, reason: str) -> None:
+        """Tell the others that this one does not take part after all, before they began."""
+        with suppressing_losses():
+            self._tell("left", _Ready(f"{self.noun} {self.own}: {reason}"))
 
     def _let_hear(self, answer: str) -> None:
-        """Node 0's store goes with it: it leaves last, but does not wait for who is gone."""
-        with _suppressing_losses():
+        """The store goes with the first: it leaves last, but does not wait for who is gone."""
+        with suppressing_losses():
             self._words.wait(self._of_others(answer), timedelta(seconds=2))
 
     def _of_others(self, word: str) -> list[str]:
-        return [f"{word}/{node}" for node in range(1, self.nodes)]
+        return [f"{word}/{each}" for each in range(1, self.count)]
 
     def _tell(self, key: str, value: object) -> None:
-        self._words.set(key, msgspec.json.encode(value).decode())
+        self._words.set(key, encode(value))
 
-    def _hear(self, key: str, kind: type[T], patience: timedelta | None = None) -> T:
-        try:
-            self._words.wait([key], patience or self._patience)
-            return msgspec.json.decode(self._words.get(key), type=kind)
-        except msgspec.MsgspecError as error:
-            raise FsdpctlError(f"{key}: what another launcher said is damaged: {error}") from None
-        except Exception:  # torch's own classes differ by version
-            raise UsageError(f"waited in vain for {key}: {_LEFT}") from None
+    def _hear(self, key: str, kind: type[T]) -> T:
+        deadline = time.monotonic() + self._patience
+        while True:
+            try:
+                self._words.wait([key], _LOOKS_EVERY)
+                return decode(self._words.get(key), kind)
+            except DistStoreError:
+                self._check_left(key, is_late=time.monotonic() > deadline)
+            except RuntimeError:
+                raise UsageError(f"waited in vain for {key}: {_LEFT}") from None
+
+    def _check_left(self, key: str, *, is_late: bool) -> None:
+        if self._words.check(["left"]):
+            raise UsageError(decode(self._words.get("left"), _Ready).refusal)
+        if is_late:
+            raise UsageError(f"waited {self._patience:g} s in vain for {key}: {_LEFT}")
+
+
+def encode(value: object) -> str:
+    """As what others decode."""
+    return msgspec.json.encode(value).decode()
+
+
+def decode(text: bytes, kind: type[T]) -> T:
+    """What another one has encoded.
+
+    Raises:
+        FsdpctlError: it is of another form.
+    """
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.MsgspecError as error:
+        raise FsdpctlError(f"what another launcher said is damaged: {error}") from None
 
 
 @contextmanager
-def _suppressing_losses() -> Iterator[None]:
+def suppressing_losses() -> Iterator[None]:
+    """Go on where the others, or the way to them, are gone."""
     try:
         yield
     except (FsdpctlError, RuntimeError):
         return
+
+
+def _looks_elsewhere(plan: Plan) -> str:
+    token = Path(plan.run_dir) / _TOKEN
+    try:
+        if token.read_text() == plan.token:
+            return ""
+    except OSError:
+        pass
+    return (
+        f"train.run_dir={plan.run_dir}: what node 0 wrote there is not seen here; every node "
+        "needs the same directory, on a file system that all of them mount"
+    )
 
 
 def difference(plan: Plan, launch: LaunchConfig) -> str:

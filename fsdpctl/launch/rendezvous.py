@@ -6,10 +6,10 @@ Note: torch's own ways listen on all interfaces, and c10d's unpickles what it fi
 import socket
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # it does
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
+from fsdpctl.comm.stores import PrefixStore, Store, TCPStore
 from fsdpctl.errors import UsageError
 from fsdpctl.launch.interface import LOOPBACK
 
@@ -45,14 +45,17 @@ def bound_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
 
 
 class Rendezvous(RendezvousHandler):
-    """Launchers that know each other already; alone, each round has a store of its own."""
+    """Launchers that know each other already; one alone has a store of its own each time."""
 
     def __init__(
-        self, store: TCPStore | None = None, port: int = 0, *, node: int = 0, nodes: int = 1
+        self,
+        place: tuple[int, int] = (0, 1),
+        store: Store | None = None,
+        where: tuple[str, int] | None = None,
     ) -> None:
-        """`store`: where several machines meet, of which this is number `node`."""
-        self._store, self._port = store, port
-        self._node, self._nodes = node, nodes
+        """The first launcher alone; or which of how many, with their store and its address."""
+        self._place, self._store = place, store
+        self._where = None if where is None else RendezvousStoreInfo(*where)
 
     def get_backend(self) -> str:
         """Its name."""
@@ -65,11 +68,11 @@ class Rendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Who this is among the launchers, and where all workers meet."""
-        store, port = self._store, self._port
-        if store is None:
+        store, where = self._store, self._where
+        if store is None or where is None:
             store, port = bound_store(LOOPBACK)
-        where = RendezvousStoreInfo(LOOPBACK if self._store is None else store.host, port)
-        return RendezvousInfo(PrefixStore("fsdpctl", store), self._node, self._nodes, where)
+            where = RendezvousStoreInfo(LOOPBACK, port)
+        return RendezvousInfo(PrefixStore("launchers", store), *self._place, where)
 
     def is_closed(self) -> bool:
         """Never."""

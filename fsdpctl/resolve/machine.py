@@ -1,6 +1,5 @@
 """What a run is placed on: this machine, or for estimates the machine that a cluster describes."""
 
-import os
 from dataclasses import replace
 
 import psutil
@@ -11,35 +10,30 @@ from fsdpctl.config.schema import Config, PrecisionConfig, StrategyConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.memory.engine_bytes import DTYPE_BYTES
 from fsdpctl.plan.strategy import get_strategy, ranks_per_copy
+from fsdpctl.resolve.launchers import place_of
 
 HERE = "here"
-_OF_LAUNCHERS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # how many there are
 _GIB = 1 << 30
 _CPU_RANKS = 2
 
 
-def placed_here(config: Config) -> Config:
-    """Device and ranks filled in for this machine.
+def placed_here(config: Config, known: LaunchConfig | None = None) -> Config:
+    """Device and ranks filled in for this machine, as the launcher's variables say or is `known`.
 
     Raises:
         UsageError: it cannot run so here.
     """
-    launch = config.launch
-    for name in _OF_LAUNCHERS:
-        if int(os.environ.get(name) or 1) > 1:
-            raise UsageError(
-                f"launch=local: was started as one of several processes ({name}="
-                f"{os.environ[name]}), as by torchrun or srun; it starts its ranks itself: run the "
-                "command once, with launch.nproc_per_node="
-            )
-    _check_nodes(launch)
+    launch, place = (known, None) if known else place_of(config.launch)
+    if place is None:
+        _check_nodes(launch)
     has_cuda = torch.cuda.is_available()
     if launch.device == "cuda" and not has_cuda:
         raise UsageError("launch.device=cuda: torch finds no CUDA device here; use cpu or auto")
     device = launch.device or ("cuda" if has_cuda else "cpu")
     available = torch.cuda.device_count() if device == "cuda" else None
     ranks = launch.nproc_per_node or available or _CPU_RANKS
-    if available is not None and ranks > available:
+    # A launcher of ranks may show each of them its own device alone.
+    if available is not None and ranks > available and not (place and available == 1):
         raise UsageError(
             f"launch.nproc_per_node={ranks}: there are {available} CUDA devices, one for each rank"
         )

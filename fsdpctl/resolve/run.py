@@ -12,6 +12,7 @@ from torch import nn
 from fsdpctl.checkpoint.load import check_weights
 from fsdpctl.checkpoint.pretrained import open_weights, tokenizer_beside
 from fsdpctl.config.compose import Composed
+from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config, OptimizerConfig
 from fsdpctl.config.serialize import config_words
 from fsdpctl.data.batches import Batches
@@ -48,8 +49,11 @@ def decides_losses(name: str) -> bool:
     return name.split(".")[0] in _DECIDES or name in _DECIDING_KEYS
 
 
-def resolve(composed: Composed) -> ResolvedRun:
+def resolve(composed: Composed, launch: LaunchConfig | None = None) -> ResolvedRun:
     """The run that `composed` describes, on this machine.
+
+    `launch` is how many ranks it has on how many machines where that is known already, whatever
+    the launcher's variables say.
 
     Raises:
         UsageError: it cannot work; the message names the key.
@@ -59,7 +63,7 @@ def resolve(composed: Composed) -> ResolvedRun:
             f"engine={composed.config.engine.name}: this version only estimates its memory, with "
             "estimate-memory; trained is with engine=fsdpctl"
         )
-    config = placed_here(composed.config)
+    config = placed_here(composed.config, launch)
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
     config, notes = _with_compiler(config)
     config = _with_model_path(config)

@@ -17,6 +17,8 @@ from fsdpctl.reading.documents import parse_json
 from fsdpctl.train.clock import StepTimes
 from fsdpctl.train.flops import ModelFlops
 
+_TAIL_BYTES = 1 << 16  # hold the last lines
+
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
@@ -148,6 +150,20 @@ class _Line:
     """What every line has."""
 
     step: int
+
+
+def last_step(path: Path) -> int:
+    """The step of the last whole line; 0 where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        with contextlib.suppress(UsageError):
+            return parse_json(line, _Line, str(path)).step
+    return 0
 
 
 def _cut_back(path: Path, step: int) -> None:

@@ -34,6 +34,7 @@ from fsdpctl.train.run_lock import LOCK
 RUNS = "runs"  # the folder of runs whose directory was not given
 OVERRIDES, METRICS, LOGS = "overrides.txt", "metrics.jsonl", "logs"
 LOG = f"{LOGS}/node-00000.log"
+_WHERE = ("train.run_dir", "launch.node_rank", "launch.rdzv_endpoint")  # of a start, not the run
 _NOT_THE_MODELS = ("model.path", "model.init", "model.init_std")  # but of its first weights
 _NOT_SET = "not set"
 
@@ -187,8 +188,8 @@ def _differences(run_dir: Path, config: Config) -> tuple[str, ...]:
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The words that differ, but for where the run lies."""
-    names = sorted({*before, *now} - {"train.run_dir"})
+    """The words that differ, but for where the run lies and its machines meet."""
+    names = sorted({*before, *now} - {*_WHERE})
     return [name for name in names if before.get(name) != now.get(name)]
 
 
@@ -227,6 +228,26 @@ def prepare_run_dir(start: Start, words: Sequence[str], assets: Mapping[str, byt
             point_to(run_dir.parent / LATEST, run_dir)
     except OSError as error:
         raise UsageError(f"train.run_dir={run_dir}: {error.strerror or error}") from None
+
+
+def prepare_restart(start: Start, number: int) -> None:
+    """Let ranks begin again in a directory that is in use; what they said of a failure is kept.
+
+    Raises:
+        UsageError: the directory cannot be written.
+    """
+    logs = start.run_dir / LOGS
+    try:
+        kept = logs / f"restart-{number}"
+        kept.mkdir(parents=True, exist_ok=True)
+        for each in logs.glob("rank-*.log"):
+            each.replace(kept / each.name)
+        if start.standing is Standing.NEW and (start.run_dir / METRICS).is_file():
+            (start.run_dir / METRICS).replace(start.run_dir / f"{METRICS}.old")
+        remove_unfinished(start.run_dir / CHECKPOINTS)
+        _replace_text(start.run_dir / RUN_CONFIG, config_to_yaml(start.config))
+    except OSError as error:
+        raise UsageError(f"train.run_dir={start.run_dir}: {error.strerror or error}") from None
 
 
 def _replace_text(path: Path, text: str) -> None:

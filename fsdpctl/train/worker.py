@@ -9,7 +9,10 @@ import sys
 import traceback
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from fsdpctl.comm.stores import Store
 
 MODULE = "fsdpctl.train.worker"
 MEASURE = "measure"  # as last argument: only steps, and nothing is shown
@@ -71,7 +74,7 @@ def _report(error: BaseException) -> None:
     get_error_handler().record_exception(error)
 
 
-def _train(run_dir: Path, *, only_measures: bool) -> None:
+def _train(run_dir: Path, store: "Store | None", *, only_measures: bool) -> None:
     import torch
 
     from fsdpctl.comm.world import joined_world
@@ -85,7 +88,7 @@ def _train(run_dir: Path, *, only_measures: bool) -> None:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or torch refuses products
         torch.use_deterministic_algorithms(True)
-    with joined_world(str(config.launch.device), config.launch.timeout) as world:
+    with joined_world(str(config.launch.device), config.launch.timeout, store) as world:
         trainer = None
         try:
             trainer = make_trainer(
@@ -116,17 +119,38 @@ def _leave(code: int) -> NoReturn:
 def main() -> None:
     """Train as the run directory's config.yaml says; the exit code says how it ended."""
     _tie_to_launcher()
-    run_dir, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    _work(Path(sys.argv[1]), only_measures=MEASURE in sys.argv[2:])
+
+
+def become_rank(run_dir: Path, store: "Store") -> None:
+    """The same in this process, which somebody else has started as the rank that RANK says.
+
+    Args:
+        run_dir: prepared by rank 0.
+        store: where the ranks meet.
+    """
+    _tie_to_launcher()
+    _work(run_dir, store)
+
+
+def _work(run_dir: Path, store: "Store | None" = None, *, only_measures: bool = False) -> None:
+    rank, terminal = int(os.environ["RANK"]), os.dup(2)
     log = _keep_errors(run_dir / "logs", rank)
     from fsdpctl.errors import FsdpctlError
+    from fsdpctl.train.standing import answer_to_watch
 
+    answer_to_watch()
     try:
-        _train(run_dir, only_measures=MEASURE in sys.argv[2:])
+        _train(run_dir, store, only_measures=only_measures)
     except FsdpctlError as error:
+        if store is not None and rank == 0:  # there is no launcher of ours to say it
+            os.write(terminal, f"fsdpctl: {error}\n".encode())
         with contextlib.suppress(OSError):
             print(f"{socket.gethostname()}: {error}", file=sys.stderr)
         _leave(error.exit_code)
-    except Exception:
+    except Exception as error:
+        if store is not None:
+            os.write(terminal, f"fsdpctl: rank {rank}: {error!r:.300}; see {log}\n".encode())
         with contextlib.suppress(OSError):
             traceback.print_exc()
         _leave(1)

@@ -14,8 +14,9 @@ from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.launch.interface import LOOPBACK, own_address, split_endpoint
 from fsdpctl.launch.local import launch_workers
-from fsdpctl.launch.meeting import Meeting, Plan, difference
-from fsdpctl.launch.outcome import Failure
+from fsdpctl.launch.meeting import Plan, _looks_elsewhere, difference
+from fsdpctl.launch.nodes import Nodes, Round
+from fsdpctl.launch.outcome import Ended, Failure
 from fsdpctl.launch.rendezvous import bound_store
 from tests.cli.run import TINY, figures, fsdpctl, make_text
 from tests.launch.hosts import Hosts, hosts
@@ -40,21 +41,22 @@ def launches(nodes: int, endpoint: str) -> list[LaunchConfig]:
     ]
 
 
-def together(nodes: int, act: Callable[[Meeting], object]) -> list[Future[object]]:
+def together(count: int, act: Callable[[Nodes], object]) -> list[Future[object]]:
     """What becomes of `act` on each node, of which none leaves before all have acted."""
-    meetings: list[Meeting] = []
+    found: list[Nodes] = []
 
     def on_node(launch: LaunchConfig) -> object:
-        meetings.append(Meeting(launch))
-        return act(meetings[-1])
+        found.append(Nodes(launch))
+        return act(found[-1])
 
-    with ThreadPoolExecutor(nodes) as pool:
-        return [pool.submit(on_node, each) for each in launches(nodes, free_endpoint())]
+    with ThreadPoolExecutor(count) as pool:
+        return [pool.submit(on_node, each) for each in launches(count, free_endpoint())]
 
 
 def test_all_start_where_all_can(tmp_path: Path) -> None:
-    def act(meeting: Meeting) -> object:
-        if meeting.node == 0:
+    def act(nodes: Nodes) -> object:
+        meeting = nodes.meeting
+        if nodes.own == 0:
             meeting.invite(tmp_path, 1)
             return str(tmp_path)
         launch = LaunchConfig(nproc_per_node=1)
@@ -65,11 +67,11 @@ def test_all_start_where_all_can(tmp_path: Path) -> None:
 
 
 def test_none_starts_where_one_cannot(tmp_path: Path) -> None:
-    def act(meeting: Meeting) -> object:
-        if meeting.node == 0:
-            meeting.invite(tmp_path, 2)
-        launch = LaunchConfig(nproc_per_node=meeting.node + 1)
-        return meeting.node == 0 or meeting.accept(lambda plan: difference(plan, launch))
+    def act(nodes: Nodes) -> object:
+        if nodes.own == 0:
+            nodes.meeting.invite(tmp_path, 2)
+        launch = LaunchConfig(nproc_per_node=nodes.own + 1)
+        return nodes.own == 0 or nodes.meeting.accept(lambda plan: difference(plan, launch))
 
     for each in together(3, act):
         with pytest.raises(UsageError, match=r"^node 2 .*nproc_per_node=3, and 2 on node 0"):
@@ -77,12 +79,12 @@ def test_none_starts_where_one_cannot(tmp_path: Path) -> None:
 
 
 def test_another_directory_of_that_name_is_noticed(tmp_path: Path) -> None:
-    said = Meeting._looks_elsewhere(Plan(run_dir=str(tmp_path), token="1234"))
+    said = _looks_elsewhere(Plan(run_dir=str(tmp_path), token="1234"))
     assert "every node needs the same directory" in said
     (tmp_path / "meeting").write_text("4321")
-    assert Meeting._looks_elsewhere(Plan(run_dir=str(tmp_path), token="1234")) == said
+    assert _looks_elsewhere(Plan(run_dir=str(tmp_path), token="1234")) == said
     (tmp_path / "meeting").write_text("1234")
-    assert Meeting._looks_elsewhere(Plan(run_dir=str(tmp_path), token="1234")) == ""
+    assert _looks_elsewhere(Plan(run_dir=str(tmp_path), token="1234")) == ""
 
 
 def test_other_programs_are_noticed() -> None:
@@ -91,11 +93,11 @@ def test_other_programs_are_noticed() -> None:
 
 
 def test_what_keeps_node_0_from_starting_is_said_by_the_others() -> None:
-    def act(meeting: Meeting) -> object:
-        if meeting.node == 0:
-            meeting.call_off("model.num_heads=5: must divide")
+    def act(nodes: Nodes) -> object:
+        if nodes.own == 0:
+            nodes.meeting.call_off("model.num_heads=5: must divide")
             return None
-        return meeting.accept(lambda plan: "")
+        return nodes.meeting.accept(lambda plan: "")
 
     first, second = together(2, act)
     assert first.result() is None
@@ -104,16 +106,50 @@ def test_what_keeps_node_0_from_starting_is_said_by_the_others() -> None:
 
 
 def test_failures_and_silence_are_known_on_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdpctl.launch.meeting._LAST_WORDS_SECONDS", 1.0)
+    monkeypatch.setattr("fsdpctl.launch.nodes._SILENCE_SECONDS", 2.0)
     failure = Failure(2, "there", -9, "", 1)
 
-    def act(meeting: Meeting) -> object:
-        if meeting.node == 1:
-            return None  # its launcher was killed
-        return meeting.share_failures((failure,) if meeting.node == 2 else ())
+    def act(nodes: Nodes) -> object:
+        if nodes.own == 1:
+            nodes._ended.set()  # its launcher is gone, without a word
+            return None
+        found = nodes.share(0, Ended((failure,) if nodes.own == 2 else ()))
+        return found.failures, found.silent_nodes, nodes.has_failed_elsewhere(0)
 
     first, _, third = together(3, act)
-    assert first.result() == third.result() == ((failure,), (1,))
+    assert first.result() == third.result() == ((failure,), (1,), True)
+
+
+def test_nodes_that_are_left_are_renumbered_in_the_next_round() -> None:
+    def act(nodes: Nodes) -> object:
+        if nodes.own == 0:
+            nodes.order(0, Round([0, 2], 1))
+            return nodes.place()
+        following = nodes.await_order(0)
+        return nodes.place() if nodes.own in following.nodes else None
+
+    assert [each.result() for each in together(3, act)] == [(0, 2), None, (1, 2)]
+
+
+def test_a_launcher_that_goes_before_the_start_is_named() -> None:
+    def act(nodes: Nodes) -> object:
+        if nodes.own == 1:
+            nodes.meeting.leave("was stopped before it began")
+            return None
+        return nodes.meeting.accept(lambda plan: "")
+
+    with pytest.raises(UsageError, match="node 1: was stopped"):
+        together(3, act)[2].result()
+
+
+def test_a_number_that_is_taken_is_refused() -> None:
+    endpoint = free_endpoint()
+    nodes = Nodes(launches(2, endpoint)[0])
+    again = launches(2, endpoint)[1]
+    Nodes(again)
+    with pytest.raises(UsageError, match="node 1: there is another one"):
+        Nodes(again)
+    nodes.leave()
 
 
 def test_an_endpoint_of_another_machine_is_refused_by_node_0() -> None:

@@ -1,0 +1,119 @@
+"""How a training ended, for the person who started it."""
+
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from fsdpctl.cli.console import fail, say, show_panel
+from fsdpctl.errors import UsageError
+from fsdpctl.launch.outcome import listed
+
+if TYPE_CHECKING:
+    from fsdpctl.launch.outcome import Failure, Outcome
+
+TOO_EARLY = "stopped before there was anything to save"
+AGAIN = "the same command goes on from the last checkpoint"
+_SAVED = 75
+_SAID = (2, 4, 76)  # the message says it all
+_LAST_LINES = 12
+
+
+def end(outcome: "Outcome", run_dir: Path) -> None:
+    """Say how it ended, and exit with the code for it."""
+    cause = outcome.cause
+    stopped = 130 if outcome.stop_signal == signal.SIGINT else _SAVED
+    if outcome.was_stopped_at_start:
+        fail(TOO_EARLY)
+        raise typer.Exit(stopped)
+    if not outcome.has_failed:
+        say(f"done: {run_dir}")
+        return
+    if cause is None or outcome.hang:
+        _show_failure(cause, run_dir, outcome)
+        raise typer.Exit(1)
+    if cause.exit_code == _SAVED:
+        fail(f"{cause.message}; the same command goes on from there")
+        raise typer.Exit(stopped)
+    if cause.exit_code in _SAID:
+        fail(cause.message)
+        raise typer.Exit(cause.exit_code)
+    if outcome.stop_signal is not None and cause.exit_code == -signal.SIGKILL:
+        fail("killed; the same command goes on from the last checkpoint")
+        raise typer.Exit(stopped)
+    _show_failure(cause, run_dir, outcome)
+    raise typer.Exit(1)
+
+
+def _show_failure(cause: "Failure | None", run_dir: Path, outcome: "Outcome") -> None:
+    title, lines = "ranks stood still", [f"cause  {outcome.reason}"]
+    if cause is None:
+        title = "ranks of other nodes are gone"
+    elif not outcome.hang:
+        waited = "ranks waited in vain for others"
+        title = waited if cause.waited_in_vain else f"rank {cause.rank} on {cause.host} failed"
+        lines = [f"cause  {cause.cause}"]
+    if outcome.silent_nodes:
+        nodes = listed(outcome.silent_nodes)
+        lines.append(f"seen   nothing was heard of the launcher of node {nodes}: gone, or cut off")
+    if outcome.hang or cause is None:
+        lines += [f"hint   {AGAIN}", f"log    {run_dir / 'logs'}/rank-*.log have each rank's stack"]
+    else:
+        lines += _about(cause, run_dir, outcome)
+    show_panel(title, lines)
+
+
+def _about(cause: "Failure", run_dir: Path, outcome: "Outcome") -> list[str]:
+    """What is known of a rank that failed."""
+    log, lines = run_dir / "logs" / f"rank-{cause.rank:05d}.log", []
+    if cause.waited_in_vain:
+        silent = listed(outcome.silent_ranks)
+        lines.append(f"seen   rank {cause.rank} waited; it need not be the one that stood still")
+        lines += [f"       nothing was heard of rank {silent}"] if silent else []
+    last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.is_file() else []
+    if len(last) > 1:
+        lines += ["", *last, ""]
+    if cause.exit_code == -signal.SIGKILL or "out of memory" in cause.message.lower():
+        lines += [*_memory_report(run_dir), ""]
+    log = log if log.is_file() else run_dir / "logs" / "node-00000.log"
+    return [*lines, f"hint   {_hint(cause)}", f"log    {log}"]
+
+
+def _memory_report(run_dir: Path) -> list[str]:
+    """What was estimated, what there was, and the cheapest changes that fit."""
+    from fsdpctl.cli.estimate import change_lines
+    from fsdpctl.estimate.advice import advice
+    from fsdpctl.estimate.estimator import Estimator
+    from fsdpctl.resolve.machine import placed_on_cluster
+    from fsdpctl.train.progress import format_bytes
+    from fsdpctl.train.run_dir import read_config
+
+    estimator = Estimator()
+    try:
+        found = estimator.estimate(placed_on_cluster(read_config(run_dir)))
+    except UsageError:
+        return []  # its configuration is damaged; the failure itself is what matters
+    return [
+        f"memory {format_bytes(found.allocated)} estimated, {format_bytes(found.peak_reserved)} "
+        f"with what the allocator keeps; a rank had {format_bytes(found.memory_bytes)}",
+        f"where  the most is held in: {found.step.peak.when}",
+        *change_lines(advice(estimator, found.config, more_ranks=False)),
+    ]
+
+
+def _hint(cause: "Failure") -> str:
+    if cause.out_of_memory:
+        return f"fewer ranks on this machine, or a smaller micro-batch; {AGAIN}"
+    if cause.exit_code == -signal.SIGKILL:
+        return f"often the kernel, out of memory: fewer ranks or a smaller micro-batch; {AGAIN}"
+    if "could not be written" in cause.message:
+        return f"make room, or give another train.run_dir; then {AGAIN}"
+    if "inductor" in cause.message.lower() or "dynamo" in cause.message.lower():
+        return "torch.compile failed: another compiler in CXX, or train.compile=false"
+    if "out of memory" in cause.message.lower():
+        return "a smaller train.micro_batch_size, or a strategy that shards more"
+    if "timed out" in cause.message.lower():
+        return f"a rank hung or died: see {os.path.join('logs', 'rank-*.log')}; {AGAIN}"
+    return AGAIN

@@ -1,0 +1,48 @@
+"""Which collectives this rank has begun and not ended, from torch's flight recorder."""
+
+import importlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+# NCCL's collectives are in a recorder of their own, which builds without NCCL lack.
+_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Of all process groups of a rank."""
+
+    begun: dict[str, int] = field(default_factory=dict)  # how many, by the group's name
+    pending: str = ""  # the last that is not over, in words
+
+
+def recorded() -> Recorded:
+    """What the recorders say now; from any thread, also while another waits in a collective."""
+    torch_c = importlib.import_module("torch._C._distributed_c10d")
+    for name in _RECORDERS:
+        dump = getattr(torch_c, name, None)
+        if dump is None:
+            continue
+        content = json.loads(dump(includeCollectives=True, onlyActive=False))
+        if content.get("entries"):
+            return _read(content)
+    return Recorded()
+
+
+def _read(content: dict[str, Any]) -> Recorded:
+    # Numbers of groups differ by rank, names do not.
+    entries = content["entries"]
+    names = {str(each["pg_id"]): ":".join(each["process_group"]) for each in entries}
+    begun = {
+        names[number]: int(status["last_enqueued_collective"])
+        for number, status in content.get("pg_status", {}).items()
+        if number in names
+    }
+    # Its state stays "scheduled" over gloo, even once it is over.
+    open_ones = [each for each in entries if not each["retired"] and each["state"] != "completed"]
+    if not open_ones:
+        return Recorded(begun)
+    last = open_ones[-1]
+    sizes = " ".join("x".join(map(str, each)) for each in last["input_sizes"])
+    return Recorded(begun, f"{last['profiling_name']} of {sizes} in {names[str(last['pg_id'])]}")

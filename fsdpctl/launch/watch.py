@@ -1,0 +1,154 @@
+"""A launcher's watch over its ranks: one that stands still, one that died beside others that live.
+
+A thread, since the main one waits in torch's agent. What it ends it kills: over gloo nothing else
+interrupts a rank that waits.
+"""
+
+import contextlib
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from fsdpctl.comm.pulse import Beat, make_pages, read_beats
+from fsdpctl.comm.recorder import Recorded
+from fsdpctl.config.placement import LaunchConfig
+from fsdpctl.launch.hang import RankState, report
+from fsdpctl.launch.nodes import Nodes
+
+FOLDER = "FSDPCTL_FOLDER"  # in the environment: where workers leave what they say to us
+PAGES, ASK = "pulse", "ask"  # files there
+_LOOKS_EVERY = 0.25
+_START_FACTOR = 4  # reading, compiling and the first collectives take longer than a step
+_GRACE_SECONDS = 10.0  # for ranks to end by themselves once another has
+_REPORT_SECONDS = 2.0  # for ranks to write down where they are
+
+
+Ranks = dict[int, psutil.Process]  # those alive, by their number on this node
+
+
+class Watch:
+    """Over one round of workers; `hang` says in a line who stood still, if anybody did."""
+
+    def __init__(
+        self,
+        folder: Path,
+        launch: LaunchConfig,
+        pids: Callable[[], dict[int, int]],
+        nodes: Nodes | None = None,
+        number: int = 0,
+    ) -> None:
+        """Over the processes `pids` of a node, once there are some.
+
+        `folder` is where workers leave what they say; `number` is the round's, for other nodes.
+        """
+        assert launch.nproc_per_node is not None
+        self.hang = ""
+        self.failed_at: float | None = None  # when the first of them was missed
+        self.follows = False  # whether it ended ranks only because those of another node failed
+        self._folder, self._pids, self._nodes, self._number = folder, pids, nodes, number
+        self._count = launch.nproc_per_node
+        self._first_rank = (0 if nodes is None else nodes.place()[0]) * self._count
+        self._limit = launch.hang_timeout or launch.timeout / 2
+        self._began = time.monotonic()
+        self._since: dict[str, float] = {}
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        make_pages(folder / PAGES, self._count)
+
+    def __enter__(self) -> "Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._done.wait(_LOOKS_EVERY):
+            ranks = _alive(self._pids())
+            if not ranks:
+                continue
+            beats = read_beats(self._folder / PAGES)
+            is_whole = len(ranks) == self._count
+            if not is_whole:
+                self.failed_at = self.failed_at or time.time()
+            if (is_whole and any(map(self._is_late, beats))) or self._hangs_elsewhere():
+                self._end_hang(ranks, beats)
+                return
+            if self._lasts("died", len(ranks) < self._count):
+                _kill(ranks)  # stopped, or deaf: the agent's own patience is longer
+            elif self._lasts("elsewhere", self._fails_elsewhere()):
+                self.follows = True
+                _kill(ranks)
+
+    def _hangs_elsewhere(self) -> bool:
+        return self._nodes is not None and self._nodes.hangs_elsewhere(self._number)
+
+    def _fails_elsewhere(self) -> bool:
+        return self._nodes is not None and self._nodes.has_failed_elsewhere(self._number)
+
+    def _is_late(self, beat: Beat) -> bool:
+        began = beat.when if beat.count else self._began
+        limit = self._limit if beat.step is not None else self._limit * _START_FACTOR
+        return time.monotonic() - began > limit
+
+    def _lasts(self, what: str, is_so: bool) -> bool:
+        """Whether it has been so for longer than others have time to end by themselves."""
+        if not is_so:
+            self._since.pop(what, None)
+            return False
+        return time.monotonic() - self._since.setdefault(what, time.monotonic()) > _GRACE_SECONDS
+
+    def _end_hang(self, ranks: Ranks, beats: list[Beat]) -> None:
+        """Have all ranks write down where they are, compare, and end them."""
+        own = self._states(ranks, beats)
+        states = own if self._nodes is None else self._nodes.share_states(self._number, own)
+        self.hang = report(states, self._limit)
+        self.failed_at = time.time()
+        _kill(ranks)
+
+    def _states(self, ranks: Ranks, beats: list[Beat]) -> list[RankState]:
+        (self._folder / ASK).touch()
+        for local, each in ranks.items():
+            if beats[local].count:  # before that it would die of it
+                with contextlib.suppress(psutil.Error):
+                    each.send_signal(signal.SIGUSR2)
+        time.sleep(_REPORT_SECONDS)
+        return [self._state(local, each, beats[local]) for local, each in ranks.items()]
+
+    def _state(self, index: int, process: psutil.Process, beat: Beat) -> RankState:
+        letter, found = "", Recorded()
+        with contextlib.suppress(OSError, IndexError):
+            stat = Path(f"/proc/{process.pid}/stat").read_text()
+            letter = stat.rpartition(")")[2].split()[0]
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            said = (self._folder / f"{ASK}-{index}").read_bytes()
+            found = msgspec.json.decode(said, type=Recorded)
+        now = time.monotonic()
+        return RankState(
+            self._first_rank + index, socket.gethostname(), letter,
+            now - (beat.when if beat.count else self._began),
+            beat.step, beat.place, beat.waits, found.begun, found.pending,
+        )  # fmt: skip
+
+
+def _alive(pids: dict[int, int]) -> Ranks:
+    found: Ranks = {}
+    for local, pid in pids.items():
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found[local] = process
+    return found
+
+
+def _kill(ranks: Ranks) -> None:
+    for each in ranks.values():
+        with contextlib.suppress(psutil.Error):
+            each.kill()
