@@ -1,0 +1,146 @@
+"""Ranks that stand still: who it is, and what is said of it."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdpctl.comm.pulse import PAGE, Pulse, make_pages, read_beats
+from fsdpctl.comm.recorder import recorded
+from fsdpctl.config.placement import LaunchConfig
+from fsdpctl.launch.hang import RankState, culprits, report
+from fsdpctl.launch.out_of_memory import kills_so_far
+from fsdpctl.launch.watch import PAGES, Watch
+from tests.distributed import distributed
+
+LAUNCH = LaunchConfig(nproc_per_node=2, hang_timeout=1)
+
+
+def state(rank: int, **about: object) -> RankState:
+    given = {"state": "S", "seconds": 9.0, "step": 3, "place": "reduce blocks.1", "waits": True}
+    return RankState(rank, "host", **{**given, **about})  # type: ignore[arg-type]
+
+
+def test_a_launcher_reads_what_its_ranks_wrote(tmp_path):
+    make_pages(tmp_path / "pages", 3)
+    pulse = Pulse()
+    pulse.at("nowhere")  # nobody reads it yet
+    pulse.open(tmp_path / "pages", 1)
+    pulse.at("forward blocks.3", 7)
+    pulse.wait(begins=True)
+    first, second, third = read_beats(tmp_path / "pages")
+    assert (second.count, second.step, second.place, second.waits) == (
+        2,
+        7,
+        "forward blocks.3",
+        True,
+    )
+    assert abs(second.when - time.monotonic()) < 60
+    assert first.count == third.count == 0
+    assert first.step is None
+
+
+def test_long_places_stay_on_their_page(tmp_path):
+    make_pages(tmp_path / "pages", 2)
+    pulse = Pulse()
+    pulse.open(tmp_path / "pages", 0)
+    pulse.at("ä" * PAGE)
+    first, second = read_beats(tmp_path / "pages")
+    assert first.place.startswith("ää")
+    assert second.count == 0
+
+
+def test_who_is_stopped_is_to_blame():
+    assert culprits([state(0), state(1, state="T"), state(2, begun={"world": 1})]) == [1]
+
+
+def test_who_has_begun_fewer_collectives_is_to_blame():
+    groups = [{"world": 5, "a": 2}, {"world": 5, "a": 2}, {"world": 4, "b": 7}]
+    assert culprits([state(rank, begun=each) for rank, each in enumerate(groups)]) == [2]
+
+
+def test_who_does_not_wait_where_others_do_is_to_blame():
+    assert culprits([state(0), state(1, waits=False), state(2)]) == [1]
+    assert culprits([state(0), state(1)]) == []
+
+
+def test_a_report_names_rank_step_place_and_collective():
+    said = report([state(0), state(1, waits=False, pending="gloo:all_reduce of 4 in world")], 30)
+    assert "hang_timeout=30 s: rank 1 on host: step 3, reduce blocks.1" in said
+    assert "gloo:all_reduce of 4 in world" in said
+    assert "rank 0" not in said
+
+
+def _sleeper() -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+
+def _watched(folder: Path, processes: list["subprocess.Popen[bytes]"], beats: int) -> Watch:
+    watch = Watch(folder, LAUNCH, lambda: {n: each.pid for n, each in enumerate(processes)})
+    for index in range(beats):
+        pulse = Pulse()
+        pulse.open(folder / PAGES, index)
+        pulse.at("forward blocks.0", 1)
+        pulse._count = 0
+        pulse.wait(begins=index == 0)
+    return watch
+
+
+def test_ranks_that_stand_still_are_named_and_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("fsdpctl.launch.watch._REPORT_SECONDS", 0.1)
+    processes = [_sleeper(), _sleeper()]
+    processes[1].send_signal(signal.SIGSTOP)
+    with _watched(tmp_path, processes, beats=2) as watch:
+        codes = [each.wait(timeout=20) for each in processes]
+    assert "rank 1" in watch.hang
+    assert "stopped by a signal" in watch.hang
+    # The first was asked for its stack, which this program does not know how to write.
+    assert codes == [-signal.SIGUSR2, -signal.SIGKILL]
+
+
+def test_who_outlives_a_rank_that_died_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("fsdpctl.launch.watch._GRACE_SECONDS", 0.5)
+    processes = [_sleeper(), _sleeper()]
+    with _watched(tmp_path, processes, beats=0) as watch:
+        processes[0].kill()
+        processes[0].wait(timeout=20)
+        assert processes[1].wait(timeout=20) == -signal.SIGKILL
+    assert watch.hang == ""
+    assert watch.failed_at is not None
+
+
+@distributed(world_size=2)
+def test_the_recorder_says_who_is_behind(rank, world_size):
+    group = dist.new_group(list(range(world_size)), group_desc="gathers")
+    for _ in range(3 - rank):  # rank 1 does not begin the last one
+        work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
+    found = recorded()
+    (count,) = (count for name, count in found.begun.items() if name.endswith("gathers"))
+    assert count == 3 - rank
+    if rank == 0:
+        assert "all_reduce of 2 in" in found.pending
+    else:
+        dist.all_reduce(torch.ones(2), group=group)
+    assert work is not None
+    work.wait()
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("line", "file", "count"),
+    [
+        ("0::/a/b", "a/b/memory.events", 3),
+        ("4:memory:/a", "memory/a/memory.oom_control", 3),
+    ],
+)
+def test_kills_for_want_of_memory_are_counted(tmp_path, line, file, count):
+    root = tmp_path / "cgroup"
+    (root / file).parent.mkdir(parents=True)
+    (root / file).write_text(f"low 0\noom_kill {count}\n")
+    (tmp_path / "own").write_text(line + "\n")
+    assert kills_so_far(root, tmp_path / "own") == count

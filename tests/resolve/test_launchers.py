@@ -1,0 +1,144 @@
+"""What the variables of other launchers are taken for, and what is refused."""
+
+import pytest
+
+from fsdpctl.config.placement import LaunchConfig
+from fsdpctl.errors import UsageError
+from fsdpctl.resolve.launchers import RankPlace, first_host, place_of
+
+LOCAL, ENV, SLURM = LaunchConfig(), LaunchConfig("env"), LaunchConfig("slurm")
+
+
+def of_torchrun(rank: int, world: int, ranks: int, **more: str) -> dict[str, str]:
+    return {
+        "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank % ranks),
+        "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", **more,
+    }  # fmt: skip
+
+
+def of_slurm(task: int, tasks: int, nodes: int, **more: str) -> dict[str, str]:
+    each = tasks // nodes
+    return {
+        "SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(tasks),
+        "SLURM_STEP_NUM_NODES": str(nodes), "SLURM_STEP_NODELIST": "gpu-a[003-005,9],b1",
+        "SLURM_STEP_TASKS_PER_NODE": f"{each}(x{nodes})" if nodes > 1 else str(each),
+        "SLURM_PROCID": str(task), "SLURM_NODEID": str(task // each),
+        "SLURM_LOCALID": str(task % each), **more,
+    }  # fmt: skip
+
+
+def refused(launch: LaunchConfig, environ: dict[str, str]) -> str:
+    with pytest.raises(UsageError) as caught:
+        place_of(launch, environ)
+    return str(caught.value)
+
+
+def test_a_process_alone_starts_its_ranks_itself():
+    assert place_of(LOCAL, {}) == (LOCAL, None)
+    assert place_of(LOCAL, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == (LOCAL, None)
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"RANK": "0"}, "launch=env"),
+        ({"LOCAL_RANK": "1"}, "launch=env"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "launch=slurm"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun is not understood"),
+        ({"SKYPILOT_NUM_NODES": "2"}, "launch.nnodes=2"),
+        ({"PET_NNODES": "3"}, "launch.nnodes=3"),
+    ],
+)
+def test_local_is_not_taken_for_alone_where_it_is_not(environ, named):
+    assert named in refused(LOCAL, environ)
+
+
+def test_torchruns_variables_say_the_rank():
+    launch, place = place_of(ENV, of_torchrun(5, 8, 4, TORCHELASTIC_USE_AGENT_STORE="True"))
+    assert place == RankPlace(5, 8, 1, 4, "10.0.0.1", 29500, store_is_there=True)
+    assert (launch.nproc_per_node, launch.nnodes) == (4, 2)
+
+
+def test_env_needs_all_variables_that_a_rank_has():
+    # As of an operator that sets RANK to the number of a node.
+    assert "LOCAL_RANK, LOCAL_WORLD_SIZE not set" in refused(
+        ENV, {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"WORLD_SIZE": "6"},  # of nodes with four each
+        {"LOCAL_RANK": "2"},  # ranks of a node that are no neighbours
+        {"RANK": "8"},
+        {"LOCAL_WORLD_SIZE": "16"},
+    ],
+)
+def test_variables_that_do_not_go_together_are_refused(wrong):
+    assert "do not go together" in refused(ENV, of_torchrun(5, 8, 4) | wrong)
+
+
+def test_what_is_no_number_is_named():
+    assert refused(ENV, of_torchrun(0, 2, 2) | {"WORLD_SIZE": "two"}) == (
+        "WORLD_SIZE=two: is no number"
+    )
+
+
+def test_nodes_that_were_asked_for_and_are_not_there_are_missed():
+    two = LaunchConfig("env", nnodes=2)
+    assert "launch.nnodes=2: the launcher has started ranks on 1" in refused(
+        two, of_torchrun(0, 2, 2)
+    )
+    assert "nnodes=3: Slurm has given the step 2" in refused(
+        LaunchConfig("slurm", nnodes=3), of_slurm(0, 2, 2)
+    )
+    assert "nproc_per_node=8: the launcher has started 4" in refused(
+        LaunchConfig("env", nproc_per_node=8), of_torchrun(0, 4, 4)
+    )
+
+
+def test_one_task_per_node_is_a_launcher():
+    launch, place = place_of(SLURM, of_slurm(1, 2, 2))
+    assert place is None
+    assert (launch.nnodes, launch.node_rank) == (2, 1)
+    assert launch.rdzv_endpoint == f"gpu-a003:{20000 + 7 * 1234}"
+    given = LaunchConfig("slurm", rdzv_endpoint="10.0.0.9:29500")
+    assert place_of(given, of_slurm(1, 2, 2))[0].rdzv_endpoint == "10.0.0.9:29500"
+
+
+def test_one_task_per_rank_is_a_rank():
+    launch, place = place_of(SLURM, of_slurm(3, 4, 2))
+    assert place == RankPlace(3, 4, 1, 2, "gpu-a003", 20000 + 7 * 1234)
+    assert (launch.nnodes, launch.nproc_per_node) == (2, 2)
+
+
+def test_one_task_alone_starts_its_ranks_itself_under_slurm_too():
+    launch, place = place_of(SLURM, of_slurm(0, 1, 1))
+    assert place is None
+    assert (launch.nnodes, launch.node_rank) == (1, None)
+
+
+def test_steps_that_are_not_understood_are_refused():
+    outside = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}  # as in a batch script
+    assert "run it under srun" in refused(SLURM, outside)
+    assert "heterogeneous" in refused(SLURM, of_slurm(0, 2, 2) | {"SLURM_HET_SIZE": "2"})
+    assert "srun -m block" in refused(SLURM, of_slurm(1, 4, 2) | {"SLURM_NODEID": "1"})
+    uneven = of_slurm(0, 3, 3) | {"SLURM_STEP_TASKS_PER_NODE": "2,1"}
+    assert "as many tasks" in refused(SLURM, uneven)
+    assert "launch.node_rank=1" in refused(LaunchConfig("slurm", node_rank=1), of_slurm(1, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("listed", "first"),
+    [
+        ("n[1-2]", "n1"),
+        ("gpu-a[003-005,9],b1", "gpu-a003"),
+        ("a,b", "a"),
+        ("rack[2,4]-node[07-08]", "rack2-node07"),
+        ("single", "single"),
+        ("n[12]", "n12"),
+    ],
+)
+def test_the_first_host_of_a_list(listed, first):
+    assert first_host({"SLURM_STEP_NODELIST": listed}) == first
