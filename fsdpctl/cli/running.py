@@ -1,6 +1,7 @@
 """Prepares a run and trains it, with the launchers of other machines or as one rank of many."""
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from fsdpctl.launch.outcome import Outcome
     from fsdpctl.resolve.launchers import RankPlace
 
+STARTED = "FSDPCTL_STARTED"  # for workers, whose time is limited: seconds since the epoch
+
 
 def run(composed: "Composed", typed: list[str], resume: str) -> None:
     """Train: start ranks here, beside those of other machines, or be one that was started.
@@ -27,6 +30,7 @@ def run(composed: "Composed", typed: list[str], resume: str) -> None:
     """
     from fsdpctl.resolve.launchers import place_of
 
+    os.environ[STARTED] = str(time.time())
     launch, place = place_of(composed.config.launch)
     if place is not None:
         _as_rank(composed, typed, resume, place)

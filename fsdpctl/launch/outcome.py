@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdpctl.errors import StoppedError
+from fsdpctl.launch.stopping import STOPPING
 
 _SAVED = StoppedError.exit_code
 _SAME_ACCIDENT_SECONDS = 5  # the agent's own SIGKILL comes half a minute after the first failure
@@ -107,7 +108,7 @@ class Outcome:
     @property
     def was_stopped_at_start(self) -> bool:
         """Whether ranks were asked to stop, and had nothing to save yet."""
-        at_once = any(each.exit_code == -signal.SIGTERM for each in self.failures)
+        at_once = any(each.was_killed and -each.exit_code in STOPPING for each in self.failures)
         saved = any(each.exit_code == _SAVED for each in self.failures)
         return self.stopped_early or (self.was_asked and at_once and not saved)
 

@@ -1,0 +1,136 @@
+"""Ranks that fail are started again, with those that are left, from the newest checkpoint."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fsdpctl.train.metrics import last_step
+from tests.cli.run import TINY, environment, figures, fsdpctl, make_text
+from tests.launch.hosts import hosts
+from tests.launch.test_nodes import _ended, _start
+
+pytestmark = pytest.mark.slow
+_SECONDS = 180
+
+
+def _begin(folder: Path, *words: str) -> "subprocess.Popen[str]":
+    given = [*TINY, f"data.path={make_text(folder)}", f"train.run_dir={folder / 'run'}", *words]
+    return subprocess.Popen(
+        [sys.executable, "-m", "fsdpctl", "train", *given],
+        cwd=folder, env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def _wait_for_step(folder: Path, step: int) -> None:
+    deadline = time.monotonic() + _SECONDS
+    while last_step(folder / "run" / "metrics.jsonl") < step:
+        assert time.monotonic() < deadline, f"no step {step}"
+        time.sleep(0.05)
+
+
+def _workers(launcher: "subprocess.Popen[str]") -> list[psutil.Process]:
+    found = []
+    for each in psutil.Process(launcher.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it may have ended meanwhile
+            if "fsdpctl.train.worker" in each.cmdline():
+                found.append(each)
+    return found
+
+
+def _undisturbed(folder: Path, ranks: int, *words: str) -> Path:
+    given = [*TINY, f"data.path={make_text(folder)}", f"train.run_dir={folder / 'whole'}", *words]
+    done = fsdpctl("train", *given, f"launch.nproc_per_node={ranks}", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "whole"
+
+
+def test_a_rank_that_is_killed_costs_only_steps(tmp_path):
+    words = ["train.steps=120", "launch.max_restarts=2"]
+    started = _begin(tmp_path, *words)
+    _wait_for_step(tmp_path, 30)
+    _workers(started)[1].kill()
+    said, _ = started.communicate(timeout=_SECONDS)
+    assert started.returncode == 0, said
+    assert "restart 1 of 2: rank 1" in said
+    assert "killed by signal 9 (SIGKILL); 2 ranks go on from step 25" in said
+    assert (tmp_path / "run" / "logs" / "restart-1").is_dir()
+    whole = _undisturbed(tmp_path, 2, "train.steps=120")
+    assert sorted(figures(tmp_path / "run"), key=str) == sorted(figures(whole), key=str)
+
+
+def test_a_rank_that_stands_still_is_named_and_started_again(tmp_path):
+    started = _begin(tmp_path, "train.steps=60", "launch.max_restarts=1", "launch.hang_timeout=6")
+    _wait_for_step(tmp_path, 2)
+    _workers(started)[0].send_signal(signal.SIGSTOP)
+    said, _ = started.communicate(timeout=_SECONDS)
+    assert started.returncode == 0, said
+    assert "restart 1 of 1: stood still for more than launch.hang_timeout=6 s: rank 0" in said
+    assert "stopped by a signal" in said
+    stacks = (tmp_path / "run" / "logs" / "restart-1" / "rank-00001.log").read_text()
+    assert "fsdpctl/train/loop.py" in stacks  # where the other one waited
+
+
+def test_a_configuration_that_cannot_work_is_not_tried_again(tmp_path):
+    started = _begin(tmp_path, "optimizer.lr=1e30", "train.steps=60", "launch.max_restarts=3")
+    said, _ = started.communicate(timeout=_SECONDS)
+    assert started.returncode == 76, said
+    assert "restart" not in said
+
+
+def test_fewer_ranks_go_on_where_all_get_nowhere(tmp_path):
+    started = _begin(
+        tmp_path, "train.steps=80", "launch.max_restarts=3", "launch.nproc_per_node=2",
+        "launch.nproc_min=1",
+    )  # fmt: skip
+    _wait_for_step(tmp_path, 30)
+    seen: set[int] = set()
+    deadline = time.monotonic() + _SECONDS
+    while len(seen) < 2:  # in the first round, and in the second as soon as it is there
+        assert time.monotonic() < deadline
+        for each in _workers(started)[1:]:
+            if each.pid not in seen:
+                seen.add(each.pid)
+                each.kill()
+        time.sleep(0.05)
+    said, _ = started.communicate(timeout=_SECONDS)
+    assert started.returncode == 0, said
+    assert "restart 2 of 3" in said
+    assert "1 ranks go on from step 25" in said
+    assert last_step(tmp_path / "run" / "metrics.jsonl") == 80
+
+
+def test_a_run_goes_on_without_a_node_that_is_gone(tmp_path):
+    with hosts(3) as found:
+        started = _start(
+            found, tmp_path, "launch.nproc_per_node=1", "train.steps=300",
+            "launch.max_restarts=1", "launch.nnodes_min=2",
+        )  # fmt: skip
+        _wait_for_step(tmp_path, 30)
+        for each in [*psutil.Process(started[1].pid).children(), psutil.Process(started[1].pid)]:
+            each.kill()
+        ends = _ended(started)
+    assert [ends[0][0], ends[2][0]] == [0, 0], ends
+    assert "2 ranks go on from step 25" in ends[0][1]
+    assert last_step(tmp_path / "run" / "metrics.jsonl") == 300
+
+
+def test_a_restart_is_written_down(tmp_path):
+    started = _begin(tmp_path, "train.steps=60", "launch.max_restarts=1")
+    _wait_for_step(tmp_path, 30)
+    _workers(started)[0].kill()
+    said, _ = started.communicate(timeout=_SECONDS)
+    assert started.returncode == 0, said
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    (line,) = [line["restart"] for line in lines if "restart" in line]
+    assert line["number"] == 1
+    assert line["lost_steps"] >= 5
+    assert 0 < line["seconds_to_next_step"] < _SECONDS
+    assert "killed by signal 9" in line["reason"]

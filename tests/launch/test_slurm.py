@@ -1,0 +1,93 @@
+"""Under a real Slurm of one machine: both ways to start, preemption, and back in the queue."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdpctl.train.metrics import last_step
+from tests.cli.run import figures, fsdpctl, make_text
+from tests.launch.slurm import Slurm, slurm
+from tests.launch.test_nodes import SMALL, free_endpoint
+
+pytestmark = pytest.mark.slow
+_SCRIPT = Path(__file__).parent.parent.parent / "examples" / "slurm" / "train.sbatch"
+_SECONDS = 120
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    """Both nodes are this machine, so that their names lead nowhere."""
+    return [
+        "train", "launch=slurm", *SMALL, f"data.path={make_text(folder)}",
+        f"train.run_dir={folder / 'run'}", f"launch.rdzv_endpoint={free_endpoint()}", *more,
+    ]  # fmt: skip
+
+
+def _wait(what: str, is_so: object) -> None:
+    deadline = time.monotonic() + _SECONDS
+    while not is_so():  # type: ignore[operator]
+        assert time.monotonic() < deadline, f"{what} did not come about"
+        time.sleep(0.3)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "more"),
+    [
+        (["--nodes=2", "--ntasks-per-node=1"], ["launch.nproc_per_node=1"]),
+        (["--nodes=1", "--ntasks-per-node=2"], []),
+    ],
+    ids=["a task per node", "a task per rank"],
+)
+def test_both_ways_to_start_train_as_ever(tmp_path, tasks, more):
+    (tmp_path / "slurm").mkdir()
+    with slurm(tmp_path / "slurm") as cluster:
+        command = [sys.executable, "-m", "fsdpctl", *words(tmp_path, "train.steps=30", *more)]
+        started = cluster.start("srun", "--overcommit", *tasks, *command, cwd=tmp_path)
+        said, _ = started.communicate(timeout=_SECONDS)
+    assert started.returncode == 0, said
+    alone = [
+        *SMALL,
+        f"data.path={make_text(tmp_path)}",
+        "train.steps=30",
+        f"train.run_dir={tmp_path / 'one'}",
+    ]
+    done = fsdpctl("train", *alone, "launch.nproc_per_node=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert figures(tmp_path / "run") == figures(tmp_path / "one")
+
+
+def _submit(cluster: Slurm, folder: Path) -> str:
+    """The example's job, for this machine: no GPUs, few cores, and our own program."""
+    text = _SCRIPT.read_text()
+    for option in ("--gpus-per-node=8", "--cpus-per-task=64", "--time=24:00:00"):
+        assert f"#SBATCH {option}\n" in text
+        text = text.replace(f"#SBATCH {option}\n", "")
+    assert " fsdpctl train launch=slurm" in text
+    text = text.replace(" fsdpctl train", f" {sys.executable} -m fsdpctl train")
+    (folder / "job.sbatch").write_text(text)
+    found = words(folder, "train.steps=100000", "launch.nproc_per_node=1")[2:]
+    return cluster.run("sbatch", "--parsable", "job.sbatch", *found, cwd=folder)
+
+
+def test_a_job_that_is_preempted_saves_and_goes_on_from_there(tmp_path):
+    (tmp_path / "slurm").mkdir()
+    run = tmp_path / "run"
+    with slurm(tmp_path / "slurm") as cluster:
+        job = _submit(cluster, tmp_path)
+        _wait("a step", lambda: last_step(run / "metrics.jsonl") > 3)
+        cluster.run("scancel", "--signal=USR1", job, cwd=tmp_path)
+        show = ["scontrol", "show", "job", job]
+        _wait("the queue", lambda: "Restarts=1" in cluster.run(*show, cwd=tmp_path))
+        log = tmp_path / f"slurm-{job}.log"
+        assert "saved" in log.read_text()
+        saved = last_step(run / "metrics.jsonl")
+        _wait("its end", lambda: "JobState=PENDING" in cluster.run(*show, cwd=tmp_path))
+        cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now", cwd=tmp_path)
+        _wait("a further step", lambda: last_step(run / "metrics.jsonl") > saved + 3)
+        cluster.run("scancel", job, cwd=tmp_path)
+        _wait("the end", lambda: "JobState=CANCELLED" in cluster.run(*show, cwd=tmp_path))
+        assert f"goes on from step {saved}" in log.read_text() or "resumes" in log.read_text()
+        steps = [step for step, loss, _ in figures(run) if loss is not None]
+    assert steps == sorted(set(steps))  # none twice, none lost
+    assert steps == list(range(1, len(steps) + 1))
