@@ -16,8 +16,14 @@ from tests.cli.run import environment
 class Hosts:
     """They see each other's network only; files are shared, as on a cluster."""
 
-    def __init__(self, names: Sequence[str], addresses: Sequence[str]) -> None:
-        self.names, self.addresses = names, addresses
+    def __init__(
+        self, names: Sequence[str], addresses: Sequence[str], links: Sequence[str]
+    ) -> None:
+        self.names, self.addresses, self._links = names, addresses, links
+
+    def plug(self, host: int, *, is_in: bool) -> None:
+        """Pull a host's cable, or put it back."""
+        _ip("link", "set", self._links[host], "up" if is_in else "down")
 
     def start(self, host: int, *words: str, cwd: Path) -> subprocess.Popen[str]:
         """`fsdpctl` with these words on a host; what it says goes to one pipe."""
@@ -57,7 +63,7 @@ def hosts(count: int) -> Iterator[Hosts]:
                 _ip(*there, "link", "set", "lo", "up")
         except subprocess.CalledProcessError as error:
             pytest.skip(f"no hosts can be made here: {error.stderr.strip()}")
-        yield Hosts(names, addresses)
+        yield Hosts(names, addresses, [f"fsv{tag}-{host}" for host in range(count)])
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)

@@ -1,0 +1,132 @@
+"""Random faults in real runs: `python -m tests.faults.campaign FIRST COUNT [RESULTS.json]`.
+
+Of every case it wants: the run ends by itself within its time-outs, with an exit code and words
+that say how; no process is left; no complete checkpoint is lost; and the same command goes on to
+the end, with the weights of an undisturbed run where the policy promises them.
+"""
+
+import hashlib
+import json
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from fsdpctl.checkpoint.folders import complete_checkpoints, newest_checkpoint
+from fsdpctl.checkpoint.manifest import tensor_key
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.train.metrics import last_step
+from tests.faults.cases import STEPS, Case, case_of
+from tests.faults.running import Run, codes_of
+from tests.faults.strike import make_room, small_disk, strike
+from tests.launch.hosts import hosts
+
+PATIENCE = 200.0  # seconds: four times hang_timeout for a start, twice, and what starts take
+CUT_PATIENCE = 500.0  # over a cable that is out for a minute
+MOST_STARTS = 5
+CODES = (0, 1, 4, 75, 76, 130)
+_DAMAGED = 4
+
+Sums = dict[str, str]
+
+
+def final_sums(run_dir: Path) -> Sums:
+    """A digest of every tensor of the model in the last checkpoint."""
+    newest = newest_checkpoint(run_dir / "checkpoints")
+    assert newest is not None
+    reader = CheckpointReader(newest)
+    found = {
+        name: hashlib.sha256(
+            b"".join(bytes(data) for _, data in reader.read(tensor_key("master", name)))
+        ).hexdigest()
+        for name in reader.names("master")
+    }
+    assert found
+    return found
+
+
+def disturbed(case: Case, run: Run, whole: Sums) -> dict[str, Any]:
+    """One case: what was seen, and under `wrong` what should not have been."""
+    began, kept = time.monotonic(), set[str]()
+    processes = run.start()
+    more = strike(case, run, processes, kept)
+    first = codes_of(processes, CUT_PATIENCE if run.hosts else PATIENCE)
+    wrong = _wrong_at_first(run, first, kept)
+    make_room(run.run_dir.parent)
+    codes = [first]
+    while any(codes[-1]) and None not in codes[-1] and len(codes) < MOST_STARTS:
+        if _DAMAGED in codes[-1]:  # as it says, the newest checkpoint is moved away
+            newest = newest_checkpoint(run.run_dir / "checkpoints")
+            assert newest is not None
+            newest.rename(run.run_dir.parent / "damaged")
+        codes.append(codes_of(run.start(*more), PATIENCE))
+    if any(codes[-1]) or None in codes[-1]:
+        wrong.append(f"did not go on to the end: {codes}")
+    elif last_step(run.run_dir / "metrics.jsonl") != STEPS:
+        wrong.append("not all steps were done")
+    elif case.keeps_bits and not more and final_sums(run.run_dir) != whole:
+        wrong.append("other weights than those of the undisturbed run")
+    return {
+        "seed": case.seed, "kind": case.kind, "what": case.what, "target": case.target,
+        "moment": case.moment, "restarts": case.restarts, "codes": codes,
+        "seconds": round(time.monotonic() - began, 1), "wrong": wrong,
+    }  # fmt: skip
+
+
+def _wrong_at_first(run: Run, codes: list[int | None], kept: set[str]) -> list[str]:
+    """Of the start that was disturbed."""
+    wrong = ["did not end in time"] if None in codes else []
+    if left := run.end_orphans():
+        wrong.append(f"{left} processes were left")
+    if said := [each for each in codes if each is not None and each >= 0 and each not in CODES]:
+        wrong.append(f"exit codes {said}")
+    if "Traceback" in run.said:
+        wrong.append("a traceback on the terminal")
+    present = {each.name for each in complete_checkpoints(run.run_dir / "checkpoints")}
+    if (lost := kept - present) and len(present) < 2:  # newer ones may have taken their place
+        wrong.append(f"complete checkpoints are gone: {sorted(lost)}")
+    return wrong
+
+
+def campaign(first: int, count: int) -> list[dict[str, Any]]:
+    """The cases `first` to `first + count - 1`."""
+    results = []
+    with tempfile.TemporaryDirectory(prefix="faults-") as kept:
+        (reference := Path(kept) / "whole").mkdir()
+        whole = Run(reference)
+        assert codes_of(whole.start(), PATIENCE) == [0], whole.said
+        sums = final_sums(whole.run_dir)
+        for seed in range(first, first + count):
+            results.append(_one(case_of(seed), Path(kept) / f"case-{seed}", sums))
+            print(json.dumps(results[-1]), flush=True)
+    return results
+
+
+def _one(case: Case, folder: Path, sums: Sums) -> dict[str, Any]:
+    fault, words = None, [f"launch.max_restarts={case.restarts}", *case.words]
+    if case.kind == "planted":
+        mark = str(folder / "fired")
+        fault = {"kind": case.what, "rank": case.rank, "call": case.step, "mark": mark}
+    folder.mkdir()
+    with ExitStack() as stack:
+        stack.enter_context(small_disk(folder / "disk"))
+        on = stack.enter_context(hosts(2)) if case.on_hosts else None
+        run = Run(folder, words, fault=fault, hosts=on)
+        found = disturbed(case, run, sums)
+        return {**found, "said": run.said[-3000:]} if found["wrong"] else found
+
+
+def main() -> None:
+    """As the command line says; 1 where something was wrong."""
+    found = campaign(int(sys.argv[1]), int(sys.argv[2]))
+    bad = [each for each in found if each["wrong"]]
+    print(f"{len(found)} cases, {len(bad)} wrong")
+    if len(sys.argv) > 3:
+        Path(sys.argv[3]).write_text(json.dumps(found, indent=1) + "\n")
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()

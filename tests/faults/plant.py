@@ -1,0 +1,57 @@
+"""Plants one fault in one rank: what `sitecustomize` imports in every worker of a campaign.
+
+FSDPCTL_FAULT says which, as JSON. It strikes once: a file says that it has.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdpctl.data.batches import Batches
+from fsdpctl.train import loss
+
+_training, _summed = Batches.training, loss.summed_loss
+
+
+def plant(fault: dict[str, Any]) -> None:
+    """Have this rank, if it is the one, do at the asked call what `kind` says."""
+    if int(os.environ["RANK"]) != fault["rank"]:
+        return
+    calls = iter(range(1 << 60))
+
+    def is_due() -> bool:
+        if next(calls) < fault["call"]:
+            return False
+        try:
+            Path(fault["mark"]).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def training(batches: Batches, samples: int, rank: int, micro_step: int) -> Any:
+        if is_due():
+            if fault["kind"] == "data error":
+                raise OSError(5, "Input/output error", "planted")
+            time.sleep(1e6)  # the others wait for a collective that never comes
+        return _training(batches, samples, rank, micro_step)
+
+    def summed(*args: Any, **named: Any) -> torch.Tensor:
+        found: torch.Tensor = _summed(*args, **named)
+        if not (torch.is_grad_enabled() and is_due()):
+            return found
+        if fault["kind"] == "NaN in the loss":
+            return found * float("nan")
+        found.register_hook(lambda grad: grad * float("nan"))
+        return found
+
+    if fault["kind"].startswith("NaN"):
+        loss.summed_loss = summed
+    else:
+        Batches.training = training  # type: ignore[method-assign, assignment]
+
+
+plant(json.loads(os.environ["FSDPCTL_FAULT"]))

@@ -1,0 +1,106 @@
+"""The runs of a campaign: processes on this machine, or a launcher on each of two hosts."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.cli.run import TINY, environment, make_text
+from tests.faults.cases import SAVES_EVERY, STEPS, VALIDATES_EVERY
+from tests.launch.hosts import Hosts
+
+HANG_SECONDS, CUT_SECONDS = 12, 130  # until a rank that stands still is reported
+_ORPHAN_SECONDS = 15
+WORDS = [
+    *(each for each in TINY if "eval_every" not in each and "checkpoint.every" not in each),
+    f"train.steps={STEPS}", f"checkpoint.every={SAVES_EVERY}", "train.log_every=10",
+    f"train.eval_every={VALIDATES_EVERY}",
+]  # fmt: skip
+_PLANTS = "import sys\nif 'fsdpctl.train.worker' in sys.orig_argv:\n    import tests.faults.plant\n"
+
+
+class Run:
+    """One run directory, and the processes that work on it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        words: Sequence[str] = (),
+        *,
+        fault: dict[str, Any] | None = None,
+        hosts: Hosts | None = None,
+    ) -> None:
+        self.folder, self.run_dir, self.hosts = folder, folder / "disk" / "run", hosts
+        seconds = CUT_SECONDS if hosts else HANG_SECONDS
+        self._words = [
+            *WORDS, f"data.path={make_text(folder)}", f"train.run_dir={self.run_dir}",
+            f"launch.hang_timeout={seconds}", f"launch.timeout={5 * seconds}", *words,
+        ]  # fmt: skip
+        self._env = environment()
+        if fault is not None:
+            site = folder / "site"
+            site.mkdir()
+            (site / "sitecustomize.py").write_text(_PLANTS)
+            self._env["PYTHONPATH"] = f"{site}:{self._env['PYTHONPATH']}"
+            self._env["FSDPCTL_FAULT"] = json.dumps(fault)
+
+    def start(self, *more: str) -> list["subprocess.Popen[str]"]:
+        """The command, on each host; what it says goes to a file."""
+        if self.hosts is None:
+            return [self._begin([], ["launch.nproc_per_node=2", *more])]
+        where = [f"launch.rdzv_endpoint={self.hosts.addresses[0]}:29500", "launch.nnodes=2"]
+        return [
+            self._begin(
+                ["ip", "netns", "exec", name],
+                ["launch.nproc_per_node=1", *where, f"launch.node_rank={host}", *more],
+            )
+            for host, name in enumerate(self.hosts.names)
+        ]
+
+    def _begin(self, before: list[str], more: list[str]) -> "subprocess.Popen[str]":
+        with (self.folder / "said.log").open("a") as log:
+            return subprocess.Popen(
+                [*before, sys.executable, "-m", "fsdpctl", "train", *self._words, *more],
+                cwd=self.folder, env=self._env, text=True, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def said(self) -> str:
+        """By all starts so far."""
+        return (self.folder / "said.log").read_text(errors="replace")
+
+    def workers(self) -> list[psutil.Process]:
+        """All of this run, whoever started them."""
+        found = []
+        for each in psutil.process_iter(["cmdline"]):
+            line = each.info["cmdline"] or []
+            if "fsdpctl.train.worker" in line and str(self.run_dir) in line:
+                found.append(each)
+        return found
+
+    def end_orphans(self) -> int:
+        """How many workers are still there some seconds after their launchers have gone."""
+        deadline = time.monotonic() + _ORPHAN_SECONDS
+        while (found := self.workers()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        for each in found:
+            each.kill()
+        return len(found)
+
+
+def codes_of(processes: list["subprocess.Popen[str]"], seconds: float) -> list[int | None]:
+    """How they ended within `seconds`; None, and killed, where one did not."""
+    deadline, codes = time.monotonic() + seconds, list[int | None]()
+    for each in processes:
+        try:
+            codes.append(each.wait(timeout=max(0.1, deadline - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            each.kill()
+            codes.append(None)
+    return codes
