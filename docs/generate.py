@@ -11,6 +11,7 @@ import matplotlib
 from typer.testing import CliRunner
 
 from docs import measured
+from docs.faults import faults_table
 from fsdpctl.cli.app import app
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.build import divide_module
@@ -24,7 +25,9 @@ from fsdpctl.plan.strategy import STRATEGIES, Strategy
 from fsdpctl.resolve.machine import resolved_strategy
 
 DOCS = Path(__file__).parent
-PAGES = tuple(DOCS / f"{name}.md" for name in ("strategies", "performance", "memory-model"))
+PAGES = tuple(
+    DOCS / f"{name}.md" for name in ("strategies", "performance", "memory-model", "reliability")
+)
 PICTURE = DOCS / "strategies.png"
 RECIPES = tuple(sorted((DOCS.parent / "recipes").glob("*.yaml")))
 ESTIMATED = "# Estimated:"
@@ -108,6 +111,7 @@ TABLES = {
     "estimate_time": measured.estimate_time_table,
     "consolidate": measured.consolidate_table,
     "saving": measured.saving_table,
+    "faults": faults_table,
 }
 
 

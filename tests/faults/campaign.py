@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import write_report
 from fsdpctl.checkpoint.folders import complete_checkpoints, newest_checkpoint
 from fsdpctl.checkpoint.manifest import tensor_key
 from fsdpctl.checkpoint.reader import CheckpointReader
@@ -39,9 +40,9 @@ def final_sums(run_dir: Path) -> Sums:
     reader = CheckpointReader(newest)
     found = {
         name: hashlib.sha256(
-            b"".join(bytes(data) for _, data in reader.read(tensor_key("master", name)))
+            b"".join(bytes(data) for _, data in reader.read(tensor_key("model", name)))
         ).hexdigest()
-        for name in reader.names("master")
+        for name in reader.names("model")
     }
     assert found
     return found
@@ -99,19 +100,21 @@ def campaign(first: int, count: int) -> list[dict[str, Any]]:
         assert codes_of(whole.start(), PATIENCE) == [0], whole.said
         sums = final_sums(whole.run_dir)
         for seed in range(first, first + count):
-            results.append(_one(case_of(seed), Path(kept) / f"case-{seed}", sums))
+            results.append(one_case(case_of(seed), Path(kept) / f"case-{seed}", sums))
             print(json.dumps(results[-1]), flush=True)
     return results
 
 
-def _one(case: Case, folder: Path, sums: Sums) -> dict[str, Any]:
+def one_case(case: Case, folder: Path, sums: Sums) -> dict[str, Any]:
+    """One of them, in a folder that is made."""
     fault, words = None, [f"launch.max_restarts={case.restarts}", *case.words]
     if case.kind == "planted":
         mark = str(folder / "fired")
         fault = {"kind": case.what, "rank": case.rank, "call": case.step, "mark": mark}
     folder.mkdir()
     with ExitStack() as stack:
-        stack.enter_context(small_disk(folder / "disk"))
+        if case.kind == "disk":
+            stack.enter_context(small_disk(folder / "disk"))
         on = stack.enter_context(hosts(2)) if case.on_hosts else None
         run = Run(folder, words, fault=fault, hosts=on)
         found = disturbed(case, run, sums)
@@ -123,8 +126,7 @@ def main() -> None:
     found = campaign(int(sys.argv[1]), int(sys.argv[2]))
     bad = [each for each in found if each["wrong"]]
     print(f"{len(found)} cases, {len(bad)} wrong")
-    if len(sys.argv) > 3:
-        Path(sys.argv[3]).write_text(json.dumps(found, indent=1) + "\n")
+    write_report(Path(sys.argv[3]) if len(sys.argv) > 3 else None, "faults", found)
     sys.exit(bool(bad))
 
 

@@ -36,6 +36,7 @@ class Run:
         hosts: Hosts | None = None,
     ) -> None:
         self.folder, self.run_dir, self.hosts = folder, folder / "disk" / "run", hosts
+        self.run_dir.parent.mkdir(exist_ok=True)
         seconds = CUT_SECONDS if hosts else HANG_SECONDS
         self._words = [
             *WORDS, f"data.path={make_text(folder)}", f"train.run_dir={self.run_dir}",

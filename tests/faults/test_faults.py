@@ -1,0 +1,25 @@
+"""Some cases of the campaign of faults; the whole of it is a command of its own."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.campaign import PATIENCE, Sums, final_sums, one_case
+from tests.faults.cases import case_of
+from tests.faults.running import Run, codes_of
+
+pytestmark = pytest.mark.slow
+_SEEDS = 24
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Sums:
+    run = Run(tmp_path_factory.mktemp("undisturbed"))
+    assert codes_of(run.start(), PATIENCE) == [0], run.said
+    return final_sums(run.run_dir)
+
+
+@pytest.mark.parametrize("seed", range(_SEEDS))
+def test_a_disturbed_run_ends_rightly_and_goes_on(tmp_path: Path, undisturbed: Sums, seed: int):
+    found = one_case(case_of(seed), tmp_path / "case", undisturbed)
+    assert found["wrong"] == [], found
