@@ -18,8 +18,8 @@ from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_fo
 from fsdpctl.estimate.run_plan import plan_run
 from fsdpctl.memory.engine_bytes import Breakdown, Moment, TrainingPlan, estimate, timeline
 from fsdpctl.models.registry import build_model
-from fsdpctl.plan.replay import RankPlace
 from fsdpctl.plan.schedule import EventKind
+from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.strategy import STRATEGIES, Strategy
 from fsdpctl.resolve.machine import resolved_strategy
 

@@ -41,7 +41,7 @@ def full_parameters(runtime: Runtime, *, writeback: bool) -> Iterator[None]:
     wholes = []
     for unit in runtime.units.values():
         for buffer in unit.buffers:
-            whole = whole_values(buffer.shard, buffer.shard.master, runtime.mesh.shard).clone()
+            whole = whole_values(buffer.shard, buffer.shard.master, runtime.mesh).clone()
             for param, view in zip(buffer.params, buffer.param_views(whole), strict=True):
                 param.data = view
                 lend(param, is_lent=True)

@@ -54,8 +54,8 @@ class Runtime:
         self.has_pending_prefetch = False  # asked for, and not used by a forward yet
         self.reducer = reducer
         self.ledger = reducer.ledger
-        self.gatherer = Gatherer(units, strategy, mesh, self.ledger)
         self.renewal = Renewal(units, strategy, mesh, self.ledger)
+        self.gatherer = Gatherer(units, strategy, mesh, self.renewal)
         self.when_all_is_sent: Callable[[], None] = lambda: None  # the last reduction has begun
         self.holds_back = False  # whether there is something that no backward has reduced
         self.lost_gradients = False  # an exception dropped gradients that were there

@@ -30,7 +30,7 @@ class EventKind(StrEnum):
     REDUCED = "reduced"
     COMBINE = "combine"
     COMBINED = "combined"
-    SYNC = "sync"  # parameters that stay whole are renewed after the optimizer's step
+    SYNC = "sync"  # after the optimizer's step ranks get what others have updated
     ALLOCATE = "allocate"
     FREE = "free"
 
@@ -42,6 +42,7 @@ class Buffer(StrEnum):
     WHOLE_GRADS = "whole gradients"  # of a unit, being held or reduced
     WORKSPACE = "workspace"  # of a reduction
     SUM = "sum"  # what a reduction gives this rank, until it is in the gradient
+    COMBINING = "workspace over copies"  # of the second collective
     GRADS = "gradients"  # reduced
 
 
@@ -281,7 +282,7 @@ def step_events(
 
 def update_events(order: UnitOrder, strategy: Strategy) -> tuple[Event, ...]:
     """What follows the optimizer's step."""
-    if strategy.shards_params or not strategy.shards_optimizer:
+    if not strategy.renews_params:
         return ()
     return tuple(Event(EventKind.SYNC, unit) for unit in (order.root, *order.forward))
 
