@@ -141,9 +141,6 @@ class GradientReducer:
             )
             if self._chain:
                 self._combine_at_once(started, self._chain)
-        if pieces > 1:
-            for buffer in buffers:
-                buffer.forget_arrived()
 
     def _send(self, started: _InFlight, pieces: int) -> None:
         for number, buffer in enumerate(started.unit.trained_buffers):
@@ -158,6 +155,9 @@ class GradientReducer:
             self.ledger.allocate(Buffer.WHOLE_GRADS, *key, sent.nbytes)
             if sent.reduction.workspace_nbytes:
                 self.ledger.allocate(Buffer.WORKSPACE, *key, sent.reduction.workspace_nbytes)
+        if started.piece + 1 == pieces > 1:
+            for buffer in started.unit.trained_buffers:
+                buffer.forget_arrived()
 
     def _finish_oldest(self) -> None:
         started = self._reducing.popleft()

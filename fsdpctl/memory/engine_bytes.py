@@ -11,10 +11,17 @@ from itertools import pairwise
 
 from fsdpctl.memory.script import CATEGORY_OF
 from fsdpctl.plan.layout import FlatLayout, Span
-from fsdpctl.plan.reductions import plan_reductions
+from fsdpctl.plan.reductions import Reductions, plan_reductions
 from fsdpctl.plan.replay import Replay
 from fsdpctl.plan.runs import decay_group, optimizer_runs
-from fsdpctl.plan.schedule import Event, EventKind, Prefetch, UnitOrder, step_events
+from fsdpctl.plan.schedule import (
+    Event,
+    EventKind,
+    Prefetch,
+    UnitOrder,
+    step_events,
+    update_events,
+)
 from fsdpctl.plan.sizes import Itemsizes, RankPlace, unit_bytes
 from fsdpctl.plan.slots import SlotSpec, slots_of
 from fsdpctl.plan.strategy import Strategy
@@ -124,16 +131,8 @@ def plan_slots(plan: TrainingPlan) -> tuple[SlotSpec, ...]:
 
 def planned_step(plan: TrainingPlan, place: RankPlace) -> list[Event]:
     """The events of a step with everything that has bytes."""
-    slots = plan_slots(plan)
-    reductions = plan_reductions(
-        plan.layouts,
-        lambda _: plan.sizes.reduce,
-        stays=place.stays(plan.strategy, plan.sizes),
-        blocks=plan.order.blocks if place.collects(plan.strategy) else (),
-        chained=place.chained(plan.strategy),
-    )
-    units = unit_bytes(plan.layouts, slots, plan.strategy, plan.sizes, place, reductions)
-    combines = place.combines(plan.strategy)
+    slots, combines = plan_slots(plan), place.combines(plan.strategy)
+    replay, reductions = _replay(plan, place)
     events = step_events(
         plan.order,
         plan.strategy,
@@ -143,7 +142,26 @@ def planned_step(plan: TrainingPlan, place: RankPlace) -> list[Event]:
         shared_slots=[slot.units for slot in slots if slot.resident],
         combines=combines,
     )
-    return Replay(units, combines=combines, chained=reductions.chained > 0).play(events)
+    return replay.play(events)
+
+
+def planned_update(plan: TrainingPlan, place: RankPlace) -> list[Event]:
+    """The same of what follows the optimizer's step."""
+    return _replay(plan, place)[0].play(update_events(plan.order, plan.strategy))
+
+
+def _replay(plan: TrainingPlan, place: RankPlace) -> tuple[Replay, Reductions]:
+    reductions = plan_reductions(
+        plan.layouts,
+        lambda _: plan.sizes.reduce,
+        stays=place.stays(plan.strategy, plan.sizes),
+        blocks=plan.order.blocks if place.collects(plan.strategy) else (),
+        chained=place.chained(plan.strategy),
+    )
+    slots = plan_slots(plan)
+    units = unit_bytes(plan.layouts, slots, plan.strategy, plan.sizes, place, reductions)
+    combines = place.combines(plan.strategy)
+    return Replay(units, combines=combines, chained=reductions.chained > 0), reductions
 
 
 def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
