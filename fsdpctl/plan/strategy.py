@@ -116,6 +116,13 @@ def _row_like(wanted: Strategy) -> Strategy | None:
     return None
 
 
+def sharded_over_copies(strategy: Strategy) -> Strategy | None:
+    """The row like a hybrid one whose copies share out what the optimizer has, if there is one."""
+    if not strategy.replicates or strategy.shards_over_copies:
+        return None
+    return _row_like(replace(strategy, shards_over_copies=True))
+
+
 def effective_strategy(strategy: Strategy, copy_size: int, world_size: int) -> tuple[Strategy, int]:
     """What really runs where `copy_size` ranks share a copy, and how many share its buffers.
 
