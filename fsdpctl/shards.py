@@ -106,8 +106,11 @@ class Sharded(Protocol):
         """Names of the trainable parameters that had a gradient on no rank."""
         ...
 
-    def broadcast_updated_params(self) -> None:
-        """Let the next forward see what was written to the masters, here and by other ranks."""
+    def broadcast_updated_params(self, *, trained_only: bool = False) -> None:
+        """Let the next forward see what was written to the masters, here and by other ranks.
+
+        `trained_only`: those of frozen parameters were not written to.
+        """
         ...
 
     def drop_gradients(self) -> None:

@@ -247,7 +247,7 @@ def _homes(optimizer: torch.optim.Optimizer) -> list[Runtime]:
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for runtime in _homes(optimizer):
-        runtime.masters_changed()
+        runtime.masters_changed(trained_only=True)
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -13,6 +13,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
+from fsdpctl.comm.base import Handle
+from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.parameters import arrived_gradient
 from fsdpctl.plan.layout import FlatLayout, Span
 from fsdpctl.plan.transport import gradient_stretches
@@ -79,6 +81,23 @@ class UnitBuffer:
     def part(self) -> Tensor:
         """This rank's part of the parameters, from which they are gathered."""
         return self.shard.master if self.resting is None else self.resting.values
+
+    def start_sync(self, mesh: Mesh) -> Handle | None:
+        """Start to bring changed masters into parameters that stay between steps.
+
+        Where both have one dtype the masters are a window into the parameters.
+        """
+        if self.resting is None:
+            return None
+        shard, values = self.shard, self.resting.values
+        source = None if shard.dtype == values.dtype else shard.master
+        if mesh.replicas is not None and self.layout.shares > 1:
+            return mesh.replicas.all_gather(values, self.layout.shares_of_part, source)
+        if not shard.is_replicated:
+            return mesh.shard.all_gather(values, self.layout.parts, source)
+        if source is not None:
+            values.copy_(source)
+        return None
 
     def param_views(self, flat: Tensor) -> list[Tensor]:
         """A window into `flat`, a tensor like the whole buffer, for each parameter."""

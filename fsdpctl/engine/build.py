@@ -19,8 +19,9 @@ from fsdpctl.engine.slots import Slot
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import FlatLayout, Span, share_of
+from fsdpctl.plan.order import UnitOrder
 from fsdpctl.plan.reductions import plan_reductions
-from fsdpctl.plan.schedule import Prefetch, UnitOrder
+from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.slots import slots_of
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitSpec, divide_into_units, unit_order

@@ -16,7 +16,8 @@ from fsdpctl.engine.replicas import check_replicas
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.state import full_state, persistent_buffers
 from fsdpctl.errors import EngineError
-from fsdpctl.plan.schedule import Event, UnitOrder
+from fsdpctl.plan.order import UnitOrder
+from fsdpctl.plan.schedule import Event
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.shards import FlatShard, trainable_shards
 
@@ -185,12 +186,12 @@ class ShardedModel(nn.Module):
         """Whether `prefetch_forward_params` was called and no forward has come since."""
         return self._runtime.has_pending_prefetch
 
-    def broadcast_updated_params(self) -> None:
+    def broadcast_updated_params(self, *, trained_only: bool = False) -> None:
         """Let the next forward see what was written to the masters, here and by other ranks.
 
-        Collective. The steps of optimizers call it.
+        Collective. The steps of optimizers call it, `trained_only`: frozen ones have not changed.
         """
-        self._runtime.masters_changed()
+        self._runtime.masters_changed(trained_only=trained_only)
 
     def update_shards(self, flat: Tensor) -> None:
         """Overwrite this rank's masters with `flat`, 1-D, in the order of `flat_shards`."""

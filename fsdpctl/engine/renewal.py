@@ -28,14 +28,18 @@ class Renewal:
         self._arriving: dict[str, list[Handle]] = {}
         self._uncalled = set(self._units)
 
-    def start(self) -> None:
-        """The masters were written to."""
+    def start(self, *, trained_only: bool) -> None:
+        """The masters were written to; `trained_only`: not those of frozen parameters."""
         self.finish()
         for unit in self._units.values():
             unit.masters_changed()
-            self._arriving[unit.name] = unit.start_sync(self._mesh)
-            if self._strategy.renews_params:
-                self.ledger.note(EventKind.SYNC, unit.name, unit.renewed_nbytes)
+            buffers = unit.trained_buffers if trained_only else unit.buffers
+            self._arriving[unit.name] = [
+                handle for buffer in buffers if (handle := buffer.start_sync(self._mesh))
+            ]
+            if self._strategy.renews_params and buffers:
+                nbytes = sum(each.resting.values.nbytes for each in buffers if each.resting)
+                self.ledger.note(EventKind.SYNC, unit.name, nbytes)
         if not self.overlaps:
             self.finish()
 

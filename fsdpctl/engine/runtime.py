@@ -24,7 +24,8 @@ from fsdpctl.errors import EngineError
 from fsdpctl.passes.backward import OutermostBackward, in_backward
 from fsdpctl.passes.calls import Call, Calls
 from fsdpctl.passes.forward import Forward
-from fsdpctl.plan.schedule import EventKind, Prefetch, UnitOrder, all_following
+from fsdpctl.plan.order import UnitOrder, all_following
+from fsdpctl.plan.schedule import EventKind, Prefetch
 from fsdpctl.plan.strategy import Strategy
 
 
@@ -293,7 +294,7 @@ class Runtime:
             raise EngineError("sync_gradients: there are no gradients; call backward first")
 
     @torch.no_grad()
-    def masters_changed(self) -> None:
+    def masters_changed(self, *, trained_only: bool = False) -> None:
         """The masters were written to: what was gathered from them is out of date."""
         self.gatherer.rest()
-        self.renewal.start()
+        self.renewal.start(trained_only=trained_only)

@@ -11,7 +11,6 @@ from enum import Enum, auto
 import torch
 
 from fsdpctl.comm.base import Collectives, Handle
-from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.slots import Slot
 
@@ -98,31 +97,6 @@ class ShardedUnit:
         """Make every graph that saved the old values invalid."""
         self._version += 2
         self._set_version(self._version + (self.state is not State.WHOLE))
-
-    @property
-    def renewed_nbytes(self) -> int:
-        """Bytes of what `start_sync` brings up to date."""
-        return sum(each.resting.values.nbytes for each in self.buffers if each.resting)
-
-    def start_sync(self, mesh: Mesh) -> list[Handle]:
-        """Start to bring changed masters into parameters that stay between steps.
-
-        Where both have one dtype the masters are a window into the parameters.
-        """
-        handles = []
-        for buffer in self.buffers:
-            if buffer.resting is None:
-                continue
-            shard, values = buffer.shard, buffer.resting.values
-            source = None if shard.dtype == values.dtype else shard.master
-            if mesh.replicas is not None and shard.layout.shares > 1:
-                shares = shard.layout.shares_of_part
-                handles.append(mesh.replicas.all_gather(values, shares, source))
-            elif not shard.is_replicated:
-                handles.append(mesh.shard.all_gather(values, shard.layout.parts, source))
-            elif source is not None:
-                values.copy_(source)
-        return handles
 
     def _set_version(self, version: int) -> None:
         _set_versions(self._params, (version,) * len(self._params))

@@ -11,17 +11,11 @@ from itertools import pairwise
 
 from fsdpctl.memory.script import CATEGORY_OF
 from fsdpctl.plan.layout import FlatLayout, Span
+from fsdpctl.plan.order import UnitOrder
 from fsdpctl.plan.reductions import Reductions, plan_reductions
 from fsdpctl.plan.replay import Replay
 from fsdpctl.plan.runs import decay_group, optimizer_runs
-from fsdpctl.plan.schedule import (
-    Event,
-    EventKind,
-    Prefetch,
-    UnitOrder,
-    step_events,
-    update_events,
-)
+from fsdpctl.plan.schedule import Event, EventKind, Prefetch, step_events, update_events
 from fsdpctl.plan.sizes import Itemsizes, RankPlace, unit_bytes
 from fsdpctl.plan.slots import SlotSpec, slots_of
 from fsdpctl.plan.strategy import Strategy

@@ -168,6 +168,7 @@ def unit_bytes(
             sum(
                 layout.numel if layout.shares == 1 else layout.parts[0].numel
                 for layout in layouts[name]
+                if layout.params[0].trainable
             )
             * sizes.param,
             tuple(

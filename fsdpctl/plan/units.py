@@ -11,8 +11,8 @@ from typing import Literal
 
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import FlatLayout, ParamSpec, flat_layout
+from fsdpctl.plan.order import UnitOrder
 from fsdpctl.plan.owners import OwnerMap, make_owner_map
-from fsdpctl.plan.schedule import UnitOrder
 
 ROOT = "root"
 UnitKind = Literal["block", "embedding", "head", "root"]

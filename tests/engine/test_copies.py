@@ -254,6 +254,37 @@ def test_only_gradients_and_updates_go_between_copies(
 
 
 @distributed(world_size=4)
+def test_what_is_frozen_is_sent_once(rank: int, world_size: int) -> None:
+    """When it is loaded, and no more after a step."""
+    batch = token_batches(1, world_size)[0][rank][0]
+    for strategy, size in ((SHARED, 2), ("shard_optimizer", None)):
+        net = make_net(tied=False)
+        net.embed.requires_grad_(False)
+        net.blocks.requires_grad_(False)
+        for block in net.blocks[::2]:
+            block.norm.requires_grad_(True)
+        model = fsdpctl.shard_model(net, strategy, dp_shard_size=size)
+        optimizer = fsdpctl.ShardedAdamW(model, lr=1e-2)
+        plain = make_net(tied=False)
+        with torch.no_grad():
+            for param in plain.parameters():
+                param.mul_(0.5)
+        with model.recorded_events() as loaded:
+            model.load_state_dict(plain.state_dict())
+        whole = sum(shard.layout.numel for shard in model.flat_shards()) * 4
+        assert sent(loaded, K.SYNC) == whole // (size or 1)
+        with model.recorded_events() as stepped:
+            one_step(model, optimizer, batch)
+        trained = sum(s.layout.numel for s in model.flat_shards() if s.trainable) * 4
+        assert sent(stepped, K.SYNC) == trained // (size or 1) < whole // (size or 1)
+        units = {event.unit for event in stepped if event.kind is K.SYNC}
+        assert units == {"root", "head", "blocks.0", "blocks.2", "blocks.4"}
+        plain.load_state_dict(model.state_dict())
+        torch.testing.assert_close(model(batch), plain(batch))
+        model.check_replicas()
+
+
+@distributed(world_size=4)
 def test_a_rank_has_a_quarter_of_masters_and_half_of_what_computes(
     rank: int, world_size: int
 ) -> None:
