@@ -4,6 +4,7 @@ Tables go between the marks `<!-- NAME -->` and `<!-- /NAME -->` of the pages; t
 what the plan replays.
 """
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +18,18 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.build import divide_module
 from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
 from fsdpctl.estimate.run_plan import plan_run
-from fsdpctl.memory.engine_bytes import Breakdown, Moment, TrainingPlan, estimate, timeline
+from fsdpctl.memory.engine_bytes import (
+    Breakdown,
+    Moment,
+    TrainingPlan,
+    estimate,
+    planned_step,
+    planned_update,
+    timeline,
+)
 from fsdpctl.models.registry import build_model
-from fsdpctl.plan.replay import RankPlace
 from fsdpctl.plan.schedule import EventKind
+from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.strategy import STRATEGIES, Strategy
 from fsdpctl.resolve.machine import resolved_strategy
 
@@ -32,6 +41,13 @@ PICTURE = DOCS / "strategies.png"
 RECIPES = tuple(sorted((DOCS.parent / "recipes").glob("*.yaml")))
 ESTIMATED = "# Estimated:"
 MODEL = ["model=llama3_8b", "cluster=h100", "launch.nproc_per_node=4", "launch.nnodes=2"]
+COPIES_RECIPE = DOCS.parent / "recipes" / "llama3_70b_64xh100.yaml"
+COPIES = (
+    ["strategy=full_shard"],
+    ["strategy=hybrid_shard", "strategy.dp_shard_size=8"],
+    ["strategy=hybrid_shard", "strategy.dp_shard_size=32"],
+    ["strategy=hybrid_shard_optimizer", "strategy.dp_shard_size=8"],
+)
 GIB = 1 << 30
 COLORS = {
     "parameters": "#4269d0",
@@ -59,16 +75,19 @@ def _words(row: Strategy) -> tuple[str, ...]:
     part = "own part" if row.has_owner_map else "shard"
     within = " within `dp_shard_size` ranks" if row.replicates else ""
     over = ", summed over copies" if row.replicates else ""
+    if row.shards_over_copies:
+        within, part, over = f"{within}, as it computes", "shard over all ranks", ""
     if row.keeps_whole_params:
         after = "whole"
     else:
         after = "freed" if row.reshard_after_forward else "kept until its backward is over"
+    renewed = "new values go to every copy" if row.shards_over_copies else "parameters are gathered"
     return (
         "whole" if row.keeps_whole_params else f"shard{within}",
         after,
         f"{part}{over}" if row.shards_grads else "whole",
         part if row.shards_optimizer else "whole",
-        "parameters are gathered" if row.has_owner_map else "–",
+        renewed if row.renews_params else "–",
     )
 
 
@@ -88,6 +107,48 @@ def memory_table() -> str:
     return "\n".join(rows)
 
 
+def copies_table() -> str:
+    """What a recipe takes under strategies with copies: memory, and what goes over which links."""
+    header = [
+        "`strategy=`",
+        "`dp_shard_size`",
+        "reserved",
+        "verdict",
+        "sent in a copy",
+        "sent to others",
+    ]
+    rows = [header, ["---"] * len(header)]
+    estimator = Estimator()
+    for words in COPIES:
+        config = compose_config(["launch.device=cuda", *words], str(COPIES_RECIPE)).config
+        (found,) = estimate_strategies(estimator, config, every=False)
+        placed = placed_for_estimate(config)
+        placed = replace(placed, strategy=resolved_strategy(placed, placed.strategy))
+        plan, place = plan_run(placed, divide_module(build_model(placed.model), None), 1)
+        found_bytes = found.peak_reserved, *_sent(plan, place)
+        figures = [f"{each / GIB:.1f} GiB" for each in found_bytes]
+        size = str(placed.strategy.dp_shard_size or place.size)
+        name = f"`{placed.strategy.name}`"
+        rows.append([name, size, figures[0], found.verdict.replace("_", " "), *figures[1:]])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+
+
+def _sent(plan: TrainingPlan, place: RankPlace) -> tuple[float, float]:
+    """What a rank sends in a step within its copy, and to others, in rings.
+
+    Of n ranks each sends (n - 1) / n of a tensor that is gathered or reduced to parts, and twice
+    that of one that is all-reduced.
+    """
+    nbytes: Counter[EventKind] = Counter()
+    for event in [*planned_step(plan, place), *planned_update(plan, place)]:
+        nbytes[event.kind] += event.nbytes
+    passes = 1 if plan.strategy.shards_over_copies else 2
+    within = nbytes[EventKind.GATHER] + nbytes[EventKind.REDUCE]
+    between = nbytes[EventKind.COMBINE] * passes + nbytes[EventKind.SYNC]
+    copies = place.num_replicas
+    return within * (place.size - 1) / place.size, between * (copies - 1) / copies
+
+
 def estimate_output() -> str:
     """What `fsdpctl estimate-memory` prints, as a code block."""
     words = ["estimate-memory", "model=llama3_8b", "cluster=h100", "train.seq_len=4096"]
@@ -100,6 +161,7 @@ def estimate_output() -> str:
 TABLES = {
     "strategies": strategy_table,
     "memory": memory_table,
+    "copies": copies_table,
     "estimate": estimate_output,
     "step_time": measured.step_time_table,
     "step_time_beside_ddp": measured.step_time_beside_ddp_table,
@@ -177,8 +239,13 @@ def draw(file: Path) -> None:
     matplotlib.rcParams.update({"font.size": 9})
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(3, 2, figsize=(9, 8), sharex=True, layout="constrained")
-    for panel, name in zip(panels.flat, STRATEGIES, strict=True):
+    rows = -(-len(STRATEGIES) // 2)
+    size = (9, 8 / 3 * rows)
+    figure, panels = pyplot.subplots(rows, 2, figsize=size, sharex=True, layout="constrained")
+    for panel in panels.flat[len(STRATEGIES) :]:
+        panel.set_axis_off()
+    panels.flat[len(STRATEGIES) - 2].tick_params(labelbottom=True)  # the last of its column
+    for panel, name in zip(panels.flat, STRATEGIES, strict=False):
         moments = moments_of(name)
         heights = [[getattr(each, part) / GIB for each in moments] for part in COLORS]
         labels = [part.replace("_", " ") for part in COLORS]

@@ -22,6 +22,7 @@ class FlatShard:
         held: Span,
         owned: Span,
         written: Span,
+        num_owners: int = 1,
     ) -> None:
         """Wrap `master`.
 
@@ -32,10 +33,12 @@ class FlatShard:
             held: everything where masters are replicated, else `owned`.
             owned: the part whose gradient this rank reduces; norms count it.
             written: the part that this rank saves; replicas share the work.
+            num_owners: how many ranks have the same `owned`, one in each copy.
         """
         self.unit = unit
         self.layout = layout
         self.held, self.owned, self.written = held, owned, written
+        self.num_owners = num_owners
         self.is_replicated = held != owned  # every rank holds all of the masters
         self.param = nn.Parameter(master, requires_grad=layout.params[0].trainable)
 
@@ -103,8 +106,11 @@ class Sharded(Protocol):
         """Names of the trainable parameters that had a gradient on no rank."""
         ...
 
-    def broadcast_updated_params(self) -> None:
-        """Let the next forward see what was written to the masters, here and by other ranks."""
+    def broadcast_updated_params(self, *, trained_only: bool = False) -> None:
+        """Let the next forward see what was written to the masters, here and by other ranks.
+
+        `trained_only`: those of frozen parameters were not written to.
+        """
         ...
 
     def drop_gradients(self) -> None:

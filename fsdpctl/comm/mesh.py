@@ -7,7 +7,6 @@ dp_shard_size = 2 on 4 ranks            dp_shard ->
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,8 +16,11 @@ from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.comm.waits import CudaWaits, Seconds
 
-# Of a reduction that was started: where its mean goes, the scale, and the dtype that is added in.
-Chain = Callable[[Reduction, Tensor, float, torch.dtype], tuple[Handle, Handle]]
+# What follows, and of a reduction that was started: where its mean goes, the scale, and the dtype
+# that is added in.
+Chain = Callable[
+    [Callable[[Tensor], Handle], Reduction, Tensor, float, torch.dtype], tuple[Handle, Handle]
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Mesh:
         """What lets the sum over copies follow a reduction at once, where there are streams."""
         if self.replicas is None or not isinstance(self.shard, NcclCollectives):
             return None
-        return partial(self.shard.chain, self.replicas)
+        return self.shard.chain
 
     @property
     def num_replicas(self) -> int:

@@ -1,13 +1,13 @@
 """Collectives over NCCL."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdpctl.comm.base import Collectives, Handle, InPlace, Reduction, Stretches
+from fsdpctl.comm.base import Handle, InPlace, Reduction, Stretches
 from fsdpctl.comm.contributions import Contributions
 from fsdpctl.comm.process_group import (
     ProcessGroupCollectives,
@@ -119,22 +119,22 @@ class NcclCollectives(ProcessGroupCollectives):
 
     def chain(
         self,
-        after: Collectives,
+        follow: Callable[[Tensor], Handle],
         reduction: Reduction,
         out: Tensor,
         scale: float,
         dtype: torch.dtype,
     ) -> tuple[Handle, Handle]:
-        """A reduction's `finish` on the reduce stream, then the sum over `after` on theirs.
+        """A reduction's `finish` on the reduce stream, then what `follow` starts with the result.
 
         The compute stream waits for neither. The first handle is done when the gradients that were
-        given are no longer read, the second when `out` has the sum.
+        given are no longer read, the second is that of `follow`.
         """
         self.reduce_stream.wait_stream(torch.cuda.current_stream())  # `out` was somebody else's
         with torch.cuda.stream(self.reduce_stream):
             reduction.finish(out, scale, dtype)
             done = self.reduce_stream.record_event()
-            return self._after(done, out), after.start_all_reduce(out)
+            return self._after(done, out), follow(out)
 
     def start_all_reduce(self, values: Tensor, *, at_once: bool = True) -> Handle:
         """On the reduce stream, always at once."""

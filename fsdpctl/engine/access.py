@@ -41,7 +41,7 @@ def full_parameters(runtime: Runtime, *, writeback: bool) -> Iterator[None]:
     wholes = []
     for unit in runtime.units.values():
         for buffer in unit.buffers:
-            whole = whole_values(buffer.shard, buffer.shard.master, runtime.mesh.shard).clone()
+            whole = whole_values(buffer.shard, buffer.shard.master, runtime.mesh).clone()
             for param, view in zip(buffer.params, buffer.param_views(whole), strict=True):
                 param.data = view
                 lend(param, is_lent=True)
@@ -247,7 +247,7 @@ def _homes(optimizer: torch.optim.Optimizer) -> list[Runtime]:
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for runtime in _homes(optimizer):
-        runtime.masters_changed()
+        runtime.masters_changed(trained_only=True)
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -6,25 +6,56 @@ scaled by.
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from fsdpctl.comm.base import Handle
+from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.parameters import arrived_gradient
 from fsdpctl.plan.layout import FlatLayout, Span
 from fsdpctl.plan.transport import gradient_stretches
 from fsdpctl.shards import FlatShard
 
 
+@dataclass(frozen=True, slots=True)
+class Resting:
+    """Parameters that stay between steps in the dtype that computes; masters may lie in them."""
+
+    span: Span
+    values: Tensor  # 1-D
+
+    def within(self, span: Span) -> Tensor:
+        """The elements `span` of the flat buffer."""
+        return self.values[span.start - self.span.start : span.stop - self.span.start]
+
+
 class UnitBuffer:
     """One flat buffer of a unit: its parameters, this rank's shard, and gradients on their way."""
 
-    def __init__(self, shard: FlatShard, params: Sequence[nn.Parameter], whole: Tensor) -> None:
+    def __init__(
+        self,
+        shard: FlatShard,
+        params: Sequence[nn.Parameter],
+        whole: Tensor,
+        resting: Resting | None,
+    ) -> None:
+        """Wrap what a rank has.
+
+        Args:
+            shard: this rank's masters.
+            params: in the layout's order.
+            whole: 1-D in the slot; readable while the unit is whole.
+            resting: all of it, or this rank's part where masters have less; None where the masters
+                are all that stays.
+        """
         self.shard = shard
-        self.params = tuple(params)  # in the layout's order
-        self.whole = whole  # 1-D in the slot; readable while the unit is whole
+        self.params = tuple(params)
+        self.whole = whole
+        self.resting = resting
         self.held_gradients: Tensor | None = None  # whole, not yet reduced
         self.present: set[int] = set()  # parameters that had one since gradients were dropped
         self.stretches = gradient_stretches(shard.layout)
@@ -45,6 +76,28 @@ class UnitBuffer:
     def layout(self) -> FlatLayout:
         """Where its parameters lie."""
         return self.shard.layout
+
+    @property
+    def part(self) -> Tensor:
+        """This rank's part of the parameters, from which they are gathered."""
+        return self.shard.master if self.resting is None else self.resting.values
+
+    def start_sync(self, mesh: Mesh) -> Handle | None:
+        """Start to bring changed masters into parameters that stay between steps.
+
+        Where both have one dtype the masters are a window into the parameters.
+        """
+        if self.resting is None:
+            return None
+        shard, values = self.shard, self.resting.values
+        source = None if shard.dtype == values.dtype else shard.master
+        if mesh.replicas is not None and self.layout.shares > 1:
+            return mesh.replicas.all_gather(values, self.layout.shares_of_part, source)
+        if not shard.is_replicated:
+            return mesh.shard.all_gather(values, self.layout.parts, source)
+        if source is not None:
+            values.copy_(source)
+        return None
 
     def param_views(self, flat: Tensor) -> list[Tensor]:
         """A window into `flat`, a tensor like the whole buffer, for each parameter."""
@@ -90,16 +143,16 @@ class UnitBuffer:
         return gradient
 
     def collect(self, share: Span, dtype: torch.dtype) -> Tensor:
-        """Of every rank's part the elements `share`, one rank's after the other.
+        """Of what every rank owns the elements `share`, in the order of the parts.
 
         Zeros where no gradient has arrived. The parameters keep theirs.
         """
         of_name = dict(zip((p.name for p in self.layout.params), self.params, strict=True))
         flat = torch.zeros(
-            len(self.layout.parts) * share.numel, dtype=dtype, device=self.whole.device
+            len(self.layout.owned_parts) * share.numel, dtype=dtype, device=self.whole.device
         )
         targets, sources = [], []
-        for rank, part in enumerate(self.layout.parts):
+        for rank, part in enumerate(self.layout.owned_parts):
             wanted = share.shift(part.start)
             for piece in self.layout.pieces(wanted):
                 gradient = arrived_gradient(of_name[piece.param.name])

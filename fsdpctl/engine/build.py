@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.mesh import Mesh
-from fsdpctl.engine.buffer import UnitBuffer
+from fsdpctl.engine.buffer import Resting, UnitBuffer
 from fsdpctl.engine.collecting import Collector
 from fsdpctl.engine.describe import describe_module, name_of_submodule, replace_meta_parameters
 from fsdpctl.engine.hooks import hook_gradients, hook_root, hook_unit
@@ -19,8 +19,9 @@ from fsdpctl.engine.slots import Slot
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import FlatLayout, Span, share_of
+from fsdpctl.plan.order import UnitOrder
 from fsdpctl.plan.reductions import plan_reductions
-from fsdpctl.plan.schedule import Prefetch, UnitOrder
+from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.slots import slots_of
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitSpec, divide_into_units, unit_order
@@ -98,25 +99,35 @@ class _Builder:
 
     @torch.no_grad()
     def buffer(self, unit: str, layout: FlatLayout, whole: Tensor) -> UnitBuffer:
-        owned = layout.parts[self.mesh.shard.rank]
+        owned = layout.owned(self.mesh.shard.rank, self.mesh.replica_rank)
         held = owned if self.strategy.shards_optimizer else Span(0, layout.numel)
-        dtype, stays_whole = self.master_dtype(layout), self.strategy.keeps_whole_params
-        if stays_whole and whole.dtype == dtype:
-            master = whole[held.start : held.stop]
+        dtype, resting = self.master_dtype(layout), self.resting_values(layout, whole)
+        if resting is not None and whole.dtype == dtype:
+            master = resting.within(held)
         else:
             master = torch.empty(held.numel, dtype=dtype, device=self.source.device)
-        targets = [whole, master] if stays_whole else [master]
-        if self.source.is_empty:
-            for target in targets:
-                target.zero_()
-        else:
-            values = self.initial_values(layout)
-            if stays_whole:
-                whole.copy_(values)
-            master.copy_(values[held.start : held.stop])
-        written = share_of(owned, self.mesh.replica_rank, self.mesh.num_replicas)
-        shard = FlatShard(unit, layout, master, held=held, owned=owned, written=written)
-        return UnitBuffer(shard, [self.params[p.name] for p in layout.params], whole)
+        targets = [Resting(held, master), *([resting] if resting else [])]
+        values = None if self.source.is_empty else self.initial_values(layout)
+        for target in targets:
+            if values is None:
+                target.values.zero_()
+            else:
+                target.values.copy_(values[target.span.start : target.span.stop])
+        owners = self.mesh.num_replicas // layout.shares
+        written = share_of(owned, self.mesh.replica_rank % owners, owners)
+        shard = FlatShard(
+            unit, layout, master, held=held, owned=owned, written=written, num_owners=owners
+        )
+        return UnitBuffer(shard, [self.params[p.name] for p in layout.params], whole, resting)
+
+    def resting_values(self, layout: FlatLayout, whole: Tensor) -> Resting | None:
+        """What there is between steps of the parameters in the dtype that computes."""
+        if self.strategy.keeps_whole_params:
+            return Resting(Span(0, layout.numel), whole)
+        if layout.shares == 1:
+            return None
+        part = layout.parts[self.mesh.shard.rank]
+        return Resting(part, torch.empty(part.numel, dtype=whole.dtype, device=whole.device))
 
     def initial_values(self, layout: FlatLayout) -> Tensor:
         """The whole flat buffer in the masters' dtype, alike on every rank, until the next call."""

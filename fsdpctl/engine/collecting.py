@@ -29,7 +29,7 @@ class Sent:
     reduction: Reduction
     nbytes: int  # sent
     held: Tensor | None = None  # the one tensor that it works on, where gradients were held in one
-    share: Span | None = None  # the elements of this rank's part that it gives; None: all
+    share: Span | None = None  # the elements of what this rank owns that it gives; None: all
     read: Handle | None = None  # where a second collective followed at once: the first was read
 
 
@@ -93,7 +93,7 @@ class Collector:
         return Sent(collectives.reduce_scatter(gradients, buffer.layout.parts, dtype), nbytes, held)
 
     def send_piece(self, buffer: UnitBuffer, piece: int, pieces: int) -> Sent | None:
-        """Of every rank's part one of `pieces` shares; None where there is nothing in it.
+        """Of what every rank owns one of `pieces` shares; None where there is nothing in it.
 
         The gradients stay with their parameters.
         """
@@ -101,7 +101,8 @@ class Collector:
         if not share.numel:
             return None
         flat = buffer.collect(share, self._wire(buffer, in_place=False))
-        whole, parts = Span(0, flat.numel()), EvenParts(share.numel, self.mesh.shard.size)
+        size = self.mesh.shard.size
+        whole, parts = Span(0, flat.numel()), EvenParts(flat.numel() // size, size)
         reduction = self.mesh.shard.reduce_scatter([(whole, flat)], parts, self.dtype_of(buffer))
         return Sent(reduction, flat.nbytes, share=share)
 

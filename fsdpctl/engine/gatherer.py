@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from fsdpctl.comm.mesh import Mesh
-from fsdpctl.engine.ledger import Ledger
+from fsdpctl.engine.renewal import Renewal
 from fsdpctl.engine.unit import ShardedUnit, State
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.schedule import Buffer, EventKind
@@ -16,14 +16,15 @@ class Gatherer:
     """Gathers and releases units; one that needs a slot in use evicts its owner."""
 
     def __init__(
-        self, units: Sequence[ShardedUnit], strategy: Strategy, mesh: Mesh, ledger: Ledger
+        self, units: Sequence[ShardedUnit], strategy: Strategy, mesh: Mesh, renewal: Renewal
     ) -> None:
         self.fingerprint = 0  # of the units gathered since it was last compared, in order
         self._units = {unit.name: unit for unit in units}
         self._numbers = {name: number for number, name in enumerate(self._units, start=1)}
         self._strategy = strategy
         self._mesh = mesh
-        self._ledger = ledger
+        self._renewal = renewal
+        self._ledger = ledger = renewal.ledger
         for slot in {id(unit.slot): unit.slot for unit in units}.values():
             if slot.allocated_nbytes:
                 ledger.allocate(Buffer.PARAMS, slot.name, 0, slot.allocated_nbytes)
@@ -78,6 +79,7 @@ class Gatherer:
         if not unit.slot.resident:
             self._ledger.allocate(Buffer.PARAMS, unit.slot.name, 0, unit.slot.nbytes)
         with self._ledger.ranges.around("gather", unit.name):
+            self._renewal.begin_gather(unit.name)
             unit.start_gather(self._mesh.shard)
         number = self.fingerprint * 1_000_003 + self._numbers[unit.name]
         self.fingerprint = number % _FINGERPRINTS

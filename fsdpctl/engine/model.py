@@ -16,7 +16,8 @@ from fsdpctl.engine.replicas import check_replicas
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.state import full_state, persistent_buffers
 from fsdpctl.errors import EngineError
-from fsdpctl.plan.schedule import Event, UnitOrder
+from fsdpctl.plan.order import UnitOrder
+from fsdpctl.plan.schedule import Event
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.shards import FlatShard, trainable_shards
 
@@ -163,8 +164,9 @@ class ShardedModel(nn.Module):
     def overlap_param_gather(self) -> bool:
         """Whether the steps of optimizers return before other ranks' updates are here.
 
-        Matters under shard_optimizer. Each unit then waits for its own in the next forward, beside
-        which the others arrive; until then parameters must not be read. Off at first.
+        Matters where a step renews parameters: shard_optimizer, hybrid_shard_optimizer. Each unit
+        then waits for its own in the next forward, beside which the others arrive; until then
+        parameters must not be read. Off at first.
         """
         return self._runtime.renewal.overlaps
 
@@ -184,12 +186,12 @@ class ShardedModel(nn.Module):
         """Whether `prefetch_forward_params` was called and no forward has come since."""
         return self._runtime.has_pending_prefetch
 
-    def broadcast_updated_params(self) -> None:
+    def broadcast_updated_params(self, *, trained_only: bool = False) -> None:
         """Let the next forward see what was written to the masters, here and by other ranks.
 
-        Collective. The steps of optimizers call it.
+        Collective. The steps of optimizers call it, `trained_only`: frozen ones have not changed.
         """
-        self._runtime.masters_changed()
+        self._runtime.masters_changed(trained_only=trained_only)
 
     def update_shards(self, flat: Tensor) -> None:
         """Overwrite this rank's masters with `flat`, 1-D, in the order of `flat_shards`."""
@@ -223,9 +225,14 @@ class ShardedModel(nn.Module):
     def peak_memory_bytes(self) -> int:
         """The most bytes so far of masters, gradients, gathered units and reduce buffers."""
         slots = {unit.slot.address for unit in self._runtime.units.values()}
-        masters = [shard.master for shard in self.flat_shards()]
-        apart = [m.nbytes for m in masters if m.untyped_storage().data_ptr() not in slots]
-        return self.ledger.peak_nbytes + sum(apart)
+        buffers = [buffer for unit in self._runtime.units.values() for buffer in unit.buffers]
+        values = [each for buffer in buffers for each in (buffer.part, buffer.shard.master)]
+        storages = [each.untyped_storage() for each in values]
+        # Masters may be windows into parts, and both into slots.
+        apart = {each.data_ptr(): each.nbytes() for each in storages if each.nbytes()}
+        return self.ledger.peak_nbytes + sum(
+            nbytes for address, nbytes in apart.items() if address not in slots
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Take whole tensors under the module's names; each rank keeps its parts. Always strict."""
@@ -246,7 +253,7 @@ class ShardedModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Whole master weights and buffers on the CPU, under the module's names. Collective."""
-        return full_state(self.module, self.flat_shards(), self.mesh.shard)
+        return full_state(self.module, self.flat_shards(), self.mesh)
 
     @contextmanager
     def recorded_events(self) -> Iterator[list[Event]]:

@@ -1,13 +1,14 @@
 """From the gradients of a unit's parameters to this rank's part of their mean.
 
 All ranks start the reductions in the same order, the plan's, and a bounded number of bytes at a
-time. Each ends with this rank's part of the sum; where more than that is wanted, a second
-collective adds it over the copies, or puts the parts together.
+time. Each ends with this rank's part of the sum. Where that is not what is wanted, a second
+collective adds it over the copies, of which each may keep a share, or puts the parts together.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.collecting import Collector, Sent
 from fsdpctl.engine.ledger import Ledger
 from fsdpctl.engine.unit import ShardedUnit
-from fsdpctl.plan.layout import Span
+from fsdpctl.plan.layout import EvenParts, Span
 from fsdpctl.plan.reductions import Reductions
 from fsdpctl.plan.schedule import Buffer, EventKind
 
@@ -51,7 +52,7 @@ class GradientReducer:
         self.ledger = Ledger()
         self._plan = plan
         self._chain = mesh.chain
-        # Units of which this rank's part of a sum is not all that it needs.
+        # Units of which this rank's part of a sum is not what it needs.
         self._combined = frozenset(
             unit.name
             for unit in units
@@ -104,7 +105,8 @@ class GradientReducer:
                     self.ledger.free(buffer, *started.key(number))
             for number, _, handle in started.handles:
                 handle.wait()
-                self.ledger.free(Buffer.SUM, *started.key(number))
+                for buffer in (Buffer.SUM, Buffer.COMBINING):
+                    self.ledger.free(buffer, *started.key(number))
         self._reducing.clear()
         self._combining.clear()
         self._next = 0
@@ -139,9 +141,6 @@ class GradientReducer:
             )
             if self._chain:
                 self._combine_at_once(started, self._chain)
-        if pieces > 1:
-            for buffer in buffers:
-                buffer.forget_arrived()
 
     def _send(self, started: _InFlight, pieces: int) -> None:
         for number, buffer in enumerate(started.unit.trained_buffers):
@@ -156,6 +155,9 @@ class GradientReducer:
             self.ledger.allocate(Buffer.WHOLE_GRADS, *key, sent.nbytes)
             if sent.reduction.workspace_nbytes:
                 self.ledger.allocate(Buffer.WORKSPACE, *key, sent.reduction.workspace_nbytes)
+        if started.piece + 1 == pieces > 1:
+            for buffer in started.unit.trained_buffers:
+                buffer.forget_arrived()
 
     def _finish_oldest(self) -> None:
         started = self._reducing.popleft()
@@ -180,7 +182,7 @@ class GradientReducer:
         self.ledger.note(EventKind.REDUCED, unit.name)
         self._make_room_to_combine(started)
         for number, share, total in sums:
-            handle = self._combine(unit.trained_buffers[number], total)
+            handle = self._combine(unit.trained_buffers[number], started.key(number), total)
             started.handles.append((number, share, handle))
         self.ledger.note(EventKind.COMBINE, unit.name, sum(total.nbytes for *_, total in sums))
         self._combining.append(started)
@@ -203,7 +205,8 @@ class GradientReducer:
             self.ledger.allocate(Buffer.SUM, *started.key(number), mean.nbytes)
             _, after = self.collector.scales(buffer)
             dtype = torch.promote_types(self.collector.dtype_of(buffer), mean.dtype)
-            sent.read, handle = chain(sent.reduction, mean, after, dtype)
+            follow = partial(self._combine, buffer, started.key(number))
+            sent.read, handle = chain(follow, sent.reduction, mean, after, dtype)
             started.handles.append((number, sent.share, handle))
         self.ledger.note(EventKind.COMBINE, started.unit.name, nbytes)
         self._combining.append(started)
@@ -211,7 +214,8 @@ class GradientReducer:
     @staticmethod
     def _new_sum(buffer: UnitBuffer, sent: Sent) -> Tensor:
         param = buffer.shard.param
-        return param.new_empty(param.numel() if sent.share is None else sent.share.numel)
+        own = param.numel() if sent.share is None else sent.share.numel
+        return param.new_empty(own * buffer.layout.shares)
 
     def _free_sent(self, key: tuple[str, int]) -> None:
         self.ledger.free(Buffer.WORKSPACE, *key)
@@ -241,11 +245,27 @@ class GradientReducer:
         self._free_sent(key)
         return number, sent.share, mean
 
-    def _combine(self, buffer: UnitBuffer, total: Tensor) -> Handle:
+    def _combine(self, buffer: UnitBuffer, key: tuple[str, int], total: Tensor) -> Handle:
+        """Its result is `total`, or where each copy keeps a share a window into that."""
         if buffer.shard.is_replicated:
             return self._mesh.shard.all_gather(total, buffer.layout.parts, None)
-        assert self._mesh.replicas is not None
-        return self._mesh.replicas.start_all_reduce(total)
+        replicas = self._mesh.replicas
+        assert replicas is not None
+        if buffer.layout.shares == 1:
+            return replicas.start_all_reduce(total)
+        numel = total.numel() // replicas.size
+        whole, shares = Span(0, total.numel()), EvenParts(numel, replicas.size)
+        reduction = replicas.reduce_scatter([(whole, total)], shares, total.dtype)
+        if reduction.workspace_nbytes:
+            self.ledger.allocate(Buffer.COMBINING, *key, reduction.workspace_nbytes)
+        own = total.narrow(0, replicas.rank * numel, numel)
+
+        def finish() -> Tensor:
+            reduction.finish(own, 1.0, own.dtype)
+            self.ledger.free(Buffer.COMBINING, *key)
+            return own
+
+        return Handle(finish)
 
     def _finish_combining(self) -> None:
         started = self._combining.popleft()
@@ -258,14 +278,17 @@ class GradientReducer:
     ) -> None:
         shard, key = started.unit.trained_buffers[number].shard, started.key(number)
         if shard.grad is None:
-            if share is None:
+            if share is not None:
+                shard.grad = torch.zeros_like(shard.param)
+            elif shard.layout.shares > 1:
+                gradient = gradient.clone()  # the rest of its memory can go
+                shard.grad = gradient
+            else:
                 shard.grad = gradient
                 self.ledger.free(Buffer.SUM, *key)
-            else:
-                shard.grad = torch.zeros_like(shard.param)
             nbytes = shard.param.nbytes
             self.ledger.allocate(Buffer.GRADS, started.unit.name, number, nbytes)
         if shard.grad is not gradient:
             part = shard.grad if share is None else shard.grad[share.start : share.stop]
             part.add_(gradient)
-            self.ledger.free(Buffer.SUM, *key)
+        self.ledger.free(Buffer.SUM, *key)

@@ -1,4 +1,4 @@
-"""Parameters that stay whole, brought up to date after an optimizer's step."""
+"""Parameters that stay between steps, brought up to date after an optimizer's step."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,8 +13,8 @@ from fsdpctl.plan.strategy import Strategy
 class Renewal:
     """Gathers what other ranks wrote to their masters, unit by unit.
 
-    What is under way is waited for when the unit is used; those that no forward has called as a
-    module, before any forward.
+    What is under way is waited for when the unit is gathered, or used where it stays whole; those
+    that no forward has called as a module, before any forward.
     """
 
     def __init__(
@@ -24,19 +24,22 @@ class Renewal:
         self._units = {unit.name: unit for unit in units}
         self._strategy = strategy
         self._mesh = mesh
-        self._ledger = ledger
+        self.ledger = ledger
         self._arriving: dict[str, list[Handle]] = {}
         self._uncalled = set(self._units)
 
-    def start(self) -> None:
-        """The masters were written to."""
+    def start(self, *, trained_only: bool) -> None:
+        """The masters were written to; `trained_only`: not those of frozen parameters."""
         self.finish()
         for unit in self._units.values():
             unit.masters_changed()
-            if self._strategy.keeps_whole_params:
-                self._arriving[unit.name] = unit.start_sync(self._mesh.shard)
-                if self._strategy.shards_optimizer:
-                    self._ledger.note(EventKind.SYNC, unit.name, unit.nbytes)
+            buffers = unit.trained_buffers if trained_only else unit.buffers
+            self._arriving[unit.name] = [
+                handle for buffer in buffers if (handle := buffer.start_sync(self._mesh))
+            ]
+            if self._strategy.renews_params and buffers:
+                nbytes = sum(each.resting.values.nbytes for each in buffers if each.resting)
+                self.ledger.note(EventKind.SYNC, unit.name, nbytes)
         if not self.overlaps:
             self.finish()
 
@@ -47,6 +50,10 @@ class Renewal:
     def begin_unit(self, name: str) -> None:
         """A unit's module is called."""
         self._uncalled.discard(name)
+        self._finish((name,))
+
+    def begin_gather(self, name: str) -> None:
+        """A unit is gathered from what stays of it."""
         self._finish((name,))
 
     def finish(self) -> None:

@@ -6,7 +6,6 @@ import torch
 
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.errors import EngineError
-from fsdpctl.plan.layout import Span
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -47,9 +46,10 @@ def _checksums(runtime: Runtime) -> dict[str, tuple[int, ...]]:
     for buffer in (buffer for unit in runtime.units.values() for buffer in unit.buffers):
         shard = buffer.shard
         alike = []
-        if runtime.strategy.keeps_whole_params:
-            alike.append((Span(0, buffer.layout.numel), buffer.whole))
-        if shard.is_replicated or runtime.strategy.shards_params:
+        if buffer.resting is not None:
+            alike.append((buffer.resting.span, buffer.resting.values))
+        has_copies = runtime.strategy.shards_params and shard.layout.shares == 1
+        if shard.is_replicated or has_copies:
             alike.append((shard.held, shard.master))
         for held, values in alike:
             bits = values.view(_INTEGERS[values.itemsize])

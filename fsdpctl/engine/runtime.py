@@ -24,7 +24,8 @@ from fsdpctl.errors import EngineError
 from fsdpctl.passes.backward import OutermostBackward, in_backward
 from fsdpctl.passes.calls import Call, Calls
 from fsdpctl.passes.forward import Forward
-from fsdpctl.plan.schedule import EventKind, Prefetch, UnitOrder, all_following
+from fsdpctl.plan.order import UnitOrder, all_following
+from fsdpctl.plan.schedule import EventKind, Prefetch
 from fsdpctl.plan.strategy import Strategy
 
 
@@ -54,8 +55,8 @@ class Runtime:
         self.has_pending_prefetch = False  # asked for, and not used by a forward yet
         self.reducer = reducer
         self.ledger = reducer.ledger
-        self.gatherer = Gatherer(units, strategy, mesh, self.ledger)
         self.renewal = Renewal(units, strategy, mesh, self.ledger)
+        self.gatherer = Gatherer(units, strategy, mesh, self.renewal)
         self.when_all_is_sent: Callable[[], None] = lambda: None  # the last reduction has begun
         self.holds_back = False  # whether there is something that no backward has reduced
         self.lost_gradients = False  # an exception dropped gradients that were there
@@ -293,7 +294,7 @@ class Runtime:
             raise EngineError("sync_gradients: there are no gradients; call backward first")
 
     @torch.no_grad()
-    def masters_changed(self) -> None:
+    def masters_changed(self, *, trained_only: bool = False) -> None:
         """The masters were written to: what was gathered from them is out of date."""
         self.gatherer.rest()
-        self.renewal.start()
+        self.renewal.start(trained_only=trained_only)

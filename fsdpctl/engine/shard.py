@@ -103,7 +103,9 @@ def _cut(source: Source, module: nn.Module, sharding: Sharding, num_ranks: int) 
     effective, ranks_per_part = effective_strategy(row, copy_size, num_ranks)
     classes = None if isinstance(units, str) else [each.__name__ for each in units]
     specs = divide_module(module, classes)
-    layouts = lay_out(specs, ranks_per_part, owner_map if effective is row else "even")
+    owner_map = owner_map if effective.has_owner_map else "even"
+    shares = effective.shares(num_ranks // ranks_per_part)
+    layouts = lay_out(specs, ranks_per_part, owner_map, shares=shares)
     division, buffers = Division(specs, layouts), tuple(module.named_buffers())
     return _Cut(sharding, row, effective, ranks_per_part, division, buffers)
 

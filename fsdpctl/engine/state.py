@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.describe import all_named_parameters
 from fsdpctl.shards import FlatShard
 
@@ -21,22 +21,25 @@ def persistent_buffers(module: nn.Module) -> Mapping[str, Tensor]:
 
 
 @torch.no_grad()
-def whole_values(shard: FlatShard, values: Tensor, collectives: Collectives) -> Tensor:
-    """The whole flat buffer of which `values`, a tensor like the master, is this rank's part."""
+def whole_values(shard: FlatShard, values: Tensor, mesh: Mesh) -> Tensor:
+    """The whole flat buffer of which `values`, a tensor like the master, is what this rank has."""
     if shard.is_replicated:
         return values
-    whole = values.new_empty(shard.layout.numel)
-    return collectives.all_gather(whole, shard.layout.parts, values).wait()
+    layout = shard.layout
+    whole = values.new_empty(layout.numel)
+    if mesh.replicas is None or layout.shares == 1:
+        return mesh.shard.all_gather(whole, layout.parts, values).wait()
+    own = layout.parts[mesh.shard.rank]
+    mesh.replicas.all_gather(whole[own.start : own.stop], layout.shares_of_part, values).wait()
+    return mesh.shard.all_gather(whole, layout.parts, None).wait()
 
 
 @torch.no_grad()
-def full_state(
-    module: nn.Module, shards: Sequence[FlatShard], collectives: Collectives
-) -> dict[str, Tensor]:
+def full_state(module: nn.Module, shards: Sequence[FlatShard], mesh: Mesh) -> dict[str, Tensor]:
     """Every parameter and persistent buffer on the CPU, shared ones under each of their names."""
     whole: dict[str, Tensor] = {}
     for shard in shards:
-        flat = whole_values(shard, shard.master, collectives).cpu()
+        flat = whole_values(shard, shard.master, mesh).cpu()
         for placement in shard.layout.placements:
             span = placement.span
             values = flat[span.start : span.stop].view(placement.param.shape)

@@ -20,7 +20,7 @@ _set_versions = torch._C._autograd._unsafe_set_version_counter
 class State(Enum):
     """Where a unit's parameters are."""
 
-    AT_REST = auto()  # only the masters exist; reading a parameter gives NaN
+    AT_REST = auto()  # they are this rank's part or less; reading one gives NaN
     GATHERING = auto()  # an all-gather is in flight
     WHOLE = auto()
 
@@ -52,7 +52,7 @@ class ShardedUnit:
         self.slot.take(self.name)
         self.state = State.GATHERING
         for buffer in self.buffers:
-            handle = collectives.all_gather(buffer.whole, buffer.layout.parts, buffer.shard.master)
+            handle = collectives.all_gather(buffer.whole, buffer.layout.parts, buffer.part)
             self._handles.append(handle)
 
     def finish_gather(self) -> None:
@@ -79,7 +79,7 @@ class ShardedUnit:
         self._set_version(self._version)
 
     def release(self) -> None:
-        """Give the slot back. The masters keep the values."""
+        """Give the slot back. The ranks' parts keep the values."""
         if self.state is State.GATHERING:
             self.finish_gather()
         assert self.state is State.WHOLE
@@ -87,7 +87,7 @@ class ShardedUnit:
         self.state = State.AT_REST
 
     def rest(self) -> None:
-        """Keep nothing but the masters."""
+        """Keep nothing but this rank's part."""
         for buffer in self.buffers:
             buffer.point_to_rest()
         self._set_version(self._version + 1)
@@ -97,21 +97,6 @@ class ShardedUnit:
         """Make every graph that saved the old values invalid."""
         self._version += 2
         self._set_version(self._version + (self.state is not State.WHOLE))
-
-    def start_sync(self, collectives: Collectives) -> list[Handle]:
-        """Start to bring changed masters into parameters that stay whole.
-
-        Where both have one dtype the masters are a window into the parameters.
-        """
-        handles = []
-        for buffer in self.buffers:
-            shard = buffer.shard
-            source = None if shard.dtype == buffer.whole.dtype else shard.master
-            if not shard.is_replicated:
-                handles.append(collectives.all_gather(buffer.whole, shard.layout.parts, source))
-            elif source is not None:
-                buffer.whole.copy_(source)
-        return handles
 
     def _set_version(self, version: int) -> None:
         _set_versions(self._params, (version,) * len(self._params))

@@ -7,6 +7,7 @@ from fsdpctl.config.schema import ActivationCheckpointingConfig, Config, Strateg
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator, batches_of
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.plan.strategy import get_strategy, sharded_over_copies
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import resolved_strategy, world_size
 
@@ -57,6 +58,7 @@ def _changes(config: Config, *, more_ranks: bool) -> Iterator[Change]:
         _expandable,
         _chunked,
         _reduced_every_time,
+        _shared_out,
         _fully_sharded,
         _recomputed_in_part,
         _smaller_batch,
@@ -70,6 +72,7 @@ def _changes(config: Config, *, more_ranks: bool) -> Iterator[Change]:
         _expandable,
         _chunked,
         _reduced_every_time,
+        _shared_out,
         _fully_sharded,
         _recomputed_in_part,
         _recomputed,
@@ -125,6 +128,16 @@ def _reduced_every_time(config: Config) -> Iterator[Change]:
         accumulation = replace(config.accumulation, name="every")
         cost = f"gradients are reduced {passes} times a step instead of once"
         yield Change(("accumulation=every",), cost, replace(config, accumulation=accumulation))
+
+
+def _shared_out(config: Config) -> Iterator[Change]:
+    given = config.strategy
+    row = sharded_over_copies(get_strategy(given.name))
+    if row is None or config.engine.name != "fsdpctl" or given.dp_shard_size == world_size(config):
+        return
+    changed = resolved_strategy(config, replace(given, name=row.name))
+    cost = "copies share gradients and states out, and send each other the new values"
+    yield Change((f"strategy={row.name}",), cost, replace(config, strategy=changed))
 
 
 def _fully_sharded(config: Config) -> Iterator[Change]:

@@ -9,7 +9,7 @@ from fsdpctl.memory.fsdp2_steps import FullyShard, FullyShardSteps
 from fsdpctl.memory.own_steps import OwnSteps
 from fsdpctl.memory.script import Writer
 from fsdpctl.memory.simulate import Steps
-from fsdpctl.plan.replay import RankPlace
+from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.strategy import STRATEGIES, Strategy
 from fsdpctl.plan.units import UnitSpec
 
@@ -19,7 +19,8 @@ ENGINES = ("fsdpctl", "fsdp2", "ddp")
 
 def has_strategy(engine: str, strategy: Strategy) -> bool:
     """Whether an engine can do what a strategy says."""
-    can = {"ddp": strategy.name == "no_shard", "fsdp2": strategy.shards_params}
+    has_fsdp2 = strategy.shards_params and not strategy.shards_over_copies
+    can = {"ddp": strategy.name == "no_shard", "fsdp2": has_fsdp2}
     return can.get(engine, True)
 
 

@@ -19,7 +19,7 @@ from fsdpctl.estimate.traced import TracedModule
 from fsdpctl.memory.engine_bytes import TrainingPlan
 from fsdpctl.memory.script import Writer
 from fsdpctl.memory.step_estimate import ALLOCATORS, StepEstimate, estimate_steps
-from fsdpctl.plan.replay import Itemsizes, RankPlace
+from fsdpctl.plan.sizes import Itemsizes, RankPlace
 from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy, ranks_per_copy
 from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import UnitSpec, lay_out
@@ -230,7 +230,8 @@ def _plan(
     size = ranks_per_copy(strategy, world_size, given.dp_shard_size)
     row, parts = effective_strategy(strategy, size, world_size)
     owner_map = given.owner_map if row.has_owner_map else "even"
-    division = Division(units, lay_out(units, parts, owner_map))
+    shares = row.shares(world_size // parts)
+    division = Division(units, lay_out(units, parts, owner_map, shares=shares))
     shown = min(assumed.num_micro_batches, REPEATING)
     reduces = (*[assumed.reduce == "every"] * (shown - 1), True)
     plan = TrainingPlan(division.order, division.layouts, row, sizes, given.prefetch, reduces)

@@ -63,7 +63,7 @@ class RunEstimate:
         count = 0
         if self.config.launch.device == "cuda" and world_size(self.config) > 1:
             size = self.config.strategy.dp_shard_size
-            count = 2 if size in (None, world_size(self.config)) else 4
+            count = 2 if size in (None, 1, world_size(self.config)) else 4
         return Range(
             context.low + count * _COMMUNICATOR.low, context.high + count * _COMMUNICATOR.high
         )

@@ -7,8 +7,8 @@ from torch import nn
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import Division, divide_module
 from fsdpctl.memory.engine_bytes import DTYPE_BYTES, Estimate, TrainingPlan, estimate
-from fsdpctl.plan.replay import Itemsizes, RankPlace
 from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.sizes import Itemsizes, RankPlace
 from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy
 from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import UnitSpec, lay_out
@@ -32,7 +32,9 @@ def divide(config: Config, units: tuple[UnitSpec, ...]) -> ShardedLayout:
     size = config.strategy.dp_shard_size or ranks
     strategy, parts = effective_strategy(get_strategy(config.strategy.name), size, ranks)
     owner_map = config.strategy.owner_map if strategy.has_owner_map else "even"
-    return ShardedLayout(Division(units, lay_out(units, parts, owner_map)), strategy, parts)
+    shares = strategy.shares(ranks // parts)
+    layouts = lay_out(units, parts, owner_map, shares=shares)
+    return ShardedLayout(Division(units, layouts), strategy, parts)
 
 
 def item_sizes(config: Config) -> Itemsizes:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fsdpctl.memory.compute import Part, Place
 from fsdpctl.memory.engine_bytes import MOMENTS, STEP_BYTES
 from fsdpctl.memory.script import Category, Writer
-from fsdpctl.plan.replay import Itemsizes
+from fsdpctl.plan.sizes import Itemsizes
 from fsdpctl.plan.units import UnitSpec
 
 

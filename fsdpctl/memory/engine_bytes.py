@@ -6,15 +6,17 @@ nor gradients that autograd has made and the engine has not collected yet.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fsdpctl.memory.script import CATEGORY_OF
 from fsdpctl.plan.layout import FlatLayout, Span
-from fsdpctl.plan.reductions import plan_reductions
-from fsdpctl.plan.replay import Itemsizes, RankPlace, Replay, unit_bytes
+from fsdpctl.plan.order import UnitOrder
+from fsdpctl.plan.reductions import Reductions, plan_reductions
+from fsdpctl.plan.replay import Replay
 from fsdpctl.plan.runs import decay_group, optimizer_runs
-from fsdpctl.plan.schedule import Event, EventKind, Prefetch, UnitOrder, step_events
+from fsdpctl.plan.schedule import Event, EventKind, Prefetch, step_events, update_events
+from fsdpctl.plan.sizes import Itemsizes, RankPlace, unit_bytes
 from fsdpctl.plan.slots import SlotSpec, slots_of
 from fsdpctl.plan.strategy import Strategy
 
@@ -27,7 +29,7 @@ STEP_BYTES = 4  # a float32 counter for each tensor that the optimizer sees
 class Breakdown:
     """Bytes of one rank at one moment, padding included."""
 
-    parameters: int  # masters, at rest
+    parameters: int  # at rest: masters, and parts in the dtype that computes
     gradients: int  # reduced
     optimizer_states: int
     gathered_units: int  # slots of parameters that compute; masters that lie in them not again
@@ -48,6 +50,7 @@ class Estimate:
     """What the fullest rank holds."""
 
     rank: int  # among those that share a copy
+    copy: int  # the copy that it belongs to
     breakdown: Breakdown  # at the moment of a step when it is most
     largest: Breakdown  # each category at its own most; these moments may differ
 
@@ -78,11 +81,9 @@ class Moment:
 
 
 def estimate(plan: TrainingPlan, place: RankPlace) -> Estimate:
-    """The peak of the rank that needs most; `place.rank` is not looked at."""
+    """The peak of the rank that needs most; which one `place` is of is not looked at."""
     candidates = _fullest_ranks(plan.layouts)
-    places = [
-        RankPlace(rank, place.size, place.num_replicas, place.transport) for rank in candidates
-    ]
+    places = [replace(place, rank=rank, copy=copy) for rank, copy in candidates]
     return max((_estimate_rank(plan, each) for each in places), key=lambda each: each.peak_bytes)
 
 
@@ -91,21 +92,22 @@ def _estimate_rank(plan: TrainingPlan, place: RankPlace) -> Estimate:
     peak = max(moments, key=lambda moment: moment.held.total)
     of_each = zip(*(moment.held.to_dict().values() for moment in moments), strict=True)
     largest = Breakdown(*(max(values) for values in of_each))
-    return Estimate(place.rank, peak.held, largest)
+    return Estimate(place.rank, place.copy, peak.held, largest)
 
 
-def _fullest_ranks(layouts: Mapping[str, Sequence[FlatLayout]]) -> list[int]:
-    """The ranks among which the one that needs most is found."""
+def _fullest_ranks(layouts: Mapping[str, Sequence[FlatLayout]]) -> list[tuple[int, int]]:
+    """The ranks among which the one that needs most is found, each with its copy."""
     flats = [layout for of_unit in layouts.values() for layout in of_unit]
     if all(layout.is_even for layout in flats):
         # They differ only by the counter of one more tensor, where two parameter groups meet.
-        return sorted({0, *(rank for layout in flats for rank in _meeting_ranks(layout))})
-    return list(range(len(flats[0].parts)))
+        meeting = {rank for layout in flats for rank in _meeting_ranks(layout)}
+        return [divmod(rank, flats[0].shares) for rank in sorted({0, *meeting})]
+    return [(rank, 0) for rank in range(len(flats[0].parts))]
 
 
 def _meeting_ranks(layout: FlatLayout) -> Iterator[int]:
-    """The ranks whose part of an evenly cut buffer has parameters of two groups."""
-    size = layout.parts[0].numel
+    """Which of the owned parts of an evenly cut buffer have parameters of two groups."""
+    size = layout.owned_parts[0].numel
     for before, after in pairwise(layout.placements):
         if decay_group(before.param) != decay_group(after.param):
             yield after.span.start // size
@@ -123,16 +125,8 @@ def plan_slots(plan: TrainingPlan) -> tuple[SlotSpec, ...]:
 
 def planned_step(plan: TrainingPlan, place: RankPlace) -> list[Event]:
     """The events of a step with everything that has bytes."""
-    slots = plan_slots(plan)
-    reductions = plan_reductions(
-        plan.layouts,
-        lambda _: plan.sizes.reduce,
-        stays=place.stays(plan.strategy, plan.sizes),
-        blocks=plan.order.blocks if place.collects(plan.strategy) else (),
-        chained=place.chained(plan.strategy),
-    )
-    units = unit_bytes(plan.layouts, slots, plan.strategy, plan.sizes, place, reductions)
-    combines = place.combines(plan.strategy)
+    slots, combines = plan_slots(plan), place.combines(plan.strategy)
+    replay, reductions = _replay(plan, place)
     events = step_events(
         plan.order,
         plan.strategy,
@@ -142,33 +136,66 @@ def planned_step(plan: TrainingPlan, place: RankPlace) -> list[Event]:
         shared_slots=[slot.units for slot in slots if slot.resident],
         combines=combines,
     )
-    return Replay(units, combines=combines, chained=reductions.chained > 0).play(events)
+    return replay.play(events)
+
+
+def planned_update(plan: TrainingPlan, place: RankPlace) -> list[Event]:
+    """The same of what follows the optimizer's step."""
+    return _replay(plan, place)[0].play(update_events(plan.order, plan.strategy))
+
+
+def _replay(plan: TrainingPlan, place: RankPlace) -> tuple[Replay, Reductions]:
+    reductions = plan_reductions(
+        plan.layouts,
+        lambda _: plan.sizes.reduce,
+        stays=place.stays(plan.strategy, plan.sizes),
+        blocks=plan.order.blocks if place.collects(plan.strategy) else (),
+        chained=place.chained(plan.strategy),
+    )
+    slots = plan_slots(plan)
+    units = unit_bytes(plan.layouts, slots, plan.strategy, plan.sizes, place, reductions)
+    combines = place.combines(plan.strategy)
+    return Replay(units, combines=combines, chained=reductions.chained > 0), reductions
 
 
 def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
     """What one rank holds in the course of a step, once there are optimizer states."""
-    masters, states = _states(plan, place.rank)
+    masters, states = _states(plan, place)
     stay = plan.strategy.keeps_whole_params
     always = sum(slot.nbytes for slot in plan_slots(plan) if slot.resident or stay)
-    if plan.strategy.keeps_whole_params and plan.sizes.param == plan.sizes.master:
+    are_windows = plan.sizes.param == plan.sizes.master
+    if plan.strategy.keeps_whole_params and are_windows:
         always -= masters  # which are windows into the parameters
+    at_rest = resting_bytes(plan)
+    parameters = at_rest if at_rest and are_windows else masters + at_rest
     held = {"gathered_units": always, "gradients": 0, "reduce_buffers": 0}
-    now = Breakdown(parameters=masters, optimizer_states=states, **held)
+    now = Breakdown(parameters=parameters, optimizer_states=states, **held)
     yield Moment(None, now)
     for event in planned_step(plan, place):
         if event.buffer is not None:
             change = event.nbytes if event.kind is EventKind.ALLOCATE else -event.nbytes
             held[CATEGORY_OF[event.buffer].value] += change
-            now = Breakdown(parameters=masters, optimizer_states=states, **held)
+            now = Breakdown(parameters=parameters, optimizer_states=states, **held)
         yield Moment(event, now)
 
 
-def _states(plan: TrainingPlan, rank: int) -> tuple[int, int]:
+def held_masters(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> Span:
+    """Of which elements of a flat buffer a rank has the masters."""
+    whole = Span(0, layout.numel)
+    return layout.owned(place.rank, place.copy) if plan.strategy.shards_optimizer else whole
+
+
+def resting_bytes(plan: TrainingPlan) -> int:
+    """Bytes of this rank's parts in the dtype that computes, where masters have less."""
+    layouts = (layout for of_unit in plan.layouts.values() for layout in of_unit)
+    return sum(each.parts[0].numel for each in layouts if each.shares > 1) * plan.sizes.param
+
+
+def _states(plan: TrainingPlan, place: RankPlace) -> tuple[int, int]:
     """Bytes of the masters and of the optimizer's states."""
     masters = states = 0
     for layout in (layout for of_unit in plan.layouts.values() for layout in of_unit):
-        whole = Span(0, layout.numel)
-        held = layout.parts[rank] if plan.strategy.shards_optimizer else whole
+        held = held_masters(plan, place, layout)
         masters += held.numel * plan.sizes.master
         if layout.params[0].trainable:
             runs = optimizer_runs(layout, held, decay_group)

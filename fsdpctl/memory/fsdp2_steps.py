@@ -14,7 +14,7 @@ from fsdpctl.memory.compute import Part, Place
 from fsdpctl.memory.engine_bytes import MOMENTS, STEP_BYTES
 from fsdpctl.memory.script import Category, Writer
 from fsdpctl.plan.layout import ParamSpec
-from fsdpctl.plan.replay import Itemsizes
+from fsdpctl.plan.sizes import Itemsizes
 from fsdpctl.plan.units import UnitSpec
 
 _GATHERS, _REDUCES, _ALL_REDUCES = 1, 2, 3  # streams

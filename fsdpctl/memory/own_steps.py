@@ -4,12 +4,12 @@ from collections.abc import Iterable
 
 from fsdpctl.memory import engine_bytes
 from fsdpctl.memory.compute import Part, Place
-from fsdpctl.memory.engine_bytes import MOMENTS, STEP_BYTES, TrainingPlan, plan_slots, planned_step
+from fsdpctl.memory.engine_bytes import TrainingPlan, planned_step
+from fsdpctl.memory.own_states import write_model, write_states
 from fsdpctl.memory.script import CATEGORY_OF, Category, Writer
-from fsdpctl.plan.layout import FlatLayout, ParamSpec, Span
-from fsdpctl.plan.replay import RankPlace, wire_itemsize
-from fsdpctl.plan.runs import decay_group, optimizer_runs
+from fsdpctl.plan.layout import EvenParts, FlatLayout, Span
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
+from fsdpctl.plan.sizes import RankPlace, wire_itemsize
 from fsdpctl.plan.transport import (
     ADDED_AT_A_TIME,
     Transport,
@@ -20,13 +20,13 @@ from fsdpctl.plan.transport import (
 )
 
 K = EventKind
-_WITHOUT = -1  # the group of parameters that get no gradient
 _PARTS = {K.FORWARD: Part.FORWARD, K.LEAVE: Part.AROUND, K.BACKWARD: Part.BACKWARD}
 _DOING = {  # at an allocation
     Buffer.PARAMS: "gathering",
     Buffer.WHOLE_GRADS: "collecting the gradients of",
     Buffer.WORKSPACE: "reducing",
     Buffer.SUM: "reducing",
+    Buffer.COMBINING: "reducing",
     Buffer.GRADS: "reducing",
 }
 
@@ -54,35 +54,7 @@ class OwnSteps:
 
     def setup(self, *, draws: bool) -> None:
         """Build the model; `draws`: its values are made here, a unit at a time."""
-        plan, writer = self._plan, self._writer
-        writer.begin()
-        writer.at("building the model")
-        scratch = None
-        slots = {name: slot for slot in plan_slots(plan) for name in slot.units}
-        made: set[str] = set()
-        keeps = plan.strategy.keeps_whole_params
-        for unit, layouts in plan.layouts.items():
-            slot = slots[unit]
-            is_new = slot.units[0] not in made
-            if is_new:
-                made.add(slot.units[0])
-                key = writer.allocate(Category.GATHERED_UNITS, unit, "slot", slot.nbytes)
-            for layout in layouts:
-                if not (keeps and plan.sizes.param == plan.sizes.master):
-                    nbytes = self._held(layout).numel * plan.sizes.master
-                    writer.allocate(Category.PARAMETERS, unit, "master weights", nbytes)
-                if draws and scratch is None:
-                    largest = max(each.numel for of in plan.layouts.values() for each in of)
-                    nbytes = largest * plan.sizes.master
-                    scratch = writer.allocate(Category.PARAMETERS, "", "values being drawn", nbytes)
-            if is_new and not keeps and not slot.resident:
-                writer.free(key)
-        if scratch is not None:
-            writer.free(scratch)
-
-    def _held(self, layout: FlatLayout) -> Span:
-        shards = self._plan.strategy.shards_optimizer
-        return layout.parts[self._place.rank] if shards else Span(0, layout.numel)
+        write_model(self._plan, self._place, self._writer, draws=draws)
 
     def step(self) -> None:
         """All passes, the reductions, and the optimizer's step."""
@@ -175,6 +147,13 @@ class OwnSteps:
         longest = min(max(parts, default=0), ADDED_AT_A_TIME)
         self._writer.pass_through(longest * max(sizes.reduce, sizes.master))
 
+    def _add_up_copies(self, workspace: int) -> None:
+        """The same over copies, whose sums lie in a workspace of so many bytes."""
+        copies, master = self._place.num_replicas, self._plan.sizes.master
+        if sends_in_place(self._place.transport, EvenParts(1, copies)):
+            own = workspace // (copies - 1)
+            self._writer.pass_through(min(own, ADDED_AT_A_TIME * master))
+
     def _trained(self, unit: str) -> list[FlatLayout]:
         return [each for each in self._plan.layouts[unit] if each.params[0].trainable]
 
@@ -183,9 +162,11 @@ class OwnSteps:
         assert buffer is not None
         keys = self._live[buffer, unit].pop(0)
         into = None
+        if buffer is Buffer.COMBINING:
+            self._add_up_copies(event.nbytes)
         if buffer is Buffer.WHOLE_GRADS and self._in_place:
             into = Buffer.SUM
-        elif buffer is Buffer.SUM and following is not None and following.buffer is Buffer.GRADS:
+        elif buffer is Buffer.SUM and _becomes(event, following):
             self._became, into = True, Buffer.GRADS
         if into is not None:
             self._live.setdefault((into, unit), []).append(keys)
@@ -271,7 +252,7 @@ class OwnSteps:
         self._writer.at("the optimizer's step")
         if not self._has_states:
             self._has_states = True
-            self._states()
+            write_states(self._plan, self._place, self._writer)
         kept = set(self._kept.values())
         for (buffer, _), lists in self._live.items():
             if buffer in (Buffer.GRADS, Buffer.WHOLE_GRADS):
@@ -280,21 +261,9 @@ class OwnSteps:
                         self._writer.free(key)
                 lists.clear()
 
-    def _states(self) -> None:
-        """Of one parameter group after the other; a parameter without gradients has none."""
-        gradients = self._writer.program.gradients
 
-        def group_of(param: ParamSpec) -> int:
-            return decay_group(param) if param.name in gradients else _WITHOUT
-
-        runs = [
-            (run, unit)
-            for unit in self._plan.layouts
-            for layout in self._trained(unit)
-            for run in optimizer_runs(layout, self._held(layout), group_of)
-            if run.group != _WITHOUT
-        ]
-        for run, unit in sorted(runs, key=lambda each: each[0].group):
-            nbytes = run.span.numel * self._plan.sizes.master
-            for size in (STEP_BYTES, *[nbytes] * MOMENTS):
-                self._writer.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
+def _becomes(gone: Event, following: Event | None) -> bool:
+    """Whether a sum that goes is the gradient that comes next."""
+    if following is None or following.buffer is not Buffer.GRADS:
+        return False
+    return following.nbytes == gone.nbytes

@@ -11,7 +11,7 @@ from fsdpctl.plan.schedule import Buffer
 class Category(StrEnum):
     """What memory is for."""
 
-    PARAMETERS = "parameters"  # master weights, at rest
+    PARAMETERS = "parameters"  # at rest: master weights, and what is gathered in another dtype
     GRADIENTS = "gradients"  # reduced, or as autograd made them
     OPTIMIZER_STATES = "optimizer_states"
     GATHERED_UNITS = "gathered_units"  # parameters that compute
@@ -26,6 +26,7 @@ CATEGORY_OF = {
     Buffer.WHOLE_GRADS: Category.REDUCE_BUFFERS,
     Buffer.WORKSPACE: Category.REDUCE_BUFFERS,
     Buffer.SUM: Category.REDUCE_BUFFERS,
+    Buffer.COMBINING: Category.REDUCE_BUFFERS,
     Buffer.GRADS: Category.GRADIENTS,
 }
 

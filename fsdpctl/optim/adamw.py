@@ -112,7 +112,7 @@ class ShardedAdamW(torch.optim.AdamW):
         self.grad_scale, self.found_inf = _fused_scalars(self.runs, grad_scale, found_inf)
         super().step()
         del self.grad_scale, self.found_inf
-        self._model.broadcast_updated_params()
+        self._model.broadcast_updated_params(trained_only=True)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

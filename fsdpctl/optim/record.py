@@ -54,8 +54,8 @@ class StepRecord:
         return StepFigures(loss, norm, int(tokens), found_inf == 0, stop > 0)
 
 
-def sum_of_squares(model: Replicated) -> Tensor:
-    """Of the whole gradient, as a float64 scalar: this rank's share, which replicas divide."""
+def sum_of_squares(model: Sharded) -> Tensor:
+    """Of the whole gradient, as a float64 scalar: this rank's share, which its owners divide."""
     shards = model.flat_shards()
     grads = [grad for shard in shards if (grad := shard.owned_grad) is not None]
     if not grads:
@@ -63,7 +63,8 @@ def sum_of_squares(model: Replicated) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch.stack(torch._foreach_norm(grads, 2)).double()
     total = norms.dot(norms)
-    return total if model.mesh.num_replicas == 1 else total / model.mesh.num_replicas
+    owners = shards[0].num_owners  # of all the same
+    return total if owners == 1 else total / owners
 
 
 @torch.no_grad()

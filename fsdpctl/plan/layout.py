@@ -2,6 +2,7 @@
 
     flat buffer   |  p0  |..|    p1     |.| p2 |....|      .. padding
     parts         |    rank 0    |    rank 1   |  rank 2  |
+    shares        | copy 0 | ..1 | copy 0| ..1 |  ..      |     where masters are cut over copies
 
 Each parameter starts on a multiple of ALIGNMENT elements and every part begins and ends on one, so
 that collectives and fused kernels always see 16-byte-aligned memory, at any number of ranks.
@@ -118,7 +119,25 @@ class FlatLayout:
 
     placements: tuple[Placement, ...]
     numel: int
-    parts: Sequence[Span]
+    parts: Sequence[Span]  # of the ranks that share a copy
+    shares: int = 1  # of each part: one for each copy, where masters are cut over copies
+
+    @property
+    def owned_parts(self) -> Sequence[Span]:
+        """What each rank has the masters of: the shares of rank 0's part, then of rank 1's, .."""
+        if self.shares == 1:
+            return self.parts
+        count = len(self.parts) * self.shares
+        return EvenParts(self.numel // count, count)
+
+    def owned(self, rank: int, copy: int) -> Span:
+        """What the `rank`-th rank of the `copy`-th copy has the masters of."""
+        return self.owned_parts[rank * self.shares + (copy if self.shares > 1 else 0)]
+
+    @property
+    def shares_of_part(self) -> EvenParts:
+        """Where in an even part the shares of the copies lie."""
+        return EvenParts(self.parts[0].numel // self.shares, self.shares)
 
     @property
     def params(self) -> tuple[ParamSpec, ...]:
@@ -151,8 +170,8 @@ class FlatLayout:
         return tuple(found)
 
 
-def flat_layout(params: Sequence[ParamSpec], num_parts: int) -> FlatLayout:
-    """Lay out `params` and cut the buffer evenly into `num_parts` parts.
+def flat_layout(params: Sequence[ParamSpec], num_parts: int, shares: int = 1) -> FlatLayout:
+    """Lay out `params` and cut the buffer evenly into `num_parts` parts of `shares` each.
 
     Matrices come first: weight decay applies to them and not to vectors and scalars, and elements
     treated alike by the optimizer should form long runs.
@@ -163,5 +182,5 @@ def flat_layout(params: Sequence[ParamSpec], num_parts: int) -> FlatLayout:
         start = round_up(end, ALIGNMENT)
         end = start + param.numel
         placements.append(Placement(param, Span(start, end)))
-    numel = round_up(end, ALIGNMENT * num_parts)
-    return FlatLayout(tuple(placements), numel, EvenParts(numel // num_parts, num_parts))
+    numel = round_up(end, ALIGNMENT * num_parts * shares)
+    return FlatLayout(tuple(placements), numel, EvenParts(numel // num_parts, num_parts), shares)

@@ -46,8 +46,8 @@ class Reductions:
 
 
 def share_of_parts(layout: FlatLayout, piece: int, pieces: int) -> Span:
-    """Which elements of every rank's part are reduced together; may be empty."""
-    return share_of(Span(0, layout.parts[0].numel), piece, pieces)
+    """Which elements of what every rank owns are reduced together; may be empty."""
+    return share_of(Span(0, layout.owned_parts[0].numel), piece, pieces)
 
 
 def _num_pieces(layouts: Sequence[FlatLayout], asked: int) -> int:

@@ -1,163 +1,13 @@
 """Events with their bytes: what each collective sends, and which buffers come and go with it."""
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from fsdpctl.plan.layout import EvenParts, FlatLayout
-from fsdpctl.plan.reductions import Reductions, share_of_parts
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
-from fsdpctl.plan.slots import SlotSpec
-from fsdpctl.plan.strategy import Strategy
-from fsdpctl.plan.transport import (
-    Transport,
-    adds_whole,
-    exchanges,
-    gradient_stretches,
-    reduce_workspace,
-    sends_in_place,
-)
+from fsdpctl.plan.sizes import Sending, UnitBytes
 
 K = EventKind
-
-
-@dataclass(frozen=True, slots=True)
-class Itemsizes:
-    """Bytes of one element."""
-
-    param: int  # gathered, and computed with
-    reduce: int  # gradients while they are added over ranks
-    master: int  # what the optimizer updates, its states, and reduced gradients
-    wire: int | None = None  # gradients of one backward on their way; None: what the transport does
-
-
-def wire_itemsize(
-    layout: FlatLayout, strategy: Strategy, sizes: Itemsizes, transport: Transport
-) -> int:
-    """Bytes of an element of one backward's gradients, where each rank gets its part of the sum.
-
-    What ranks keep whole may differ in what was held back before; it has the dtype of the sum.
-    """
-    if not strategy.shards_params:
-        return sizes.reduce
-    if sends_in_place(transport, layout.parts):
-        return sizes.wire or min(sizes.param, sizes.reduce)
-    return sizes.wire or sizes.reduce if transport is Transport.NCCL else sizes.reduce
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Whose buffers are meant."""
-
-    rank: int  # among those that share a copy
-    size: int  # how many those are
-    num_replicas: int
-    transport: Transport
-
-    def combines(self, strategy: Strategy) -> bool:
-        """Whether a reduction is followed by a second collective."""
-        puts_together = not strategy.shards_grads and not adds_whole(self.transport, self.size)
-        return self.num_replicas > 1 or (self.size > 1 and puts_together)
-
-    def collects(self, strategy: Strategy) -> bool:
-        """Whether gradients of one backward are brought together before they are split."""
-        in_place = sends_in_place(self.transport, EvenParts(1, self.size))
-        return strategy.shards_params and self.size > 1 and not in_place
-
-    def chained(self, strategy: Strategy) -> int:
-        """As in `Reductions`: over NCCL the copies' sum follows on streams of its own."""
-        follows = strategy.replicates and self.num_replicas > 1
-        return self.size if follows and self.transport is Transport.NCCL else 0
-
-    def stays(self, strategy: Strategy, sizes: Itemsizes) -> bool:
-        """Whether a sum stays in the buffer that it was added in, without more memory."""
-        adds = self.size > 1 and adds_whole(self.transport, self.size)
-        return adds and not strategy.shards_grads and sizes.reduce == sizes.master
-
-
-@dataclass(frozen=True, slots=True)
-class Sending:
-    """What a reduction holds on this rank, in bytes."""
-
-    whole_grads: int  # to be sent
-    workspace: int
-    sum: int  # what it gives this rank
-
-
-@dataclass(frozen=True, slots=True)
-class FlatBytes:
-    """One trained flat buffer of a unit, in bytes."""
-
-    fresh: tuple[Sending, ...]  # gradients of one backward, by piece
-    held: Sending  # gradients that were added up on this rank first
-    grads: int  # reduced, as this rank keeps them
-    in_place: bool  # the reduced gradient is the memory it was reduced in
-
-
-@dataclass(frozen=True, slots=True)
-class UnitBytes:
-    """A unit, in bytes."""
-
-    params: int  # gathered
-    slot: int  # what it is gathered into
-    resident: bool  # the slot is there all the time
-    flats: tuple[FlatBytes, ...]
-
-
-def _flat_bytes(
-    layout: FlatLayout, pieces: int, strategy: Strategy, sizes: Itemsizes, place: RankPlace
-) -> FlatBytes:
-    kept = layout.parts[place.rank].numel if strategy.shards_grads else layout.numel
-    workspace = reduce_workspace(place.transport, layout.parts, place.rank)
-    if not strategy.shards_grads and adds_whole(place.transport, place.size):
-        workspace = 0
-    total = kept * sizes.master
-    held = Sending(layout.numel * sizes.reduce, workspace * sizes.reduce, total)
-    fresh: tuple[Sending, ...] = (held,)
-    itemsize = wire_itemsize(layout, strategy, sizes, place.transport)
-    if strategy.shards_grads and sends_in_place(place.transport, layout.parts):
-        sent = sum(span.numel for span, _ in gradient_stretches(layout))
-        fresh = (Sending(sent * itemsize, workspace * itemsize, total),)
-    elif place.collects(strategy):
-        shares = [share_of_parts(layout, piece, pieces).numel for piece in range(pieces)]
-        fresh = tuple(_collected(share, itemsize, sizes, place) for share in shares)
-    keeps = place.size == 1 or not strategy.shards_grads
-    return FlatBytes(fresh, held, total, keeps and sizes.reduce == sizes.master)
-
-
-def _collected(share: int, itemsize: int, sizes: Itemsizes, place: RankPlace) -> Sending:
-    """Of every rank's part `share` elements."""
-    whole = share * place.size * itemsize
-    workspace = share * itemsize if place.transport is Transport.GLOO else 0
-    if exchanges(place.transport, itemsize, sizes.reduce):
-        workspace = whole
-    return Sending(whole, workspace, share * sizes.master)
-
-
-def unit_bytes(
-    layouts: Mapping[str, Sequence[FlatLayout]],
-    slots: Iterable[SlotSpec],
-    strategy: Strategy,
-    sizes: Itemsizes,
-    place: RankPlace,
-    reductions: Reductions,
-) -> dict[str, UnitBytes]:
-    """Every unit as one rank sees it."""
-
-    return {
-        name: UnitBytes(
-            sum(layout.numel for layout in layouts[name]) * sizes.param,
-            slot.nbytes,
-            slot.resident or strategy.keeps_whole_params,
-            tuple(
-                _flat_bytes(each, reductions.pieces.get(name, 1), strategy, sizes, place)
-                for each in layouts[name]
-                if each.params[0].trainable
-            ),
-        )
-        for slot in slots
-        for name in slot.units
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +49,7 @@ class Replay:
     def _play(self, kind: EventKind, name: str, unit: UnitBytes) -> None:
         if kind is K.GATHER and not unit.resident:
             self._allocate(Buffer.PARAMS, name, 0, unit.slot)
-        sent = unit.params if kind in (K.GATHER, K.SYNC) else 0
+        sent = {K.GATHER: unit.params, K.SYNC: unit.renewed}.get(kind, 0)
         if kind is K.HOLD:
             self._hold(name, unit)
         elif kind is K.REDUCE:
@@ -214,7 +64,7 @@ class Replay:
         elif kind is K.COMBINE:
             if self.chained:
                 self._chain(name)
-            sent = sum(each.sum for each in self._combining[name][-1].sendings)
+            sent = self._combine(name, self._combining[name][-1])
         elif kind is K.COMBINED:
             self._settle(name, unit, self._combining[name].popleft())
         self.events.append(Event(kind, name, sent))
@@ -249,6 +99,13 @@ class Replay:
             self._allocate(Buffer.SUM, name, index, sending.sum)
         self._combining[name].append(piece)
 
+    def _combine(self, name: str, piece: "_Piece") -> int:
+        """The bytes that are sent."""
+        for _, index, sending in piece.numbered():
+            if sending.combining:
+                self._allocate(Buffer.COMBINING, name, index, sending.combining)
+        return sum(each.sum for each in piece.sendings)
+
     def _finish(self, name: str, unit: UnitBytes, piece: "_Piece") -> None:
         for number, index, sending in piece.numbered():
             flat = unit.flats[number]
@@ -264,7 +121,9 @@ class Replay:
     def _settle(self, name: str, unit: UnitBytes, piece: "_Piece") -> None:
         for number, index, sending in piece.numbered():
             grads, is_new = unit.flats[number].grads, (Buffer.GRADS, name, number) not in self._held
-            becomes = is_new and sending.sum == grads
+            becomes = is_new and sending.becomes
+            if sending.combining:
+                self._free(Buffer.COMBINING, name, index)
             if becomes:
                 self._free(Buffer.SUM, name, index)
             if is_new:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from fsdpctl.plan.order import UnitOrder, all_following
 from fsdpctl.plan.reductions import Reductions
 from fsdpctl.plan.strategy import Strategy
 
@@ -30,7 +31,7 @@ class EventKind(StrEnum):
     REDUCED = "reduced"
     COMBINE = "combine"
     COMBINED = "combined"
-    SYNC = "sync"  # parameters that stay whole are renewed after the optimizer's step
+    SYNC = "sync"  # after the optimizer's step ranks get what others have updated
     ALLOCATE = "allocate"
     FREE = "free"
 
@@ -42,6 +43,7 @@ class Buffer(StrEnum):
     WHOLE_GRADS = "whole gradients"  # of a unit, being held or reduced
     WORKSPACE = "workspace"  # of a reduction
     SUM = "sum"  # what a reduction gives this rank, until it is in the gradient
+    COMBINING = "workspace over copies"  # of the second collective
     GRADS = "gradients"  # reduced
 
 
@@ -66,54 +68,6 @@ class Prefetch:
     def depth(self) -> int:
         """The larger of both."""
         return max(self.forward, self.backward)
-
-
-@dataclass(frozen=True, slots=True)
-class UnitOrder:
-    """The units besides the root in the order of their forward, and how each behaves."""
-
-    root: str
-    forward: tuple[str, ...]
-    needs_no_backward_gather: frozenset[str] = frozenset()  # the embedding reads no weights there
-    frozen: frozenset[str] = frozenset()  # units without a trained parameter
-    blocks: frozenset[str] = frozenset()  # what the model repeats
-
-    @property
-    def backward(self) -> tuple[str, ...]:
-        """The units gathered for backward, in that order."""
-        return tuple(
-            unit for unit in reversed(self.forward) if unit not in self.needs_no_backward_gather
-        )
-
-    @property
-    def reduction(self) -> tuple[str, ...]:
-        """The order in which all ranks start the reductions."""
-        return (*reversed(self.forward), self.root)
-
-    @property
-    def reduced_early(self) -> frozenset[str]:
-        """The units whose reduction others' backward still follows."""
-        return frozenset(self.forward[1:])
-
-    def trains(self, unit: str) -> bool:
-        """Whether a unit has gradients."""
-        return unit not in self.frozen
-
-    def keeps_after_forward(self, unit: str, strategy: Strategy) -> bool:
-        """Whether a unit stays whole from its forward to its backward."""
-        if unit in self.needs_no_backward_gather:
-            return False
-        return not strategy.reshard_after_forward or unit == self.forward[-1]
-
-    def is_gathered_again(self, unit: str, strategy: Strategy) -> bool:
-        """Whether backward gathers a unit, where parameters are sharded."""
-        keeps = self.keeps_after_forward(unit, strategy)
-        return unit not in self.needs_no_backward_gather and not keeps
-
-
-def all_following(order: Sequence[str], depth: int) -> dict[str, tuple[str, ...]]:
-    """For each unit the `depth` units that come after it in `order`."""
-    return {unit: tuple(order[index + 1 : index + 1 + depth]) for index, unit in enumerate(order)}
 
 
 def sizes(in_flight: Iterable[tuple[str, int]]) -> list[int]:
@@ -281,9 +235,10 @@ def step_events(
 
 def update_events(order: UnitOrder, strategy: Strategy) -> tuple[Event, ...]:
     """What follows the optimizer's step."""
-    if strategy.shards_params or not strategy.shards_optimizer:
+    if not strategy.renews_params:
         return ()
-    return tuple(Event(EventKind.SYNC, unit) for unit in (order.root, *order.forward))
+    units = filter(order.trains, (order.root, *order.forward))
+    return tuple(Event(EventKind.SYNC, unit) for unit in units)
 
 
 def most_whole_units(events: Sequence[Event]) -> list[frozenset[str]]:

@@ -1,6 +1,6 @@
 """What each sharding strategy keeps on a rank, and for how long: one row per strategy."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdpctl.errors import UsageError, nearest
 
@@ -16,6 +16,16 @@ class Strategy:
     shards_grads: bool  # once reduced
     shards_optimizer: bool  # states and master weights
     replicates: bool  # one copy per group of `dp_shard_size` ranks
+    shards_over_copies: bool = False  # gradients, states and masters: over all ranks, not a copy's
+
+    def __post_init__(self) -> None:
+        """Refuse what there is no sense in."""
+        sharded = self.shards_params and self.shards_grads and self.shards_optimizer
+        if self.shards_over_copies and not (self.replicates and sharded):
+            raise UsageError(
+                f"strategy {self.name}: only what copies share out is sharded over them "
+                "(shards_over_copies without replicates, or with something whole)"
+            )
 
     @property
     def keeps_whole_params(self) -> bool:
@@ -27,15 +37,25 @@ class Strategy:
         """Whether it is free which rank steps which elements."""
         return self.shards_optimizer and not self.shards_params
 
+    @property
+    def renews_params(self) -> bool:
+        """Whether after a step ranks need what others have updated."""
+        return self.shards_optimizer and (self.keeps_whole_params or self.shards_over_copies)
+
+    def shares(self, num_copies: int) -> int:
+        """Into how many shares a rank's part is cut, one for each copy's masters."""
+        return num_copies if self.shards_over_copies else 1
+
 
 _TABLE = (
-    #        name, known as, shards params, reshards, shards grads, optimizer, replicates
+    #        name, known as, shards params, reshards, grads, optimizer, replicates, over copies
     Strategy("no_shard", "DDP", False, False, False, False, False),
     Strategy("shard_optimizer", "ZeRO-1", False, False, True, True, False),
     Strategy("shard_grad_op", "ZeRO-2", True, False, True, True, False),
     Strategy("full_shard", "ZeRO-3, FSDP", True, True, True, True, False),
     Strategy("hybrid_shard", "HSDP", True, True, True, True, True),
     Strategy("hybrid_shard_grad_op", "HSDP, ZeRO-2", True, False, True, True, True),
+    Strategy("hybrid_shard_optimizer", "ZeRO++ hpZ", True, True, True, True, True, True),
 )
 
 STRATEGIES: dict[str, Strategy] = {row.name: row for row in _TABLE}
@@ -49,6 +69,8 @@ STRATEGIES_ELSEWHERE = {
     "zero3": "full_shard",
     "fsdp": "full_shard",
     "hsdp": "hybrid_shard",
+    "hpz": "hybrid_shard_optimizer",
+    "zero++": "hybrid_shard_optimizer",
 }
 
 
@@ -72,24 +94,57 @@ def with_resharding(name: str, reshards: bool) -> Strategy:
         UsageError: there is no such strategy, or it has nothing to free.
     """
     like = get_strategy(name)
-    for row in STRATEGIES.values():
-        same = row.replicates == like.replicates and row.shards_params and like.shards_params
-        if same and row.reshard_after_forward == reshards:
+    if like.keeps_whole_params:
+        raise UsageError(
+            f"strategy={like.name}: parameters are whole at all times, so reshard_after_forward "
+            "has nothing to say"
+        )
+    found = _row_like(replace(like, reshard_after_forward=reshards))
+    if found is None:
+        raise UsageError(
+            f"strategy={like.name}: parameters are freed after forward; there is none like it that "
+            "keeps them (reshard_after_forward=false)"
+        )
+    return found
+
+
+def _row_like(wanted: Strategy) -> Strategy | None:
+    """The row that does what `wanted` does, whatever it is called."""
+    for row in _TABLE:
+        if replace(row, name=wanted.name, known_as=wanted.known_as) == wanted:
             return row
-    raise UsageError(
-        f"strategy={like.name}: parameters are whole at all times, so reshard_after_forward has "
-        "nothing to say"
-    )
+    return None
+
+
+def sharded_over_copies(strategy: Strategy) -> Strategy | None:
+    """The row like a hybrid one whose copies share out what the optimizer has, if there is one."""
+    if not strategy.replicates or strategy.shards_over_copies:
+        return None
+    return _row_like(replace(strategy, shards_over_copies=True))
 
 
 def effective_strategy(strategy: Strategy, copy_size: int, world_size: int) -> tuple[Strategy, int]:
     """What really runs where `copy_size` ranks share a copy, and how many share its buffers.
 
-    One rank alone shares nothing: then every copy is whole, and all ranks replicate it.
+    One rank alone shares nothing. Where every rank has a copy of its own, its parameters are whole,
+    and all ranks share what is sharded over copies, or nothing. Where there is one copy, nothing is
+    replicated.
     """
-    if copy_size > 1:
+    if world_size == 1:
+        return STRATEGIES["no_shard"], 1
+    if not strategy.replicates or 1 < copy_size < world_size:
         return strategy, copy_size
-    return STRATEGIES["no_shard"], world_size
+    alike = replace(strategy, replicates=False, shards_over_copies=False)
+    if copy_size == 1:
+        shares = strategy.shards_over_copies
+        alike = replace(
+            alike,
+            shards_params=False,
+            reshard_after_forward=False,
+            shards_grads=shares,
+            shards_optimizer=shares,
+        )
+    return _row_like(alike) or alike, world_size
 
 
 def ranks_per_copy(strategy: Strategy, world_size: int, dp_shard_size: int | None) -> int:

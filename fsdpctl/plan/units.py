@@ -11,8 +11,8 @@ from typing import Literal
 
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import FlatLayout, ParamSpec, flat_layout
+from fsdpctl.plan.order import UnitOrder
 from fsdpctl.plan.owners import OwnerMap, make_owner_map
-from fsdpctl.plan.schedule import UnitOrder
 
 ROOT = "root"
 UnitKind = Literal["block", "embedding", "head", "root"]
@@ -72,7 +72,11 @@ def unit_order(units: Sequence[UnitSpec]) -> UnitOrder:
 
 
 def lay_out(
-    units: Sequence[UnitSpec], num_parts: int, owner_map: str | OwnerMap = "even"
+    units: Sequence[UnitSpec],
+    num_parts: int,
+    owner_map: str | OwnerMap = "even",
+    *,
+    shares: int = 1,
 ) -> dict[str, tuple[FlatLayout, ...]]:
     """The flat buffers of every unit, cut into a part for each rank.
 
@@ -80,13 +84,14 @@ def lay_out(
         units: the whole model.
         num_parts: how many ranks share it.
         owner_map: `even`, or who owns which stretch of the blocks, the flat buffers in order.
+        shares: into how many shares each even part is cut, where masters are cut over copies.
 
     Raises:
         UsageError: the owner map is unknown, or for other blocks or ranks.
     """
     if owner_map == "even":
         return {
-            unit.name: tuple(flat_layout(group, num_parts) for group in unit.param_groups())
+            unit.name: tuple(flat_layout(group, num_parts, shares) for group in unit.param_groups())
             for unit in units
         }
     uncut = {unit.name: [flat_layout(g, 1) for g in unit.param_groups()] for unit in units}

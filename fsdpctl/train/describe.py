@@ -11,7 +11,7 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import divide
 from fsdpctl.memory.engine_bytes import DTYPE_BYTES
 from fsdpctl.optim.schedule import warmup_steps
-from fsdpctl.plan.strategy import get_strategy
+from fsdpctl.plan.strategy import effective_strategy, get_strategy
 from fsdpctl.resolve.run import ResolvedRun
 from fsdpctl.train.progress import format_bytes
 from fsdpctl.train.run_dir import Standing, Start
@@ -76,22 +76,29 @@ def _ranks(run: ResolvedRun) -> str:
         else f"{precision.param_dtype} compute, {precision.reduce_dtype} reduction, "
         f"{precision.master_dtype} masters"
     )
-    name = f"{config.strategy.name} ({get_strategy(config.strategy.name).known_as})"
-    if config.strategy.dp_shard_size is not None:
-        copies = run.batches.world_size // config.strategy.dp_shard_size
-        name += (
-            f" in {copies} copies of {config.strategy.dp_shard_size} ranks"
-            if copies > 1
-            else ", one copy: the same without hybrid_ in its name"
-        )
-    if config.strategy.owner_map != "even":
-        name += f" with {config.strategy.owner_map} owners"
-    alone = " (one rank: runs as no_shard)" if config.launch.nproc_per_node == 1 else ""
     return (
         f"{config.launch.nproc_per_node}{_auto(run, 'launch.nproc_per_node')} on "
-        f"{config.launch.device}{_auto(run, 'launch.device')}, {name}{alone}, "
+        f"{config.launch.device}{_auto(run, 'launch.device')}, {_strategy(run)}, "
         f"prefetch {config.prefetch.name}, {dtypes}{_auto(run, 'precision.param_dtype')}"
     )
+
+
+def _strategy(run: ResolvedRun) -> str:
+    """The one that was asked for, and what runs where that is another."""
+    given, ranks = run.config.strategy, run.batches.world_size
+    row, size = get_strategy(given.name), given.dp_shard_size or ranks
+    name = f"{row.name} ({row.known_as})"
+    if 1 < size < ranks:
+        name += f" in {ranks // size} copies of {size} ranks"
+    if given.owner_map != "even":
+        name += f" with {given.owner_map} owners"
+    effective, _ = effective_strategy(row, size, ranks)
+    if effective.name == row.name:
+        return name
+    if ranks == 1:
+        return f"{name} (one rank: runs as {effective.name})"
+    copies = "a copy on each rank" if size == 1 else "one copy"
+    return f"{name} ({copies}: runs as {effective.name})"
 
 
 def _data(run: ResolvedRun) -> str:
@@ -178,7 +185,7 @@ def describe_units(run: ResolvedRun) -> Iterator[str]:
         padded = sum(layout.numel for layout in layouts[unit.name])
         owned = [
             sum(part.numel for part in parts)
-            for parts in zip(*(layout.parts for layout in layouts[unit.name]), strict=True)
+            for parts in zip(*(layout.owned_parts for layout in layouts[unit.name]), strict=True)
         ]
         totals.update(dict(enumerate(owned)))
         shown = _shares(owned)

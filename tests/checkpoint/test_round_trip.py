@@ -18,6 +18,7 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import CheckpointError, FsdpctlError
 from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches
 from tests.engine.test_parity import largest_difference
@@ -27,7 +28,8 @@ CPU = torch.device("cpu")
 
 def trained(strategy: str, steps: int = 2) -> tuple[ShardedModel, ShardedAdamW]:
     """A model that is the same on any number of ranks: all of them see the same data."""
-    model = shard_model(make_net(tied=True), strategy)
+    copy = 2 if STRATEGIES[strategy].replicates else None
+    model = shard_model(make_net(tied=True), strategy, dp_shard_size=copy)
     optimizer = ShardedAdamW(model, lr=1e-2)
     train_on(model, optimizer, steps)
     return model, optimizer
@@ -74,6 +76,7 @@ CHAIN = [
     ("no_shard", 3),
     ("shard_grad_op", 1),
     ("full_shard", 4),
+    ("hybrid_shard_optimizer", 4),
     ("no_shard", 2),
 ]
 
@@ -90,8 +93,11 @@ def test_a_checkpoint_survives_any_change_of_ranks_and_strategy_bit_for_bit(tmp_
     assert all(torch.equal(first[key], last[key]) for key in first)
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@distributed(world_size=2)
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [("full_shard", 2), ("no_shard", 2), ("hybrid_shard_optimizer", 4)],
+)
+@distributed()
 def test_training_goes_on_bit_for_bit(
     rank: int, world_size: int, strategy: str, tmp_path: Path
 ) -> None:

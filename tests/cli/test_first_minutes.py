@@ -136,7 +136,8 @@ def test_words_of_others_are_answered(word, said):
 @pytest.mark.parametrize(
     ("word", "ours"),
     [("zero1", "shard_optimizer"), ("ZeRO3", "full_shard"), ("fsdp", "full_shard"),
-     ("hsdp", "hybrid_shard"), ("ddp", "no_shard"), ("full_shard", "full_shard")],
+     ("hsdp", "hybrid_shard"), ("hpz", "hybrid_shard_optimizer"), ("ddp", "no_shard"),
+     ("ZeRO++", "hybrid_shard_optimizer"), ("full_shard", "full_shard")],
 )  # fmt: skip
 def test_strategies_are_known_by_their_other_names(word, ours):
     assert printed(f"strategy={word}")["strategy"] == ours
@@ -157,7 +158,7 @@ def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path):
      (["reshard_after_forward=True"], "full_shard"),
      (["strategy=hsdp", "strategy.reshard_after_forward=false"], "hybrid_shard_grad_op"),
      (["strategy=zero2", "reshard_after_forward=true"], "full_shard"),
-     (["--recipe=llama3_70b_64xh100", "reshard_after_forward=false"], "hybrid_shard_grad_op")],
+     (["--recipe=llama3_8b_8xh100", "reshard_after_forward=false"], "shard_grad_op")],
 )  # fmt: skip
 def test_reshard_after_forward_chooses_the_strategy(words, ours):
     assert printed(*words)["strategy"] == ours
@@ -337,7 +338,14 @@ def test_the_schema_takes_what_is_right_and_nothing_else():
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("strategy=hy", ["strategy=hybrid_shard", "strategy=hybrid_shard_grad_op"]),
+        (
+            "strategy=hy",
+            [
+                "strategy=hybrid_shard",
+                "strategy=hybrid_shard_grad_op",
+                "strategy=hybrid_shard_optimizer",
+            ],
+        ),
         ("train.on_", ["train.on_nonfinite="]),
         ("train.compile=", ["train.compile=true", "train.compile=false"]),
         ("nothing=", []),

@@ -70,7 +70,9 @@ def test_ranks_that_run_units_in_different_orders_are_told(rank: int, world_size
 
 
 @pytest.mark.parametrize(
-    ("strategy", "size"), [("no_shard", None), ("shard_optimizer", None), ("hybrid_shard", 2)]
+    ("strategy", "size"),
+    [("no_shard", None), ("shard_optimizer", None), ("hybrid_shard", 2)]
+    + [("hybrid_shard_optimizer", 2)],
 )
 @distributed(world_size=4)
 def test_a_replica_that_went_astray_is_found(
@@ -95,7 +97,8 @@ def test_a_shard_size_that_does_not_divide_lists_those_that_do(rank: int, world_
 
 @pytest.mark.parametrize(
     ("strategy", "size", "groups"),
-    [("full_shard", None, 2), ("no_shard", None, 2), ("hybrid_shard", 2, 4)],
+    [("full_shard", None, 2), ("no_shard", None, 2), ("hybrid_shard", 2, 4)]
+    + [("hybrid_shard_optimizer", 2, 4)],
 )
 @distributed(world_size=4)
 def test_few_process_groups_are_made(

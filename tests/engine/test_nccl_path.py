@@ -8,8 +8,8 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.plan.replay import Itemsizes
 from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.sizes import Itemsizes
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.plan.transport import Transport
 from tests.distributed import distributed

@@ -13,6 +13,7 @@ from fsdpctl.comm.mesh import Mesh, make_mesh
 from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
+from fsdpctl.engine.renewal import Renewal
 from fsdpctl.engine.streams import ComputeStream
 from fsdpctl.errors import EngineError
 from fsdpctl.optim.adamw import ShardedAdamW
@@ -76,6 +77,7 @@ CASES = (
 SAMPLE = {
     Case("full_shard", 2, holds=True, recomputes=True, bf16=True),
     Case("hybrid_shard", bf16=True, narrow=True, wide=True),
+    Case("hybrid_shard_optimizer", bf16=True, narrow=True, wide=True),
     Case("shard_optimizer", bf16=True, owner_map="balanced"),
 }
 
@@ -91,10 +93,10 @@ def made(case: Case) -> ShardedModel:
         shard = NcclOnCpu(device, [range(4), range(4, 8)])
         shard.separate_reductions()
         mesh = Mesh(world, shard, NcclOnCpu(device, [[part, part + 4] for part in range(4)]))
-    specs = divide_module(net, None)
+    specs, shares = divide_module(net, None), row.shares(mesh.num_replicas)
     runtime = build_runtime(
         net,
-        Division(specs, lay_out(specs, mesh.shard.size, case.owner_map)),
+        Division(specs, lay_out(specs, mesh.shard.size, case.owner_map, shares=shares)),
         mesh,
         Source(device),
         strategy=row,
@@ -178,7 +180,7 @@ FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "hybrid_shard_optimizer"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_found(monkeypatch, fault, strategy):
     with detecting_races(monkeypatch) as found:
@@ -197,6 +199,14 @@ def test_gradients_that_go_before_the_sum_over_copies_has_read_them_are_found(mo
 
         monkeypatch.setattr(NcclOnCpu, "chain", at_once)
         train(Case("hybrid_shard"))
+    assert found.problems
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_gather_of_what_copies_have_not_sent_yet_is_found(monkeypatch, bf16):
+    with detecting_races(monkeypatch) as found:
+        monkeypatch.setattr(Renewal, "begin_gather", lambda self, name: None)
+        train(Case("hybrid_shard_optimizer", bf16=bf16))
     assert found.problems
 
 

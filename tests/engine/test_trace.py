@@ -9,7 +9,7 @@ from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.reductions import plan_reductions
-from fsdpctl.plan.replay import Itemsizes, RankPlace, Replay, unit_bytes
+from fsdpctl.plan.replay import Replay
 from fsdpctl.plan.schedule import (
     Buffer,
     Event,
@@ -19,8 +19,9 @@ from fsdpctl.plan.schedule import (
     step_events,
     update_events,
 )
+from fsdpctl.plan.sizes import Itemsizes, RankPlace, unit_bytes
 from fsdpctl.plan.slots import slots_of
-from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy, get_strategy
+from fsdpctl.plan.strategy import STRATEGIES, effective_strategy
 from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import lay_out, unit_order
 from tests.distributed import distributed
@@ -36,19 +37,21 @@ def planned_events(
     prefetch: Prefetch,
     owner_map: str,
     sizes: Itemsizes,
-    row: Strategy | None = None,
     transport: Transport = Transport.GLOO,
+    size: int | None = None,
 ) -> tuple[list[Event], ...]:
     """For one step of each kind of accumulation, what happens until the gradients are dropped."""
     mesh = model.mesh
-    strategy, _ = effective_strategy(row or model.strategy, mesh.shard.size, mesh.world.size)
+    copy_size = mesh.shard.size if size is None else size
+    strategy, parts = effective_strategy(model.strategy, copy_size, mesh.world.size)
+    assert parts == mesh.shard.size
     units = divide_module(net, None)
     order = unit_order(units)
-    layouts = lay_out(units, mesh.shard.size, owner_map)
+    layouts = lay_out(units, parts, owner_map, shares=strategy.shares(mesh.num_replicas))
     nbytes = {n: sum(each.numel * sizes.param for each in of) for n, of in layouts.items()}
     root, *others = nbytes
     slots = slots_of(strategy, nbytes, root, others, prefetch.depth)
-    place = RankPlace(mesh.shard.rank, mesh.shard.size, mesh.num_replicas, transport)
+    place = RankPlace(mesh.shard.rank, parts, mesh.num_replicas, transport, mesh.replica_rank)
     combines = place.combines(strategy)
     stays = place.stays(strategy, sizes)
     blocks = order.blocks if place.collects(strategy) else ()
@@ -112,9 +115,7 @@ def test_events_of_copies_equal_the_plan(rank: int, world_size: int, whole: bool
             precision, sizes = Precision(torch.bfloat16, torch.bfloat16), Itemsizes(2, 2, 4)
         net = make_net(tied=False)
         model = shard_model(net, strategy, dp_shard_size=size, precision=precision)
-        # Where every rank has a copy of its own, no_shard runs.
-        row = get_strategy(strategy if size > 1 else "no_shard")
-        planned = planned_events(model, net, Prefetch(), "even", sizes, row)
+        planned = planned_events(model, net, Prefetch(), "even", sizes, size=size)
         assert recorded_events(model, rank) == planned, (strategy, size, bf16)
 
 

@@ -166,6 +166,17 @@ def test_changes_that_are_advised_fit_as_they_are_typed(words):
         assert typed.allocated == estimate.allocated
 
 
+def test_copies_that_are_too_large_are_advised_to_share_out_what_the_optimizer_has():
+    words = ["model=llama3_70b", "cluster=h100", "launch.nnodes=8", "train.seq_len=8192"]
+    words += ["train.micro_batch_size=1", "train.global_batch_size=64"]
+    words += ["strategy=hybrid_shard", "activation_checkpointing=full"]
+    config = resolved(*words)
+    first, *_ = advice(Estimator(), config)
+    assert config.strategy.dp_shard_size == 8
+    assert first[0].words == ("strategy=hybrid_shard_optimizer",)
+    assert first[1].config.strategy.dp_shard_size == 8
+
+
 def test_hundreds_of_billions_on_thousands_of_ranks():
     found = estimated("model=llama3_405b", "launch.nnodes=2048", "cluster=h100")
     assert found.num_params == 405_853_388_800

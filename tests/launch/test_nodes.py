@@ -191,7 +191,8 @@ def _ended(started: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "ranks", "strategy"),
-    [(2, 1, "full_shard"), (3, 1, "shard_optimizer"), (2, 2, "hybrid_shard"), (2, 2, "no_shard")],
+    [(2, 1, "full_shard"), (3, 1, "shard_optimizer"), (2, 2, "hybrid_shard"), (2, 2, "no_shard")]
+    + [(2, 2, "hybrid_shard_optimizer")],
 )
 def test_hosts_train_as_one_machine_does(
     tmp_path: Path, nodes: int, ranks: int, strategy: str

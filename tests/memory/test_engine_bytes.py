@@ -15,8 +15,8 @@ from fsdpctl.estimate.run_plan import estimate_run, plan_run
 from fsdpctl.memory.engine_bytes import Estimate, TrainingPlan, estimate, timeline
 from fsdpctl.models.registry import build_model
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.plan.replay import Itemsizes, RankPlace
 from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.sizes import Itemsizes, RankPlace
 from fsdpctl.plan.strategy import STRATEGIES, effective_strategy
 from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import lay_out, unit_order
@@ -28,23 +28,33 @@ from tests.matrix import WHOLE, cases, fast
 SHARDINGS = [(name, "even") for name in STRATEGIES] + [
     ("shard_optimizer", name) for name in ("round_robin", "contiguous", "balanced")
 ]
+HYBRIDS = [name for name, row in STRATEGIES.items() if row.replicates]
 WINDOWS = [(True,), (True, True, True), (False, False, True)]
 SIZES = {False: Itemsizes(4, 4, 4), True: Itemsizes(2, 4, 4)}
 
 
 def planned(
-    strategy: str, owner_map: str, ranks: int, reduces: tuple[bool, ...], *, tied: bool, bf16: bool
+    strategy: str,
+    owner_map: str,
+    ranks: int,
+    reduces: tuple[bool, ...],
+    *,
+    tied: bool,
+    bf16: bool,
+    copies: int = 1,
 ) -> Estimate:
     units = divide_module(make_net(tied=tied), None)
+    row, size = effective_strategy(STRATEGIES[strategy], ranks // copies, ranks)
+    owner_map = owner_map if ranks > 1 else "even"
     plan = TrainingPlan(
         unit_order(units),
-        lay_out(units, ranks, owner_map if ranks > 1 else "even"),
-        effective_strategy(STRATEGIES[strategy], ranks, ranks)[0],
+        lay_out(units, size, owner_map, shares=row.shares(copies)),
+        row,
         SIZES[bf16],
         Prefetch(1, 1),
         reduces,
     )
-    return estimate(plan, RankPlace(0, ranks, 1, Transport.GLOO))
+    return estimate(plan, RankPlace(0, size, copies, Transport.GLOO))
 
 
 def measured(model: ShardedModel, rank: int, reduces: tuple[bool, ...]) -> int:
@@ -79,6 +89,19 @@ def test_the_estimate_is_what_the_fullest_rank_held(
         assert max(held) == held[expected.rank] == expected.peak_bytes
 
 
+@WHOLE
+@distributed(world_size=4)
+def test_with_copies_too(rank: int, world_size: int, whole: bool) -> None:
+    both = [False, True]
+    for reduces, tied, bf16, strategy in cases(WINDOWS, both, both, HYBRIDS, whole=whole):
+        precision = Precision(param_dtype=torch.bfloat16 if bf16 else None)
+        net = make_net(tied=tied)
+        model = shard_model(net, strategy, dp_shard_size=2, precision=precision)
+        held = model.collectives.gather_objects(measured(model, rank, reduces))
+        expected = planned(strategy, "even", 4, reduces, tied=tied, bf16=bf16, copies=2)
+        assert max(held) == held[expected.copy * 2 + expected.rank] == expected.peak_bytes
+
+
 @distributed(world_size=4)
 def test_gradients_and_states_are_as_sharded_as_the_table_says(rank: int, world_size: int) -> None:
     for strategy in STRATEGIES:
@@ -88,7 +111,8 @@ def test_gradients_and_states_are_as_sharded_as_the_table_says(rank: int, world_
 def check_shares(rank: int, world_size: int, strategy: str) -> None:
     """Measured from storage: 1/W, or the whole; two moments for each."""
     row = STRATEGIES[strategy]
-    size = 2 if row.replicates else 4
+    parts = 2 if row.replicates else 4
+    size = parts * row.shares(2)
     model = shard_model(make_net(tied=True), strategy, dp_shard_size=2 if row.replicates else None)
     optimizer = ShardedAdamW(model, lr=1e-2)
     next_token_loss(model, token_batches(1, world_size)[0][rank][0]).backward()
@@ -104,7 +128,7 @@ def check_shares(rank: int, world_size: int, strategy: str) -> None:
     masters = {s.master.untyped_storage().data_ptr(): s.master for s in model.flat_shards()}
     taken = sum(master.untyped_storage().nbytes() for master in masters.values())
     if row.shards_params:
-        assert taken == 4 * whole // size
+        assert taken == 4 * whole // parts  # of which masters in the same dtype are a window
 
 
 WORDS = ["model.vocab_size=1000", "launch.device=cpu"]

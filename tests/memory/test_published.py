@@ -20,7 +20,7 @@ from fsdpctl.memory.script import Category, Writer
 from fsdpctl.memory.shorten import shorten
 from fsdpctl.memory.simulate import Constant, Script, settle
 from fsdpctl.memory.trace import trace
-from fsdpctl.plan.replay import Itemsizes
+from fsdpctl.plan.sizes import Itemsizes
 from fsdpctl.resolve.blocks import checkpoint_block
 from tests.memory.titan import LLAMA_7B, LLAMA_8B, Shape, Titan
 

@@ -1,7 +1,7 @@
 """The predicted peak of all tensors is that of a real run, and engine-owned bytes are exact."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -35,12 +35,15 @@ from tests.memory.watch import watched_step
 
 CASES = 50  # for each number of ranks
 SAMPLED = 1
+HYBRIDS = [name for name, row in STRATEGIES.items() if row.replicates]
 
 
-def random_config(draw: random.Random, ranks: int) -> Config:
+def random_config(
+    draw: random.Random, ranks: int, strategies: Sequence[str] = tuple(STRATEGIES)
+) -> Config:
     """A small model trained in some way."""
     heads = draw.choice([1, 2, 4])
-    strategy = draw.choice(list(STRATEGIES))
+    strategy = draw.choice(strategies)
     arch = draw.choice(["llama", "llama", "mistral", "qwen3", "gpt2"])
     steps = draw.choice([1, 1, 2, 3, 4])
     micro = draw.choice([1, 2, 3])
@@ -71,8 +74,9 @@ def random_config(draw: random.Random, ranks: int) -> Config:
         words += ["model.sliding_window=20"]
     if strategy == "shard_optimizer" and ranks > 1:
         words += [f"strategy.owner_map={draw.choice(['even', 'balanced', 'round_robin'])}"]
-    if strategy.startswith("hybrid"):
-        words += [f"strategy.dp_shard_size={draw.choice([1, ranks])}"]
+    if STRATEGIES[strategy].replicates:
+        sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+        words += [f"strategy.dp_shard_size={draw.choice(sizes[1:-1] or sizes)}"]
     if draw.random() < 0.3:
         words += [f"prefetch.{way}={draw.randint(0, 2)}" for way in ("forward", "backward")]
     config = placed_on_cluster(compose_config(words).config)
@@ -88,7 +92,8 @@ def predicted(
     assert steps is not None
     assert micro is not None
     plan, first = plan_run(config, traced.units, steps)
-    place = replace(first, rank=rank % first.size, transport=transport)
+    copy, within = divmod(rank, first.size)
+    place = replace(first, rank=within, copy=copy, transport=transport)
     last = traced.units[-1]
     chunk = config.train.loss_chunk_tokens or 0
     program = traced.program(micro, config.train.seq_len, chunk)
@@ -99,12 +104,14 @@ def predicted(
     return allocator.peak_allocated, planned_step(plan, place)
 
 
-def peaks_of(rank: int, ranks: int, seed: int) -> tuple[int, int]:
+def peaks_of(
+    rank: int, ranks: int, seed: int, strategies: Sequence[str] = tuple(STRATEGIES)
+) -> tuple[int, int]:
     """The estimated and the real peak of all tensors, in a step of a random configuration.
 
     What the engine owns is compared on the way, event by event.
     """
-    config = random_config(random.Random(f"{seed} {ranks}"), ranks)
+    config = random_config(random.Random(f"{seed} {ranks}"), ranks, strategies)
     model = make_model(config, torch.device("cpu"))
     optimizer = make_optimizer(config, model)
     peak, events = watched_step(model, lambda: train_step(config, model, optimizer))
@@ -132,18 +139,24 @@ def one_of(rank: int, ranks: int) -> Iterator[None]:
 def test_the_same_holds_for_what_nccl_does(ranks: int, whole: bool) -> None:
     """Gradients that are collected first, embeddings in pieces, bf16 on the wire."""
     for seed in range(SAMPLED, SAMPLED + CASES) if whole else range(SAMPLED):
-        config = random_config(random.Random(f"nccl {seed}"), ranks)
-        precision, rank = config.precision, seed % ranks
-        wire = random.Random(seed).choice([precision.param_dtype, precision.reduce_dtype])
-        config = replace(config, precision=replace(precision, wire_dtype=wire))
-        with one_of(rank, ranks), nccl_path():
-            model = make_model(config, torch.device("cpu"))
-            model._presence._check = lambda *about: None  # type: ignore[method-assign]  # nobody adds
-            optimizer = make_optimizer(config, model)
-            peak, events = watched_step(model, partial(train_step, config, model, optimizer))
-        expected, planned = predicted(config, rank, Transport.NCCL)
-        assert events[: len(planned)] == planned, (seed, config)
-        assert abs(expected / peak - 1) <= 0.01, (seed, expected, peak, config)
+        check_nccl(ranks, f"nccl {seed}", seed)
+
+
+def check_nccl(
+    ranks: int, draws: str, seed: int, strategies: Sequence[str] = tuple(STRATEGIES)
+) -> None:
+    config = random_config(random.Random(draws), ranks, strategies)
+    precision, rank = config.precision, seed % ranks
+    wire = random.Random(seed).choice([precision.param_dtype, precision.reduce_dtype])
+    config = replace(config, precision=replace(precision, wire_dtype=wire))
+    with one_of(rank, ranks), nccl_path():
+        model = make_model(config, torch.device("cpu"))
+        model._presence._check = lambda *about: None  # type: ignore[method-assign]  # nobody adds
+        optimizer = make_optimizer(config, model)
+        peak, events = watched_step(model, partial(train_step, config, model, optimizer))
+    expected, planned = predicted(config, rank, Transport.NCCL)
+    assert events[: len(planned)] == planned, (seed, config)
+    assert abs(expected / peak - 1) <= 0.01, (seed, expected, peak, config)
 
 
 @WHOLE
@@ -155,3 +168,20 @@ def test_engine_bytes_are_exact_and_the_peak_of_all_tensors_within_a_percent(
     for seed in range(SAMPLED, SAMPLED + CASES) if whole else range(SAMPLED):
         estimated, measured = peaks_of(rank, world_size, seed)
         assert abs(estimated / measured - 1) <= 0.01, (seed, estimated, measured)
+
+
+@WHOLE
+@distributed(world_size=4, timeout=300)
+def test_so_it_is_where_copies_share_what_the_optimizer_has(
+    rank: int, world_size: int, whole: bool
+) -> None:
+    for seed in range(10 if whole else SAMPLED):
+        estimated, measured = peaks_of(rank, world_size, seed, HYBRIDS[-1:])
+        assert abs(estimated / measured - 1) <= 0.01, (seed, estimated, measured)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4, 12])
+def test_so_it_is_over_nccl(ranks: int) -> None:
+    for seed in range(10):
+        check_nccl(ranks, f"copies {seed}", seed, HYBRIDS)

@@ -100,10 +100,11 @@ def _uses(tensor: Tensor) -> int:
 
 def watched_step(model: ShardedModel, step: Callable[[], None]) -> tuple[int, list[Event]]:
     """The most bytes of all tensors in a step that is not the first, and what the engine did."""
-    there = [shard.master for shard in model.flat_shards()]
-    slots = [buffer.whole for unit in model._runtime.units.values() for buffer in unit.buffers]
+    buffers = [buffer for unit in model._runtime.units.values() for buffer in unit.buffers]
+    there = [values for each in buffers for values in (each.part, each.shard.master)]
+    slots = [buffer.whole for buffer in buffers]
     watch = TensorBytes(there, slots, model.gathered_nbytes)
-    del there, slots
+    del buffers, there, slots
     with watch, _threads_let_go():
         step()  # makes optimizer states, and tables that stay
         watch.peak = 0

@@ -36,6 +36,18 @@ def test_parts_are_equal_aligned_and_cover_the_buffer(params, num_parts):
     assert all(placement.span.start % ALIGNMENT == 0 for placement in layout.placements)
 
 
+@given(param_lists, part_counts, st.integers(1, 5))
+def test_shares_are_equal_aligned_and_divide_each_part(params, num_parts, shares):
+    layout = flat_layout(params, num_parts, shares)
+    assert layout.numel % (num_parts * shares * ALIGNMENT) == 0
+    for rank, part in enumerate(layout.parts):
+        owned = [layout.owned(rank, copy) for copy in range(shares)]
+        assert [owned[0].start, owned[-1].stop] == [part.start, part.stop]
+        assert all(a.stop == b.start for a, b in zip(owned, owned[1:], strict=False))
+        assert {span.numel for span in owned} == {part.numel // shares}
+        assert [each.shift(part.start) for each in layout.shares_of_part] == owned
+
+
 @given(param_lists, part_counts)
 def test_padding_is_what_no_parameter_fills(params, num_parts):
     layout = flat_layout(params, num_parts)

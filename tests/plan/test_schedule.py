@@ -8,15 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdpctl.plan.layout import ParamSpec, flat_layout
+from fsdpctl.plan.order import UnitOrder
 from fsdpctl.plan.reductions import Reductions, plan_reductions
-from fsdpctl.plan.schedule import (
-    Event,
-    EventKind,
-    Prefetch,
-    UnitOrder,
-    most_whole_units,
-    step_events,
-)
+from fsdpctl.plan.schedule import Event, EventKind, Prefetch, most_whole_units, step_events
 from fsdpctl.plan.slots import assign_slots
 from fsdpctl.plan.strategy import STRATEGIES
 

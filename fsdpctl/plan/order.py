@@ -1,0 +1,54 @@
+"""In which order the units of a model run, and which of them need what."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdpctl.plan.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class UnitOrder:
+    """The units besides the root in the order of their forward, and how each behaves."""
+
+    root: str
+    forward: tuple[str, ...]
+    needs_no_backward_gather: frozenset[str] = frozenset()  # the embedding reads no weights there
+    frozen: frozenset[str] = frozenset()  # units without a trained parameter
+    blocks: frozenset[str] = frozenset()  # what the model repeats
+
+    @property
+    def backward(self) -> tuple[str, ...]:
+        """The units gathered for backward, in that order."""
+        return tuple(
+            unit for unit in reversed(self.forward) if unit not in self.needs_no_backward_gather
+        )
+
+    @property
+    def reduction(self) -> tuple[str, ...]:
+        """The order in which all ranks start the reductions."""
+        return (*reversed(self.forward), self.root)
+
+    @property
+    def reduced_early(self) -> frozenset[str]:
+        """The units whose reduction others' backward still follows."""
+        return frozenset(self.forward[1:])
+
+    def trains(self, unit: str) -> bool:
+        """Whether a unit has gradients."""
+        return unit not in self.frozen
+
+    def keeps_after_forward(self, unit: str, strategy: Strategy) -> bool:
+        """Whether a unit stays whole from its forward to its backward."""
+        if unit in self.needs_no_backward_gather:
+            return False
+        return not strategy.reshard_after_forward or unit == self.forward[-1]
+
+    def is_gathered_again(self, unit: str, strategy: Strategy) -> bool:
+        """Whether backward gathers a unit, where parameters are sharded."""
+        keeps = self.keeps_after_forward(unit, strategy)
+        return unit not in self.needs_no_backward_gather and not keeps
+
+
+def all_following(order: Sequence[str], depth: int) -> dict[str, tuple[str, ...]]:
+    """For each unit the `depth` units that come after it in `order`."""
+    return {unit: tuple(order[index + 1 : index + 1 + depth]) for index, unit in enumerate(order)}
