@@ -75,6 +75,7 @@ class Trainer:
             while self.step < self.total_steps:
                 self._train_step()
                 if self._tracing.step():
+                    self._ranks.barrier()  # the others' files are complete too
                     self._requests.done(PROFILE)
                 asked = self._report(0 if self._due() != Due() else self._lag)
                 if asked.ends or asked.save:
