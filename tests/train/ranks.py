@@ -18,6 +18,7 @@ from fsdpctl.train import step
 from fsdpctl.train.assemble import make_trainer
 from fsdpctl.train.assets import collect_assets
 from fsdpctl.train.loop import Trainer
+from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.parts import Outside
 from fsdpctl.train.run_dir import plan_start, prepare_run_dir
 from tests.cli.run import TINY, make_text
@@ -81,11 +82,7 @@ def made(typed: list[str], stop_requested: Callable[[], bool] = lambda: False) -
 
 def plant(trainer: Trainer, plants: Plants) -> None:
     """Into the losses of its batches, which come one a step."""
-    summed_loss, batch_size = (
-        vars(step)["_summed_loss"],
-        trainer.parts.config.train.global_batch_size,
-    )
-    count = trainer.samples // batch_size
+    count = trainer.samples // trainer.parts.config.train.global_batch_size
 
     def planted(*about: Any) -> Tensor:
         nonlocal count
@@ -95,9 +92,6 @@ def plant(trainer: Trainer, plants: Plants) -> None:
         return PLANTED[what](loss) if whose == dist.get_rank() else loss
 
     vars(step)["summed_loss"] = planted
-
-
-vars(step).setdefault("_summed_loss", step.summed_loss)
 
 
 @distributed(timeout=150)

@@ -18,7 +18,7 @@ from fsdpctl.train.assemble import make_model
 from fsdpctl.train.bad_numbers import BadNumbers
 from fsdpctl.train.loss import summed_loss
 from tests.cli.run import invoke
-from tests.matrix import fast
+from tests.matrix import fast, matrix
 from tests.reference import train_reference
 from tests.train.ranks import CPU, Plants, resolved, train, words
 
@@ -83,9 +83,8 @@ SEEN = {
 }
 
 
-@pytest.mark.parametrize("lag", [0, 1])  # 1: as on CUDA, where the next step is under way
-@pytest.mark.parametrize("what", ["loss", "gradient"])
-@pytest.mark.parametrize("action", ["skip", "rollback"])
+# With a lag of 1, as on CUDA, the next step is under way when this one is looked at.
+@matrix(action=["skip", "rollback"], what=["loss", "gradient"], lag=[0, 1])
 @pytest.mark.parametrize("ranks", fast(2, slow=[3]))
 def test_the_weights_are_those_of_one_process_without_what_went_wrong(
     tmp_path, ranks, action, what, lag
@@ -151,8 +150,7 @@ def test_what_was_left_out_is_counted_over_starts(tmp_path):
 SPIKES = ["train.spike_factor=20", "train.steps=48", "checkpoint.every=40"]
 
 
-@pytest.mark.parametrize("action", ["skip", "rollback"])
-@pytest.mark.parametrize("what", ["loss spike", "gradient spike"])
+@matrix(action=["skip", "rollback"], what=["loss spike", "gradient spike"])
 def test_spikes_are_found_and_a_resumed_run_finds_the_same(tmp_path, what, action):
     ends = {}
     for name, about in {"whole": {}, "late": {"lag": 1}, "halves": {"stops_at": 42}}.items():
