@@ -13,8 +13,8 @@ from fsdpctl.data.batches import Batches
 from fsdpctl.data.source import DataSet, load_data
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
-from fsdpctl.reading.documents import parse_json
 from fsdpctl.resolve.machine import world_size
+from fsdpctl.train.metrics import whole_lines
 from fsdpctl.train.run_dir import METRICS, read_config
 
 
@@ -69,12 +69,10 @@ def samples_of_step(run_dir: Path, step: int) -> StepSamples:
 def _found(metrics: Path, step: int) -> tuple[dict[str, Any] | None, int]:
     """The record of a step that was not applied, if it was not; samples consumed after it."""
     bad, after, last = None, 0, 0
-    for text in metrics.read_text(encoding="utf-8").splitlines():
-        line = parse_json(text, dict[str, Any], str(metrics))
-        if line.get("step") == step:
-            bad, after = line.get("bad_numbers", bad), line.get("samples", after)
-        if "loss" in line:
-            last = max(last, line["step"])
+    for _, line in whole_lines(metrics):
+        last = max(last, line.step)
+        if line.step == step:
+            bad, after = line.bad_numbers or bad, line.samples or after
     if bad is None and not after:
         raise UsageError(f"--step {step}: {metrics.parent} has come to step {last}")
     return bad, after

@@ -1,5 +1,6 @@
 """The training loop."""
 
+import time
 from collections import deque
 
 from fsdpctl.checkpoint.manifest import Progress
@@ -122,18 +123,24 @@ class Trainer:
 
     def _train_step(self) -> None:
         """Launch a step; what came of it is reported later."""
+        began = time.perf_counter()
+
+        def own() -> OwnWord:
+            return OwnWord(self._look(time.perf_counter() - began).flags, self._probe.take())
+
         launched = launch_step(
             self.parts,
             self.step,
             self.samples,
             limits=self._numbers.limits(self.step + 1),
-            own=lambda: OwnWord(self._look().flags, self._probe.take()),
+            own=own,
         )
         self.step, self.samples = launched.step, launched.samples
         self._launched.append(launched)
 
-    def _look(self) -> Asked:
-        return self._requests.look(by_signal=self.parts.outside.stop_requested())
+    def _look(self, seconds: float = 0.0) -> Asked:
+        by_signal = self.parts.outside.stop_requested()
+        return self._requests.look(by_signal=by_signal, seconds=seconds)
 
     def _report(self, keep: int) -> Asked:
         """Tell of all launched steps but the newest `keep`; returns what was asked for in them.

@@ -162,16 +162,17 @@ class MetricsFile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class Line:
     """What every line has, and what is looked for in some."""
 
     step: int
+    samples: int | None = None  # of a step: consumed with it
     val_loss: float | None = None
     checkpoint_write_seconds: float = 0.0
     bad_numbers: dict[str, Any] | None = None
 
 
-def _lines(path: Path) -> Iterator[tuple[str, _Line]]:
+def whole_lines(path: Path) -> Iterator[tuple[str, Line]]:
     """Every whole line; one that was torn when the run was killed is none.
 
     Raises:
@@ -180,7 +181,7 @@ def _lines(path: Path) -> Iterator[tuple[str, _Line]]:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            found = parse_json(line, _Line, str(path))
+            found = parse_json(line, Line, str(path))
         except UsageError:
             if number == len(lines):
                 return
@@ -192,7 +193,7 @@ def _cut_back(path: Path, step: int) -> float:
     """Returns the most seconds that one of its checkpoints took."""
     if not path.is_file():
         return 0.0
-    lines = list(_lines(path))
+    lines = list(whole_lines(path))
     kept = [line for line, about in lines if about.step <= step or about.bad_numbers is not None]
     scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     scratch.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
@@ -208,4 +209,4 @@ def was_validated(path: Path, step: int) -> bool:
     """
     if not path.is_file():
         return False
-    return any(about.step == step and about.val_loss is not None for _, about in _lines(path))
+    return any(about.step == step and about.val_loss is not None for _, about in whole_lines(path))

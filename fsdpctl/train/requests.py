@@ -49,7 +49,8 @@ class TimeLimit:
 
     That is when less is left than twice the longest step and twice the longest save. Between two
     looks lies a step, on CUDA one more is under way, and then comes the save: half of it is spare.
-    The first step of a start, which compiles and allocates, counts until there is a second.
+    The first step of a start, which compiles and allocates, does not count; the one that is under
+    way counts as far as it has come.
     """
 
     def __init__(self, seconds: float | None, started: float, longest_save: float) -> None:
@@ -65,19 +66,19 @@ class TimeLimit:
     def step_took(self, seconds: float) -> None:
         """A step is over."""
         self._num_steps += 1
-        longest = 0.0 if self._num_steps == 2 else self._longest_step
-        self._longest_step = max(longest, seconds)
+        if self._num_steps > 1:
+            self._longest_step = max(self._longest_step, seconds)
 
     def save_took(self, seconds: float) -> None:
         """A checkpoint is complete, so long after it was begun."""
         self._longest_save = max(self._longest_save, seconds)
 
-    @property
-    def is_near(self) -> bool:
-        """Whether it is time to stop."""
+    def is_near(self, seconds: float = 0.0) -> bool:
+        """Whether it is time to stop, in a step that has taken so many seconds so far."""
         if self._ends is None:
             return False
-        return time.time() + 2 * self._longest_step + 2 * self._longest_save >= self._ends
+        step = max(self._longest_step, seconds)
+        return time.time() + 2 * step + 2 * self._longest_save >= self._ends
 
 
 class Requests:
@@ -91,15 +92,18 @@ class Requests:
         self._heard: set[str] = set()  # files that all ranks have been told of, and are still there
         self._looked = time.monotonic()
 
-    def look(self, *, by_signal: bool) -> Asked:
-        """What is asked for now; what a file asks for is said once."""
+    def look(self, *, by_signal: bool, seconds: float = 0.0) -> Asked:
+        """What is asked for now; what a file asks for is said once.
+
+        `seconds`: what the step has taken so far, where this is in one.
+        """
         if self.limit is None:
             return Asked(by_signal=by_signal, is_lost=self._files.look())
         new = self._new_files()
         return Asked(
             by_signal=by_signal,
             by_file=STOP in new,
-            by_clock=self.limit.is_near,
+            by_clock=self.limit.is_near(seconds),
             is_lost=self._files.look(),
             save=SAVE in new,
             profile=PROFILE in new,
