@@ -27,7 +27,7 @@ LAYERS = [
     {"resolve"},
     {"estimate"},
     {"train", "launch"},
-    {"compare"},
+    {"compare", "examine"},
     {"cli"},
 ]
 HEIGHT = {name: height for height, row in enumerate(LAYERS) for name in row}

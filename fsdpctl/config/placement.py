@@ -63,6 +63,13 @@ class LaunchConfig:
         maximum=_MOST_NODES,
         auto=True,
     )
+    time_limit: float | None = key(
+        None,
+        "seconds from the start of the launch, in which the last step is done and saved",
+        minimum=1,
+        maximum=1e9,
+        optional=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)

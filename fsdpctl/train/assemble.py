@@ -1,6 +1,5 @@
 """The one place where a configuration becomes objects."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.resolve.blocks import checkpoint_block, compile_block
 from fsdpctl.train.loop import Trainer
-from fsdpctl.train.parts import TrainingParts
+from fsdpctl.train.parts import Outside, TrainingParts
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -78,15 +77,13 @@ def make_optimizer(config: Config, model: ShardedModel) -> ShardedAdamW:
     )
 
 
-def make_trainer(
-    config: Config, world: World, stop_requested: Callable[[], bool], *, shows: bool
-) -> Trainer:
+def make_trainer(config: Config, world: World, outside: Outside, *, shows: bool) -> Trainer:
     """Everything for a run, brought to where its newest checkpoint was. Collective.
 
     Args:
         config: resolved.
         world: the ranks.
-        stop_requested: asked after every step.
+        outside: who asks for an end, and since when this runs.
         shows: whether rank 0 shows the progress.
     """
     run_dir = Path(str(config.train.run_dir))
@@ -118,7 +115,7 @@ def make_trainer(
         train_batches=Batches(data.train, train.seq_len, plan, train.seed, data.vocab_size),
         val_batches=_validation(data, train.seq_len, plan),
         device=world.device,
-        stop_requested=stop_requested,
+        outside=outside,
         shows=shows,
     )
     return Trainer(parts, done)
