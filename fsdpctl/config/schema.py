@@ -6,6 +6,7 @@ a run resolves it.
 
 from dataclasses import dataclass, field
 
+from fsdpctl.config.keeping import CheckpointConfig, LogConfig
 from fsdpctl.config.keys import Key, key, keys_of
 from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
 from fsdpctl.plan.owners import OWNER_MAPS
@@ -241,16 +242,6 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointConfig:
-    """When the state is saved."""
-
-    every: int = key(100, "steps between checkpoints; 0: only at the end", minimum=0)
-    keep_last: int = key(2, "newest checkpoints kept; 0: all", minimum=0)
-    keep_every: int = key(0, "and those of every so many steps; 0: none", minimum=0)
-    mode: str = key("async", "async writes while training goes on", choices=("async", "sync"))
-
-
-@dataclass(frozen=True, slots=True)
 class Config:
     """Everything that a run is told."""
 
@@ -270,6 +261,7 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
 
 SECTIONS: dict[str, type] = {
@@ -287,6 +279,7 @@ SECTIONS: dict[str, type] = {
     "cluster": ClusterConfig,
     "train": TrainConfig,
     "checkpoint": CheckpointConfig,
+    "log": LogConfig,
 }
 GROUPS = tuple(name for name, schema in SECTIONS.items() if hasattr(schema, "name"))
 KEYS: dict[str, Key] = {
