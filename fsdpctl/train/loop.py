@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 import torch
 
 from fsdpctl.checkpoint.manifest import Progress
-from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
 from fsdpctl.optim.record import StepFigures, StepRecord, record_step
 from fsdpctl.optim.schedule import lr_factor
@@ -43,7 +42,8 @@ class Trainer:
         parts.model.overlap_param_gather = True
         self._saved_step = done.step if done.step else -1
         self._ranks = parts.model.collectives
-        self._saver = Saver(parts.config, parts.run_dir, ObjectExchange())
+        watch = parts.watch
+        self._saver = Saver(parts.config, parts.run_dir, watch.ranks, watch.after_save)
         self._memory = MemoryCheck(parts.run_dir, parts.model, parts.optimizer, done.step)
         self._is_main = self._ranks.rank == 0
         config = parts.config
@@ -51,9 +51,8 @@ class Trainer:
         self.total_steps = config.train.steps
         self._flops = model_flops(config, parts.model, parts.device, self._ranks.size)
         self._chunk_tokens = config.train.loss_chunk_tokens or 0
-        self._metrics = (
-            MetricsFile(parts.run_dir / "metrics.jsonl", done.step) if self._is_main else None
-        )
+        file = parts.run_dir / "metrics.jsonl"
+        self._metrics = MetricsFile(file, done.step, watch.line) if self._is_main else None
         self._files = KeptFiles(config, parts.run_dir, self._metrics)
         self._progress = RunProgress(
             self.total_steps,
@@ -72,7 +71,8 @@ class Trainer:
             NonFiniteError: a loss or gradient was not finite, and the configuration says stop.
         """
         config = self.parts.config
-        with self._progress, self._profiler() as profiler:
+        watched = self.parts.watch.over(self.step, self._progress.say, self._metrics)
+        with self._progress, watched, self._profiler() as profiler:
             while self.step < self.total_steps:
                 self._train_step()
                 profiler.step()

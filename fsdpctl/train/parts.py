@@ -13,6 +13,7 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import StepRecord
 from fsdpctl.train.clock import StepClock
+from fsdpctl.watch.run_watch import RunWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class TrainingParts:
     train_batches: Batches
     val_batches: Batches | None
     device: torch.device
+    watch: RunWatch
     stop_requested: Callable[[], bool]
     shows: bool  # whether rank 0 shows the progress
 
