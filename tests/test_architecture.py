@@ -26,6 +26,7 @@ LAYERS = [
     {"engine", "optim", "checkpoint", "memory"},
     {"resolve"},
     {"estimate"},
+    {"watch"},
     {"train", "launch"},
     {"compare", "examine"},
     {"cli"},
@@ -34,13 +35,15 @@ HEIGHT = {name: height for height, row in enumerate(LAYERS) for name in row}
 WITHOUT_TORCH = ["errors", "reading", "plan", "config", "memory", "cli"]
 # What observes a module.
 WITH_TORCH = {f"fsdpctl.memory.{name}" for name in ("operators", "shorten", "trace")}
-# What consolidating, inspecting and verifying a checkpoint takes.
+# What consolidating, inspecting and verifying a checkpoint takes, and a look at a run.
 TOOLS_WITHOUT_TORCH = [
     "fsdpctl.checkpoint.consolidate",
     "fsdpctl.checkpoint.gguf_file",
     "fsdpctl.checkpoint.pretrained",
     "fsdpctl.checkpoint.reader",
     "fsdpctl.checkpoint.shard",
+    "fsdpctl.train.progress",
+    "fsdpctl.watch.status",
 ]
 SPEAKS_DISTRIBUTED = {"comm", "launch"}
 # The agent's protocol for a worker's error message is part of how it is launched.

@@ -42,12 +42,12 @@ def passed_over(checkpoints: Path) -> list[str]:
     """What looks newer than the newest finished checkpoint and is none, a sentence each."""
     newest = newest_checkpoint(checkpoints)
     name = newest.name if newest else "none"
-    at = _step_of(newest) if newest else -1
+    at = step_of(newest) if newest else -1
     folders = sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []
     found = [
         f"{folder} is incomplete, without {MANIFEST}; the newest complete checkpoint is {name}"
         for folder in folders
-        if _STEP.fullmatch(folder.name) and _step_of(folder) > at
+        if _STEP.fullmatch(folder.name) and step_of(folder) > at
     ]
     link = checkpoints / LATEST
     if (link.is_symlink() or link.exists()) and not found and not _is_checkpoint(link):
@@ -57,8 +57,8 @@ def passed_over(checkpoints: Path) -> list[str]:
 
 def way_on(damaged: Path) -> str:
     """What to do without a checkpoint: a clause for its error, empty where there is no other."""
-    at = _step_of(damaged)
-    others = [each for each in complete_checkpoints(damaged.parent) if _step_of(each) < at]
+    at = step_of(damaged)
+    others = [each for each in complete_checkpoints(damaged.parent) if step_of(each) < at]
     return f"; --resume {others[-1]} starts a new run from the one before" if others else ""
 
 
@@ -153,21 +153,23 @@ class Retention:
         return self.last == 0 or (self.every > 0 and step % self.every == 0)
 
 
-def remove_old(checkpoints: Path, keep: Retention) -> None:
-    """Delete the checkpoints that are not kept.
+def remove_old(checkpoints: Path, keep: Retention, spared: Path | None = None) -> None:
+    """Delete the checkpoints that are not kept, but for the one that is `spared`.
 
     Raises:
         OSError: one cannot be deleted.
     """
     for folder in complete_checkpoints(checkpoints)[: -keep.last or None]:
-        if not keep.keeps(_step_of(folder)):
+        is_spared = spared is not None and spared.name == folder.name
+        if not (is_spared or keep.keeps(step_of(folder))):
             # What is deleted half is no checkpoint, and `remove_unfinished` finds it.
             doomed = folder.with_name(f"{folder.name}.tmp-removed")
             folder.rename(doomed)
             shutil.rmtree(doomed)
 
 
-def _step_of(folder: Path) -> int:
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint's name."""
     match = _STEP.fullmatch(folder.name)
     assert match is not None
     return int(match.group(1))

@@ -22,6 +22,7 @@ from fsdpctl.cli.estimate import estimate_memory
 from fsdpctl.cli.evaluate import evaluate
 from fsdpctl.cli.listing import list_choices
 from fsdpctl.cli.sample import sample
+from fsdpctl.cli.status import status
 from fsdpctl.cli.train import train
 from fsdpctl.cli.version import print_version
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
@@ -45,6 +46,7 @@ _SETTINGS = {"ignore_unknown_options": True}  # a word with dashes is answered b
 _COMMANDS: tuple[tuple[str, Callable[..., None], bool], ...] = (
     ("train", train, True),
     ("estimate-memory", estimate_memory, True),
+    ("status", status, False),
     ("compare", compare, True),
     ("sample", sample, False),
     ("evaluate", evaluate, True),

@@ -82,7 +82,7 @@ def _described(section: str, default: Config, config_dir: Path | None) -> dict[s
 def _schema(config_dir: Path | None) -> dict[str, Any]:
     """What a recipe may say, as flat words or nested sections."""
     flat: dict[str, Any] = {group: {"enum": choices_of(group, config_dir)} for group in GROUPS}
-    flat |= {name: _schema_of(key) for name, key in KEYS.items()}
+    flat |= {name: _schema_of(key) for name, key in KEYS.items() if not key.is_executed}
     nested = {}
     for section in SECTIONS:
         inner = {

@@ -13,20 +13,18 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from fsdpctl.config.files import choices_below, choices_of, package_folder
+from fsdpctl.config.config_dir import check_config_dir, own_choice
+from fsdpctl.config.files import choices_of, package_folder
 from fsdpctl.config.keys import Value
 from fsdpctl.config.model_path import SHAPE_KEYS, is_checkpoint, model_words
-from fsdpctl.config.recipe import find_recipe, read_recipe, recipe_names, words_in
+from fsdpctl.config.recipe import find_recipe, read_recipe, recipe_names, refuse_commands
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, Config
 from fsdpctl.config.serialize import known_key, to_config
 from fsdpctl.config.words import hint
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE, with_resharding
-from fsdpctl.reading.documents import read_yaml
 
 _OPTIONS = ("--recipe", "--config-dir", "--resume", "--dry-run", "--print-config", "--help")
-
-_FREE_GROUPS = ("model", "prefetch", "precision", "cluster")  # whose choices are only values
 
 _RESHARDING = ("reshard_after_forward", "strategy.reshard_after_forward")
 # With torchtitan's words for it.
@@ -55,11 +53,12 @@ def compose_config(
     Raises:
         UsageError: a word is unknown or given twice, or its value is not allowed.
     """
-    _check_config_dir(config_dir)
+    check_config_dir(config_dir)
     typed = [_split(word) for word in words]
     _refuse_doubles(typed)
     path = None if recipe is None else find_recipe(recipe)
     base = read_recipe(path) if path else []
+    refuse_commands(str(recipe), base, typed)
     _refuse_doubles(base)
     base = _resharding(base, [])
     typed = _resharding(typed, base)
@@ -99,25 +98,6 @@ def _resharding(pairs: list[Pair], below: list[Pair]) -> list[Pair]:
 def _in_our_words(name: str, text: str) -> Pair:
     """A strategy by the name that other tools have for it."""
     return name, STRATEGIES_ELSEWHERE.get(text.lower(), text) if name == "strategy" else text
-
-
-def _check_config_dir(config_dir: Path | None) -> None:
-    if config_dir is None:
-        return
-    if not config_dir.is_dir():
-        raise UsageError(f"--config-dir {config_dir}: no such directory")
-    for group in GROUPS:
-        if group not in _FREE_GROUPS and any(choices_below(config_dir / group)):
-            raise UsageError(
-                f"{config_dir / group}: the choices of {group} are fixed; files can add to "
-                f"{', '.join(_FREE_GROUPS)}"
-            )
-        ours = set(choices_of(group))
-        for choice in sorted(ours.intersection(choices_below(config_dir / group))):
-            raise UsageError(
-                f"{config_dir / group / choice}.yaml: {group}={choice} exists already; "
-                "name yours otherwise"
-            )
 
 
 def _split(word: str) -> Pair:
@@ -216,7 +196,7 @@ def _values_of_choices(choices: dict[str, str], config_dir: Path | None) -> dict
         if (section, choice) not in ours:
             assert config_dir is not None
             file = config_dir / section / f"{choice}.yaml"
-            pairs += ((f"{section}.{word}", text) for word, text in _own_choice(file))
+            pairs += ((f"{section}.{word}", text) for word, text in own_choice(file))
     values = {name: each.default for name, each in KEYS.items()}
     for name, text in pairs:
         if name not in KEYS:
@@ -227,16 +207,6 @@ def _values_of_choices(choices: dict[str, str], config_dir: Path | None) -> dict
             )
         values[name] = KEYS[name].parse(text)
     return values
-
-
-def _own_choice(file: Path) -> list[Pair]:
-    """What a file in --config-dir says; one of comments alone, nothing."""
-    content = read_yaml(file)
-    words = words_in(file, content) if content else []
-    for name, text in words:
-        if "${" in text:
-            raise UsageError(f"{file}: {name}: {text}: values are plain; nothing is filled in")
-    return words
 
 
 def _texts(composed: Mapping[str, Any]) -> Iterator[Pair]:

@@ -28,6 +28,7 @@ class Key:
     auto: bool = False  # `auto` is allowed, and stored as None
     optional: bool = False  # may be left unset
     is_path: bool = False
+    is_executed: bool = False  # a command: taken from who types it, not from files
     unit: str = ""  # of a number that may also be typed as a size, such as 80GB
 
     @property

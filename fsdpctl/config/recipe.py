@@ -1,6 +1,7 @@
 """Recipes: YAML files of the very words one types, as `section.key: value` or nested."""
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -44,6 +45,23 @@ def read_recipe(path: Path) -> list[tuple[str, str]]:
         UsageError: it is not a YAML mapping of words to plain values.
     """
     return words_in(path, read_yaml(path))
+
+
+def refuse_commands(
+    recipe: str, words: Sequence[tuple[str, str]], typed: Sequence[tuple[str, str]]
+) -> None:
+    """See that a recipe, which may be somebody else's, says nothing that would be executed.
+
+    Raises:
+        UsageError: it does, and it is not typed too.
+    """
+    said = {name for name, _ in typed}
+    for name, text in words:
+        if name in KEYS and KEYS[name].is_executed and name not in said:
+            raise UsageError(
+                f"{recipe}: {name}: what is executed is typed, not read from files; if it is "
+                f"yours, type {name}={shlex.quote(text)}"
+            )
 
 
 def words_in(path: Path, content: object) -> list[tuple[str, str]]:

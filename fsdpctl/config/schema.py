@@ -6,9 +6,10 @@ a run resolves it.
 
 from dataclasses import dataclass, field
 
+from fsdpctl.config.keeping import CheckpointConfig, LogConfig
 from fsdpctl.config.keys import Key, key, keys_of
 from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
-from fsdpctl.config.training import MOST_SAMPLES, CheckpointConfig, TrainConfig
+from fsdpctl.config.training import MOST_SAMPLES, TrainConfig
 from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.strategy import STRATEGIES
 
@@ -215,6 +216,7 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
 
 SECTIONS: dict[str, type] = {
@@ -232,6 +234,7 @@ SECTIONS: dict[str, type] = {
     "cluster": ClusterConfig,
     "train": TrainConfig,
     "checkpoint": CheckpointConfig,
+    "log": LogConfig,
 }
 GROUPS = tuple(name for name, schema in SECTIONS.items() if hasattr(schema, "name"))
 KEYS: dict[str, Key] = {

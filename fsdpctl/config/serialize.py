@@ -87,6 +87,12 @@ def config_words(config: Config) -> dict[str, str]:
     return words
 
 
+def words_for_others(config: Config) -> dict[str, str]:
+    """The same without commands, which are nobody else's business, and may name what is secret."""
+    executed = {name for name, each in KEYS.items() if each.is_executed}
+    return {name: text for name, text in config_words(config).items() if name not in executed}
+
+
 def model_words_only(words: Mapping[str, str]) -> dict[str, str]:
     """Of a configuration, what says which model it is."""
     return {

@@ -65,13 +65,3 @@ class TrainConfig:
     compile: bool = key(False, "torch.compile each block")
     profile: bool = key(False, "write a Chrome trace of three steps into the run's directory")
     deterministic: bool = key(False, "CUDA: only kernels that repeat their results")
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointConfig:
-    """When the state is saved."""
-
-    every: int = key(100, "steps between checkpoints; 0: only at the end", minimum=0)
-    keep_last: int = key(2, "newest checkpoints kept; 0: all", minimum=0)
-    keep_every: int = key(0, "and those of every so many steps; 0: none", minimum=0)
-    mode: str = key("async", "async writes while training goes on", choices=("async", "sync"))

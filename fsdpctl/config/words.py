@@ -156,6 +156,14 @@ _OURS = {
     "zero2": "strategy=shard_grad_op",
     "zero3": "strategy=full_shard",
     "zero_hpz_partition_size": "strategy.dp_shard_size, with strategy=hybrid_shard_optimizer",
+    "enable_tensorboard": "log.tensorboard=true",
+    "enable_wandb": "log.wandb=true",
+    "logger_name": "log.wandb=true or log.tensorboard=true",
+    "report_to": "log.wandb=true or log.tensorboard=true",
+    "tensorboard": "log.tensorboard=true",
+    "use_wandb": "log.wandb=true",
+    "wandb": "log.wandb=true",
+    "wandb_project": "log.wandb_project",
     "FULL_SHARD": "full_shard",
     "HYBRID_SHARD": "hybrid_shard",
     "NO_SHARD": "no_shard",
@@ -206,10 +214,6 @@ _NOT_OFFERED = {
 
 _LATER = {
     "simulate": "simulation",
-    "wandb": "logging to W&B",
-    "wandb_project": "logging to W&B",
-    "enable_wandb": "logging to W&B",
-    "report_to": "logging to W&B or TensorBoard",
     "max_time": "a time limit",
     "chat_template": "training on chats",
     "packed_sequence_size": "packing",
@@ -217,7 +221,6 @@ _LATER = {
     "sample_packing": "packing",
     "template": "training on chats",
     "train_on_inputs": "training on chats",
-    "tensorboard": "logging to TensorBoard",
 }
 
 

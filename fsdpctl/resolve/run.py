@@ -21,6 +21,7 @@ from fsdpctl.data.tokens import check_tokens
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.batch import BatchPlan, plan_batches
+from fsdpctl.resolve.besides import check_besides
 from fsdpctl.resolve.blocks import missing_compiler
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import check_length, placed_here, resolved_strategy, world_size
@@ -63,6 +64,7 @@ def resolve(composed: Composed, launch: LaunchConfig | None = None) -> ResolvedR
             f"engine={composed.config.engine.name}: this version only estimates its memory, with "
             "estimate-memory; trained is with engine=fsdpctl"
         )
+    check_besides(composed.config)
     config = placed_here(composed.config, launch)
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
     config, notes = _with_compiler(config)

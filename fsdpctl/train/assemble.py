@@ -11,6 +11,7 @@ from fsdpctl.checkpoint.load import load_checkpoint, load_weights
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.pretrained import open_weights, weights_folder
 from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.comm.world import World
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
@@ -28,6 +29,7 @@ from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.resolve.blocks import checkpoint_block, compile_block
 from fsdpctl.train.loop import Trainer
 from fsdpctl.train.parts import Outside, TrainingParts
+from fsdpctl.watch.run_watch import RunWatch
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -84,10 +86,18 @@ def make_trainer(config: Config, world: World, outside: Outside, *, shows: bool)
         config: resolved.
         world: the ranks.
         outside: who asks for an end, and since when this runs.
-        shows: whether rank 0 shows the progress.
+        shows: whether rank 0 shows the progress, and tells others of it.
     """
     run_dir = Path(str(config.train.run_dir))
-    data = load_data(config.data)
+    watch = RunWatch(config, run_dir, ObjectExchange(), world.device, is_on=shows)
+    with watch.keeping_snapshot():
+        return _make_trainer(config, world, outside, watch, shows=shows)
+
+
+def _make_trainer(
+    config: Config, world: World, outside: Outside, watch: RunWatch, *, shows: bool
+) -> Trainer:
+    run_dir, data = watch.run_dir, load_data(config.data)
     plan = plan_batches(
         config.train.global_batch_size,
         world.world_size,
@@ -98,13 +108,7 @@ def make_trainer(config: Config, world: World, outside: Outside, *, shows: bool)
     is_read = newest is not None or config.model.is_pretrained
     model = make_model(config, world.device, empty=is_read)
     optimizer = make_optimizer(config, model)
-    done = Progress()
-    if newest is not None:
-        done = _resume(newest, model, optimizer, data)
-    elif config.model.is_pretrained:
-        # Decided once: `model.path` may be a run that goes on while the ranks look.
-        (folder, *_) = model.collectives.gather_objects(str(weights_folder(config.model)))
-        load_weights(open_weights(config.model, Path(folder)), model)
+    done = _fill(config, model, optimizer, data, newest)
     train = config.train
     parts = TrainingParts(
         config=config,
@@ -116,9 +120,27 @@ def make_trainer(config: Config, world: World, outside: Outside, *, shows: bool)
         val_batches=_validation(data, train.seq_len, plan),
         device=world.device,
         outside=outside,
+        watch=watch,
         shows=shows,
     )
     return Trainer(parts, done)
+
+
+def _fill(
+    config: Config,
+    model: ShardedModel,
+    optimizer: ShardedAdamW,
+    data: DataSet,
+    newest: Path | None,
+) -> Progress:
+    """Read what the model begins with, where that is not drawn: how far the run had come."""
+    if newest is not None:
+        return _resume(newest, model, optimizer, data)
+    if config.model.is_pretrained:
+        # Decided once: `model.path` may be a run that goes on while the ranks look.
+        (folder, *_) = model.collectives.gather_objects(str(weights_folder(config.model)))
+        load_weights(open_weights(config.model, Path(folder)), model)
+    return Progress()
 
 
 def _validation(data: DataSet, seq_len: int, plan: BatchPlan) -> Batches | None:

@@ -3,7 +3,6 @@
 import time
 
 from fsdpctl.checkpoint.manifest import Progress
-from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.train.kept import KeptFiles
 from fsdpctl.train.parts import TrainingParts
@@ -33,7 +32,7 @@ class Keeper:
         self._requests = requests
         self._teller = teller
         self._is_awaited = False
-        self._saver = Saver(parts.config, parts.run_dir, ObjectExchange())
+        self._saver = Saver(parts.config, parts.run_dir, parts.watch.ranks, parts.watch.after_save)
 
     @property
     def share_written(self) -> float | None:

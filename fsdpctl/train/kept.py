@@ -9,8 +9,9 @@ from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.train.assets import read_run_assets, write_assets
 from fsdpctl.train.metrics import MetricsFile
-from fsdpctl.train.run_dir import LOGS, OVERRIDES
+from fsdpctl.watch.files import ENVIRONMENT, LOGS, OVERRIDES, WANDB_ID
 
+_TEXTS = (OVERRIDES, ENVIRONMENT, WANDB_ID)  # those that there are
 _LOOKS_EVERY = 1.0  # seconds: a file system of a cluster is asked for it
 
 
@@ -23,7 +24,9 @@ class KeptFiles:
         self._run_dir = run_dir
         self._metrics = metrics
         self._assets = {} if metrics is None else read_run_assets(run_dir)
-        self._overrides = "" if metrics is None else _text_of(run_dir / OVERRIDES)
+        self._texts = {}
+        if metrics is not None:
+            self._texts = {name: _text_of(run_dir / name) for name in _TEXTS}
         self._looked = time.monotonic()
         self.are_lost = False
 
@@ -47,7 +50,9 @@ class KeptFiles:
         try:
             (self._run_dir / LOGS).mkdir(parents=True, exist_ok=True)
             write_assets(self._run_dir, self._assets)
-            (self._run_dir / OVERRIDES).write_text(self._overrides, encoding="utf-8")
+            for name, text in self._texts.items():
+                if text:
+                    (self._run_dir / name).write_text(text, encoding="utf-8")
             self._metrics.put_back()
             (self._run_dir / RUN_CONFIG).write_text(config_to_yaml(self._config), encoding="utf-8")
         except OSError as error:

@@ -65,7 +65,8 @@ class Trainer:
             StoppedError: it was asked to stop, and has saved.
             NonFiniteError: a step was not applied, for its numbers, and nothing is to be done.
         """
-        with self._teller, self._tracing:
+        watched = self.parts.watch.over(self.step, self._teller.say, self._teller.metrics)
+        with self._teller, watched, self._tracing:
             for line in self._requests.remove_left_over():
                 self._teller.say(line)
             if self._is_validation_missing():

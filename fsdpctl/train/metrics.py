@@ -5,7 +5,8 @@ import json
 import math
 import os
 import resource
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,15 +98,22 @@ def peak_memory(device: torch.device) -> PeakMemory:
 class MetricsFile:
     """metrics.jsonl of a run; each line is on its way to the disk when `write` returns."""
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        step: int,
+        on_line: Callable[[Mapping[str, Any]], None] = lambda line: None,
+    ) -> None:
         """Open `path` as it was when the checkpoint of `step` was made: later lines are cut off.
 
         Those about steps that were not applied stay: nothing else tells of them.
+        `on_line` is called with each line that was written, in the thread that wrote it.
 
         Raises:
             UsageError: it is damaged, or cannot be written.
         """
-        self._path = path
+        self._path, self._on_line = path, on_line
+        self._writing = threading.Lock()
         try:
             self.seconds_to_save = _cut_back(path, step)
             self._file = path.open("a+", encoding="utf-8")
@@ -126,16 +134,18 @@ class MetricsFile:
             raise FsdpctlError(f"{self._path}: {error.strerror}") from None
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one object.
+        """Append one object; any thread may.
 
         Raises:
             FsdpctlError: the disk is full, or gone.
         """
         try:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            with self._writing:
+                self._file.write(json.dumps(line) + "\n")
+                self._file.flush()
         except OSError as error:
             raise FsdpctlError(f"{self._path}: {error.strerror}") from None
+        self._on_line(line)
 
     @property
     def is_in_place(self) -> bool:
@@ -149,13 +159,14 @@ class MetricsFile:
 
     def put_back(self) -> None:
         """Write everything so far to its path again, and go on there; OSError if that fails."""
-        self._file.seek(0)
-        text = self._file.read()
-        self._file.close()
-        self._file = self._path.open("a+", encoding="utf-8")
-        self._file.truncate(0)
-        self._file.write(text)
-        self._file.flush()
+        with self._writing:
+            self._file.seek(0)
+            text = self._file.read()
+            self._file.close()
+            self._file = self._path.open("a+", encoding="utf-8")
+            self._file.truncate(0)
+            self._file.write(text)
+            self._file.flush()
 
     def close(self) -> None:
         """Let go of it; nothing is left to be written."""

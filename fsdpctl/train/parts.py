@@ -13,6 +13,7 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import Limits, StepRecord
 from fsdpctl.train.clock import StepClock
+from fsdpctl.watch.run_watch import RunWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class TrainingParts:
     val_batches: Batches | None
     device: torch.device
     outside: Outside
+    watch: RunWatch
     shows: bool  # whether rank 0 shows the progress
 
 

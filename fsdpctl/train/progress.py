@@ -4,6 +4,7 @@ import math
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -16,7 +17,9 @@ from rich.progress import (
 )
 
 from fsdpctl.train.console import PatientConsole, journal, printable
-from fsdpctl.train.metrics import PeakMemory, StepMetrics
+
+if TYPE_CHECKING:
+    from fsdpctl.train.metrics import PeakMemory, StepMetrics
 
 _GIB = 1 << 30
 _MIB = 1 << 20
@@ -77,7 +80,7 @@ class RunProgress:
         if self._live is not None:
             self._live.stop()
 
-    def step(self, metrics: StepMetrics, share_saved: float | None) -> None:
+    def step(self, metrics: "StepMetrics", share_saved: float | None) -> None:
         """A step is done; of the checkpoint on its way, if there is one, so much is written."""
         self._done_here += 1
         saving = "" if share_saved is None else f"  saving {share_saved:.0%}"
@@ -112,7 +115,7 @@ class RunProgress:
             journal(self._log, line)
 
 
-def _figures(metrics: StepMetrics, num_ranks: int) -> str:
+def _figures(metrics: "StepMetrics", num_ranks: int) -> str:
     figures, speed = metrics.figures, metrics.tokens_per_second
     each = f" ({speed / num_ranks:,.0f} per rank)" if num_ranks > 1 else ""
     return (
@@ -121,11 +124,11 @@ def _figures(metrics: StepMetrics, num_ranks: int) -> str:
     )
 
 
-def _mfu(metrics: StepMetrics) -> str:
+def _mfu(metrics: "StepMetrics") -> str:
     return "" if metrics.mfu is None else f"  {metrics.mfu:.1%} MFU"
 
 
-def _memory(memory: PeakMemory) -> str:
+def _memory(memory: "PeakMemory") -> str:
     if memory.total is None:
         return format_bytes(memory.reserved)
     share = memory.reserved / memory.total

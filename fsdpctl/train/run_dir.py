@@ -30,11 +30,11 @@ from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.resolve.run import decides_losses
 from fsdpctl.train.assets import write_assets
 from fsdpctl.train.metrics import was_validated
-from fsdpctl.train.run_lock import LOCK
+from fsdpctl.watch.files import ALIVE, LOCK, OVERRIDES, RUNS
+from fsdpctl.watch.files import LOG as LOG
+from fsdpctl.watch.files import LOGS as LOGS
+from fsdpctl.watch.files import METRICS as METRICS
 
-RUNS = "runs"  # the folder of runs whose directory was not given
-OVERRIDES, METRICS, LOGS = "overrides.txt", "metrics.jsonl", "logs"
-LOG = f"{LOGS}/node-00000.log"
 _WHERE = ("train.run_dir", "launch.node_rank", "launch.rdzv_endpoint")  # of a start, not the run
 _NOT_THE_MODELS = ("model.path", "model.init", "model.init_std")  # but of its first weights
 _NOT_SET = "not set"
@@ -217,6 +217,7 @@ def prepare_run_dir(start: Start, words: Sequence[str], assets: Mapping[str, byt
     checkpoints = run_dir / CHECKPOINTS
     try:
         _replace_text(run_dir / OVERRIDES, "".join(f"{word}\n" for word in words))
+        (run_dir / ALIVE).unlink(missing_ok=True)  # of the start before
         shutil.rmtree(run_dir / LOGS, ignore_errors=True)
         (run_dir / LOGS).mkdir(exist_ok=True)
         checkpoints.mkdir(exist_ok=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 
 from fsdpctl.errors import UsageError
+from fsdpctl.watch.files import LOCK
 
-LOCK = "lock"
 _WIND_DOWN_SECONDS = 10.0  # the ranks of a launcher that was killed go within it
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fsdpctl.checkpoint.folders import (
     LATEST,
@@ -19,10 +20,11 @@ from fsdpctl.checkpoint.save import Ranks, Snapshot, take_snapshot, write_checkp
 from fsdpctl.checkpoint.tensors import Staging
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
-from fsdpctl.config.serialize import config_words
+from fsdpctl.config.serialize import words_for_others
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.train.assets import read_run_assets
+from fsdpctl.watch.after_save import AfterSave
 
 _TELLING_SECONDS = 0.5
 _LEAVING_SECONDS = 10.0  # what a failing run waits for a checkpoint that does not get on
@@ -37,13 +39,14 @@ class Saved:
     write: float  # seconds until it was complete
     note: str  # what went wrong after that, on rank 0
 
-    def to_line(self) -> dict[str, float]:
+    def to_line(self) -> dict[str, Any]:
         """The object in metrics.jsonl."""
-        return {
+        line = {
             "step": self.step,
             "checkpoint_seconds": round(self.stall, 6),
             "checkpoint_write_seconds": round(self.write, 6),
         }
+        return {**line, "warning": f"saved; but {self.note}"} if self.note else line
 
 
 class _Write:
@@ -75,18 +78,20 @@ class Saver:
     comes before the last one is complete waits for it.
     """
 
-    def __init__(self, config: Config, run_dir: Path, ranks: Ranks) -> None:
+    def __init__(self, config: Config, run_dir: Path, ranks: Ranks, after_save: AfterSave) -> None:
         """Save into `run_dir`.
 
         Args:
             config: resolved.
             run_dir: of the run.
             ranks: all of them, talking apart from training, so that a thread may.
+            after_save: on rank 0 what is run on each checkpoint.
         """
         self._checkpoints = run_dir / CHECKPOINTS
-        self._words = config_words(config)
+        self._words = words_for_others(config)
         self._keep = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every)
         self._ranks = ranks
+        self._after_save = after_save
         self._staging = Staging() if config.checkpoint.mode == "async" else None
         self._assets: Mapping[str, bytes] = read_run_assets(run_dir) if ranks.rank == 0 else {}
         self._current: _Write | None = None
@@ -125,14 +130,21 @@ class Saver:
         write_checkpoint(folder, snapshot, self._ranks, on_bytes)
         if self._ranks.rank == 0:
             self._tidy(folder)
+            step = snapshot.about.progress.step
+            self._after_save.add(folder, step, self._remove_old)
 
     def _tidy(self, newest: Path) -> None:
         """Of what fails here nothing is lost: it is told."""
         try:
             point_to(self._checkpoints / LATEST, newest)
-            remove_old(self._checkpoints, self._keep)
+            with self._after_save.deleting:
+                self._remove_old()
         except OSError as error:
             self._note = f"{error.filename or self._checkpoints}: {error.strerror}"
+
+    def _remove_old(self) -> None:
+        """Also once the command is done with one that was spared for it."""
+        remove_old(self._checkpoints, self._keep, self._after_save.busy)
 
     def take_saved(self) -> Saved | None:
         """The checkpoint that has become complete since the last call, if one has.

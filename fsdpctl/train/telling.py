@@ -23,7 +23,9 @@ class Teller:
         config, ranks = parts.config, parts.model.collectives
         assert config.train.steps is not None
         is_main = ranks.rank == 0
-        self.metrics = MetricsFile(parts.run_dir / METRICS, step) if is_main else None
+        self.metrics = None
+        if is_main:
+            self.metrics = MetricsFile(parts.run_dir / METRICS, step, parts.watch.line)
         self.shown = RunProgress(
             config.train.steps,
             step,

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,33 @@ def test_what_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(UsageError, match=r"metrics.jsonl: " + os.strerror(errno.EISDIR)):
         MetricsFile(tmp_path / "metrics.jsonl", 0)
+
+
+def test_others_are_told_of_each_line_that_was_written(tmp_path: Path):
+    path, heard = tmp_path / "metrics.jsonl", []
+    file = MetricsFile(path, 0, lambda line: heard.append((line["step"], path.read_text())))
+    file.write({"step": 1})
+    file.write({"step": 2})
+    file.close()
+    assert heard == [(1, '{"step": 1}\n'), (2, '{"step": 1}\n{"step": 2}\n')]
+
+
+def test_lines_of_several_threads_stay_whole(tmp_path: Path):
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    line = {"step": 1, "warning": "x" * 20_000}  # more than is written at once
+
+    def write() -> None:
+        for _ in range(50):
+            file.write(line)
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    file.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(each) for each in lines] == [line] * 200
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")

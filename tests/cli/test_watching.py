@@ -1,0 +1,188 @@
+"""Whole runs, and those who watch them."""
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.cli.run import TINY, fsdpctl, invoke, make_text
+from tests.cli.test_interruptions import ended, has_stepped, start, wait_for
+
+
+def words(folder: Path, steps: int, *more: str) -> list[str]:
+    return [
+        *TINY, f"data.path={make_text(folder)}", "train.run_dir=run", f"train.steps={steps}", *more,
+    ]  # fmt: skip
+
+
+def status(folder: Path) -> dict[str, object]:
+    code, printed = invoke("status", str(folder / "run"), "--json")
+    assert code == 0
+    found: dict[str, object] = json.loads(printed)
+    return found
+
+
+def script(folder: Path, text: str) -> Path:
+    file = folder / "upload.sh"
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return file
+
+
+# ---- before anything starts ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("checkpoint.after_save=no-such-program", "no-such-program is no program that is found"),
+        ("checkpoint.after_save=sh 'x", "no closing quotation"),
+        ("checkpoint.after_save=", "allowed is text"),
+        ("checkpoint.after_save_timeout=0", "allowed is number from 1 to 1000000"),
+        ("log.tensorboard=yes", "allowed is true or false"),
+        ("log=wandb", "a section, not a key"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path, word, said):
+    run = tmp_path / "run"
+    code, answer = invoke(
+        "train", *TINY, f"data.path={make_text(tmp_path)}", f"train.run_dir={run}", word
+    )
+    assert (code, said in answer, run.exists()) == (2, True, False), answer
+
+
+def test_a_recipe_may_not_say_what_is_executed(tmp_path):
+    recipe = tmp_path / "theirs.yaml"
+    recipe.write_text("checkpoint:\n  after_save: touch it\n")
+    code, answer = invoke("train", str(recipe), "--print-config")
+    assert code == 2
+    assert answer == (
+        f"{recipe}: checkpoint.after_save: what is executed is typed, not read from files; if it "
+        "is yours, type checkpoint.after_save='touch it'"
+    )
+    code, printed = invoke("train", str(recipe), "checkpoint.after_save=true", "--print-config")
+    assert (code, "checkpoint.after_save: 'true'" in printed) == (0, True), printed
+
+
+def test_no_recipe_is_offered_a_command():
+    code, printed = invoke("list", "--json-schema")
+    known = json.loads(printed)["properties"]
+    assert (code, "checkpoint.every" in known, "log.wandb" in known) == (0, True, True)
+    assert "checkpoint.after_save" not in known
+    assert "after_save" not in known["checkpoint"]["properties"]
+
+
+# ---- whole runs ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_is_seen_to_run_to_stop_to_go_on_and_to_finish(tmp_path):
+    process = start(tmp_path, 100_000)
+    wait_for(has_stepped(tmp_path))
+    found = status(tmp_path)
+    assert (found["state"], found["seen"], found["total_steps"]) == ("running", "process", 100_000)
+    assert isinstance(found["step"], int)
+    assert found["step"] >= 30
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 75
+    found = status(tmp_path)
+    assert found["state"] == "stopped"
+    assert re.fullmatch(r"stopped at step \d+ of 100000, saved", str(found["message"]))
+    assert isinstance(found["step"], int)
+    steps = found["step"] + 5
+    assert fsdpctl("train", *words(tmp_path, steps), cwd=tmp_path).returncode == 0
+    found = status(tmp_path)
+    assert (found["state"], found["step"], found["starts"]) == ("finished", steps, 2)
+    process = start(tmp_path, 100_000)
+    wait_for(has_stepped(tmp_path, steps + 5))
+    process.kill()
+    process.communicate()
+    wait_for(lambda: status(tmp_path)["state"] == "failed")
+    assert "is gone, or cut off" in str(status(tmp_path)["message"])
+
+
+@pytest.mark.slow
+def test_the_command_runs_on_every_checkpoint_and_the_end_waits_for_it(tmp_path):
+    text = 'sleep 0.5; test -f "$1/manifest.json" || exit 8; test "$FSDPCTL_STEP" != 50'
+    command = f"checkpoint.after_save={script(tmp_path, text)}"
+    done = fsdpctl("train", *words(tmp_path, 100, command, "checkpoint.keep_last=3"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "step 50: checkpoint.after_save: exit code 1" in done.stdout
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    outcomes = [(line["step"], line["after_save"]) for line in lines if "after_save" in line]
+    assert outcomes == [(25, "done"), (50, "failed"), (75, "done"), (100, "done")]
+    found = status(tmp_path)
+    assert found["warnings"] == ["step 50: checkpoint.after_save: exit code 1"]
+
+
+@pytest.mark.slow
+def test_a_stop_waits_for_the_command(tmp_path):
+    command = f"checkpoint.after_save={script(tmp_path, 'sleep 2; touch done-$FSDPCTL_STEP')}"
+    process = start(tmp_path, 100_000, command)
+    wait_for(has_stepped(tmp_path))
+    process.send_signal(signal.SIGTERM)
+    assert ended(process)[0] == 75
+    saved = (tmp_path / "run" / "checkpoints" / "latest").resolve()
+    assert (tmp_path / f"done-{int(saved.name.removeprefix('step-'))}").exists()
+
+
+@pytest.mark.slow
+def test_other_tools_are_told_by_rank_0_alone(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps in (30, 40):
+        typed = words(tmp_path, steps, "log.tensorboard=true")
+        done = fsdpctl("train", *typed, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    board = tmp_path / "run" / "tensorboard"
+    assert len(list(board.iterdir())) == 2  # one for each start
+    curves = EventAccumulator(str(board))
+    curves.Reload()
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    told = [(each.step, each.value) for each in curves.Scalars("loss")]
+    assert [step for step, _ in told] == [step for step, _ in losses] == list(range(1, 41))
+    assert [value for _, value in told] == pytest.approx([loss for _, loss in losses], rel=1e-6)
+    assert {"val_loss", "tokens_per_second"} <= set(curves.Tags()["scalars"])
+
+
+# What stands in for a device without room: on rank 1, at its third step.
+PLANTED = """
+import os
+if os.environ.get("RANK") == "1":
+    import torch
+    from fsdpctl.optim.adamw import ShardedAdamW
+
+    torch.cuda.memory._dump_snapshot = lambda path: open(path, "w").close()
+    step, steps = ShardedAdamW.step, []
+
+    def fails(self, *args, **about):
+        steps.append(1)
+        if len(steps) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return step(self, *args, **about)
+
+    ShardedAdamW.step = fails
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_without_memory_says_where_its_snapshot_lies(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(PLANTED)
+    monkeypatch.setattr(
+        "tests.cli.run.environment",
+        lambda before=fsdpctl.__globals__["environment"]: {
+            **before(), "PYTHONPATH": f"{tmp_path}:{before()['PYTHONPATH']}",
+        },
+    )  # fmt: skip
+    done = fsdpctl("train", *words(tmp_path, 20), cwd=tmp_path)
+    assert done.returncode == 1
+    said = " ".join(re.sub("[│\n]", " ", done.stderr).split())
+    assert "run/memory-snapshot-rank-00001.pickle" in said
+    assert (tmp_path / "run" / "memory-snapshot-rank-00001.pickle").is_file()
+    found = status(tmp_path)
+    assert found["state"] == "failed"
+    assert "memory-snapshot-rank-00001.pickle" in str(found["message"])
