@@ -4,7 +4,7 @@ FsdpctlError            1   something failed
 ├── UsageError          2   what the user typed or configured cannot work
 ├── CheckpointError     4   a checkpoint is damaged or incomplete
 ├── StoppedError       75   stopped on request, after saving what there was
-├── NonFiniteError     76   a loss or gradient was not finite
+├── NonFiniteError     76   a loss or gradient was not finite, or a spike
 ├── InterruptError    130   stopped by Ctrl-C
 └── EngineError         1   the sharded model was used in a way it cannot serve
 """
@@ -38,7 +38,7 @@ class StoppedError(FsdpctlError):
 
 
 class NonFiniteError(FsdpctlError):
-    """A loss or gradient was infinite or not a number."""
+    """A loss or gradient was infinite, not a number, or far above those before."""
 
     exit_code = 76
 

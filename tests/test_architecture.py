@@ -28,7 +28,7 @@ LAYERS = [
     {"estimate"},
     {"watch"},
     {"train", "launch"},
-    {"compare"},
+    {"compare", "examine"},
     {"cli"},
 ]
 HEIGHT = {name: height for height, row in enumerate(LAYERS) for name in row}

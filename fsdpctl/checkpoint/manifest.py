@@ -15,6 +15,7 @@ from fsdpctl.reading.documents import as_type
 from fsdpctl.reading.files import plain_name
 
 _MOST = 1 << 60  # bytes, elements, steps
+_MOST_ACCEPTED = 1 << 10
 _RANK_FILE = r"rank-\d{5,}\.safetensors"
 _ATTACHMENT = r".*\.(json|jinja|model|txt)"  # files of data: nothing that anybody runs
 Count = Annotated[int, Meta(ge=0, le=_MOST)]
@@ -54,12 +55,26 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class AcceptedStep:
+    """What later steps are measured by: a step that was applied."""
+
+    step: Count
+    loss: float
+    log_grad_norm: float
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """How far the run had come."""
 
     step: Count = 0  # optimizer steps done
     samples: Count = 0  # samples consumed: the position in the data
     data_fingerprint: str = ""
+    owes_validation: bool = False  # the step's own, which a request to stop cut short
+    num_skips: Count = 0  # steps that were left out or gone back from, for their numbers
+    accepted: Annotated[list[AcceptedStep], Meta(max_length=_MOST_ACCEPTED)] = field(
+        default_factory=list
+    )  # the newest; empty where spikes are not looked for
     optimizer_step: Count = 0  # of every parameter that `optimizer_steps` does not name
     optimizer_steps: dict[str, Count] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # the caller's own

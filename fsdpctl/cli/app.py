@@ -17,7 +17,7 @@ from fsdpctl.cli.checkpoint import (
     verify_checkpoint,
 )
 from fsdpctl.cli.compare import compare
-from fsdpctl.cli.data import tokenize
+from fsdpctl.cli.data import data, tokenize
 from fsdpctl.cli.estimate import estimate_memory
 from fsdpctl.cli.evaluate import evaluate
 from fsdpctl.cli.listing import list_choices
@@ -55,6 +55,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], bool], ...] = (
     ("inspect-checkpoint", inspect_checkpoint, False),
     ("verify-checkpoint", verify_checkpoint, False),
     ("tokenize", tokenize, False),
+    ("data", data, False),
     ("list", list_choices, False),
 )
 for _name, _command, _takes_words in _COMMANDS:

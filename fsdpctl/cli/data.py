@@ -1,4 +1,4 @@
-"""`fsdpctl tokenize`."""
+"""`fsdpctl tokenize` and `fsdpctl data`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -39,3 +39,24 @@ def tokenize(
     except OSError as error:
         raise UsageError(f"{destination}: {error.strerror or error}") from None
     say(f"{destination}: {len(tokens):,} tokens of {text.num_bytes:,} bytes{left_out(text)}")
+
+
+def data(
+    step: Annotated[int, typer.Option(min=1, help="Which step, counted from 1.")],
+    run: Annotated[Path, typer.Option(metavar="DIR", help="The run.")] = Path("runs/latest"),
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Only what this rank had, where that is known.")
+    ] = None,
+) -> None:
+    """Show what a run was trained on in a step, as text, and why the step was left out if it was.
+
+    The samples of steps that were not applied, or from which the run went back, are on record.
+    """
+    from fsdpctl.examine.samples import samples_of_step
+
+    found = samples_of_step(run, step)
+    say(f"step {step}: {len(found.samples)} samples{found.about and '; '}{found.about}")
+    for sample in found.samples:
+        if rank is None or sample.rank == rank:
+            whose = "" if sample.rank is None else f" (rank {sample.rank})"
+            say(f"--- sample {sample.number}{whose}\n{sample.text}")

@@ -29,8 +29,8 @@ def evaluate(
     from fsdpctl.checkpoint.folders import find_checkpoint
     from fsdpctl.config.compose import compose_config
     from fsdpctl.config.model_path import is_hugging_face
+    from fsdpctl.examine.evaluate import evaluate_run, words_of
     from fsdpctl.resolve.run import resolve
-    from fsdpctl.train.evaluate import evaluate_run, words_of
 
     place = source if is_hugging_face(source) else find_checkpoint(source)
     typed = settled(Asked(words)).words or []

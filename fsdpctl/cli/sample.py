@@ -23,8 +23,8 @@ def sample(
 ) -> None:
     """Generate text from a checkpoint or a Hugging Face directory, in this process."""
     from fsdpctl.config.model_path import is_hugging_face
+    from fsdpctl.examine.sample import sample_text
     from fsdpctl.train.generate import Sampling
-    from fsdpctl.train.sample import sample_text
 
     sampling = Sampling(seed, 0.0 if greedy else temperature, top_p)
     place = source if is_hugging_face(source) else found_checkpoint(source)

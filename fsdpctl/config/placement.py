@@ -39,6 +39,13 @@ class LaunchConfig:
     timeout: float = key(
         600.0, "seconds after which a stuck collective ends the run", minimum=1, maximum=1e6
     )
+    time_limit: float | None = key(
+        None,
+        "seconds from the start of the launch, in which the last step is done and saved",
+        minimum=1,
+        maximum=1e9,
+        optional=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from fsdpctl.config.keeping import CheckpointConfig, LogConfig
 from fsdpctl.config.keys import Key, key, keys_of
 from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
+from fsdpctl.config.training import MOST_SAMPLES, TrainConfig
 from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.strategy import STRATEGIES
 
 DTYPES = ("float32", "bfloat16")
 MOST_TOKENS = 1 << 24  # of a vocabulary; the largest published have a 64th of it
 MOST_LAYERS, _MOST_WIDTH = 2000, 1 << 20  # twice the deepest, twenty times the widest published
-_MOST_SAMPLES = 1 << 20  # of a step
-_MOST_LENGTH = 1 << 27  # tokens
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 ROPE_SCALINGS = ("none", "linear", "llama3")
 
@@ -136,7 +135,7 @@ class AccumulationConfig:
         None,
         "micro-batches of a step; auto: from the batch sizes",
         minimum=1,
-        maximum=_MOST_SAMPLES,
+        maximum=MOST_SAMPLES,
         auto=True,
     )
 
@@ -195,50 +194,6 @@ class ActivationCheckpointingConfig:
     """Which activations are computed again in backward instead of kept."""
 
     name: str = "none"
-
-
-@dataclass(frozen=True, slots=True)
-class TrainConfig:
-    """The run itself."""
-
-    run_dir: str | None = key(
-        None, "where everything of the run lies; auto: runs/NAME-HASH", is_path=True, auto=True
-    )
-    steps: int | None = key(1000, "length in optimizer steps", minimum=1, optional=True)
-    epochs: float | None = key(
-        None, "length in passes over the data", minimum=1e-9, maximum=1e6, optional=True
-    )
-    tokens: int | None = key(None, "length in trained tokens", minimum=1, optional=True)
-    seq_len: int = key(
-        None,
-        "tokens of a sample; auto: 128 for llama_tiny, else model.max_seq_len, at most 4096",
-        minimum=1,
-        maximum=_MOST_LENGTH,
-        auto=True,
-    )
-    global_batch_size: int = key(
-        16, "samples of a step, over all ranks", minimum=1, maximum=_MOST_SAMPLES
-    )
-    micro_batch_size: int | None = key(
-        None,
-        "samples of a rank and pass; auto: all of its share",
-        minimum=1,
-        maximum=_MOST_SAMPLES,
-        auto=True,
-    )
-    seed: int = key(0, "of weights and data order", minimum=0)
-    eval_every: int = key(200, "steps between validations; 0: only at the end", minimum=0)
-    eval_batches: int = key(20, "global batches of a validation; 0: all there are", minimum=0)
-    final_eval_batches: int = key(0, "the same of the last one, at the end", minimum=0)
-    log_every: int = key(50, "steps between plain progress lines", minimum=1)
-    sample_tokens: int = key(200, "tokens generated at the end; 0: none", minimum=0)
-    on_nonfinite: str = key("stop", "at a non-finite loss or gradient", choices=("stop", "skip"))
-    loss_chunk_tokens: int | None = key(
-        None, "tokens of a pass whose logits exist at a time; 0: all", minimum=0, auto=True
-    )
-    compile: bool = key(False, "torch.compile each block")
-    profile: bool = key(False, "write a Chrome trace of three steps into the run's directory")
-    deterministic: bool = key(False, "CUDA: only kernels that repeat their results")
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,14 @@ class Batches:
         """Samples of an epoch."""
         return self.stream.num_samples(self.seq_len)
 
+    def numbers(self, position: int, rank: int | None = None) -> list[int]:
+        """Which samples the step has that begins after `position` samples, or `rank` has of it."""
+        order = samples_at(position, self.plan.global_batch_size, self.num_samples, self.seed)
+        if rank is None:
+            return [int(each) for each in order]
+        spans = [self.plan.samples(rank, each) for each in range(self.plan.num_micro_batches)]
+        return [int(each) for span in spans for each in order[_as_slice(span)]]
+
     def training(self, position: int, rank: int, micro_step: int) -> MicroBatch:
         """What `rank` sees in a micro-step of the step that begins after `position` samples."""
         order = samples_at(position, self.plan.global_batch_size, self.num_samples, self.seed)

@@ -191,6 +191,17 @@ class ShardedModel(nn.Module):
         """
         self._runtime.masters_changed()
 
+    def rest(self) -> None:
+        """Let go of all that was gathered ahead, so that masters may be written to. Collective.
+
+        Raises:
+            EngineError: the ranks did not gather the same units in the same order.
+        """
+        self._presence.settle()
+        self._runtime.renewal.finish()
+        self._runtime.gatherer.rest()
+        self._runtime.has_pending_prefetch = False
+
     def update_shards(self, flat: Tensor) -> None:
         """Overwrite this rank's masters with `flat`, 1-D, in the order of `flat_shards`."""
         access.update_shards(self._runtime, flat)

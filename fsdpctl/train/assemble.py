@@ -1,6 +1,5 @@
 """The one place where a configuration becomes objects."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.resolve.blocks import checkpoint_block, compile_block
 from fsdpctl.train.loop import Trainer
-from fsdpctl.train.parts import TrainingParts
+from fsdpctl.train.parts import Outside, TrainingParts
 from fsdpctl.watch.run_watch import RunWatch
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -80,30 +79,23 @@ def make_optimizer(config: Config, model: ShardedModel) -> ShardedAdamW:
     )
 
 
-def make_trainer(
-    config: Config, world: World, stop_requested: Callable[[], bool], *, shows: bool
-) -> Trainer:
+def make_trainer(config: Config, world: World, outside: Outside, *, shows: bool) -> Trainer:
     """Everything for a run, brought to where its newest checkpoint was. Collective.
 
     Args:
         config: resolved.
         world: the ranks.
-        stop_requested: asked after every step.
+        outside: who asks for an end, and since when this runs.
         shows: whether rank 0 shows the progress, and tells others of it.
     """
     run_dir = Path(str(config.train.run_dir))
     watch = RunWatch(config, run_dir, ObjectExchange(), world.device, is_on=shows)
     with watch.keeping_snapshot():
-        return _make_trainer(config, world, stop_requested, watch, shows=shows)
+        return _make_trainer(config, world, outside, watch, shows=shows)
 
 
 def _make_trainer(
-    config: Config,
-    world: World,
-    stop_requested: Callable[[], bool],
-    watch: RunWatch,
-    *,
-    shows: bool,
+    config: Config, world: World, outside: Outside, watch: RunWatch, *, shows: bool
 ) -> Trainer:
     run_dir, data = watch.run_dir, load_data(config.data)
     plan = plan_batches(
@@ -128,7 +120,7 @@ def _make_trainer(
         val_batches=_validation(data, train.seq_len, plan),
         device=world.device,
         watch=watch,
-        stop_requested=stop_requested,
+        outside=outside,
         shows=shows,
     )
     return Trainer(parts, done)

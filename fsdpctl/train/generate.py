@@ -1,5 +1,6 @@
 """Text out of a model, token by token."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,19 +22,20 @@ class Sampling:
 def generate(
     model: nn.Module,
     prompt: list[int],
-    count: int,
+    turns: Iterable[object],
     *,
     context: int,
     sampling: Sampling,
     device: torch.device,
     caches: bool = True,
 ) -> list[int]:
-    """`count` tokens that follow `prompt`. All ranks of a sharded model call it alike.
+    """The tokens that follow `prompt`, one a turn. All ranks of a sharded model call it alike.
 
     Args:
         model: token ids in, logits out; with a cache of keys and values.
         prompt: at least one token.
-        count: how many tokens; a fixed number, so that ranks stay in step.
+        turns: as many on every rank, so that they stay in step: `range(COUNT)`, or what ends
+            sooner.
         context: how many of the last tokens the model sees.
         sampling: how each is drawn.
         device: where the model runs.
@@ -41,7 +43,7 @@ def generate(
     """
     generator = torch.Generator().manual_seed(sampling.seed)
     tokens, cache = list(prompt), Cache()
-    for _ in range(count):
+    for _ in turns:
         if caches and len(tokens) <= context:
             logits = model(torch.tensor([tokens[len(cache) :]], device=device), cache=cache)
         else:  # every token's place has changed, and with it all that was computed of it

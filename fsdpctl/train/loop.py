@@ -1,113 +1,95 @@
 """The training loop."""
 
-import contextlib
-import hashlib
 import time
 from collections import deque
-from contextlib import AbstractContextManager
-
-import torch
 
 from fsdpctl.checkpoint.manifest import Progress
-from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
-from fsdpctl.optim.record import StepFigures, StepRecord, record_step
-from fsdpctl.optim.schedule import lr_factor
-from fsdpctl.train.clock import StepClock
-from fsdpctl.train.flops import model_flops
-from fsdpctl.train.generate import Sampling, generate
+from fsdpctl.errors import NonFiniteError, StoppedError
+from fsdpctl.optim.record import OwnWord
+from fsdpctl.train.bad_numbers import BadNumbers, BadStep
+from fsdpctl.train.due import Due, due_after
+from fsdpctl.train.gradient_probe import GradientProbe
+from fsdpctl.train.keeper import Keeper
 from fsdpctl.train.kept import KeptFiles
-from fsdpctl.train.loss import describe_validation, summed_loss, validation_loss
+from fsdpctl.train.looks import Hearing, sample, validate
 from fsdpctl.train.memory_check import MemoryCheck
-from fsdpctl.train.metrics import MetricsFile, StepMetrics, peak_memory
+from fsdpctl.train.metrics import was_validated
 from fsdpctl.train.parts import LaunchedStep, TrainingParts
-from fsdpctl.train.profiling import Profiler, not_profiled, profiled
-from fsdpctl.train.progress import RunProgress, format_seconds
-from fsdpctl.train.run_dir import LOG
-from fsdpctl.train.saver import Saver
-
-_WORTH_A_LINE = 5.0  # seconds that a checkpoint takes
+from fsdpctl.train.profiling import Tracing
+from fsdpctl.train.requests import PROFILE, STOP, Asked, Requests, TimeLimit
+from fsdpctl.train.rollback import load_newest
+from fsdpctl.train.run_dir import METRICS
+from fsdpctl.train.step import launch_step
+from fsdpctl.train.telling import Teller
 
 
 class Trainer:
     """Steps from where the last checkpoint was to the end of the run."""
 
     def __init__(self, parts: TrainingParts, done: Progress) -> None:
+        config = parts.config
+        assert config.train.steps is not None
         self.parts = parts
+        self.total_steps = config.train.steps
         self.step = done.step  # optimizer steps done
         self.samples = done.samples
+        self._owes_validation = done.owes_validation
+        self._settled = done.step  # after which everything was done that was due
+        self._has_begun = self._is_ending = False
         self._launched: deque[LaunchedStep] = deque()
         # On CUDA the host runs one step ahead instead of waiting for the device's figures.
         self._lag = int(parts.device.type == "cuda")
         parts.model.mesh.measure_waits()
         parts.model.overlap_param_gather = True
-        self._saved_step = done.step if done.step else -1
         self._ranks = parts.model.collectives
-        watch = parts.watch
-        self._saver = Saver(parts.config, parts.run_dir, watch.ranks, watch.after_save)
+        self._teller = Teller(parts, done.step)
+        files = KeptFiles(config, parts.run_dir, self._teller.metrics)
+        self._requests = Requests(parts.run_dir, files, self._time_limit())
+        self._keeper = Keeper(parts, done.step, files, self._requests, self._teller)
+        self._numbers = BadNumbers(config.train, done)
+        self._probe = GradientProbe(parts.model.module)
+        self._tracing = Tracing(parts.model, parts.run_dir, self._ranks.rank)
         self._memory = MemoryCheck(parts.run_dir, parts.model, parts.optimizer, done.step)
-        self._is_main = self._ranks.rank == 0
-        config = parts.config
-        assert config.train.steps is not None
-        self.total_steps = config.train.steps
-        self._flops = model_flops(config, parts.model, parts.device, self._ranks.size)
-        self._chunk_tokens = config.train.loss_chunk_tokens or 0
-        file = parts.run_dir / "metrics.jsonl"
-        self._metrics = MetricsFile(file, done.step, watch.line) if self._is_main else None
-        self._files = KeptFiles(config, parts.run_dir, self._metrics)
-        self._progress = RunProgress(
-            self.total_steps,
-            done.step,
-            log_every=config.train.log_every,
-            num_ranks=self._ranks.size,
-            shows=self._is_main and parts.shows,
-            log=parts.run_dir / LOG,
-        )
+
+    def _time_limit(self) -> TimeLimit | None:
+        """Rank 0's."""
+        if self._teller.metrics is None:
+            return None
+        seconds, started = self.parts.config.launch.time_limit, self.parts.outside.started
+        return TimeLimit(seconds, started, self._teller.metrics.seconds_to_save)
 
     def run(self) -> None:
         """Train to the end.
 
         Raises:
             StoppedError: it was asked to stop, and has saved.
-            NonFiniteError: a loss or gradient was not finite, and the configuration says stop.
+            NonFiniteError: a step was not applied, for its numbers, and nothing is to be done.
         """
-        config = self.parts.config
-        watched = self.parts.watch.over(self.step, self._progress.say, self._metrics)
-        with self._progress, watched, self._profiler() as profiler:
+        watched = self.parts.watch.over(self.step, self._teller.say, self._teller.metrics)
+        with self._teller, watched, self._tracing:
+            for line in self._requests.remove_left_over():
+                self._teller.say(line)
+            if self._is_validation_missing():
+                self._begin_to_heed()
+                self._heed(Asked(), Due(last=self.step == self.total_steps, validates=True))
+            if self.parts.config.train.profile:
+                self._tracing.begin(range(self.step, self.total_steps))
             while self.step < self.total_steps:
                 self._train_step()
-                profiler.step()
-                last = self.step == self.total_steps
-                validates = last or _is_multiple(self.step, config.train.eval_every)
-                saves = last or _is_multiple(self.step, config.checkpoint.every)
-                stop = self._report(0 if validates or saves else self._lag)
-                self._tell_saved()
+                if self._tracing.step():
+                    self._ranks.barrier()  # the others' files are complete too
+                    self._requests.done(PROFILE)
+                asked = self._report(0 if self._due() != Due() else self._lag)
+                if asked.ends or asked.save:
+                    asked |= self._report(0)
+                self._keeper.tell()
                 if said := self._memory.after(self.step, self.parts.device):
-                    self._progress.say(said)
-                if stop:  # who asked may not wait for a validation
-                    self._report(0)
-                    self._save_what_is_lost()
-                    self.save()
-                if validates:
-                    self._validate(last=last)
-                if saves:
-                    self.save()
-                if stop and not last:
-                    self._finish_saving()
-                    raise StoppedError(f"stopped at step {self.step} of {self.total_steps}, saved")
-            self._finish_saving()
-            self._save_what_is_lost()
+                    self._teller.say(said)
+                self._heed(asked, self._due())
+            self._keeper.finish()
+            self._keeper.save_what_is_lost(self._done())
         self._show_sample()
         self._end()
-
-    def leave(self) -> None:
-        """After an exception: let the checkpoint on its way be completed, as far as that goes."""
-        self._saver.close()
-
-    def _profiler(self) -> AbstractContextManager[Profiler]:
-        if not self.parts.config.train.profile:
-            return not_profiled()
-        steps = range(self.step, self.total_steps)
-        return profiled(self.parts.model, self.parts.run_dir, self._ranks.rank, steps)
 
     def measure(self) -> None:
         """Do the steps and nothing else: no validation, no checkpoint, no sample.
@@ -118,183 +100,195 @@ class Trainer:
         """
         while self.step < self.total_steps:
             self._train_step()
-            if self._report(self._lag) and self.step < self.total_steps:
+            if self._report(self._lag).ends and self.step < self.total_steps:
                 raise StoppedError(f"stopped at step {self.step} of {self.total_steps}")
         self._report(0)
         self._end()
+
+    def leave(self) -> None:
+        """After an exception: let the checkpoint on its way be completed, as far as that goes."""
+        self._keeper.leave()
 
     def _end(self) -> None:
         """Write down what only all ranks together know. Collective."""
         own = self.parts.model.peak_memory_bytes() + self.parts.optimizer.memory_bytes()
         largest = max(self._ranks.gather_objects(own))
-        if self._metrics is not None:
-            self._metrics.write({"step": self.step, "peak_engine_bytes": largest})
-            self._metrics.close()
+        self._teller.write({"step": self.step, "peak_engine_bytes": largest})
+        self._teller.close()
+        if self._is_ending:
+            self._requests.done(STOP)
+        for line in self._requests.end():
+            self._teller.say(line)
 
     # ---- one step ------------------------------------------------------------------------
 
     def _train_step(self) -> None:
         """Launch a step; what came of it is reported later."""
-        parts, config = self.parts, self.parts.config
-        clock = StepClock(parts.device, parts.model.mesh.take_waits)
-        record = self._gradients(clock)
-        assert config.optimizer.lr is not None
-        factor = lr_factor(config.lr_scheduler, self.step, self.total_steps)
-        lr = config.optimizer.lr * factor
-        for group in parts.optimizer.param_groups:
-            group["lr"] = lr
-        parts.optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
-        parts.optimizer.zero_grad()
-        clock.lap("optimizer")
-        self.step += 1
-        if self.step < self.total_steps and parts.model.can_prefetch:
-            # Beside what is reported, saved and loaded before the next forward.
-            parts.model.prefetch_forward_params()
-        self.samples += config.train.global_batch_size
-        self._launched.append(LaunchedStep(self.step, record, lr, clock))
+        began = time.perf_counter()
 
-    def _report(self, keep: int) -> bool:
-        """Tell of all launched steps but the newest `keep`; whether a rank was asked to stop."""
-        stop = False
+        def own() -> OwnWord:
+            return OwnWord(self._look(time.perf_counter() - began).flags, self._probe.take())
+
+        launched = launch_step(
+            self.parts,
+            self.step,
+            self.samples,
+            limits=self._numbers.limits(self.step + 1),
+            own=own,
+        )
+        self.step, self.samples = launched.step, launched.samples
+        self._launched.append(launched)
+
+    def _look(self, seconds: float = 0.0) -> Asked:
+        by_signal = self.parts.outside.stop_requested()
+        return self._requests.look(by_signal=by_signal, seconds=seconds)
+
+    def _report(self, keep: int) -> Asked:
+        """Tell of all launched steps but the newest `keep`; returns what was asked for in them.
+
+        A step that went wrong may bring the run back to an earlier one.
+        """
+        asked = Asked()
         while len(self._launched) > keep:
             done = self._launched.popleft()
             figures = done.record.figures()
-            memory = peak_memory(self.parts.device)
-            times = done.clock.times()
-            metrics = StepMetrics(done.step, figures, done.lr, times, memory, self._flops)
-            if self._metrics is not None:
-                self._metrics.write(metrics.to_line())
-            self._progress.step(metrics, self._saver.share_written)
-            self._check_finite(done.step, figures)
-            stop |= figures.stop_requested
-        return stop
+            asked |= Asked(*figures.flags)
+            seconds = self._teller.step(done, figures, self._keeper.share_written)
+            if self._requests.limit is not None:
+                self._requests.limit.step_took(seconds)
+            bad = self._numbers.judge(done.step, figures, done.limits)
+            if bad is not None:
+                asked |= self._deal_with(bad, done)
+            self._begin_to_heed()
+        return asked
 
-    def _gradients(self, clock: StepClock) -> StepRecord:
-        """Forward and backward of every micro-step, and the record of what came of it."""
-        parts, config = self.parts, self.parts.config
-        plan = parts.train_batches.plan
-        nominal = plan.micro_batch_size * plan.num_micro_batches * config.train.seq_len
-        loss_sum = torch.zeros((), dtype=torch.float64, device=parts.device)
-        tokens = 0
-        for micro_step in range(plan.num_micro_batches):
-            _reseed(config.train.seed, self.step, micro_step, self._ranks.rank)
-            batch = parts.train_batches.training(self.samples, self._ranks.rank, micro_step)
-            clock.lap("data")
-            is_last = micro_step == plan.num_micro_batches - 1
-            holds = config.accumulation.name == "last" and not is_last
-            with parts.model.no_sync() if holds else contextlib.nullcontext():
-                loss = summed_loss(parts.model, batch, parts.device, self._chunk_tokens)
-                (loss / nominal).backward()
-            loss_sum += loss.detach()
-            tokens += int((batch.targets >= 0).sum())
-            clock.lap("compute")
-        return record_step(
-            parts.model,
-            loss_sum=loss_sum,
-            tokens=torch.full((), tokens, device=parts.device),  # does not wait for the device
-            nominal_tokens=nominal * self._ranks.size,
-            max_grad_norm=config.optimizer.max_grad_norm,
-            stop=parts.stop_requested() or self._files.look(),
-        )
+    def _begin_to_heed(self) -> None:
+        """From now on there is something to save. Collective, once."""
+        if not self._has_begun:
+            self._has_begun = True
+            self.parts.outside.on_begun(self._ranks.barrier)
 
-    def _check_finite(self, step: int, figures: StepFigures) -> None:
-        if figures.finite:
-            return
-        what = f"step {step}: loss {figures.loss}, gradient norm {figures.grad_norm}"
-        if self.parts.config.train.on_nonfinite == "stop":
+    # ---- bad numbers ---------------------------------------------------------------------
+
+    def _deal_with(self, bad: BadStep, done: LaunchedStep) -> Asked:
+        """Returns what was asked for in steps that are given up.
+
+        Raises:
+            NonFiniteError: the run is to end with it.
+        """
+        batches = self.parts.train_batches
+        self._teller.write(bad.to_line(batches, done.samples - batches.plan.global_batch_size))
+        if bad.action == "stop":
+            raise self._numbers.as_error(bad)
+        self._teller.say(bad.in_words)
+        return self._roll_back(bad, done) if bad.action == "rollback" else Asked()
+
+    def _roll_back(self, bad: BadStep, done: LaunchedStep) -> Asked:
+        """To the newest checkpoint, and on with the samples after those of the step."""
+        asked = Asked()
+        for later in self._launched:  # with weights that are given up
+            asked |= Asked(*later.record.figures().flags)
+        self._launched.clear()
+        self._keeper.finish()
+        before = load_newest(self.parts)
+        if before is None:
             raise NonFiniteError(
-                f"{what}; the step was not applied. A lower optimizer.lr may help; "
-                "train.on_nonfinite=skip goes on without such steps"
+                f"{bad.in_words}, but there is none yet: an earlier one takes a smaller "
+                "checkpoint.every; train.on_nonfinite=skip goes on without the step"
             )
-        self._progress.say(f"{what}; skipped")
+        self.step, self.samples = before.step, done.samples
+        self._settled = self._keeper.saved_step = before.step
+        self._numbers.go_back(before)
+        self._teller.cut_back(before.step)
+        self._teller.say(f"goes on from step {before.step}, with the samples after step {bad.step}")
+        return asked
 
     # ---- between steps -------------------------------------------------------------------
 
-    def save(self) -> None:
-        """Save this step, unless that was done."""
-        if self._saved_step == self.step:
-            return
-        began = time.perf_counter()
-        self._finish_saving()
-        parts = self.parts
-        progress = Progress(self.step, self.samples, parts.data.fingerprint)
-        self._saver.save(parts.model, parts.optimizer, progress, began)
-        self._saved_step = self.step
+    def _due(self) -> Due:
+        if self.step == self._settled:
+            return Due()
+        has_data = self.parts.val_batches is not None
+        return due_after(self.step, self.parts.config, validates=has_data)
 
-    def _save_what_is_lost(self) -> None:
-        """See that the run directory is still there; what is not is saved again. Collective.
+    def _heed(self, asked: Asked, due: Due) -> None:
+        """Do what is due and what was asked for, together.
 
         Raises:
-            FsdpctlError: it was not there.
+            StoppedError: that was to end; all is saved.
         """
-        if any(self._ranks.gather_objects(self._files.look(now=True))):
-            self._files.put_back()
-            self._saved_step = -1
-            self.save()
-            self._finish_saving()
-            raise self._files.as_error(self.step)
+        if asked.profile and not self._tracing.is_on and self.step < self.total_steps:
+            self._tracing.begin(range(self.step, self.total_steps), later=True)
+        if due.validates:
+            asked = self._validate(asked, last=due.last)
+        if asked.ends:
+            self._keeper.save_what_is_lost(self._done())
+        if asked.ends or asked.save or due.saves:
+            self.save(was_asked=asked.save)
+        self._settled = self.step
+        self._is_ending = asked.ends
+        if asked.ends and not (self.step == self.total_steps and not self._owes_validation):
+            self._keeper.finish()
+            self._requests.done(STOP)
+            raise StoppedError(self._why(asked))
 
-    def _finish_saving(self) -> None:
-        """Let the checkpoint on its way be completed, and tell of it."""
-        self._saver.wait(self._progress.saving)
-        self._tell_saved()
+    def _why(self, asked: Asked) -> str:
+        """Of a stop, in words."""
+        why = ""
+        if asked.by_clock:
+            why = f"; launch.time_limit={self.parts.config.launch.time_limit:g} is near"
+        elif asked.by_file:
+            why = f"; {self.parts.run_dir / STOP} was there"
+        owed = "; its validation is missing" if self._owes_validation else ""
+        return f"stopped at step {self.step} of {self.total_steps}, saved{why}{owed}"
 
-    def _tell_saved(self) -> None:
-        try:
-            saved = self._saver.take_saved()
-        except FsdpctlError:
-            if not self._files.look(now=True):
-                raise
-            saved = None  # it is saved again, where all ranks know of it
-        if saved is None:
-            return
-        if self._metrics is not None:
-            self._metrics.write(saved.to_line())
-        if saved.note:
-            self._progress.say(f"step {saved.step}: saved; but {saved.note}")
-        if saved.write > _WORTH_A_LINE:
-            self._progress.say(f"step {saved.step}: saved in {format_seconds(saved.write)}")
+    def save(self, *, was_asked: bool = False) -> None:
+        """Save this step, unless that was done."""
+        self._keeper.save(self._done(), was_asked=was_asked)
 
-    def _validate(self, *, last: bool) -> None:
-        parts = self.parts
-        if parts.val_batches is None:
-            return
-        train = parts.config.train
-        at_most = train.final_eval_batches if last else train.eval_batches
-        loss = validation_loss(
-            parts.model,
-            parts.val_batches,
-            self._ranks,
-            parts.device,
-            at_most=at_most,
-            chunk_tokens=self._chunk_tokens,
+    def _done(self) -> Progress:
+        return Progress(
+            self.step,
+            self.samples,
+            self.parts.data.fingerprint,
+            owes_validation=self._owes_validation,
+            num_skips=self._numbers.number,
+            accepted=list(self._numbers.accepted),
         )
-        if self._metrics is not None:
-            self._metrics.write({"step": self.step, "val_loss": loss})
-        described = describe_validation(loss, parts.data, compare=last)
-        self._progress.say(f"step {self.step}: {described}")
+
+    def _is_validation_missing(self) -> bool:
+        """Whether the last start was stopped before it had validated, and none has since."""
+        if not self._owes_validation:
+            return False
+        metrics = self.parts.run_dir / METRICS
+        is_there = self._ranks.rank == 0 and was_validated(metrics, self.step)
+        self._owes_validation = not any(self._ranks.gather_objects(is_there))
+        return self._owes_validation and self.parts.val_batches is not None
+
+    def _validate(self, asked: Asked, *, last: bool) -> Asked:
+        """Unless that was `asked`, or is in between, to end; returns what was asked in between."""
+        self._owes_validation = True
+        if asked.ends:
+            self._teller.say(f"step {self.step}: not validated, as asked to stop")
+            return asked
+        hearing = Hearing(self._look, self._ranks, self.parts.device, self._lag)
+
+        def goes_on() -> bool:
+            goes = hearing.goes_on()
+            if hearing.heard.save:
+                self.save(was_asked=True)
+            return goes
+
+        is_told = validate(self.parts, self._teller, self.step, goes_on, last=last)
+        self._owes_validation = not is_told
+        return asked | hearing.all_heard()
 
     def _show_sample(self) -> None:
-        config, parts = self.parts.config, self.parts
-        if not config.train.sample_tokens:
+        if not self.parts.config.train.sample_tokens:
             return
-        tokens = generate(
-            parts.model,
-            parts.data.tokenizer.encode_prompt(""),
-            config.train.sample_tokens,
-            context=config.train.seq_len,
-            sampling=Sampling(config.train.seed),
-            device=parts.device,
-            caches=not config.train.compile,
-        )
-        self._progress.say("a sample:\n" + parts.data.tokenizer.decode(tokens))
-
-
-def _is_multiple(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
-def _reseed(*place: int) -> None:
-    """Give torch's generators a state that follows from where in the run this is."""
-    digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
-    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+        if self._is_ending:
+            self._teller.say("no sample, as asked to stop")
+            return
+        hearing = Hearing(self._look, self._ranks, self.parts.device)
+        self._teller.say(sample(self.parts, hearing.goes_on))
+        self._is_ending = hearing.heard.ends

@@ -40,13 +40,13 @@ def validation_loss(
     *,
     at_most: int,
     chunk_tokens: int,
-    on_batch: Callable[[int], None] = lambda number: None,
-) -> float:
+    goes_on: Callable[[int], bool] = lambda number: True,
+) -> float | None:
     """Mean nats per token over the validation data. Collective.
 
     Every rank runs the same number of passes, and losses are added in float64, so that the result
     does not depend on the number of ranks beyond the rounding of single passes. After each global
-    batch `on_batch(NUMBER)` is called.
+    batch `goes_on(NUMBER)` is asked; where that says no, on all ranks alike, the result is None.
     """
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for number in range(batches.num_validation_batches(at_most)):
@@ -54,7 +54,8 @@ def validation_loss(
             batch = batches.validation(number, collectives.rank, micro_step)
             total[0] += _pass_loss(model, batch, device, chunk_tokens)
             total[1] += int((batch.targets != IGNORED).sum())
-        on_batch(number + 1)
+        if not goes_on(number + 1):
+            return None
     summed, count = collectives.all_reduce(total).tolist()
     return float(summed / count)
 

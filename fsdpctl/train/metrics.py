@@ -6,7 +6,7 @@ import math
 import os
 import resource
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ class StepMetrics:
     """One optimizer step as it is reported."""
 
     step: int  # steps done, this one included
+    samples: int  # samples consumed, those of this one included
     figures: StepFigures
     lr: float
     times: StepTimes
@@ -45,8 +46,9 @@ class StepMetrics:
         """The object in metrics.jsonl."""
         return {
             "step": self.step,
-            "loss": _finite(self.figures.loss),
-            "grad_norm": _finite(self.figures.grad_norm),
+            "samples": self.samples,
+            "loss": finite(self.figures.loss),
+            "grad_norm": finite(self.figures.grad_norm),
             "lr": self.lr,
             "tokens": self.figures.tokens,
             "tokens_per_second": round(self.tokens_per_second, 1),
@@ -63,7 +65,7 @@ class StepMetrics:
         }
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
     """JSON has no NaN."""
     return value if math.isfinite(value) else None
 
@@ -102,7 +104,8 @@ class MetricsFile:
     ) -> None:
         """Open `path` as it was when the checkpoint of `step` was made: later lines are cut off.
 
-        `on_line` is called with each line that was written, in the thread that wrote it.
+        Those about steps that were not applied stay: nothing else tells of them. `on_line` is
+        called with each line that was written, in the thread that wrote it.
 
         Raises:
             UsageError: it is damaged, or cannot be written.
@@ -110,10 +113,24 @@ class MetricsFile:
         self._path, self._on_line = path, on_line
         self._writing = threading.Lock()
         try:
-            _cut_back(path, step)
+            self.seconds_to_save = _cut_back(path, step)
             self._file = path.open("a+", encoding="utf-8")
         except OSError as error:
             raise UsageError(f"{path}: {error.strerror}") from None
+
+    def cut_back(self, step: int) -> None:
+        """Make it as it was after `step`, as far as that goes.
+
+        Raises:
+            FsdpctlError: the disk is full, or gone.
+        """
+        try:
+            with self._writing:
+                self._file.close()
+                _cut_back(self._path, step)
+                self._file = self._path.open("a+", encoding="utf-8")
+        except OSError as error:
+            raise FsdpctlError(f"{self._path}: {error.strerror}") from None
 
     def write(self, line: dict[str, Any]) -> None:
         """Append one object; any thread may.
@@ -157,26 +174,51 @@ class MetricsFile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
-    """What every line has."""
+class Line:
+    """What every line has, and what is looked for in some."""
 
     step: int
+    samples: int | None = None  # of a step: consumed with it
+    val_loss: float | None = None
+    checkpoint_write_seconds: float = 0.0
+    bad_numbers: dict[str, Any] | None = None
 
 
-def _cut_back(path: Path, step: int) -> None:
-    if not path.is_file():
-        return
-    kept = []
+def whole_lines(path: Path) -> Iterator[tuple[str, Line]]:
+    """Every whole line; one that was torn when the run was killed is none.
+
+    Raises:
+        UsageError: another one is damaged.
+    """
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            at = parse_json(line, _Line, str(path)).step
+            found = parse_json(line, Line, str(path))
         except UsageError:
             if number == len(lines):
-                break  # torn when the run was killed
+                return
             raise UsageError(f"{path}: line {number} is damaged; move the file away") from None
-        if at <= step:
-            kept.append(line + "\n")
+        yield line, found
+
+
+def _cut_back(path: Path, step: int) -> float:
+    """Returns the most seconds that one of its checkpoints took."""
+    if not path.is_file():
+        return 0.0
+    lines = list(whole_lines(path))
+    kept = [line for line, about in lines if about.step <= step or about.bad_numbers is not None]
     scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    scratch.write_text("".join(kept), encoding="utf-8")
+    scratch.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
     scratch.replace(path)
+    return max((about.checkpoint_write_seconds for _, about in lines), default=0.0)
+
+
+def was_validated(path: Path, step: int) -> bool:
+    """Whether there is a validation loss of `step` in metrics.jsonl.
+
+    Raises:
+        UsageError: it is damaged.
+    """
+    if not path.is_file():
+        return False
+    return any(about.step == step and about.val_loss is not None for _, about in whole_lines(path))

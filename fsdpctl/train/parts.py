@@ -11,9 +11,19 @@ from fsdpctl.data.batches import Batches
 from fsdpctl.data.source import DataSet
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.optim.record import StepRecord
+from fsdpctl.optim.record import Limits, StepRecord
 from fsdpctl.train.clock import StepClock
 from fsdpctl.watch.run_watch import RunWatch
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What a loop has to do with the process that it runs in."""
+
+    stop_requested: Callable[[], bool]  # by a signal to this rank
+    started: float  # when the launch began, in seconds since the epoch
+    on_begun: Callable[[Callable[[], None]], None]  # told once, with a barrier of all ranks, when
+    # there is something to save: until then a request ends this rank at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +39,7 @@ class TrainingParts:
     val_batches: Batches | None
     device: torch.device
     watch: RunWatch
-    stop_requested: Callable[[], bool]
+    outside: Outside
     shows: bool  # whether rank 0 shows the progress
 
 
@@ -38,6 +48,8 @@ class LaunchedStep:
     """A step that the device may still be busy with."""
 
     step: int  # steps done, this one included
+    samples: int  # samples consumed, those of this one included
     record: StepRecord
+    limits: Limits  # above which it is not applied
     lr: float
     clock: StepClock

@@ -29,6 +29,7 @@ from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_w
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.resolve.run import decides_losses
 from fsdpctl.train.assets import write_assets
+from fsdpctl.train.metrics import was_validated
 from fsdpctl.watch.files import ALIVE, LOCK, OVERRIDES, RUNS
 from fsdpctl.watch.files import LOG as LOG
 from fsdpctl.watch.files import LOGS as LOGS
@@ -134,12 +135,15 @@ def _go_on(config: Config) -> Start:
             differences += (f"{METRICS} is kept as {METRICS}.old: there is no checkpoint to it",)
         return Start(config, Standing.NEW, 0, differences)
     try:
-        step = CheckpointReader(newest).manifest.progress.step
+        done = CheckpointReader(newest).manifest.progress
     except CheckpointError as error:
         raise CheckpointError(f"{error}{way_on(newest)}") from None
     assert config.train.steps is not None
-    standing = Standing.FINISHED if step >= config.train.steps else Standing.RESUMES
-    return Start(config, standing, step, differences, notes=tuple(incomplete))
+    owes = done.owes_validation and not was_validated(run_dir / METRICS, done.step)
+    standing = Standing.RESUMES
+    if done.step >= config.train.steps and not owes:
+        standing = Standing.FINISHED
+    return Start(config, standing, done.step, differences, notes=tuple(incomplete))
 
 
 def _beside(run_dir: Path, config: Config) -> tuple[str, ...]:

@@ -6,7 +6,10 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -16,7 +19,9 @@ MEASURE = "measure"  # as last argument: only steps, and nothing is shown
 
 _PR_SET_PDEATHSIG = 1
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
+_LOOKS_EVERY, _MOMENT = 1.0, 0.3  # seconds
 _stop_signal: int | None = None
+_has_begun = threading.Event()  # there is something to save
 
 
 def _request_stop(number: int, frame: FrameType | None) -> None:
@@ -28,8 +33,8 @@ def _tie_to_launcher() -> None:
     """Have the kernel kill this worker when its launcher dies, however it dies.
 
     Its children go with it in the same way. There is no grace for saving: without its launcher a
-    rank may be stopped, or its peers gone, and the last checkpoint is complete. Until there is
-    something to save, a request to stop ends the worker at once, wherever it waits.
+    rank may be stopped, or its peers gone, and the last checkpoint is complete. Until the first
+    step is done a request to stop ends the worker at once, wherever it waits or compiles.
     """
     for number in _STOPPING:
         signal.signal(number, signal.SIG_DFL)
@@ -44,10 +49,38 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _stop_at_the_next_step() -> None:
-    """From now on a signal lets the step end, and saves."""
+def _heed_from_now_on(wait_for_all: Callable[[], None]) -> None:
+    """There is something to save: a signal lets the step end, and saves.
+
+    A rank that a signal has ended before it got here fails those that wait for it: they have had
+    that signal too, or will in a moment, and end by it as well.
+    """
     for number in _STOPPING:
         signal.signal(number, _request_stop)
+    try:
+        wait_for_all()
+    except Exception:
+        time.sleep(_MOMENT)
+        if _stop_signal is not None:
+            signal.signal(_stop_signal, signal.SIG_DFL)
+            os.kill(os.getpid(), _stop_signal)
+        raise
+    _has_begun.set()
+
+
+def _watch_the_start(run_dir: Path, seconds: float | None, started: float) -> None:
+    """Until there is something to save, end this rank, and so the others, once that is asked for.
+
+    What asks is no signal, and the thread that trains may compile or wait for as long as it takes.
+    """
+    from fsdpctl.errors import StoppedError
+    from fsdpctl.train.requests import early_request
+
+    while not _has_begun.wait(_LOOKS_EVERY):
+        if (why := early_request(run_dir, seconds, started)) is not None:
+            error = StoppedError(f"stopped before there was anything to save; {why}")
+            _report(error)
+            _leave(error.exit_code)
 
 
 def _ignore_stops() -> None:
@@ -76,22 +109,25 @@ def _train(run_dir: Path, *, only_measures: bool) -> None:
 
     from fsdpctl.comm.world import joined_world
     from fsdpctl.train.assemble import make_trainer
+    from fsdpctl.train.parts import Outside
     from fsdpctl.train.run_dir import read_config
     from fsdpctl.train.run_lock import RunLock
 
     config = read_config(run_dir)
     lock = RunLock(run_dir)
     lock.join()
+    started = _launch_began()
+    outside = Outside(lambda: _stop_signal is not None, started, _heed_from_now_on)
+    if int(os.environ["RANK"]) == 0:
+        about = (run_dir, config.launch.time_limit, started)
+        threading.Thread(target=_watch_the_start, args=about, daemon=True).start()
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or torch refuses products
         torch.use_deterministic_algorithms(True)
     with joined_world(str(config.launch.device), config.launch.timeout) as world:
         trainer = None
         try:
-            trainer = make_trainer(
-                config, world, lambda: _stop_signal is not None, shows=not only_measures
-            )
-            _stop_at_the_next_step()
+            trainer = make_trainer(config, world, outside, shows=not only_measures)
             if only_measures:
                 trainer.measure()
             else:
@@ -103,6 +139,13 @@ def _train(run_dir: Path, *, only_measures: bool) -> None:
                 trainer.leave()
             raise
     lock.release()
+
+
+def _launch_began() -> float:
+    """In seconds since the epoch; without the launcher's word it is when this process began."""
+    import psutil
+
+    return float(os.environ.get("FSDPCTL_STARTED") or psutil.Process().create_time())
 
 
 def _leave(code: int) -> NoReturn:

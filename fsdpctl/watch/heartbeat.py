@@ -85,6 +85,11 @@ class Heartbeat:
         each = (now - began) / (step - first) if step > first else None
         self._sign = replace(self._sign, step=step, seconds_per_step=each)
 
+    def go_back(self, step: int) -> None:
+        """So many are done again; how long one takes is measured anew."""
+        self._first = None
+        self.step(step)
+
     def end(self, state: str, message: str = "") -> None:
         """The last sign."""
         self._has_ended.set()

@@ -11,7 +11,7 @@ import torch
 from fsdpctl.comm.waits import HostWaits
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.train.clock import StepClock
-from fsdpctl.train.profiling import not_profiled, profiled
+from fsdpctl.train.profiling import Tracing
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches
 
@@ -48,10 +48,12 @@ def test_ranks_count_what_they_wait_for(rank: int, world_size: int) -> None:
 def test_a_trace_names_units_and_collectives(tmp_path: Path, steps: int, traced: int) -> None:
     model = shard_model(make_net(tied=False), "no_shard")
     batch = token_batches(1, 1)[0][0][0]
-    with profiled(model, tmp_path, 0, range(10, 10 + steps)) as profiler:
+    with Tracing(model, tmp_path, 0) as tracing:
+        tracing.begin(range(10, 10 + steps))
         for _ in range(steps):
             next_token_loss(model, batch).backward()
-            profiler.step()
+            tracing.step()
+    assert not tracing.is_on
     (file,) = (tmp_path / "profile").iterdir()
     assert file.name == "from-step-10-rank-0.json"
     events = json.loads(file.read_text())["traceEvents"]
@@ -69,7 +71,27 @@ def test_a_trace_names_units_and_collectives(tmp_path: Path, steps: int, traced:
 
 def test_without_a_profile_nothing_is_named(tmp_path: Path) -> None:
     model = shard_model(make_net(tied=False), "no_shard")
-    with not_profiled() as profiler, torch.profiler.profile() as trace:
+    with Tracing(model, tmp_path, 0) as tracing, torch.profiler.profile() as trace:
         next_token_loss(model, token_batches(1, 1)[0][0][0]).backward()
-        profiler.step()
+        assert not tracing.step()
     assert not [each.key for each in trace.key_averages() if each.key.startswith("forward ")]
+
+
+def test_a_trace_that_is_asked_for_later_is_one_of_its_own(tmp_path: Path) -> None:
+    model = shard_model(make_net(tied=False), "no_shard")
+    batch = token_batches(1, 1)[0][0][0]
+    written = []
+    with Tracing(model, tmp_path, 0) as tracing:
+        for step in range(12):
+            if step in (1, 6):
+                tracing.begin(range(step, 12), later=True)
+            next_token_loss(model, batch).backward()
+            if tracing.step():
+                written.append(step)
+    assert written == [4, 9]  # one that starts the tracer, and three
+    names = sorted(file.name for file in (tmp_path / "profile").iterdir())
+    assert names == ["from-step-1-rank-0.json", "from-step-6-rank-0.json"]
+    for file in (tmp_path / "profile").iterdir():
+        events = json.loads(file.read_text())["traceEvents"]
+        named = [e["name"] for e in events if e.get("cat") == "user_annotation"]
+        assert all(named.count(f"forward {unit}") == 3 for unit in model.unit_order.forward)

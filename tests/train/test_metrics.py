@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.train.metrics import MetricsFile
+from fsdpctl.train.metrics import MetricsFile, was_validated
 
 
 def test_lines_after_the_checkpoint_are_cut_off(tmp_path: Path):
@@ -71,3 +71,44 @@ def test_a_full_disk_is_named(tmp_path: Path):
     with pytest.raises(FsdpctlError, match=r"metrics.jsonl: " + os.strerror(errno.ENOSPC)):
         file.write({"step": 1})
     file.close()
+
+
+def test_what_is_known_of_steps_that_were_not_applied_is_not_cut_off(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    bad = {"step": 5, "bad_numbers": {"reason": "nonfinite_loss"}}
+    lines = [{"step": 4, "loss": 1.0}, {"step": 5, "loss": None}, bad]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = MetricsFile(path, 3)
+    file.write({"step": 4, "loss": 2.0})
+    file.write({"step": 5, "loss": 3.0})
+    file.cut_back(4)
+    file.write({"step": 5, "loss": 4.0})
+    assert file.is_in_place
+    file.close()
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    assert kept == [bad, {"step": 4, "loss": 2.0}, {"step": 5, "loss": 4.0}]
+
+
+def test_earlier_saves_tell_how_long_one_may_take(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    new = MetricsFile(path, 0)
+    new.close()
+    assert new.seconds_to_save == 0.0
+    lines = [{"step": step, "checkpoint_write_seconds": step / 2} for step in (3, 9, 5)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    later = MetricsFile(path, 4)
+    later.close()
+    assert later.seconds_to_save == 4.5  # of a step that is cut off, too
+
+
+def test_a_validation_that_is_there_is_found(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    assert not was_validated(path, 20)
+    lines = [
+        {"step": 20, "val_loss": 1.5},
+        {"step": 40, "loss": 2.0},
+        {"step": 40, "val_loss": None},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert was_validated(path, 20)
+    assert not was_validated(path, 40)

@@ -47,7 +47,7 @@ def sample_text(source: Path, prompt: str, count: int, sampling: Sampling) -> st
         tokens = generate(
             model,
             tokenizer.encode_prompt(prompt),
-            count,
+            range(count),
             context=config.train.seq_len,
             sampling=sampling,
             device=device,

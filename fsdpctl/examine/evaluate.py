@@ -67,8 +67,9 @@ def evaluate_run(run: ResolvedRun, on_batch: Callable[[int, int], None]) -> Eval
     batches = Batches(stream, config.train.seq_len, run.batches, 0, run.data.vocab_size)
     total = batches.num_validation_batches(0)
 
-    def tell(number: int) -> None:
+    def tell(number: int) -> bool:
         on_batch(number, total)
+        return True
 
     loss = validation_loss(
         model,
@@ -77,8 +78,9 @@ def evaluate_run(run: ResolvedRun, on_batch: Callable[[int, int], None]) -> Eval
         device,
         at_most=0,
         chunk_tokens=config.train.loss_chunk_tokens or 0,
-        on_batch=tell,
+        goes_on=tell,
     )
+    assert loss is not None
     tokens = batches.num_samples * config.train.seq_len
     bits = None
     if stream.num_bytes:

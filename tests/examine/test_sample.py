@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.train import assemble, sample
+from fsdpctl.examine import sample
+from fsdpctl.examine.sample import sample_text
+from fsdpctl.train import assemble
 from fsdpctl.train.generate import Sampling, draw
-from fsdpctl.train.sample import sample_text
 from tests.checkpoint.test_gguf import sharded
 from tests.cli.run import invoke
 from tests.hostile import make_checkpoint, make_hugging_face

@@ -1,0 +1,1 @@
+"""Looks at what was trained: the text that it writes, how well it predicts, what it had seen."""

@@ -1,0 +1,92 @@
+"""One optimizer step, from the samples to the new weights; nothing in it waits for a device."""
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fsdpctl.optim.record import Limits, OwnWord, record_step
+from fsdpctl.optim.schedule import lr_factor
+from fsdpctl.train.clock import StepClock
+from fsdpctl.train.loss import summed_loss
+from fsdpctl.train.parts import LaunchedStep, TrainingParts
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What came of a step's passes on this rank, beside its gradients."""
+
+    loss_sum: Tensor  # over its target tokens; float64
+    tokens: int  # how many those were
+    nominal_tokens: int  # how many the losses were divided by
+
+
+def launch_step(
+    parts: TrainingParts, step: int, samples: int, *, limits: Limits, own: Callable[[], OwnWord]
+) -> LaunchedStep:
+    """Launch the step that comes after `step` steps and `samples` samples. Collective.
+
+    Args:
+        parts: of the run.
+        step: optimizer steps done.
+        samples: samples consumed.
+        limits: above which it is not applied.
+        own: what this rank has to say, asked after its passes.
+    """
+    config, ranks = parts.config, parts.model.collectives
+    clock = StepClock(parts.device, parts.model.mesh.take_waits)
+    share = _run_micro_steps(parts, step, samples, clock)
+    record = record_step(
+        parts.model,
+        loss_sum=share.loss_sum,
+        tokens=torch.full((), share.tokens, device=parts.device),  # does not wait for the device
+        nominal_tokens=share.nominal_tokens * ranks.size,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        own=own(),
+        limits=limits,
+    )
+    assert config.optimizer.lr is not None
+    assert config.train.steps is not None
+    lr = config.optimizer.lr * lr_factor(config.lr_scheduler, step, config.train.steps)
+    for group in parts.optimizer.param_groups:
+        group["lr"] = lr
+    parts.optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
+    parts.optimizer.zero_grad()
+    clock.lap("optimizer")
+    if step + 1 < config.train.steps and parts.model.can_prefetch:
+        # Beside what is reported, saved and loaded before the next forward.
+        parts.model.prefetch_forward_params()
+    after = samples + config.train.global_batch_size
+    return LaunchedStep(step + 1, after, record, limits, lr, clock)
+
+
+def _run_micro_steps(parts: TrainingParts, step: int, samples: int, clock: StepClock) -> _Share:
+    """Forward and backward of every micro-batch."""
+    config, plan = parts.config, parts.train_batches.plan
+    rank = parts.model.collectives.rank
+    nominal = plan.micro_batch_size * plan.num_micro_batches * config.train.seq_len
+    loss_sum = torch.zeros((), dtype=torch.float64, device=parts.device)
+    tokens = 0
+    for micro_step in range(plan.num_micro_batches):
+        _reseed(config.train.seed, step, micro_step, rank)
+        batch = parts.train_batches.training(samples, rank, micro_step)
+        clock.lap("data")
+        is_last = micro_step == plan.num_micro_batches - 1
+        holds = config.accumulation.name == "last" and not is_last
+        with parts.model.no_sync() if holds else contextlib.nullcontext():
+            chunk = config.train.loss_chunk_tokens or 0
+            loss = summed_loss(parts.model, batch, parts.device, chunk)
+            (loss / nominal).backward()
+        loss_sum += loss.detach()
+        tokens += int((batch.targets >= 0).sum())
+        clock.lap("compute")
+    return _Share(loss_sum, tokens, nominal)
+
+
+def _reseed(*place: int) -> None:
+    """Give torch's generators a state that follows from where in the run this is."""
+    digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "little") >> 1)

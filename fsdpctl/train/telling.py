@@ -1,0 +1,89 @@
+"""All that is told of a run: figures to metrics.jsonl, words to the screen and the log."""
+
+from types import TracebackType
+from typing import Any, Self
+
+from fsdpctl.optim.record import StepFigures
+from fsdpctl.train.flops import model_flops
+from fsdpctl.train.metrics import MetricsFile, StepMetrics, peak_memory
+from fsdpctl.train.parts import LaunchedStep, TrainingParts
+from fsdpctl.train.progress import RunProgress
+from fsdpctl.train.run_dir import LOG, METRICS
+
+
+class Teller:
+    """Tells; on all ranks but 0 it is silent."""
+
+    def __init__(self, parts: TrainingParts, step: int) -> None:
+        """Of a run that begins after `step` steps.
+
+        Raises:
+            UsageError: metrics.jsonl is damaged, or cannot be written.
+        """
+        config, ranks = parts.config, parts.model.collectives
+        assert config.train.steps is not None
+        is_main = ranks.rank == 0
+        self._watch, file = parts.watch, parts.run_dir / METRICS
+        self.metrics = MetricsFile(file, step, parts.watch.line) if is_main else None
+        self.shown = RunProgress(
+            config.train.steps,
+            step,
+            log_every=config.train.log_every,
+            num_ranks=ranks.size,
+            shows=is_main and parts.shows,
+            log=parts.run_dir / LOG,
+        )
+        self._device = parts.device
+        self._flops = model_flops(config, parts.model, parts.device, ranks.size)
+
+    def __enter__(self) -> Self:
+        self.shown.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shown.__exit__(kind, error, trace)
+
+    def say(self, line: str) -> None:
+        """In words."""
+        self.shown.say(line)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """In figures.
+
+        Raises:
+            FsdpctlError: the disk is full, or gone.
+        """
+        if self.metrics is not None:
+            self.metrics.write(line)
+
+    def step(self, done: LaunchedStep, figures: StepFigures, share_saved: float | None) -> float:
+        """Of a step that is done; of a checkpoint on its way so much is written.
+
+        Returns the seconds that it took; waits for the device if it has to.
+        """
+        memory, times = peak_memory(self._device), done.clock.times()
+        about = (done.step, done.samples, figures, done.lr, times, memory, self._flops)
+        metrics = StepMetrics(*about)
+        self.write(metrics.to_line())
+        self.shown.step(metrics, share_saved)
+        return times.total
+
+    def cut_back(self, step: int) -> None:
+        """Forget the figures after `step`, but for those of steps that were not applied.
+
+        Raises:
+            FsdpctlError: the disk is full, or gone.
+        """
+        if self.metrics is not None:
+            self.metrics.cut_back(step)
+            self._watch.cut_back(step)
+
+    def close(self) -> None:
+        """There is nothing more in figures."""
+        if self.metrics is not None:
+            self.metrics.close()

@@ -1,0 +1,130 @@
+"""Trains on ranks of this process's making, with what is planted into their numbers."""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdpctl.comm.world import World
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.schema import Config
+from fsdpctl.errors import FsdpctlError
+from fsdpctl.resolve.run import resolve
+from fsdpctl.train import step
+from fsdpctl.train.assemble import make_trainer
+from fsdpctl.train.assets import collect_assets
+from fsdpctl.train.loop import Trainer
+from fsdpctl.train.loss import summed_loss
+from fsdpctl.train.parts import Outside
+from fsdpctl.train.run_dir import plan_start, prepare_run_dir
+from tests.cli.run import TINY, make_text
+from tests.distributed import distributed
+
+CPU = torch.device("cpu")
+Plants = Mapping[int, tuple[str, int]]  # by batch of the data: what, and on which rank
+
+
+class _BadGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * float("nan")
+
+
+def _large_gradient(loss: Tensor) -> Tensor:
+    return loss.detach() + 1e9 * (loss - loss.detach())
+
+
+PLANTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "loss": lambda loss: loss * float("nan"),
+    "gradient": _BadGradient.apply,
+    "loss spike": lambda loss: loss * 100,
+    "gradient spike": _large_gradient,
+}
+
+
+def words(folder: Path, ranks: int, *more: str) -> list[str]:
+    """Of a run without validation, in which every step has the same learning rate."""
+    given = [
+        *TINY, f"data.path={make_text(folder)}", "data.val_fraction=0", "optimizer.lr=1e-2",
+        "lr_scheduler=constant", "lr_scheduler.warmup_steps=0", "optimizer.max_grad_norm=0",
+        "checkpoint.mode=sync", "checkpoint.every=4", "train.global_batch_size=12",
+        f"launch.nproc_per_node={ranks}", "launch.device=cpu", *more,
+    ]  # fmt: skip
+    last = dict(word.split("=", 1) for word in given)
+    return [f"{name}={value}" for name, value in last.items()]
+
+
+def resolved(typed: list[str]) -> Config:
+    return resolve(compose_config(typed)).config
+
+
+def made(typed: list[str], stop_requested: Callable[[], bool] = lambda: False) -> Trainer:
+    """On every rank, where the run's directory stands; collective."""
+    run = resolve(compose_config(typed))
+    start = plan_start(run.config, "auto")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        start.run_dir.mkdir(exist_ok=True)
+        prepare_run_dir(start, typed, collect_assets(run.config, run.data))
+    dist.barrier()
+    world = World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), CPU)
+    outside = Outside(stop_requested, time.time(), lambda wait_for_all: wait_for_all())
+    return make_trainer(start.config, world, outside, shows=False)
+
+
+def plant(trainer: Trainer, plants: Plants) -> None:
+    """Into the losses of its batches, which come one a step."""
+    count = trainer.samples // trainer.parts.config.train.global_batch_size
+
+    def planted(*about: Any) -> Tensor:
+        nonlocal count
+        what, whose = plants.get(count, ("", -1))
+        count += 1
+        loss: Tensor = summed_loss(*about)
+        return PLANTED[what](loss) if whose == dist.get_rank() else loss
+
+    vars(step)["summed_loss"] = planted
+
+
+@distributed(timeout=150)
+def train(
+    rank: int,
+    world_size: int,
+    typed: list[str],
+    plants: Plants,
+    lag: int = 0,
+    stops_at: int = 0,
+    result: str = "",
+) -> None:
+    """To the end, or until it is stopped before the step `stops_at`.
+
+    The weights go to the file `result`, what it ended with to `result`.error.
+    """
+    holder: list[Trainer] = []
+
+    def is_asked() -> bool:
+        return rank == world_size - 1 and bool(stops_at) and holder[0].step + 1 >= stops_at
+
+    trainer = made(typed, is_asked)
+    holder.append(trainer)
+    trainer._lag = lag  # as on CUDA
+    plant(trainer, plants)
+    error = ""
+    try:
+        trainer.run()
+    except FsdpctlError as found:
+        error = f"{found.exit_code} {found}"
+    errors = trainer.parts.model.collectives.gather_objects(error)
+    assert len(set(errors)) == 1, errors
+    state = trainer.parts.model.state_dict()
+    if rank == 0:
+        torch.save(state, result)
+        Path(f"{result}.error").write_text(error)
