@@ -79,11 +79,14 @@ class Heartbeat:
     def step(self, step: int) -> None:
         """So many steps are done."""
         now = time.monotonic()
+        is_first = self._first is None
         if self._first is None:
             self._first = step, now
         first, began = self._first
         each = (now - began) / (step - first) if step > first else None
         self._sign = replace(self._sign, step=step, seconds_per_step=each)
+        if is_first:  # who looks shall see that it does not begin any more
+            self._write()
 
     def go_back(self, step: int) -> None:
         """So many are done again; how long one takes is measured anew."""

@@ -34,6 +34,9 @@ def test_it_is_given_while_nothing_happens(tmp_path):
 def test_it_has_the_step_and_how_long_one_takes(tmp_path):
     heartbeat = Heartbeat(tmp_path, every=1000)
     heartbeat.step(10)
+    first = read_sign(tmp_path)
+    assert first is not None
+    assert (first.step, first.seconds_per_step) == (10, None)
     time.sleep(0.02)
     heartbeat.step(12)
     heartbeat.end("failed", "x" * 10_000)
