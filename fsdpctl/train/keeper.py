@@ -45,13 +45,12 @@ class Keeper:
 
         `was_asked`: by somebody who waits for his request to go.
         """
+        if self.saved_step != done.step:
+            began = time.perf_counter()
+            self.finish()
+            self._saver.save(self._parts.model, self._parts.optimizer, done, began)
+            self.saved_step = done.step
         self._is_awaited |= was_asked
-        if self.saved_step == done.step:
-            return
-        began = time.perf_counter()
-        self.finish()
-        self._saver.save(self._parts.model, self._parts.optimizer, done, began)
-        self.saved_step = done.step
 
     def save_what_is_lost(self, done: Progress) -> None:
         """See that the run directory is still there; what is not is saved again. Collective.

@@ -277,6 +277,7 @@ class Trainer:
             goes = hearing.goes_on()
             if hearing.heard.save:
                 self.save(was_asked=True)
+            self._keeper.tell()
             return goes
 
         is_told = validate(self.parts, self._teller, self.step, goes_on, last=last)

@@ -1,6 +1,8 @@
-"""A rank that fails alone, where a process group cannot be ended without its peers."""
+"""A rank that fails alone, where a process group cannot be ended without its peers; and signals."""
 
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -49,3 +51,36 @@ def test_its_words_end_the_run_at_once(tmp_path: Path, blocks_saving: bool) -> N
     assert "rank 1" in said
     assert "planted on one rank" in said
     assert time.monotonic() - began < 90
+
+
+ARRIVES = """
+import os, signal, sys
+from fsdpctl.train import worker
+
+worker._tie_to_launcher()
+
+def wait_for_all():
+    {}
+
+worker._heed_from_now_on(wait_for_all)
+os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(5 if worker._stop_signal == signal.SIGTERM else 6)
+"""
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "code"),
+    [
+        ("pass", 5),  # heard
+        ("os.kill(os.getpid(), signal.SIGTERM)", 5),
+        # Its peer was ended by the same signal before it could hear it.
+        ("os.kill(os.getpid(), signal.SIGTERM); raise OSError('closed by peer')", -signal.SIGTERM),
+        ("raise OSError('closed by peer')", 1),
+    ],
+)
+def test_no_rank_fails_of_a_signal_that_another_one_had_first(meanwhile: str, code: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ARRIVES.format(meanwhile)], env=environment(), timeout=60,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
