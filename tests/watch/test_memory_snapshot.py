@@ -49,6 +49,7 @@ def test_allocations_are_watched_on_a_device_alone(monkeypatch):
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_device_without_room_leaves_a_snapshot(tmp_path):
     device = torch.device("cuda")
     watch_allocations(device)
