@@ -32,7 +32,8 @@ class Keeper:
         self._requests = requests
         self._teller = teller
         self._is_awaited = False
-        self._saver = Saver(parts.config, parts.run_dir, parts.watch.ranks, parts.watch.after_save)
+        watch = parts.watch
+        self._saver = Saver(parts.config, parts.run_dir, watch.ranks, watch.after_save)
 
     @property
     def share_written(self) -> float | None:

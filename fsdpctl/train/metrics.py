@@ -106,8 +106,8 @@ class MetricsFile:
     ) -> None:
         """Open `path` as it was when the checkpoint of `step` was made: later lines are cut off.
 
-        Those about steps that were not applied stay: nothing else tells of them.
-        `on_line` is called with each line that was written, in the thread that wrote it.
+        Those about steps that were not applied stay: nothing else tells of them. `on_line` is
+        called with each line that was written, in the thread that wrote it.
 
         Raises:
             UsageError: it is damaged, or cannot be written.
@@ -127,9 +127,10 @@ class MetricsFile:
             FsdpctlError: the disk is full, or gone.
         """
         try:
-            self._file.close()
-            _cut_back(self._path, step)
-            self._file = self._path.open("a+", encoding="utf-8")
+            with self._writing:
+                self._file.close()
+                _cut_back(self._path, step)
+                self._file = self._path.open("a+", encoding="utf-8")
         except OSError as error:
             raise FsdpctlError(f"{self._path}: {error.strerror}") from None
 

@@ -23,9 +23,8 @@ class Teller:
         config, ranks = parts.config, parts.model.collectives
         assert config.train.steps is not None
         is_main = ranks.rank == 0
-        self.metrics = None
-        if is_main:
-            self.metrics = MetricsFile(parts.run_dir / METRICS, step, parts.watch.line)
+        self._watch, file = parts.watch, parts.run_dir / METRICS
+        self.metrics = MetricsFile(file, step, parts.watch.line) if is_main else None
         self.shown = RunProgress(
             config.train.steps,
             step,
@@ -82,6 +81,7 @@ class Teller:
         """
         if self.metrics is not None:
             self.metrics.cut_back(step)
+            self._watch.cut_back(step)
 
     def close(self) -> None:
         """There is nothing more in figures."""

@@ -26,6 +26,10 @@ class Logger(Protocol):
         """These are the figures of a step; names come again at other steps."""
         ...
 
+    def cut_back(self, step: int) -> None:
+        """What came of later steps is to be forgotten."""
+        ...
+
     def close(self, *, well: bool) -> None:
         """There are no more, as the run ended `well` or not; may take long."""
         ...
@@ -65,9 +69,17 @@ class Loggers:
             for name, value in line.items()
             if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
         }
-        for name, each in list(self._loggers.items()) if figures else ():
+        if figures:
+            self._tell(lambda each: each.log(line["step"], figures))
+
+    def cut_back(self, step: int) -> None:
+        """What they were told of later steps is to be forgotten."""
+        self._tell(lambda each: each.cut_back(step))
+
+    def _tell(self, tell: Callable[[Logger], None]) -> None:
+        for name, each in list(self._loggers.items()):
             try:
-                each.log(line["step"], figures)
+                tell(each)
             except Exception as error:
                 self._let_go(name, error)
 
@@ -101,16 +113,23 @@ class _TensorBoard:
     """Event files below the run's directory."""
 
     def __init__(self, run_dir: Path, step: int) -> None:
+        self._folder = str(run_dir / TENSORBOARD)
+        self._writer = self._begin(step)
+
+    def _begin(self, step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(
-            str(run_dir / TENSORBOARD), purge_step=step + 1, flush_secs=_FLUSH_SECONDS
-        )
+        return SummaryWriter(self._folder, purge_step=step + 1, flush_secs=_FLUSH_SECONDS)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Write a point of each curve."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
+
+    def cut_back(self, step: int) -> None:
+        """Begin another file, which says from where on it takes the place of those before."""
+        self._writer.close()
+        self._writer = self._begin(step)
 
     def close(self, *, well: bool) -> None:
         """Write what is left."""
@@ -139,6 +158,9 @@ class _Wandb:
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Send a point of each curve."""
         self._run.log({"step": step, **figures})
+
+    def cut_back(self, step: int) -> None:
+        """What was sent was sent: the later points of a step are drawn over it."""
 
     def close(self, *, well: bool) -> None:
         """Send what is left."""

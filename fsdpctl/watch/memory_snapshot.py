@@ -24,7 +24,7 @@ def keep_snapshot(error: BaseException, run_dir: Path, rank: int) -> None:
     """
     if not isinstance(error, torch.OutOfMemoryError):
         return
-    path = run_dir / f"memory-snapshot-rank-{rank:05d}.pickle"
+    path = run_dir / f"memory-snapshot-rank-{rank:05d}.bin"
     try:
         torch.cuda.memory._dump_snapshot(str(path))
     except Exception:

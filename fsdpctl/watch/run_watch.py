@@ -75,6 +75,13 @@ class RunWatch:
         if self._loggers is not None:
             self._loggers.line(line)
 
+    def cut_back(self, step: int) -> None:
+        """The run goes on from `step`, and comes once more to the steps after it."""
+        if self._heartbeat is not None:
+            self._heartbeat.go_back(step)
+        if self._loggers is not None:
+            self._loggers.cut_back(step)
+
     @contextmanager
     def over(self, step: int, say: Callable[[str], None], record: Record | None) -> Iterator[None]:
         """While the block trains; ends what was begun, and waits for it where ranks end together.

@@ -36,6 +36,7 @@ class Newest:
     age_seconds: float
     num_bytes: int
     problem: str  # why it is not what its manifest says; empty where it is
+    owes_validation: bool  # whether the run was stopped before the validation of this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def read_status(run_dir: Path) -> Status:
     found = liveness(run_dir, sign, now)
     newest = _newest(run_dir, now)
     step = max(tail.steps[-1].step if tail.steps else 0, newest.step if newest else 0)
-    state, message = _state(run_dir, found, sign, is_done=_is_done(newest, total))
+    state, message = _state(run_dir, found, sign, is_done=_is_done(newest, tail, total))
     last = tail.steps[-1] if tail.steps else None
     runs = state == RUNNING
     return Status(
@@ -127,8 +128,11 @@ def _total_steps(run_dir: Path) -> int | None:
         raise UsageError(f"{run_dir / RUN_CONFIG}: damaged: {error}") from None
 
 
-def _is_done(newest: Newest | None, total: int | None) -> bool:
-    return newest is not None and total is not None and newest.step >= total
+def _is_done(newest: Newest | None, tail: Tail, total: int | None) -> bool:
+    if newest is None or total is None or newest.step < total:
+        return False
+    validated = 0 if tail.validation is None else tail.validation.step
+    return not newest.owes_validation or validated >= newest.step
 
 
 def _state(run_dir: Path, found: Liveness, sign: Sign | None, *, is_done: bool) -> tuple[str, str]:
@@ -196,6 +200,7 @@ def _newest(run_dir: Path, now: float) -> Newest | None:
         step=step_of(folder),
         age_seconds=max(0.0, now - (folder / MANIFEST).stat().st_mtime),
         num_bytes=sum(expected.values()),
+        owes_validation=manifest.progress.owes_validation,
         problem="" if wrong is None else f"{wrong} is missing, or not of its size",
     )
 

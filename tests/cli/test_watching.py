@@ -181,8 +181,8 @@ def test_a_rank_without_memory_says_where_its_snapshot_lies(tmp_path, monkeypatc
     done = fsdpctl("train", *words(tmp_path, 20), cwd=tmp_path)
     assert done.returncode == 1
     said = " ".join(re.sub("[│\n]", " ", done.stderr).split())
-    assert "run/memory-snapshot-rank-00001.pickle" in said
-    assert (tmp_path / "run" / "memory-snapshot-rank-00001.pickle").is_file()
+    assert "run/memory-snapshot-rank-00001.bin" in said
+    assert (tmp_path / "run" / "memory-snapshot-rank-00001.bin").is_file()
     found = status(tmp_path)
     assert found["state"] == "failed"
-    assert "memory-snapshot-rank-00001.pickle" in str(found["message"])
+    assert "memory-snapshot-rank-00001.bin" in str(found["message"])

@@ -47,6 +47,17 @@ def test_it_has_the_step_and_how_long_one_takes(tmp_path):
     assert 0.01 <= sign.seconds_per_step < 10
 
 
+def test_it_goes_back_with_the_run(tmp_path):
+    heartbeat = Heartbeat(tmp_path, every=1000)
+    heartbeat.step(10)
+    heartbeat.step(20)
+    heartbeat.go_back(12)
+    heartbeat.end("stopped")
+    sign = read_sign(tmp_path)
+    assert sign is not None
+    assert (sign.step, sign.seconds_per_step) == (12, None)
+
+
 def test_after_the_end_there_is_no_more(tmp_path):
     heartbeat = Heartbeat(tmp_path, every=0.01)
     heartbeat.end("stopped")

@@ -16,7 +16,7 @@ def dumped(monkeypatch):
 def test_the_error_says_where_the_snapshot_lies(tmp_path, dumped):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     keep_snapshot(error, tmp_path, 3)
-    assert dumped == [str(tmp_path / "memory-snapshot-rank-00003.pickle")]
+    assert dumped == [str(tmp_path / "memory-snapshot-rank-00003.bin")]
     assert str(error).startswith("CUDA out of memory. Tried to allocate 2.00 GiB.; what the device")
     assert dumped[0] in str(error)
 
@@ -49,6 +49,7 @@ def test_allocations_are_watched_on_a_device_alone(monkeypatch):
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_device_without_room_leaves_a_snapshot(tmp_path):
     device = torch.device("cuda")
     watch_allocations(device)

@@ -123,7 +123,7 @@ def test_want_of_memory_is_kept_whenever_it_comes(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dumped.append)
     watch = RunWatch(Config(), tmp_path, ObjectExchange(), CPU, is_on=True)
     with (
-        pytest.raises(torch.OutOfMemoryError, match="memory-snapshot-rank-00000.pickle"),
+        pytest.raises(torch.OutOfMemoryError, match="memory-snapshot-rank-00000.bin"),
         watch.over(0, lambda line: None, None),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory")
