@@ -14,6 +14,7 @@ PAGE = 256  # bytes of a rank
 _HEAD = struct.Struct("<qdqqH")  # beats, when, step, whether it waits, bytes of text
 _TEXT = PAGE - _HEAD.size
 _NO_STEP = -1
+FINISHING = "finishing"  # a place: waits for the user's commands, as long as those may take
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from fsdpctl.engine.presence import Presence
 from fsdpctl.engine.replicas import check_replicas
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.state import full_state, persistent_buffers
+from fsdpctl.engine.unit import bytes_beside_slots
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.order import UnitOrder
 from fsdpctl.plan.schedule import Event
@@ -235,15 +236,7 @@ class ShardedModel(nn.Module):
 
     def peak_memory_bytes(self) -> int:
         """The most bytes so far of masters, gradients, gathered units and reduce buffers."""
-        slots = {unit.slot.address for unit in self._runtime.units.values()}
-        buffers = [buffer for unit in self._runtime.units.values() for buffer in unit.buffers]
-        values = [each for buffer in buffers for each in (buffer.part, buffer.shard.master)]
-        storages = [each.untyped_storage() for each in values]
-        # Masters may be windows into parts, and both into slots.
-        apart = {each.data_ptr(): each.nbytes() for each in storages if each.nbytes()}
-        return self.ledger.peak_nbytes + sum(
-            nbytes for address, nbytes in apart.items() if address not in slots
-        )
+        return self.ledger.peak_nbytes + bytes_beside_slots(list(self._runtime.units.values()))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Take whole tensors under the module's names; each rank keeps its parts. Always strict."""

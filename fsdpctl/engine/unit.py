@@ -100,3 +100,14 @@ class ShardedUnit:
 
     def _set_version(self, version: int) -> None:
         _set_versions(self._params, (version,) * len(self._params))
+
+
+def bytes_beside_slots(units: Sequence[ShardedUnit]) -> int:
+    """Of parts and masters that lie in memory of their own, not in what units are gathered into."""
+    buffers = [buffer for unit in units for buffer in unit.buffers]
+    values = [each for buffer in buffers for each in (buffer.part, buffer.shard.master)]
+    storages = [each.untyped_storage() for each in values]
+    # Masters may be windows into parts, and both into slots.
+    found = {each.data_ptr(): each.nbytes() for each in storages if each.nbytes()}
+    slots = {unit.slot.address for unit in units}
+    return sum(nbytes for address, nbytes in found.items() if address not in slots)

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from fsdpctl.comm.pulse import Beat, make_pages, read_beats
+from fsdpctl.comm.pulse import FINISHING, Beat, make_pages, read_beats
 from fsdpctl.comm.recorder import Recorded
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.launch.hang import RankState, report
@@ -94,6 +94,8 @@ class Watch:
         return self._nodes is not None and self._nodes.has_failed_elsewhere(self._number)
 
     def _is_late(self, beat: Beat) -> bool:
+        if beat.place == FINISHING:
+            return False
         began = beat.when if beat.count else self._began
         limit = self._limit if beat.step is not None else self._limit * _START_FACTOR
         return time.monotonic() - began > limit

@@ -4,6 +4,7 @@ import time
 from collections import deque
 
 from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.comm.pulse import PULSE
 from fsdpctl.errors import NonFiniteError, StoppedError
 from fsdpctl.optim.record import OwnWord
 from fsdpctl.train.bad_numbers import BadNumbers, BadStep
@@ -125,6 +126,7 @@ class Trainer:
     def _train_step(self) -> None:
         """Launch a step; what came of it is reported later."""
         began = time.perf_counter()
+        PULSE.at("data", self.step + 1 if self._has_begun else None)
 
         def own() -> OwnWord:
             return OwnWord(self._look(time.perf_counter() - began).flags, self._probe.take())
@@ -150,6 +152,7 @@ class Trainer:
         """
         asked = Asked()
         while len(self._launched) > keep:
+            PULSE.at("figures of the step")
             done = self._launched.popleft()
             figures = done.record.figures()
             asked |= Asked(*figures.flags)

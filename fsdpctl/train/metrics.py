@@ -106,7 +106,7 @@ class MetricsFile:
     ) -> None:
         """Open `path` as it was when the checkpoint of `step` was made: later lines are cut off.
 
-        Those about steps that were not applied stay: nothing else tells of them. `on_line` is
+        Those about steps that were not applied, and about restarts, stay. `on_line` is
         called with each line that was written, in the thread that wrote it.
 
         Raises:
@@ -184,6 +184,12 @@ class Line:
     val_loss: float | None = None
     checkpoint_write_seconds: float = 0.0
     bad_numbers: dict[str, Any] | None = None
+    restart: dict[str, Any] | None = None
+
+    @property
+    def is_evidence(self) -> bool:
+        """Whether nothing else tells of what it says."""
+        return self.bad_numbers is not None or self.restart is not None
 
 
 def last_step(path: Path) -> int:
@@ -222,7 +228,7 @@ def _cut_back(path: Path, step: int) -> float:
     if not path.is_file():
         return 0.0
     lines = list(whole_lines(path))
-    kept = [line for line, about in lines if about.step <= step or about.bad_numbers is not None]
+    kept = [line for line, about in lines if about.step <= step or about.is_evidence]
     scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     scratch.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
     scratch.replace(path)

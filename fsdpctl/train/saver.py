@@ -18,6 +18,7 @@ from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.save import Ranks, Snapshot, take_snapshot, write_checkpoint
 from fsdpctl.checkpoint.tensors import Staging
+from fsdpctl.comm.pulse import PULSE
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import words_for_others
@@ -174,9 +175,14 @@ class Saver:
         """
         thread = None if self._current is None else self._current.thread
         began = time.perf_counter()
+        shown: float | None = None
         while thread is not None and thread.is_alive():
             thread.join(_TELLING_SECONDS)
             if thread.is_alive():
+                # Who has written all waits for others; who gets nowhere is to be noticed.
+                if self.share_written == 1 or self.share_written != shown:
+                    PULSE.at("saving")
+                shown = self.share_written
                 tell(self.share_written or 0.0, time.perf_counter() - began)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from fsdpctl.train.flops import model_flops
 from fsdpctl.train.metrics import MetricsFile, StepMetrics, peak_memory
 from fsdpctl.train.parts import LaunchedStep, TrainingParts
 from fsdpctl.train.progress import RunProgress
+from fsdpctl.train.restart import restart_of
 from fsdpctl.train.run_dir import LOG, METRICS
 
 
@@ -33,6 +34,7 @@ class Teller:
             shows=is_main and parts.shows,
             log=parts.run_dir / LOG,
         )
+        self._restart = restart_of()
         self._device = parts.device
         self._flops = model_flops(config, parts.model, parts.device, ranks.size)
 
@@ -70,8 +72,18 @@ class Teller:
         about = (done.step, done.samples, figures, done.lr, times, memory, self._flops)
         metrics = StepMetrics(*about)
         self.write(metrics.to_line())
+        self._tell_restart(done.step)
         self.shown.step(metrics, share_saved)
         return times.total
+
+    def _tell_restart(self, step: int) -> None:
+        """What it cost that ranks were started again, once the first step is done."""
+        restart, self._restart = self._restart, None
+        if restart is not None:
+            line = restart.to_line(step)
+            self.write(line)
+            seconds = line["restart"]["seconds_to_next_step"]
+            self.say(f"step {step}: trained again {seconds:.1f} s after the failure")
 
     def cut_back(self, step: int) -> None:
         """Forget the figures after `step`, but for those of steps that were not applied.

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from fsdpctl.comm.collectives import ObjectExchange
+from fsdpctl.comm.pulse import FINISHING, PULSE
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
 from fsdpctl.resolve.besides import command_words
@@ -119,6 +120,7 @@ class RunWatch:
 
     def _finish(self) -> None:
         """Wait for the command and the other tools, all ranks together: collectives time out."""
+        PULSE.at(FINISHING)
         if self._is_main:
             self.after_save.wait(self._say)
         self._let_loggers_go(well=True)
