@@ -89,7 +89,7 @@ def test_a_run_is_seen_to_run_to_stop_to_go_on_and_to_finish(tmp_path):
     assert ended(process)[0] == 75
     found = status(tmp_path)
     assert found["state"] == "stopped"
-    assert re.fullmatch(r"stopped at step \d+ of 100000, saved", str(found["message"]))
+    assert re.match(r"stopped at step \d+ of 100000, saved", str(found["message"]))
     assert isinstance(found["step"], int)
     steps = found["step"] + 5
     assert fsdpctl("train", *words(tmp_path, steps), cwd=tmp_path).returncode == 0
