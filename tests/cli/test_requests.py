@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -51,6 +51,7 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.dir = folder, folder / "run"
+        self.process: subprocess.Popen[str] | None = None
         (folder / "planted").mkdir()
         (folder / "planted" / "sitecustomize.py").write_text(PLANTED)
         make_text(folder)
@@ -66,11 +67,12 @@ class Run:
         self, steps: int, *more: str, slow: str = "", after: int = 0
     ) -> subprocess.Popen[str]:
         paths = f"{self.folder / 'planted'}:{environment()['PYTHONPATH']}"
-        return subprocess.Popen(
+        self.process = subprocess.Popen(
             command("train", *self.words(steps, *more)), cwd=self.folder, text=True,
             env={**environment(), "PYTHONPATH": paths, "SLOW": slow, "AFTER": str(after)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
+        return self.process
 
     def has_come_to(self, phase: str) -> Callable[[], object]:
         return (self.folder / f"came-to-{phase}").exists
@@ -87,8 +89,13 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(tmp_path)
+def run(tmp_path: Path) -> Iterator[Run]:
+    """Nothing of it is left when a test fails."""
+    made = Run(tmp_path)
+    yield made
+    if made.process is not None:
+        made.process.kill()
+        made.process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -100,14 +107,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float | N
     return figures(run.dir)
 
 
-def wait_for(what: Callable[[], object], seconds: float = 90) -> None:
+def wait_for(what: Callable[[], object], seconds: float = 180) -> None:
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def ended(process: "subprocess.Popen[str]", seconds: float = 120) -> tuple[int, str]:
+def ended(process: "subprocess.Popen[str]", seconds: float = 240) -> tuple[int, str]:
     out, _ = process.communicate(timeout=seconds)
     return process.returncode, out or ""
 
@@ -265,30 +272,21 @@ def test_what_was_left_over_is_removed_and_said(run):
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_time_limit_is_kept_with_all_that_is_saved(run, mode):
+def test_a_time_limit_is_kept_with_all_that_is_saved(run, mode, monkeypatch):
     """Each save takes three seconds, and counts before the last one is begun."""
     began = time.time()
-    process = run.start(
-        LONG, "launch.time_limit=40", f"checkpoint.mode={mode}", "checkpoint.every=100", slow="save"
-    )
-    code, said = ended(process)
+    assert ended(run.start(10))[0] == 0
+    limit = int(2 * (time.time() - began)) + 20
+    began = time.time()
+    monkeypatch.setenv("FSDPCTL_STARTED", str(began))
+    more = [f"launch.time_limit={limit}", f"checkpoint.mode={mode}", "checkpoint.every=100"]
+    code, said = ended(run.start(LONG, *more, slow="save"), 2 * limit)
     took = time.time() - began
     assert code == 75, said
-    assert "saved; launch.time_limit=40 is near" in said
-    assert 20 < took < 40
+    assert f"saved; launch.time_limit={limit} is near" in said
+    assert limit / 2 < took < limit
     step = figures(run.dir)[-1][0]
     assert run.checkpoints()[-1] == f"step-{step:08d}"
-
-
-def test_the_launch_may_have_begun_earlier(run):
-    process = subprocess.Popen(
-        command("train", *run.words(LONG, "launch.time_limit=1000")), cwd=run.folder, text=True,
-        env={**environment(), "FSDPCTL_STARTED": str(time.time() - 970)},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    code, said = ended(process, 60)
-    assert code == 75, said
-    assert "launch.time_limit=1000" in said
 
 
 def test_a_file_stops_every_node(tmp_path):
@@ -300,12 +298,16 @@ def test_a_file_stops_every_node(tmp_path):
         more = ["launch.nnodes=2", "launch.nproc_per_node=1", f"launch.rdzv_endpoint={endpoint}"]
         words = [run.words(LONG, *more, f"launch.node_rank={node}") for node in range(2)]
         nodes = [there.start(each, "train", *words[each], cwd=tmp_path) for each in range(2)]
-        wait_for(run.has_stepped())
-        (run.dir / "STOP").touch()
-        for process in nodes:
-            code, said = ended(process)
-            assert code == 75, said
-            assert "run/STOP was there" in said
+        try:
+            wait_for(run.has_stepped())
+            (run.dir / "STOP").touch()
+            for process in nodes:
+                code, said = ended(process)
+                assert code == 75, said
+                assert "run/STOP was there" in said
+        finally:
+            for process in nodes:
+                process.kill()
         assert not (run.dir / "STOP").exists()
 
 
