@@ -91,8 +91,8 @@ def _wrong_at_first(run: Run, codes: list[int | None], kept: set[str]) -> list[s
     return wrong
 
 
-def campaign(first: int, count: int) -> list[dict[str, Any]]:
-    """The cases `first` to `first + count - 1`."""
+def campaign(first: int, count: int, out: Path | None = None) -> list[dict[str, Any]]:
+    """The cases `first` to `first + count - 1`; after each, all so far are written to `out`."""
     results = []
     with tempfile.TemporaryDirectory(prefix="faults-") as kept:
         (reference := Path(kept) / "whole").mkdir()
@@ -102,6 +102,7 @@ def campaign(first: int, count: int) -> list[dict[str, Any]]:
         for seed in range(first, first + count):
             results.append(one_case(case_of(seed), Path(kept) / f"case-{seed}", sums))
             print(json.dumps(results[-1]), flush=True)
+            write_report(out, "faults", results)
     return results
 
 
@@ -123,10 +124,10 @@ def one_case(case: Case, folder: Path, sums: Sums) -> dict[str, Any]:
 
 def main() -> None:
     """As the command line says; 1 where something was wrong."""
-    found = campaign(int(sys.argv[1]), int(sys.argv[2]))
+    out = Path(sys.argv[3]) if len(sys.argv) > 3 else None
+    found = campaign(int(sys.argv[1]), int(sys.argv[2]), out)
     bad = [each for each in found if each["wrong"]]
     print(f"{len(found)} cases, {len(bad)} wrong")
-    write_report(Path(sys.argv[3]) if len(sys.argv) > 3 else None, "faults", found)
     sys.exit(bool(bad))
 
 
