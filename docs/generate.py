@@ -35,7 +35,8 @@ from fsdpctl.resolve.machine import resolved_strategy
 
 DOCS = Path(__file__).parent
 PAGES = tuple(
-    DOCS / f"{name}.md" for name in ("strategies", "performance", "memory-model", "reliability")
+    DOCS / f"{name}.md"
+    for name in ("strategies", "performance", "memory-model", "reliability", "clusters")
 )
 PICTURE = DOCS / "strategies.png"
 RECIPES = tuple(sorted((DOCS.parent / "recipes").glob("*.yaml")))
@@ -174,6 +175,7 @@ TABLES = {
     "consolidate": measured.consolidate_table,
     "saving": measured.saving_table,
     "faults": faults_table,
+    "slow_links": measured.slow_links_table,
 }
 
 

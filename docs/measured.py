@@ -34,6 +34,25 @@ def _made_with(report: dict[str, Any]) -> str:
     return f"torch {report['torch']}, {report['machine']}"
 
 
+def slow_links_table() -> str:
+    """What a step takes, and what a host sends for it, over a slow cable between two hosts."""
+    report = _report("slow-links")
+    rows = [
+        [
+            f"`{each['strategy']}`",
+            f"{each['sent_bytes_per_host_and_step'] / 1e6:.1f} MB",
+            f"{each['bytes_over_full_shard']:.2f}",
+            f"{each['time_over_full_shard']:.2f}",
+        ]
+        for each in report["results"]
+    ]
+    header = ["`strategy=`", "a host sends in a step", "bytes over full_shard's", "time over"]
+    about = f"Two hosts with two ranks each, {report['mbit']} Mbit/s between them, over gloo"
+    return _table(
+        header, rows, f"{about}, {_made_with(report)}, {report['rounds']} starts of each."
+    )
+
+
 def step_time_table() -> str:
     """What each engine adds to the floor, relative to what fully_shard adds."""
     return _step_times("step-time-cpu", "added_over_fsdp2_added", "added over the floor")
