@@ -148,9 +148,11 @@ class AfterSave:
                 )  # fmt: skip
         except OSError as error:
             return self._told(job, "failed", 0.0, f"cannot be started: {error.strerror}")
+        if self._is_over:  # since it was looked at: nobody else knew this process
+            _end(process)
         try:
             code = process.wait(self._timeout)
-            is_late = self._is_over
+            is_late = self._is_over and code != 0
         except subprocess.TimeoutExpired:
             is_late = True
             code = _end(process)
