@@ -247,6 +247,7 @@ def prepare_restart(start: Start, number: int) -> None:
         kept.mkdir(parents=True, exist_ok=True)
         for each in logs.glob("rank-*.log"):
             each.replace(kept / each.name)
+        (start.run_dir / ALIVE).unlink(missing_ok=True)  # of the ranks that failed
         if start.standing is Standing.NEW and (start.run_dir / METRICS).is_file():
             (start.run_dir / METRICS).replace(start.run_dir / f"{METRICS}.old")
         remove_unfinished(start.run_dir / CHECKPOINTS)
