@@ -15,6 +15,7 @@ from fsdpctl.errors import UsageError
 # Set by launchers: of ranks, of tasks, of several machines.
 _RANKS = ("RANK", "LOCAL_RANK")
 _TASKS = {
+    "WORLD_SIZE": "say launch=env",
     "SLURM_STEP_NUM_TASKS": "say launch=slurm",
     "OMPI_COMM_WORLD_SIZE": "mpirun is not understood; torchrun is, with launch=env",
 }

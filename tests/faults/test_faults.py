@@ -9,7 +9,7 @@ from tests.faults.cases import case_of
 from tests.faults.running import Run, codes_of
 
 pytestmark = pytest.mark.slow
-_SEEDS = 24
+_SEEDS = 12
 
 
 @pytest.fixture(scope="module")
