@@ -81,11 +81,16 @@ class Watch:
             if (is_whole and any(map(self._is_late, beats))) or self._hangs_elsewhere():
                 self._end_hang(ranks, beats)
                 return
-            if self._lasts("died", len(ranks) < self._count):
+            died = self._lasts("died", not is_whole)
+            follows = self._lasts("elsewhere", self._fails_elsewhere())
+            if (died or follows) and not any(self._has_moved(beats[local]) for local in ranks):
+                self.follows = not died
                 _kill(ranks)  # stopped, or deaf: the agent's own patience is longer
-            elif self._lasts("elsewhere", self._fails_elsewhere()):
-                self.follows = True
-                _kill(ranks)
+
+    @staticmethod
+    def _has_moved(beat: Beat) -> bool:
+        """Whether it does something yet, such as to complete a checkpoint."""
+        return beat.count > 0 and time.monotonic() - beat.when < _GRACE_SECONDS
 
     def _hangs_elsewhere(self) -> bool:
         return self._nodes is not None and self._nodes.hangs_elsewhere(self._number)

@@ -194,4 +194,5 @@ class Saver:
         while current.thread.is_alive() and time.perf_counter() - since < _LEAVING_SECONDS:
             current.thread.join(_TELLING_SECONDS)
             if current.written != written:
+                PULSE.at("completing a checkpoint")
                 written, since = current.written, time.perf_counter()

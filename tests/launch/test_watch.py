@@ -114,6 +114,23 @@ def test_who_outlives_a_rank_that_died_is_ended(tmp_path, monkeypatch):
     assert watch.failed_at is not None
 
 
+def test_who_still_does_something_is_let_be(tmp_path, monkeypatch):
+    """Such as to complete a checkpoint, once another rank has failed."""
+    monkeypatch.setattr("fsdpctl.launch.watch._GRACE_SECONDS", 0.6)
+    processes = [_sleeper(), _sleeper()]
+    with _watched(tmp_path, processes, beats=2):
+        processes[0].kill()
+        processes[0].wait(timeout=20)
+        pulse = Pulse()
+        pulse.open(tmp_path / PAGES, 1)
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            pulse.at("completing a checkpoint", 1)
+            time.sleep(0.05)
+        assert processes[1].poll() is None
+        assert processes[1].wait(timeout=20) == -signal.SIGKILL
+
+
 @distributed(world_size=2)
 def test_the_recorder_says_who_is_behind(rank, world_size):
     group = dist.new_group(list(range(world_size)), group_desc="gathers")
