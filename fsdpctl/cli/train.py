@@ -66,7 +66,8 @@ def _dry_run(composed: "Composed", resume: str) -> None:
     from fsdpctl.train.describe import describe_run, describe_units
     from fsdpctl.train.run_dir import plan_start
 
-    run = resolve(composed)
+    # Whoever starts it: it may be looked at from where no launcher is.
+    run = resolve(composed, composed.config.launch)
     start = plan_start(run.config, resume)
     estimate = estimate_here(run)
     for line in [*describe_run(run, start, estimate), "", *describe_units(run)]:

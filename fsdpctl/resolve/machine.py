@@ -24,7 +24,7 @@ def placed_here(config: Config, known: LaunchConfig | None = None) -> Config:
         UsageError: it cannot run so here.
     """
     launch, place = (known, None) if known else place_of(config.launch)
-    if place is None:
+    if known is None and place is None:
         _check_nodes(launch)
     has_cuda = torch.cuda.is_available()
     if launch.device == "cuda" and not has_cuda:

@@ -195,6 +195,14 @@ def test_one_of_several_processes_is_told_why_it_cannot_be(words, monkeypatch, n
     assert (code, f"{name}=2" in said, "launch=" in said) == (2, True, True)
 
 
+@pytest.mark.parametrize("launch", ["local", "slurm", "env"])
+def test_a_run_on_several_machines_is_looked_at_from_one(words, launch):
+    """As from a login node, where no launcher has set anything."""
+    sizes = ["launch.nnodes=2", "launch.nproc_per_node=2"]
+    said = dry_run(*words, f"launch={launch}", *sizes)
+    assert "4" in next(line for line in said.splitlines() if line.startswith("ranks"))
+
+
 # ---- figures at a real length ----------------------------------------------------------------
 
 
