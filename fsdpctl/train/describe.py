@@ -76,8 +76,10 @@ def _ranks(run: ResolvedRun) -> str:
         else f"{precision.param_dtype} compute, {precision.reduce_dtype} reduction, "
         f"{precision.master_dtype} masters"
     )
+    each, nodes = config.launch.nproc_per_node, config.launch.nnodes
+    nodes_too = "" if nodes == 1 else f"{run.batches.world_size}, on each of {nodes} nodes "
     return (
-        f"{config.launch.nproc_per_node}{_auto(run, 'launch.nproc_per_node')} on "
+        f"{nodes_too}{each}{_auto(run, 'launch.nproc_per_node')} on "
         f"{config.launch.device}{_auto(run, 'launch.device')}, {_strategy(run)}, "
         f"prefetch {config.prefetch.name}, {dtypes}{_auto(run, 'precision.param_dtype')}"
     )

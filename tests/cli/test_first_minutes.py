@@ -200,7 +200,7 @@ def test_a_run_on_several_machines_is_looked_at_from_one(words, launch):
     """As from a login node, where no launcher has set anything."""
     sizes = ["launch.nnodes=2", "launch.nproc_per_node=2"]
     said = dry_run(*words, f"launch={launch}", *sizes)
-    assert "4" in next(line for line in said.splitlines() if line.startswith("ranks"))
+    assert "ranks   4, on each of 2 nodes 2 on cpu" in said
 
 
 # ---- figures at a real length ----------------------------------------------------------------
