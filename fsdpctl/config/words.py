@@ -156,6 +156,7 @@ _OURS = {
     "zero2": "strategy=shard_grad_op",
     "zero3": "strategy=full_shard",
     "zero_hpz_partition_size": "strategy.dp_shard_size, with strategy=hybrid_shard_optimizer",
+    "max_time": "launch.time_limit, in seconds",
     "enable_tensorboard": "log.tensorboard=true",
     "enable_wandb": "log.wandb=true",
     "logger_name": "log.wandb=true or log.tensorboard=true",
@@ -214,7 +215,6 @@ _NOT_OFFERED = {
 
 _LATER = {
     "simulate": "simulation",
-    "max_time": "a time limit",
     "chat_template": "training on chats",
     "packed_sequence_size": "packing",
     "packing": "packing",
