@@ -50,7 +50,10 @@ def together(count: int, act: Callable[[Nodes], object]) -> list[Future[object]]
         return act(found[-1])
 
     with ThreadPoolExecutor(count) as pool:
-        return [pool.submit(on_node, each) for each in launches(count, free_endpoint())]
+        results = [pool.submit(on_node, each) for each in launches(count, free_endpoint())]
+    for each in sorted(found, key=lambda nodes: -nodes.own):  # the store goes last
+        each.leave()
+    return results
 
 
 def test_all_start_where_all_can(tmp_path: Path) -> None:
@@ -146,9 +149,10 @@ def test_a_number_that_is_taken_is_refused() -> None:
     endpoint = free_endpoint()
     nodes = Nodes(launches(2, endpoint)[0])
     again = launches(2, endpoint)[1]
-    Nodes(again)
+    second = Nodes(again)
     with pytest.raises(UsageError, match="node 1: there is another one"):
         Nodes(again)
+    second.leave()
     nodes.leave()
 
 
