@@ -30,7 +30,7 @@ def run(composed: "Composed", typed: list[str], resume: str) -> None:
     """
     from fsdpctl.resolve.launchers import place_of
 
-    os.environ[STARTED] = str(time.time())
+    os.environ.setdefault(STARTED, str(time.time()))
     launch, place = place_of(composed.config.launch)
     if place is not None:
         _as_rank(composed, typed, resume, place)

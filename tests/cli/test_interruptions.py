@@ -183,7 +183,7 @@ def test_a_stopped_rank_goes_with_its_launcher(tmp_path):
 
 
 def test_a_rank_that_stands_still_is_not_said_to_be_the_one_that_waited(tmp_path):
-    process = start(tmp_path, LONG, "launch.timeout=10")
+    process = start(tmp_path, LONG, "launch.timeout=10", "launch.hang_timeout=99")
     wait_for(has_stepped(tmp_path))
     ranks_of(process)[1].suspend()
     code, said = ended(process, 120)
