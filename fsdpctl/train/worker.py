@@ -199,6 +199,7 @@ def _work(run_dir: Path, store: "Store | None" = None, *, only_measures: bool = 
         _leave(1)
     with contextlib.suppress(OSError):
         log.unlink(missing_ok=True)
+    _leave(0)  # threads of torch's may abort a process whose interpreter ends beside them
 
 
 if __name__ == "__main__":
