@@ -6,12 +6,11 @@ helper thread would live on. Without a system call: a store into a mapped page c
 
 import mmap
 import struct
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 PAGE = 256  # bytes of a rank
-_HEAD = struct.Struct("<qdqqH")  # beats, when, step, whether it waits, bytes of text
+_HEAD = struct.Struct("<qqqH")  # beats, step, whether it waits, bytes of text
 _TEXT = PAGE - _HEAD.size
 _NO_STEP = -1
 FINISHING = "finishing"  # a place: waits for the user's commands, as long as those may take
@@ -22,7 +21,6 @@ class Beat:
     """What a rank has last said of itself."""
 
     count: int  # 0: nothing so far
-    when: float  # by this machine's monotonic clock
     step: int | None  # it works on; None until the first one
     waits: bool  # for other ranks
     place: str
@@ -58,11 +56,8 @@ class Pulse:
 
     def _write(self, page: memoryview) -> None:
         self._count += 1
-        _HEAD.pack_into(
-            page, 0,
-            self._count, time.monotonic(), self._step, self._waits, len(self._place),
-        )  # fmt: skip
-        page[_HEAD.size : _HEAD.size + len(self._place)] = self._place
+        head = _HEAD.pack(self._count, self._step, self._waits, len(self._place))
+        page[: len(head) + len(self._place)] = head + self._place
 
 
 PULSE = Pulse()  # of this process
@@ -74,13 +69,15 @@ def make_pages(path: Path, count: int) -> None:
 
 
 def read_beats(path: Path) -> list[Beat]:
-    """What every rank has last said; what is being written may be torn, and is only shown."""
+    """What every rank has last said, or words that it is just writing.
+
+    So that a count is another one says that a rank moves, and nothing else does.
+    """
     content = path.read_bytes()
     found = []
     for start in range(0, len(content), PAGE):
-        count, when, step, waits, length = _HEAD.unpack_from(content, start)
+        count, step, waits, length = _HEAD.unpack_from(content, start)
         text = content[start + _HEAD.size :][: min(length, _TEXT)].decode(errors="replace")
-        found.append(
-            Beat(count, when, step if count and step != _NO_STEP else None, bool(waits), text)
-        )
+        known = step if count and step != _NO_STEP else None
+        found.append(Beat(count, known, bool(waits), text))
     return found

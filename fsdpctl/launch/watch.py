@@ -24,6 +24,7 @@ from fsdpctl.launch.nodes import Nodes
 FOLDER = "FSDPCTL_FOLDER"  # in the environment: where workers leave what they say to us
 PAGES, ASK = "pulse", "ask"  # files there
 _LOOKS_EVERY = 0.25
+_LONGEST_LOOK = 1.0  # a launcher that stood still itself has seen nobody stand still
 _START_FACTOR = 4  # reading, compiling and the first collectives take longer than a step
 _GRACE_SECONDS = 10.0  # for ranks to end by themselves once another has
 _REPORT_SECONDS = 2.0  # for ranks to write down where they are
@@ -55,7 +56,8 @@ class Watch:
         self._count = launch.nproc_per_node
         self._first_rank = (0 if nodes is None else nodes.place()[0]) * self._count
         self._limit = launch.hang_timeout or launch.timeout / 2
-        self._began = time.monotonic()
+        self._beats = [Beat(0, None, waits=False, place="")] * self._count
+        self._still = [0.0] * self._count  # seconds that each was seen at the same beat
         self._since: dict[str, float] = {}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -70,27 +72,37 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
+        looked = time.monotonic()
         while not self._done.wait(_LOOKS_EVERY):
+            passed, looked = time.monotonic() - looked, time.monotonic()
             ranks = _alive(self._pids())
+            self._look(min(passed, _LONGEST_LOOK))
             if not ranks:
                 continue
-            beats = read_beats(self._folder / PAGES)
             is_whole = len(ranks) == self._count
             if not is_whole:
                 self.failed_at = self.failed_at or time.time()
-            if (is_whole and any(map(self._is_late, beats))) or self._hangs_elsewhere():
-                self._end_hang(ranks, beats)
+            late = is_whole and any(map(self._is_late, range(self._count)))
+            if late or self._hangs_elsewhere():
+                self._end_hang(ranks)
                 return
             died = self._lasts("died", not is_whole)
             follows = self._lasts("elsewhere", self._fails_elsewhere())
-            if (died or follows) and not any(self._has_moved(beats[local]) for local in ranks):
+            if (died or follows) and not any(map(self._has_moved, ranks)):
                 self.follows = not died
                 _kill(ranks)  # stopped, or deaf: the agent's own patience is longer
 
-    @staticmethod
-    def _has_moved(beat: Beat) -> bool:
+    def _look(self, passed: float) -> None:
+        """At all ranks, so many seconds after the last look."""
+        beats = read_beats(self._folder / PAGES)
+        for local, beat in enumerate(beats):
+            moved = beat.count != self._beats[local].count
+            self._still[local] = 0.0 if moved else self._still[local] + passed
+        self._beats = beats
+
+    def _has_moved(self, local: int) -> bool:
         """Whether it does something yet, such as to complete a checkpoint."""
-        return beat.count > 0 and time.monotonic() - beat.when < _GRACE_SECONDS
+        return self._beats[local].count > 0 and self._still[local] < _GRACE_SECONDS
 
     def _hangs_elsewhere(self) -> bool:
         return self._nodes is not None and self._nodes.hangs_elsewhere(self._number)
@@ -98,12 +110,10 @@ class Watch:
     def _fails_elsewhere(self) -> bool:
         return self._nodes is not None and self._nodes.has_failed_elsewhere(self._number)
 
-    def _is_late(self, beat: Beat) -> bool:
-        if beat.place == FINISHING:
-            return False
-        began = beat.when if beat.count else self._began
+    def _is_late(self, local: int) -> bool:
+        beat = self._beats[local]
         limit = self._limit if beat.step is not None else self._limit * _START_FACTOR
-        return time.monotonic() - began > limit
+        return beat.place != FINISHING and self._still[local] > limit
 
     def _lasts(self, what: str, is_so: bool) -> bool:
         """Whether it has been so for longer than others have time to end by themselves."""
@@ -112,24 +122,24 @@ class Watch:
             return False
         return time.monotonic() - self._since.setdefault(what, time.monotonic()) > _GRACE_SECONDS
 
-    def _end_hang(self, ranks: Ranks, beats: list[Beat]) -> None:
+    def _end_hang(self, ranks: Ranks) -> None:
         """Have all ranks write down where they are, compare, and end them."""
-        own = self._states(ranks, beats)
+        own = self._states(ranks)
         states = own if self._nodes is None else self._nodes.share_states(self._number, own)
         self.hang = report(states, self._limit)
         self.failed_at = time.time()
         _kill(ranks)
 
-    def _states(self, ranks: Ranks, beats: list[Beat]) -> list[RankState]:
+    def _states(self, ranks: Ranks) -> list[RankState]:
         (self._folder / ASK).touch()
         for local, each in ranks.items():
-            if beats[local].count:  # before that it would die of it
+            if self._beats[local].count:  # before that it would die of it
                 with contextlib.suppress(psutil.Error):
                     each.send_signal(signal.SIGUSR2)
         time.sleep(_REPORT_SECONDS)
-        return [self._state(local, each, beats[local]) for local, each in ranks.items()]
+        return [self._state(local, each) for local, each in ranks.items()]
 
-    def _state(self, index: int, process: psutil.Process, beat: Beat) -> RankState:
+    def _state(self, index: int, process: psutil.Process) -> RankState:
         letter, found = "", Recorded()
         with contextlib.suppress(OSError, IndexError):
             stat = Path(f"/proc/{process.pid}/stat").read_text()
@@ -137,11 +147,10 @@ class Watch:
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             said = (self._folder / f"{ASK}-{index}").read_bytes()
             found = msgspec.json.decode(said, type=Recorded)
-        now = time.monotonic()
+        beat = self._beats[index]
         return RankState(
             self._first_rank + index, socket.gethostname(), letter,
-            now - (beat.when if beat.count else self._began),
-            beat.step, beat.place, beat.waits, found.begun, found.pending,
+            self._still[index], beat.step, beat.place, beat.waits, found.begun, found.pending,
         )  # fmt: skip
 
 
