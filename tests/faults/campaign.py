@@ -92,14 +92,19 @@ def _wrong_at_first(run: Run, codes: list[int | None], kept: set[str]) -> list[s
 
 
 def campaign(first: int, count: int, out: Path | None = None) -> list[dict[str, Any]]:
-    """The cases `first` to `first + count - 1`; after each, all so far are written to `out`."""
-    results = []
+    """The cases `first` to `first + count - 1`; after each, all so far are written to `out`.
+
+    Those that `out` has already are taken from it: two hours may be interrupted.
+    """
+    known = json.loads(out.read_text())["results"] if out is not None and out.exists() else []
+    results = [each for each in known if first <= each["seed"] < first + count]
+    done = {each["seed"] for each in results}
     with tempfile.TemporaryDirectory(prefix="faults-") as kept:
         (reference := Path(kept) / "whole").mkdir()
         whole = Run(reference)
         assert codes_of(whole.start(), PATIENCE) == [0], whole.said
         sums = final_sums(whole.run_dir)
-        for seed in range(first, first + count):
+        for seed in sorted({*range(first, first + count)} - done):
             results.append(one_case(case_of(seed), Path(kept) / f"case-{seed}", sums))
             print(json.dumps(results[-1]), flush=True)
             write_report(out, "faults", results)
