@@ -97,6 +97,11 @@ class DataConfig:
         None, "bytes, or a directory with a tokenizer.json", is_path=True, auto=True
     )
 
+    @property
+    def holds_documents(self) -> bool:
+        """Whether rows can be several documents."""
+        return self.name == "chat"
+
 
 @dataclass(frozen=True, slots=True)
 class StrategyConfig:

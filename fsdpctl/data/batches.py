@@ -7,11 +7,9 @@ import torch
 from torch import Tensor
 
 from fsdpctl.data.order import Indices, samples_at
-from fsdpctl.data.tokens import TokenStream
+from fsdpctl.data.rows import IGNORED, Rows
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import BatchPlan
-
-IGNORED = -100  # a target that does not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,29 +18,26 @@ class MicroBatch:
 
     tokens: Tensor
     targets: Tensor
+    lengths: tuple[tuple[int, ...], ...] = ()  # of the documents in each row; () where it is one
 
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The samples of a token stream, dealt out to ranks and micro-steps."""
+    """Samples, dealt out to ranks and micro-steps."""
 
-    stream: TokenStream
-    seq_len: int
+    rows: Rows
     plan: BatchPlan
     seed: int
     vocab_size: int
 
     def __post_init__(self) -> None:
         if self.num_samples == 0:
-            raise UsageError(
-                f"train.seq_len={self.seq_len}: longer than the data, which has "
-                f"{len(self.stream.tokens)} tokens"
-            )
+            raise UsageError(self.rows.emptiness)
 
     @property
     def num_samples(self) -> int:
         """Samples of an epoch."""
-        return self.stream.num_samples(self.seq_len)
+        return len(self.rows)
 
     def numbers(self, position: int, rank: int | None = None) -> list[int]:
         """Which samples the step has that begins after `position` samples, or `rank` has of it."""
@@ -71,19 +66,22 @@ class Batches:
 
     def _gather(self, samples: Indices) -> MicroBatch:
         """The samples, filled up with ignored targets to a whole micro-batch."""
-        size = self.plan.micro_batch_size
-        rows = np.zeros((size, self.seq_len + 1), dtype=np.int64)
-        for row, sample in enumerate(samples.tolist()):
-            start = sample * self.seq_len
-            rows[row] = self.stream.tokens[start : start + self.seq_len + 1]
-        if rows.max(initial=0) >= self.vocab_size:
+        shape = self.plan.micro_batch_size, self.rows.seq_len
+        tokens = np.zeros(shape, dtype=np.int64)
+        targets = np.full(shape, IGNORED, dtype=np.int64)
+        lengths: list[tuple[int, ...]] = [(self.rows.seq_len,)] * len(tokens)
+        for row, number in enumerate(samples.tolist()):
+            sample = self.rows[number]
+            tokens[row], targets[row] = sample.tokens, sample.targets
+            lengths[row] = sample.lengths
+        largest = max(tokens.max(initial=0), targets.max(initial=0))
+        if largest >= self.vocab_size:
             raise UsageError(
-                f"{self.stream.origin}: damaged, or not of this vocabulary: token {rows.max()}, "
+                f"{self.rows.origin}: damaged, or not of this vocabulary: token {largest}, "
                 f"where it has {self.vocab_size}"
             )
-        targets = torch.from_numpy(rows[:, 1:].copy())
-        targets[len(samples) :] = IGNORED
-        return MicroBatch(torch.from_numpy(rows[:, :-1].copy()), targets)
+        split = tuple(lengths) if self.rows.holds_documents else ()
+        return MicroBatch(torch.from_numpy(tokens), torch.from_numpy(targets), split)
 
 
 def _as_slice(span: range) -> slice:

@@ -9,6 +9,7 @@ import xxhash
 
 from fsdpctl.config.schema import DataConfig
 from fsdpctl.data.files import Text, hold_out, left_out, read_text, standard_library
+from fsdpctl.data.rows import Corpus
 from fsdpctl.data.tokenizer import (
     BYTES,
     TOKENIZER_JSON,
@@ -29,8 +30,8 @@ _GZIP_LIMIT = 64 << 20  # above, compressing for comparison takes longer than it
 class DataSet:
     """What a run trains on and validates with."""
 
-    train: TokenStream
-    val: TokenStream | None
+    train: Corpus
+    val: Corpus | None
     tokenizer: Tokenizer
     vocab_size: int
     description: str

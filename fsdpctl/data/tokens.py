@@ -5,13 +5,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import xxhash
 from msgspec import Meta
 
 from fsdpctl.config.schema import MOST_TOKENS
+from fsdpctl.data.rows import Sample
 from fsdpctl.data.tokenizer import Tokenizer, Tokens, tokenizer_checksum
 from fsdpctl.errors import UsageError
 from fsdpctl.reading.documents import MIB, as_type, check_version, read_json
@@ -36,9 +37,51 @@ class TokenStream:
         """Identifies the content: xxh3 of the tokens, unless their file says it already."""
         return self.checksum or xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.tokens).data)
 
-    def num_samples(self, seq_len: int) -> int:
-        """How many samples of `seq_len` tokens and their targets there are."""
-        return max(0, (len(self.tokens) - 1) // seq_len)
+    @property
+    def num_tokens(self) -> int:
+        """All that there are."""
+        return len(self.tokens)
+
+    def rows(self, seq_len: int) -> "StreamRows":
+        """Stretches of `seq_len` tokens, each with the token that follows it."""
+        return StreamRows(self, seq_len)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRows:
+    """A token stream cut into samples; what is left at its end is in none."""
+
+    stream: TokenStream
+    seq_len: int
+    holds_documents: ClassVar[bool] = False
+
+    @property
+    def origin(self) -> str:
+        """Of the stream."""
+        return self.stream.origin
+
+    @property
+    def num_targets(self) -> int:
+        """Every token of a sample has one."""
+        return len(self) * self.seq_len
+
+    @property
+    def emptiness(self) -> str:
+        """That the data is too short."""
+        return (
+            f"train.seq_len={self.seq_len}: longer than the data, which has "
+            f"{self.stream.num_tokens} tokens"
+        )
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return max(0, (len(self.stream.tokens) - 1) // self.seq_len)
+
+    def __getitem__(self, number: int) -> Sample:
+        """One of them."""
+        start = number * self.seq_len
+        found = self.stream.tokens[start : start + self.seq_len + 1].astype(np.int64)
+        return Sample(found[:-1], found[1:])
 
 
 @dataclass(frozen=True, slots=True)

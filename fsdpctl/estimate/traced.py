@@ -10,6 +10,7 @@ from fsdpctl.engine.build import divide_module
 from fsdpctl.memory.compute import Pass, Program, Row
 from fsdpctl.memory.shorten import shorten
 from fsdpctl.memory.trace import trace
+from fsdpctl.models.documents import assumed_documents
 from fsdpctl.models.registry import build_model
 from fsdpctl.models.rope import rotation
 from fsdpctl.plan.units import UnitSpec
@@ -94,6 +95,8 @@ class TracedModel:
             dtype=_DTYPES[str(config.precision.param_dtype)],
             device=str(config.launch.device),
         )
+        self._holds_documents = config.data.holds_documents
+        self._device = str(config.launch.device)
         self._programs: dict[tuple[int, int, int], Program] = {}
 
     def program(self, micro_batch_size: int, seq_len: int, chunk_tokens: int) -> Program:
@@ -102,7 +105,10 @@ class TracedModel:
         def run(module: nn.Module) -> Tensor:
             tokens = torch.empty(micro_batch_size, seq_len, dtype=torch.int64)
             targets = torch.empty_like(tokens)
-            loss: Tensor = module(tokens, targets, chunk_tokens or None)
+            about = {}
+            if self._holds_documents:
+                about["documents"] = assumed_documents(micro_batch_size, seq_len, self._device)
+            loss: Tensor = module(tokens, targets, chunk_tokens or None, **about)
             (loss / tokens.numel()).backward()
             return loss
 

@@ -64,7 +64,7 @@ def evaluate_run(run: ResolvedRun, on_batch: Callable[[int, int], None]) -> Eval
     model = make_model(config, device, strategy="no_shard", empty=True)
     load_weights(open_weights(config.model), model)
     model.eval()
-    batches = Batches(stream, config.train.seq_len, run.batches, 0, run.data.vocab_size)
+    batches = Batches(stream.rows(config.train.seq_len), run.batches, 0, run.data.vocab_size)
     total = batches.num_validation_batches(0)
 
     def tell(number: int) -> bool:
@@ -81,8 +81,7 @@ def evaluate_run(run: ResolvedRun, on_batch: Callable[[int, int], None]) -> Eval
         goes_on=tell,
     )
     assert loss is not None
-    tokens = batches.num_samples * config.train.seq_len
     bits = None
     if stream.num_bytes:
-        bits = loss / math.log(2) * len(stream.tokens) / stream.num_bytes
-    return Evaluation(loss, math.exp(min(loss, 700.0)), bits, tokens)
+        bits = loss / math.log(2) * stream.num_tokens / stream.num_bytes
+    return Evaluation(loss, math.exp(min(loss, 700.0)), bits, batches.rows.num_targets)

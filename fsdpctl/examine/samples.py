@@ -10,6 +10,7 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
+from fsdpctl.data.rows import documents_of
 from fsdpctl.data.source import DataSet, load_data
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
@@ -102,10 +103,11 @@ def _batches(config: Config, data: DataSet) -> Batches:
         micro_batch_size=train.micro_batch_size,
         num_micro_batches=config.accumulation.steps,
     )
-    return Batches(data.train, train.seq_len, plan, train.seed, data.vocab_size)
+    return Batches(data.train.rows(train.seq_len), plan, train.seed, data.vocab_size)
 
 
 def _texts(data: DataSet, seq_len: int, numbers: list[int]) -> Iterator[str]:
+    rows = data.train.rows(seq_len)
     for number in numbers:
-        tokens = data.train.tokens[number * seq_len : (number + 1) * seq_len + 1]
-        yield data.tokenizer.decode([int(each) for each in tokens])
+        documents = documents_of(rows[number])
+        yield "\n".join(data.tokenizer.decode(each) for each in documents)

@@ -166,12 +166,13 @@ def cuda_workspace(op: Any, inputs: Sequence[Any]) -> int:
     if op is _aten._scaled_dot_product_flash_attention_backward.default:
         query, key = inputs[1], inputs[2]
         batch, heads, length, width = query.shape
-        rows = _round_up(length, 128)
-        columns = _round_up(width, 32 if width <= 128 else 64)
-        taken = batch * heads * rows * 4 * (1 + columns)
-        if key.shape[1] != heads:
-            taken += 2 * batch * heads * key.shape[2] * width * query.dtype.itemsize
-        return int(taken)
+        shared = key.shape[2] if key.shape[1] != heads else 0
+        return _flash_workspace(query, batch * heads, _round_up(length, 128), width, batch * shared)
+    if op.name() == "torch_attn::_varlen_attn_backward":
+        query, key, offsets = inputs[1], inputs[2], inputs[6]
+        total, heads, width = query.shape
+        shared = len(key) if key.shape[1] != heads else 0
+        return _flash_workspace(query, heads, total + 128 * (len(offsets) - 1), width, shared)
     if op is _aten.embedding_dense_backward.default:
         tokens, rows, width = inputs[1].numel(), inputs[2], inputs[0].shape[-1]
         if tokens <= _SORTED_FROM:
@@ -179,6 +180,13 @@ def cuda_workspace(op: Any, inputs: Sequence[Any]) -> int:
         partial_sums = tokens // _ROWS_OF_A_THREAD + min(tokens, rows)
         return int(4 * 8 * tokens + 4 * partial_sums * _round_up(width, 32))
     return 0
+
+
+def _flash_workspace(query: Tensor, heads: int, rows: int, width: int, shared: int) -> int:
+    """Of `heads` with so many rows, and so many of keys and values that several heads share."""
+    columns = _round_up(width, 32 if width <= 128 else 64)
+    taken = heads * rows * 4 * (1 + columns)
+    return int(taken + 2 * shared * query.shape[1] * width * query.dtype.itemsize)
 
 
 def cpu_nbytes(op: Any, inputs: Sequence[Any], made: Tensor) -> int:

@@ -2,6 +2,8 @@
 
 from torch import Tensor, cat
 
+from fsdpctl.models.documents import Documents
+
 
 class LayerCache:
     """Of one layer; shapes are (batch, heads, length, head_dim)."""
@@ -36,6 +38,10 @@ class Cache:
         return self._layers.setdefault(index, LayerCache())
 
 
-def layer_caches(cache: Cache | None, index: int) -> tuple[LayerCache, ...]:
-    """What a layer is given beside tensors: nothing in training."""
+def beside(
+    cache: Cache | None, index: int, documents: Documents | None
+) -> tuple[LayerCache | Documents | None, ...]:
+    """What a layer is given beside tensors: nothing in training on whole rows."""
+    if documents is not None:
+        return None, documents
     return () if cache is None else (cache.layer(index),)

@@ -5,7 +5,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdpctl.config.schema import ModelConfig
-from fsdpctl.models.cache import Cache, LayerCache, layer_caches
+from fsdpctl.models.attention import attend, attend_all
+from fsdpctl.models.cache import Cache, LayerCache, beside
+from fsdpctl.models.documents import Documents
 from fsdpctl.models.parts import Head, activation_of, embedding
 
 
@@ -31,7 +33,9 @@ class Attention(nn.Module):
         self.c_attn = Projection(config.hidden_size, 3 * config.hidden_size)
         self.c_proj = Projection(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cache: LayerCache | None = None, documents: Documents | None = None
+    ) -> Tensor:
         """Shape (batch, length, hidden_size) in and out."""
         batch, length, width = x.shape
         q, k, v = (
@@ -41,7 +45,7 @@ class Attention(nn.Module):
         is_next = cache is not None and len(cache) > 0  # the one token that follows what was seen
         if cache is not None:
             k, v = cache.extended(k, v)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=not is_next)
+        mixed = attend_all(q, k, v) if is_next else attend(q, k, v, documents=documents)
         out: Tensor = self.c_proj(mixed.transpose(1, 2).reshape(batch, length, width))
         return out
 
@@ -71,9 +75,11 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cache: LayerCache | None = None, documents: Documents | None = None
+    ) -> Tensor:
         """Shape (batch, length, hidden_size) in and out."""
-        x = x + self.attn(self.ln_1(x), cache)
+        x = x + self.attn(self.ln_1(x), cache, documents)
         out: Tensor = x + self.mlp(self.ln_2(x))
         return out
 
@@ -86,12 +92,16 @@ class _Backbone(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.ln_f = nn.LayerNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, cache: Cache | None = None, documents: Documents | None = None
+    ) -> Tensor:
         start = 0 if cache is None else len(cache)
         positions = torch.arange(start, start + tokens.shape[-1], device=tokens.device)
+        if documents is not None:
+            positions = documents.positions
         x = self.wte(tokens) + self.wpe(positions)
         for index, block in enumerate(self.h):
-            x = block(x, *layer_caches(cache, index))
+            x = block(x, *beside(cache, index, documents))
         out: Tensor = self.ln_f(x)
         return out
 
@@ -120,7 +130,9 @@ class Gpt2Decoder(nn.Module):
         targets: Tensor | None = None,
         chunk_tokens: int | None = None,
         cache: Cache | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """As that of the Llama decoder."""
-        out: Tensor = self.lm_head(self.transformer(tokens, cache), targets, chunk_tokens)
+        hidden = self.transformer(tokens, cache, documents)
+        out: Tensor = self.lm_head(hidden, targets, chunk_tokens)
         return out

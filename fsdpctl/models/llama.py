@@ -5,7 +5,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdpctl.config.schema import ModelConfig
-from fsdpctl.models.cache import Cache, LayerCache, layer_caches
+from fsdpctl.models.attention import attend, attend_all
+from fsdpctl.models.cache import Cache, LayerCache, beside
+from fsdpctl.models.documents import Documents
 from fsdpctl.models.parts import Head, activation_of, embedding
 from fsdpctl.models.rope import rotate, rotation
 
@@ -29,7 +31,6 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, head_dim: int, layer: int) -> None:
         super().__init__()
         width, self.head_dim = config.hidden_size, head_dim
-        self.shares_heads = config.num_heads != config.num_kv_heads
         self.window = config.sliding_window if layer >= config.first_sliding_layer else None
         bias = config.attention_bias or config.architecture == "qwen2"
         self.q_proj = nn.Linear(width, config.num_heads * head_dim, bias=bias)
@@ -42,9 +43,17 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(head_dim, config.norm_eps)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
-        """Shape (batch, length, hidden_size) in and out; `cos`, `sin` as `rotation` gives them."""
+        """Shape (batch, length, hidden_size) in and out.
+
+        `cos` and `sin` are as `rotation` gives them, or with a dimension (batch, 1) before.
+        """
         batch, length, _ = x.shape
 
         def heads(values: Tensor) -> Tensor:
@@ -58,26 +67,13 @@ class Attention(nn.Module):
         is_next = cache is not None and len(cache) > 0  # the one token that follows what was seen
         if cache is not None:
             k, v = cache.extended(k, v)
-        if is_next and self.window is not None:
-            k, v = k[:, :, -self.window :], v[:, :, -self.window :]
-        slides = self.window is not None and length > self.window
-        mixed = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=_window_mask(length, self.window, x.device) if slides else None,
-            is_causal=not slides and not is_next,
-            enable_gqa=self.shares_heads,
-        )
+        if is_next:
+            seen = 0 if self.window is None else -self.window
+            mixed = attend_all(q, k[:, :, seen:], v[:, :, seen:])
+        else:
+            mixed = attend(q, k, v, window=self.window, documents=documents)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
-
-
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Which of the last `window` positions each one sees, itself included; (length, length)."""
-    assert window is not None
-    everything = torch.ones(length, length, dtype=torch.bool, device=device)
-    return everything.tril().triu(1 - window)
 
 
 class GatedMLP(nn.Module):
@@ -108,10 +104,15 @@ class Block(nn.Module):
         self.mlp = GatedMLP(config)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
-        """Shape (batch, length, hidden_size) in and out; `cos`, `sin` as `rotation` gives them."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
+        """Shape (batch, length, hidden_size) in and out; the rest as `Attention` takes it."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, documents)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -126,7 +127,9 @@ class _Backbone(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, cache: Cache | None = None, documents: Documents | None = None
+    ) -> Tensor:
         x = self.embed_tokens(tokens)
         start = 0 if cache is None else len(cache)
         end = start + tokens.shape[-1]
@@ -134,8 +137,11 @@ class _Backbone(nn.Module):
         length = end if cache is None else 1 << (end - 1).bit_length()
         cos, sin = rotation(self.config, self.head_dim, length, x.device, x.dtype)
         turns = (cos, sin) if cache is None else (cos[start:end], sin[start:end])
+        if documents is not None:
+            cos, sin = (each[documents.positions].unsqueeze(1) for each in turns)
+            turns = cos, sin
         for index, layer in enumerate(self.layers):
-            x = layer(x, *turns, *layer_caches(cache, index))
+            x = layer(x, *turns, *beside(cache, index, documents))
         out: Tensor = self.norm(x)
         return out
 
@@ -165,12 +171,14 @@ class LlamaDecoder(nn.Module):
         targets: Tensor | None = None,
         chunk_tokens: int | None = None,
         cache: Cache | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Shape (batch, length) in, (batch, length, vocab_size) out.
 
         With `targets`, shaped like `tokens`: the cross entropy in nats, summed over the targets
         that count; with `chunk_tokens` without ever having the logits of more tokens than that.
-        With a `cache`, `tokens` follow what it has, one at a time once it has any.
+        With a `cache`, `tokens` follow what it has, one at a time once it has any. With
+        `documents` rows hold several, which do not see one another.
         """
-        out: Tensor = self.lm_head(self.model(tokens, cache), targets, chunk_tokens)
+        out: Tensor = self.lm_head(self.model(tokens, cache, documents), targets, chunk_tokens)
         return out

@@ -22,6 +22,7 @@ _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_fused_attention_overrideable",
 )
+_VARLEN = "torch_attn"  # the namespace of attention within documents, which is loaded when used
 
 
 def _ops(names: tuple[str, ...]) -> frozenset[Any]:
@@ -47,7 +48,7 @@ class _SelectivePolicy:
             self._counts[context.is_recompute] += 1
             keeps = self._counts[context.is_recompute] % 2 == 1
         else:
-            keeps = op in self._kept
+            keeps = op in self._kept or op.namespace == _VARLEN
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 

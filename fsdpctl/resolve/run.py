@@ -137,7 +137,7 @@ def _with_model_path(config: Config) -> Config:
 def _with_length(config: Config, data: DataSet, composed: Composed) -> Config:
     """Where nobody said the length of a sample, one that the data has."""
     parts = [data.train] if data.val is None else [data.train, data.val]
-    most = min(len(part.tokens) for part in parts) - 1
+    most = min(part.num_tokens for part in parts) - 1
     if "train.seq_len" not in composed.automatic or config.train.seq_len <= most or most < 1:
         return config
     return replace(config, train=replace(config.train, seq_len=1 << (most.bit_length() - 1)))
@@ -181,7 +181,7 @@ def _with_lr(
 
 def _total_steps(config: Config, data: DataSet, plan: BatchPlan) -> int:
     train = config.train
-    batches = Batches(data.train, train.seq_len, plan, train.seed, data.vocab_size)
+    batches = Batches(data.train.rows(train.seq_len), plan, train.seed, data.vocab_size)
     if data.val is not None:
         _check_validation(data, train.seq_len)
     if train.epochs is not None:
@@ -195,10 +195,10 @@ def _total_steps(config: Config, data: DataSet, plan: BatchPlan) -> int:
 
 def _check_validation(data: DataSet, seq_len: int) -> None:
     assert data.val is not None
-    if data.val.num_samples(seq_len) == 0:
+    if not len(data.val.rows(seq_len)):
         raise UsageError(
             f"train.seq_len={seq_len}: longer than the validation data, which has "
-            f"{len(data.val.tokens)} tokens; change data.val_fraction, 0 for no validation"
+            f"{data.val.num_tokens} tokens; change data.val_fraction, 0 for no validation"
         )
 
 

@@ -116,7 +116,7 @@ def _make_trainer(
         data=data,
         model=model,
         optimizer=optimizer,
-        train_batches=Batches(data.train, train.seq_len, plan, train.seed, data.vocab_size),
+        train_batches=Batches(data.train.rows(train.seq_len), plan, train.seed, data.vocab_size),
         val_batches=_validation(data, train.seq_len, plan),
         device=world.device,
         outside=outside,
@@ -144,7 +144,7 @@ def _fill(
 
 
 def _validation(data: DataSet, seq_len: int, plan: BatchPlan) -> Batches | None:
-    return None if data.val is None else Batches(data.val, seq_len, plan, 0, data.vocab_size)
+    return None if data.val is None else Batches(data.val.rows(seq_len), plan, 0, data.vocab_size)
 
 
 def _resume(newest: Path, model: ShardedModel, optimizer: ShardedAdamW, data: DataSet) -> Progress:

@@ -105,10 +105,10 @@ def _strategy(run: ResolvedRun) -> str:
 
 def _data(run: ResolvedRun) -> str:
     data = run.data
-    text = f"{data.description}: {_count(len(data.train.tokens))} tokens ({data.tokenizer.name})"
+    text = f"{data.description}: {_count(data.train.num_tokens)} tokens ({data.tokenizer.name})"
     if data.val is None:
         return f"{text}, none held out"
-    text += f", {_count(len(data.val.tokens))} to validate"
+    text += f", {_count(data.val.num_tokens)} to validate"
     if data.gzip_bits_per_byte is not None:
         text += f" (gzip -9: {data.gzip_bits_per_byte:.2f} bits per byte)"
     return text
@@ -132,7 +132,7 @@ def _batch(run: ResolvedRun) -> str:
 def _length(run: ResolvedRun) -> str:
     train = run.config.train
     tokens = run.total_steps * train.global_batch_size * train.seq_len
-    samples = run.data.train.num_samples(train.seq_len)
+    samples = len(run.data.train.rows(train.seq_len))
     epochs = run.total_steps * train.global_batch_size / samples
     warmup = warmup_steps(run.config.lr_scheduler, run.total_steps)
     late = warmup >= run.total_steps > 0

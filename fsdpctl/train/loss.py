@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdpctl.comm.base import Collectives
-from fsdpctl.data.batches import IGNORED, Batches, MicroBatch
+from fsdpctl.data.batches import Batches, MicroBatch
+from fsdpctl.data.rows import IGNORED
 from fsdpctl.data.source import DataSet
+from fsdpctl.models.documents import Documents, make_documents, send
 
 
 def summed_loss(
@@ -19,16 +21,14 @@ def summed_loss(
 
     Logits exist for `chunk_tokens` tokens at a time, or for all if that is 0.
     """
-    tokens, targets = _sent(batch.tokens, device), _sent(batch.targets, device)
-    loss: Tensor = model(tokens, targets, chunk_tokens or None)
+    tokens, targets = send(batch.tokens, device), send(batch.targets, device)
+    loss: Tensor = model(tokens, targets, chunk_tokens or None, **_documents(batch, device))
     return loss
 
 
-def _sent(values: Tensor, device: torch.device) -> Tensor:
-    """`values` on the device, without waiting for what it does: they are pinned first."""
-    if device.type == "cuda":
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)
+def _documents(batch: MicroBatch, device: torch.device) -> dict[str, Documents]:
+    """What a decoder is told where rows hold several."""
+    return {"documents": make_documents(batch.lengths, device)} if batch.lengths else {}
 
 
 @torch.no_grad()
@@ -65,8 +65,9 @@ def _pass_loss(
 ) -> Tensor:
     if chunk_tokens:
         return summed_loss(model, batch, device, chunk_tokens)
-    logits = model(_sent(batch.tokens, device)).float().flatten(0, 1)
-    targets = _sent(batch.targets, device).flatten()
+    tokens = send(batch.tokens, device)
+    logits = model(tokens, **_documents(batch, device)).float().flatten(0, 1)
+    targets = send(batch.targets, device).flatten()
     losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
     return losses.double().sum()
 
@@ -76,7 +77,7 @@ def describe_validation(loss: float, data: DataSet, *, compare: bool) -> str:
     text = f"validation loss {loss:.4f} nats per token"
     if data.val is None or not data.val.num_bytes:
         return text
-    bits = loss / math.log(2) * len(data.val.tokens) / data.val.num_bytes
+    bits = loss / math.log(2) * data.val.num_tokens / data.val.num_bytes
     text += f", {bits:.3f} bits per byte"
     if compare and data.gzip_bits_per_byte is not None:
         relation = "below" if bits < data.gzip_bits_per_byte else "not below"

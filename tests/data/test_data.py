@@ -13,14 +13,21 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from fsdpctl.config.schema import DataConfig
-from fsdpctl.data.batches import IGNORED, Batches
+from fsdpctl.data.batches import Batches
 from fsdpctl.data.files import Text, hold_out, read_text, standard_library
 from fsdpctl.data.order import permute, samples_at
-from fsdpctl.data.source import load_data
+from fsdpctl.data.rows import IGNORED
+from fsdpctl.data.source import DataSet, load_data
 from fsdpctl.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
 from fsdpctl.data.tokens import TokenStream, open_token_file, write_token_file
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
+
+
+def stream(data: DataSet) -> TokenStream:
+    """Of what is trained on."""
+    assert isinstance(data.train, TokenStream)
+    return data.train
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 5))
@@ -55,7 +62,7 @@ def test_any_stretch_of_positions_is_the_same_sequence(position, length, count):
 def test_a_step_sees_the_same_samples_on_any_number_of_ranks(world_size, micro_batch):
     stream = TokenStream(np.arange(101, dtype=np.uint16), None)
     plan = plan_batches(7, world_size, micro_batch_size=micro_batch)
-    batches = Batches(stream, 5, plan, 3, 101)
+    batches = Batches(stream.rows(5), plan, 3, 101)
     rows = []
     for rank in range(world_size):
         for micro_step in range(plan.num_micro_batches):
@@ -72,7 +79,7 @@ def test_a_step_sees_the_same_samples_on_any_number_of_ranks(world_size, micro_b
 
 def test_validation_sees_every_sample_once_and_in_order():
     stream = TokenStream(np.arange(101, dtype=np.uint16), None)
-    batches = Batches(stream, 5, plan_batches(8, 2), 0, 101)
+    batches = Batches(stream.rows(5), plan_batches(8, 2), 0, 101)
     assert batches.num_validation_batches(0) == 3
     assert batches.num_validation_batches(2) == 2
     rows = [
@@ -90,12 +97,12 @@ def test_validation_sees_every_sample_once_and_in_order():
 def test_a_sequence_longer_than_the_data_is_refused():
     stream = TokenStream(np.arange(5, dtype=np.uint16), None)
     with pytest.raises(UsageError, match=r"train.seq_len=5: longer than the data"):
-        Batches(stream, 5, plan_batches(1, 1), 0, 101)
+        Batches(stream.rows(5), plan_batches(1, 1), 0, 101)
 
 
 def test_a_token_beyond_the_vocabulary_names_the_file():
     stream = TokenStream(np.arange(50, dtype=np.uint16), None, origin="t.bin")
-    batches = Batches(stream, 5, plan_batches(9, 1), 0, 20)
+    batches = Batches(stream.rows(5), plan_batches(9, 1), 0, 20)
     with pytest.raises(UsageError, match=r"t.bin: damaged"):
         batches.training(0, 0, 0)
 
@@ -223,7 +230,7 @@ def test_a_tokenizer_of_ones_own_marks_the_ends_and_is_cached(
         name="text", path=str(tmp_path / "text"), val_fraction=0, tokenizer=str(word_tokenizer)
     )
     first = load_data(config)
-    assert first.train.tokens.tolist() == [0, 1, 0, 3, 1, 2, 3]
+    assert stream(first).tokens.tolist() == [0, 1, 0, 3, 1, 2, 3]
     assert len(list((tmp_path / "cache" / "fsdpctl").glob("*.bin"))) == 1
     assert load_data(config).fingerprint == first.fingerprint
     assert (first.vocab_size, first.val) == (4, None)
@@ -263,7 +270,7 @@ def test_limits_that_a_tokenizer_file_keeps_do_not_change_the_text(
     file.write_text(json.dumps(json.loads(file.read_text()) | limits))
     limited = load_data(config)
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(file))
-    assert limited.train.tokens.tolist() == without.train.tokens.tolist() == [0, 1] * 4 + [3]
+    assert stream(limited).tokens.tolist() == stream(without).tokens.tolist() == [0, 1] * 4 + [3]
     assert limited.tokenizer.encode_prompt(text) == theirs(text)["input_ids"] == [0, 1] * 4
     assert limited.tokenizer.files()["tokenizer.json"] == file.read_bytes()
 

@@ -12,6 +12,7 @@ from fsdpctl.checkpoint.manifest import AcceptedStep, Progress
 from fsdpctl.config.training import TrainConfig
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.source import load_data
+from fsdpctl.data.tokens import TokenStream
 from fsdpctl.optim.record import Limits, StepFigures
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.train.assemble import make_model
@@ -41,7 +42,7 @@ def reference(typed: list[str], batches: list[int]) -> dict[str, Tensor]:
     ranks = config.launch.nproc_per_node or 0
     data = load_data(config.data)
     plan = plan_batches(config.train.global_batch_size, ranks)
-    dealt = Batches(data.train, config.train.seq_len, plan, config.train.seed, data.vocab_size)
+    dealt = Batches(data.train.rows(config.train.seq_len), plan, config.train.seed, data.vocab_size)
     nominal = plan.micro_batch_size * config.train.seq_len
 
     def loss_of(module: nn.Module, place: Tensor) -> Tensor:
@@ -236,6 +237,7 @@ def test_the_samples_of_a_bad_step_are_shown_as_text(tmp_path):
     assert "nonfinite_loss, on rank 1; rollback" in said
     config = resolved(typed)
     stream = load_data(config.data).train
+    assert isinstance(stream, TokenStream)
     length = config.train.seq_len
     for sample in found["samples"]:
         text = bytes(stream.tokens[sample * length : (sample + 1) * length + 1]).decode()

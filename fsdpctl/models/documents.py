@@ -1,0 +1,82 @@
+"""Documents that share a row of tokens without seeing one another."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+ASSUMED_TOKENS = 256  # of a document of which nothing is known
+Lengths = tuple[tuple[int, ...], ...]  # of the documents in each row of a batch, in order
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Where the documents of a batch begin and end. All tensors are on the device."""
+
+    lengths: Lengths
+    positions: Tensor  # (batch, length) int64: of a token within its document
+    # Where each begins when all rows are one, int32; then the end, until there are a power of two
+    # of them. Kernels are told few different sizes, and code that was compiled for one is enough.
+    offsets: Tensor
+    longest: int  # tokens of the longest, or some more: a power of two, or a whole row
+    device_type: str  # whose kernels are used
+
+    @property
+    def first_keys(self) -> Tensor:
+        """(batch, length, 1): the place in its row of the first token that a token may see."""
+        places = torch.arange(self.positions.shape[1], device=self.positions.device)
+        return (places - self.positions).unsqueeze(-1)
+
+    def mask(self, window: int | None) -> Tensor:
+        """(batch, 1, length, length): which tokens each one sees, `window` of them at most."""
+        places = torch.arange(self.positions.shape[1], device=self.positions.device)
+        sees = (places <= places.unsqueeze(-1)) & (places >= self.first_keys)
+        if window is not None:
+            sees = sees & (places > places.unsqueeze(-1) - window)
+        return sees.unsqueeze(1)
+
+
+def make_documents(lengths: Lengths, device: torch.device, *, like: str = "") -> Documents:
+    """The documents of a batch whose rows are as long as their lengths say together.
+
+    Args:
+        lengths: of each row's documents; all rows add up to the same.
+        device: where the tensors go.
+        like: the type of device whose kernels are used, if that is another one.
+    """
+    rows, size = len(lengths), sum(lengths[0])
+    each = list(chain.from_iterable(lengths))
+    positions = torch.cat([torch.arange(length) for length in each]).view(rows, size)
+    offsets = torch.full((_power_of_two(len(each)) + 1,), rows * size, dtype=torch.int32)
+    offsets[: len(each) + 1] = torch.tensor([0, *accumulate(each)], dtype=torch.int32)
+    longest = min(size, _power_of_two(max(each)))
+    sent = send(positions, device), send(offsets, device)
+    return Documents(lengths, *sent, longest, like or device.type)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """`values` on the device, without waiting for what it does: they are pinned first."""
+    if device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
+
+
+def assumed_documents(rows: int, size: int, like: str) -> Documents:
+    """Documents that nobody knows yet, by tensors without values: some in each row."""
+    count = max(2, size // ASSUMED_TOKENS)
+    lengths = ((size - size // 2, size // 2) if size > 1 else (size,),) * rows
+    positions = torch.empty(rows, size, dtype=torch.int64)
+    offsets = torch.empty(_power_of_two(rows * count) + 1, dtype=torch.int32)
+    return Documents(lengths, positions, offsets, size, like)
+
+
+def spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Where each of them begins and ends when they follow one another."""
+    ends = list(accumulate(lengths))
+    return [(end - length, end) for end, length in zip(ends, lengths, strict=True)]

@@ -1,0 +1,126 @@
+"""Documents of different lengths as rows of one length."""
+
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdpctl.data.batches import Batches
+from fsdpctl.data.documents import DocumentSet, Packing
+from fsdpctl.data.packing import pack
+from fsdpctl.data.rows import IGNORED, documents_of
+from fsdpctl.errors import UsageError
+from fsdpctl.plan.batch import plan_batches
+
+ROOM = 16
+
+
+def some(*lengths: int, trained: float = 0.6, packing: Packing = Packing()) -> DocumentSet:
+    """Documents whose tokens are all different, from 1 on."""
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    tokens = np.arange(1, starts[-1] + 1, dtype=np.uint16)
+    flags = np.random.default_rng(0).random(len(tokens)) < trained
+    flags[starts[:-1]] = False
+    return DocumentSet(tokens, flags, starts, packing)
+
+
+@given(st.lists(st.integers(1, ROOM), max_size=80), st.integers(0, 9))
+def test_every_document_is_in_one_row_that_has_room_for_it(lengths, seed):
+    rows = pack(lengths, ROOM, seed)
+    assert sorted(chain(*rows)) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[each] for each in row) <= ROOM for row in rows)
+
+
+@given(st.lists(st.integers(1, ROOM), min_size=1, max_size=80))
+def test_no_two_rows_would_have_fitted_into_one(lengths):
+    filled = sorted(sum(lengths[each] for each in row) for row in pack(lengths, ROOM, 0))
+    assert len(filled) < 2 or filled[0] + filled[1] > ROOM
+
+
+def test_hardly_anything_remains_empty():
+    drawn = np.random.default_rng(0).lognormal(5, 1, 20_000).astype(np.int64)
+    lengths = np.clip(drawn, 1, 2048)
+    rows = pack(lengths, 2048, 0)
+    assert int(lengths.sum()) / (len(rows) * 2048) > 0.997
+
+
+def test_which_come_together_depends_on_the_seed_and_on_nothing_else():
+    lengths = [3, 5, 7, 2, 9, 4, 6, 1] * 10
+    assert pack(lengths, ROOM, 1) == pack(lengths, ROOM, 1)
+    assert pack(lengths, ROOM, 1) != pack(lengths, ROOM, 2)
+
+
+@pytest.mark.parametrize("shares_rows", [True, False])
+@pytest.mark.parametrize("too_long", ["cut", "drop"])
+@given(lengths=st.lists(st.integers(2, 2 * ROOM), min_size=1, max_size=40))
+def test_each_trained_token_is_a_target_once_and_follows_what_it_followed(
+    lengths, shares_rows, too_long
+):
+    documents = some(*lengths, packing=Packing(shares_rows, too_long))
+    rows = documents.rows(ROOM)
+    wanted = set[int]()
+    for start, end in zip(documents.starts, documents.starts[1:], strict=False):
+        if end - start - 1 <= ROOM or too_long == "cut":
+            part = range(start + 1, min(end, start + 1 + ROOM))
+            wanted |= {place + 1 for place in part if documents.trained[place]}
+    found = list[int]()
+    for number in range(len(rows)):
+        row = rows[number]
+        assert row.tokens.shape == row.targets.shape == (ROOM,)
+        assert sum(row.lengths) == ROOM
+        assert shares_rows or len(row.lengths) <= 2
+        counts = row.targets != IGNORED
+        assert (row.targets[counts] == row.tokens[counts] + 1).all()
+        found += row.targets[counts].tolist()
+        assert not counts[ROOM - row.filling :].any()
+        starts = np.cumsum([0, *row.lengths])[:-1]
+        firsts = row.tokens[starts[: len(row.lengths) - bool(row.filling)]]
+        assert set(firsts.tolist()) <= {int(each) + 1 for each in documents.starts[:-1]}
+    assert sorted(found) == sorted(wanted)
+    assert rows.num_targets == len(wanted)
+    filled = sum(rows[number].filling for number in range(len(rows)))
+    assert rows.padding == pytest.approx(filled / max(1, len(rows) * ROOM))
+
+
+def test_what_has_no_trained_token_within_a_row_is_left_out_and_counted():
+    documents = some(5, 40, 6)
+    documents.trained[:] = False
+    documents.trained[[3, 30, 47]] = True  # the second one's lies beyond what there is room for
+    rows = documents.rows(ROOM)
+    assert (rows.num_too_long, rows.num_untrained, rows.num_targets) == (1, 1, 2)
+    rows = some(5, 40, 6, packing=Packing(too_long="drop"), trained=1).rows(ROOM)
+    assert (rows.num_too_long, rows.num_untrained, len(rows)) == (1, 0, 1)
+
+
+def test_where_nothing_is_left_it_is_said():
+    rows = some(30, 40, packing=Packing(too_long="drop")).rows(ROOM)
+    with pytest.raises(UsageError, match=r"seq_len=16: of 2 samples 2 are longer, and 0 have"):
+        Batches(rows, plan_batches(1, 1), 0, 500)
+
+
+def test_a_micro_batch_says_where_documents_end_and_is_filled_up():
+    rows = some(9, 9, 5, 4, 12, trained=1).rows(ROOM)
+    batches = Batches(rows, plan_batches(8, 2), 0, 500)
+    batch = batches.validation(0, 1, 0)
+    assert batch.tokens.shape == (4, ROOM)
+    assert all(sum(each) == ROOM for each in batch.lengths)
+    assert len(batch.lengths) == 4
+    assert (batch.targets == IGNORED).all()  # there are fewer rows than the first rank has
+
+
+def test_documents_of_a_row_are_told_apart_again():
+    rows = some(9, 5, trained=1).rows(ROOM)
+    (first, second) = sorted(documents_of(rows[0]))
+    assert first == list(range(1, 10))
+    assert second == list(range(10, 15))
+
+
+def test_another_mask_or_packing_is_other_data():
+    first, second = some(5, 6), some(5, 6)
+    assert first.fingerprint == second.fingerprint
+    assert some(5, 6, packing=Packing(seed=1)).fingerprint != first.fingerprint
+    second = some(5, 6)
+    second.trained[3] ^= True
+    assert second.fingerprint != first.fingerprint

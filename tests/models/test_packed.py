@@ -1,0 +1,156 @@
+"""Documents that share a row compute, and are trained, as if each were alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.models import attention
+from fsdpctl.models.attention import attend
+from fsdpctl.models.documents import make_documents, spans
+from fsdpctl.models.registry import build_model
+from tests.models.families import FAMILIES, LENGTH, VOCABULARY, save_model
+
+LENGTHS = ((5, 1, 17, 25), (30, 1, 1, 16))  # rows of 48
+CPU = torch.device("cpu")
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def summed(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    """Tokens and targets; those of the last documents are not trained."""
+    drawn = torch.randint(0, VOCABULARY, (2, 2, LENGTH), generator=torch.Generator().manual_seed(1))
+    tokens, targets = drawn
+    targets[:, -10:] = -100
+    return tokens, targets
+
+
+def alone() -> list[tuple[Tensor, Tensor]]:
+    tokens, targets = rows()
+    return [
+        (tokens[row : row + 1, start:end], targets[row : row + 1, start:end])
+        for row, lengths in enumerate(LENGTHS)
+        for start, end in spans(lengths)
+    ]
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            found[name], param.grad = param.grad, None
+    return found
+
+
+def opened(folder: Path) -> Any:
+    config = compose_config(["model=hf", f"model.path={folder}"]).config
+    model: Any = build_model(config.model).to_empty(device="cpu")
+    if config.model.tie_embeddings:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.load_state_dict(theirs.state_dict())
+    return model
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "mask"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_row_is_its_documents_alone(tmp_path, family, kernel):
+    theirs = save_model(family, tmp_path)
+    ours = opened(tmp_path)
+    documents = make_documents(LENGTHS, CPU, like="cpu" if kernel == "cpu" else "cuda")
+    tokens, targets = rows()
+    logits = ours(tokens, documents=documents)
+    summed(logits, targets).backward()
+    found = gradients(ours)
+    for part, wanted in alone():
+        summed(theirs(part, use_cache=False).logits, wanted).backward()
+    expected = gradients(theirs)
+    apart = [theirs(part, use_cache=False).logits for part, _ in alone()]
+    torch.testing.assert_close(logits, torch.cat(apart, 1).view_as(logits), rtol=0, atol=1e-5)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = float(gradient.abs().max()) or 1.0
+        torch.testing.assert_close(found[name] / scale, gradient / scale, rtol=0, atol=1e-5)
+
+
+def test_without_documents_a_row_is_something_else(tmp_path):
+    save_model("llama", tmp_path)
+    ours, (tokens, _) = opened(tmp_path), rows()
+    apart = ours(tokens, documents=make_documents(LENGTHS, CPU))
+    assert (ours(tokens) - apart).abs().max() > 0.1
+
+
+def by_offsets(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, same: Tensor, **about: Any) -> Any:
+    """What the kernel for CUDA is documented to do, in its own layout."""
+    left, right = about.pop("window_size")
+    max_q, max_k = about.pop("max_q"), about.pop("max_k")
+    shares = about.pop("enable_gqa", False)
+    assert not about
+    assert right == 0
+    assert offsets.dtype == same.dtype == torch.int32
+    assert shares or q.shape[1] == k.shape[1]
+    out = torch.empty_like(q)
+    for start, end in zip(offsets.tolist(), offsets.tolist()[1:], strict=False):
+        assert end - start <= min(max_q, max_k)
+        if start == end:
+            continue
+        places = torch.arange(end - start)
+        distance = places[:, None] - places
+        sees = (distance >= 0) & ((distance <= left) | (left < 0))
+        q_, k_, v_ = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q_, k_, v_, attn_mask=sees, enable_gqa=shares)
+        out[start:end] = mixed[0].transpose(0, 1)
+    return out
+
+
+@pytest.mark.parametrize("kernel_shares", [True, False])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("window", [None, 9])
+def test_the_kernel_for_cuda_is_asked_for_the_same(monkeypatch, window, kv_heads, kernel_shares):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_offsets)
+    monkeypatch.setattr(attention, "_shares_heads", lambda: kernel_shares)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, heads, LENGTH, 8) for heads in (4, kv_heads, kv_heads)]
+    q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    flat = attend(q, k, v, window=window, documents=make_documents(LENGTHS, CPU, like="cuda"))
+    each = attend(q, k, v, window=window, documents=make_documents(LENGTHS, CPU))
+    torch.testing.assert_close(flat, each, rtol=2e-2, atol=2e-2)
+    assert flat.transpose(1, 2).is_contiguous()
+
+
+def test_documents_come_in_few_sizes():
+    few, more = make_documents(LENGTHS, CPU), make_documents(((20, 28), (1, 2, 3, 4, 38)), CPU)
+    assert few.offsets.tolist() == [0, 5, 6, 23, 48, 78, 79, 80, 96]
+    assert more.offsets.tolist() == [0, 20, 48, 49, 51, 54, 58, 96, 96]
+    assert few.longest == 32
+    assert more.longest == 48
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_compiled_blocks_are_compiled_once(tmp_path):
+    save_model("qwen3", tmp_path)
+    ours = opened(tmp_path)
+    tokens, _ = rows()
+    expected = {
+        lengths: ours(tokens, documents=make_documents(lengths, CPU))
+        for lengths in (LENGTHS, ((48,), (48,)), ((7, 41), (1,) * 48))
+    }
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    for layer in ours.model.layers:
+        layer.compile(backend=counter)
+    for lengths, wanted in expected.items():
+        found = ours(tokens, documents=make_documents(lengths, CPU))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    assert counter.frame_count == 1
