@@ -18,7 +18,7 @@ from fsdpctl.config.files import choices_of, package_folder
 from fsdpctl.config.keys import Value
 from fsdpctl.config.model_path import SHAPE_KEYS, is_checkpoint, model_words
 from fsdpctl.config.recipe import find_recipe, read_recipe, recipe_names, refuse_commands
-from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, Config
+from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
 from fsdpctl.config.serialize import known_key, to_config
 from fsdpctl.config.words import hint
 from fsdpctl.errors import CheckpointError, UsageError
@@ -72,7 +72,8 @@ def compose_config(
     values.update(_values_of_path(choices, dict(pairs)))
     values.update({name: KEYS[name].parse(text) for name, text in pairs if name in KEYS})
     given = {name for name, _ in typed}
-    _settle_length(values, given, {name for name, _ in kept})
+    _settle("the length", LENGTHS, values, given, {name for name, _ in kept})
+    _settle("the size of a step", SIZES, values, given, {name for name, _ in kept})
     automatic = frozenset(name for name, value in values.items() if value is None)
     config = to_config(values, choices)
     return Composed(config, path.stem if path else None, dropped, automatic)
@@ -256,12 +257,13 @@ def _values_of_path(choices: Mapping[str, str], given: Mapping[str, str]) -> dic
     return values
 
 
-def _settle_length(values: dict[str, Value], typed: set[str], recipe: set[str]) -> None:
-    """Exactly one of the three ways to say how long: the one typed, else the recipe's."""
-    for source in (typed, recipe):
-        said = [name for name in LENGTHS if name in source]
+def _settle(what: str, names: Sequence[str], values: dict[str, Value], *given: set[str]) -> None:
+    """One of several ways to say something: that of the first of those `given` that has any."""
+    for source in given:
+        said = [name for name in names if name in source]
         if len(said) > 1:
-            raise UsageError(f"{' and '.join(said)}: say the length in one way only")
+            raise UsageError(f"{' and '.join(said)}: say {what} in one way only")
         if said:
-            values.update({name: None for name in LENGTHS if name != said[0]})
+            unset = (name for name in names if name != said[0] and KEYS[name].optional)
+            values.update(dict.fromkeys(unset))
             return

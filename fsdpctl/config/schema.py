@@ -248,3 +248,4 @@ KEYS: dict[str, Key] = {
     for name, each in keys_of(section, schema).items()
 }
 LENGTHS = ("train.steps", "train.epochs", "train.tokens")
+SIZES = ("train.global_batch_size", "train.global_batch_tokens")

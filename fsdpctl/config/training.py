@@ -30,6 +30,9 @@ class TrainConfig:
     global_batch_size: int = key(
         16, "samples of a step, over all ranks", minimum=1, maximum=MOST_SAMPLES
     )
+    global_batch_tokens: int | None = key(
+        None, "the same in tokens: as many whole samples as they make", minimum=1, optional=True
+    )
     micro_batch_size: int | None = key(
         None,
         "samples of a rank and pass; auto: all of its share",

@@ -16,6 +16,7 @@ from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import (
     check_length,
     placed_on_cluster,
+    with_batch_size,
     resolved_strategy,
     world_size,
 )
@@ -60,6 +61,7 @@ class Estimator:
             config.precision.param_dtype,
             config.activation_checkpointing.name,
             config.launch.device,
+            config.data.holds_documents,
         )
         if alike not in self._traced:
             self._traced[alike] = TracedModel(config)
@@ -101,7 +103,7 @@ def placed_for_estimate(config: Config) -> Config:
         UsageError: the configuration cannot work.
     """
     check_length(config)
-    placed = placed_on_cluster(config)
+    placed = with_batch_size(placed_on_cluster(config))
     if config.model.vocab_size is not None:
         return placed
     vocab_size = load_data(config.data).vocab_size

@@ -76,6 +76,24 @@ def placed_on_cluster(config: Config) -> Config:
     return _with_precision(placed)
 
 
+def with_batch_size(config: Config) -> Config:
+    """The size of a step in samples, where it was said in tokens.
+
+    Raises:
+        UsageError: they make no sample.
+    """
+    train = config.train
+    if train.global_batch_tokens is None:
+        return config
+    size = train.global_batch_tokens // train.seq_len
+    if size == 0:
+        raise UsageError(
+            f"train.global_batch_tokens={train.global_batch_tokens}: fewer than the "
+            f"train.seq_len={train.seq_len} of one sample"
+        )
+    return replace(config, train=replace(train, global_batch_size=size, global_batch_tokens=None))
+
+
 def check_length(config: Config) -> None:
     """See that samples are not longer than the model claims.
 

@@ -24,7 +24,13 @@ from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.resolve.besides import check_besides
 from fsdpctl.resolve.blocks import missing_compiler
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
-from fsdpctl.resolve.machine import check_length, placed_here, resolved_strategy, world_size
+from fsdpctl.resolve.machine import (
+    check_length,
+    placed_here,
+    resolved_strategy,
+    with_batch_size,
+    world_size,
+)
 
 CHECKED_BYTES = 1 << 30  # token files up to here are read whole before a run, in a second
 # What decides the losses; the rest may change from one start of a run to the next.
@@ -70,7 +76,7 @@ def resolve(composed: Composed, launch: LaunchConfig | None = None) -> ResolvedR
     config, notes = _with_compiler(config)
     config = _with_model_path(config)
     data = _checked_data(config)
-    config = _with_data(_with_length(config, data, composed), data)
+    config = with_batch_size(_with_data(_with_length(config, data, composed), data))
     module = build_model(config.model)
     if config.model.is_pretrained:
         check_weights(open_weights(config.model), module)

@@ -10,6 +10,7 @@ from fsdpctl.config.recipe import read_recipe, recipe_names
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
 from fsdpctl.errors import UsageError
+from fsdpctl.resolve.machine import with_batch_size
 
 AWKWARD = "a b,c~{d}(e)[f]=g#h&i;j!k'l$m\"日本:%@*?\\"
 
@@ -114,6 +115,17 @@ def test_the_length_is_said_in_one_way():
         compose_config(["train.steps=3", "train.epochs=1"])
     train = compose_config(["train.tokens=1e6"]).config.train
     assert (train.steps, train.epochs, train.tokens) == (None, None, 1_000_000)
+
+
+def test_the_size_of_a_step_is_said_in_one_way():
+    with pytest.raises(UsageError, match="say the size of a step in one way only"):
+        compose_config(["train.global_batch_size=3", "train.global_batch_tokens=100"])
+    config = compose_config(["train.global_batch_tokens=1000", "train.seq_len=300"]).config
+    sized = with_batch_size(config).train
+    assert (sized.global_batch_size, sized.global_batch_tokens) == (3, None)
+    short = compose_config(["train.global_batch_tokens=299", "train.seq_len=300"]).config
+    with pytest.raises(UsageError, match=r"fewer than the train.seq_len=300 of one sample"):
+        with_batch_size(short)
 
 
 @pytest.fixture
