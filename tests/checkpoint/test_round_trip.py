@@ -81,6 +81,7 @@ CHAIN = [
 ]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_survives_any_change_of_ranks_and_strategy_bit_for_bit(tmp_path):
     previous = ""
     for number, (strategy, ranks) in enumerate(CHAIN):

@@ -405,6 +405,7 @@ def test_short_data_and_short_runs_are_told_what_follows(tmp_path):
     assert "not reached" not in invoke("train", *words, "train.steps=200")[1]
 
 
+@pytest.mark.slow
 def test_advice_names_the_cost_of_what_it_proposes():
     words = ["model=llama3_70b", "cluster=h100", "--require-fit"]
     said = " ".join(invoke("estimate-memory", *words)[1].split())

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import pytest
 import torch
 
 from fsdpctl.engine.model import ShardedModel
@@ -112,6 +113,7 @@ def _wide_net(*, tied: bool) -> OddNet:
     return OddNet(tied=tied, vocab=WIDE)
 
 
+@pytest.mark.slow
 @WHOLE
 @distributed(world_size=4)
 def test_units_larger_than_a_block_are_reduced_in_pieces(

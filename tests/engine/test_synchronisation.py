@@ -86,6 +86,7 @@ def asked_in_a_step(
     return asked
 
 
+@pytest.mark.slow
 @WHOLE
 @distributed(world_size=2, timeout=200)
 def test_a_step_asks_no_tensor_for_its_value(rank: int, world_size: int, whole: bool) -> None:

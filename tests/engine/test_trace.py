@@ -106,6 +106,7 @@ def test_events_bytes_and_buffers_equal_the_plan(rank: int, world_size: int, who
         assert recorded_events(model, rank) == planned, (strategy, prefetch, tied)
 
 
+@pytest.mark.slow
 @WHOLE
 @distributed(world_size=4)
 def test_events_of_copies_equal_the_plan(rank: int, world_size: int, whole: bool) -> None:

@@ -89,6 +89,7 @@ def test_the_estimate_is_what_the_fullest_rank_held(
         assert max(held) == held[expected.rank] == expected.peak_bytes
 
 
+@pytest.mark.slow
 @WHOLE
 @distributed(world_size=4)
 def test_with_copies_too(rank: int, world_size: int, whole: bool) -> None:
@@ -102,6 +103,7 @@ def test_with_copies_too(rank: int, world_size: int, whole: bool) -> None:
         assert max(held) == held[expected.copy * 2 + expected.rank] == expected.peak_bytes
 
 
+@pytest.mark.slow
 @distributed(world_size=4)
 def test_gradients_and_states_are_as_sharded_as_the_table_says(rank: int, world_size: int) -> None:
     for strategy in STRATEGIES:

@@ -170,6 +170,7 @@ def test_engine_bytes_are_exact_and_the_peak_of_all_tensors_within_a_percent(
         assert abs(estimated / measured - 1) <= 0.01, (seed, estimated, measured)
 
 
+@pytest.mark.slow
 @WHOLE
 @distributed(world_size=4, timeout=300)
 def test_so_it_is_where_copies_share_what_the_optimizer_has(

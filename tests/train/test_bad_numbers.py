@@ -106,7 +106,7 @@ def test_the_weights_are_those_of_one_process_without_what_went_wrong(
     assert last["samples"] == 12 * (SEEN[action][-1] + 1)
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "shard_optimizer", "shard_grad_op"])
+@pytest.mark.parametrize("strategy", fast("shard_grad_op", slow=["no_shard", "shard_optimizer"]))
 def test_every_strategy_goes_back_and_on(tmp_path, strategy):
     about = [f"strategy={strategy}", "train.on_nonfinite=rollback", "precision=fp32"]
     typed = typed_for(tmp_path, 2, *about)
@@ -115,7 +115,7 @@ def test_every_strategy_goes_back_and_on(tmp_path, strategy):
     assert same(weights, reference(typed, SEEN["rollback"]))
 
 
-@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("what", fast("gradient", slow=["loss"]))
 def test_a_run_that_is_to_stop_stops_on_every_rank(tmp_path, what):
     _, error = ran(tmp_path, typed_for(tmp_path, 2), {BAD: (what, 1)})
     assert error.startswith(f"76 step {BAD + 1}: ")
@@ -128,6 +128,7 @@ def test_a_run_that_is_to_stop_stops_on_every_rank(tmp_path, what):
     assert [each["action"] for each in recorded(tmp_path)] == ["stop", "skip"]  # neither is cut off
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_there_is_no_way_back(tmp_path):
     typed = typed_for(tmp_path, 2, "train.on_nonfinite=rollback")
     _, error = ran(tmp_path, typed, {2: ("loss", 1)})
@@ -135,6 +136,7 @@ def test_without_a_checkpoint_there_is_no_way_back(tmp_path):
     assert "but there is none yet" in error
 
 
+@pytest.mark.slow
 def test_what_was_left_out_is_counted_over_starts(tmp_path):
     typed = typed_for(tmp_path, 2, "train.on_nonfinite=skip", "train.max_skips=2")
     plants: Plants = {2: ("loss", 0), 5: ("gradient", 1), 8: ("loss", 1)}
@@ -151,6 +153,7 @@ def test_what_was_left_out_is_counted_over_starts(tmp_path):
 SPIKES = ["train.spike_factor=20", "train.steps=48", "checkpoint.every=40"]
 
 
+@pytest.mark.slow
 @matrix(action=["skip", "rollback"], what=["loss spike", "gradient spike"])
 def test_spikes_are_found_and_a_resumed_run_finds_the_same(tmp_path, what, action):
     ends = {}

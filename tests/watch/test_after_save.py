@@ -36,6 +36,13 @@ def made(folder: Path, words: list[str], timeout: float = 60) -> tuple[AfterSave
     return runner, told
 
 
+def has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def nothing() -> None:
     """Is to be done after a command."""
 
@@ -91,7 +98,7 @@ def test_one_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch):
     wait_for(lambda: told)
     assert told[0].outcome == "timed out"
     pid = int((tmp_path / "pid").read_text())
-    wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
+    wait_for(lambda: has_ended(pid))
 
 
 def test_the_end_waits_only_so_long_and_says_so(tmp_path, monkeypatch):
@@ -162,10 +169,11 @@ def test_it_ends_with_the_rank_that_started_it(tmp_path):
     )
     rank = subprocess.Popen([sys.executable, "-c", code], env=environment())
     wait_for(lambda: (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text())
-    command = psutil.Process(int((tmp_path / "pid").read_text()))
+    command = int((tmp_path / "pid").read_text())
+    assert not has_ended(command)
     rank.kill()
     rank.wait()
-    wait_for(lambda: not command.is_running() or command.status() == "zombie")
+    wait_for(lambda: has_ended(command))
 
 
 @pytest.mark.parametrize(
