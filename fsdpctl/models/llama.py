@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdpctl.config.schema import ModelConfig
+from fsdpctl.config.model import ModelConfig
 from fsdpctl.models.cache import Cache, LayerCache, layer_caches
 from fsdpctl.models.parts import Head, activation_of, embedding
 from fsdpctl.models.rope import rotate, rotation
