@@ -33,7 +33,7 @@ from benchmarks.report import write_report
 from fsdpctl.comm.base import Collectives, Handle
 from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.comm.nccl import NcclCollectives
-from fsdpctl.config.schema import ModelConfig
+from fsdpctl.config.model import ModelConfig
 from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.models.llama import LlamaDecoder

@@ -11,7 +11,7 @@ which the first is not counted: it finds the processor's caches full of what ano
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdpctl
 from benchmarks.report import write_report
-from fsdpctl.comm.base import Handle, InPlace, Reduction, Stretches
+from fsdpctl.comm.base import Gathering, Handle, InPlace, Reduction, Stretches
 from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.comm.process_group import (
     ProcessGroupCollectives,
@@ -83,14 +83,19 @@ class OneCallEach(ProcessGroupCollectives):
 
     adds_whole = True
 
+    def gather_together(self, buffers: Sequence[Gathering]) -> Handle:
+        """Into the whole of each."""
+        for each in buffers:
+            own: Span = each.parts[self.rank]
+            source = each.whole[own.start : own.stop]
+            if each.shard is not None:
+                source.copy_(each.shard)
+            all_gather_single(each.whole, source, group=self.gather_group)
+        return Handle(lambda: buffers[0].whole)
+
     def all_gather(self, whole: Tensor, parts: Any, shard: Tensor | None) -> Handle:
         """Into `whole`."""
-        own: Span = parts[self.rank]
-        source = whole[own.start : own.stop]
-        if shard is not None:
-            source.copy_(shard)
-        all_gather_single(whole, source, group=self.gather_group)
-        return Handle(lambda: whole)
+        return self.gather_together([Gathering(whole, parts, shard)])
 
     exchanges = False
 

@@ -30,7 +30,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.report import write_report
-from fsdpctl.config.schema import ModelConfig
+from fsdpctl.config.model import ModelConfig
 from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.registry import initialize_parameter
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import fsdpctl
 from benchmarks.report import write_report
 from fsdpctl.comm.pulse import PULSE, Pulse, make_pages, read_beats
-from fsdpctl.config.schema import ModelConfig
+from fsdpctl.config.model import ModelConfig
 from fsdpctl.models.registry import build_model
 
 RANKS, STEPS, WARM_UP = 2, 60, 6

@@ -40,7 +40,7 @@ class FlatShard:
         self.held, self.owned, self.written = held, owned, written
         self.num_owners = num_owners
         self.is_replicated = held != owned  # every rank holds all of the masters
-        self.param = nn.Parameter(master, requires_grad=layout.params[0].trainable)
+        self.param = nn.Parameter(master, requires_grad=layout.trainable)
 
     @property
     def master(self) -> Tensor:

@@ -20,7 +20,7 @@ from fsdpctl.checkpoint.pretrained import attached_files
 from fsdpctl.checkpoint.publish import lack_of_space
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.tensor_file import ITEMSIZES, sync
-from fsdpctl.config.schema import ModelConfig
+from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import Span

@@ -11,8 +11,8 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensor_file import ITEMSIZES, TensorEntry, TensorFile, open_tensor_file
 from fsdpctl.config.hugging_face import CONFIG_JSON
+from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG, is_hugging_face
-from fsdpctl.config.schema import ModelConfig
 from fsdpctl.data.tokenizer import BYTES, TOKENIZER_FILES, TOKENIZER_JSON, read_files
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.plan.layout import Span

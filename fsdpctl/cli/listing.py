@@ -9,7 +9,7 @@ from rich.table import Table
 
 from fsdpctl.cli.console import emit, out, say
 from fsdpctl.config.files import choices_of, first_comment, package_folder
-from fsdpctl.config.keys import Key
+from fsdpctl.config.keys import Key, value_in
 from fsdpctl.config.recipe import recipe_names
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
 from fsdpctl.config.words import hint
@@ -85,17 +85,9 @@ def _schema(config_dir: Path | None) -> dict[str, Any]:
     flat |= {name: _schema_of(key) for name, key in KEYS.items() if not key.is_executed}
     nested = {}
     for section in SECTIONS:
-        inner = {
-            name.split(".", 1)[1]: value
-            for name, value in flat.items()
-            if name.startswith(f"{section}.")
-        }
-        names = {"name": flat[section]} if section in GROUPS else {}
-        nested[section] = {
-            "type": "object",
-            "properties": {**names, **inner},
-            "additionalProperties": False,
-        }
+        nested[section] = _nested(flat, section)
+        if section in GROUPS:
+            nested[section]["properties"]["name"] = flat[section]
     both = {group: {"anyOf": [flat[group], nested[group]]} for group in GROUPS}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -104,6 +96,15 @@ def _schema(config_dir: Path | None) -> dict[str, Any]:
         "properties": {**flat, **nested, **both},
         "additionalProperties": False,
     }
+
+
+def _nested(flat: dict[str, Any], section: str) -> dict[str, Any]:
+    """The keys of a section, and again of the sections within it."""
+    prefix = f"{section}."
+    inner = {n.removeprefix(prefix): value for n, value in flat.items() if n.startswith(prefix)}
+    deeper = {name.split(".")[0] for name in inner if "." in name}
+    properties = inner | {name: _nested(flat, f"{prefix}{name}") for name in sorted(deeper)}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def _schema_of(key: Key) -> dict[str, Any]:
@@ -162,4 +163,4 @@ def _list_section(section: str, default: Config, config_dir: Path | None) -> Non
 
 
 def _default(key: Key, part: object) -> str:
-    return key.text(getattr(part, key.name.split(".", 1)[1])) or "-"
+    return key.text(value_in(part, key.name)) or "-"

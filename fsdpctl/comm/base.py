@@ -1,6 +1,7 @@
 """The collectives that the engine needs, over any process group or none."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
@@ -13,6 +14,15 @@ from fsdpctl.plan.layout import Span
 Stretches = Sequence[tuple[Span, Tensor]]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """One buffer of an all-gather; see `Collectives.all_gather`."""
+
+    whole: Tensor
+    parts: Sequence[Span]
+    shard: Tensor | None
 
 
 class Handle:
@@ -62,6 +72,10 @@ class Collectives(Protocol):
 
         This rank's part is first copied (and cast) from `shard`, unless that is None.
         """
+        ...
+
+    def gather_together(self, buffers: Sequence[Gathering]) -> Handle:
+        """The same of several buffers as one collective; the result is the first one's `whole`."""
         ...
 
     def sends_in_place(self, parts: Sequence[Span]) -> bool:
@@ -123,9 +137,15 @@ class LocalCollectives:
 
     def all_gather(self, whole: Tensor, parts: Sequence[Span], shard: Tensor | None) -> Handle:
         """`whole`, with `shard` written to it."""
-        if shard is not None:
-            whole[parts[0].start : parts[0].stop].copy_(shard)
-        return Handle(lambda: whole)
+        return self.gather_together([Gathering(whole, parts, shard)])
+
+    def gather_together(self, buffers: Sequence[Gathering]) -> Handle:
+        """Each of them."""
+        for each in buffers:
+            own = each.parts[0]
+            if each.shard is not None:
+                each.whole[own.start : own.stop].copy_(each.shard)
+        return Handle(lambda: buffers[0].whole)
 
     def sends_in_place(self, parts: Sequence[Span]) -> bool:
         """Nothing is sent."""

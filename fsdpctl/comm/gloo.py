@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdpctl.comm.base import Handle, Reduction, Stretches
+from fsdpctl.comm.base import Gathering, Handle, Reduction, Stretches
 from fsdpctl.comm.contributions import Contributions, within
 from fsdpctl.comm.process_group import (
     ProcessGroupCollectives,
@@ -44,15 +44,21 @@ class GlooCollectives(ProcessGroupCollectives):
 
     def all_gather(self, whole: Tensor, parts: Sequence[Span], shard: Tensor | None) -> Handle:
         """By one broadcast per part, or among many ranks by gloo's all-gather."""
-        own = parts[self.rank]
-        if shard is not None:
-            whole[own.start : own.stop].copy_(shard)
-        if self.size > MAX_DIRECT_RANKS and are_even(parts):
+        return self.gather_together([Gathering(whole, parts, shard)])
+
+    def gather_together(self, buffers: Sequence[Gathering]) -> Handle:
+        """One after the other, waited for at once."""
+        works = [work for each in buffers for work in self._start_gather(each)]
+        return self._after(works, buffers[0].whole)
+
+    def _start_gather(self, buffer: Gathering) -> list[dist.Work]:
+        whole, own = buffer.whole, buffer.parts[self.rank]
+        if buffer.shard is not None:
+            whole[own.start : own.stop].copy_(buffer.shard)
+        if self.size > MAX_DIRECT_RANKS and are_even(buffer.parts):
             source = whole[own.start : own.stop]
-            works = [all_gather_single(whole, source, group=self.gather_group, async_op=True)]
-        else:
-            works = self.start_broadcasts(whole, parts)
-        return self._after(works, whole)
+            return [all_gather_single(whole, source, group=self.gather_group, async_op=True)]
+        return self.start_broadcasts(whole, buffer.parts)
 
     def sends_in_place(self, parts: Sequence[Span]) -> bool:
         """Where ranks send each other what the other owns."""

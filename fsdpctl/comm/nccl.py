@@ -1,13 +1,15 @@
 """Collectives over NCCL."""
 
+import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdpctl.comm.base import Handle, InPlace, Reduction, Stretches
+from fsdpctl.comm.base import Gathering, Handle, InPlace, Reduction, Stretches
 from fsdpctl.comm.contributions import Contributions
 from fsdpctl.comm.process_group import (
     ProcessGroupCollectives,
@@ -50,21 +52,37 @@ class NcclCollectives(ProcessGroupCollectives):
 
     def all_gather(self, whole: Tensor, parts: Sequence[Span], shard: Tensor | None) -> Handle:
         """On the gather stream."""
-        own = parts[self.rank]
+        return self.gather_together([Gathering(whole, parts, shard)])
+
+    def gather_together(self, buffers: Sequence[Gathering]) -> Handle:
+        """On the gather stream, in one launch of NCCL's where parts are even."""
         # Whoever used this memory before did so on the current stream; a prefetch is issued
         # before the running unit's work, so it overlaps with that.
         self.gather_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.gather_stream):
-            source = whole[own.start : own.stop]
-            if shard is not None:
-                source.copy_(shard)
-            if are_even(parts):
-                all_gather_single(whole, source, group=self.gather_group)
-            else:
-                for work in self.start_broadcasts(whole, parts):
+            owns = [each.parts[self.rank] for each in buffers]
+            for each, own in zip(buffers, owns, strict=True):
+                if each.shard is not None:
+                    each.whole[own.start : own.stop].copy_(each.shard)
+            even = [are_even(each.parts) for each in buffers]
+            with self._one_launch(sum(even)):
+                for each, own in itertools.compress(zip(buffers, owns, strict=True), even):
+                    source = each.whole[own.start : own.stop]
+                    all_gather_single(each.whole, source, group=self.gather_group)
+            for each in (each for each, is_even in zip(buffers, even, strict=True) if not is_even):
+                for work in self.start_broadcasts(each.whole, each.parts):
                     work.wait()
             done = self.gather_stream.record_event()
-        return self._after(done, whole)
+        return self._after(done, buffers[0].whole)
+
+    def _one_launch(self, count: int) -> AbstractContextManager[object]:
+        """`count` all-gathers that are called within become one."""
+        if count < 2:
+            return nullcontext()
+        manager: AbstractContextManager[object] = dist.distributed_c10d._coalescing_manager(
+            self.gather_group
+        )
+        return manager
 
     def sends_in_place(self, parts: Sequence[Span]) -> bool:
         """One buffer has all, and is aligned."""

@@ -177,8 +177,9 @@ def _check_one(name: str, text: str, config_dir: Path | None) -> None:
                 f"{name}={text}: no such choice{_choice_hint(name, text, choices)} "
                 f"({', '.join(choices)})"
             )
-    elif name in SECTIONS:
-        raise UsageError(f"{name}: a section, not a key; `fsdpctl list {name}` shows its keys")
+    elif name in SECTIONS or any(key.startswith(f"{name}.") for key in KEYS):
+        section = name.split(".")[0]
+        raise UsageError(f"{name}: a section, not a key; `fsdpctl list {section}` shows its keys")
     elif name not in KEYS:
         raise UsageError(f"{name}: no such key{hint(name, [*KEYS, *GROUPS])}")
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.config.schema import ARCHITECTURES, KEYS, ModelConfig
+from fsdpctl.config.model import ARCHITECTURES, ModelConfig
+from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
 from fsdpctl.reading.documents import read_json
 

@@ -3,7 +3,9 @@
 import dataclasses
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal, get_args, get_type_hints
 
 from fsdpctl.config.sizes import parse_bytes
@@ -120,15 +122,38 @@ _TYPES: dict[type, Literal["text", "whole number", "number", "true or false"]] =
 
 
 def keys_of(section: str, schema: type) -> dict[str, Key]:
-    """The keys of a section, by dotted name, from the fields of its dataclass."""
+    """The keys of a section, by dotted name, from the fields of its dataclass.
+
+    A field that is a dataclass itself is a section within the section.
+    """
     hints = get_type_hints(schema)
     found: dict[str, Key] = {}
     for field in dataclasses.fields(schema):
+        hint = hints[field.name]
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            found |= keys_of(f"{section}.{field.name}", hint)
         if "meaning" not in field.metadata:
             continue
-        hint = hints[field.name]
         base = next(each for each in (get_args(hint) or (hint,)) if each is not type(None))
         name = f"{section}.{field.name}"
         default: Any = field.default
         found[name] = Key(name, _TYPES[base], default, **field.metadata)
     return found
+
+
+def section_from(section: str, schema: type, values: Mapping[str, Value], **more: Value) -> Any:
+    """The dataclass of a section, with `values` by dotted name and `more` by field."""
+    hints = get_type_hints(schema)
+    content: dict[str, Any] = dict(more)
+    for field in dataclasses.fields(schema):
+        name, hint = f"{section}.{field.name}", hints[field.name]
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            content[field.name] = section_from(name, hint, values)
+        elif name in values:
+            content[field.name] = values[name]
+    return schema(**content)
+
+
+def value_in(part: object, name: str) -> Any:
+    """The value of the key `name` in the section `part` that it begins with."""
+    return attrgetter(name.split(".", 1)[1])(part)

@@ -8,75 +8,13 @@ from dataclasses import dataclass, field
 
 from fsdpctl.config.keeping import CheckpointConfig, LogConfig
 from fsdpctl.config.keys import Key, key, keys_of
+from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
 from fsdpctl.config.training import MOST_SAMPLES, TrainConfig
 from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.strategy import STRATEGIES
 
 DTYPES = ("float32", "bfloat16")
-MOST_TOKENS = 1 << 24  # of a vocabulary; the largest published have a 64th of it
-MOST_LAYERS, _MOST_WIDTH = 2000, 1 << 20  # twice the deepest, twenty times the widest published
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
-ROPE_SCALINGS = ("none", "linear", "llama3")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """A decoder: of the Llama family or GPT-2."""
-
-    name: str = "llama_tiny"
-    path: str | None = key(
-        None,
-        "hf: a Hugging Face directory, or a run or checkpoint of ours",
-        is_path=True,
-        optional=True,
-    )
-    init: str = key(
-        "auto",
-        "first weights; auto: those in model.path where it is given",
-        choices=("auto", "pretrained", "random"),
-    )
-    architecture: str = key("llama", "whose layers they are", choices=ARCHITECTURES)
-    num_layers: int = key(4, "decoder blocks", minimum=1, maximum=MOST_LAYERS)
-    hidden_size: int = key(128, "width of the residual stream", minimum=1, maximum=_MOST_WIDTH)
-    intermediate_size: int = key(384, "width inside the MLP", minimum=1, maximum=_MOST_WIDTH)
-    num_heads: int = key(4, "query heads", minimum=1, maximum=_MOST_WIDTH)
-    num_kv_heads: int = key(
-        2, "key and value heads; divides num_heads", minimum=1, maximum=_MOST_WIDTH
-    )
-    head_dim: int | None = key(None, "width of a head", minimum=2, maximum=_MOST_WIDTH, auto=True)
-    vocab_size: int | None = key(
-        None, "rows of the embedding", minimum=1, maximum=MOST_TOKENS, auto=True
-    )
-    max_seq_len: int = key(2048, "longest sequence the exported model claims", minimum=1)
-    norm_eps: float = key(1e-5, "added to the variance in norms", minimum=0)
-    activation: str | None = key(
-        None,
-        "of the MLP; auto: silu, in gpt2 gelu_tanh",
-        choices=("silu", "gelu", "gelu_tanh", "relu"),
-        auto=True,
-    )
-    rope_theta: float = key(10000.0, "base of the rotary frequencies", minimum=1)
-    rope_scaling: str = key(
-        "none", "stretching of wavelengths: all, or only long ones", choices=ROPE_SCALINGS
-    )
-    rope_factor: float = key(8.0, "rope_scaling: how much longer", minimum=1)
-    rope_low_freq_factor: float = key(1.0, "llama3 scaling: where it begins", minimum=0)
-    rope_high_freq_factor: float = key(4.0, "llama3 scaling: where it is complete", minimum=0)
-    rope_original_len: int = key(8192, "llama3 scaling: length trained on first", minimum=1)
-    sliding_window: int | None = key(
-        None, "mistral, qwen2, qwen3: tokens that a token sees", minimum=1, optional=True
-    )
-    first_sliding_layer: int = key(0, "the layers before it see all tokens", minimum=0)
-    attention_bias: bool = key(False, "llama, qwen3: biases in the attention's projections")
-    mlp_bias: bool = key(False, "llama: biases in the MLP")
-    tie_embeddings: bool = key(True, "the output head shares the input embedding's weight")
-    init_std: float = key(0.02, "standard deviation of the initial weights", minimum=0)
-
-    @property
-    def is_pretrained(self) -> bool:
-        """Whether its first weights are read from `path`."""
-        return self.init == "pretrained" or (self.init == "auto" and self.path is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
 """A configuration as words and as YAML, and back."""
 
 from collections.abc import Mapping
-from typing import Any
+from operator import attrgetter
 
 import yaml
 
-from fsdpctl.config.keys import Key, Value
-from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config, ModelConfig
+from fsdpctl.config.keys import Key, Value, section_from, value_in
+from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
 from fsdpctl.config.words import hint
 from fsdpctl.errors import CheckpointError, UsageError
 
@@ -25,14 +26,8 @@ def to_config(values: Mapping[str, Value], choices: Mapping[str, str]) -> Config
     values = {**values, "train.seq_len": values["train.seq_len"] or _length(values, choices)}
     sections = {}
     for section, schema in SECTIONS.items():
-        content: dict[str, Any] = {
-            name.split(".", 1)[1]: value
-            for name, value in values.items()
-            if name.split(".", 1)[0] == section
-        }
-        if section in choices:
-            content["name"] = choices[section]
-        sections[section] = schema(**content)
+        name = {"name": choices[section]} if section in choices else {}
+        sections[section] = section_from(section, schema, values, **name)
     return Config(**sections)
 
 
@@ -80,11 +75,18 @@ def config_words(config: Config) -> dict[str, str]:
         if section in GROUPS:
             words[section] = part.name
         for name, each in KEYS.items():
-            if name.startswith(f"{section}."):
-                text = each.text(getattr(part, name.split(".", 1)[1]))
+            if name.startswith(f"{section}.") and not _is_of_an_unused_section(part, name):
+                text = each.text(value_in(part, name))
                 if text:
                     words[name] = text
     return words
+
+
+def _is_of_an_unused_section(part: object, name: str) -> bool:
+    """Whether a key lies in a section within a section that is as nobody has touched it."""
+    path = name.split(".")[1:-1]
+    inner = attrgetter(".".join(path))(part) if path else None
+    return inner is not None and inner == type(inner)()
 
 
 def words_for_others(config: Config) -> dict[str, str]:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as JsonTokenizer
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from fsdpctl.config.schema import MOST_TOKENS
+from fsdpctl.config.model import MOST_TOKENS
 from fsdpctl.data.files import Text, iter_documents
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.reading.documents import MIB, parse_json

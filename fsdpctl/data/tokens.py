@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from msgspec import Meta
 
-from fsdpctl.config.schema import MOST_TOKENS
+from fsdpctl.config.model import MOST_TOKENS
 from fsdpctl.data.rows import Sample
 from fsdpctl.data.tokenizer import Tokenizer, Tokens, tokenizer_checksum
 from fsdpctl.errors import UsageError

@@ -70,12 +70,16 @@ class _Builder:
         return self.precision.compute_dtype(self.dtypes[layout.params[0].name])
 
     def master_dtype(self, layout: FlatLayout) -> torch.dtype:
+        """What is frozen has no masters: what is kept of it is what computes."""
+        if not layout.trainable:
+            return self.compute_dtype(layout)
         return self.precision.dtype_of_master(self.dtypes[layout.params[0].name])
 
     def scratch(self, dtype: torch.dtype) -> Tensor:
         """Memory for the largest buffer; one for all, because allocators fragment over many."""
         if dtype not in self.scratches:
-            largest = max(each.numel for of in self.division.layouts.values() for each in of)
+            layouts = (each for of in self.division.layouts.values() for each in of)
+            largest = max(each.numel for each in layouts if self.master_dtype(each) == dtype)
             self.scratches[dtype] = torch.empty(largest, dtype=dtype, device=self.source.device)
         return self.scratches[dtype]
 
@@ -180,7 +184,7 @@ def build_runtime(
 def _make_reducer(
     units: Sequence[ShardedUnit], division: Division, mesh: Mesh, builder: _Builder
 ) -> GradientReducer:
-    masters = {buffer.shard.dtype for unit in units for buffer in unit.buffers}
+    masters = {buffer.shard.dtype for unit in units for buffer in unit.trained_buffers}
     dtypes = {dtype: builder.precision.dtype_of_reduction(dtype) for dtype in masters}
 
     def itemsize(layout: FlatLayout) -> int:

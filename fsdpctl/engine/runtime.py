@@ -185,7 +185,7 @@ class Runtime:
             if each is not over[-1]:
                 self._reduce(each)
         if unit.name not in self.order.needs_no_backward_gather:
-            self.gatherer.use(unit, self._backward_ahead[unit.name])
+            self.gatherer.use(unit, self._backward_ahead.get(unit.name, ()))
             unit.was_used_in_backward = True
         if over:
             self._reduce(over[-1])

@@ -10,7 +10,7 @@ from enum import Enum, auto
 
 import torch
 
-from fsdpctl.comm.base import Collectives, Handle
+from fsdpctl.comm.base import Collectives, Gathering, Handle
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.slots import Slot
 
@@ -35,7 +35,7 @@ class ShardedUnit:
         self.state = State.AT_REST
         self.is_running = False  # its forward has begun and not ended
         self.was_used_in_backward = False  # in the running one
-        self._handles: list[Handle] = []
+        self._gather: Handle | None = None
         self._params = tuple(param for buffer in buffers for param in buffer.params)
         self._version = max((param._version for param in self._params), default=0)
         self.trained_buffers = tuple(each for each in self.buffers if each.shard.trainable)
@@ -51,16 +51,16 @@ class ShardedUnit:
         assert self.slot.owner is None
         self.slot.take(self.name)
         self.state = State.GATHERING
-        for buffer in self.buffers:
-            handle = collectives.all_gather(buffer.whole, buffer.layout.parts, buffer.part)
-            self._handles.append(handle)
+        if self.buffers:
+            wanted = [Gathering(each.whole, each.layout.parts, each.part) for each in self.buffers]
+            self._gather = collectives.gather_together(wanted)
 
     def finish_gather(self) -> None:
         """Wait for the gather; afterwards the parameters can be read."""
         assert self.state is State.GATHERING
-        for handle in self._handles:
-            handle.wait()
-        self._handles = []
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
         self.slot.content = self.name
         self.become_whole()
 

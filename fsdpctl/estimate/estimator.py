@@ -16,8 +16,8 @@ from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import (
     check_length,
     placed_on_cluster,
-    with_batch_size,
     resolved_strategy,
+    with_batch_size,
     world_size,
 )
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdpctl.config.schema import MOST_LAYERS, Config
+from fsdpctl.config.model import MOST_LAYERS
+from fsdpctl.config.schema import Config
 from fsdpctl.estimate.estimator import Estimator, batches_of
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.resolve.machine import world_size

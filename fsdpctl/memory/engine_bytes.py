@@ -160,14 +160,17 @@ def _replay(plan: TrainingPlan, place: RankPlace) -> tuple[Replay, Reductions]:
 
 def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
     """What one rank holds in the course of a step, once there are optimizer states."""
-    masters, states = _states(plan, place)
+    states = _states(plan, place)
     stay = plan.strategy.keeps_whole_params
     always = sum(slot.nbytes for slot in plan_slots(plan) if slot.resident or stay)
-    are_windows = plan.sizes.param == plan.sizes.master
-    if plan.strategy.keeps_whole_params and are_windows:
-        always -= masters  # which are windows into the parameters
-    at_rest = resting_bytes(plan)
-    parameters = at_rest if at_rest and are_windows else masters + at_rest
+    parameters = resting_bytes(plan)
+    for layout in (layout for of_unit in plan.layouts.values() for layout in of_unit):
+        nbytes = held_masters(plan, place, layout).numel * plan.sizes.kept(layout)
+        is_window = plan.sizes.kept(layout) == plan.sizes.param
+        if stay and is_window:
+            always -= nbytes  # it lies in the parameters
+        if layout.shares == 1 or not is_window:
+            parameters += nbytes
     held = {"gathered_units": always, "gradients": 0, "reduce_buffers": 0}
     now = Breakdown(parameters=parameters, optimizer_states=states, **held)
     yield Moment(None, now)
@@ -191,17 +194,15 @@ def resting_bytes(plan: TrainingPlan) -> int:
     return sum(each.parts[0].numel for each in layouts if each.shares > 1) * plan.sizes.param
 
 
-def _states(plan: TrainingPlan, place: RankPlace) -> tuple[int, int]:
-    """Bytes of the masters and of the optimizer's states."""
-    masters = states = 0
+def _states(plan: TrainingPlan, place: RankPlace) -> int:
+    """Bytes of the optimizer's states."""
+    states = 0
     for layout in (layout for of_unit in plan.layouts.values() for layout in of_unit):
-        held = held_masters(plan, place, layout)
-        masters += held.numel * plan.sizes.master
-        if layout.params[0].trainable:
-            runs = optimizer_runs(layout, held, decay_group)
+        if layout.trainable:
+            runs = optimizer_runs(layout, held_masters(plan, place, layout), decay_group)
             numel = sum(run.span.numel for run in runs)
             states += numel * MOMENTS * plan.sizes.master + len(runs) * STEP_BYTES
-    return masters, states
+    return states
 
 
 def pieces_before_the_last(events: Sequence[Event], root: str) -> Iterator[Event]:

@@ -19,7 +19,7 @@ def write_model(plan: TrainingPlan, place: RankPlace, writer: Writer, *, draws: 
     """Building the model; `draws`: its values are made here, a unit at a time."""
     writer.begin()
     writer.at("building the model")
-    scratch = None
+    scratch: dict[int, int] = {}  # by the bytes of an element
     slots = {name: slot for slot in plan_slots(plan) for name in slot.units}
     made: set[str] = set()
     keeps, sizes = plan.strategy.keeps_whole_params, plan.sizes
@@ -33,18 +33,21 @@ def write_model(plan: TrainingPlan, place: RankPlace, writer: Writer, *, draws: 
             if layout.shares > 1:
                 nbytes = layout.parts[place.rank].numel * sizes.param
                 writer.allocate(Category.PARAMETERS, unit, "parts to be gathered", nbytes)
-            stays = keeps or layout.shares > 1
-            if not (stays and sizes.param == sizes.master):
-                nbytes = held_masters(plan, place, layout).numel * sizes.master
-                writer.allocate(Category.PARAMETERS, unit, "master weights", nbytes)
-            if draws and scratch is None:
-                largest = max(each.numel for of in plan.layouts.values() for each in of)
-                nbytes = largest * sizes.master
-                scratch = writer.allocate(Category.PARAMETERS, "", "values being drawn", nbytes)
+            stays, itemsize = keeps or layout.shares > 1, sizes.kept(layout)
+            if not (stays and sizes.param == itemsize):
+                nbytes = held_masters(plan, place, layout).numel * itemsize
+                what = "master weights" if layout.trainable else "frozen weights"
+                writer.allocate(Category.PARAMETERS, unit, what, nbytes)
+            if draws and itemsize not in scratch:
+                alike = (each for of in plan.layouts.values() for each in of)
+                largest = max(each.numel for each in alike if sizes.kept(each) == itemsize)
+                scratch[itemsize] = writer.allocate(
+                    Category.PARAMETERS, "", "values being drawn", largest * itemsize
+                )
         if is_new and not keeps and not slot.resident:
             writer.free(key)
-    if scratch is not None:
-        writer.free(scratch)
+    for key in scratch.values():
+        writer.free(key)
 
 
 def write_states(plan: TrainingPlan, place: RankPlace, writer: Writer) -> None:
@@ -61,7 +64,7 @@ def write_states(plan: TrainingPlan, place: RankPlace, writer: Writer) -> None:
         (run, unit)
         for unit, layouts in plan.layouts.items()
         for layout in layouts
-        if layout.params[0].trainable
+        if layout.trainable
         for run in optimizer_runs(layout, held_masters(plan, place, layout), group_of)
         if run.group != _WITHOUT
     ]

@@ -155,7 +155,7 @@ class OwnSteps:
             self._writer.pass_through(min(own, ADDED_AT_A_TIME * master))
 
     def _trained(self, unit: str) -> list[FlatLayout]:
-        return [each for each in self._plan.layouts[unit] if each.params[0].trainable]
+        return [each for each in self._plan.layouts[unit] if each.trainable]
 
     def _free(self, event: Event, following: Event | None) -> None:
         buffer, unit = event.buffer, event.unit

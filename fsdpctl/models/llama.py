@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdpctl.config.schema import ModelConfig
+from fsdpctl.config.model import ModelConfig
 from fsdpctl.models.attention import attend, attend_all
 from fsdpctl.models.cache import Cache, LayerCache, beside
 from fsdpctl.models.documents import Documents

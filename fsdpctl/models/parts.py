@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fsdpctl.config.hugging_face import default_activation
-from fsdpctl.config.schema import ModelConfig
+from fsdpctl.config.model import ModelConfig
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

@@ -6,10 +6,12 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.config.schema import KEYS, ModelConfig
+from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
 from fsdpctl.models.gpt2 import Gpt2Decoder
 from fsdpctl.models.llama import LlamaDecoder
+from fsdpctl.models.lora import choose_trained, draw_adapter, is_adapter
 
 # What only some architectures have, and its value where there is none.
 _ONLY = {
@@ -68,25 +70,29 @@ def _head_dim(config: ModelConfig) -> int:
 
 
 def build_model(config: ModelConfig) -> nn.Module:
-    """The module on the meta device: shapes and names, no memory.
+    """The module on the meta device, its adapters too: shapes and names, no memory.
 
     Raises:
-        UsageError: the model's numbers contradict each other.
+        UsageError: the model's numbers contradict each other, or nothing is trained.
     """
     _check(config)
     if config.vocab_size is None:
         raise UsageError("model.vocab_size=auto: not known without data; give a number")
     try:
         with torch.device("meta"):
+            module: nn.Module
             if config.architecture == "gpt2":
-                return Gpt2Decoder(config, config.vocab_size)
-            return LlamaDecoder(config, _head_dim(config), config.vocab_size)
+                module = Gpt2Decoder(config, config.vocab_size)
+            else:
+                module = LlamaDecoder(config, _head_dim(config), config.vocab_size)
+            choose_trained(module, config)
+            return module
     except (RuntimeError, TypeError, OverflowError):
         raise UsageError("model: its sizes make matrices too large for any machine") from None
 
 
 def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelConfig) -> None:
-    """Fill a parameter in place, from the seed and its name alone.
+    """Fill a parameter in place, from the seed and its name alone; of adapters see `draw_adapter`.
 
     Vectors are norm weights, which become 1, or biases, which become 0. Projections into the
     residual stream are scaled down by the root of their number in GPT-2, as its authors do; in the
@@ -95,11 +101,14 @@ def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelCo
     if whole.ndim <= 1:
         whole.fill_(0.0 if name.endswith(".bias") else 1.0)
         return
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    if is_adapter(name):
+        draw_adapter(name, whole, generator)
+        return
     std = config.init_std
     if config.architecture == "gpt2" and name.endswith("c_proj.weight"):
         std /= math.sqrt(2 * config.num_layers)
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     # Drawn on the CPU in float32, so that device and precision do not change the draw.
     values = torch.empty(whole.shape, dtype=torch.float32)
     whole.copy_(values.normal_(0.0, std, generator=generator))

@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fsdpctl.config.schema import ModelConfig
+from fsdpctl.config.model import ModelConfig
 
 
 def inverse_frequencies(config: ModelConfig, head_dim: int) -> Tensor:

@@ -145,6 +145,11 @@ class FlatLayout:
         return tuple(placement.param for placement in self.placements)
 
     @property
+    def trainable(self) -> bool:
+        """Whether its parameters are trained: all are, or none."""
+        return self.placements[0].param.trainable
+
+    @property
     def is_even(self) -> bool:
         """Whether every rank owns as much."""
         return are_even(self.parts)

@@ -15,13 +15,17 @@ class UnitOrder:
     needs_no_backward_gather: frozenset[str] = frozenset()  # the embedding reads no weights there
     frozen: frozenset[str] = frozenset()  # units without a trained parameter
     blocks: frozenset[str] = frozenset()  # what the model repeats
+    before_all_trained: frozenset[str] = frozenset()  # units that no backward comes to
+
+    @property
+    def gone_back_through(self) -> tuple[str, ...]:
+        """The units that have a backward, in its order."""
+        return tuple(u for u in reversed(self.forward) if u not in self.before_all_trained)
 
     @property
     def backward(self) -> tuple[str, ...]:
         """The units gathered for backward, in that order."""
-        return tuple(
-            unit for unit in reversed(self.forward) if unit not in self.needs_no_backward_gather
-        )
+        return tuple(unit for unit in reversed(self.forward) if self._reads_weights(unit))
 
     @property
     def reduction(self) -> tuple[str, ...]:
@@ -39,14 +43,18 @@ class UnitOrder:
 
     def keeps_after_forward(self, unit: str, strategy: Strategy) -> bool:
         """Whether a unit stays whole from its forward to its backward."""
-        if unit in self.needs_no_backward_gather:
+        if not self._reads_weights(unit):
             return False
         return not strategy.reshard_after_forward or unit == self.forward[-1]
 
     def is_gathered_again(self, unit: str, strategy: Strategy) -> bool:
         """Whether backward gathers a unit, where parameters are sharded."""
         keeps = self.keeps_after_forward(unit, strategy)
-        return unit not in self.needs_no_backward_gather and not keeps
+        return self._reads_weights(unit) and not keeps
+
+    def _reads_weights(self, unit: str) -> bool:
+        """Whether it has a backward, which reads them."""
+        return unit not in self.before_all_trained and unit not in self.needs_no_backward_gather
 
 
 def all_following(order: Sequence[str], depth: int) -> dict[str, tuple[str, ...]]:

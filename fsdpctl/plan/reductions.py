@@ -80,7 +80,7 @@ def plan_reductions(
         chained: as in `Reductions`.
     """
     trained = {
-        name: [layout for layout in of_unit if layout.params[0].trainable]
+        name: [layout for layout in of_unit if layout.trainable]
         for name, of_unit in layouts.items()
     }
     nbytes = {

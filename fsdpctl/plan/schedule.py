@@ -188,7 +188,7 @@ class _Simulation:
         order = self.order
         ahead = all_following(order.backward, prefetch.backward)
         finished: list[str] = []
-        for unit in reversed(order.forward):
+        for unit in order.gone_back_through:
             if unit not in order.needs_no_backward_gather:
                 self.use(unit, ahead[unit])
             for each in finished:

@@ -26,6 +26,10 @@ class Itemsizes:
     master: int  # what the optimizer updates, its states, and reduced gradients
     wire: int | None = None  # gradients of one backward on their way; None: what the transport does
 
+    def kept(self, layout: FlatLayout) -> int:
+        """Of what stays of a flat buffer: masters, or of what is frozen what computes."""
+        return self.master if layout.trainable else self.param
+
 
 def wire_itemsize(
     layout: FlatLayout, strategy: Strategy, sizes: Itemsizes, transport: Transport
@@ -168,13 +172,13 @@ def unit_bytes(
             sum(
                 layout.numel if layout.shares == 1 else layout.parts[0].numel
                 for layout in layouts[name]
-                if layout.params[0].trainable
+                if layout.trainable
             )
             * sizes.param,
             tuple(
                 _flat_bytes(each, reductions.pieces.get(name, 1), strategy, sizes, place)
                 for each in layouts[name]
-                if each.params[0].trainable
+                if each.trainable
             ),
         )
         for slot in slots

@@ -50,6 +50,7 @@ class UnitSpec:
     kind: UnitKind
     params: tuple[ParamSpec, ...]
     is_lookup: bool = False  # its backward reads no weights
+    has_backward: bool = True  # something in it is trained, or before it
 
     def param_groups(self) -> list[list[ParamSpec]]:
         """Its parameters by dtype and trainability: a flat buffer each."""
@@ -68,6 +69,7 @@ def unit_order(units: Sequence[UnitSpec]) -> UnitOrder:
         frozenset(unit.name for unit in units if unit.is_lookup),
         frozenset(unit.name for unit in units if not any(p.trainable for p in unit.params)),
         frozenset(unit.name for unit in units if unit.kind == "block"),
+        frozenset(unit.name for unit in units if not unit.has_backward),
     )
 
 
@@ -164,16 +166,33 @@ def divide_into_units(
     modules = {each.name: each for each in module.walk()}
     members = {name: modules[name].all_params() for name in kinds}
     uses = Counter(param.name for params in members.values() for param in params)
+    behind = _behind_what_is_trained(module.all_params())
     outside = _used_outside(module, set(kinds))
     shared = {name for name, count in uses.items() if count > 1} | outside
     units = [
-        UnitSpec(name, kinds[name], own, name == embedding and modules[name].is_lookup)
+        UnitSpec(
+            name,
+            kinds[name],
+            own,
+            name == embedding and modules[name].is_lookup,
+            any(param.name in behind for param in params),
+        )
         for name, params in members.items()
         if (own := tuple(param for param in params if param.name not in shared))
     ]
     taken = {param.name for unit in units for param in unit.params}
     rest = tuple(param for param in module.all_params() if param.name not in taken)
     return (UnitSpec(ROOT, "root", rest), *units)
+
+
+def _behind_what_is_trained(params: Sequence[ParamSpec]) -> set[str]:
+    """The names of those from the first trained one on, in the order in which modules define them.
+
+    As units are, parameters are taken to be used in that order. Where they are not, the engine
+    still follows autograd; only what is planned is less exact.
+    """
+    first = next((i for i, param in enumerate(params) if param.trainable), len(params))
+    return {param.name for param in params[first:]}
 
 
 def _used_outside(module: ModuleSpec, unit_names: set[str]) -> set[str]:

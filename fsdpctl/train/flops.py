@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsdpctl.config.schema import Config, ModelConfig
+from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.schema import Config
 
 # Dense FLOP/s in bf16, by the data sheets; the first name that a device's has in it.
 _PEAKS = {

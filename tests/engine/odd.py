@@ -229,6 +229,25 @@ def late_batches(steps: int, ranks: int, micro_steps: int = 1) -> Batches:
     return batches
 
 
+def freeze_below(net: OddNet) -> None:
+    """Train what comes last: no backward comes to the units before."""
+    net.embed.requires_grad_(False)
+    net.blocks[:2].requires_grad_(False)
+    net.blocks[2].norm.requires_grad_(False)
+
+
+def freeze_all_but_vectors(net: OddNet) -> None:
+    """Train a few elements of every unit, as adapters are."""
+    for param in net.parameters():
+        param.requires_grad_(param.ndim <= 1)
+
+
+def partly_frozen(freeze: Callable[[OddNet], None]) -> OddNet:
+    net = token_net(tied=False)
+    freeze(net)
+    return net
+
+
 @dataclass(frozen=True)
 class Kind:
     """A module, its data and its loss."""
@@ -241,6 +260,10 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "odd shapes": Kind(lambda: token_net(tied=False), token_batches, next_token_loss),
     "tied embedding": Kind(lambda: token_net(tied=True), token_batches, next_token_loss),
+    "frozen below": Kind(lambda: partly_frozen(freeze_below), token_batches, next_token_loss),
+    "little trained": Kind(
+        lambda: partly_frozen(freeze_all_but_vectors), token_batches, next_token_loss
+    ),
     "mixed": Kind(lambda: Stack(TiedInside, InPlace, Frozen, Buffered, Detached)),
     "tied across": Kind(TiedAcross),
     "adapted": Kind(lambda: Stack(Adapted)),

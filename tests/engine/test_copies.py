@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fsdpctl
-from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.base import Collectives, Gathering
 from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.plan.schedule import Event, EventKind
 from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy, with_resharding
@@ -209,16 +209,21 @@ class Links:
         self.nbytes = Counter[str]()
 
     def watch(self, name: str, collectives: Collectives) -> None:
-        for call in ("all_gather", "reduce_scatter", "start_all_reduce", "all_reduce", "broadcast"):
+        calls = "gather_together", "reduce_scatter", "start_all_reduce", "all_reduce", "broadcast"
+        for call in calls:
             setattr(collectives, call, self._counted(name, getattr(collectives, call)))
 
     def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(values: Any, *others: Any, **more: Any) -> Any:
-            given = [values] if isinstance(values, Tensor) else [each for _, each in values]
+            given = [values] if isinstance(values, Tensor) else [_tensor(each) for each in values]
             self.nbytes[name] += sum(each.nbytes for each in given)
             return call(values, *others, **more)
 
         return counted
+
+
+def _tensor(given: Gathering | tuple[object, Tensor]) -> Tensor:
+    return given.whole if isinstance(given, Gathering) else given[1]
 
 
 def sent(events: list[Event], *kinds: EventKind) -> int:

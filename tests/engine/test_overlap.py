@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.base import Handle, InPlace, LocalCollectives, Reduction, Stretches
+from fsdpctl.comm.base import Gathering, Handle, InPlace, LocalCollectives, Reduction, Stretches
 from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
 from fsdpctl.engine.model import ShardedModel
@@ -84,9 +84,9 @@ class DelayedCollectives(LocalCollectives):
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
 
-    def all_gather(self, whole: Tensor, parts: Sequence[Span], shard: Tensor | None) -> Handle:
+    def gather_together(self, buffers: Sequence[Gathering]) -> Handle:
         """Ready after a while."""
-        wait, done = self.clock.start("gather"), super().all_gather(whole, parts, shard)
+        wait, done = self.clock.start("gather"), super().gather_together(buffers)
 
         def finish() -> Tensor:
             wait()

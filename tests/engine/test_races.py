@@ -1,7 +1,7 @@
 """No stream of the CUDA path reads, writes or frees what another one still uses."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -163,16 +163,17 @@ def merge(stream: Stream, clock: dict[int, int]) -> None:
 
 def gathers_where_it_reduces(patch: pytest.MonkeyPatch) -> None:
     """A copy of the masters on a stream that has not waited for the optimizer."""
-    whole = NcclOnCpu.all_gather
+    right = NcclOnCpu.gather_together
 
-    def wrong(self, out, parts, shard):
-        if shard is not None:
-            own = parts[self.rank]
-            with torch.cuda.stream(self.reduce_stream):
-                out[own.start : own.stop].copy_(shard)
-        return whole(self, out, parts, None)
+    def wrong(self, buffers):
+        for each in buffers:
+            own = each.parts[self.rank]
+            if each.shard is not None:
+                with torch.cuda.stream(self.reduce_stream):
+                    each.whole[own.start : own.stop].copy_(each.shard)
+        return right(self, [replace(each, shard=None) for each in buffers])
 
-    patch.setattr(NcclOnCpu, "all_gather", wrong)
+    patch.setattr(NcclOnCpu, "gather_together", wrong)
 
 
 FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [

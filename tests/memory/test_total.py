@@ -39,9 +39,13 @@ HYBRIDS = [name for name, row in STRATEGIES.items() if row.replicates]
 
 
 def random_config(
-    draw: random.Random, ranks: int, strategies: Sequence[str] = tuple(STRATEGIES)
+    draw: random.Random,
+    ranks: int,
+    strategies: Sequence[str] = tuple(STRATEGIES),
+    *,
+    in_part: bool = False,
 ) -> Config:
-    """A small model trained in some way."""
+    """A small model trained in some way, `in_part` only some of its parameters or adapters."""
     heads = draw.choice([1, 2, 4])
     strategy = draw.choice(strategies)
     arch = draw.choice(["llama", "llama", "mistral", "qwen3", "gpt2"])
@@ -79,8 +83,30 @@ def random_config(
         words += [f"strategy.dp_shard_size={draw.choice(sizes[1:-1] or sizes)}"]
     if draw.random() < 0.3:
         words += [f"prefetch.{way}={draw.randint(0, 2)}" for way in ("forward", "backward")]
+    if in_part:
+        words += trained_in_part(draw, arch)
     config = placed_on_cluster(compose_config(words).config)
     return replace(config, strategy=resolved_strategy(config, config.strategy))
+
+
+def trained_in_part(draw: random.Random, arch: str) -> list[str]:
+    patterns = [
+        "0",
+        "norm|ln",
+        "weight",
+        r"\.0\.(mlp|self_attn|attn)",
+        "mlp|head",
+        "embed|wte",
+        "bias|norm",
+    ]
+    if draw.random() < 0.4:
+        return [f"model.trainable={draw.choice(patterns)}"]
+    targets = ["all_linear", "mlp", "c_attn" if arch == "gpt2" else "q_proj|v_proj", r"\.0\."]
+    return [
+        f"model.lora.rank={draw.choice([1, 4, 8])}",
+        f"model.lora.dropout={draw.choice([0, 0, 0.1])}",
+        f"model.lora.targets={draw.choice(targets)}",
+    ]
 
 
 def predicted(
@@ -105,13 +131,19 @@ def predicted(
 
 
 def peaks_of(
-    rank: int, ranks: int, seed: int, strategies: Sequence[str] = tuple(STRATEGIES)
+    rank: int,
+    ranks: int,
+    seed: int,
+    strategies: Sequence[str] = tuple(STRATEGIES),
+    *,
+    in_part: bool = False,
 ) -> tuple[int, int]:
     """The estimated and the real peak of all tensors, in a step of a random configuration.
 
     What the engine owns is compared on the way, event by event.
     """
-    config = random_config(random.Random(f"{seed} {ranks}"), ranks, strategies)
+    draw = random.Random(f"{seed} {ranks}")
+    config = random_config(draw, ranks, strategies, in_part=in_part)
     model = make_model(config, torch.device("cpu"))
     optimizer = make_optimizer(config, model)
     peak, events = watched_step(model, lambda: train_step(config, model, optimizer))
@@ -171,6 +203,15 @@ def test_engine_bytes_are_exact_and_the_peak_of_all_tensors_within_a_percent(
 
 
 @pytest.mark.slow
+@WHOLE
+@pytest.mark.parametrize("world_size", fast(2, slow=[1, 3, 4]))
+@distributed(timeout=300)
+def test_so_it_is_where_only_some_is_trained(rank: int, world_size: int, whole: bool) -> None:
+    for seed in range(CASES) if whole else range(4):
+        estimated, measured = peaks_of(rank, world_size, seed, in_part=True)
+        assert abs(estimated / measured - 1) <= 0.01, (seed, estimated, measured)
+
+
 @WHOLE
 @distributed(world_size=4, timeout=300)
 def test_so_it_is_where_copies_share_what_the_optimizer_has(

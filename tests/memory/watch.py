@@ -69,15 +69,14 @@ def _threads_let_go() -> Iterator[None]:
     """
 
     def until_let_go(start: Callable[..., Handle]) -> Callable[..., Handle]:
-        def started(
-            collectives: GlooCollectives, whole: Tensor, *others: Any, **how: Any
-        ) -> Handle:
-            uses = _uses(whole)
-            handle = start(collectives, whole, *others, **how)
+        def started(collectives: GlooCollectives, given: Any, **how: Any) -> Handle:
+            wholes = [given] if isinstance(given, Tensor) else [each.whole for each in given]
+            uses = [_uses(each) for each in wholes]
+            handle = start(collectives, given, **how)
 
             def finish() -> Tensor:
                 result = handle.wait()
-                while _uses(whole) > uses:
+                while any(_uses(e) > before for e, before in zip(wholes, uses, strict=True)):
                     time.sleep(0)
                 return result
 
@@ -86,7 +85,7 @@ def _threads_let_go() -> Iterator[None]:
         return started
 
     with ExitStack() as patches:
-        for name in ("start_all_reduce", "all_gather"):
+        for name in ("start_all_reduce", "gather_together"):
             patched = until_let_go(getattr(GlooCollectives, name))
             patches.enter_context(mock.patch.object(GlooCollectives, name, patched))
         yield

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdpctl.config.schema import ModelConfig
+from fsdpctl.config.model import ModelConfig
 from fsdpctl.models.cache import Cache
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.train.generate import Sampling, generate

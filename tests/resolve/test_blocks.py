@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import ModelConfig
+from fsdpctl.config.model import ModelConfig
 from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.resolve.blocks import checkpoint_block, compile_block, missing_compiler

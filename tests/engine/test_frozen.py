@@ -1,0 +1,113 @@
+"""Parameters that are not trained: no masters, no gradients, no gathers that nobody needs."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdpctl.engine.precision import Precision
+from fsdpctl.engine.shard import shard_model
+from fsdpctl.plan.schedule import EventKind, Prefetch
+from fsdpctl.plan.sizes import Itemsizes
+from fsdpctl.plan.strategy import STRATEGIES
+from tests.distributed import distributed
+from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
+from tests.engine.odd import freeze_all_but_vectors, freeze_below
+from tests.engine.races import nccl_path
+from tests.engine.test_trace import planned_events, recorded_events
+from tests.matrix import WHOLE, cases
+
+
+def freeze_blocks_and_embedding(net: OddNet) -> None:
+    net.embed.requires_grad_(False)
+    net.blocks.requires_grad_(False)
+
+
+FREEZES: list[Callable[[OddNet], None]] = [
+    freeze_below,
+    freeze_all_but_vectors,
+    freeze_blocks_and_embedding,
+]
+PRECISIONS = {
+    Precision(): Itemsizes(4, 4, 4),
+    Precision(torch.bfloat16): Itemsizes(2, 4, 4),
+    Precision(torch.bfloat16, torch.bfloat16): Itemsizes(2, 2, 4),
+}
+
+
+@WHOLE
+@distributed(world_size=2, timeout=120)
+def test_events_bytes_and_buffers_equal_the_plan(rank: int, world_size: int, whole: bool) -> None:
+    for freeze, strategy, precision, prefetch in cases(
+        FREEZES, list(STRATEGIES), list(PRECISIONS), [(0, 0), (1, 1), (0, 2)], whole=whole
+    ):
+        net, depth = make_net(tied=False), Prefetch(*prefetch)
+        freeze(net)
+        model = shard_model(net, strategy, prefetch=depth, precision=precision)
+        planned = planned_events(model, net, depth, "even", PRECISIONS[precision])
+        assert recorded_events(model, rank) == planned, (freeze, strategy, precision, prefetch)
+
+
+@distributed(world_size=2)
+def test_units_before_all_that_is_trained_are_gathered_once(rank: int, world_size: int) -> None:
+    for strategy in ("full_shard", "shard_grad_op"):
+        net = make_net(tied=False)
+        freeze_below(net)
+        model = shard_model(net, strategy)
+        with model.recorded_events() as events:
+            next_token_loss(model, token_batches(1, world_size)[0][rank][0]).backward()
+        for unit in ("embed", "blocks.0", "blocks.1"):
+            of_unit = [each.kind for each in events if each.unit == unit and not each.buffer]
+            assert of_unit == [
+                EventKind.GATHER,
+                EventKind.READY,
+                EventKind.FORWARD,
+                EventKind.RELEASE,
+                EventKind.LEAVE,
+            ]
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@distributed(world_size=4)
+def test_what_is_frozen_is_kept_once_in_the_dtype_that_computes(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    net, plain = make_net(tied=False), make_net(tied=False)
+    freeze_all_but_vectors(net)
+    size = 2 if STRATEGIES[strategy].replicates else None
+    model = shard_model(net, strategy, precision=Precision(torch.bfloat16), dp_shard_size=size)
+    for shard in model.flat_shards():
+        assert shard.dtype == (torch.float32 if shard.trainable else torch.bfloat16)
+    buffers = [buffer for unit in model._runtime.units.values() for buffer in unit.buffers]
+    for buffer in (each for each in buffers if not each.shard.trainable):
+        part, master = buffer.part.untyped_storage(), buffer.shard.master.untyped_storage()
+        assert part.data_ptr() == master.data_ptr()
+    state = model.state_dict()
+    for name, param in plain.named_parameters():
+        kept = param if param.ndim <= 1 else param.to(torch.bfloat16)
+        assert torch.equal(state[name], kept.to(state[name].dtype)), name
+
+
+@distributed(world_size=2)
+def test_the_buffers_of_a_unit_are_one_launch_over_nccl(rank: int, world_size: int) -> None:
+    launches: list[object] = []
+    together = dist.distributed_c10d._coalescing_manager
+
+    def counted(group: dist.ProcessGroup) -> AbstractContextManager[object]:
+        launches.append(group)
+        return together(group)
+
+    with pytest.MonkeyPatch.context() as patch, nccl_path():
+        net = make_net(tied=False)
+        freeze_all_but_vectors(net)
+        model = shard_model(net, "full_shard")
+        patch.setattr(dist.distributed_c10d, "_coalescing_manager", counted)
+        with model.recorded_events() as events:
+            loss = next_token_loss(model, token_batches(1, world_size)[0][rank][0])
+        gathers = [each.unit for each in events if each.kind is EventKind.GATHER]
+    units = model._runtime.units
+    assert len(launches) == sum(len(units[name].buffers) == 2 for name in gathers) > 0
+    expected = next_token_loss(make_net(tied=False), token_batches(1, world_size)[0][rank][0])
+    assert torch.equal(loss, expected)
