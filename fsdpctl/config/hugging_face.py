@@ -1,10 +1,10 @@
 """Between a Hugging Face config.json and our words for a model."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdpctl.config.families import NAMES
 from fsdpctl.config.model import ARCHITECTURES, ModelConfig
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
@@ -16,6 +16,9 @@ _MODEL_CLASSES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 # Ours first: several of theirs name the same function.
@@ -32,6 +35,8 @@ _FIXED: dict[str, Any] = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
 }
 
 
@@ -39,73 +44,6 @@ _FIXED: dict[str, Any] = {
 _WRITTEN_BEFORE = ("dtype", "rope_parameters", "transformers_version", "layer_types")
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """Their names of our keys, and the defaults of their classes for keys that may be missing."""
-
-    of_keys: dict[str, str]
-    defaults: dict[str, Any]
-
-
-_LLAMA_LIKE = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "vocab_size": "vocab_size",
-    "max_seq_len": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "activation": "hidden_act",
-    "tie_embeddings": "tie_word_embeddings",
-    "init_std": "initializer_range",
-}
-_COMMON = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.02,
-    "head_dim": None,
-}
-_BIASES = {"attention_bias": "attention_bias"}
-_NAMES = {
-    "llama": _Names(
-        {**_LLAMA_LIKE, **_BIASES, "mlp_bias": "mlp_bias"},
-        {**_COMMON, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
-    ),
-    "mistral": _Names(
-        _LLAMA_LIKE,
-        {**_COMMON, "max_position_embeddings": 131072, "num_key_value_heads": 8},
-    ),
-    "qwen2": _Names(_LLAMA_LIKE, {**_COMMON, "max_position_embeddings": 32768}),
-    "qwen3": _Names(
-        {**_LLAMA_LIKE, **_BIASES},
-        {**_COMMON, "max_position_embeddings": 32768, "head_dim": 128, "attention_bias": False},
-    ),
-    "gpt2": _Names(
-        {
-            "num_layers": "n_layer",
-            "hidden_size": "n_embd",
-            "intermediate_size": "n_inner",
-            "num_heads": "n_head",
-            "vocab_size": "vocab_size",
-            "max_seq_len": "n_positions",
-            "norm_eps": "layer_norm_epsilon",
-            "activation": "activation_function",
-            "tie_embeddings": "tie_word_embeddings",
-            "init_std": "initializer_range",
-        },
-        {
-            "n_inner": None,
-            "n_positions": 1024,
-            "layer_norm_epsilon": 1e-5,
-            "activation_function": "gelu_new",
-            "tie_word_embeddings": True,
-            "initializer_range": 0.02,
-        },
-    ),
-}
 _MAY_BE_NULL = ("head_dim", "n_inner")
 _LINEAR_KEYS = {"factor": "rope_factor"}
 _ROPE_KEYS = {
@@ -124,7 +62,7 @@ def model_words_of(file: Path) -> dict[str, str]:
     """
     content = read_json(file, dict[str, Any])
     family = content.get("model_type")
-    if not isinstance(family, str) or family not in _NAMES:
+    if not isinstance(family, str) or family not in NAMES:
         known = ", ".join(ARCHITECTURES)
         raise UsageError(f"{file}: model_type {family} is not offered; offered are {known}")
     for name, only in _FIXED.items():
@@ -145,7 +83,7 @@ def model_words_of(file: Path) -> dict[str, str]:
 
 
 def _values(content: Mapping[str, Any], family: str) -> dict[str, Any]:
-    names = _NAMES[family]
+    names = NAMES[family]
     known = {**names.defaults, **content}
     if family != "gpt2" and known.get("num_key_value_heads") is None:
         known["num_key_value_heads"] = known["num_attention_heads"]
@@ -154,7 +92,7 @@ def _values(content: Mapping[str, Any], family: str) -> dict[str, Any]:
         if values[ours] is None and theirs not in _MAY_BE_NULL:
             raise KeyError(theirs)
     KEYS["model.num_layers"].parse(str(values["num_layers"]))  # before they are gone through
-    values["activation"] = _our_activation(values["activation"])
+    values["activation"] = _our_activation(values["activation"], family)
     if family == "gpt2":
         values["num_kv_heads"] = values["num_heads"]
         values["intermediate_size"] = values["intermediate_size"] or 4 * values["hidden_size"]
@@ -164,7 +102,9 @@ def _values(content: Mapping[str, Any], family: str) -> dict[str, Any]:
     return values
 
 
-def _our_activation(theirs: object) -> str:
+def _our_activation(theirs: object, family: str) -> str:
+    if family == "gemma" and theirs == "gelu":  # in its first files, where the other was meant
+        return "gelu_tanh"
     for ours, names in _ACTIVATIONS.items():
         if theirs in names:
             return ours
@@ -174,9 +114,19 @@ def _our_activation(theirs: object) -> str:
 def _rope_values(content: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
     """From `rope_parameters`, or from what transformers wrote before version 5, which wins."""
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    values: dict[str, Any] = {}
+    usual = 10000.0
+    if content["model_type"] == "gemma3_text":
+        local = rope.get("sliding_attention") or {}
+        known = content.get("rope_local_base_freq", 10000.0)
+        values["rope_local_theta"] = local.get("rope_theta", known)
+        if local.get("rope_type", "default") != "default":
+            raise ValueError(f"rope_type {local['rope_type']} of sliding_attention is not offered")
+        rope, usual = rope.get("full_attention") or rope, 1e6
     kind = rope.get("rope_type", rope.get("type", "default"))
-    theta = rope.get("rope_theta", content.get("rope_theta", 10000.0))
-    values: dict[str, Any] = {"rope_theta": theta}
+    values["rope_theta"] = rope.get("rope_theta", content.get("rope_theta", usual))
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor is not offered, only 1.0")
     if kind in (None, "default"):
         return values
     if kind not in ("linear", "llama3"):
@@ -188,19 +138,33 @@ def _rope_values(content: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]
 
 
 def _window_values(content: Mapping[str, Any], family: str, num_layers: int) -> dict[str, Any]:
-    """The sliding window, and the first layer that has it."""
-    if family == "llama":
+    """The sliding window, and the layers that have it."""
+    if family in ("llama", "gemma"):
         return {}
-    window = content.get("sliding_window", 4096)
-    first = 0
-    if family != "mistral":
+    window = content.get("sliding_window", None if family == "phi3" else 4096)
+    first, pattern = 0, None
+    if family == "gemma3_text":
+        pattern = content.get("sliding_window_pattern") or _pattern_of(content.get("layer_types"))
+    elif family in ("qwen2", "qwen3"):
         window = window if content.get("use_sliding_window", False) else None
         first = content.get("max_window_layers", 28)
-    slides = [window is not None and layer >= first for layer in range(num_layers)]
+    if pattern is None:
+        slides = [window is not None and layer >= first for layer in range(num_layers)]
+    else:
+        slides = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
     kinds = ["sliding_attention" if each else "full_attention" for each in slides]
     if (content.get("layer_types") or kinds) != kinds:
-        raise ValueError("layer_types: only layers with full attention before sliding ones")
+        raise ValueError(f"layer_types: not as {family} has them by its other words")
+    if pattern is not None:
+        return {"sliding_window": window, "sliding_pattern": pattern}
     return {"sliding_window": window, "first_sliding_layer": first} if any(slides) else {}
+
+
+def _pattern_of(kinds: Sequence[str] | None) -> int:
+    """Each so-many-th layer sees all tokens; Gemma 3's own where it is not said."""
+    if not kinds:
+        return 6
+    return 1 + next((n for n, kind in enumerate(kinds) if kind == "full_attention"), len(kinds))
 
 
 def config_json(config: ModelConfig, dtype: str, source: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,8 +182,8 @@ def config_json(config: ModelConfig, dtype: str, source: Mapping[str, Any]) -> d
         for name, value in source.items()
         if source.get("model_type") == family and name not in _WRITTEN_BEFORE
     }
-    content = {theirs: getattr(config, ours) for ours, theirs in _NAMES[family].of_keys.items()}
-    activation = _NAMES[family].of_keys["activation"]
+    content = {theirs: getattr(config, ours) for ours, theirs in NAMES[family].of_keys.items()}
+    activation = NAMES[family].of_keys["activation"]
     content[activation] = _ACTIVATIONS[config.activation or default_activation(family)][0]
     about = {
         "architectures": [_MODEL_CLASSES[family]],
@@ -235,7 +199,7 @@ def config_json(config: ModelConfig, dtype: str, source: Mapping[str, Any]) -> d
 
 def default_activation(architecture: str) -> str:
     """What `model.activation=auto` means."""
-    return "gelu_tanh" if architecture == "gpt2" else "silu"
+    return "gelu_tanh" if architecture.startswith(("gpt2", "gemma")) else "silu"
 
 
 def _of_llama_like(config: ModelConfig) -> dict[str, Any]:
@@ -250,8 +214,12 @@ def _of_llama_like(config: ModelConfig) -> dict[str, Any]:
             "rope_type": config.rope_scaling,
             **{theirs: getattr(config, ours) for theirs, ours in names.items()},
         }
-    if config.architecture != "llama":
+    if config.architecture not in ("llama", "gemma"):
         content["sliding_window"] = config.sliding_window
+    if config.architecture == "gemma3_text":
+        content["sliding_window_pattern"] = config.sliding_pattern
+        content["rope_local_base_freq"] = config.rope_local_theta
+        content["query_pre_attn_scalar"] = config.query_scalar or content["head_dim"]
     if config.architecture in ("qwen2", "qwen3"):
         content["use_sliding_window"] = config.sliding_window is not None
         content["max_window_layers"] = config.first_sliding_layer

@@ -7,7 +7,7 @@ from fsdpctl.config.keys import key
 
 MOST_TOKENS = 1 << 24  # of a vocabulary; the largest published have a 64th of it
 MOST_LAYERS, _MOST_WIDTH = 2000, 1 << 20  # twice the deepest, twenty times the widest published
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "gpt2")
 ROPE_SCALINGS = ("none", "linear", "llama3")
 
 
@@ -73,7 +73,7 @@ class ModelConfig:
     norm_eps: float = key(1e-5, "added to the variance in norms", minimum=0)
     activation: str | None = key(
         None,
-        "of the MLP; auto: silu, in gpt2 gelu_tanh",
+        "of the MLP; auto: silu, in gpt2 and gemma gelu_tanh",
         choices=("silu", "gelu", "gelu_tanh", "relu"),
         auto=True,
     )
@@ -85,10 +85,22 @@ class ModelConfig:
     rope_low_freq_factor: float = key(1.0, "llama3 scaling: where it begins", minimum=0)
     rope_high_freq_factor: float = key(4.0, "llama3 scaling: where it is complete", minimum=0)
     rope_original_len: int = key(8192, "llama3 scaling: length trained on first", minimum=1)
+    rope_local_theta: float = key(
+        10000.0, "gemma3_text: that of layers with a sliding window", minimum=1
+    )
     sliding_window: int | None = key(
-        None, "mistral, qwen2, qwen3: tokens that a token sees", minimum=1, optional=True
+        None, "not in llama, gemma, gpt2: tokens that a token sees", minimum=1, optional=True
     )
     first_sliding_layer: int = key(0, "the layers before it see all tokens", minimum=0)
+    sliding_pattern: int | None = key(
+        None, "gemma3_text: each so-many-th layer sees all tokens", minimum=1, optional=True
+    )
+    query_scalar: float | None = key(
+        None,
+        "gemma3_text: scores of tokens are divided by its root; auto: head_dim",
+        minimum=1e-6,
+        auto=True,
+    )
     attention_bias: bool = key(False, "llama, qwen3: biases in the attention's projections")
     mlp_bias: bool = key(False, "llama: biases in the MLP")
     tie_embeddings: bool = key(True, "the output head shares the input embedding's weight")
@@ -100,6 +112,19 @@ class ModelConfig:
         optional=True,
     )
     lora: LoraConfig = field(default_factory=LoraConfig)
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a token sees in a layer; None for all before it."""
+        if self.sliding_pattern is not None:
+            slides = (layer + 1) % self.sliding_pattern != 0
+        else:
+            slides = layer >= self.first_sliding_layer
+        return self.sliding_window if slides else None
+
+    @property
+    def is_gemma(self) -> bool:
+        """Whether norms and embeddings are Gemma's."""
+        return self.architecture.startswith("gemma")
 
     @property
     def is_pretrained(self) -> bool:

@@ -1,4 +1,8 @@
-"""Decoders of the Llama family: Llama, Mistral, Qwen2, Qwen3."""
+"""Decoders of the Llama family: Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 3, Phi-3."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -25,22 +29,48 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
+class OffsetRMSNorm(RMSNorm):
+    """Gemma's: its weight is what is added to 1."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__(width, eps)
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` with its last dimension normalised, all of it in float32."""
+        weight = 1.0 + self.weight.float()
+        return F.rms_norm(x.float(), (x.shape[-1],), weight, self.eps).type_as(x)
+
+
+def norm_of(config: ModelConfig, width: int) -> RMSNorm:
+    """The norm of its family."""
+    return (OffsetRMSNorm if config.is_gemma else RMSNorm)(width, config.norm_eps)
+
+
 class Attention(nn.Module):
     """Causal self-attention whose query heads share key and value heads in groups."""
 
     def __init__(self, config: ModelConfig, head_dim: int, layer: int) -> None:
         super().__init__()
         width, self.head_dim = config.hidden_size, head_dim
-        self.window = config.sliding_window if layer >= config.first_sliding_layer else None
+        self.window = config.window_of(layer)
         bias = config.attention_bias or config.architecture == "qwen2"
-        self.q_proj = nn.Linear(width, config.num_heads * head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, config.num_kv_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, config.num_kv_heads * head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_heads * head_dim, width, bias=config.attention_bias)
-        self.norms_heads = config.architecture == "qwen3"
+        shared = config.num_kv_heads * head_dim
+        self.widths = (config.num_heads * head_dim, shared, shared)
+        self.is_fused = config.architecture == "phi3"
+        if self.is_fused:
+            self.qkv_proj = nn.Linear(width, sum(self.widths), bias=False)
+        else:
+            self.q_proj = nn.Linear(width, self.widths[0], bias=bias)
+            self.k_proj = nn.Linear(width, shared, bias=bias)
+            self.v_proj = nn.Linear(width, shared, bias=bias)
+        self.o_proj = nn.Linear(self.widths[0], width, bias=config.attention_bias)
+        self.norms_heads = config.architecture in ("qwen3", "gemma3_text")
         if self.norms_heads:
-            self.q_norm = RMSNorm(head_dim, config.norm_eps)
-            self.k_norm = RMSNorm(head_dim, config.norm_eps)
+            self.q_norm = norm_of(config, head_dim)
+            self.k_norm = norm_of(config, head_dim)
+        # Kernels divide by the root of head_dim.
+        self.query_factor = math.sqrt(head_dim / (config.query_scalar or head_dim))
 
     def forward(
         self,
@@ -55,15 +85,13 @@ class Attention(nn.Module):
         `cos` and `sin` are as `rotation` gives them, or with a dimension (batch, 1) before.
         """
         batch, length, _ = x.shape
-
-        def heads(values: Tensor) -> Tensor:
-            return values.view(batch, length, -1, self.head_dim)
-
-        q, k, v = heads(self.q_proj(x)), heads(self.k_proj(x)), heads(self.v_proj(x))
+        q, k, v = (part.view(batch, length, -1, self.head_dim) for part in self._projected(x))
         if self.norms_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.query_factor != 1:
+            q = q * self.query_factor
         is_next = cache is not None and len(cache) > 0  # the one token that follows what was seen
         if cache is not None:
             k, v = cache.extended(k, v)
@@ -75,6 +103,11 @@ class Attention(nn.Module):
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
 
+    def _projected(self, x: Tensor) -> Sequence[Tensor]:
+        if self.is_fused:
+            return self.qkv_proj(x).split(self.widths, dim=-1)  # type: ignore[no-any-return]
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
 
 class GatedMLP(nn.Module):
     """An MLP whose hidden units are gated (Shazeer, GLU Variants Improve Transformer, 2020)."""
@@ -82,14 +115,22 @@ class GatedMLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         width, hidden, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = nn.Linear(width, hidden, bias=bias)
-        self.up_proj = nn.Linear(width, hidden, bias=bias)
+        self.is_fused = config.architecture == "phi3"
+        if self.is_fused:
+            self.gate_up_proj = nn.Linear(width, 2 * hidden, bias=False)
+        else:
+            self.gate_proj = nn.Linear(width, hidden, bias=bias)
+            self.up_proj = nn.Linear(width, hidden, bias=bias)
         self.down_proj = nn.Linear(hidden, width, bias=bias)
         self.activation = activation_of(config)
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape (..., width) in and out."""
-        out: Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        if self.is_fused:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        out: Tensor = self.down_proj(self.activation(gate) * up)
         return out
 
 
@@ -98,10 +139,15 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, head_dim: int, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        width = config.hidden_size
+        self.input_layernorm = norm_of(config, width)
         self.self_attn = Attention(config, head_dim, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = norm_of(config, width)
         self.mlp = GatedMLP(config)
+        self.norms_results = config.architecture == "gemma3_text"
+        if self.norms_results:
+            self.pre_feedforward_layernorm = norm_of(config, width)
+            self.post_feedforward_layernorm = norm_of(config, width)
 
     def forward(
         self,
@@ -112,38 +158,58 @@ class Block(nn.Module):
         documents: Documents | None = None,
     ) -> Tensor:
         """Shape (batch, length, hidden_size) in and out; the rest as `Attention` takes it."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, documents)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        mixed = self.self_attn(self.input_layernorm(x), cos, sin, cache, documents)
+        if self.norms_results:
+            x = x + self.post_attention_layernorm(mixed)
+            made = self.mlp(self.pre_feedforward_layernorm(x))
+            return x + self.post_feedforward_layernorm(made)  # type: ignore[no-any-return]
+        x = x + mixed
+        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
 class _Backbone(nn.Module):
     def __init__(self, config: ModelConfig, head_dim: int, vocab_size: int) -> None:
         super().__init__()
-        self.config, self.head_dim = config, head_dim
+        self.head_dim = head_dim
+        self.config = config
+        # Gemma 3's layers with a window turn by other angles.
+        self.local = replace(config, rope_theta=config.rope_local_theta, rope_scaling="none")
+        self.embedding_factor = math.sqrt(config.hidden_size) if config.is_gemma else 1.0
         self.embed_tokens = embedding(vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             Block(config, head_dim, layer) for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = norm_of(config, config.hidden_size)
 
     def forward(
         self, tokens: Tensor, cache: Cache | None = None, documents: Documents | None = None
     ) -> Tensor:
         x = self.embed_tokens(tokens)
-        start = 0 if cache is None else len(cache)
-        end = start + tokens.shape[-1]
-        # Token by token, one table serves until it is twice as long.
-        length = end if cache is None else 1 << (end - 1).bit_length()
-        cos, sin = rotation(self.config, self.head_dim, length, x.device, x.dtype)
-        turns = (cos, sin) if cache is None else (cos[start:end], sin[start:end])
-        if documents is not None:
-            cos, sin = (each[documents.positions].unsqueeze(1) for each in turns)
-            turns = cos, sin
+        if self.embedding_factor != 1:
+            x = x * self.embedding_factor
+        turns = self._turns(self.config, x, cache, documents)
+        local = turns
+        if self.config.architecture == "gemma3_text":
+            local = self._turns(self.local, x, cache, documents)
         for index, layer in enumerate(self.layers):
-            x = layer(x, *turns, *beside(cache, index, documents))
+            angles = turns if self.config.window_of(index) is None else local
+            x = layer(x, *angles, *beside(cache, index, documents))
         out: Tensor = self.norm(x)
         return out
+
+    def _turns(
+        self, config: ModelConfig, x: Tensor, cache: Cache | None, documents: Documents | None
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the tokens' places."""
+        start = 0 if cache is None else len(cache)
+        end = start + x.shape[1]
+        # Token by token, one table serves until it is twice as long.
+        length = end if cache is None else 1 << (end - 1).bit_length()
+        cos, sin = rotation(config, self.head_dim, length, x.device, x.dtype)
+        if documents is not None:
+            places = documents.positions
+            return cos[places].unsqueeze(1), sin[places].unsqueeze(1)
+        return (cos, sin) if cache is None else (cos[start:end], sin[start:end])
 
 
 class LlamaDecoder(nn.Module):

@@ -15,7 +15,9 @@ from fsdpctl.models.lora import choose_trained, draw_adapter, is_adapter
 
 # What only some architectures have, and its value where there is none.
 _ONLY = {
-    "sliding_window": (("mistral", "qwen2", "qwen3"), None),
+    "sliding_window": (("mistral", "qwen2", "qwen3", "gemma3_text", "phi3"), None),
+    "sliding_pattern": (("gemma3_text",), None),
+    "query_scalar": (("gemma3_text",), None),
     "attention_bias": (("llama", "qwen3"), False),
     "mlp_bias": (("llama",), False),
 }
@@ -94,12 +96,13 @@ def build_model(config: ModelConfig) -> nn.Module:
 def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelConfig) -> None:
     """Fill a parameter in place, from the seed and its name alone; of adapters see `draw_adapter`.
 
-    Vectors are norm weights, which become 1, or biases, which become 0. Projections into the
+    Vectors are norm weights, which become 1 (Gemma's, to which 1 is added, 0), or biases, which
+    become 0. Projections into the
     residual stream are scaled down by the root of their number in GPT-2, as its authors do; in the
     Llama family, which is normalised before each projection, they are not.
     """
     if whole.ndim <= 1:
-        whole.fill_(0.0 if name.endswith(".bias") else 1.0)
+        whole.fill_(0.0 if name.endswith(".bias") or config.is_gemma else 1.0)
         return
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -48,7 +48,7 @@ def random_config(
     """A small model trained in some way, `in_part` only some of its parameters or adapters."""
     heads = draw.choice([1, 2, 4])
     strategy = draw.choice(strategies)
-    arch = draw.choice(["llama", "llama", "mistral", "qwen3", "gpt2"])
+    arch = draw.choice(["llama", "llama", "mistral", "qwen3", "gemma3_text", "phi3", "gpt2"])
     steps = draw.choice([1, 1, 2, 3, 4])
     micro = draw.choice([1, 2, 3])
     seq = draw.choice([16, 33, 64, 128])
@@ -74,7 +74,9 @@ def random_config(
         f"train.global_batch_size={ranks * micro * steps}",
         f"train.loss_chunk_tokens={draw.choice([0, 0, 24])}",
     ]
-    if arch == "mistral" and draw.random() < 0.5:
+    if arch == "gemma3_text":
+        words += ["model.sliding_window=20", "model.sliding_pattern=2"]
+    if arch in ("mistral", "phi3") and draw.random() < 0.5:
         words += ["model.sliding_window=20"]
     if strategy == "shard_optimizer" and ranks > 1:
         words += [f"strategy.owner_map={draw.choice(['even', 'balanced', 'round_robin'])}"]

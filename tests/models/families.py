@@ -6,9 +6,12 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
@@ -51,6 +54,26 @@ FAMILIES = {
     ),
     "qwen3": Qwen3Config(**_SIZES, head_dim=16),
     "qwen3 tied": Qwen3Config(**_SIZES, head_dim=16, tie_word_embeddings=True),
+    "gemma": GemmaConfig(**_SIZES, head_dim=16, hidden_act="gelu"),
+    "gemma3": Gemma3TextConfig(
+        **_SIZES,
+        head_dim=16,
+        query_pre_attn_scalar=12,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "gemma3 stretched": Gemma3TextConfig(
+        **_SIZES,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=9,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "phi3": Phi3Config(**_SIZES, pad_token_id=0),
+    "phi3 window": Phi3Config(**_SIZES, pad_token_id=0, sliding_window=9),
     "gpt2": GPT2Config(**_GPT2),
     "gpt2 relu": GPT2Config(**_GPT2, activation_function="relu", n_inner=100),
     "gpt2 untied": GPT2Config(**_GPT2, tie_word_embeddings=False),
@@ -65,7 +88,8 @@ def save_model(
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            mean = 1.0 if "norm" in name and param.ndim == 1 else 0.0
+            is_norm = "norm" in name and param.ndim == 1 and not family.startswith("gemma")
+            mean = 1.0 if is_norm else 0.0
             param.normal_(mean, 0.15, generator=generator)
     model.to(dtype=dtype).eval()  # type: ignore[call-arg]  # its decorator hides the signature
     model.save_pretrained(folder, **about)
