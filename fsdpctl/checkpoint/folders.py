@@ -41,17 +41,17 @@ def newest_checkpoint(checkpoints: Path) -> Path | None:
 def passed_over(checkpoints: Path) -> list[str]:
     """What looks newer than the newest finished checkpoint and is none, a sentence each."""
     newest = newest_checkpoint(checkpoints)
-    name = newest.name if newest else "none"
+    other = f"the newest complete checkpoint is {newest.name}" if newest else "no other is complete"
     at = step_of(newest) if newest else -1
     folders = sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []
     found = [
-        f"{folder} is incomplete, without {MANIFEST}; the newest complete checkpoint is {name}"
+        f"{folder} is incomplete, without {MANIFEST}; {other}"
         for folder in folders
         if _STEP.fullmatch(folder.name) and step_of(folder) > at
     ]
     link = checkpoints / LATEST
     if (link.is_symlink() or link.exists()) and not found and not _is_checkpoint(link):
-        found.append(f"{link} leads to no checkpoint; the newest complete one is {name}")
+        found.append(f"{link} leads to no checkpoint; {other}")
     return found
 
 

@@ -130,7 +130,7 @@ def _go_on(config: Config) -> Start:
     incomplete = passed_over(run_dir / CHECKPOINTS)
     newest = newest_checkpoint(run_dir / CHECKPOINTS)
     if newest is None and incomplete:
-        raise CheckpointError(incomplete[0])
+        raise CheckpointError(f"{incomplete[0]}; move it away to begin anew")
     if newest is None:
         if (run_dir / METRICS).is_file():
             differences += (f"{METRICS} is kept as {METRICS}.old: there is no checkpoint to it",)

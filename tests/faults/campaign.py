@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import write_report
-from fsdpctl.checkpoint.folders import complete_checkpoints, newest_checkpoint
+from fsdpctl.checkpoint.folders import LATEST, complete_checkpoints, newest_checkpoint
 from fsdpctl.checkpoint.manifest import tensor_key
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.train.metrics import last_step
@@ -60,8 +60,8 @@ def disturbed(case: Case, run: Run, whole: Sums) -> dict[str, Any]:
     while any(codes[-1]) and None not in codes[-1] and len(codes) < MOST_STARTS:
         if _DAMAGED in codes[-1]:  # as it says, the newest checkpoint is moved away
             newest = newest_checkpoint(run.run_dir / "checkpoints")
-            assert newest is not None
-            newest.rename(run.run_dir.parent / "damaged")
+            refused = newest or run.run_dir / "checkpoints" / LATEST  # there was only the one
+            refused.rename(run.run_dir.parent / f"damaged-{len(codes)}")
         codes.append(codes_of(run.start(*more), PATIENCE))
     if any(codes[-1]) or None in codes[-1]:
         wrong.append(f"did not go on to the end: {codes}")

@@ -16,6 +16,7 @@ from tests.launch.hosts import Hosts
 
 HANG_SECONDS, CUT_SECONDS = 12, 130  # until a rank that stands still is reported
 _ORPHAN_SECONDS = 15
+_RANKS = "launch.nproc_per_node=2"
 WORDS = [
     *(each for each in TINY if "eval_every" not in each and "checkpoint.every" not in each),
     f"train.steps={STEPS}", f"checkpoint.every={SAVES_EVERY}", "train.log_every=10",
@@ -53,7 +54,8 @@ class Run:
     def start(self, *more: str) -> list["subprocess.Popen[str]"]:
         """The command, on each host; what it says goes to a file."""
         if self.hosts is None:
-            return [self._begin([], ["launch.nproc_per_node=2", *more])]
+            ranks = [] if any("nproc_per_node" in each for each in more) else [_RANKS]
+            return [self._begin([], [*ranks, *more])]
         where = [f"launch.rdzv_endpoint={self.hosts.addresses[0]}:29500", "launch.nnodes=2"]
         return [
             self._begin(
