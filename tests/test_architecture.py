@@ -22,6 +22,7 @@ LAYERS = [
     {"plan", "reading"},
     {"config"},
     {"comm", "models", "data"},
+    {"chats"},
     {"shards", "passes"},
     {"engine", "optim", "checkpoint", "memory"},
     {"resolve"},
@@ -32,7 +33,7 @@ LAYERS = [
     {"cli"},
 ]
 HEIGHT = {name: height for height, row in enumerate(LAYERS) for name in row}
-WITHOUT_TORCH = ["errors", "reading", "plan", "config", "memory", "cli"]
+WITHOUT_TORCH = ["errors", "reading", "plan", "config", "chats", "memory", "cli"]
 # What observes a module.
 WITH_TORCH = {f"fsdpctl.memory.{name}" for name in ("operators", "shorten", "trace")}
 # What consolidating, inspecting and verifying a checkpoint takes, and a look at a run.

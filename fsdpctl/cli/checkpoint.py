@@ -153,10 +153,12 @@ def shard_checkpoint(
     from fsdpctl.checkpoint.shard import shard_weights
     from fsdpctl.checkpoint.source import weight_bytes
     from fsdpctl.config.compose import compose_config
+    from fsdpctl.config.hub_cache import cached_model
     from fsdpctl.config.model_path import is_hugging_face
     from fsdpctl.config.serialize import config_words, model_words_only
     from fsdpctl.models.registry import build_model
 
+    source = cached_model(source)
     if source.is_dir() and not is_hugging_face(source):
         raise UsageError(f"{source}: no Hugging Face directory: there is no config.json in it")
     config = compose_config(["model=hf", f"model.path={source}"]).config

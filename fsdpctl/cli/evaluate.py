@@ -28,10 +28,12 @@ def evaluate(
     """
     from fsdpctl.checkpoint.folders import find_checkpoint
     from fsdpctl.config.compose import compose_config
+    from fsdpctl.config.hub_cache import cached_model
     from fsdpctl.config.model_path import is_hugging_face
     from fsdpctl.examine.evaluate import evaluate_run, words_of
     from fsdpctl.resolve.run import resolve
 
+    source = cached_model(source)
     place = source if is_hugging_face(source) else find_checkpoint(source)
     typed = settled(Asked(words)).words or []
     named = {word.partition("=")[0] for word in typed}

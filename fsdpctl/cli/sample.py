@@ -22,10 +22,12 @@ def sample(
     greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest.")] = False,
 ) -> None:
     """Generate text from a checkpoint or a Hugging Face directory, in this process."""
+    from fsdpctl.config.hub_cache import cached_model
     from fsdpctl.config.model_path import is_hugging_face
     from fsdpctl.examine.sample import sample_text
     from fsdpctl.train.generate import Sampling
 
     sampling = Sampling(seed, 0.0 if greedy else temperature, top_p)
+    source = cached_model(source)
     place = source if is_hugging_face(source) else found_checkpoint(source)
     say(sample_text(place, prompt, tokens, sampling))

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from fsdpctl.config.config_dir import check_config_dir, own_choice
 from fsdpctl.config.files import choices_of, package_folder
+from fsdpctl.config.hub_cache import local_model
 from fsdpctl.config.keys import Value
 from fsdpctl.config.model_path import SHAPE_KEYS, is_checkpoint, model_words
 from fsdpctl.config.recipe import find_recipe, read_recipe, recipe_names, refuse_commands
@@ -65,7 +66,7 @@ def compose_config(
     chosen = {name for name, _ in typed if name in GROUPS}
     dropped = tuple(name for name, _ in base if "." in name and name.split(".")[0] in chosen)
     kept = [pair for pair in base if pair[0] not in chosen and pair[0] not in dropped]
-    pairs = [_in_our_words(*pair) for pair in (*kept, *typed)]
+    pairs = _with_model([_in_our_words(*pair) for pair in (*kept, *typed)])
     _check_known(pairs, config_dir)
     choices = {name: text for name, text in pairs if name in GROUPS}
     values = _values_of_choices(choices, config_dir)
@@ -99,6 +100,18 @@ def _resharding(pairs: list[Pair], below: list[Pair]) -> list[Pair]:
 def _in_our_words(name: str, text: str) -> Pair:
     """A strategy by the name that other tools have for it."""
     return name, STRATEGIES_ELSEWHERE.get(text.lower(), text) if name == "strategy" else text
+
+
+def _with_model(pairs: list[Pair]) -> list[Pair]:
+    """A name on the Hub, in `model.path`, made into the directory that has the model."""
+    said = dict(pairs)
+    if said.get("model") != _FROM_PATH:
+        return pairs
+    weights = said.get("model.init") != "random"
+    return [
+        (name, local_model(text, weights=weights) if name == "model.path" else text)
+        for name, text in pairs
+    ]
 
 
 def _split(word: str) -> Pair:

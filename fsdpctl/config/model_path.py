@@ -1,6 +1,5 @@
 """What model the directory `model.path` holds."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ SHAPE_KEYS = tuple(
         "num_kv_heads", "head_dim", "vocab_size", "attention_bias", "mlp_bias",
     )
 )  # fmt: skip
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _NOT_THE_MODELS = ("model.path", "model.init")  # but of the run that saved it
 
 
@@ -32,7 +30,7 @@ def model_words(path: str) -> dict[str, str]:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise UsageError(f"model.path={path}: no such directory{_download_hint(path)}")
+        raise UsageError(f"model.path={path}: no such directory")
     if is_hugging_face(folder):
         file = folder / CONFIG_JSON
         return {f"model.{name}": text for name, text in model_words_of(file).items()}
@@ -71,13 +69,3 @@ def _words_of_ours(folder: Path, *, above: bool = True) -> dict[str, Any]:
         if file.is_file() and (file.parent / CHECKPOINTS).is_dir():
             return dict(read_recipe(file))
     return {}
-
-
-def _download_hint(path: str) -> str:
-    if not _HUB_NAME.fullmatch(path):
-        return ""
-    name = path.rsplit("/", 1)[1]
-    return (
-        f"; fsdpctl downloads nothing: `hf download {path} --local-dir {name}`, then "
-        f"model.path={name}"
-    )

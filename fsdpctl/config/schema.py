@@ -6,6 +6,7 @@ a run resolves it.
 
 from dataclasses import dataclass, field
 
+from fsdpctl.config.data import DataConfig
 from fsdpctl.config.keeping import CheckpointConfig, LogConfig
 from fsdpctl.config.keys import Key, key, keys_of
 from fsdpctl.config.model import ModelConfig
@@ -15,30 +16,6 @@ from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.strategy import STRATEGIES
 
 DTYPES = ("float32", "bfloat16")
-
-
-@dataclass(frozen=True, slots=True)
-class DataConfig:
-    """What is trained on, and what validates."""
-
-    name: str = "python_stdlib"
-    path: str | None = key(
-        None, "file, directory or glob (text); token file (tokens)", is_path=True, optional=True
-    )
-    val_path: str | None = key(
-        None, "the same, for validation, instead of val_fraction", is_path=True, optional=True
-    )
-    val_fraction: float = key(
-        0.02, "share of the data held out for validation", minimum=0, maximum=0.5
-    )
-    tokenizer: str | None = key(
-        None, "bytes, or a directory with a tokenizer.json", is_path=True, auto=True
-    )
-
-    @property
-    def holds_documents(self) -> bool:
-        """Whether rows can be several documents."""
-        return self.name == "chat"
 
 
 @dataclass(frozen=True, slots=True)

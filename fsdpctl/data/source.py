@@ -7,7 +7,7 @@ from pathlib import Path
 
 import xxhash
 
-from fsdpctl.config.schema import DataConfig
+from fsdpctl.config.data import CHAT, DataConfig
 from fsdpctl.data.files import Text, hold_out, left_out, read_text, standard_library
 from fsdpctl.data.rows import Corpus
 from fsdpctl.data.tokenizer import (
@@ -50,6 +50,8 @@ def load_data(config: DataConfig) -> DataSet:
     Raises:
         UsageError: it is missing, empty or not what it should be.
     """
+    if config.name == CHAT:
+        raise UsageError("data=chat: chats are no text: fsdpctl.chats.open reads them")
     if config.name == "tokens":
         return _from_token_files(config)
     tokenizer = open_tokenizer(config.tokenizer)

@@ -4,6 +4,8 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -102,6 +104,15 @@ def _byte_alphabet() -> list[str]:
     return letters
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The tokens of a text, and which of its characters each stands for: 1-D, of one length."""
+
+    tokens: Tokens
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]  # exclusive
+
+
 class FileTokenizer:
     """A Hugging Face tokenizer.json; documents end with its end-of-text token, if it has one."""
 
@@ -117,6 +128,15 @@ class FileTokenizer:
                 "vocabulary may have"
             )
         self._end = self._find_end_token()
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.controls = {each.content: token for token, each in added.items() if each.special}
+        if self._end is not None:
+            self.controls[str(self._tokenizer.id_to_token(self._end))] = self._end
+
+    @property
+    def end(self) -> int | None:
+        """The token that ends a text, if there is one."""
+        return self._end
 
     def _find_end_token(self) -> int | None:
         if _CONFIG not in self._files:
@@ -139,6 +159,32 @@ class FileTokenizer:
             )
         parts = [np.array([*each.ids, *end], dtype=dtype) for each in encoded]
         return np.concatenate(parts)
+
+    def encode_texts(self, texts: Sequence[str]) -> list[Encoded]:
+        """The tokens of each text as it stands; control tokens in it are those tokens."""
+        dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
+        with _guarded(f"tokenizer {self.name}"):
+            found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        encoded = []
+        for each in found:
+            offsets = np.array(each.offsets, dtype=np.int64).reshape(-1, 2)
+            encoded.append(Encoded(np.array(each.ids, dtype=dtype), offsets[:, 0], offsets[:, 1]))
+        return encoded
+
+    def beginning(self) -> list[int]:
+        """What it puts before every text by itself: mostly nothing, or a token that begins one."""
+        with _guarded(f"tokenizer {self.name}"):
+            found = self._tokenizer.encode("-", add_special_tokens=True)
+        added = list(
+            takewhile(lambda pair: pair[1], zip(found.ids, found.special_tokens_mask, strict=True))
+        )
+        return [int(token) for token, _ in added]
+
+    def decode_all(self, tokens: Sequence[int]) -> str:
+        """The text, control tokens and all."""
+        with _guarded(f"tokenizer {self.name}"):
+            text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return text
 
     def encode_prompt(self, prompt: str) -> list[int]:
         """The tokens of the prompt; of an empty one, the end of a document before."""

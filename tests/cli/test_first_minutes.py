@@ -121,7 +121,7 @@ def test_ranks_are_said_as_in_torchrun():
         ("tp_size=2", "tensor parallelism"),
         ("lora_r=8", "LoRA"),
         ("load_in_4bit=true", "quantized training"),
-        ("sample_packing=true", "packing is not in this version"),
+        ("sample_packing=true", "here it is data.packing"),
         ("report_to=wandb", "here it is log.wandb=true"),
         ("push_to_hub=true", "uploads"),
         ("resume_from_checkpoint=x", "--resume PATH"),

@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from fsdpctl.config.schema import DataConfig
+from fsdpctl.config.data import DataConfig
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.files import Text, hold_out, read_text, standard_library
 from fsdpctl.data.order import permute, samples_at

@@ -180,7 +180,7 @@ def test_what_is_not_offered_is_said(key, tmp_path):
 
 
 def test_paths_that_hold_no_model_are_answered_with_the_way(tmp_path):
-    with pytest.raises(UsageError, match="hf download org/name --local-dir name"):
+    with pytest.raises(UsageError, match="hf download org/name`"):
         compose_config(["model=hf", "model.path=org/name"])
     with pytest.raises(UsageError, match="neither config.json nor a run"):
         compose(tmp_path)

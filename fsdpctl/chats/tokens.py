@@ -1,0 +1,136 @@
+"""Samples as tokens, each of which is a target that has a loss, or is not."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdpctl.chats.rows import Plain
+from fsdpctl.chats.samples import Sample
+from fsdpctl.data.tokenizer import Encoded, FileTokenizer, Tokens
+
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTokens:
+    """The samples of a part of the data, one behind the other; arrays may be memory maps."""
+
+    tokens: Tokens  # 1-D, uint16 or uint32
+    trained: Flags  # 1-D, of the same length: whether the token, as a target, has a loss
+    starts: NDArray[np.int64]  # where each sample begins, and behind them where the last ends
+    checksum: str
+
+    @property
+    def num_samples(self) -> int:
+        """How many there are."""
+        return len(self.starts) - 1
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sample."""
+        return np.diff(self.starts)
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that have a loss."""
+        return int(np.count_nonzero(self.trained))
+
+    def sample(self, number: int) -> tuple[Tokens, Flags]:
+        """The tokens of a sample, and which have a loss."""
+        span = slice(int(self.starts[number]), int(self.starts[number + 1]))
+        return self.tokens[span], self.trained[span]
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """Which samples are used where none may be longer than so many tokens."""
+
+    samples: NDArray[np.int64]  # their numbers
+    lengths: NDArray[np.int64]  # how many of each one's tokens
+    num_cut: int
+    num_dropped: int  # too long ones, and those of which the cut left nothing that has a loss
+
+
+def fitting(chats: ChatTokens, most: int, too_long: str) -> Fitting:
+    """The samples that have at most `most` tokens, and the others cut to it or dropped.
+
+    Args:
+        chats: the samples.
+        most: tokens of one.
+        too_long: `cut` keeps the beginning; `drop` leaves the sample out.
+    """
+    lengths = chats.lengths
+    kept = np.ones(len(lengths), dtype=bool)
+    for number in np.flatnonzero(lengths > most):
+        _, trained = chats.sample(int(number))
+        # The first token of a sample is nobody's target.
+        kept[number] = too_long == "cut" and bool(trained[1:most].any())
+    numbers = np.flatnonzero(kept).astype(np.int64)
+    num_cut = int(np.count_nonzero(lengths[numbers] > most))
+    used = np.minimum(lengths[numbers], most)
+    return Fitting(numbers, used, num_cut, len(lengths) - len(numbers))
+
+
+class Encoder:
+    """Makes tokens of samples, some at a time: the library encodes them on several threads."""
+
+    _AT_ONCE = 256
+
+    def __init__(self, tokenizer: FileTokenizer) -> None:
+        """With the tokenizer of the model."""
+        self._tokenizer = tokenizer
+        self._controls = np.array(sorted(tokenizer.controls.values()), dtype=np.int64)
+        self._beginning = np.array(tokenizer.beginning(), dtype=np.int64)
+        self._end = np.array([] if tokenizer.end is None else [tokenizer.end], dtype=np.int64)
+
+    def samples(self, samples: Iterable[tuple[Sample, Any]]) -> Iterator[tuple[Tokens, Flags, Any]]:
+        """Tokens and flags of each, with what came along with it."""
+        for batch in _batches(samples, self._AT_ONCE):
+            encoded = self._tokenizer.encode_texts([sample.text for sample, _ in batch])
+            for (sample, label), each in zip(batch, encoded, strict=True):
+                yield each.tokens, self._flags(sample, each), label
+
+    def texts(self, rows: Iterable[tuple[Plain, Any]]) -> Iterator[tuple[Tokens, Flags, Any]]:
+        """The same of plain text, between what the tokenizer begins and ends a text with."""
+        for batch in _batches(rows, self._AT_ONCE):
+            encoded = self._tokenizer.encode_texts([row.text for row, _ in batch])
+            for (row, label), each in zip(batch, encoded, strict=True):
+                flags = each.stops > row.untrained
+                tokens = np.concatenate([self._beginning, each.tokens, self._end])
+                ends = np.zeros(len(self._beginning), bool), np.ones(len(self._end), bool)
+                yield (
+                    tokens.astype(each.tokens.dtype),
+                    np.concatenate([ends[0], flags, ends[1]]),
+                    label,
+                )
+
+    def _flags(self, sample: Sample, encoded: Encoded) -> Flags:
+        """Every token that has a character in a span: one cut by a span's edge counts.
+
+        So transformers has it, but for a last character that is made of several tokens: there it
+        marks only the first. A control token that swallows the space behind it is not trained for
+        that, unless the template marks the space.
+        """
+        flags = np.zeros(len(encoded.tokens), dtype=bool)
+        for start, stop in sample.spans:
+            within = (encoded.stops > start) & (encoded.starts < stop)
+            if not sample.is_marked:
+                control = np.isin(encoded.tokens, self._controls)
+                within &= ~(control & (encoded.starts < start))
+            flags |= within
+        return flags
+
+    def ends(self, tokens: Tokens, flags: Flags) -> list[int]:
+        """The control tokens that spans of trained tokens end with."""
+        last = flags & ~np.append(flags[1:], False)
+        return [int(each) for each in tokens[last] if each in self._controls]
+
+
+def _batches(items: Iterable[Any], size: int) -> Iterator[Sequence[Any]]:
+    source = iter(items)
+    while batch := list(islice(source, size)):
+        yield batch
