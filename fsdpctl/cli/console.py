@@ -5,12 +5,21 @@ from contextlib import contextmanager
 
 from rich.measure import Measurement
 from rich.panel import Panel
-from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 from fsdpctl.train.console import PatientConsole, printable
 
+CONVERSATIONS = "conversations made into tokens"  # that are counted
 _WIDEST = 400  # columns
 _LONGEST = 2000  # characters of a message that quotes what it refuses
 
@@ -56,6 +65,16 @@ def bytes_bar(total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=err, transient=True, disable=hidden) as progress:
         task = progress.add_task("", total=total)
         yield lambda count: progress.update(task, advance=count)
+
+
+@contextmanager
+def count_of(what: str) -> Iterator[Callable[[int], None]]:
+    """A count while the block runs, once there is something: it is told how many came since."""
+    columns = (SpinnerColumn(), TextColumn("{task.completed:,.0f} " + what), TimeElapsedColumn())
+    hidden = not err.is_terminal
+    with Progress(*columns, console=err, transient=True, disable=hidden) as progress:
+        task = progress.add_task("", total=None, visible=False)
+        yield lambda count: progress.update(task, advance=count, visible=True)
 
 
 def show_panel(title: str, lines: list[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from fsdpctl.cli.console import emit, err, say
+from fsdpctl.cli.console import CONVERSATIONS, count_of, emit, err, say
 from fsdpctl.cli.words import Asked, Words, settled
 
 Weights = Annotated[
@@ -43,7 +43,8 @@ def evaluate(
         for word in words_of(place)
         if word.partition("=")[0] not in named and not (other_data and word.startswith("data"))
     ]
-    run = resolve(compose_config([*known, *typed]))
+    with count_of(CONVERSATIONS) as advance:
+        run = resolve(compose_config([*known, *typed]), on_rows=advance)
     with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task("", total=None)
         found = evaluate_run(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdpctl.cli.console import say
+from fsdpctl.cli.console import CONVERSATIONS, count_of, say
 from fsdpctl.cli.ending import end
 from fsdpctl.cli.rounds import Started, follow_in_rounds, train_in_rounds
 from fsdpctl.errors import FsdpctlError
@@ -174,7 +174,8 @@ def _begin(composed: "Composed", typed: list[str], resume: str) -> "Started | No
     from fsdpctl.train.run_dir import Standing, plan_start, prepare_run_dir
     from fsdpctl.train.run_lock import lock_run_dir
 
-    run = resolve(composed)
+    with count_of(CONVERSATIONS) as advance:
+        run = resolve(composed, on_rows=advance)
     start = plan_start(run.config, resume)
     if start.standing is Standing.FINISHED:
         say(f"{start.run_dir}: finished at step {start.step}; nothing to do")

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdpctl.cli.console import bytes_bar, say
+from fsdpctl.cli.console import CONVERSATIONS, bytes_bar, count_of, out, say
 from fsdpctl.cli.ending import TOO_EARLY
 from fsdpctl.cli.running import run
 from fsdpctl.cli.words import (
@@ -67,20 +67,41 @@ def _dry_run(composed: "Composed", resume: str) -> None:
     from fsdpctl.train.run_dir import plan_start
 
     # Whoever starts it: it may be looked at from where no launcher is.
-    run = resolve(composed, composed.config.launch)
+    with count_of(CONVERSATIONS) as advance:
+        run = resolve(composed, composed.config.launch, advance)
     start = plan_start(run.config, resume)
     estimate = estimate_here(run)
     for line in [*describe_run(run, start, estimate), "", *describe_units(run)]:
         say(line)
+    _show_samples(run)
     _check_large_token_files(run)
     would = "it would run" if estimate.verdict == "fits" else "it would run out of memory"
     say(f"\n{would}; nothing was trained")
 
 
+def _show_samples(run: "ResolvedRun") -> None:
+    """The first conversations as they are trained, and how long all are."""
+    from fsdpctl.chats.open import open_chats
+    from fsdpctl.chats.preview import histogram, preview
+
+    if not run.config.data.holds_documents:
+        return
+    chats = open_chats(run.config.data)
+    marked = "in colour" if out.is_terminal and not out.no_color else "in brackets"
+    for number, text in enumerate(
+        preview(chats.train, chats.tokenizer, colour=marked == "in colour"), start=1
+    ):
+        say(f"\nsample {number}, what has a loss {marked}:")
+        out.print(text)
+    say("\nlengths of samples:")
+    for line in histogram(chats.train):
+        say(line)
+
+
 def _check_large_token_files(run: "ResolvedRun") -> None:
     """Those that are not read before every run."""
     from fsdpctl.data.tokens import check_tokens
-    from fsdpctl.resolve.run import CHECKED_BYTES
+    from fsdpctl.resolve.data import CHECKED_BYTES
 
     large = [file for file in run.data.token_files if file.num_bytes > CHECKED_BYTES]
     with bytes_bar(sum(file.num_bytes for file in large)) as advance:

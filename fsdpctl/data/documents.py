@@ -29,7 +29,7 @@ class DocumentSet:
     """Documents one after another. A token is predicted from those before it in its document."""
 
     tokens: Tokens  # 1-D; may be a memory map
-    trained: Flags  # of the same shape: whether it is a target; the first of a document never is
+    trained: Flags  # of the same shape: whether it is a target; not the first of a document
     starts: Numbers  # (documents + 1,): where each begins, and the end of the last
     packing: Packing
     origin: str = "the data"
@@ -111,9 +111,10 @@ class PackedRows:
         if not len(self._lengths):
             return self._lengths
         counts: Numbers = np.add.reduceat(flags, starts[:-1], dtype=np.int64)
+        counts -= flags[starts[:-1]]  # the first token is nobody's target
         for number in np.flatnonzero(too_long):
             start = starts[number]
-            counts[number] = flags[start : start + self.seq_len + 1].sum()
+            counts[number] = flags[start + 1 : start + self.seq_len + 1].sum()
         return counts
 
     @property

@@ -37,6 +37,10 @@ class DataSet:
     description: str
     gzip_bits_per_byte: float | None  # what `gzip -9` needs for the validation text
     token_files: tuple[TokenFile, ...] = ()  # that it is mapped from
+    notes: tuple[str, ...] = ()  # what is worth saying, a line each
+    date: str | None = None  # that it was made with, where that makes a difference
+    template: str | None = None  # of chats, where it is not the tokenizer's own
+    end_tokens: tuple[int, ...] = ()  # that end an answer, where that is trained
 
     @property
     def fingerprint(self) -> str:

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from fsdpctl.chats.data import open_data
 from fsdpctl.config.schema import Config
-from fsdpctl.data.source import load_data
 from fsdpctl.estimate.engines import has_strategy, steps_of
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import plan_run
@@ -106,5 +106,5 @@ def placed_for_estimate(config: Config) -> Config:
     placed = with_batch_size(placed_on_cluster(config))
     if config.model.vocab_size is not None:
         return placed
-    vocab_size = load_data(config.data).vocab_size
+    vocab_size = open_data(config.data, config.train.seed).vocab_size
     return replace(placed, model=replace(placed.model, vocab_size=vocab_size))

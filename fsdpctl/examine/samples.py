@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdpctl.chats.data import open_data
 from fsdpctl.checkpoint.folders import newest_checkpoint
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.rows import documents_of
-from fsdpctl.data.source import DataSet, load_data
+from fsdpctl.data.source import DataSet
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.resolve.machine import world_size
@@ -45,7 +46,7 @@ def samples_of_step(run_dir: Path, step: int) -> StepSamples:
     if not (run_dir / METRICS).is_file():
         raise UsageError(f"--run {run_dir}: no run that has done a step")
     config = read_config(run_dir)
-    data = load_data(config.data)
+    data = open_data(config.data, config.train.seed)
     _check_data(run_dir, data)
     bad, after = _found(run_dir / METRICS, step)
     if bad is not None:

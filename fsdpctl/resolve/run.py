@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,23 +17,21 @@ from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config, OptimizerConfig
 from fsdpctl.config.serialize import config_words
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.source import DataSet, load_data
-from fsdpctl.data.tokens import check_tokens
+from fsdpctl.data.source import DataSet
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.resolve.besides import check_besides
 from fsdpctl.resolve.blocks import missing_compiler
+from fsdpctl.resolve.data import DATE, checked_data, date_of_run, notes_on_data, on_date, with_data
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import (
-    check_length,
     placed_here,
     resolved_strategy,
     with_batch_size,
     world_size,
 )
 
-CHECKED_BYTES = 1 << 30  # token files up to here are read whole before a run, in a second
 # What decides the losses; the rest may change from one start of a run to the next.
 _DECIDES = ("model", "data", "optimizer", "lr_scheduler", "precision")
 _DECIDING_KEYS = ("train.seed", "train.seq_len", "train.global_batch_size")
@@ -56,11 +55,18 @@ def decides_losses(name: str) -> bool:
     return name.split(".")[0] in _DECIDES or name in _DECIDING_KEYS
 
 
-def resolve(composed: Composed, launch: LaunchConfig | None = None) -> ResolvedRun:
+def resolve(
+    composed: Composed,
+    launch: LaunchConfig | None = None,
+    on_rows: Callable[[int], None] = lambda count: None,
+) -> ResolvedRun:
     """The run that `composed` describes, on this machine.
 
-    `launch` is how many ranks it has on how many machines where that is known already, whatever
-    the launcher's variables say.
+    Args:
+        composed: what was typed.
+        launch: how many ranks it has on how many machines where that is known already, whatever
+            the launcher's variables say.
+        on_rows: called with the conversations that have become tokens since the last call.
 
     Raises:
         UsageError: it cannot work; the message names the key.
@@ -75,8 +81,8 @@ def resolve(composed: Composed, launch: LaunchConfig | None = None) -> ResolvedR
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
     config, notes = _with_compiler(config)
     config = _with_model_path(config)
-    data = _checked_data(config)
-    config = with_batch_size(_with_data(_with_length(config, data, composed), data))
+    data = checked_data(config, on_rows)
+    config = with_batch_size(with_data(_with_length(config, data, composed), data))
     module = build_model(config.model)
     if config.model.is_pretrained:
         check_weights(open_weights(config.model), module)
@@ -102,23 +108,10 @@ def resolve(composed: Composed, launch: LaunchConfig | None = None) -> ResolvedR
         ),
     )
     config = _with_run_dir(config, composed.recipe)
-    notes += _notes_on_data(config)
+    if (begun := date_of_run(config, data)) is not None:
+        return resolve(on_date(composed, begun), launch, on_rows)
+    notes += notes_on_data(config, data)
     return ResolvedRun(config, composed.automatic, data, module, batches, steps, notes)
-
-
-def _checked_data(config: Config) -> DataSet:
-    data = load_data(config.data)
-    for file in data.token_files:
-        if file.num_bytes <= CHECKED_BYTES:
-            check_tokens(file)
-    return data
-
-
-def _notes_on_data(config: Config) -> tuple[str, ...]:
-    path = str(config.data.path)
-    if config.data.name != "text" or not path.endswith((".jsonl", ".json")):
-        return ()
-    return (f"data.path={path}: is read as text, braces and all; chats are not in this version",)
 
 
 def _with_compiler(config: Config) -> tuple[Config, tuple[str, ...]]:
@@ -142,32 +135,13 @@ def _with_model_path(config: Config) -> Config:
 
 def _with_length(config: Config, data: DataSet, composed: Composed) -> Config:
     """Where nobody said the length of a sample, one that the data has."""
+    if config.data.holds_documents:
+        return config
     parts = [data.train] if data.val is None else [data.train, data.val]
     most = min(part.num_tokens for part in parts) - 1
     if "train.seq_len" not in composed.automatic or config.train.seq_len <= most or most < 1:
         return config
     return replace(config, train=replace(config.train, seq_len=1 << (most.bit_length() - 1)))
-
-
-def _with_data(config: Config, data: DataSet) -> Config:
-    vocab_size = config.model.vocab_size or data.vocab_size
-    if vocab_size < data.vocab_size:
-        raise UsageError(
-            f"model.vocab_size={vocab_size}: the data has {data.vocab_size} different tokens"
-        )
-    check_length(config)
-    paths = {
-        name: os.path.abspath(value)
-        for name in ("path", "val_path")
-        if (value := getattr(config.data, name)) is not None
-    }
-    name = data.tokenizer.name
-    tokenizer = name if name == "bytes" else os.path.abspath(name)
-    return replace(
-        config,
-        model=replace(config.model, vocab_size=vocab_size),
-        data=replace(config.data, tokenizer=tokenizer, **paths),
-    )
 
 
 def _with_lr(
@@ -210,7 +184,11 @@ def _check_validation(data: DataSet, seq_len: int) -> None:
 
 def run_identity(config: Config) -> str:
     """Six hexadecimal digits of what decides the losses."""
-    words = {name: text for name, text in config_words(config).items() if decides_losses(name)}
+    words = {
+        name: text
+        for name, text in config_words(config).items()
+        if decides_losses(name) and name != DATE
+    }
     return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()[:6]
 
 

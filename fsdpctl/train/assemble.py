@@ -1,11 +1,13 @@
 """The one place where a configuration becomes objects."""
 
+import os
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from fsdpctl.chats.data import open_data
 from fsdpctl.checkpoint.folders import newest_checkpoint, way_on
 from fsdpctl.checkpoint.load import load_checkpoint, load_weights
 from fsdpctl.checkpoint.manifest import Progress
@@ -16,7 +18,7 @@ from fsdpctl.comm.world import World
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.source import DataSet, load_data
+from fsdpctl.data.source import DataSet
 from fsdpctl.engine.build import Source, divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
@@ -97,7 +99,7 @@ def make_trainer(config: Config, world: World, outside: Outside, *, shows: bool)
 def _make_trainer(
     config: Config, world: World, outside: Outside, watch: RunWatch, *, shows: bool
 ) -> Trainer:
-    run_dir, data = watch.run_dir, load_data(config.data)
+    run_dir, data = watch.run_dir, _data(config)
     plan = plan_batches(
         config.train.global_batch_size,
         world.world_size,
@@ -124,6 +126,15 @@ def _make_trainer(
         shows=shows,
     )
     return Trainer(parts, done)
+
+
+def _data(config: Config) -> DataSet:
+    """The data, read once on each node: what it was made into is in a cache then. Collective."""
+    ranks, is_first = ObjectExchange(), int(os.environ.get("LOCAL_RANK", 0)) == 0
+    data = open_data(config.data, config.train.seed) if is_first else None
+    if config.data.holds_documents:
+        ranks.gather_objects(None)
+    return data or open_data(config.data, config.train.seed)
 
 
 def _fill(

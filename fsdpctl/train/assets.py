@@ -1,12 +1,17 @@
 """What a model has beside its weights: tokenizer files, and the config.json it came with."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fsdpctl.checkpoint.pretrained import RUN_ASSETS, assets_beside, read_assets
 from fsdpctl.config.schema import Config
 from fsdpctl.data.source import DataSet
 from fsdpctl.data.tokenizer import TOKENIZER_FILES
+from fsdpctl.reading.documents import parse_json
+
+_GENERATION, _TEMPLATE = "generation_config.json", "chat_template.jinja"
 
 
 def collect_assets(config: Config, data: DataSet) -> dict[str, bytes]:
@@ -16,7 +21,23 @@ def collect_assets(config: Config, data: DataSet) -> dict[str, bytes]:
     found = {name: content for name, content in own.items() if name not in TOKENIZER_FILES}
     if data.tokenizer.vocab_size == data.vocab_size:  # else nobody knows what made the tokens
         found |= data.tokenizer.files()
+    if data.template is not None:
+        found[_TEMPLATE] = data.template.encode()
+    if data.end_tokens:
+        found[_GENERATION] = _ended_by(data.end_tokens, found.get(_GENERATION, b"{}"))
     return found
+
+
+def _ended_by(tokens: Sequence[int], content: bytes) -> bytes:
+    """A generation_config.json with these tokens among those that end generation.
+
+    Without the token that ends an answer, whoever asks the model has an answer without an end.
+    """
+    config = parse_json(content, dict[str, Any], _GENERATION)
+    said = config.get("eos_token_id")
+    known = said if isinstance(said, list) else [] if said is None else [said]
+    config["eos_token_id"] = [*tokens, *(each for each in known if each not in tokens)]
+    return (json.dumps(config, indent=2) + "\n").encode()
 
 
 def write_assets(run_dir: Path, assets: Mapping[str, bytes]) -> None:

@@ -22,7 +22,6 @@ def some(*lengths: int, trained: float = 0.6, packing: Packing = Packing()) -> D
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     tokens = np.arange(1, starts[-1] + 1, dtype=np.uint16)
     flags = np.random.default_rng(0).random(len(tokens)) < trained
-    flags[starts[:-1]] = False
     return DocumentSet(tokens, flags, starts, packing)
 
 

@@ -1,0 +1,98 @@
+"""The data of a run: read, checked, and what is said of it."""
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fsdpctl.chats.data import open_data
+from fsdpctl.chats.files import absolute_paths
+from fsdpctl.config.compose import Composed
+from fsdpctl.config.model_path import RUN_CONFIG
+from fsdpctl.config.recipe import read_recipe
+from fsdpctl.config.schema import Config
+from fsdpctl.config.serialize import config_from_words
+from fsdpctl.data.documents import PackedRows
+from fsdpctl.data.source import DataSet
+from fsdpctl.data.tokens import check_tokens
+from fsdpctl.errors import UsageError
+from fsdpctl.resolve.machine import check_length
+
+CHECKED_BYTES = 1 << 30  # token files up to here are read whole before a run, in a second
+DATE = "data.date"  # a run that goes on on another day is the same
+
+
+def checked_data(config: Config, on_rows: Callable[[int], None]) -> DataSet:
+    """The data, of which what is not too large was read whole.
+
+    Raises:
+        UsageError: it is missing, damaged, or not what it should be.
+    """
+    data = open_data(config.data, config.train.seed, on_rows)
+    for file in data.token_files:
+        if file.num_bytes <= CHECKED_BYTES:
+            check_tokens(file)
+    return data
+
+
+def with_data(config: Config, data: DataSet) -> Config:
+    """What follows from the data, and where it lies by absolute paths.
+
+    Raises:
+        UsageError: the model does not take it.
+    """
+    vocab_size = config.model.vocab_size or data.vocab_size
+    if vocab_size < data.vocab_size:
+        raise UsageError(
+            f"model.vocab_size={vocab_size}: the data has {data.vocab_size} different tokens"
+        )
+    check_length(config)
+    given, name = config.data, data.tokenizer.name
+    absolute = absolute_paths if given.holds_documents else os.path.abspath
+    paths: dict[str, Any] = {
+        each: absolute(value)
+        for each in ("path", "val_path")
+        if (value := getattr(given, each)) is not None
+    }
+    if given.template is not None:
+        paths["template"] = os.path.abspath(given.template)
+    tokenizer = name if name == "bytes" else os.path.abspath(name)
+    return replace(
+        config,
+        model=replace(config.model, vocab_size=vocab_size),
+        data=replace(given, tokenizer=tokenizer, date=data.date or given.date, **paths),
+    )
+
+
+def notes_on_data(config: Config, data: DataSet) -> tuple[str, ...]:
+    """What is worth saying about it, a line each."""
+    path, rows = str(config.data.path), data.train.rows(config.train.seq_len)
+    if config.data.name == "text" and path.endswith((".jsonl", ".json")):
+        return (f"data.path={path}: is read as text, braces and all; data=chat reads chats",)
+    if not isinstance(rows, PackedRows):
+        return data.notes
+    text = f"{len(rows):,} rows of {rows.seq_len:,} tokens, {rows.padding:.1%} of them empty"
+    if rows.num_too_long:
+        what = "cut" if config.data.too_long == "cut" else "left out"
+        text += f"; {rows.num_too_long:,} samples are longer: {what} (data.too_long)"
+    if rows.num_untrained:
+        text += f"; {rows.num_untrained:,} have no loss within a row, and are left out"
+    return (*data.notes, text)
+
+
+def date_of_run(config: Config, data: DataSet) -> str | None:
+    """The day on which a run that goes on was begun, where its data was made with another one."""
+    file = Path(str(config.train.run_dir)) / RUN_CONFIG
+    known = None
+    if data.date is not None and file.is_file():
+        with contextlib.suppress(UsageError):  # is said where the run is looked at
+            known = config_from_words(dict(read_recipe(file))).data.date
+    return None if known == data.date else known
+
+
+def on_date(composed: Composed, day: str) -> Composed:
+    """The same as if it had been typed on that day."""
+    data = replace(composed.config.data, date=day)
+    return replace(composed, config=replace(composed.config, data=data))
