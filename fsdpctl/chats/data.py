@@ -1,5 +1,7 @@
 """The data of a run, whatever it is: conversations as documents, or what `data` reads."""
 
+import numpy as np
+
 from fsdpctl.chats.building import OnRows
 from fsdpctl.chats.open import open_chats
 from fsdpctl.chats.tokens import ChatTokens
@@ -38,7 +40,15 @@ def open_data(config: DataConfig, seed: int, on_rows: OnRows = lambda count: Non
         date=chats.date if template is not None and template.tells_date else None,
         template=template.text if template is not None and config.template is not None else None,
         end_tokens=chats.end_tokens,
+        prompt=_first_prompt(chats.val or chats.train),
     )
+
+
+def _first_prompt(part: ChatTokens) -> tuple[int, ...]:
+    """What stands before the first answer of the first sample."""
+    tokens, trained = part.sample(0)
+    answers = np.flatnonzero(trained[1:]) + 1
+    return tuple(int(each) for each in tokens[: answers[0] if len(answers) else len(tokens)])
 
 
 def _documents(part: ChatTokens, packing: Packing, origin: str) -> DocumentSet:

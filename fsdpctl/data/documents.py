@@ -136,9 +136,9 @@ class PackedRows:
         """How many rows there are."""
         return len(self._rows)
 
-    def documents_of(self, number: int) -> Sequence[int]:
-        """Which documents a row holds."""
-        return self._rows[number]
+    def count_tokens(self, numbers: Sequence[int]) -> int:
+        """Tokens of some rows, without what fills them up."""
+        return int(sum(self._lengths[self._rows[number]].sum() for number in numbers))
 
     def __getitem__(self, number: int) -> Sample:
         """A row; what fills it up is one more document, of which nothing is trained."""

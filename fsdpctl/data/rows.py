@@ -1,5 +1,6 @@
 """Samples of one length by their number, wherever they come from."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,6 +55,10 @@ class Rows(Protocol):
 
     def __getitem__(self, number: int) -> Sample:
         """One of them."""
+        ...
+
+    def count_tokens(self, numbers: Sequence[int]) -> int:
+        """Tokens of some, without what fills them up."""
         ...
 
 

@@ -41,6 +41,7 @@ class DataSet:
     date: str | None = None  # that it was made with, where that makes a difference
     template: str | None = None  # of chats, where it is not the tokenizer's own
     end_tokens: tuple[int, ...] = ()  # that end an answer, where that is trained
+    prompt: tuple[int, ...] = ()  # for a sample of what the model makes of it
 
     @property
     def fingerprint(self) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -82,6 +82,10 @@ class StreamRows:
         start = number * self.seq_len
         found = self.stream.tokens[start : start + self.seq_len + 1].astype(np.int64)
         return Sample(found[:-1], found[1:])
+
+    def count_tokens(self, numbers: Sequence[int]) -> int:
+        """As many in each."""
+        return len(numbers) * self.seq_len
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ class Sampling:
     seed: int
     temperature: float = 0.8  # 0: always the likeliest
     top_p: float = 1.0  # only of the likeliest that together have so much of the odds
+    ends: tuple[int, ...] = ()  # after these nothing follows; they are given back too
 
 
 @torch.no_grad()
@@ -49,6 +50,8 @@ def generate(
         else:  # every token's place has changed, and with it all that was computed of it
             logits = model(torch.tensor([tokens[-context:]], device=device))
         tokens.append(draw(logits[0, -1].float().cpu(), sampling, generator))
+        if tokens[-1] in sampling.ends:
+            break
     return tokens[len(prompt) :]
 
 

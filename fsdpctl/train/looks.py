@@ -88,7 +88,7 @@ def validate(
 
 def sample(parts: TrainingParts, goes_on: Callable[[], bool]) -> str:
     """Text out of the model, in words to be shown; cut short where `goes_on()` says no."""
-    config, tokenizer = parts.config, parts.data.tokenizer
+    config, data = parts.config, parts.data
     count = config.train.sample_tokens
 
     def turns() -> Iterator[None]:
@@ -99,12 +99,18 @@ def sample(parts: TrainingParts, goes_on: Callable[[], bool]) -> str:
 
     tokens = generate(
         parts.model,
-        tokenizer.encode_prompt(""),
+        list(data.prompt) or data.tokenizer.encode_prompt(""),
         turns(),
         context=config.train.seq_len,
         sampling=Sampling(config.train.seed),
         device=parts.device,
         caches=not config.train.compile,
     )
-    short = f", cut short after {len(tokens)} of {count} tokens as asked to stop"
-    return f"a sample{short if len(tokens) < count else ''}:\n{tokenizer.decode(tokens)}"
+    text = "a sample"
+    if len(tokens) < count:
+        text += f", cut short after {len(tokens)} of {count} tokens as asked to stop"
+    if data.prompt:
+        text += f" of an answer to\n{data.tokenizer.decode(data.prompt).rstrip()}\n"
+    # Drawn to the end on every rank, shown to the end of the answer.
+    ended = next((n for n, token in enumerate(tokens) if token in data.end_tokens), len(tokens))
+    return f"{text}:\n{data.tokenizer.decode(tokens[:ended])}"

@@ -28,6 +28,7 @@ class StepMetrics:
 
     step: int  # steps done, this one included
     samples: int  # samples consumed, those of this one included
+    tokens: int  # of all ranks' samples, without what fills them up
     figures: StepFigures
     lr: float
     times: StepTimes
@@ -36,8 +37,8 @@ class StepMetrics:
 
     @property
     def tokens_per_second(self) -> float:
-        """Target tokens of all ranks per second."""
-        return self.figures.tokens / self.times.total
+        """Tokens of all ranks per second."""
+        return self.tokens / self.times.total
 
     @property
     def mfu(self) -> float | None:
@@ -52,7 +53,8 @@ class StepMetrics:
             "loss": finite(self.figures.loss),
             "grad_norm": finite(self.figures.grad_norm),
             "lr": self.lr,
-            "tokens": self.figures.tokens,
+            "tokens": self.tokens,
+            "trained_tokens": self.figures.tokens,
             "tokens_per_second": round(self.tokens_per_second, 1),
             "model_flops_per_token": self.flops.per_token,
             "mfu": self.mfu,

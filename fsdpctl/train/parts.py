@@ -49,6 +49,7 @@ class LaunchedStep:
 
     step: int  # steps done, this one included
     samples: int  # samples consumed, those of this one included
+    tokens: int  # of all ranks' samples, without what fills them up
     record: StepRecord
     limits: Limits  # above which it is not applied
     lr: float

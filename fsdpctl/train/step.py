@@ -60,7 +60,9 @@ def launch_step(
         # Beside what is reported, saved and loaded before the next forward.
         parts.model.prefetch_forward_params()
     after = samples + config.train.global_batch_size
-    return LaunchedStep(step + 1, after, record, limits, lr, clock)
+    batches = parts.train_batches
+    tokens = batches.rows.count_tokens(batches.numbers(samples))
+    return LaunchedStep(step + 1, after, tokens, record, limits, lr, clock)
 
 
 def _run_micro_steps(parts: TrainingParts, step: int, samples: int, clock: StepClock) -> _Share:

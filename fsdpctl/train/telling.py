@@ -69,7 +69,7 @@ class Teller:
         Returns the seconds that it took; waits for the device if it has to.
         """
         memory, times = peak_memory(self._device), done.clock.times()
-        about = (done.step, done.samples, figures, done.lr, times, memory, self._flops)
+        about = (done.step, done.samples, done.tokens, figures, done.lr, times, memory, self._flops)
         metrics = StepMetrics(*about)
         self.write(metrics.to_line())
         self._tell_restart(done.step)

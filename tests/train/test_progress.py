@@ -25,7 +25,8 @@ def test_a_wait_for_a_checkpoint_is_told_every_ten_seconds_of_it(capsys):
 def step_metrics(memory: PeakMemory, peak: float | None = None) -> StepMetrics:
     figures = StepFigures(loss=3.2149, grad_norm=0.8412, tokens=20_000, was_applied=True)
     times = StepTimes(total=1.0, compute=1.0, exposed_communication=0.0, data=0.0, optimizer=0.0)
-    return StepMetrics(120, 1920, figures, 2.9e-4, times, memory, ModelFlops(48_000_000_000, peak))
+    flops = ModelFlops(48_000_000_000, peak)
+    return StepMetrics(120, 1920, 20_000, figures, 2.9e-4, times, memory, flops)
 
 
 @pytest.mark.parametrize(
