@@ -1,7 +1,7 @@
 """Text from a checkpoint, and what stands in its way."""
 
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_tokens_are_drawn_as_asked():
     logits = torch.tensor([1.0, 3.0, 2.0, -4.0])
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(**about: float) -> set[int]:
+    def drawn(**about: Any) -> set[int]:
         return {draw(logits, Sampling(0, **about), generator) for _ in range(300)}
 
     assert drawn(temperature=0.0) == {1}

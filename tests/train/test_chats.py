@@ -1,0 +1,103 @@
+"""Training on conversations is a plain loop over them, on any number of ranks, packed or not."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdpctl.train.run_dir import read_config
+from tests.cli.run import figures, fsdpctl
+from tests.train.chats import (
+    make_chat_model,
+    make_chats,
+    opened_by_transformers,
+    plain_losses,
+)
+
+pytestmark = pytest.mark.slow
+STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def trained(folder: Path, family: str, ranks: int, *words: str, name: str = "run") -> Path:
+    """A run in `folder`, of a model and chats that are made where they are not there."""
+    if not (folder / "model").exists():
+        make_chat_model(folder / "model", family)
+        make_chats(folder / "chat.jsonl")
+    given = {
+        "model": "hf", "model.path": "model", "data": "chat", "data.path": "chat.jsonl",
+        "train.seq_len": "64", "train.global_batch_size": "7", "train.steps": str(STEPS),
+        "optimizer.lr": "1e-3", "lr_scheduler.warmup_steps": "2", "train.sample_tokens": "8",
+        "train.run_dir": name, "launch.nproc_per_node": str(ranks), "data.val_fraction": "0.1",
+        "checkpoint.every": "4", **dict(word.split("=", 1) for word in words),
+    }  # fmt: skip
+    done = fsdpctl(
+        "train", *(f"{key}={value}" for key, value in given.items() if value), cwd=folder
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / name
+
+
+def losses(run: Path) -> list[float]:
+    return [loss for _, loss, _ in figures(run) if loss is not None]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "gemma3", "phi3", "gpt2"])
+def test_losses_are_those_of_a_plain_loop(tmp_path, family, ranks):
+    run = trained(tmp_path, family, ranks)
+    config = read_config(run)
+    expected = plain_losses(opened_by_transformers(tmp_path / "model"), config, STEPS)
+    assert losses(run) == pytest.approx(expected, rel=1e-5)
+    assert expected[-1] < expected[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_so_they_are_where_each_conversation_has_its_own_row(tmp_path, ranks):
+    run = trained(tmp_path, "qwen3", ranks, "data.packing=false")
+    config = read_config(run)
+    expected = plain_losses(opened_by_transformers(tmp_path / "model"), config, STEPS)
+    assert losses(run) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_run_that_was_left_in_its_second_epoch_goes_on_with_other_ranks(tmp_path):
+    constant = ["lr_scheduler=constant", "train.eval_every=5"]
+    whole = trained(tmp_path, "llama", 1, "train.steps=", "train.epochs=3", *constant, name="whole")
+    total = max(step for step, _, _ in figures(whole))
+    left = total // 2
+    trained(tmp_path, "llama", 3, f"train.steps={left}", *constant)
+    run = trained(tmp_path, "llama", 2, f"train.steps={total}", *constant)
+    assert 1 < 3 * left / total < 2
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    (ours, theirs) = ([each for _, _, each in figures(r) if each][-1] for r in (run, whole))
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_validation_changes_nothing(tmp_path):
+    with_it = trained(tmp_path, "qwen3", 2, "train.eval_every=1", name="with")
+    without = trained(tmp_path, "qwen3", 2, "train.eval_every=0", name="without")
+    assert losses(with_it) == losses(without)
+
+
+def test_recomputed_compiled_and_chunked_they_are_the_same(tmp_path):
+    plain = losses(trained(tmp_path, "qwen3", 2))
+    for number, word in enumerate(
+        ("activation_checkpointing=full", "activation_checkpointing=selective",
+         "train.loss_chunk_tokens=50", "train.compile=true", "accumulation.steps=2")
+    ):  # fmt: skip
+        found = losses(trained(tmp_path, "qwen3", 2, word, name=f"run-{number}"))
+        assert found == pytest.approx(plain, rel=1e-5), word
+
+
+def test_an_export_stops_where_answers_end(tmp_path):
+    run = trained(tmp_path, "llama", 2)
+    done = fsdpctl("consolidate-checkpoint", str(run), "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
+    assert ends[0] == 2  # <|im_end|>
+    theirs = opened_by_transformers(tmp_path / "out")
+    assert theirs.generation_config.eos_token_id == ends
