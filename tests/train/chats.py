@@ -111,5 +111,5 @@ def plain_losses(model: Any, config: Config, steps: int) -> list[float]:
 
 
 def opened_by_transformers(folder: Path) -> Any:
-    """To be trained in float32."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    """To be trained in float32, without dropout."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
