@@ -48,7 +48,8 @@ def measure(rank: int, steps: int, folder: str) -> None:
         seconds[writes].append(time.perf_counter() - began)
         if writes:
             written.__dict__.update(PULSE.__dict__)
-    beat = read_beats(pages)[rank]
+    with pages.open("rb") as file:
+        beat = read_beats(file)[rank]
     dist.destroy_process_group()
     medians = {writes: statistics.median(each[WARM_UP:]) for writes, each in seconds.items()}
     found = {

@@ -47,7 +47,7 @@ def passed_over(checkpoints: Path) -> list[str]:
     found = [
         f"{folder} is incomplete, without {MANIFEST}; {other}"
         for folder in folders
-        if _STEP.fullmatch(folder.name) and step_of(folder) > at
+        if _STEP.fullmatch(folder.name) and step_of(folder) > at and not _is_checkpoint(folder)
     ]
     link = checkpoints / LATEST
     if (link.is_symlink() or link.exists()) and not found and not _is_checkpoint(link):

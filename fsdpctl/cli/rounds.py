@@ -80,15 +80,21 @@ def _following(
 ) -> "Round | None":
     """Prepare the next round, if there is to be one."""
     from fsdpctl.launch.nodes import Round
-    from fsdpctl.train.metrics import last_step
+    from fsdpctl.train.metrics import last_step, went_on
+    from fsdpctl.train.requests import take_stop
     from fsdpctl.train.run_dir import METRICS, plan_start, prepare_restart
 
     cause = outcome.cause
     if not outcome.has_failed or outcome.was_asked or (cause and cause.exit_code in _FINAL):
         return None
-    reached = last_step(started.run_dir / METRICS)
+    if take_stop(started.run_dir):
+        say(f"{started.run_dir}: was asked to stop: no restart")
+        return None
+    metrics = started.run_dir / METRICS
+    is_stuck = number > 0 and not went_on(metrics, number)
+    reached = started.step if is_stuck else last_step(metrics)
     members = [0] if nodes is None else [n for n in nodes.members if n not in outcome.silent_nodes]
-    run = _resolved_for(started, members, is_stuck=number > 0 and reached <= started.step)
+    run = _resolved_for(started, members, is_stuck=is_stuck)
     if run is None:
         return None
     start = plan_start(run.config, "auto")

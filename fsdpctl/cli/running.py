@@ -143,7 +143,8 @@ def _as_rank(composed: "Composed", typed: list[str], resume: str, place: "RankPl
     from fsdpctl.train.worker import become_rank
 
     launch = placed_here(composed.config).launch
-    address, port = split_endpoint(f"{place.address}:{place.port}")
+    others = place.world_size > place.local_world_size
+    address, port = split_endpoint(f"{place.address}:{place.port}", for_others=others)
     is_first = place.rank == 0 and not place.store_is_there
     whole = reached_store(address, port, launch.timeout, is_first=is_first)
     store = PrefixStore(f"attempt-{place.attempt}", whole)

@@ -8,11 +8,13 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 PAGE = 256  # bytes of a rank
 _HEAD = struct.Struct("<qqqH")  # beats, step, whether it waits, bytes of text
 _TEXT = PAGE - _HEAD.size
 _NO_STEP = -1
+READING = "reading a checkpoint"  # a place: others may take longer for it
 FINISHING = "finishing"  # a place: waits for the user's commands, as long as those may take
 
 
@@ -68,12 +70,13 @@ def make_pages(path: Path, count: int) -> None:
     path.write_bytes(bytes(PAGE * count))
 
 
-def read_beats(path: Path) -> list[Beat]:
+def read_beats(pages: BinaryIO) -> list[Beat]:
     """What every rank has last said, or words that it is just writing.
 
     So that a count is another one says that a rank moves, and nothing else does.
     """
-    content = path.read_bytes()
+    pages.seek(0)
+    content = pages.read()
     found = []
     for start in range(0, len(content), PAGE):
         count, step, waits, length = _HEAD.unpack_from(content, start)

@@ -21,8 +21,8 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
-def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """The IPv4 address and the port of `host:port`.
+def split_endpoint(endpoint: str, *, for_others: bool) -> tuple[str, int]:
+    """The IPv4 address and the port of `host:port`; with `for_others` one that they reach too.
 
     Raises:
         UsageError: it is none, or nobody knows the host.
@@ -33,9 +33,35 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
             f"launch.rdzv_endpoint={endpoint}: is HOST:PORT of node 0, as 10.0.0.1:29500"
         )
     try:
-        return socket.gethostbyname(host), int(port)
+        address = socket.gethostbyname(host)
     except OSError as error:
         raise UsageError(f"launch.rdzv_endpoint={endpoint}: {host}: {error.strerror}") from None
+    is_own_name = address.startswith("127.") and host not in (address, "localhost")
+    if for_others and is_own_name:
+        address = _reachable(endpoint) or address
+    return address, int(port)
+
+
+def _reachable(endpoint: str) -> str | None:
+    """This machine's address in the network, for one that has its own name at 127.0.1.1, as Debian.
+
+    None where it has none, and so is alone.
+
+    Raises:
+        UsageError: it has several.
+    """
+    found = [
+        each.address
+        for addresses in psutil.net_if_addrs().values()
+        for each in addresses
+        if each.family == socket.AF_INET and not each.address.startswith("127.")
+    ]
+    if len(found) > 1:
+        raise UsageError(
+            f"launch.rdzv_endpoint={endpoint}: here that name means this machine to itself; "
+            f"give the address that others reach: {', '.join(sorted(found))}"
+        )
+    return next(iter(found), None)
 
 
 def own_address(towards: str, interface: str | None) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from fsdpctl.comm.stores import PrefixStore, Store, TCPStore
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.launch.bounded import BoundedStore, Noticed
 from fsdpctl.launch.hang import RankState
 from fsdpctl.launch.interface import own_address, split_endpoint
 from fsdpctl.launch.meeting import Meeting, decode, encode, suppressing_losses
@@ -43,7 +44,7 @@ class Nodes:
         self.own = launch.node_rank
         self.members: Sequence[int] = range(launch.nnodes)
         self._timeout = launch.timeout
-        address, self.port = split_endpoint(launch.rdzv_endpoint)
+        address, self.port = split_endpoint(launch.rdzv_endpoint, for_others=True)
         self.endpoint_address = address
         self.address, self.interface = own_address(address, launch.interface)
         self.store: TCPStore = reached_store(
@@ -53,9 +54,14 @@ class Nodes:
             self.store, self.own, launch.nnodes, noun="node", patience=launch.timeout
         )
         # Connections of their own, for the threads that use them: who waits in one holds it.
-        self._words, self._watched, beats = (
-            PrefixStore("nodes", TCPStore(address, self.port, is_master=False)) for _ in range(3)
+        words, states, failed, hang, beats = (
+            PrefixStore("nodes", TCPStore(address, self.port, is_master=False)) for _ in range(5)
         )
+        patience = launch.hang_timeout or launch.timeout / 2  # a cable may be out for less
+        self._words = BoundedStore(words, patience)
+        self._states = BoundedStore(states, _STATES_SECONDS)
+        self._failed = Noticed(failed, otherwise=True)  # nobody can say
+        self._hangs = Noticed(hang, otherwise=False)
         self._ended = threading.Event()
         threading.Thread(target=self._beat, args=(beats,), daemon=True).start()
 
@@ -69,30 +75,24 @@ class Nodes:
 
     def has_failed_elsewhere(self, number: int) -> bool:
         """Whether ranks of another node have failed in this round; True if nobody can say."""
-        try:
-            return self._watched.check([f"failed/{number}"])
-        except RuntimeError:
-            return True
+        return self._failed.has(f"failed/{number}")
 
     def hangs_elsewhere(self, number: int) -> bool:
         """Whether the launcher of another node says that ranks stand still in this round."""
-        try:
-            return self._watched.check([f"hang/{number}"])
-        except RuntimeError:
-            return False
+        return self._hangs.has(f"hang/{number}")
 
     def share_states(self, number: int, own: list[RankState]) -> list[RankState]:
         """Where the ranks of all nodes stand that say so in time."""
         found = list(own)
         with suppressing_losses():
-            self._watched.set(f"states/{number}/{self.own}", encode(own))
-            self._watched.set(f"hang/{number}", "")
+            self._states.set(f"states/{number}/{self.own}", encode(own))
+            self._states.set(f"hang/{number}", "")
         until = time.monotonic() + _STATES_SECONDS
         for node in (each for each in self.members if each != self.own):
             with suppressing_losses():
                 key, left = f"states/{number}/{node}", max(0.1, until - time.monotonic())
-                self._watched.wait([key], timedelta(seconds=left))
-                found += decode(self._watched.get(key), list[RankState])
+                self._states.wait([key], timedelta(seconds=left))
+                found += decode(self._states.get(key), list[RankState])
         return found
 
     def share(self, number: int, own: Ended) -> Outcome:
@@ -101,34 +101,33 @@ class Nodes:
             if own.has_failed:
                 self._words.set(f"failed/{number}", "")
             self._words.set(f"ended/{number}/{self.own}", encode(own))
-        found, silent = {self.own: own}, []
-        for node in self.members:
-            if node not in found:
-                heard = self._ended_there(number, node)
-                if heard is None:
-                    silent.append(node)
-                else:
+        found: dict[int, Ended] = {self.own: own}
+        signs = {node: (b"", time.monotonic()) for node in self.members if node != self.own}
+        awaited = set(signs)
+        while awaited:
+            for node in sorted(awaited):
+                heard = self._heard_of(number, node)
+                if isinstance(heard, Ended):
                     found[node] = heard
-        return Outcome.of(found, self.own, tuple(silent))
-
-    def _ended_there(self, number: int, node: int) -> Ended | None:
-        """What its launcher says; None where that has gone silent."""
-        key, beat, since = f"ended/{number}/{node}", b"", time.monotonic()
-        while time.monotonic() - since < _SILENCE_SECONDS:
-            try:
-                if self._words.check([key]):
-                    return decode(self._words.get(key), Ended)
-                if self._words.check([f"gone/{node}"]):
-                    return None
-                now = (
-                    self._words.get(f"beat/{node}") if self._words.check([f"beat/{node}"]) else b""
-                )
-            except (FsdpctlError, RuntimeError):
-                return None
-            if now != beat:
-                beat, since = now, time.monotonic()
+                elif heard is not None and heard != signs[node][0]:
+                    signs[node] = heard, time.monotonic()
+                is_silent = time.monotonic() - signs[node][1] > _SILENCE_SECONDS
+                if node in found or heard is None or is_silent:
+                    awaited.remove(node)
             time.sleep(0.1)
-        return None
+        return Outcome.of(found, self.own, tuple(node for node in signs if node not in found))
+
+    def _heard_of(self, number: int, node: int) -> Ended | bytes | None:
+        """How the ranks of another node ended; else its last beat; None where it is gone."""
+        ended, beat = f"ended/{number}/{node}", f"beat/{node}"
+        try:
+            if self._words.check([ended]):
+                return decode(self._words.get(ended), Ended)
+            if self._words.check([f"gone/{node}"]):
+                return None
+            return self._words.get(beat) if self._words.check([beat]) else b""
+        except (FsdpctlError, RuntimeError):
+            return None
 
     def order(self, number: int, following: Round) -> None:
         """As node 0, say how it goes on after the round `number`."""

@@ -63,7 +63,7 @@ class Ended:
     @property
     def has_failed(self) -> bool:
         """Whether others cannot go on; those that have saved end by themselves."""
-        return any(each.exit_code != _SAVED for each in self.failures)
+        return self.stopped_early or any(each.exit_code != _SAVED for each in self.failures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,14 @@ class Outcome:
 
         A worker that dies breaks everybody's talks, and after a while the agent kills who is left.
         """
-        first = min((each.timestamp for each in self.failures), default=0)
-        early = [each for each in self.failures if each.timestamp <= first + _SAME_ACCIDENT_SECONDS]
+        first = dict[str, int]()  # by host: clocks of several need not agree
+        for each in self.failures:
+            first[each.host] = min(each.timestamp, first.get(each.host, each.timestamp))
+        early = [
+            each
+            for each in self.failures
+            if each.timestamp <= first[each.host] + _SAME_ACCIDENT_SECONDS
+        ]
         own = [each for each in early if each.message or each.exit_code != -signal.SIGTERM]
         killed = [each for each in own if each.was_killed]
         spoken = [each for each in own if not any(word in each.message for word in _BROKEN)]

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from fsdpctl.comm.pulse import FINISHING, Beat, make_pages, read_beats
+from fsdpctl.comm.pulse import FINISHING, READING, Beat, make_pages, read_beats
 from fsdpctl.comm.recorder import Recorded
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.launch.hang import RankState, report
@@ -62,6 +62,7 @@ class Watch:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         make_pages(folder / PAGES, self._count)
+        self._pages = (folder / PAGES).open("rb")  # also once somebody has tidied up there
 
     def __enter__(self) -> "Watch":
         self._thread.start()
@@ -70,6 +71,7 @@ class Watch:
     def __exit__(self, *error: object) -> None:
         self._done.set()
         self._thread.join()
+        self._pages.close()
 
     def _run(self) -> None:
         looked = time.monotonic()
@@ -94,9 +96,9 @@ class Watch:
 
     def _look(self, passed: float) -> None:
         """At all ranks, so many seconds after the last look."""
-        beats = read_beats(self._folder / PAGES)
+        beats = read_beats(self._pages)
         for local, beat in enumerate(beats):
-            moved = beat.count != self._beats[local].count
+            moved = beat.count != self._beats[local].count or beat.place == FINISHING
             self._still[local] = 0.0 if moved else self._still[local] + passed
         self._beats = beats
 
@@ -112,8 +114,9 @@ class Watch:
 
     def _is_late(self, local: int) -> bool:
         beat = self._beats[local]
-        limit = self._limit if beat.step is not None else self._limit * _START_FACTOR
-        return beat.place != FINISHING and self._still[local] > limit
+        is_slow = beat.step is None or beat.place == READING
+        limit = self._limit * _START_FACTOR if is_slow else self._limit
+        return self._still[local] > limit
 
     def _lasts(self, what: str, is_so: bool) -> bool:
         """Whether it has been so for longer than others have time to end by themselves."""
@@ -131,7 +134,8 @@ class Watch:
         _kill(ranks)
 
     def _states(self, ranks: Ranks) -> list[RankState]:
-        (self._folder / ASK).touch()
+        with contextlib.suppress(OSError):  # a full disk is no reason to let them hang
+            (self._folder / ASK).touch()
         for local, each in ranks.items():
             if self._beats[local].count:  # before that it would die of it
                 with contextlib.suppress(psutil.Error):

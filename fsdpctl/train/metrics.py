@@ -195,17 +195,28 @@ class Line:
 
 
 def last_step(path: Path) -> int:
-    """The step of the last whole line; 0 where there is none."""
+    """The last step that is done, as the last lines say; 0 where there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return 0
-    for line in reversed(lines):
-        with contextlib.suppress(UsageError):
-            return parse_json(line, Line, str(path)).step
-    return 0
+    found = 0
+    for line in lines:
+        with contextlib.suppress(UsageError):  # the first may be cut, the last torn
+            found = max(found, parse_json(line, Line, str(path)).step)
+    return found
+
+
+def went_on(path: Path, restart: int) -> bool:
+    """Whether the ranks that were started for the `restart`-th time did a step.
+
+    Raises:
+        UsageError: metrics.jsonl is damaged.
+    """
+    restarts = (line.restart for _, line in whole_lines(path)) if path.is_file() else ()
+    return any(each is not None and each["number"] == restart for each in restarts)
 
 
 def whole_lines(path: Path) -> Iterator[tuple[str, Line]]:

@@ -146,6 +146,14 @@ class Requests:
         return [f"{name} came when there was nothing left to do; removed" for name in found]
 
 
+def take_stop(run_dir: Path) -> bool:
+    """Whether a STOP asks this start for an end; it is removed."""
+    if not (run_dir / STOP).exists() or _is_left_over(run_dir, STOP):
+        return False
+    _remove(run_dir / STOP)
+    return True
+
+
 def early_request(run_dir: Path, seconds: float | None, started: float) -> str | None:
     """Why a start that has nothing to save yet is to end at once; None: it is not.
 
@@ -153,10 +161,7 @@ def early_request(run_dir: Path, seconds: float | None, started: float) -> str |
     """
     if seconds is not None and time.time() >= started + seconds:
         return f"launch.time_limit={seconds:g} is over"
-    if (run_dir / STOP).exists() and not _is_left_over(run_dir, STOP):
-        _remove(run_dir / STOP)
-        return f"{run_dir / STOP} was there"
-    return None
+    return f"{run_dir / STOP} was there" if take_stop(run_dir) else None
 
 
 def _is_left_over(run_dir: Path, name: str) -> bool:

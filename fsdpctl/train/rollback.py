@@ -6,6 +6,7 @@ from fsdpctl.checkpoint.folders import newest_checkpoint
 from fsdpctl.checkpoint.load import load_checkpoint
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.comm.pulse import PULSE, READING
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.train.parts import TrainingParts
 
@@ -23,5 +24,6 @@ def load_newest(parts: TrainingParts) -> Progress | None:
     (folder, *_) = parts.model.collectives.gather_objects("" if newest is None else str(newest))
     if not folder:
         return None
+    PULSE.at(READING)
     parts.model.rest()
     return load_checkpoint(CheckpointReader(Path(folder)), parts.model, parts.optimizer)

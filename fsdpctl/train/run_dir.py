@@ -249,7 +249,9 @@ def prepare_restart(start: Start, number: int) -> None:
             each.replace(kept / each.name)
         (start.run_dir / ALIVE).unlink(missing_ok=True)  # of the ranks that failed
         if start.standing is Standing.NEW and (start.run_dir / METRICS).is_file():
-            (start.run_dir / METRICS).replace(start.run_dir / f"{METRICS}.old")
+            with (start.run_dir / f"{METRICS}.old").open("ab") as old:
+                old.write((start.run_dir / METRICS).read_bytes())
+            (start.run_dir / METRICS).unlink()
         remove_unfinished(start.run_dir / CHECKPOINTS)
         _replace_text(start.run_dir / RUN_CONFIG, config_to_yaml(start.config))
     except OSError as error:

@@ -28,6 +28,7 @@ from fsdpctl.train.assets import read_run_assets
 from fsdpctl.watch.after_save import AfterSave
 
 _TELLING_SECONDS = 0.5
+_OTHERS_SECONDS = 1800.0  # that others may take longer to write than this rank
 _LEAVING_SECONDS = 10.0  # what a failing run waits for a checkpoint that does not get on
 
 
@@ -117,13 +118,12 @@ class Saver:
         def write(on_bytes: Callable[[int], None]) -> None:
             self._write(snapshot, on_bytes)
 
+        current.thread = threading.Thread(
+            target=current.run, args=(write,), name="checkpoint", daemon=True
+        )
+        current.thread.start()
         if self._staging is None:
-            current.run(write)
-        else:
-            current.thread = threading.Thread(
-                target=current.run, args=(write,), name="checkpoint", daemon=True
-            )
-            current.thread.start()
+            self.wait()  # where it is seen whether it gets on
         current.stall = time.perf_counter() - began
 
     def _write(self, snapshot: Snapshot, on_bytes: Callable[[int], None]) -> None:
@@ -166,7 +166,9 @@ class Saver:
     def share_written(self) -> float | None:
         """Of this rank's part of the checkpoint on its way; None where there is none."""
         current = self._current
-        return None if current is None else current.written / max(1, current.num_bytes)
+        if current is None:
+            return None
+        return current.written / current.num_bytes if current.num_bytes else 1.0
 
     def wait(self, tell: Callable[[float, float], None] = lambda share, seconds: None) -> None:
         """Until the checkpoint on its way is complete; `take_saved` tells of it.
@@ -174,13 +176,16 @@ class Saver:
         `tell` is called now and then, with the share of it that is written and the seconds waited.
         """
         thread = None if self._current is None else self._current.thread
-        began = time.perf_counter()
+        began = since = time.perf_counter()
         shown: float | None = None
         while thread is not None and thread.is_alive():
             thread.join(_TELLING_SECONDS)
             if thread.is_alive():
-                # Who has written all waits for others; who gets nowhere is to be noticed.
-                if self.share_written == 1 or self.share_written != shown:
+                # Who has written all waits for others, for a while; who gets nowhere is noticed.
+                if self.share_written != shown:
+                    since = time.perf_counter()
+                waits = self.share_written == 1 and time.perf_counter() - since < _OTHERS_SECONDS
+                if waits or self.share_written != shown:
                     PULSE.at("saving")
                 shown = self.share_written
                 tell(self.share_written or 0.0, time.perf_counter() - began)

@@ -188,7 +188,7 @@ def _environment(variables: Mapping[str, str], job: _Job) -> dict[str, str]:
     kept = {
         name: text
         for name, text in variables.items()
-        if name not in _OF_THIS_RANK and not name.startswith("TORCHELASTIC_")
+        if name not in _OF_THIS_RANK and not name.startswith(("TORCHELASTIC_", "FSDPCTL_"))
     }
     return {**kept, "FSDPCTL_CHECKPOINT": str(job.folder), "FSDPCTL_STEP": str(job.step)}
 

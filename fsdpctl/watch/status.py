@@ -1,5 +1,6 @@
 """How a run stands, read from its directory alone: on any machine, and without torch."""
 
+import contextlib
 import os
 import time
 from dataclasses import asdict, dataclass
@@ -161,11 +162,13 @@ def _is_just_written(file: Path) -> bool:
 def _first_error(run_dir: Path) -> str:
     """The last line of the rank that was the first to write of an error; empty if none did."""
     logs = sorted(islice((run_dir / LOGS).glob("rank-*.log"), _MOST_LOGS))
-    said = [(each.stat().st_mtime, each) for each in logs if each.is_file() and each.stat().st_size]
-    if not said:
-        return ""
-    _, first = min(said)
-    return f"{first.name}: {_last_line(first)}"
+    said = []
+    for each in logs:
+        with contextlib.suppress(OSError):  # a restart may take it away meanwhile
+            about = each.stat()
+            if each.is_file() and about.st_size:
+                said.append((about.st_mtime, f"{each.name}: {_last_line(each)}"))
+    return min(said)[1] if said else ""
 
 
 def _last_line(path: Path) -> str:

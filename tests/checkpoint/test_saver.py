@@ -25,6 +25,7 @@ from fsdpctl.checkpoint.folders import (
 )
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.publish import lack_of_space
+from fsdpctl.comm.pulse import PULSE
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
@@ -151,3 +152,21 @@ def test_an_incomplete_newest_checkpoint_is_passed_over_and_said(tmp_path):
     shutil.rmtree(folder)
     with pytest.raises(UsageError, match="no finished checkpoint"):
         find_checkpoint(tmp_path)
+
+
+def test_a_save_that_training_waits_for_is_seen_to_get_on(tmp_path, monkeypatch):
+    model, optimizer = trained("full_shard")
+    beats: list[str] = []
+    monkeypatch.setattr(PULSE, "at", beats.append)
+    written = vars(save)["write_tensor_file"]
+
+    def write_slowly(path: Path, header: bytes, chunks: Iterator[memoryview]) -> int:
+        size = int(written(path, header, chunks))
+        threading.Event().wait(1.7)
+        return size
+
+    monkeypatch.setattr(save, "write_tensor_file", write_slowly)
+    saver = make_saver(tmp_path, "sync")
+    saver.save(model, optimizer, Progress(2), 0.0)
+    assert saver.take_saved() is not None
+    assert beats.count("saving") >= 2

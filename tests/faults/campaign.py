@@ -7,6 +7,7 @@ the end, with the weights of an undisturbed run where the policy promises them.
 
 import hashlib
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -54,7 +55,7 @@ def disturbed(case: Case, run: Run, whole: Sums) -> dict[str, Any]:
     processes = run.start()
     more = strike(case, run, processes, kept)
     first = codes_of(processes, CUT_PATIENCE if run.hosts else PATIENCE)
-    wrong = _wrong_at_first(run, first, kept)
+    wrong = _wrong_at_first(case, run, first, kept)
     make_room(run.run_dir.parent)
     codes = [first]
     while any(codes[-1]) and None not in codes[-1] and len(codes) < MOST_STARTS:
@@ -76,12 +77,13 @@ def disturbed(case: Case, run: Run, whole: Sums) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _wrong_at_first(run: Run, codes: list[int | None], kept: set[str]) -> list[str]:
+def _wrong_at_first(case: Case, run: Run, codes: list[int | None], kept: set[str]) -> list[str]:
     """Of the start that was disturbed."""
     wrong = ["did not end in time"] if None in codes else []
     if left := run.end_orphans():
         wrong.append(f"{left} processes were left")
-    if said := [each for each in codes if each is not None and each >= 0 and each not in CODES]:
+    allowed = (*CODES, -signal.SIGKILL) if case.kills_launcher else CODES
+    if said := [each for each in codes if each is not None and each not in allowed]:
         wrong.append(f"exit codes {said}")
     if "Traceback" in run.said:
         wrong.append("a traceback on the terminal")

@@ -41,6 +41,11 @@ class Case:
         return self.kind in ("cable", "host")
 
     @property
+    def kills_launcher(self) -> bool:
+        """Whether that is what it does."""
+        return self.kind == "host" or (self.what, self.target) == ("SIGKILL", "launcher")
+
+    @property
     def keeps_bits(self) -> bool:
         """Whether the policy promises the undisturbed run's weights in the end."""
         return not any("on_nonfinite" in word for word in self.words)

@@ -164,7 +164,7 @@ def test_an_endpoint_of_another_machine_is_refused_by_node_0() -> None:
 @pytest.mark.parametrize("endpoint", ["10.0.0.1", "10.0.0.1:x", ":29500", "10.0.0.1:70000"])
 def test_an_endpoint_is_a_host_and_a_port(endpoint: str) -> None:
     with pytest.raises(UsageError, match="HOST:PORT of node 0"):
-        split_endpoint(endpoint)
+        split_endpoint(endpoint, for_others=True)
 
 
 def test_an_interface_that_is_not_there_is_named() -> None:

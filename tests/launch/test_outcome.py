@@ -4,7 +4,7 @@ import signal
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from fsdpctl.launch.outcome import Failure, Outcome, failure_of
+from fsdpctl.launch.outcome import Ended, Failure, Outcome, failure_of
 
 
 def failure(rank: int, code: int, message: str = "", at: int = 100) -> Failure:
@@ -46,3 +46,16 @@ def test_words_of_the_agent_are_not_the_ranks_own():
     killed = ProcessFailure(0, 1234, -signal.SIGKILL, "/no/such/file")
     assert failure_of(0, killed).message == ""
     assert failure_of(0, killed).cause == "killed by signal 9 (SIGKILL)"
+
+
+def test_clocks_of_several_hosts_need_not_agree():
+    broken = Failure(0, "early", 1, "Connection closed by peer", 92)
+    killed = Failure(2, "late", -signal.SIGKILL, "", 100)
+    refused = Failure(2, "late", 2, "data.path=x: damaged", 100)
+    assert Outcome((broken, killed), None).cause == killed
+    assert Outcome((broken, refused), None).cause == refused
+
+
+def test_who_was_stopped_before_there_were_ranks_keeps_others_from_going_on():
+    assert Ended(stopped_early=True).has_failed
+    assert not Ended().has_failed

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdpctl.comm.pulse import PAGE, Pulse, make_pages, read_beats
+from fsdpctl.comm.pulse import PAGE, Beat, Pulse, make_pages, read_beats
 from fsdpctl.comm.recorder import recorded
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.launch.hang import RankState, culprits, report
@@ -19,6 +19,11 @@ from fsdpctl.launch.watch import PAGES, Watch
 from tests.distributed import distributed
 
 LAUNCH = LaunchConfig(nproc_per_node=2, hang_timeout=1)
+
+
+def beats_in(file: Path) -> list[Beat]:
+    with file.open("rb") as pages:
+        return read_beats(pages)
 
 
 def state(rank: int, **about: object) -> RankState:
@@ -33,7 +38,7 @@ def test_a_launcher_reads_what_its_ranks_wrote(tmp_path):
     pulse.open(tmp_path / "pages", 1)
     pulse.at("forward blocks.3", 7)
     pulse.wait(begins=True)
-    first, second, third = read_beats(tmp_path / "pages")
+    first, second, third = beats_in(tmp_path / "pages")
     assert (second.count, second.step, second.place, second.waits) == (
         2,
         7,
@@ -49,7 +54,7 @@ def test_long_places_stay_on_their_page(tmp_path):
     pulse = Pulse()
     pulse.open(tmp_path / "pages", 0)
     pulse.at("ä" * PAGE)
-    first, second = read_beats(tmp_path / "pages")
+    first, second = beats_in(tmp_path / "pages")
     assert first.place.startswith("ää")
     assert second.count == 0
 
@@ -110,12 +115,14 @@ def test_a_page_that_is_being_written_is_no_hang(tmp_path, monkeypatch):
         "while True: pulse.at('forward blocks.3', 7)"
     )
     processes = [_sleeper()]
-    launch = LaunchConfig(nproc_per_node=1, hang_timeout=0.5)
-    with Watch(tmp_path, launch, lambda: {0: processes[0].pid}) as watch:
-        processes.append(subprocess.Popen([sys.executable, "-c", beats, tmp_path / PAGES]))
-        while not read_beats(tmp_path / PAGES)[0].count:
-            time.sleep(0.05)
-        time.sleep(2)
+    launch = LaunchConfig(nproc_per_node=1, hang_timeout=2)
+    watch = Watch(tmp_path, launch, lambda: {0: processes[0].pid})
+    processes.append(subprocess.Popen([sys.executable, "-c", beats, tmp_path / PAGES]))
+    while not beats_in(tmp_path / PAGES)[0].count:
+        time.sleep(0.05)
+    with watch:
+        time.sleep(3)
+        assert processes[0].poll() is None
         for each in processes:
             each.kill()
             each.wait()

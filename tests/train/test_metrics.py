@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.train.metrics import MetricsFile, was_validated
+from fsdpctl.train.metrics import MetricsFile, last_step, was_validated, went_on
 
 
 def test_lines_after_the_checkpoint_are_cut_off(tmp_path: Path):
@@ -112,3 +112,19 @@ def test_a_validation_that_is_there_is_found(tmp_path: Path):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert was_validated(path, 20)
     assert not was_validated(path, 40)
+
+
+def test_the_last_step_is_the_newest_whatever_is_told_after_it(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 40, "loss": 1.0}\n{"step": 25, "after_save": "done"}\n{"st')
+    assert last_step(path) == 40
+
+
+def test_ranks_that_were_started_again_went_on_once_they_have_said_so(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    assert not went_on(path, 1)
+    path.write_text('{"step": 30, "loss": 1.0}\n')
+    assert not went_on(path, 1)
+    path.write_text('{"step": 26, "restart": {"number": 1}}\n{"step": 26, "loss": 1.0}\n')
+    assert went_on(path, 1)
+    assert not went_on(path, 2)
