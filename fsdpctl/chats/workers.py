@@ -21,6 +21,7 @@ from fsdpctl.errors import UsageError
 MOST_SECONDS, MOST_BYTES = 10.0, 2 << 30  # for a row; a long one takes a hundredth of either
 _PATIENCE = 20  # times MOST_SECONDS by the clock, on a busy machine, before a process is given up
 _PARCEL = 32  # chats
+_WORTH_ONE = 1 << 19  # bytes, that take about as long as a process takes to begin
 
 
 class Workers:
@@ -86,9 +87,10 @@ class Workers:
 
 
 @contextmanager
-def workers(setup: Setup, where: str) -> Iterator[Workers]:
-    """As many as this machine has use for, while the block runs."""
-    found = Workers(setup, where, max(1, min(8, os.cpu_count() or 1)))
+def workers(setup: Setup, where: str, num_bytes: int) -> Iterator[Workers]:
+    """As many as files of so many bytes have use for on this machine, while the block runs."""
+    useful = 1 + num_bytes // _WORTH_ONE
+    found = Workers(setup, where, max(1, min(8, os.cpu_count() or 1, useful)))
     try:
         yield found
     finally:

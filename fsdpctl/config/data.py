@@ -3,10 +3,14 @@
 from dataclasses import dataclass
 
 from fsdpctl.config.keys import key
+from fsdpctl.errors import UsageError
 
 CHAT = "chat"  # the choice that the keys below `template` are for
 TRAIN_ON = ("assistant", "last", "all")
 REWRITTEN = ("split", "last", "keep", "refuse")
+
+
+_OF_CHATS = ("template", "train_on", "rewritten_turns", "date", "too_long")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +52,16 @@ class DataConfig:
         None, "several samples in a row of train.seq_len; auto: true for chats", auto=True
     )
     too_long: str = key("cut", "chat: samples longer than train.seq_len", choices=("cut", "drop"))
+
+
+def refuse_keys_of_chats(config: DataConfig) -> None:
+    """See that nobody asks of text what only chats have.
+
+    Raises:
+        UsageError: a key that is for `data=chat` has another value than its default.
+    """
+    default = DataConfig()
+    for name in _OF_CHATS:
+        value = getattr(config, name)
+        if value != getattr(default, name):
+            raise UsageError(f"data.{name}={value}: only with data={CHAT}")

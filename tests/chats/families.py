@@ -158,7 +158,7 @@ def _trained(is_metaspace: bool) -> str:
 
 
 def write_tokenizer(folder: Path, name: str, template: str | None = None) -> Path:
-    """A directory with the family's tokenizer, and a template: its own, another, or none (empty)."""
+    """A directory with the family's tokenizer, and its own template, another or none (empty)."""
     family = FAMILIES[name]
     tokenizer = Tokenizer.from_str(_trained(family.is_metaspace))
     tokenizer.add_special_tokens(

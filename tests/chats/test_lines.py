@@ -81,10 +81,10 @@ def test_calls_in_shared_chats_are_calls_and_results_are_the_tools(tmp_path):
 
 
 def test_nulls_are_dropped_at_any_depth(tmp_path):
-    call = {"function": {"name": "f", "arguments": {"a": 1, "b": None, "c": [{"d": None}]}}}
+    call = {"function": {"name": "f", "arguments": {"a": 1, "b": None, "c": [{"d": None}, 2]}}}
     messages = [*say("x"), {"role": "assistant", "content": None, "tool_calls": [call]}]
     (found,) = rows_of(write_lines(tmp_path / "a.jsonl", [{"messages": messages, "tools": None}]))
-    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "c": [{}]}
+    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "c": [{}, 2]}
     assert found.tools is None
 
 

@@ -153,6 +153,14 @@ def test_what_is_missing_is_told(change, said, tmp_path):
 def test_chats_are_not_read_as_text(tmp_path):
     with pytest.raises(UsageError, match="chats are no text"):
         load_data(DataConfig(name="chat", path=str(tmp_path)))
+    with pytest.raises(UsageError, match="data.train_on=all: only with data=chat"):
+        load_data(DataConfig(name="text", path=str(tmp_path), train_on="all"))
+
+
+def test_a_part_without_conversations_is_told(tmp_path):
+    found = opened(tmp_path, "chatml", numbered(2), val_fraction=0.0001)
+    assert found.val is None
+    assert any("held out none" in note for note in found.notes)
 
 
 def of_lengths(*lengths, trained=None):

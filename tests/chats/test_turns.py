@@ -1,7 +1,15 @@
 """Which characters of a conversation have a loss, worked out by hand."""
 
-import pytest
+import re
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdpctl.chats.conversation import FILLERS
+from fsdpctl.chats.render import Renderer
+from fsdpctl.chats.rows import Chat
+from fsdpctl.chats.samples import Wanted, samples_of
 from fsdpctl.errors import UsageError
 from tests.chats.families import FAMILIES, MARKED, say, template_of
 from tests.chats.opened import opened, trained_of
@@ -208,3 +216,66 @@ def test_a_sample_without_a_loss_is_dropped_and_counted(tmp_path):
     assert any("1 sample dropped" in note for note in found.notes)
     with pytest.raises(UsageError, match="nothing to train on; 1 samples"):
         opened(tmp_path / "b", "chatml", [{"messages": silent}])
+
+
+SHORTENED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+    "{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+THOUGHTS = say("a", "<think>hm</think>b", "c", "<think>so</think>d", "e", "f")
+SHORTENED_SAMPLES = {
+    "split": [["<think>hm</think>b<|im_end|>"], ["<think>so</think>d<|im_end|>"], ["f<|im_end|>"]],
+    "last": [["f<|im_end|>"]],
+    "keep": [["b<|im_end|>", "d<|im_end|>", "f<|im_end|>"]],
+}
+
+
+@pytest.mark.parametrize("policy", SHORTENED_SAMPLES)
+def test_marked_turns_that_are_rewritten_are_as_one_asks(policy, tmp_path):
+    rows = [{"messages": THOUGHTS}]
+    found = trained_of(tmp_path, "chatml", rows, template=SHORTENED, rewritten_turns=policy)
+    assert found == SHORTENED_SAMPLES[policy]
+
+
+def test_answers_that_stand_together_share_a_sample(tmp_path):
+    calls = with_call({"city": "Rome"})
+    calls[1]["reasoning_content"] = calls[3]["reasoning_content"] = "hm"
+    rows = [{"messages": [*say("hi", "ho"), *calls]}]
+    found = trained_of(tmp_path, "qwen3", rows)
+    assert [len(each) for each in found] == [1, 2]
+    assert "tool_call" in found[1][0]
+    assert found[1][1] == "<think>\nhm\n</think>\n\ngood<|im_end|>"
+
+
+def test_a_mark_of_the_conversations_end_belongs_to_its_last_answer(tmp_path):
+    rows = [{"messages": [TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]}]
+    (found,) = trained_of(tmp_path, "phi3", rows, template=template_of("phi3", marked=True))
+    assert "".join(found).split() == ["because<|end|>", "<|endoftext|>"]
+
+
+PIECES = [
+    "a", "yes no", " ", "\n", "\n\n", "🙂", "é", "<|im_end|>", "<|im_start|>assistant\n", "</s>",
+    "[/INST]", "<end_of_turn>", "{{ x }}", "{% endfor %}", "<think>", "</think>", *FILLERS,
+]  # fmt: skip
+TEXTS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map("".join)
+SAME = [name for name in MARKED if name not in ("smollm3", "phi3")]
+
+
+@pytest.mark.parametrize("name", SAME)
+@settings(max_examples=60)
+@given(texts=st.lists(TEXTS.filter(str.strip), min_size=2, max_size=6))
+def test_any_words_are_found_where_marks_have_them(name, texts):
+    """Characters, so without a process and a tokenizer."""
+    family = FAMILIES[name]
+    named = {"bos_token": family.bos or "", "eos_token": family.eos}
+    controls = re.compile("|".join(map(re.escape, family.controls)))
+    chat = Chat(say(*texts[: len(texts) // 2 * 2]), [True] * (len(texts) // 2 * 2))
+    made = []
+    for marked in (False, True):
+        renderer = Renderer(template_of(name, marked=marked), named, "2026-01-31")
+        made.append(samples_of(renderer, chat, Wanted("assistant", "split"), controls).samples)
+    (found,), (expected,) = made
+    assert found.text == expected.text
+    assert found.spans == expected.spans
