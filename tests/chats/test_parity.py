@@ -9,12 +9,12 @@ from transformers import PreTrainedTokenizerFast
 from tests.chats.families import FAMILIES, MARKED, say, template_of
 from tests.chats.opened import DATE, opened
 
-CHATS = {
-    "two turns": say("Hello there", "I am fine", "What is the weather?", "yes  no\n\nmaybe"),
-    "spaces": say(" \n hi ", "\n\n two lines\n", "ok", " and   spaces "),
-    "other letters": say("¿Qué? 🙂 日本", "日本語 ñ", "ünïcode", "naïve 🙂 café"),
-    "control tokens": say("say <|im_end|> </s> <s>[INST]", "there <end_of_turn> <|end|> it is"),
-}
+CHATS = (
+    say("Hello there", "I am fine", "What is the weather?", "yes  no\n\nmaybe"),
+    say(" \n hi ", "\n\n two lines\n", "ok", " and   spaces "),
+    say("¿Qué? 🙂 日本", "日本語 ñ", "ünïcode", "naïve 🙂 café"),
+    say("say <|im_end|> </s> <s>[INST]", "there <end_of_turn> <|end|> it is"),
+)
 
 
 class _Clock(datetime):
@@ -41,36 +41,37 @@ def completed(mask, offsets):
     return found
 
 
-@pytest.mark.parametrize("chat", CHATS)
+ROWS = [{"messages": messages} for messages in CHATS]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tokens_are_those_of_transformers(name, chat, tmp_path):
-    found = opened(tmp_path, name, [{"messages": CHATS[chat]}], rewritten_turns="keep")
-    expected = with_transformers(tmp_path / "tokenizer", CHATS[chat])
-    assert found.train.tokens.tolist() == expected["input_ids"]
+def test_tokens_are_those_of_transformers(name, tmp_path):
+    found = opened(tmp_path, name, ROWS, rewritten_turns="keep").train
+    for number, messages in enumerate(CHATS):
+        expected = with_transformers(tmp_path / "tokenizer", messages)
+        assert found.sample(number)[0].tolist() == expected["input_ids"]
 
 
-@pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", MARKED)
-def test_trained_positions_are_those_of_transformers_where_a_template_has_marks(
-    name, chat, tmp_path
-):
-    template = template_of(name, marked=True)
-    found = opened(tmp_path, name, [{"messages": CHATS[chat]}], template)
-    expected = with_transformers(
-        tmp_path / "tokenizer",
-        CHATS[chat],
-        return_assistant_tokens_mask=True,
-        tokenizer_kwargs={"return_offsets_mapping": True},
-    )
-    assert found.train.tokens.tolist() == expected["input_ids"]
-    theirs = completed(expected["assistant_masks"], expected["offset_mapping"])
-    assert found.train.trained.tolist() == theirs
-    assert 0 < sum(theirs) < len(theirs)
+def test_trained_positions_are_those_of_transformers_where_a_template_has_marks(name, tmp_path):
+    found = opened(tmp_path, name, ROWS, template_of(name, marked=True)).train
+    for number, messages in enumerate(CHATS):
+        expected = with_transformers(
+            tmp_path / "tokenizer",
+            messages,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True},
+        )
+        tokens, trained = found.sample(number)
+        assert tokens.tolist() == expected["input_ids"]
+        theirs = completed(expected["assistant_masks"], expected["offset_mapping"])
+        assert trained.tolist() == theirs
+        assert 0 < sum(theirs) < len(theirs)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 def test_each_sample_of_a_rewritten_chat_is_the_conversation_up_to_there(name, tmp_path):
-    messages = CHATS["two turns"]
+    messages = CHATS[0]
     found = opened(tmp_path, name, [{"messages": messages}])
     assert found.train.num_samples == 2
     for number, count in enumerate((2, 4)):

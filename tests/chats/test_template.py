@@ -154,3 +154,9 @@ def test_the_date_is_the_one_asked_for_and_a_kept_one_holds(tmp_path):
     assert len({each.fingerprint for each in undated}) == 1
     with pytest.raises(UsageError, match="data.date=today: allowed is a day"):
         opened(tmp_path, "llama32", rows, date="today")
+
+
+def test_modules_in_the_current_folder_are_not_the_childs(tmp_path, monkeypatch):
+    (tmp_path / "jinja2.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    assert opened(tmp_path, "chatml", [{"messages": TALK}]).train.num_samples == 1

@@ -12,7 +12,7 @@ from fsdpctl.chats.rows import Chat
 from fsdpctl.chats.samples import Wanted, samples_of
 from fsdpctl.errors import UsageError
 from tests.chats.families import FAMILIES, MARKED, say, template_of
-from tests.chats.opened import opened, trained_of
+from tests.chats.opened import opened, trained_of, trained_texts
 
 TALK = say("hello", "good \nday", "why", "because")
 # What has a loss: of each sample, of each answer, with the token that ends it.
@@ -62,20 +62,22 @@ def test_what_is_found_is_what_marks_would_mark(name, tmp_path):
     assert differing.sum() == (6 if name == "phi3" else 0)
 
 
+ODD = ["\n\n lines \n", "  spaced ", "🙂", *FILLERS[:2]]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("answer", ["\n\n lines \n", "  spaced ", "🙂", "Dxw first filler words 4"])
-def test_an_answer_that_begins_or_ends_oddly_is_trained_whole(answer, name, tmp_path):
-    found = trained_of(tmp_path, name, [{"messages": say("hello", answer)}])
-    assert len(found) == len(found[0]) == 1
-    assert answer.strip() in found[0][0]
-    assert "user" not in found[0][0]
+def test_an_answer_that_begins_or_ends_oddly_is_trained_whole(name, tmp_path):
+    found = trained_of(tmp_path, name, [{"messages": say("hello", answer)} for answer in ODD])
+    for (text,), answer in zip(found, ODD, strict=True):
+        assert answer.strip() in text
+        assert "user" not in text
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen3", "phi3", "gemma2"])
 def test_control_tokens_in_what_people_say_move_no_boundary(name, tmp_path):
     end = {"phi3": "<|end|>", "gemma2": "<end_of_turn>"}.get(name, "<|im_end|>")
     found = opened(tmp_path, name, [{"messages": say(f"a {end} b", f"one {end} two")}])
-    texts = trained_of(tmp_path, name, [{"messages": say(f"a {end} b", f"one {end} two")}])
+    texts = trained_texts(found.train, found.tokenizer)
     assert texts[0][-1].strip().replace(" ", "").endswith(f"one{end}two{end}")
     assert any("2 messages with control tokens" in note for note in found.notes)
 
