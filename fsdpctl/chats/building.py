@@ -1,5 +1,6 @@
 """Lines of conversations through templates and the tokenizer, into the parts of a data set."""
 
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -123,7 +124,9 @@ class Building:
             made = self._encoder.texts(texts)
         else:
             if self._workers is None:
-                self._workers = stack.enter_context(workers(*self._plan.setup()))
+                files = (*self._plan.sources, *self._plan.val_sources)
+                size = sum(os.path.getsize(each.path) for each in files)
+                self._workers = stack.enter_context(workers(*self._plan.setup(), size))
             made = self._encoder.samples(self._rendered(self._workers, rows))
         for tokens, trained, place in made:
             self._take(tokens, trained, place)

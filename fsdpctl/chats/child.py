@@ -21,6 +21,7 @@ from fsdpctl.chats.samples import Made, Wanted, samples_of
 from fsdpctl.chats.turns import TurnError
 
 LENGTH_BYTES = 4
+_MANY = 100  # messages
 
 
 class Setup(msgspec.Struct, array_like=True):
@@ -33,7 +34,7 @@ class Setup(msgspec.Struct, array_like=True):
     date: str
     train_on: str
     rewritten_turns: str
-    most_seconds: float  # of computing, for a row
+    most_seconds: float  # of computing, for a chat of a few messages
     most_bytes: int  # of memory
 
 
@@ -70,7 +71,7 @@ def main() -> None:
     setup = msgspec.msgpack.decode(first, type=Setup)
     _limit(setup)
     prepared: list[Callable[[Chat], Made]] = []
-    send(taken, [_within(setup, lambda: prepared.append(_worker(setup)))])
+    send(taken, [_within(setup, setup.most_seconds, lambda: prepared.append(_worker(setup)))])
     while prepared and (content := receive(given)) is not None:
         send(taken, list(_answers(setup, prepared[0], content)))
 
@@ -78,10 +79,15 @@ def main() -> None:
 def _answers(setup: Setup, work: Callable[[Chat], Made], content: bytes) -> Iterator[Answer]:
     """An answer for each chat, up to the first that is refused."""
     for chat in msgspec.msgpack.decode(content, type=list[Chat]):
-        answer = _within(setup, partial(work, chat))
+        answer = _within(setup, seconds_for(setup, chat), partial(work, chat))
         yield answer
         if answer.error:
             return
+
+
+def seconds_for(setup: Setup, chat: Chat) -> float:
+    """How long the chat may compute: each answer takes some renderings of all before it."""
+    return setup.most_seconds * (1 + len(chat.messages) // _MANY)
 
 
 def _worker(setup: Setup) -> Callable[[Chat], Made]:
@@ -98,16 +104,16 @@ def _worker(setup: Setup) -> Callable[[Chat], Made]:
     return work
 
 
-def _within(setup: Setup, work: Callable[[], Made | None]) -> Answer:
-    """What `work` gives, or why it gave nothing."""
+def _within(setup: Setup, seconds: float, work: Callable[[], Made | None]) -> Answer:
+    """What `work` gives in so many seconds of computing, or why it gave nothing."""
     try:
-        signal.setitimer(signal.ITIMER_VIRTUAL, setup.most_seconds)
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
         try:
             return Answer(work())
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     except _OutOfTimeError:
-        return Answer(None, f"the template computes for longer than {setup.most_seconds:g} s")
+        return Answer(None, f"the template computes for longer than {seconds:g} s")
     except MemoryError:
         return Answer(None, _too_large(setup))
     except (RenderError, TurnError) as error:

@@ -10,9 +10,20 @@ from fsdpctl.chats.render import Rendered, Renderer
 from fsdpctl.chats.rows import Chat, Message
 from fsdpctl.reading.documents import parse_json
 
-# Without a first or last character in common, so that whatever a template writes beside a content
-# is seen not to be of it by one of the two.
-FILLERS = ("Dxw first filler words 4", "kzq other filler words 9")
+# No two have a first or last character in common, so that whatever a template writes beside a
+# content is seen by one of two not to be of it.
+FILLERS = (
+    "Dxw first filler words 4",
+    "kzq second filler words 9",
+    "Vju third filler words 7",
+    "bqy fourth filler words 2",
+)
+
+
+def fillers_for(message: Message) -> list[str]:
+    """Two that begin and end otherwise than the message does."""
+    text = text_of(message).strip()
+    return [each for each in FILLERS if each[0] != text[:1] and each[-1] != text[-1:]][:2]
 
 
 class Conversation:

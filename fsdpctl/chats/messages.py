@@ -27,11 +27,11 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the nulls that tables fill their missing fields with, at any depth."""
+    """The value without the nulls that tables fill missing fields with, at any depth."""
     if isinstance(value, dict):
         return {name: without_nulls(each) for name, each in value.items() if each is not None}
     if isinstance(value, list):
-        return [without_nulls(each) for each in value if each is not None]
+        return [without_nulls(each) for each in value]
     return value
 
 

@@ -32,17 +32,21 @@ def notes_on(
     lines += [_of_part("train", kept.train, kept.counts.get("chats", 0))]
     if kept.val is not None:
         lines += [_of_part("validation", kept.val, kept.counts.get("val_chats", 0))]
+    elif config.val_fraction:
+        share = f"data.val_fraction={config.val_fraction:g}"
+        lines += [f"no validation: of so few conversations {share} held out none"]
     return (*lines, *_of_counts(kept.counts, config))
 
 
 def _of_template(kept: Kept, template: ChatTemplate, config: DataConfig, today: str) -> list[str]:
     lines = [f"chat template: {template.source}"]
+    answers = _number(kept.counts.get("answers", 0), "answer")
     if config.train_on == "all":
         lines.append("every token has a loss (data.train_on=all)")
     elif kept.counts.get("marked"):
-        lines.append("answers are where the template marks them")
+        lines.append(f"{answers}, which the template marks")
     else:
-        lines.append("answers, with the token that ends them, were found in what it writes")
+        lines.append(f"{answers}, which were found in what it writes with the tokens that end them")
     if template.tells_date:
         lines.append(f"today, for the template, is {today} (data.date)")
     return lines

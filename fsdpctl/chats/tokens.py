@@ -83,7 +83,8 @@ class Encoder:
     def __init__(self, tokenizer: FileTokenizer) -> None:
         """With the tokenizer of the model."""
         self._tokenizer = tokenizer
-        self._controls = np.array(sorted(tokenizer.controls.values()), dtype=np.int64)
+        self._is_control = np.zeros(tokenizer.vocab_size, dtype=bool)
+        self._is_control[list(tokenizer.controls.values())] = True
         self._beginning = np.array(tokenizer.beginning(), dtype=np.int64)
         self._end = np.array([] if tokenizer.end is None else [tokenizer.end], dtype=np.int64)
 
@@ -119,15 +120,14 @@ class Encoder:
         for start, stop in sample.spans:
             within = (encoded.stops > start) & (encoded.starts < stop)
             if not sample.is_marked:
-                control = np.isin(encoded.tokens, self._controls)
-                within &= ~(control & (encoded.starts < start))
+                within &= ~(self._is_control[encoded.tokens] & (encoded.starts < start))
             flags |= within
         return flags
 
     def ends(self, tokens: Tokens, flags: Flags) -> list[int]:
         """The control tokens that spans of trained tokens end with."""
         last = flags & ~np.append(flags[1:], False)
-        return [int(each) for each in tokens[last] if each in self._controls]
+        return [int(each) for each in tokens[last & self._is_control[tokens]]]
 
 
 def _batches(items: Iterable[Any], size: int) -> Iterator[Sequence[Any]]:

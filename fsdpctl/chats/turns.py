@@ -8,7 +8,7 @@ the end of the first control token. What cannot be found so is refused.
 
 from dataclasses import dataclass
 
-from fsdpctl.chats.conversation import FILLERS, Conversation, filled
+from fsdpctl.chats.conversation import Conversation, filled, fillers_for
 from fsdpctl.chats.messages import ASSISTANT
 from fsdpctl.chats.rows import Message
 
@@ -68,7 +68,7 @@ def _differing(
     talk: Conversation, index: int, messages: list[Message], whole: str
 ) -> tuple[int, int] | None:
     low, high = len(whole), 0
-    for filler in FILLERS:
+    for filler in fillers_for(messages[index]):
         changed = filled(messages[index], filler)
         other = talk.render([*messages[:index], changed, *messages[index + 1 :]]).text
         if other == whole:
@@ -103,7 +103,8 @@ def _ends_of_message_before(talk: Conversation, index: int, count: int) -> tuple
     ends = []
     for messages, prompted in ((talk.messages[:index], True), (talk.messages[:count], False)):
         whole = talk.render(messages, prompted=prompted).text
-        changed = filled(messages[index - 1], FILLERS[0])
+        before = messages[index - 1]
+        changed = filled(before, fillers_for(before)[0])
         others = [*messages[: index - 1], changed, *messages[index:]]
         other = talk.render(others, prompted=prompted).text
         if other == whole:

@@ -7,20 +7,37 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import msgspec
 
 import fsdpctl
-from fsdpctl.chats.child import LENGTH_BYTES, Answer, Setup, send
+from fsdpctl.chats.child import LENGTH_BYTES, Answer, Setup, seconds_for, send
 from fsdpctl.chats.rows import Chat
 from fsdpctl.chats.samples import Made
 from fsdpctl.errors import UsageError
 
-MOST_SECONDS, MOST_BYTES = 10.0, 2 << 30  # for a row; a long one takes a hundredth of either
-_PATIENCE = 20  # times MOST_SECONDS by the clock, on a busy machine, before a process is given up
-_PARCEL = 32  # chats
+MOST_SECONDS, MOST_BYTES = 10.0, 2 << 30  # for a chat, of which few take a hundredth
+_PATIENCE = 20  # times as long by the clock, on a busy machine, before a process is given up
+_AT_ONCE = 32  # chats
+_WORTH_ONE = 1 << 19  # bytes, that take about as long as a process takes to begin
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    """What a process is busy with."""
+
+    process: subprocess.Popen[bytes]
+    places: list[str]  # where each of the chats is from
+    seconds: float  # that they may compute
+
+    @property
+    def where(self) -> str:
+        """All of them, for what cannot be said of one."""
+        first, last = self.places[0], self.places[-1]
+        return first if first == last else f"{first} (to {last})"
 
 
 class Workers:
@@ -38,7 +55,7 @@ class Workers:
             for process in self._processes:
                 _send(process, setup, where)
             for process in self._processes:
-                self._answers(process, [where])
+                self._answers(_Parcel(process, [where], setup.most_seconds))
         except BaseException:
             self.close()
             raise
@@ -50,26 +67,25 @@ class Workers:
             UsageError: the template refuses one, or its turns are not found; begins with where.
         """
         # A process has one parcel at a time: while it writes an answer, nobody writes to it.
-        waiting: deque[tuple[subprocess.Popen[bytes], list[str]]] = deque()
-        for number, parcel in enumerate(_parcels(chats)):
+        waiting: deque[_Parcel] = deque()
+        for number, some in enumerate(_some_at_a_time(chats)):
             if len(waiting) == len(self._processes):
-                yield from self._made(*waiting.popleft())
+                yield from self._made(waiting.popleft())
             process = self._processes[number % len(self._processes)]
-            places = [where for _, where in parcel]
-            _send(process, [chat for chat, _ in parcel], places[0])
-            waiting.append((process, places))
+            seconds = sum(seconds_for(self._setup, chat) for chat, _ in some)
+            parcel = _Parcel(process, [where for _, where in some], seconds)
+            _send(process, [chat for chat, _ in some], parcel.where)
+            waiting.append(parcel)
         while waiting:
-            yield from self._made(*waiting.popleft())
+            yield from self._made(waiting.popleft())
 
-    def _made(self, process: subprocess.Popen[bytes], places: list[str]) -> Iterator[Made]:
-        return (each.made for each in self._answers(process, places) if each.made is not None)
+    def _made(self, parcel: "_Parcel") -> Iterator[Made]:
+        return (each.made for each in self._answers(parcel) if each.made is not None)
 
-    def _answers(self, process: subprocess.Popen[bytes], places: list[str]) -> list[Answer]:
-        limit = self._setup.most_seconds * _PATIENCE
-        length = int.from_bytes(_read(process, LENGTH_BYTES, limit, places[0]), "little")
-        content = _read(process, length, limit, places[0])
-        answers = msgspec.msgpack.decode(content, type=list[Answer])
-        for answer, where in zip(answers, places, strict=False):
+    def _answers(self, parcel: "_Parcel") -> list[Answer]:
+        length = int.from_bytes(_read(parcel, LENGTH_BYTES), "little")
+        answers = msgspec.msgpack.decode(_read(parcel, length), type=list[Answer])
+        for answer, where in zip(answers, parcel.places, strict=False):
             if answer.error:
                 raise UsageError(f"{where}: {answer.error}")
         return answers
@@ -86,19 +102,20 @@ class Workers:
 
 
 @contextmanager
-def workers(setup: Setup, where: str) -> Iterator[Workers]:
-    """As many as this machine has use for, while the block runs."""
-    found = Workers(setup, where, max(1, min(8, os.cpu_count() or 1)))
+def workers(setup: Setup, where: str, num_bytes: int) -> Iterator[Workers]:
+    """As many as files of so many bytes have use for on this machine, while the block runs."""
+    useful = 1 + num_bytes // _WORTH_ONE
+    found = Workers(setup, where, max(1, min(8, os.cpu_count() or 1, useful)))
     try:
         yield found
     finally:
         found.close()
 
 
-def _parcels(chats: Iterable[tuple[Chat, str]]) -> Iterator[list[tuple[Chat, str]]]:
+def _some_at_a_time(chats: Iterable[tuple[Chat, str]]) -> Iterator[list[tuple[Chat, str]]]:
     source = iter(chats)
-    while parcel := list(islice(source, _PARCEL)):
-        yield parcel
+    while some := list(islice(source, _AT_ONCE)):
+        yield some
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -121,16 +138,16 @@ def _send(process: subprocess.Popen[bytes], value: object, where: str) -> None:
         raise UsageError(f"{where}: the process of the template ended") from None
 
 
-def _read(process: subprocess.Popen[bytes], count: int, limit: float, where: str) -> bytes:
-    assert process.stdout is not None
-    file, parts, left = process.stdout.fileno(), [], count
+def _read(parcel: _Parcel, count: int) -> bytes:
+    assert parcel.process.stdout is not None
+    file, parts, left = parcel.process.stdout.fileno(), [], count
     while left:
-        ready, _, _ = select.select([file], [], [], limit)
+        ready, _, _ = select.select([file], [], [], parcel.seconds * _PATIENCE)
         if not ready:
-            raise UsageError(f"{where}: the template does not come to an end")
+            raise UsageError(f"{parcel.where}: the template does not come to an end")
         part = os.read(file, min(left, 1 << 20))
         if not part:
-            raise UsageError(f"{where}: the process of the template ended: too little memory?")
+            raise UsageError(f"{parcel.where}: the process of the template ended: no memory left?")
         parts.append(part)
         left -= len(part)
     return b"".join(parts)

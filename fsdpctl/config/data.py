@@ -3,10 +3,14 @@
 from dataclasses import dataclass
 
 from fsdpctl.config.keys import key
+from fsdpctl.errors import UsageError
 
 CHAT = "chat"  # the choice that the keys below `template` are for
 TRAIN_ON = ("assistant", "last", "all")
 REWRITTEN = ("split", "last", "keep", "refuse")
+
+
+_OF_CHATS = ("template", "train_on", "rewritten_turns", "date", "too_long")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +57,16 @@ class DataConfig:
     def holds_documents(self) -> bool:
         """Whether rows can be several documents."""
         return self.name == CHAT
+
+
+def refuse_keys_of_chats(config: DataConfig) -> None:
+    """See that nobody asks of text what only chats have.
+
+    Raises:
+        UsageError: a key that is for `data=chat` has another value than its default.
+    """
+    default = DataConfig()
+    for name in _OF_CHATS:
+        value = getattr(config, name)
+        if value != getattr(default, name):
+            raise UsageError(f"data.{name}={value}: only with data={CHAT}")

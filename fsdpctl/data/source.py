@@ -7,7 +7,7 @@ from pathlib import Path
 
 import xxhash
 
-from fsdpctl.config.data import CHAT, DataConfig
+from fsdpctl.config.data import CHAT, DataConfig, refuse_keys_of_chats
 from fsdpctl.data.files import Text, hold_out, left_out, read_text, standard_library
 from fsdpctl.data.rows import Corpus
 from fsdpctl.data.tokenizer import (
@@ -57,6 +57,7 @@ def load_data(config: DataConfig) -> DataSet:
     """
     if config.name == CHAT:
         raise UsageError("data=chat: chats are no text: fsdpctl.chats.open reads them")
+    refuse_keys_of_chats(config)
     if config.name == "tokens":
         return _from_token_files(config)
     tokenizer = open_tokenizer(config.tokenizer)

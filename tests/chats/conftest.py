@@ -1,0 +1,8 @@
+"""A cache of its own for every test."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

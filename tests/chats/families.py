@@ -1,0 +1,196 @@
+"""Chat templates of published models, and small tokenizers with their control tokens.
+
+In templates/, ⟪ and ⟫ enclose what a marked version marks; they are no part of the template.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+
+TEMPLATES = Path(__file__).parent / "templates"
+_TEXTS = [
+    "Hello there, how are you today? I am fine, thank you. What is the weather like in Paris?",
+    "user assistant system model You are a helpful AI assistant. Today is a good day.\n\n",
+    "the quick brown fox jumps over the lazy dog, and 12345 more; yes no maybe ok",
+] * 4
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model's tokenizer has."""
+
+    controls: tuple[str, ...]
+    bos: str | None
+    eos: str
+    is_metaspace: bool = False
+    swallows: tuple[str, ...] = ()  # controls that take the space behind them, as Phi-3's do
+
+
+_CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+_LLAMA3 = (
+    "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<|eot_id|>",
+)  # fmt: skip
+_MISTRAL = (
+    "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]",
+    "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
+)  # fmt: skip
+_GEMMA = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
+_PHI = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
+
+FAMILIES = {
+    "chatml": Family(_CHATML, None, "<|im_end|>"),
+    "smollm2": Family(_CHATML, "<|im_start|>", "<|im_end|>"),
+    "smollm3": Family(_CHATML, None, "<|im_end|>"),
+    "llama2": Family(("<s>", "</s>"), "<s>", "</s>", is_metaspace=True),
+    "llama3": Family(_LLAMA3, "<|begin_of_text|>", "<|eot_id|>"),
+    "llama32": Family(_LLAMA3, "<|begin_of_text|>", "<|end_of_text|>"),
+    "qwen25": Family(_CHATML, None, "<|endoftext|>"),
+    "qwen3": Family(_CHATML, None, "<|im_end|>"),
+    "mistral_v1": Family(("<s>", "</s>"), "<s>", "</s>", is_metaspace=True),
+    "mistral_v3": Family(_MISTRAL, "<s>", "</s>", is_metaspace=True),
+    "mistral_v7": Family(_MISTRAL, "<s>", "</s>"),
+    "gemma2": Family(_GEMMA, "<bos>", "<eos>"),
+    "gemma3": Family(_GEMMA, "<bos>", "<eos>"),
+    "phi3": Family(
+        ("<s>", "<|endoftext|>", *_PHI), "<s>", "<|endoftext|>", True, ("<|assistant|>",)
+    ),
+    "phi4": Family((*_CHATML, "<|im_sep|>"), "<|endoftext|>", "<|im_end|>"),
+    "phi4_mini": Family(("<|endoftext|>", *_PHI), "<|endoftext|>", "<|endoftext|>"),
+    "zephyr": Family(("<s>", "</s>"), "<s>", "</s>", is_metaspace=True),
+    "deepseek_r1": Family(
+        ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+        "<｜begin▁of▁sentence｜>",
+        "<｜end▁of▁sentence｜>",
+    ),
+    "gpt_oss": Family(
+        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|endoftext|>"),
+        "<|endoftext|>",
+        "<|return|>",
+    ),
+}
+# How a template that writes all roles alike is split so that an answer can be marked: what is
+# replaced, what comes before the answer, the answer, what comes behind it.
+_SPLIT = {
+    "chatml": (
+        r"{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}",
+        r"{{'<|im_start|>' + message['role'] + '\n'}}",
+        "{{message['content'] + '<|im_end|>'}}",
+        r"{{'\n'}}",
+    ),
+    "llama3": (
+        "{{ content }}",
+        "{{ content.split('\n\n')[0] + '\n\n' }}",
+        "{{ message['content'] | trim + '<|eot_id|>' }}",
+        "",
+    ),
+    "qwen25": (
+        r"{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}",
+        r"{{- '<|im_start|>' + message.role + '\n' }}",
+        "{{- message.content + '<|im_end|>' }}",
+        r"{{- '\n' }}",
+    ),
+    "gemma2": (
+        "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}",
+        "{{ '<start_of_turn>' + role + '\n' }}",
+        "{{ message['content'] | trim + '<end_of_turn>' }}",
+        "{{ '\n' }}",
+    ),
+}
+MARKED = ("llama2", "mistral_v1", "mistral_v7", "phi3", "phi4", "zephyr", "smollm3", *_SPLIT)
+
+
+def template_of(name: str, *, marked: bool = False) -> str:
+    """The template as it was published, or with marks."""
+    text = (TEMPLATES / f"{name}.jinja").read_text().removesuffix("\n")
+    if not marked:
+        return text.replace("⟪", "").replace("⟫", "")
+    if name in _SPLIT:
+        old, head, body, tail = _SPLIT[name]
+        assert old in text
+        answer = f"{{% generation %}}{body}{{% endgeneration %}}"
+        choice = f"{{% if message['role'] == 'assistant' %}}{answer}{{% else %}}{body}{{% endif %}}"
+        return text.replace(old, head + choice + tail)
+    assert "⟪" in text or "generation" in text
+    text = text.replace("⟫\n", "⟫\n\n")  # of which a block takes one
+    return text.replace("⟪", "{% generation %}").replace("⟫", "{% endgeneration %}")
+
+
+@cache
+def _trained(is_metaspace: bool) -> str:
+    tokenizer = Tokenizer(BPE(byte_fallback=is_metaspace, unk_token="<unk>"))
+    alphabet: list[str] = []
+    if is_metaspace:
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    fallback = [f"<0x{byte:02X}>" for byte in range(256)] if is_metaspace else []
+    trainer = BpeTrainer(
+        vocab_size=700,
+        special_tokens=["<unk>", *fallback],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_TEXTS, trainer)
+    if is_metaspace:
+        tokenizer.decoder = decoders.Sequence(
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(content=" ", left=1),
+            ]
+        )
+    else:
+        tokenizer.decoder = decoders.ByteLevel()
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = []  # the bytes are no control tokens
+    return json.dumps(content)
+
+
+def write_tokenizer(folder: Path, name: str, template: str | None = None) -> Path:
+    """A directory with the family's tokenizer, and its own template, another or none (empty)."""
+    family = FAMILIES[name]
+    tokenizer = Tokenizer.from_str(_trained(family.is_metaspace))
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(each, special=True, normalized=False, rstrip=each in family.swallows)
+            for each in family.controls
+        ]
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    about: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": family.eos,
+        "chat_template": template_of(name) if template is None else template,
+    }
+    if template == "":
+        del about["chat_template"]
+    if family.bos is not None:
+        about["bos_token"] = family.bos
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    return folder
+
+
+def say(*turns: str, system: str | None = None) -> list[dict[str, Any]]:
+    """A conversation whose turns are the user's and the assistant's, in turn."""
+    first = [] if system is None else [{"role": "system", "content": system}]
+    roles = ("user", "assistant")
+    rest = [{"role": roles[index % 2], "content": text} for index, text in enumerate(turns)]
+    return [*first, *rest]
+
+
+def write_lines(file: Path, rows: list[Any]) -> Path:
+    """The rows as JSON Lines."""
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return file

@@ -1,0 +1,119 @@
+"""Models by their name on the Hub, in the cache of huggingface_hub, without a network."""
+
+import json
+from pathlib import Path
+
+import pytest
+from huggingface_hub import snapshot_download
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.hub_cache import cache_folder, cached_model, local_model
+from fsdpctl.errors import UsageError
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+NAME = "org/tiny-model"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "hub"
+
+
+def fill(cache: Path, *names: str, ref: str = "main") -> Path:
+    """A snapshot as huggingface_hub lays it out: links into blobs."""
+    folder = cache / "models--org--tiny-model"
+    snapshot = folder / "snapshots" / SHA
+    for name in ("blobs", f"snapshots/{SHA}", "refs"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / "refs" / ref).parent.mkdir(parents=True, exist_ok=True)
+    (folder / "refs" / ref).write_text(SHA)
+    for name in names:
+        content = {}
+        if name == "config.json":
+            content = {"model_type": "llama", "vocab_size": 300, "hidden_size": 64}
+            content |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+            content |= {"intermediate_size": 64}
+        elif name.endswith("index.json"):
+            content = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+        (folder / "blobs" / name).write_text(json.dumps(content))
+        (snapshot / name).symlink_to(Path("../../blobs") / name)
+    return snapshot
+
+
+def test_a_name_is_the_directory_that_the_hubs_own_library_finds(cache):
+    snapshot = fill(cache, "config.json", "model.safetensors")
+    assert local_model(NAME) == str(snapshot)
+    assert local_model(NAME) == snapshot_download(NAME, cache_dir=cache, local_files_only=True)
+    assert local_model(f"{NAME}@{SHA}") == str(snapshot)
+    assert cached_model(Path(NAME)) == snapshot
+
+
+def test_a_model_is_composed_by_its_name(cache):
+    snapshot = fill(cache, "config.json", "model.safetensors")
+    config = compose_config(["model=hf", f"model.path={NAME}"]).config
+    assert config.model.path == str(snapshot)
+    assert config.model.hidden_size == 64
+
+
+def test_another_revision_may_have_a_path_for_a_name(cache):
+    snapshot = fill(cache, "config.json", "model.safetensors", ref="refs/pr/1")
+    assert local_model(f"{NAME}@refs/pr/1") == str(snapshot)
+    with pytest.raises(UsageError, match=r"`hf download org/tiny-model`$"):
+        local_model(NAME)
+    with pytest.raises(UsageError, match=r"`hf download org/tiny-model --revision v2`$"):
+        local_model(f"{NAME}@v2")
+
+
+def test_what_is_not_there_is_told_with_the_command_that_fetches_it(cache):
+    with pytest.raises(
+        UsageError, match=r"model.path=org/tiny-model: .*`hf download org/tiny-model`"
+    ):
+        compose_config(["model=hf", f"model.path={NAME}"])
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (["model.safetensors"], "config.json"),
+        (["config.json"], "model.safetensors"),
+        (["config.json", "model.safetensors.index.json", "model-1.safetensors"], "model-2"),
+    ],
+)
+def test_a_part_of_a_model_is_not_taken_for_it(names, missing, cache):
+    fill(cache, *names)
+    with pytest.raises(UsageError, match=f"has it without {missing}.*completes it"):
+        local_model(NAME)
+
+
+def test_a_link_to_nothing_is_missing(cache):
+    snapshot = fill(cache, "config.json", "model.safetensors")
+    (snapshot / "../../blobs/model.safetensors").resolve().unlink()
+    with pytest.raises(UsageError, match=r"without model.safetensors"):
+        local_model(NAME)
+    assert local_model(NAME, weights=False) == str(snapshot)
+
+
+def test_a_directory_of_that_name_is_taken_first_and_paths_stay_paths(cache):
+    fill(cache, "config.json", "model.safetensors")
+    Path(NAME).mkdir(parents=True)
+    assert local_model(NAME) == NAME
+    for path in ("a/b/c", "./x", "../y", "/z", "plain", "~/m"):
+        assert local_model(path) == path
+
+
+def test_the_cache_is_where_the_variables_say(monkeypatch, tmp_path):
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    steps = [
+        ("HOME", tmp_path / ".cache/huggingface/hub", str(tmp_path)),
+        ("XDG_CACHE_HOME", tmp_path / "x/huggingface/hub", str(tmp_path / "x")),
+        ("HF_HOME", tmp_path / "y/hub", "$HOME/y"),
+        ("HUGGINGFACE_HUB_CACHE", tmp_path / "z", "~/z"),
+        ("HF_HUB_CACHE", tmp_path / "w", str(tmp_path / "w")),
+    ]
+    for name, expected, value in steps:
+        monkeypatch.setenv(name, value)
+        assert cache_folder() == expected
