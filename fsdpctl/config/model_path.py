@@ -20,8 +20,10 @@ SHAPE_KEYS = tuple(
         "num_kv_heads", "head_dim", "vocab_size", "attention_bias", "mlp_bias",
     )
 )  # fmt: skip
+LORA_KEYS = ("model.lora.rank", "model.lora.alpha", "model.lora.rslora", "model.lora.targets")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_NOT_THE_MODELS = ("model.path", "model.init")  # but of the run that saved it
+# But of the run that saved it.
+_NOT_THE_MODELS = ("model.path", "model.init", "model.trainable", "model.lora.path")
 
 
 def model_words(path: str) -> dict[str, str]:

@@ -52,7 +52,7 @@ class Estimator:
             allocator=config.launch.allocator,
             draws=config.engine.name == "fsdpctl" and not config.model.is_pretrained,
         )
-        return RunEstimate(config, batches, traced.num_params, rank, step)
+        return RunEstimate(config, batches, traced.num_params, traced.num_trained, rank, step)
 
     def _traced_model(self, config: Config) -> TracedModel:
         alike = (

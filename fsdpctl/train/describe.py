@@ -54,8 +54,10 @@ def _num_params(run: ResolvedRun) -> int:
 
 def _model(run: ResolvedRun) -> str:
     config = run.config
+    trained = sum(param.numel() for param in run.module.parameters() if param.requires_grad)
+    in_part = "" if trained == _num_params(run) else f" ({_count(trained)} trained)"
     return (
-        f"{config.model.name}, {_count(_num_params(run))} parameters, vocabulary "
+        f"{config.model.name}, {_count(_num_params(run))} parameters{in_part}, vocabulary "
         f"{config.model.vocab_size}{_auto(run, 'model.vocab_size')}, {_weights(config)}"
     )
 
