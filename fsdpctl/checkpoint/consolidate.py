@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.checkpoint.adapters import exported_weights
 from fsdpctl.checkpoint.cast import EXPORT_DTYPES, FLOATS, cast
 from fsdpctl.checkpoint.destination import WRITTEN, new_folder
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
+from fsdpctl.checkpoint.merge import exported_weights
 from fsdpctl.checkpoint.pretrained import INDEX_JSON, attached_files
 from fsdpctl.checkpoint.publish import lack_of_space
 from fsdpctl.checkpoint.reader import CheckpointReader

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpctl.checkpoint.adapters import exported_weights
 from fsdpctl.checkpoint.cast import FLOATS, cast
 from fsdpctl.checkpoint.gguf_tokenizer import write_tokenizer
 from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, tensor_key
+from fsdpctl.checkpoint.merge import exported_weights
 from fsdpctl.checkpoint.pretrained import attached_files
 from fsdpctl.checkpoint.publish import lack_of_space
 from fsdpctl.checkpoint.reader import CheckpointReader

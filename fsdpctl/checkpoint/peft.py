@@ -20,10 +20,9 @@ from fsdpctl.checkpoint.tensor_file import (
     write_tensor_file,
 )
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.peft import ADAPTER_CONFIG
+from fsdpctl.config.peft import ADAPTER_CONFIG, adapted_layers, is_adapter
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.models.lora import adapted_layers, is_adapter
 from fsdpctl.plan.layout import Span
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

@@ -270,7 +270,10 @@ def _values_of_adapters(choices: Mapping[str, str], given: Mapping[str, str]) ->
             f"model.lora.path={path}: only with model={_FROM_PATH}, whose adapters it has"
         )
     words = adapter_words(str(KEYS["model.lora.path"].parse(path)))
-    values = {name: known_key(name).parse(text) for name, text in words.items()}
+    try:
+        values = {name: KEYS[name].parse(text) for name, text in words.items()}
+    except UsageError as error:
+        raise UsageError(f"model.lora.path={path}: {error}") from None
     for name in ADAPTER_KEYS:
         if name in given and values[name] != KEYS[name].parse(given[name]):
             raise UsageError(

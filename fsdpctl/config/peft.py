@@ -1,6 +1,7 @@
-"""What the adapter_config.json of a PEFT directory says of adapters, in our words."""
+"""What the library PEFT calls adapters, and what its adapter_config.json says, in our words."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from fsdpctl.errors import UsageError
 from fsdpctl.reading.documents import as_type, read_json
 
+DOWN, UP = "lora_A", "lora_B"  # of an adapter, which is B(A(x))
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_KEYS = tuple(f"model.lora.{name}" for name in ("rank", "alpha", "rslora"))
 # What changes the computation, and has one value here: null, false, or empty.
@@ -61,3 +63,14 @@ def adapter_words(path: str) -> dict[str, str]:
         ends = "|".join(map(re.escape, sorted(about.target_modules)))
         words["model.lora.targets"] = rf"(^|\.)({ends})$"
     return words
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return name.endswith((f".{DOWN}.weight", f".{UP}.weight"))
+
+
+def adapted_layers(names: Iterable[str]) -> list[str]:
+    """The layers that have an adapter, of a model whose parameters have these names; sorted."""
+    end = f".{DOWN}.weight"
+    return sorted(name.removesuffix(end) for name in names if name.endswith(end))

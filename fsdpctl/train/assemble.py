@@ -167,9 +167,13 @@ def _resume(
                 f"train.run_dir={newest.parent.parent}: the data is not what the run was trained "
                 "on so far; choose another train.run_dir="
             )
-        base = reader.manifest.base
-        if base is not None:
-            check_base(base, open_base(base, reader), model.collectives, str(reader))
-        return load_checkpoint(reader, model, optimizer, whole_weights(reader)), base
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{way_on(newest)}") from None
+    base = reader.manifest.base
+    if base is not None:
+        check_base(base, open_base(base, reader), model.collectives, str(reader))
+    weights = whole_weights(reader)
+    try:
+        return load_checkpoint(reader, model, optimizer, weights), base
     except CheckpointError as error:
         raise CheckpointError(f"{error}{way_on(newest)}") from None
