@@ -14,6 +14,7 @@ from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensors import tensor_bytes
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import is_adapter
+from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import initialize_parameter
 from fsdpctl.plan.layout import Span
 
@@ -58,7 +59,11 @@ def first_weights(model: ModelConfig, module: nn.Module, seed: int, base: Tensor
         UsageError: the adapters in `model.lora.path` are not those of the model.
         CheckpointError: they are damaged.
     """
-    if model.lora.rank is None or any(map(is_adapter, base.names(PARAMETER))):
+    if model.lora.rank is None:
+        return base
+    if any(map(is_adapter, base.names(PARAMETER))):
+        if model.lora.path is not None:
+            raise UsageError(f"model.lora.path={model.lora.path}: {base} has adapters already")
         return base
     params = module.named_parameters()
     shapes = {name: tuple(param.shape) for name, param in params if is_adapter(name)}

@@ -154,17 +154,26 @@ def write_peft(
     with new_folder(destination, reader.folder, overwrite=overwrite) as folder:
         header = make_header(entries, {"format": "pt", **WRITTEN})
         write_tensor_file(folder / ADAPTER_WEIGHTS, header, chunks())
-        content = _adapter_config(model, adapted_layers(names), base)
+        content = _adapter_config(model, _targets(weights.names(PARAMETER)), base)
         write_synced(folder / ADAPTER_CONFIG, content)
     return sum(entry.nbytes for entry in entries)
 
 
-def _adapter_config(model: ModelConfig, layers: list[str], base: str | None) -> bytes:
+def _targets(names: list[str]) -> list[str]:
+    """The layers with adapters, by the last part of their names if that means no others."""
+    layers = adapted_layers(names)
+    ends = {layer.rpartition(".")[2] for layer in layers}
+    bases = (name.removesuffix(".weight") for name in names if not is_adapter(name))
+    alike = {base for base in bases if base.rpartition(".")[2] in ends}
+    return sorted(ends) if alike <= set(layers) else layers
+
+
+def _adapter_config(model: ModelConfig, targets: list[str], base: str | None) -> bytes:
     """The contents of adapter_config.json.
 
     Args:
         model: whose adapters they are.
-        layers: names of the layers that have one.
+        targets: names, or ends of names, of the layers that have one.
         base: the path of the weights that they were trained on.
     """
     lora = model.lora
@@ -179,7 +188,7 @@ def _adapter_config(model: ModelConfig, layers: list[str], base: str | None) -> 
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
         "use_dora": False,
-        "target_modules": sorted(layers),
+        "target_modules": targets,
         "bias": "none",
         "fan_in_fan_out": model.architecture == "gpt2",
         "modules_to_save": None,

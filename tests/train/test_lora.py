@@ -258,6 +258,28 @@ def test_another_number_of_ranks_goes_on_with_the_same_losses(tmp_path, ranks):
     assert losses(tmp_path) == pytest.approx(expected, abs=1e-5)
 
 
+def test_a_run_with_adapters_can_be_gone_on_from_and_gone_back_in(tmp_path):
+    """Its adapters are trained on; and after a bad number it begins again from its checkpoint."""
+    run(words(tmp_path, 2), 2, tmp_path / "first")
+    before = torch.load(tmp_path / "first")
+    typed = [
+        *(word for word in words(tmp_path, 2) if not word.startswith(("model.", "train.run_dir"))),
+        f"model.path={tmp_path / 'run'}", f"train.run_dir={tmp_path / 'second'}",
+        "train.on_nonfinite=rollback",
+    ]  # fmt: skip
+    plants = {4: ("loss", 1)}
+    train(world_size=2, typed=typed, plants=plants, result=str(tmp_path / "after"))
+    assert Path(f"{tmp_path / 'after'}.error").read_text() == ""
+    after = torch.load(tmp_path / "after")
+    assert after.keys() == before.keys()
+    assert {n for n in after if not torch.equal(after[n], before[n])} == {
+        name for name in after if "lora_" in name
+    }
+    write_adapters(tmp_path, resolved(words(tmp_path, 1)))
+    with pytest.raises(UsageError, match="has adapters already"):
+        resolved([*typed, f"model.lora.path={tmp_path / 'adapters'}"])
+
+
 @distributed(world_size=2)
 def test_the_head_is_gathered_once_each_way_however_many_chunks_the_loss_has(
     rank: int, world_size: int
@@ -307,12 +329,21 @@ def test_a_part_of_a_merged_weight_is_that_part(tmp_path):
         assert part == whole[4 * start : 4 * stop]
 
 
-def test_training_goes_on_from_a_directory_of_peft(tmp_path):
+@pytest.mark.parametrize(
+    ("targets", "named"),
+    [
+        ("q_proj|mlp", ["down_proj", "gate_proj", "q_proj", "up_proj"]),
+        (r"1\.mlp", [f"model.layers.1.mlp.{each}_proj" for each in ("down", "gate", "up")]),
+    ],
+)
+def test_training_goes_on_from_a_directory_of_peft(tmp_path, targets, named):
     """It begins with what the adapters give, and not with those that are drawn."""
-    typed = words(tmp_path, 2)
+    typed = words(tmp_path, 2, f"model.lora.targets={targets}")
     first = run(typed, 2, tmp_path / "first")
     reader = newest(tmp_path)
     write_peft(reader, tmp_path / "adapters")
+    about = json.loads((tmp_path / "adapters" / ADAPTER_CONFIG).read_text())
+    assert about["target_modules"] == named
     shutil.rmtree(tmp_path / "run")
     more = [word for word in typed if not word.startswith(("model.lora", "optimizer.lr"))]
     more += [f"model.lora.path={tmp_path / 'adapters'}", "optimizer.lr=0"]
