@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from fsdpctl.errors import UsageError
 
+EXPORT_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 FLOATS = ("F64", "F32", "BF16", "F16")
 _DTYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 _NAN = np.uint16(0x7FC0)

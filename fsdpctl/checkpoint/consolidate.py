@@ -1,38 +1,34 @@
 """From spans to whole tensors in a Hugging Face model directory, one piece in memory at a time."""
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.checkpoint.cast import FLOATS, cast
+from fsdpctl.checkpoint.cast import EXPORT_DTYPES, FLOATS, cast
+from fsdpctl.checkpoint.destination import WRITTEN, new_folder
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
-from fsdpctl.checkpoint.pretrained import ASSETS, INDEX_JSON, attached_files
+from fsdpctl.checkpoint.merge import exported_weights
+from fsdpctl.checkpoint.pretrained import INDEX_JSON, attached_files
 from fsdpctl.checkpoint.publish import lack_of_space
 from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensor_file import (
     TensorEntry,
     make_header,
-    open_tensor_file,
-    sync,
     write_synced,
     write_tensor_file,
 )
 from fsdpctl.config.hugging_face import CONFIG_JSON, config_json
-from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer import TOKENIZER_JSON
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.reading.documents import parse_json
 
-EXPORT_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 OnBytes = Callable[[int], None]
 _MODEL = "model"  # the word that says which
-_MARK = "fsdpctl"  # in the metadata of what is written
-_WRITTEN = {_MARK: "consolidated"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +49,7 @@ def consolidate(
     dtype: str | None = None,
     max_file_bytes: int = 5 * 10**9,
     overwrite: bool = False,
+    merges: bool = False,
     on_bytes: OnBytes = lambda count: None,
 ) -> Exported:
     """Write `destination`, which appears complete or not at all.
@@ -63,73 +60,22 @@ def consolidate(
         dtype: float32, bfloat16 or float16; None keeps the masters' dtype.
         max_file_bytes: a file gets no further tensor beyond this size.
         overwrite: replace the directory if it exists.
+        merges: add adapters to the weights that they are of, in float32.
         on_bytes: called with the bytes read since the last call.
 
     Raises:
-        UsageError: the destination exists.
+        UsageError: the destination exists, or there are adapters that are not to be merged.
         CheckpointError: a checksum does not match.
     """
     destination = destination.resolve()  # what a symbolic link points to, not the link
-    refuse_existing(destination, overwrite=overwrite)
-    _refuse_source(reader.folder.resolve(), destination)
-    exports = _exports(reader, dtype)
-    lack = lack_of_space(destination.parent, sum(each.entry.nbytes for each in exports))
-    if lack:
-        raise UsageError(f"{destination}: {lack}")
-    scratch = destination.with_name(f"{destination.name}.tmp-{os.getpid()}")
-    try:
-        scratch.mkdir(parents=True)
-        exported = _write_folder(reader, scratch, exports, max_file_bytes, on_bytes)
-        sync(scratch)
-        _put_in_place(scratch, destination, overwrite=overwrite)
-    except OSError as error:
-        raise UsageError(f"{destination}: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return exported
-
-
-def refuse_existing(destination: Path, *, overwrite: bool) -> None:
-    """Raise UsageError unless `destination` may be written: it is not there, or an old export."""
-    if destination.exists() and not destination.is_dir():
-        raise UsageError(f"{destination}: is a file; give a directory")
-    if not destination.is_dir() or not any(destination.iterdir()):
-        return
-    if not overwrite:
-        raise UsageError(f"{destination}: exists already; --overwrite replaces an earlier export")
-    if not all(map(_is_of_an_export, destination.iterdir())):
-        raise UsageError(f"{destination}: is no earlier export; --overwrite replaces only those")
-
-
-def _is_of_an_export(file: Path) -> bool:
-    """Whether `consolidate` has written it."""
-    if file.suffix != ".safetensors":
-        return file.name in (INDEX_JSON, *ASSETS)
-    try:
-        return _MARK in open_tensor_file(file).metadata
-    except CheckpointError:
-        return False
-
-
-def _refuse_source(folder: Path, destination: Path) -> None:
-    inside = folder.parent if folder.parent.name == CHECKPOINTS else folder
-    if destination in (folder, *folder.parents) or inside in destination.parents:
-        raise UsageError(f"{destination}: is where the checkpoint {folder} lies; give another")
-
-
-def _put_in_place(scratch: Path, destination: Path, *, overwrite: bool) -> None:
-    if overwrite and destination.exists():
-        aside = destination.with_name(f"{destination.name}.old-{os.getpid()}")
-        destination.rename(aside)
-        try:
-            scratch.rename(destination)
-        except BaseException:
-            aside.rename(destination)
-            raise
-        shutil.rmtree(aside)
-    else:
-        scratch.rename(destination)  # refused by the kernel if something lies there by now
-    sync(destination.parent)
+    with new_folder(destination, reader.folder, overwrite=overwrite) as folder:
+        weights = exported_weights(reader, EXPORT_DTYPES.get(dtype or ""), merges=merges)
+        exports = _exports(weights, dtype)
+        lack = lack_of_space(destination.parent, sum(each.entry.nbytes for each in exports))
+        if lack:
+            raise UsageError(f"{destination}: {lack}")
+        chunks = partial(_chunks, weights, on_bytes)
+        return _write_folder(reader, folder, exports, max_file_bytes, chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +87,7 @@ class _Export:
     entry: TensorEntry  # that it gets
 
 
-def _exports(reader: CheckpointReader, dtype: str | None) -> list[_Export]:
+def _exports(reader: Tensors, dtype: str | None) -> list[_Export]:
     found = []
     for kind in (PARAMETER, BUFFER):
         for name in reader.names(kind):
@@ -170,7 +116,7 @@ def _write_folder(
     folder: Path,
     exports: list[_Export],
     max_file_bytes: int,
-    on_bytes: OnBytes,
+    chunks: Callable[[list[_Export]], Iterator[memoryview]],
 ) -> Exported:
     files = _split(exports, max_file_bytes)
     weight_map: dict[str, str] = {}
@@ -178,8 +124,8 @@ def _write_folder(
         name = "model.safetensors"
         if len(files) > 1:
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        header = make_header([each.entry for each in tensors], {"format": "pt", **_WRITTEN})
-        write_tensor_file(folder / name, header, _chunks(reader, tensors, on_bytes))
+        header = make_header([each.entry for each in tensors], {"format": "pt", **WRITTEN})
+        write_tensor_file(folder / name, header, chunks(tensors))
         weight_map.update({each.entry.name: name for each in tensors})
     total = sum(each.entry.nbytes for each in exports)
     if len(files) > 1:
@@ -206,10 +152,10 @@ def _config_of(
 
 
 def _chunks(
-    reader: CheckpointReader, exports: Sequence[_Export], on_bytes: OnBytes
+    weights: Tensors, on_bytes: OnBytes, exports: Sequence[_Export]
 ) -> Iterator[memoryview]:
     for each in exports:
-        for _, data in reader.read(each.key):
+        for _, data in weights.read(each.key):
             yield cast(data, each.stored, each.entry.dtype, each.entry.name)
             on_bytes(len(data))
 

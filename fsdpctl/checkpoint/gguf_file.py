@@ -7,6 +7,7 @@ Llama's heads, as Meta's weights want it; Hugging Face's rotate one half against
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,11 @@ from numpy.typing import NDArray
 from fsdpctl.checkpoint.cast import FLOATS, cast
 from fsdpctl.checkpoint.gguf_tokenizer import write_tokenizer
 from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, tensor_key
+from fsdpctl.checkpoint.merge import exported_weights
 from fsdpctl.checkpoint.pretrained import attached_files
 from fsdpctl.checkpoint.publish import lack_of_space
 from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensor_file import ITEMSIZES, sync
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.serialize import config_of_checkpoint
@@ -65,6 +68,7 @@ def write_gguf(
     *,
     dtype: str,
     overwrite: bool,
+    merges: bool = False,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> ExportedGguf:
     """Write `destination`, which appears complete or not at all.
@@ -74,6 +78,7 @@ def write_gguf(
         destination: a file, or a directory to write model.gguf into.
         dtype: F32, F16 or BF16, of matrices; vectors are F32.
         overwrite: replace the file if it exists.
+        merges: add adapters to the weights that they are of, in float32.
         on_bytes: called with the bytes read since the last call.
 
     Raises:
@@ -86,14 +91,16 @@ def write_gguf(
     model = config_of_checkpoint(reader.manifest.config, str(reader)).model
     library = _library()
     _check(model, reader)
-    tensors = _tensors(reader, model, dtype, library)
+    weights = exported_weights(reader, dtype, merges=merges)
+    tensors = _tensors(weights, model, dtype, library)
     lack = lack_of_space(destination.parent, sum(each.nbytes for each in tensors))
     if lack:
         raise UsageError(f"{destination}: {lack}")
     scratch = destination.with_name(f"{destination.name}.tmp-{os.getpid()}")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        why = _write(scratch, reader, model, tensors, on_bytes)
+        chunks = partial(_chunks, weights, on_bytes)
+        why = _write(scratch, reader, model, tensors, chunks)
         scratch.replace(destination)
         sync(destination.parent)
         size = destination.stat().st_size
@@ -137,9 +144,7 @@ def _check(model: ModelConfig, reader: CheckpointReader) -> None:
         raise UsageError(f"--format gguf: {what}")
 
 
-def _tensors(
-    reader: CheckpointReader, model: ModelConfig, dtype: str, library: Any
-) -> list[_Tensor]:
+def _tensors(reader: Tensors, model: ModelConfig, dtype: str, library: Any) -> list[_Tensor]:
     architecture = getattr(library.MODEL_ARCH, _ARCHITECTURES[model.architecture])
     names = library.get_tensor_name_map(architecture, model.num_layers)
     reorders = model.architecture in ("llama", "mistral")
@@ -166,7 +171,7 @@ def _write(
     reader: CheckpointReader,
     model: ModelConfig,
     tensors: list[_Tensor],
-    on_bytes: Callable[[int], None],
+    chunks: Callable[[_Tensor], Iterator[memoryview]],
 ) -> str:
     """Everything into `path`; why it has no tokenizer, or an empty string."""
     import gguf
@@ -192,9 +197,8 @@ def _write(
         file.write(factors.tobytes())
         writer.write_padding(file, factors.nbytes)
     for each in tensors:
-        for data in _values(reader, each):
+        for data in chunks(each):
             file.write(data)
-            on_bytes(len(data))
         writer.write_padding(file, each.nbytes)
     file.flush()
     os.fsync(file.fileno())
@@ -246,16 +250,24 @@ def _rope_factors(model: ModelConfig) -> NDArray[np.float32] | None:
     return factors
 
 
-def _values(reader: CheckpointReader, tensor: _Tensor) -> Iterator[memoryview]:
+def _chunks(
+    weights: Tensors, on_bytes: Callable[[int], None], tensor: _Tensor
+) -> Iterator[memoryview]:
+    for data in _values(weights, tensor):
+        yield data
+        on_bytes(len(data))
+
+
+def _values(weights: Tensors, tensor: _Tensor) -> Iterator[memoryview]:
     if not tensor.rows:
-        for _, data in reader.read(tensor.key):
+        for _, data in weights.read(tensor.key):
             yield cast(data, tensor.info.dtype, tensor.dtype, tensor.name)
         return
     size = ITEMSIZES[tensor.info.dtype]
     width = tensor.info.numel // tensor.info.shape[0]
     head = tensor.rows * width
     for start in range(0, tensor.info.numel, head):
-        read = b"".join(data for _, data in reader.read(tensor.key, Span(start, start + head)))
+        read = b"".join(data for _, data in weights.read(tensor.key, Span(start, start + head)))
         rows = np.frombuffer(read, np.uint8).reshape(2, tensor.rows // 2, width * size)
         together = np.ascontiguousarray(rows.swapaxes(0, 1)).reshape(-1)
         yield cast(together.data, tensor.info.dtype, tensor.dtype, tensor.name)

@@ -17,14 +17,19 @@ from fsdpctl.shards import Sharded
 
 @torch.no_grad()
 def load_checkpoint(
-    reader: CheckpointReader, model: Sharded, optimizer: ShardedOptimizer | None
+    reader: CheckpointReader,
+    model: Sharded,
+    optimizer: ShardedOptimizer | None,
+    weights: Tensors | None = None,
 ) -> Progress:
     """Fill this rank's shards and states, reading only what it holds; returns how far it was.
+
+    `weights` are those of the checkpoint and of its base, where it has one.
 
     Raises:
         CheckpointError: a byte was changed, or the checkpoint is of another model.
     """
-    _load_model(reader, model)
+    _load_model(weights or reader, model)
     progress = reader.manifest.progress
     if optimizer is not None and (progress.optimizer_step or state_kinds(reader)):
         optimizer.isolate(progress.optimizer_steps)

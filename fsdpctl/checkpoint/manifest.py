@@ -84,6 +84,14 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class BaseInfo:
+    """Weights that are not in the checkpoint, because they are not trained."""
+
+    path: str  # of a Hugging Face directory or a checkpoint
+    xxh3: str  # over all weights there, as they are stored
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """Everything about a checkpoint but the tensors' bytes."""
 
@@ -94,10 +102,14 @@ class Manifest:
     config: dict[str, str]  # the resolved configuration, as words
     versions: dict[str, str]
     world_size: Count
+    base: BaseInfo | None = None  # what has the weights that are not here; None: all are
 
     def to_json(self) -> str:
         """The contents of manifest.json."""
-        return seal(asdict(self))
+        content = asdict(self)
+        if self.base is None:
+            del content["base"]
+        return seal(content)
 
 
 def read_manifest(folder: Path) -> Manifest:

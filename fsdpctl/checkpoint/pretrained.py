@@ -4,15 +4,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdpctl.checkpoint.base import Overlay
 from fsdpctl.checkpoint.cast import FLOATS
 from fsdpctl.checkpoint.folders import find_checkpoint
-from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, read_manifest, tensor_key
+from fsdpctl.checkpoint.manifest import PARAMETER, BaseInfo, TensorInfo, read_manifest, tensor_key
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensor_file import ITEMSIZES, TensorEntry, TensorFile, open_tensor_file
 from fsdpctl.config.hugging_face import CONFIG_JSON
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG, is_hugging_face
+from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer import BYTES, TOKENIZER_FILES, TOKENIZER_JSON, read_files
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.plan.layout import Span
@@ -46,7 +48,36 @@ def open_weights(model: ModelConfig, folder: Path | None = None) -> Tensors:
     folder = folder or weights_folder(model)
     if is_hugging_face(folder):
         return HuggingFaceWeights(folder, model)
-    return CheckpointReader(folder)
+    return whole_weights(CheckpointReader(folder))
+
+
+def whole_weights(reader: CheckpointReader) -> Tensors:
+    """All weights of a checkpoint, those too that it leaves to its base.
+
+    Raises:
+        CheckpointError: the base is not there any more, or damaged.
+    """
+    base = reader.manifest.base
+    return reader if base is None else Overlay(reader, open_base(base, reader))
+
+
+def open_base(base: BaseInfo, reader: CheckpointReader) -> Tensors:
+    """The weights that the checkpoint of `reader` leaves to its `base`.
+
+    Raises:
+        CheckpointError: they are not there any more, or damaged.
+    """
+    folder = Path(base.path)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{reader}: holds only what was trained, and its base {folder} is not there; put it, "
+            "or a link to it, where it was"
+        )
+    model = config_of_checkpoint(reader.manifest.config, str(reader)).model
+    try:
+        return open_weights(model, folder)
+    except UsageError as error:
+        raise CheckpointError(f"{reader}: its base {folder}: {error}") from None
 
 
 def weights_folder(model: ModelConfig) -> Path:

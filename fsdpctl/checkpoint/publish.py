@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
-from fsdpctl.checkpoint.manifest import FileInfo, Manifest, Progress, TensorInfo
+from fsdpctl.checkpoint.manifest import BaseInfo, FileInfo, Manifest, Progress, TensorInfo
 from fsdpctl.checkpoint.spans import checksum
 from fsdpctl.checkpoint.tensor_file import sync, write_synced
 from fsdpctl.config.sealed import MANIFEST
@@ -22,6 +22,7 @@ class About:
     progress: Progress = field(default_factory=Progress)
     config: Mapping[str, str] = field(default_factory=dict)  # as words
     attachments: Mapping[str, bytes] = field(default_factory=dict)  # files, by name
+    base: BaseInfo | None = None  # what has the weights that are not trained; None: they are saved
 
 
 def lack_of_space(folder: Path, nbytes: int) -> str:
@@ -63,6 +64,7 @@ def publish(
         config=dict(about.config),
         versions={**versions, "python": sys.version.split()[0]},
         world_size=world_size,
+        base=about.base,
     )
     for name, content in about.attachments.items():
         write_synced(scratch / name, content)

@@ -29,7 +29,7 @@ from fsdpctl.checkpoint.tensors import DTYPE_NAMES, Staging, tensor_bytes
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.plan.layout import ParamSpec, Piece, Span
-from fsdpctl.shards import Sharded
+from fsdpctl.shards import Sharded, trainable_shards
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ def take_snapshot(
     With `staging` a copy, which the next one overwrites; else it may share the model's memory, and
     is good until that changes.
     """
-    pieces = list(_rank_pieces(model, optimizer, rank))
+    pieces = list(_rank_pieces(model, optimizer, rank, trained_only=about.base is not None))
     values = [each.values.detach() for each in pieces]
     copies = [each.cpu() for each in values] if staging is None else staging.copies(values)
     pieces = [replace(each, values=copy) for each, copy in zip(pieces, copies, strict=True)]
@@ -151,11 +151,11 @@ def _reason(error: Exception) -> str:
 
 
 def _rank_pieces(
-    model: Sharded, optimizer: ShardedOptimizer | None, rank: int
+    model: Sharded, optimizer: ShardedOptimizer | None, rank: int, *, trained_only: bool
 ) -> Iterator[StatePiece]:
-    yield from model_pieces(model, written=True)
+    yield from model_pieces(model, written=True, trained_only=trained_only)
     if rank == 0:
-        yield from _empty_pieces(model)
+        yield from _empty_pieces(model, trained_only=trained_only)
     if optimizer is not None:
         yield from optimizer_pieces(optimizer, written=True)
     if rank == 0:
@@ -166,10 +166,10 @@ def _rank_pieces(
             yield StatePiece(tensor_key(BUFFER, name), piece, buffer.detach().reshape(-1))
 
 
-def _empty_pieces(model: Sharded) -> Iterator[StatePiece]:
+def _empty_pieces(model: Sharded, *, trained_only: bool) -> Iterator[StatePiece]:
     """Parameters without elements, which lie in nobody's part."""
     nothing = Span(0, 0)
-    for shard in model.flat_shards():
+    for shard in trainable_shards(model) if trained_only else model.flat_shards():
         for param in shard.layout.params:
             if param.numel == 0:
                 key = tensor_key(PARAMETER, param.name)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fsdpctl.checkpoint.manifest import PARAMETER, tensor_key
 from fsdpctl.plan.layout import Piece, Span
-from fsdpctl.shards import FlatShard, Sharded
+from fsdpctl.shards import FlatShard, Sharded, trainable_shards
 
 
 class SteppedRun(Protocol):
@@ -50,9 +50,11 @@ class StatePiece:
     values: Tensor  # 1-D, the elements `piece.in_param`
 
 
-def model_pieces(model: Sharded, *, written: bool) -> Iterator[StatePiece]:
+def model_pieces(
+    model: Sharded, *, written: bool, trained_only: bool = False
+) -> Iterator[StatePiece]:
     """The parts of parameters that this rank saves, or all that it holds."""
-    for shard in model.flat_shards():
+    for shard in trainable_shards(model) if trained_only else model.flat_shards():
         for piece in shard.written_pieces() if written else shard.held_pieces():
             values = shard.view(shard.master, piece.in_flat)
             yield StatePiece(tensor_key(PARAMETER, piece.param.name), piece, values)

@@ -10,16 +10,12 @@ import typer
 from typer.core import TyperGroup
 
 from fsdpctl.cli import console
-from fsdpctl.cli.checkpoint import (
-    consolidate_checkpoint,
-    inspect_checkpoint,
-    shard_checkpoint,
-    verify_checkpoint,
-)
+from fsdpctl.cli.checkpoint import consolidate_checkpoint, shard_checkpoint
 from fsdpctl.cli.compare import compare
 from fsdpctl.cli.data import data, tokenize
 from fsdpctl.cli.estimate import estimate_memory
 from fsdpctl.cli.evaluate import evaluate
+from fsdpctl.cli.inspection import inspect_checkpoint, verify_checkpoint
 from fsdpctl.cli.listing import list_choices
 from fsdpctl.cli.sample import sample
 from fsdpctl.cli.status import status

@@ -1,28 +1,16 @@
-"""`fsdpctl consolidate-checkpoint`, `inspect-checkpoint` and `verify-checkpoint`."""
+"""`fsdpctl consolidate-checkpoint` and `shard-checkpoint`."""
 
-import json
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
-from fsdpctl.cli.console import bytes_bar, emit, note, say, show_table
+from fsdpctl.cli.console import bytes_bar, note, say
 from fsdpctl.config.sizes import parse_bytes
 from fsdpctl.errors import UsageError, nearest
-from fsdpctl.train.console import printable
 
-if TYPE_CHECKING:
-    from fsdpctl.checkpoint.manifest import TensorInfo
-    from fsdpctl.checkpoint.reader import CheckpointReader
-
-_PARAMETER = "model"  # the kind of tensor that weights are
 _MOST_FILES = 1 << 16
-_SHOWN_FILES = 16
-_FORMATS = ("hf", "gguf")
+_FORMATS = ("hf", "gguf", "peft")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 Source = Annotated[
@@ -32,7 +20,6 @@ Source = Annotated[
         help="A run directory (its newest checkpoint), a checkpoints directory, or a checkpoint.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def found_checkpoint(source: Path) -> Path:
@@ -68,37 +55,60 @@ def consolidate_checkpoint(
         str,
         typer.Option(
             metavar="|".join(_FORMATS),
-            help="hf: a directory that transformers opens. gguf: a file that llama.cpp opens.",
+            help="hf: a directory that transformers opens. gguf: a file that llama.cpp opens. "
+            "peft: a directory of adapters alone, that peft opens.",
         ),
     ] = "hf",
+    merge: Annotated[
+        bool, typer.Option("--merge", help="hf, gguf: add adapters to the weights they are of.")
+    ] = False,
 ) -> None:
     """Write whole tensors for the rest of the world."""
     for name, given, known in (("dtype", dtype, _DTYPES), ("format", format, _FORMATS)):
         if given is not None and given not in known:
             allowed = ", ".join(known)
             raise UsageError(f"--{name} {given}: allowed is {allowed}{nearest(given, known)}")
+    how = {"overwrite": overwrite, "merges": merge}
     if format == "hf":
         limit = parse_bytes(max_file_size or "5GB", "--max-file-size")
-        _write_hugging_face(source, destination, dtype, limit, overwrite=overwrite)
+        _write_hugging_face(source, destination, dtype, limit, **how)
     elif max_file_size is not None:
-        raise UsageError("--max-file-size: only with --format hf; llama.cpp takes one file")
+        raise UsageError("--max-file-size: only with --format hf; others take one file")
+    elif format == "gguf":
+        _write_gguf(source, destination, dtype, **how)
+    elif merge or dtype is not None:
+        option = "--merge" if merge else "--dtype"
+        raise UsageError(f"{option}: not with --format peft, which writes adapters as they are")
     else:
-        _write_gguf(source, destination, dtype, overwrite=overwrite)
+        _write_peft(source, destination, overwrite=overwrite)
 
 
-def _write_gguf(source: Path, destination: Path, dtype: str | None, *, overwrite: bool) -> None:
-    from fsdpctl.checkpoint.consolidate import EXPORT_DTYPES
+def _write_peft(source: Path, destination: Path, *, overwrite: bool) -> None:
+    from fsdpctl.checkpoint.peft import write_peft
+    from fsdpctl.checkpoint.reader import CheckpointReader
+
+    reader = CheckpointReader(found_checkpoint(source))
+    count = write_peft(reader, destination, overwrite=overwrite)
+    say(f"{destination}: adapters, {count:,} bytes, of step {reader.manifest.progress.step}")
+
+
+def _write_gguf(
+    source: Path, destination: Path, dtype: str | None, *, overwrite: bool, merges: bool
+) -> None:
+    from fsdpctl.checkpoint.cast import EXPORT_DTYPES
     from fsdpctl.checkpoint.gguf_file import write_gguf
+    from fsdpctl.checkpoint.pretrained import whole_weights
     from fsdpctl.checkpoint.reader import CheckpointReader
     from fsdpctl.checkpoint.source import weight_bytes
 
     reader = CheckpointReader(found_checkpoint(source))
-    with bytes_bar(weight_bytes(reader)) as advance:
+    with bytes_bar(weight_bytes(whole_weights(reader))) as advance:
         exported = write_gguf(
             reader,
             destination,
             dtype=EXPORT_DTYPES[dtype or "float32"],
             overwrite=overwrite,
+            merges=merges,
             on_bytes=advance,
         )
     say(
@@ -110,21 +120,30 @@ def _write_gguf(source: Path, destination: Path, dtype: str | None, *, overwrite
 
 
 def _write_hugging_face(
-    source: Path, destination: Path, dtype: str | None, limit: int, *, overwrite: bool
+    source: Path,
+    destination: Path,
+    dtype: str | None,
+    limit: int,
+    *,
+    overwrite: bool,
+    merges: bool,
 ) -> None:
-    from fsdpctl.checkpoint.consolidate import consolidate, refuse_existing
+    from fsdpctl.checkpoint.consolidate import consolidate
+    from fsdpctl.checkpoint.destination import refuse_existing
+    from fsdpctl.checkpoint.pretrained import whole_weights
     from fsdpctl.checkpoint.reader import CheckpointReader
     from fsdpctl.checkpoint.source import weight_bytes
 
     refuse_existing(destination.resolve(), overwrite=overwrite)
     reader = CheckpointReader(found_checkpoint(source))
-    with bytes_bar(weight_bytes(reader)) as advance:
+    with bytes_bar(weight_bytes(whole_weights(reader))) as advance:
         exported = consolidate(
             reader,
             destination,
             dtype=dtype,
             max_file_bytes=limit,
             overwrite=overwrite,
+            merges=merges,
             on_bytes=advance,
         )
     say(
@@ -174,107 +193,3 @@ def shard_checkpoint(
             on_bytes=advance,
         )
     say(f"{destination}: {total:,} bytes of weights; train with model=hf model.path={destination}")
-
-
-def inspect_checkpoint(source: Source, as_json: AsJson = False) -> None:
-    """Show what is in a checkpoint: its run, its files, its tensors."""
-    from fsdpctl.checkpoint.reader import CheckpointReader
-
-    reader = CheckpointReader(found_checkpoint(source))
-    if as_json:
-        emit(json.dumps(_described(reader), indent=2, ensure_ascii=False))
-        return
-    manifest = reader.manifest
-    for line in _summary(reader):
-        say(line)
-    if manifest.attachments:
-        say(f"beside them: {', '.join(manifest.attachments)}")
-    _show("file", ("bytes", "tensors"), _rows_of_files(reader))
-    _show("tensor", ("shape", "dtype", "bytes", "files"), _rows_of_tensors(reader))
-    _show("configuration", ("",), [[name, text] for name, text in manifest.config.items()])
-
-
-def _described(reader: "CheckpointReader") -> dict[str, Any]:
-    """The manifest, and where each tensor's elements lie."""
-    content: dict[str, Any] = json.loads(reader.manifest.to_json())
-    for key, about in content["tensors"].items():
-        about["bytes"] = reader.info(key).nbytes
-        about["spans"] = [
-            {"file": part.file.path.name, "start": part.stored.span.start,
-             "stop": part.stored.span.stop}
-            for part in reader.parts(key)
-        ]  # fmt: skip
-    return {"path": str(reader.folder), "bytes": reader.num_bytes, **content}
-
-
-def _show(first: str, others: tuple[str, ...], rows: list[list[str]]) -> None:
-    if not rows:
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(first)
-    for name in others:
-        table.add_column(name, justify="right" if name in ("bytes", "tensors") else "left")
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    say()
-    show_table(table)
-
-
-def _rows_of_files(reader: "CheckpointReader") -> list[list[str]]:
-    counts = Counter(
-        part.file.path.name for key in reader.manifest.tensors for part in reader.parts(key)
-    )
-    rows = [
-        [name, f"{info.size:,}", str(counts[name])] for name, info in reader.manifest.files.items()
-    ]
-    left = len(rows) - _SHOWN_FILES
-    return rows if left <= 0 else [*rows[:_SHOWN_FILES], [f"and {left} more", "", ""]]
-
-
-def _rows_of_tensors(reader: "CheckpointReader") -> list[list[str]]:
-    rows = []
-    for key, info in sorted(reader.manifest.tensors.items(), key=_parameters_first):
-        names = [part.file.path.stem.removeprefix("rank-") for part in reader.parts(key)]
-        shown = ", ".join(str(int(name)) for name in names[:_SHOWN_FILES])
-        shown += f" and {len(names) - _SHOWN_FILES} more" if len(names) > _SHOWN_FILES else ""
-        shape = "x".join(map(str, info.shape)) or "scalar"
-        rows.append([key, shape, info.dtype, f"{info.nbytes:,}", shown])
-    return rows
-
-
-def _parameters_first(entry: tuple[str, "TensorInfo"]) -> tuple[bool, str]:
-    return not entry[0].startswith(f"{_PARAMETER}/"), entry[0]
-
-
-def _summary(reader: "CheckpointReader") -> Iterator[str]:
-    manifest = reader.manifest
-    progress, tensors = manifest.progress, manifest.tensors
-    kinds = Counter(key.split("/")[0] for key in tensors)
-    weights = [info for key, info in tensors.items() if key.startswith(f"{_PARAMETER}/")]
-    dtypes = ", ".join(sorted({info.dtype for info in weights}))
-    model = manifest.config.get("model", "a model of one's own")
-    yield f"{reader.folder}: {model}, step {progress.step}, {progress.samples:,} samples"
-    numel = sum(info.numel for info in weights)
-    yield f"{numel:,} parameters in {len(weights)} tensors of {dtypes}"
-    states = [kind for kind in kinds if kind not in (_PARAMETER, "buffer")]
-    yield f"optimizer states: {', '.join(states) or 'none'}"
-    yield (
-        f"{reader.num_bytes:,} bytes in {len(manifest.files)} files, written by "
-        f"{manifest.world_size} ranks with torch {manifest.versions.get('torch', 'unknown')}"
-    )
-
-
-def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
-    """Check every byte; exit code 4 if one is wrong."""
-    from fsdpctl.checkpoint.reader import CheckpointReader
-
-    reader = CheckpointReader(found_checkpoint(source))
-    with bytes_bar(reader.num_bytes) as advance:
-        for count in reader.verify():
-            advance(count)
-    tensors = len(reader.manifest.tensors)
-    if as_json:
-        about = {"path": str(reader.folder), "tensors": tensors, "bytes": reader.num_bytes}
-        emit(json.dumps(about | {"verified": True}, indent=2))
-    else:
-        say(f"{reader.folder}: {tensors} tensors, {reader.num_bytes:,} bytes, all as written")

@@ -152,7 +152,7 @@ def _heading(first: "RunEstimate") -> list[str]:
     recomputes = config.activation_checkpointing.name
     compiled = "; as if uncompiled" if config.train.compile else ""
     return [
-        f"model   {config.model.name}, {first.num_params:,} parameters",
+        f"model   {config.model.name}, {first.num_params:,} parameters{_trained(first)}",
         f"ranks   {world_size(config)} on {launch.device}{nodes}, {_size(first.memory_bytes)} each "
         f"(cluster={config.cluster.name}), engine {config.engine.name}",
         f"dtypes  {precision.param_dtype} compute, {precision.reduce_dtype} reduction, "
@@ -163,6 +163,12 @@ def _heading(first: "RunEstimate") -> list[str]:
         f"{prefetch.forward} forward, {prefetch.backward} backward",
         "",
     ]
+
+
+def _trained(estimate: "RunEstimate") -> str:
+    if estimate.num_trained == estimate.num_params:
+        return ""
+    return f", of which {estimate.num_trained:,} are trained"
 
 
 def _strategies_table(estimates: list["RunEstimate"]) -> Table:

@@ -1,6 +1,6 @@
 """Collectives over NCCL."""
 
-import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -55,28 +55,34 @@ class NcclCollectives(ProcessGroupCollectives):
         return self.gather_together([Gathering(whole, parts, shard)])
 
     def gather_together(self, buffers: Sequence[Gathering]) -> Handle:
-        """On the gather stream, in one launch of NCCL's where parts are even."""
+        """On the gather stream, in one launch where parts are even and dtypes are one."""
         # Whoever used this memory before did so on the current stream; a prefetch is issued
         # before the running unit's work, so it overlaps with that.
         self.gather_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.gather_stream):
-            owns = [each.parts[self.rank] for each in buffers]
-            for each, own in zip(buffers, owns, strict=True):
+            together: dict[torch.dtype, list[Gathering]] = defaultdict(list)
+            for each in buffers:
                 if each.shard is not None:
-                    each.whole[own.start : own.stop].copy_(each.shard)
-            even = [are_even(each.parts) for each in buffers]
-            with self._one_launch(sum(even)):
-                for each, own in itertools.compress(zip(buffers, owns, strict=True), even):
-                    source = each.whole[own.start : own.stop]
-                    all_gather_single(each.whole, source, group=self.gather_group)
-            for each in (each for each, is_even in zip(buffers, even, strict=True) if not is_even):
-                for work in self.start_broadcasts(each.whole, each.parts):
-                    work.wait()
+                    self._own(each).copy_(each.shard)
+                if are_even(each.parts):
+                    together[each.whole.dtype].append(each)
+                else:
+                    for work in self.start_broadcasts(each.whole, each.parts):
+                        work.wait()
+            for alike in together.values():
+                with self._one_launch(len(alike)):
+                    for each in alike:
+                        all_gather_single(each.whole, self._own(each), group=self.gather_group)
             done = self.gather_stream.record_event()
         return self._after(done, buffers[0].whole)
 
+    def _own(self, buffer: Gathering) -> Tensor:
+        """This rank's part."""
+        own = buffer.parts[self.rank]
+        return buffer.whole[own.start : own.stop]
+
     def _one_launch(self, count: int) -> AbstractContextManager[object]:
-        """`count` all-gathers that are called within become one."""
+        """All-gathers that are called within become one; torch wants one dtype for that."""
         if count < 2:
             return nullcontext()
         manager: AbstractContextManager[object] = dist.distributed_c10d._coalescing_manager(

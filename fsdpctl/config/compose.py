@@ -17,7 +17,8 @@ from fsdpctl.config.config_dir import check_config_dir, own_choice
 from fsdpctl.config.files import choices_of, package_folder
 from fsdpctl.config.hub_cache import local_model
 from fsdpctl.config.keys import Value
-from fsdpctl.config.model_path import SHAPE_KEYS, is_checkpoint, model_words
+from fsdpctl.config.model_path import LORA_KEYS, SHAPE_KEYS, is_checkpoint, model_words
+from fsdpctl.config.peft import ADAPTER_KEYS, adapter_words
 from fsdpctl.config.recipe import find_recipe, read_recipe, recipe_names, refuse_commands
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
 from fsdpctl.config.serialize import known_key, to_config
@@ -71,6 +72,7 @@ def compose_config(
     choices = {name: text for name, text in pairs if name in GROUPS}
     values = _values_of_choices(choices, config_dir)
     values.update(_values_of_path(choices, dict(pairs)))
+    values.update(_values_of_adapters(choices, dict(pairs)))
     values.update({name: KEYS[name].parse(text) for name, text in pairs if name in KEYS})
     given = {name for name, _ in typed}
     _settle("the length", LENGTHS, values, given, {name for name, _ in kept})
@@ -262,11 +264,34 @@ def _values_of_path(choices: Mapping[str, str], given: Mapping[str, str]) -> dic
     except UsageError as error:
         refusal = CheckpointError if is_checkpoint(Path(folder)) else UsageError
         raise refusal(f"model.path={path}: {error}") from None
-    for name in SHAPE_KEYS if given.get("model.init") != "random" else ():
+    fixed = SHAPE_KEYS + (LORA_KEYS if "model.lora.rank" in words else ())
+    for name in fixed if given.get("model.init") != "random" else ():
         if name in given and values.get(name, KEYS[name].default) != KEYS[name].parse(given[name]):
             raise UsageError(
                 f"{name}={given[name]}: the weights in model.path={path} are of "
                 f"{words.get(name, 'another')}; model.init=random begins without them"
+            )
+    return values
+
+
+def _values_of_adapters(choices: Mapping[str, str], given: Mapping[str, str]) -> dict[str, Value]:
+    """What the adapters in `model.lora.path` are, where they are given."""
+    path = given.get("model.lora.path")
+    if path is None:
+        return {}
+    if choices.get("model") != _FROM_PATH:
+        raise UsageError(
+            f"model.lora.path={path}: only with model={_FROM_PATH}, whose adapters it has"
+        )
+    words = adapter_words(str(KEYS["model.lora.path"].parse(path)))
+    try:
+        values = {name: KEYS[name].parse(text) for name, text in words.items()}
+    except UsageError as error:
+        raise UsageError(f"model.lora.path={path}: {error}") from None
+    for name in ADAPTER_KEYS:
+        if name in given and values[name] != KEYS[name].parse(given[name]):
+            raise UsageError(
+                f"{name}={given[name]}: those in model.lora.path={path} have {words[name]}"
             )
     return values
 

@@ -19,7 +19,9 @@ SHAPE_KEYS = tuple(
         "num_kv_heads", "head_dim", "vocab_size", "attention_bias", "mlp_bias",
     )
 )  # fmt: skip
-_NOT_THE_MODELS = ("model.path", "model.init")  # but of the run that saved it
+LORA_KEYS = ("model.lora.rank", "model.lora.alpha", "model.lora.rslora", "model.lora.targets")
+# But of the run that saved it.
+_NOT_THE_MODELS = ("model.path", "model.init", "model.trainable", "model.lora.path")
 
 
 def model_words(path: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from fsdpctl.chats.data import open_data
 from fsdpctl.config.schema import Config
+from fsdpctl.errors import UsageError
 from fsdpctl.estimate.engines import has_strategy, steps_of
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import plan_run
@@ -35,6 +36,7 @@ class Estimator:
             UsageError: it cannot work.
         """
         traced = self._traced_model(config)
+        _check_engine(config, traced)
         batches = batches_of(config)
         micro = batches.micro_batch_size
         chunk = loss_chunk_tokens(config, micro)
@@ -53,7 +55,7 @@ class Estimator:
             allocator=config.launch.allocator,
             draws=config.engine.name == "fsdpctl" and not config.model.is_pretrained,
         )
-        return RunEstimate(config, batches, traced.num_params, rank, step)
+        return RunEstimate(config, batches, traced.num_params, traced.num_trained, rank, step)
 
     def _traced_model(self, config: Config) -> TracedModel:
         alike = (
@@ -66,6 +68,14 @@ class Estimator:
         if alike not in self._traced:
             self._traced[alike] = TracedModel(config)
         return self._traced[alike]
+
+
+def _check_engine(config: Config, traced: TracedModel) -> None:
+    if config.engine.name != "fsdpctl" and traced.num_trained < traced.num_params:
+        raise UsageError(
+            f"engine={config.engine.name}: is estimated for models that are trained whole, without "
+            "model.lora and model.trainable"
+        )
 
 
 def batches_of(config: Config) -> BatchPlan:

@@ -37,6 +37,7 @@ class RunEstimate:
     config: Config  # resolved
     batches: BatchPlan
     num_params: int
+    num_trained: int  # of them
     rank: int
     step: StepEstimate
 
@@ -85,8 +86,13 @@ class RunEstimate:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of a checkpoint on the disk, without its manifest: masters and moments."""
-        return self.num_params * self._master_itemsize * (1 + MOMENTS)
+        """Of a checkpoint on the disk, without its manifest: masters and moments.
+
+        What is frozen and was read is left to what it was read from.
+        """
+        sizes, frozen = item_sizes(self.config), self.num_params - self.num_trained
+        saved = 0 if self.config.model.is_pretrained else frozen * sizes.param
+        return self.num_trained * sizes.master * (1 + MOMENTS) + saved
 
     @property
     def host_bytes(self) -> int:
@@ -96,10 +102,6 @@ class RunEstimate:
             return base
         return base + self.checkpoint_bytes // world_size(self.config)
 
-    @property
-    def _master_itemsize(self) -> int:
-        return item_sizes(self.config).master
-
     def to_dict(self) -> dict[str, Any]:
         """What `estimate-memory --json` prints."""
         config, outside = self.config, self.outside
@@ -108,6 +110,7 @@ class RunEstimate:
             "engine": config.engine.name,
             "model": config.model.name,
             "num_parameters": self.num_params,
+            "num_trained_parameters": self.num_trained,
             "world_size": world_size(config),
             "rank": self.rank,
             "micro_batch_size": self.batches.micro_batch_size,

@@ -86,6 +86,9 @@ class TracedModel:
         """
         module = build_model(config.model)
         self.num_params = sum(param.numel() for param in module.parameters())
+        self.num_trained = sum(
+            param.numel() for param in module.parameters() if param.requires_grad
+        )
         self.units = divide_module(module, None)
         self._traced_module = TracedModule(
             module,

@@ -63,7 +63,6 @@ def evaluate_run(run: ResolvedRun, on_batch: Callable[[int, int], None]) -> Eval
     device = torch.device(str(config.launch.device))
     model = make_model(config, device, strategy="no_shard", empty=True)
     load_weights(open_weights(config.model), model)
-    model.eval()
     batches = Batches(stream.rows(config.train.seq_len), run.batches, 0, run.data.vocab_size)
     total = batches.num_validation_batches(0)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from fsdpctl.checkpoint.load import load_weights
-from fsdpctl.checkpoint.pretrained import attached_files, open_weights, read_assets
+from fsdpctl.checkpoint.pretrained import attached_files, open_weights, read_assets, whole_weights
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.config.compose import compose_config
@@ -67,4 +67,4 @@ def _opened(source: Path) -> tuple[Config, Tensors, dict[str, bytes]]:
         return config, open_weights(config.model), read_assets(source)
     reader = CheckpointReader(source)
     config = config_of_checkpoint(reader.manifest.config, str(reader))
-    return config, reader, attached_files(reader)
+    return config, whole_weights(reader), attached_files(reader)

@@ -6,19 +6,19 @@ names that PEFT gives them.
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdpctl.config.model import LoraConfig, ModelConfig
+from fsdpctl.config.peft import UP
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.models.gpt2 import Projection
 from fsdpctl.models.parts import Head
 
 ALL_LINEAR = "all_linear"
-DOWN, UP = "lora_A", "lora_B"  # of an adapter, which is B(A(x))
 
 
 class LoraLinear(nn.Module):
@@ -49,11 +49,6 @@ def _without_values(width: int, out: int) -> nn.Linear:
     """A projection that is filled by name; nothing is drawn for it here."""
     made: nn.Linear = nn.utils.skip_init(nn.Linear, width, out, bias=False, device="meta")
     return made
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
-    return name.endswith((f".{DOWN}.weight", f".{UP}.weight"))
 
 
 def draw_adapter(name: str, whole: Tensor, generator: torch.Generator) -> None:
@@ -146,9 +141,3 @@ def _pattern(key: str, text: str) -> re.Pattern[str]:
         return re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
         raise UsageError(f"{key}={text}: no regular expression: {error}") from None
-
-
-def adapted_layers(names: Iterable[str]) -> list[str]:
-    """The layers that have an adapter, of a model whose parameters have these names; sorted."""
-    end = f".{DOWN}.weight"
-    return sorted(name.removesuffix(end) for name in names if name.endswith(end))

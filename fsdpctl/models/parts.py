@@ -1,6 +1,7 @@
 """Layers that every decoder has."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -28,6 +29,17 @@ def embedding(rows: int, width: int) -> nn.Embedding:
     """An embedding without drawn values: drawing imports half of torch, on meta devices too."""
     made: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
     return made
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Nothing is left out by dropout in the block."""
+    was_training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(was_training)
 
 
 class Head(nn.Linear):

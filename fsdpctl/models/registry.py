@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.peft import is_adapter
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
 from fsdpctl.models.gpt2 import Gpt2Decoder
 from fsdpctl.models.llama import LlamaDecoder
-from fsdpctl.models.lora import choose_trained, draw_adapter, is_adapter
+from fsdpctl.models.lora import choose_trained, draw_adapter
 
 # What only some architectures have, and its value where there is none.
 _ONLY = {

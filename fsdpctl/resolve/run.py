@@ -10,9 +10,11 @@ from pathlib import Path
 
 from torch import nn
 
+from fsdpctl.checkpoint.adapters import weights_in_model_path
 from fsdpctl.checkpoint.load import check_weights
-from fsdpctl.checkpoint.pretrained import open_weights, tokenizer_beside
+from fsdpctl.checkpoint.pretrained import tokenizer_beside
 from fsdpctl.config.compose import Composed
+from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config, OptimizerConfig
 from fsdpctl.config.serialize import config_words
@@ -80,14 +82,13 @@ def resolve(
     config = placed_here(composed.config, launch)
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
     config, notes = _with_compiler(config)
-    config = _with_model_path(config)
+    config = _with_alpha(_with_model_path(config))
     data = checked_data(config, on_rows)
     config = with_batch_size(with_data(_with_length(config, data, composed), data))
     module = build_model(config.model)
     if config.model.is_pretrained:
-        check_weights(open_weights(config.model), module)
-    optimizer = _with_lr(config.optimizer, module, is_pretrained=config.model.is_pretrained)
-    config = replace(config, optimizer=optimizer)
+        check_weights(weights_in_model_path(config.model, module, config.train.seed), module)
+    config = replace(config, optimizer=_with_lr(config.optimizer, config.model, module))
     batches = plan_batches(
         config.train.global_batch_size,
         world_size(config),
@@ -126,11 +127,22 @@ def _with_model_path(config: Config) -> Config:
     """The path made absolute, and its tokenizer used if none is asked for."""
     if config.model.path is None:
         return config
-    model = replace(config.model, path=os.path.abspath(config.model.path))
+    lora = config.model.lora
+    if lora.path is not None:
+        lora = replace(lora, path=os.path.abspath(lora.path))
+    model = replace(config.model, path=os.path.abspath(config.model.path), lora=lora)
     data = config.data
     if data.tokenizer is None and data.name != "tokens":
         data = replace(data, tokenizer=tokenizer_beside(Path(str(model.path))))
     return replace(config, model=model, data=data)
+
+
+def _with_alpha(config: Config) -> Config:
+    lora = config.model.lora
+    if lora.rank is None or lora.alpha is not None:
+        return config
+    lora = replace(lora, alpha=2.0 * lora.rank)
+    return replace(config, model=replace(config.model, lora=lora))
 
 
 def _with_length(config: Config, data: DataSet, composed: Composed) -> Config:
@@ -144,18 +156,17 @@ def _with_length(config: Config, data: DataSet, composed: Composed) -> Config:
     return replace(config, train=replace(config.train, seq_len=1 << (most.bit_length() - 1)))
 
 
-def _with_lr(
-    optimizer: OptimizerConfig, module: nn.Module, *, is_pretrained: bool
-) -> OptimizerConfig:
+def _with_lr(optimizer: OptimizerConfig, model: ModelConfig, module: nn.Module) -> OptimizerConfig:
     """The peak learning rate for the model's size.
 
     The rule meets what is published for Llama 3: 3e-4 at 8 B and 1.5e-4 at 70 B parameters. To
-    train pretrained weights on, a tenth of it is usual.
+    train pretrained weights on, a tenth of it is usual; adapters of theirs take ten times that.
     """
     if optimizer.lr is not None:
         return optimizer
     millions = sum(param.numel() for param in module.parameters()) / 1e6
-    lr = (3e-4 if is_pretrained else 3e-3) / max(1.0, millions) ** 0.25
+    trains_weights_on = model.is_pretrained and model.lora.rank is None
+    lr = (3e-4 if trains_weights_on else 3e-3) / max(1.0, millions) ** 0.25
     return replace(optimizer, lr=float(f"{lr:.2g}"))
 
 

@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from fsdpctl.chats.data import open_data
+from fsdpctl.checkpoint.adapters import first_weights
+from fsdpctl.checkpoint.base import base_info, check_base
 from fsdpctl.checkpoint.folders import newest_checkpoint, way_on
 from fsdpctl.checkpoint.load import load_checkpoint, load_weights
-from fsdpctl.checkpoint.manifest import Progress
-from fsdpctl.checkpoint.pretrained import open_weights, weights_folder
+from fsdpctl.checkpoint.manifest import BaseInfo, Progress
+from fsdpctl.checkpoint.pretrained import open_base, open_weights, weights_folder, whole_weights
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.comm.world import World
@@ -110,7 +112,7 @@ def _make_trainer(
     is_read = newest is not None or config.model.is_pretrained
     model = make_model(config, world.device, empty=is_read)
     optimizer = make_optimizer(config, model)
-    done = _fill(config, model, optimizer, data, newest)
+    done, base = _fill(config, model, optimizer, data, newest)
     train = config.train
     parts = TrainingParts(
         config=config,
@@ -124,6 +126,7 @@ def _make_trainer(
         outside=outside,
         watch=watch,
         shows=shows,
+        base=base,
     )
     return Trainer(parts, done)
 
@@ -143,22 +146,31 @@ def _fill(
     optimizer: ShardedAdamW,
     data: DataSet,
     newest: Path | None,
-) -> Progress:
-    """Read what the model begins with, where that is not drawn: how far the run had come."""
+) -> tuple[Progress, BaseInfo | None]:
+    """Read what the model begins with, where that is not drawn.
+
+    Returns how far the run had come, and what has the weights that its checkpoints leave out.
+    """
     if newest is not None:
         return _resume(newest, model, optimizer, data)
-    if config.model.is_pretrained:
-        # Decided once: `model.path` may be a run that goes on while the ranks look.
-        (folder, *_) = model.collectives.gather_objects(str(weights_folder(config.model)))
-        load_weights(open_weights(config.model, Path(folder)), model)
-    return Progress()
+    if not config.model.is_pretrained:
+        return Progress(), None
+    # Decided once: `model.path` may be a run that goes on while the ranks look.
+    (found, *_) = model.collectives.gather_objects(str(weights_folder(config.model)))
+    folder = Path(found)
+    weights = open_weights(config.model, folder)
+    load_weights(first_weights(config.model, model.module, config.train.seed, weights), model)
+    trains_all = all(shard.trainable for shard in model.flat_shards())
+    return Progress(), None if trains_all else base_info(folder, weights, model.collectives)
 
 
 def _validation(data: DataSet, seq_len: int, plan: BatchPlan) -> Batches | None:
     return None if data.val is None else Batches(data.val.rows(seq_len), plan, 0, data.vocab_size)
 
 
-def _resume(newest: Path, model: ShardedModel, optimizer: ShardedAdamW, data: DataSet) -> Progress:
+def _resume(
+    newest: Path, model: ShardedModel, optimizer: ShardedAdamW, data: DataSet
+) -> tuple[Progress, BaseInfo | None]:
     try:
         reader = CheckpointReader(newest)
         if reader.manifest.progress.data_fingerprint not in ("", data.fingerprint):
@@ -166,6 +178,13 @@ def _resume(newest: Path, model: ShardedModel, optimizer: ShardedAdamW, data: Da
                 f"train.run_dir={newest.parent.parent}: the data is not what the run was trained "
                 "on so far; choose another train.run_dir="
             )
-        return load_checkpoint(reader, model, optimizer)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{way_on(newest)}") from None
+    base = reader.manifest.base
+    if base is not None:
+        check_base(base, open_base(base, reader), model.collectives, str(reader))
+    weights = whole_weights(reader)
+    try:
+        return load_checkpoint(reader, model, optimizer, weights), base
     except CheckpointError as error:
         raise CheckpointError(f"{error}{way_on(newest)}") from None

@@ -8,8 +8,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import usual_length
 from fsdpctl.engine.build import divide_module
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.run_plan import divide
-from fsdpctl.memory.engine_bytes import DTYPE_BYTES
+from fsdpctl.estimate.run_plan import divide, item_sizes
 from fsdpctl.optim.schedule import warmup_steps
 from fsdpctl.plan.strategy import effective_strategy, get_strategy
 from fsdpctl.resolve.run import ResolvedRun
@@ -54,8 +53,10 @@ def _num_params(run: ResolvedRun) -> int:
 
 def _model(run: ResolvedRun) -> str:
     config = run.config
+    trained = sum(param.numel() for param in run.module.parameters() if param.requires_grad)
+    in_part = "" if trained == _num_params(run) else f" ({_count(trained)} trained)"
     return (
-        f"{config.model.name}, {_count(_num_params(run))} parameters, vocabulary "
+        f"{config.model.name}, {_count(_num_params(run))} parameters{in_part}, vocabulary "
         f"{config.model.vocab_size}{_auto(run, 'model.vocab_size')}, {_weights(config)}"
     )
 
@@ -182,6 +183,8 @@ def describe_units(run: ResolvedRun) -> Iterator[str]:
     width = max(len(unit.name) for unit in units) + 2
     yield f"{'unit':<{width}}{'kind':<11}{'parameters':>14}{'padding':>10}  elements of each rank"
     totals: Counter[int] = Counter()
+    nbytes: Counter[int] = Counter()
+    sizes = item_sizes(run.config)
     for unit in units:
         numel = sum(param.numel for param in unit.params)
         padded = sum(layout.numel for layout in layouts[unit.name])
@@ -190,15 +193,18 @@ def describe_units(run: ResolvedRun) -> Iterator[str]:
             for parts in zip(*(layout.owned_parts for layout in layouts[unit.name]), strict=True)
         ]
         totals.update(dict(enumerate(owned)))
+        for layout in layouts[unit.name]:
+            copies = _OWNED if layout.trainable else 1
+            size = sizes.kept(layout) * copies
+            nbytes.update({i: part.numel * size for i, part in enumerate(layout.owned_parts)})
         shown = _shares(owned)
         yield f"{unit.name:<{width}}{unit.kind:<11}{numel:>14,}{padded - numel:>10,}  {shown}"
     shares = [totals[rank] for rank in sorted(totals)]
     mean = sum(shares) / len(shares)
-    each = DTYPE_BYTES[str(run.config.precision.master_dtype)] * _OWNED
     yield f"{'all':<{width}}{'':<11}{_num_params(run):>14,}{'':>10}  {_shares(shares)}"
     if mean:
-        sizes = "  ".join(format_bytes(share * each) for share in _distinct(shares))
-        yield f"masters, gradients and optimizer states of what a rank owns: {sizes}"
+        held = "  ".join(map(format_bytes, _distinct([nbytes[rank] for rank in sorted(nbytes)])))
+        yield f"masters, gradients and optimizer states of what a rank owns: {held}"
         yield f"the largest share is {max(shares) / mean:.3f} of the mean"
 
 

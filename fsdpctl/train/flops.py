@@ -42,7 +42,19 @@ def model_flops(config: Config, module: nn.Module, device: torch.device, ranks: 
     peak = peak_flops(torch.cuda.get_device_name(device)) if known else None
     num_params = sum(param.numel() for param in module.parameters())
     per_token = flops_per_token(config.model, num_params, config.train.seq_len)
+    per_token -= 2 * _num_frozen(module)
     return ModelFlops(per_token, None if peak is None else peak * ranks)
+
+
+def _num_frozen(module: nn.Module) -> int:
+    """Parameters that are multiplied with and have no gradient, which takes 2 FLOPs a token each.
+
+    What no gradient of an activation goes through is taken to have one.
+    """
+    looked_up = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
+    looked_up -= {id(each.weight) for each in module.modules() if isinstance(each, nn.Linear)}
+    params = (param for param in module.parameters() if not param.requires_grad)
+    return sum(param.numel() for param in params if id(param) not in looked_up)
 
 
 def flops_per_token(model: ModelConfig, num_params: int, seq_len: int) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.models.cache import Cache
+from fsdpctl.models.parts import evaluating
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,11 @@ def generate(
     generator = torch.Generator().manual_seed(sampling.seed)
     tokens, cache = list(prompt), Cache()
     for _ in turns:
-        if caches and len(tokens) <= context:
-            logits = model(torch.tensor([tokens[len(cache) :]], device=device), cache=cache)
-        else:  # every token's place has changed, and with it all that was computed of it
-            logits = model(torch.tensor([tokens[-context:]], device=device))
+        with evaluating(model):
+            if caches and len(tokens) <= context:
+                logits = model(torch.tensor([tokens[len(cache) :]], device=device), cache=cache)
+            else:  # every token's place has changed, and with it all that was computed of it
+                logits = model(torch.tensor([tokens[-context:]], device=device))
         tokens.append(draw(logits[0, -1].float().cpu(), sampling, generator))
         if tokens[-1] in sampling.ends:
             break

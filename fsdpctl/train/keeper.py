@@ -33,7 +33,7 @@ class Keeper:
         self._teller = teller
         self._is_awaited = False
         watch = parts.watch
-        self._saver = Saver(parts.config, parts.run_dir, watch.ranks, watch.after_save)
+        self._saver = Saver(parts.config, parts.run_dir, watch.ranks, watch.after_save, parts.base)
 
     @property
     def share_written(self) -> float | None:

@@ -12,6 +12,7 @@ from fsdpctl.data.batches import Batches, MicroBatch
 from fsdpctl.data.rows import IGNORED
 from fsdpctl.data.source import DataSet
 from fsdpctl.models.documents import Documents, make_documents, send
+from fsdpctl.models.parts import evaluating
 
 
 def summed_loss(
@@ -52,7 +53,8 @@ def validation_loss(
     for number in range(batches.num_validation_batches(at_most)):
         for micro_step in range(batches.plan.num_micro_batches):
             batch = batches.validation(number, collectives.rank, micro_step)
-            total[0] += _pass_loss(model, batch, device, chunk_tokens)
+            with evaluating(model):
+                total[0] += _pass_loss(model, batch, device, chunk_tokens)
             total[1] += int((batch.targets != IGNORED).sum())
         if not goes_on(number + 1):
             return None

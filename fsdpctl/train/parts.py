@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from fsdpctl.checkpoint.manifest import BaseInfo
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.source import DataSet
@@ -41,6 +42,7 @@ class TrainingParts:
     outside: Outside
     watch: RunWatch
     shows: bool  # whether rank 0 shows the progress
+    base: BaseInfo | None  # what has the weights that checkpoints leave out; None: they leave none
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 from fsdpctl.checkpoint.folders import newest_checkpoint
 from fsdpctl.checkpoint.load import load_checkpoint
 from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.pretrained import whole_weights
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.comm.pulse import PULSE, READING
 from fsdpctl.config.model_path import CHECKPOINTS
@@ -26,4 +27,5 @@ def load_newest(parts: TrainingParts) -> Progress | None:
         return None
     PULSE.at(READING)
     parts.model.rest()
-    return load_checkpoint(CheckpointReader(Path(folder)), parts.model, parts.optimizer)
+    reader = CheckpointReader(Path(folder))
+    return load_checkpoint(reader, parts.model, parts.optimizer, whole_weights(reader))

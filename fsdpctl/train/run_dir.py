@@ -36,7 +36,8 @@ from fsdpctl.watch.files import LOGS as LOGS
 from fsdpctl.watch.files import METRICS as METRICS
 
 _WHERE = ("train.run_dir", "launch.node_rank", "launch.rdzv_endpoint")  # of a start, not the run
-_NOT_THE_MODELS = ("model.path", "model.init", "model.init_std")  # but of its first weights
+# But of its first weights.
+_NOT_THE_MODELS = ("model.path", "model.init", "model.init_std", "model.lora.path")
 _NOT_SET = "not set"
 
 

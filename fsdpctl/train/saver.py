@@ -14,7 +14,7 @@ from fsdpctl.checkpoint.folders import (
     remove_old,
     step_folder,
 )
-from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.manifest import BaseInfo, Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.save import Ranks, Snapshot, take_snapshot, write_checkpoint
 from fsdpctl.checkpoint.tensors import Staging
@@ -80,7 +80,14 @@ class Saver:
     comes before the last one is complete waits for it.
     """
 
-    def __init__(self, config: Config, run_dir: Path, ranks: Ranks, after_save: AfterSave) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        ranks: Ranks,
+        after_save: AfterSave,
+        base: BaseInfo | None = None,
+    ) -> None:
         """Save into `run_dir`.
 
         Args:
@@ -88,12 +95,14 @@ class Saver:
             run_dir: of the run.
             ranks: all of them, talking apart from training, so that a thread may.
             after_save: on rank 0 what is run on each checkpoint.
+            base: what has the weights that are not trained, which are then not saved.
         """
         self._checkpoints = run_dir / CHECKPOINTS
         self._words = words_for_others(config)
         self._keep = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every)
         self._ranks = ranks
         self._after_save = after_save
+        self._base = base
         self._staging = Staging() if config.checkpoint.mode == "async" else None
         self._assets: Mapping[str, bytes] = read_run_assets(run_dir) if ranks.rank == 0 else {}
         self._current: _Write | None = None
@@ -111,7 +120,7 @@ class Saver:
         """
         assert self._current is None
         model.check_replicas()  # each copy writes a share of the checkpoint
-        about = About(progress, self._words, self._assets)
+        about = About(progress, self._words, self._assets, self._base)
         snapshot = take_snapshot(model, optimizer, self._ranks.rank, about, self._staging)
         current = self._current = _Write(progress.step, snapshot.num_bytes, began)
 

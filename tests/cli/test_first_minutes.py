@@ -119,7 +119,10 @@ def test_ranks_are_said_as_in_torchrun():
         ("wandb_project=x", "here it is log.wandb_project"),
         ("num_nodes=2", "launch.nnodes"),
         ("tp_size=2", "tensor parallelism"),
-        ("lora_r=8", "LoRA"),
+        ("lora_r=8", "here it is model.lora.rank"),
+        ("lora_target_modules=x", "here it is model.lora.targets"),
+        ("unfrozen_parameters=x", "here it is model.trainable=REGEX"),
+        ("qlora=true", "quantized training"),
         ("load_in_4bit=true", "quantized training"),
         ("sample_packing=true", "here it is data.packing"),
         ("report_to=wandb", "here it is log.wandb=true"),
@@ -149,7 +152,10 @@ def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path):
     code, said = invoke("train", str(file), "--dry-run")
     assert code == 2
     assert "base_model: no such key; here it is model.path" in said
-    assert "nor are known: sequence_len (here it is train.seq_len), adapter (fsdpctl does" in said
+    assert (
+        "nor are known: sequence_len (here it is train.seq_len), adapter (here it is model.lora"
+        in said
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.plan.units import lay_out
 from tests.engine.models import make_net, next_token_loss, token_batches
+from tests.engine.odd import freeze_all_but_vectors
 
 pytestmark = [
     pytest.mark.cuda,
@@ -62,8 +63,11 @@ def forced(
     precision: Precision | None = None,
     collectives: Callable[[torch.device], NcclCollectives] = NcclCollectives,
     prefetch: Prefetch | None = None,
+    in_part: bool = False,
 ) -> ShardedModel:
     net = make_net(tied=False)
+    if in_part:
+        freeze_all_but_vectors(net)
     row = STRATEGIES[strategy]
     nccl = collectives(device)
     specs = divide_module(net, None)
@@ -91,10 +95,14 @@ def losses(model: ShardedModel, device: torch.device, steps: int = 6) -> list[fl
     return torch.stack(found).tolist()
 
 
-def unsharded_losses(device: torch.device, precision: Precision | None = None) -> list[float]:
+def unsharded_losses(
+    device: torch.device, precision: Precision | None = None, *, in_part: bool = False
+) -> list[float]:
     """The plain path: whole parameters, no collectives. NCCL is there but has one rank."""
-    sharding = Sharding("no_shard", precision=precision or Precision())
-    model = shard_from(Source(device), make_net(tied=False), sharding)
+    sharding, net = Sharding("no_shard", precision=precision or Precision()), make_net(tied=False)
+    if in_part:
+        freeze_all_but_vectors(net)
+    model = shard_from(Source(device), net, sharding)
     return losses(model, device)
 
 
@@ -103,6 +111,14 @@ def test_losses_equal_the_unsharded_ones(device: torch.device, strategy: str) ->
     assert losses(forced(device, strategy), device) == pytest.approx(
         unsharded_losses(device), rel=1e-6
     )
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_what_is_frozen_is_gathered_with_what_is_trained(
+    device: torch.device, strategy: str
+) -> None:
+    found = losses(forced(device, strategy, in_part=True), device)
+    assert found == pytest.approx(unsharded_losses(device, in_part=True), rel=1e-6)
 
 
 def test_bf16_compute_keeps_float32_masters(device: torch.device) -> None:

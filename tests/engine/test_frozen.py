@@ -111,3 +111,18 @@ def test_the_buffers_of_a_unit_are_one_launch_over_nccl(rank: int, world_size: i
     assert len(launches) == sum(len(units[name].buffers) == 2 for name in gathers) > 0
     expected = next_token_loss(make_net(tied=False), token_batches(1, world_size)[0][rank][0])
     assert torch.equal(loss, expected)
+
+
+@distributed(world_size=2)
+def test_buffers_of_several_dtypes_are_gathered_over_nccl_too(rank: int, world_size: int) -> None:
+    tokens = token_batches(1, world_size)[0][rank][0]
+    net, plain = make_net(tied=False), make_net(tied=False)
+    for each in (net, plain):
+        freeze_all_but_vectors(each)
+        for block in each.blocks:
+            block.scale.data = block.scale.data.double()
+    with nccl_path():
+        model = shard_model(net, "full_shard")
+        assert {len(unit.buffers) for unit in model._runtime.units.values()} == {1, 3}
+        loss = next_token_loss(model, tokens)
+    assert torch.equal(loss, next_token_loss(plain, tokens))

@@ -23,6 +23,7 @@ from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.plan.units import lay_out
 from fsdpctl.resolve.blocks import checkpoint_block
 from tests.engine.models import OddNet, next_token_loss, token_batches
+from tests.engine.odd import freeze_all_but_vectors
 from tests.engine.races import NcclOnCpu, RaceDetector, Stream, detecting_races
 
 RANKS = 8
@@ -45,10 +46,11 @@ class Case:
     narrow: bool = False  # bf16 on the wire, added in fp32
     wide: bool = False  # an embedding that is reduced in pieces
     owner_map: str = "even"
+    in_part: bool = False  # two buffers a unit: what is trained of it, and what is not
 
     def __str__(self) -> str:
         words = [self.strategy, f"depth {self.depth}", self.owner_map]
-        switches = ("holds", "recomputes", "bf16", "narrow", "wide")
+        switches = ("holds", "recomputes", "bf16", "narrow", "wide", "in_part")
         return ", ".join(words + [name for name in switches if getattr(self, name)])
 
 
@@ -73,17 +75,26 @@ CASES = (
         for holds in (False, True)
         for narrow, wide in ((True, False), (False, True), (True, True))
     ]
+    + [
+        Case(strategy, holds=holds, bf16=bf16, in_part=True)
+        for strategy in STRATEGIES
+        for holds in (False, True)
+        for bf16 in (False, True)
+    ]
 )
 SAMPLE = {
     Case("full_shard", 2, holds=True, recomputes=True, bf16=True),
     Case("hybrid_shard", bf16=True, narrow=True, wide=True),
     Case("hybrid_shard_optimizer", bf16=True, narrow=True, wide=True),
     Case("shard_optimizer", bf16=True, owner_map="balanced"),
+    Case("full_shard", bf16=True, in_part=True),
 }
 
 
 def made(case: Case) -> ShardedModel:
     net, row = OddNet(tied=False, vocab=401 if case.wide else 17), STRATEGIES[case.strategy]
+    if case.in_part:
+        freeze_all_but_vectors(net)
     if case.recomputes:
         for block in net.blocks:
             checkpoint_block(block, "full")

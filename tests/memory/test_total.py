@@ -177,9 +177,14 @@ def test_the_same_holds_for_what_nccl_does(ranks: int, whole: bool) -> None:
 
 
 def check_nccl(
-    ranks: int, draws: str, seed: int, strategies: Sequence[str] = tuple(STRATEGIES)
+    ranks: int,
+    draws: str,
+    seed: int,
+    strategies: Sequence[str] = tuple(STRATEGIES),
+    *,
+    in_part: bool = False,
 ) -> None:
-    config = random_config(random.Random(draws), ranks, strategies)
+    config = random_config(random.Random(draws), ranks, strategies, in_part=in_part)
     precision, rank = config.precision, seed % ranks
     wire = random.Random(seed).choice([precision.param_dtype, precision.reduce_dtype])
     config = replace(config, precision=replace(precision, wire_dtype=wire))
@@ -229,3 +234,10 @@ def test_so_it_is_where_copies_share_what_the_optimizer_has(
 def test_so_it_is_over_nccl(ranks: int) -> None:
     for seed in range(10):
         check_nccl(ranks, f"copies {seed}", seed, HYBRIDS)
+
+
+@WHOLE
+@pytest.mark.parametrize("ranks", fast(2, slow=[4, 12]))
+def test_so_it_is_over_nccl_where_only_some_is_trained(ranks: int, whole: bool) -> None:
+    for seed in range(CASES) if whole else range(SAMPLED):
+        check_nccl(ranks, f"in part {seed}", seed, in_part=True)

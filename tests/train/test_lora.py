@@ -1,0 +1,401 @@
+"""Runs with adapters: what PEFT computes, at any number of ranks, saved without their base."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from fsdpctl.checkpoint.consolidate import consolidate
+from fsdpctl.checkpoint.folders import newest_checkpoint
+from fsdpctl.checkpoint.merge import exported_weights
+from fsdpctl.checkpoint.peft import ADAPTER_WEIGHTS, write_peft
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.peft import ADAPTER_CONFIG
+from fsdpctl.config.schema import Config
+from fsdpctl.data.batches import Batches
+from fsdpctl.data.source import load_data
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.models.registry import initialize_parameter
+from fsdpctl.plan.batch import plan_batches
+from fsdpctl.plan.layout import Span
+from fsdpctl.plan.schedule import EventKind
+from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.train.assemble import make_model
+from tests.cli.run import figures, invoke, make_text
+from tests.distributed import distributed
+from tests.matrix import fast
+from tests.models.families import save_model, tokens
+from tests.train.ranks import resolved, train
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+PREFIX = "base_model.model."
+STEPS = 6
+
+
+def words(folder: Path, ranks: int, *more: str, family: str = "llama") -> list[str]:
+    """Of a run on the model of `family`, in which every step has the same learning rate."""
+    base = folder / "base"
+    if not base.is_dir():
+        save_model(family, base)
+    given = [
+        "model=hf", f"model.path={base}", "data=text", f"data.path={make_text(folder)}",
+        "data.tokenizer=bytes", "data.val_fraction=0", "train.seq_len=16",
+        "train.global_batch_size=12", f"train.steps={STEPS}", "train.sample_tokens=0",
+        "optimizer.lr=1e-2", "lr_scheduler=constant", "lr_scheduler.warmup_steps=0",
+        "optimizer.max_grad_norm=0", "checkpoint.mode=sync", "checkpoint.every=3",
+        f"launch.nproc_per_node={ranks}", "launch.device=cpu", f"train.run_dir={folder / 'run'}",
+        "model.lora.rank=4", "model.lora.alpha=12", *more,
+    ]  # fmt: skip
+    last = dict(word.split("=", 1) for word in given)
+    return [f"{name}={value}" for name, value in last.items()]
+
+
+def run(typed: list[str], ranks: int, result: Path, **about: Any) -> dict[str, torch.Tensor]:
+    train(world_size=ranks, typed=typed, plants={}, result=str(result), **about)
+    assert Path(f"{result}.error").read_text() == about.get("error", "")
+    state: dict[str, torch.Tensor] = torch.load(result)
+    return state
+
+
+def newest(folder: Path) -> CheckpointReader:
+    found = newest_checkpoint(folder / "run" / "checkpoints")
+    assert found is not None
+    return CheckpointReader(found)
+
+
+def losses(folder: Path) -> list[float]:
+    return [loss for _, loss, _ in figures(folder / "run") if loss is not None]
+
+
+def losses_of_peft(config: Config, folder: Path) -> list[float]:
+    """A plain loop in one process."""
+    lora, seed = config.model.lora, config.train.seed
+    model = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32),
+        peft.LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            use_rslora=lora.rslora,
+            target_modules="all-linear",
+            fan_in_fan_out=config.model.architecture == "gpt2",
+            task_type="CAUSAL_LM",
+        ),
+    )
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    with torch.no_grad():
+        for name, param in trained.items():
+            ours = name.removeprefix(PREFIX).replace(".default", "")
+            initialize_parameter(ours, param.data, seed=seed, config=config.model)
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    data = load_data(config.data)
+    batches = Batches(data.train.rows(config.train.seq_len), plan_batches(12, 1), seed, data.vocab_size)
+    found = []
+    for step in range(STEPS):
+        batch = batches.training(step * 12, 0, 0)
+        logits = model(batch.tokens).logits.flatten(0, 1)
+        loss = F.cross_entropy(logits, batch.targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "more"),
+    [
+        ("llama", 2, ["accumulation=last", "accumulation.steps=2"]),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("llama", 1, []),
+                ("llama", 3, ["model.lora.rslora=true", "train.loss_chunk_tokens=10"]),
+                ("gpt2", 2, ["strategy=shard_optimizer"]),
+                ("qwen3 tied", 2, ["strategy=shard_grad_op", "activation_checkpointing=full"]),
+            ]
+        ),
+    ],
+)
+def test_losses_are_those_of_a_plain_loop_with_peft(tmp_path, family, ranks, more):
+    typed = words(tmp_path, ranks, *more, family=family)
+    expected = losses_of_peft(resolved(typed), tmp_path)
+    run(typed, ranks, tmp_path / "state")
+    assert losses(tmp_path) == pytest.approx(expected, abs=1e-5)
+    assert expected[-1] < expected[0] - 0.1
+
+
+@pytest.mark.parametrize("family", fast("llama", slow=["gpt2", "qwen3 tied"]))
+def test_what_is_exported_opens_in_peft_and_merged_in_transformers(tmp_path, family):
+    typed = words(tmp_path, 2, "model.lora.rslora=true", family=family)
+    run(typed, 2, tmp_path / "state")
+    source = str(tmp_path / "run")
+    for name, *options in (("adapters", "--format", "peft"), ("merged", "--merge")):
+        code, said = invoke("consolidate-checkpoint", source, str(tmp_path / name), *options)
+        assert code == 0, said
+    code, said = invoke("consolidate-checkpoint", source, str(tmp_path / "neither"))
+    assert (code, "--merge" in said, "--format peft" in said) == (2, True, True), said
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        expected = adapted(tokens()).logits
+        assert (merged(tokens()).logits - expected).abs().max() <= 1e-5
+        with adapted.disable_adapter():
+            assert (adapted(tokens()).logits - expected).abs().max() > 1e-2
+
+
+def test_checkpoints_hold_what_is_trained_and_are_as_large_as_estimated(tmp_path):
+    typed = words(tmp_path, 2)
+    run(typed, 2, tmp_path / "state")
+    reader = newest(tmp_path)
+    assert all("lora_" in key for key in reader.manifest.tensors)
+    assert reader.manifest.base is not None
+    assert reader.manifest.base.path == str(tmp_path / "base")
+    estimate = Estimator().estimate(placed_on_cluster(compose_config(typed).config))
+    stored = sum(reader.info(key).nbytes for key in reader.manifest.tensors)
+    assert stored == estimate.checkpoint_bytes
+
+
+@pytest.mark.parametrize("ranks", fast(2, slow=[1, 3]))
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, ranks):
+    """With dropout, and at the same number of ranks bit for bit."""
+    typed = words(tmp_path, ranks, "model.lora.dropout=0.2")
+    whole = run(typed, ranks, tmp_path / "whole")
+    expected = losses(tmp_path)
+    shutil.rmtree(tmp_path / "run")
+    first = [word for word in typed if not word.startswith("train.steps")]
+    run([*first, "train.steps=3"], ranks, tmp_path / "first")
+    resumed = run(typed, ranks, tmp_path / "resumed")
+    assert losses(tmp_path) == expected
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+def test_validation_changes_nothing(tmp_path):
+    typed = words(tmp_path, 2, "model.lora.dropout=0.2", "data.val_fraction=0.1")
+    without = run([*typed, "train.eval_every=0"], 2, tmp_path / "without")
+    shutil.rmtree(tmp_path / "run")
+    with_it = run([*typed, "train.eval_every=2", "train.eval_batches=1"], 2, tmp_path / "with")
+    assert all(torch.equal(with_it[name], without[name]) for name in without)
+
+
+def _double_one_weight(base: Path) -> None:
+    weights = load_file(base / "model.safetensors")
+    weights["lm_head.weight"] *= 2
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("what", ["gone", "another"])
+def test_another_base_is_refused(tmp_path, what):
+    typed = words(tmp_path, 2)
+    run(typed, 2, tmp_path / "state")
+    base, checkpoint = tmp_path / "base", newest(tmp_path).folder
+    code, said = invoke("verify-checkpoint", str(checkpoint))
+    assert (code, "what was not trained, as it was" in said) == (0, True), said
+    if what == "gone":
+        base.rename(tmp_path / "elsewhere")
+        expected = f"its base {base} is not there"
+    else:
+        _double_one_weight(base)
+        expected = f"its base {base} is not what it was"
+    code, said = invoke("verify-checkpoint", str(checkpoint))
+    assert (code, expected in said) == (4, True), said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_changed_base_is_noticed_when_a_run_goes_on(tmp_path):
+    typed = words(tmp_path, 2)
+    first = [word for word in typed if not word.startswith("train.steps")]
+    run([*first, "train.steps=3"], 2, tmp_path / "first")
+    _double_one_weight(tmp_path / "base")
+    with pytest.raises(AssertionError, match="CheckpointError: .* is not what it was: .* others\n"):
+        train(world_size=2, typed=typed, plants={}, result=str(tmp_path / "second"))
+
+
+def test_a_part_of_the_parameters_is_trained_and_saved(tmp_path):
+    typed = [word for word in words(tmp_path, 2) if not word.startswith("model.lora")]
+    run([*typed, "model.trainable=layers.2.mlp|norm"], 2, tmp_path / "state")
+    reader = newest(tmp_path)
+    saved = reader.names("model")
+    assert len(saved) == 3 + 2 * 3 + 1
+    consolidate(reader, tmp_path / "whole")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    before = load_file(tmp_path / "base" / "model.safetensors")
+    after = load_file(tmp_path / "whole" / "model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == set(saved)
+    for code, said in (
+        invoke("sample", str(tmp_path / "run"), "--tokens", "3"),
+        invoke("evaluate", str(tmp_path / "run")),
+        invoke("inspect-checkpoint", str(tmp_path / "run")),
+    ):
+        assert code == 0, said
+    assert f"what was not trained is in {tmp_path / 'base'}" in said
+    code, said = invoke(
+        "consolidate-checkpoint", str(tmp_path / "run"), str(tmp_path / "x"), "--merge"
+    )
+    assert (code, "has no adapters" in said) == (2, True), said
+
+
+@pytest.mark.parametrize("ranks", fast(3, slow=[1]))
+def test_another_number_of_ranks_goes_on_with_the_same_losses(tmp_path, ranks):
+    typed = words(tmp_path, 2)
+    run(typed, 2, tmp_path / "whole")
+    expected = losses(tmp_path)
+    shutil.rmtree(tmp_path / "run")
+    first = [word for word in typed if not word.startswith("train.steps")]
+    run([*first, "train.steps=3"], 2, tmp_path / "first")
+    run(words(tmp_path, ranks), ranks, tmp_path / "second")
+    assert losses(tmp_path) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_run_with_adapters_can_be_gone_on_from_and_gone_back_in(tmp_path):
+    """Its adapters are trained on; and after a bad number it begins again from its checkpoint."""
+    run(words(tmp_path, 2), 2, tmp_path / "first")
+    before = torch.load(tmp_path / "first")
+    typed = [
+        *(word for word in words(tmp_path, 2) if not word.startswith(("model.", "train.run_dir"))),
+        f"model.path={tmp_path / 'run'}", f"train.run_dir={tmp_path / 'second'}",
+        "train.on_nonfinite=rollback",
+    ]  # fmt: skip
+    plants = {4: ("loss", 1)}
+    train(world_size=2, typed=typed, plants=plants, result=str(tmp_path / "after"))
+    assert Path(f"{tmp_path / 'after'}.error").read_text() == ""
+    after = torch.load(tmp_path / "after")
+    assert after.keys() == before.keys()
+    assert {n for n in after if not torch.equal(after[n], before[n])} == {
+        name for name in after if "lora_" in name
+    }
+    write_adapters(tmp_path, resolved(words(tmp_path, 1)))
+    with pytest.raises(UsageError, match="has adapters already"):
+        resolved([*typed, f"model.lora.path={tmp_path / 'adapters'}"])
+
+
+@distributed(world_size=2)
+def test_the_head_is_gathered_once_each_way_however_many_chunks_the_loss_has(
+    rank: int, world_size: int
+) -> None:
+    more = ["model.vocab_size=64", "model.tie_embeddings=false", "model.lora.rank=2"]
+    for prefetch in ("none", "both"):
+        config = compose_config([*more, f"prefetch={prefetch}", "launch.device=cpu"]).config
+        config = placed_on_cluster(config)
+        model = make_model(config, torch.device("cpu"))
+        tokens = torch.arange(60).view(2, 30)
+        with model.recorded_events() as forward:
+            loss = model(tokens, tokens, 7)
+        with model.recorded_events() as backward:
+            loss.backward()
+        for events, most in ((forward, 1), (backward, 1)):
+            gathers = [e for e in events if e.kind is EventKind.GATHER and e.unit == "lm_head"]
+            assert len(gathers) <= most
+
+
+def test_what_is_merged_is_rounded_once(tmp_path):
+    save_model("gpt2", tmp_path / "base", torch.bfloat16)
+    run(words(tmp_path, 1), 1, tmp_path / "state")
+    reader = newest(tmp_path)
+    consolidate(reader, tmp_path / "merged", merges=True)
+    consolidate(reader, tmp_path / "whole", merges=True, dtype="float32")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    adapters = torch.load(tmp_path / "state")
+    for name, weight in base.items():
+        layer = name.removesuffix(".weight")
+        expected = weight.float()
+        if f"{layer}.lora_A.weight" in adapters:
+            down, up = (adapters[f"{layer}.lora_{which}.weight"] for which in "AB")
+            expected = expected + 3.0 * (up @ down).T
+        assert (whole[name] - expected).abs().max() <= 1e-6, name
+        assert torch.equal(merged[name], whole[name].to(torch.bfloat16)), name
+
+
+def test_a_part_of_a_merged_weight_is_that_part(tmp_path):
+    run(words(tmp_path, 1), 1, tmp_path / "state")
+    weights = exported_weights(newest(tmp_path), None, merges=True)
+    key = "model/model.layers.1.mlp.down_proj.weight"
+    whole = b"".join(bytes(data) for _, data in weights.read(key))
+    for start, stop in ((0, 1), (79, 81), (100, 1000), (3839, 3840)):
+        part = b"".join(bytes(data) for _, data in weights.read(key, Span(start, stop)))
+        assert part == whole[4 * start : 4 * stop]
+
+
+@pytest.mark.parametrize(
+    ("targets", "named"),
+    [
+        ("q_proj|mlp", ["down_proj", "gate_proj", "q_proj", "up_proj"]),
+        (r"1\.mlp", [f"model.layers.1.mlp.{each}_proj" for each in ("down", "gate", "up")]),
+    ],
+)
+def test_training_goes_on_from_a_directory_of_peft(tmp_path, targets, named):
+    """It begins with what the adapters give, and not with those that are drawn."""
+    typed = words(tmp_path, 2, f"model.lora.targets={targets}")
+    first = run(typed, 2, tmp_path / "first")
+    reader = newest(tmp_path)
+    write_peft(reader, tmp_path / "adapters")
+    about = json.loads((tmp_path / "adapters" / ADAPTER_CONFIG).read_text())
+    assert about["target_modules"] == named
+    shutil.rmtree(tmp_path / "run")
+    more = [word for word in typed if not word.startswith(("model.lora", "optimizer.lr"))]
+    more += [f"model.lora.path={tmp_path / 'adapters'}", "optimizer.lr=0"]
+    config = resolved(more)
+    assert (config.model.lora.rank, config.model.lora.alpha) == (4, 12.0)
+    second = run(more, 2, tmp_path / "second")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"use_dora": True}, "use_dora=True is not offered"),
+        ({"bias": "all"}, "bias=all: only none"),
+        ({"peft_type": "IA3"}, "peft_type=IA3: only LORA"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"target_modules": ["q_proj"]}, "does model.lora.targets leave it out?|the model has no"),
+        ({"target_modules": ["nothing"]}, "is found in the name of no linear layer"),
+        ({"r": 0}, "model.lora.path=.*: model.lora.rank=0: allowed is"),
+        ({"r": "4"}, "adapter_config.json: not as expected"),
+        ({"r": 2}, "is \\[4, 48\\], the model's is \\[2, 48\\]"),
+        ({"tensor": "model.layers.0.self_attn.q_proj.lora_magnitude_vector"}, "DoRA"),
+        ({"tensor": "model.embed_tokens.lora_embedding_A"}, "an embedding"),
+        ({"tensor": "lm_head.weight"}, "modules_to_save"),
+    ],
+)
+def test_adapters_of_other_kinds_are_refused(tmp_path, change, said):
+    typed = words(tmp_path, 1)
+    folder = write_adapters(tmp_path, resolved(typed))
+    about = json.loads((folder / ADAPTER_CONFIG).read_text())
+    tensor = change.get("tensor")
+    if tensor:
+        weights = load_file(folder / ADAPTER_WEIGHTS)
+        weights[PREFIX + tensor] = torch.zeros(4)
+        save_file(weights, folder / ADAPTER_WEIGHTS)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(about | change))
+    more = [word for word in typed if not word.startswith("model.lora")]
+    with pytest.raises(UsageError, match=said):
+        resolved([*more, f"model.lora.path={folder}"])
+
+
+def write_adapters(folder: Path, config: Config) -> Path:
+    """As PEFT writes them."""
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+    about = peft.LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", task_type="CAUSAL_LM")
+    peft.get_peft_model(base, about).save_pretrained(folder / "adapters")
+    return folder / "adapters"
+
+
+def test_rank_and_path_that_contradict_are_refused(tmp_path):
+    typed = words(tmp_path, 1)
+    folder = write_adapters(tmp_path, resolved(typed))
+    with pytest.raises(UsageError, match="model.lora.rank=8: those in .* have 4"):
+        resolved(words(tmp_path, 1, "model.lora.rank=8", f"model.lora.path={folder}"))
