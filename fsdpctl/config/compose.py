@@ -15,15 +15,13 @@ from omegaconf import OmegaConf
 
 from fsdpctl.config.config_dir import check_config_dir, own_choice
 from fsdpctl.config.files import choices_of, package_folder
-from fsdpctl.config.hub_cache import local_model
+from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_path, with_model
 from fsdpctl.config.keys import Value
-from fsdpctl.config.model_path import LORA_KEYS, SHAPE_KEYS, is_checkpoint, model_words
-from fsdpctl.config.peft import ADAPTER_KEYS, adapter_words
 from fsdpctl.config.recipe import find_recipe, read_recipe, recipe_names, refuse_commands
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
-from fsdpctl.config.serialize import known_key, to_config
+from fsdpctl.config.serialize import to_config
 from fsdpctl.config.words import hint
-from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE, with_resharding
 
 _OPTIONS = ("--recipe", "--config-dir", "--resume", "--dry-run", "--print-config", "--help")
@@ -31,8 +29,6 @@ _OPTIONS = ("--recipe", "--config-dir", "--resume", "--dry-run", "--print-config
 _RESHARDING = ("reshard_after_forward", "strategy.reshard_after_forward")
 # With torchtitan's words for it.
 _RESHARDS = {"true": True, "false": False, "always": True, "default": True, "never": False}
-
-_FROM_PATH = "hf"  # the choice of a model that a directory describes
 
 Pair = tuple[str, str]
 
@@ -67,12 +63,12 @@ def compose_config(
     chosen = {name for name, _ in typed if name in GROUPS}
     dropped = tuple(name for name, _ in base if "." in name and name.split(".")[0] in chosen)
     kept = [pair for pair in base if pair[0] not in chosen and pair[0] not in dropped]
-    pairs = _with_model([_in_our_words(*pair) for pair in (*kept, *typed)])
+    pairs = with_model([_in_our_words(*pair) for pair in (*kept, *typed)])
     _check_known(pairs, config_dir)
     choices = {name: text for name, text in pairs if name in GROUPS}
     values = _values_of_choices(choices, config_dir)
-    values.update(_values_of_path(choices, dict(pairs)))
-    values.update(_values_of_adapters(choices, dict(pairs)))
+    values.update(values_of_path(choices, dict(pairs)))
+    values.update(values_of_adapters(choices, dict(pairs)))
     values.update({name: KEYS[name].parse(text) for name, text in pairs if name in KEYS})
     given = {name for name, _ in typed}
     _settle("the length", LENGTHS, values, given, {name for name, _ in kept})
@@ -102,18 +98,6 @@ def _resharding(pairs: list[Pair], below: list[Pair]) -> list[Pair]:
 def _in_our_words(name: str, text: str) -> Pair:
     """A strategy by the name that other tools have for it."""
     return name, STRATEGIES_ELSEWHERE.get(text.lower(), text) if name == "strategy" else text
-
-
-def _with_model(pairs: list[Pair]) -> list[Pair]:
-    """A name on the Hub, in `model.path`, made into the directory that has the model."""
-    said = dict(pairs)
-    if said.get("model") != _FROM_PATH:
-        return pairs
-    weights = said.get("model.init") != "random"
-    return [
-        (name, local_model(text, weights=weights) if name == "model.path" else text)
-        for name, text in pairs
-    ]
 
 
 def _split(word: str) -> Pair:
@@ -201,7 +185,7 @@ def _check_one(name: str, text: str, config_dir: Path | None) -> None:
 
 def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
     if group == "model" and ("/" in text or os.path.isdir(text)):
-        return f"; model={_FROM_PATH} model.path={text} takes a directory"
+        return f"; model={FROM_PATH} model.path={text} takes a directory"
     return hint(text, list(choices))
 
 
@@ -243,57 +227,6 @@ def _composed_by_hydra(choices: tuple[Pair, ...]) -> Mapping[str, Any]:
         composed: Any = OmegaConf.to_container(compose("config", overrides))
     assert isinstance(composed, dict)
     return composed
-
-
-def _values_of_path(choices: Mapping[str, str], given: Mapping[str, str]) -> dict[str, Value]:
-    """What the model in `model.path` is, where `model=hf` says so."""
-    path = given.get("model.path")
-    if choices.get("model") != _FROM_PATH:
-        for name in ("path", "init"):
-            if given.get(f"model.{name}") not in (None, "auto", "random"):
-                raise UsageError(
-                    f"model.{name}={given[f'model.{name}']}: only with model={_FROM_PATH}"
-                )
-        return {}
-    if path is None:
-        raise UsageError(f"model={_FROM_PATH}: say which, as model.path=DIR")
-    folder = str(KEYS["model.path"].parse(path))
-    words = model_words(folder)
-    try:
-        values = {name: known_key(name).parse(text) for name, text in words.items()}
-    except UsageError as error:
-        refusal = CheckpointError if is_checkpoint(Path(folder)) else UsageError
-        raise refusal(f"model.path={path}: {error}") from None
-    fixed = SHAPE_KEYS + (LORA_KEYS if "model.lora.rank" in words else ())
-    for name in fixed if given.get("model.init") != "random" else ():
-        if name in given and values.get(name, KEYS[name].default) != KEYS[name].parse(given[name]):
-            raise UsageError(
-                f"{name}={given[name]}: the weights in model.path={path} are of "
-                f"{words.get(name, 'another')}; model.init=random begins without them"
-            )
-    return values
-
-
-def _values_of_adapters(choices: Mapping[str, str], given: Mapping[str, str]) -> dict[str, Value]:
-    """What the adapters in `model.lora.path` are, where they are given."""
-    path = given.get("model.lora.path")
-    if path is None:
-        return {}
-    if choices.get("model") != _FROM_PATH:
-        raise UsageError(
-            f"model.lora.path={path}: only with model={_FROM_PATH}, whose adapters it has"
-        )
-    words = adapter_words(str(KEYS["model.lora.path"].parse(path)))
-    try:
-        values = {name: KEYS[name].parse(text) for name, text in words.items()}
-    except UsageError as error:
-        raise UsageError(f"model.lora.path={path}: {error}") from None
-    for name in ADAPTER_KEYS:
-        if name in given and values[name] != KEYS[name].parse(given[name]):
-            raise UsageError(
-                f"{name}={given[name]}: those in model.lora.path={path} have {words[name]}"
-            )
-    return values
 
 
 def _settle(what: str, names: Sequence[str], values: dict[str, Value], *given: set[str]) -> None:
