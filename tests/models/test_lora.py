@@ -1,0 +1,114 @@
+"""What gets an adapter and what is trained; what cannot be is refused in one line."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
+from fsdpctl.errors import UsageError
+from fsdpctl.models.registry import build_model, initialize_parameter
+from tests.cli.run import invoke
+
+SMALL = ["model.vocab_size=64", "model.num_layers=2"]
+
+
+def config(*words: str) -> ModelConfig:
+    return compose_config([*SMALL, *words]).config.model
+
+
+def trained(*words: str) -> set[str]:
+    params = build_model(config(*words)).named_parameters()
+    return {name for name, param in params if param.requires_grad}
+
+
+def test_adapters_are_all_that_is_trained_and_the_head_gets_none():
+    names = trained("model.lora.rank=2", "model.tie_embeddings=false")
+    assert len(names) == 2 * 7 * 2
+    assert all(".lora_" in name and "lm_head" not in name for name in names)
+    names = trained("model.lora.rank=2", "model.architecture=gpt2", "model.num_kv_heads=4")
+    assert len(names) == 2 * 4 * 2
+
+
+def test_targets_and_trainable_are_searched_for_in_names():
+    names = trained("model.lora.rank=2", r"model.lora.targets=1\..*(q|v)_proj$")
+    layers = {name.rsplit(".", 2)[0] for name in names}
+    assert layers == {f"model.layers.1.self_attn.{each}_proj" for each in "qv"}
+    assert trained("model.trainable=^model.norm") == {"model.norm.weight"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model.trainable=q_prj"], "model.trainable=q_prj: is found in the name of no parameter; "
+         "did you mean q_proj?"),
+        (["model.trainable=["], "model.trainable=[: no regular expression"),
+        (["model.trainable=norm", "model.lora.rank=2"], "not with model.lora.rank"),
+        (["model.lora.alpha=2"], "model.lora: say model.lora.rank=16"),
+        (["model.lora.rank=2", "model.lora.targets=q_prj"], "did you mean q_proj?"),
+        (["model.lora.rank=2", "model.lora.targets=("], "no regular expression"),
+        (["model.lora.rank=2", "model.lora.targets=lm_head"], "lm_head gets no adapter"),
+        (["model.lora.rank=2", "model.lora.targets=embed"], "embed_tokens gets no adapter"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_trained_is_refused(words, said):
+    with pytest.raises(UsageError) as caught:
+        trained(*words)
+    assert said in str(caught.value)
+
+
+def test_adapters_begin_as_peft_begins_them():
+    model = config("model.lora.rank=64")
+    down = torch.empty(64, 100)
+    initialize_parameter("a.lora_A.weight", down, seed=0, config=model)
+    again, other = torch.empty(64, 100), torch.empty(64, 100)
+    initialize_parameter("a.lora_A.weight", again, seed=0, config=model)
+    initialize_parameter("b.lora_A.weight", other, seed=0, config=model)
+    assert torch.equal(down, again)
+    assert not torch.equal(down, other)
+    assert 0.099 < down.abs().max() <= 0.1
+    up = torch.ones(100, 64)
+    initialize_parameter("a.lora_B.weight", up, seed=0, config=model)
+    assert not up.any()
+
+
+def test_what_an_adapter_adds_is_scaled():
+    assert config("model.lora.rank=4").lora.scale == 2
+    assert config("model.lora.rank=4", "model.lora.alpha=12").lora.scale == 3
+    wide = config("model.lora.rank=8", "model.lora.alpha=16", "model.lora.rslora=true")
+    assert wide.lora.scale == 16 / math.sqrt(8)
+
+
+def test_adapters_survive_being_written_down_and_their_absence_is_not_mentioned():
+    with_them = compose_config([*SMALL, "model.lora.rank=4", "model.lora.targets=q|v"]).config
+    assert config_from_words(config_words(with_them)) == with_them
+    assert "model.lora.targets: q|v\n" in config_to_yaml(with_them)
+    assert not [name for name in config_words(compose_config(SMALL).config) if "lora" in name]
+
+
+def test_a_recipe_may_nest_them(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model: {name: llama_tiny, lora: {rank: 4, targets: mlp}}\n")
+    lora = compose_config([], str(file)).config.model.lora
+    assert (lora.rank, lora.targets) == (4, "mlp")
+
+
+def test_the_estimate_says_how_much_is_trained():
+    words = ["estimate-memory", *SMALL, "launch.nproc_per_node=2", "launch.device=cpu"]
+    code, said = invoke(*words, "model.lora.rank=4", "--json")
+    assert code == 0, said
+    found = json.loads(said)
+    expected = sum(
+        param.numel()
+        for param in build_model(config("model.lora.rank=4")).parameters()
+        if param.requires_grad
+    )
+    assert found["num_trained_parameters"] == expected
+    code, said = invoke(*words, "model.lora.rank=4", "engine=fsdp2")
+    assert (code, "engine=fsdp2: is estimated for models that are trained whole" in said) == (
+        2,
+        True,
+    ), said
