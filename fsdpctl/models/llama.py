@@ -128,9 +128,8 @@ class GatedMLP(nn.Module):
         """Shape (..., width) in and out."""
         if self.is_fused:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        else:
-            gate, up = self.gate_proj(x), self.up_proj(x)
-        out: Tensor = self.down_proj(self.activation(gate) * up)
+            return self.down_proj(self.activation(gate) * up)  # type: ignore[no-any-return]
+        out: Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
@@ -158,13 +157,15 @@ class Block(nn.Module):
         documents: Documents | None = None,
     ) -> Tensor:
         """Shape (batch, length, hidden_size) in and out; the rest as `Attention` takes it."""
-        mixed = self.self_attn(self.input_layernorm(x), cos, sin, cache, documents)
+        others = (cos, sin, cache, documents)
+        out: Tensor
         if self.norms_results:
-            x = x + self.post_attention_layernorm(mixed)
-            made = self.mlp(self.pre_feedforward_layernorm(x))
-            return x + self.post_feedforward_layernorm(made)  # type: ignore[no-any-return]
-        x = x + mixed
-        return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
+            x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), *others))
+            out = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        else:
+            x = x + self.self_attn(self.input_layernorm(x), *others)
+            out = x + self.mlp(self.post_attention_layernorm(x))
+        return out
 
 
 class _Backbone(nn.Module):
