@@ -17,7 +17,7 @@ import msgspec
 
 from fsdpctl.chats.render import Renderer, RenderError
 from fsdpctl.chats.rows import Chat
-from fsdpctl.chats.samples import Made, Wanted, samples_of
+from fsdpctl.chats.samples import Made, Sample, Wanted, samples_of
 from fsdpctl.chats.turns import TurnError
 
 LENGTH_BYTES = 4
@@ -99,7 +99,13 @@ def _worker(setup: Setup) -> Callable[[Chat], Made]:
     wanted = Wanted(setup.train_on, setup.rewritten_turns)
 
     def work(chat: Chat) -> Made:
-        return samples_of(with_tools if chat.tools else plain, chat, wanted, controls)
+        renderer = with_tools if chat.tools else plain
+        if chat.is_question:
+            asked = renderer.render(
+                chat.messages, tools=chat.tools, options=chat.options, prompted=True
+            )
+            return Made([Sample(asked.text, [])], {})
+        return samples_of(renderer, chat, wanted, controls)
 
     return work
 

@@ -76,7 +76,7 @@ def open_chats(config: DataConfig, on_rows: OnRows = lambda count: None) -> Chat
     def setup() -> tuple[Setup, str]:
         if isinstance(template, UsageError):
             raise template
-        return _setup(config, template, tokenizer, today), template.source
+        return setup_of(template, tokenizer, today, config), template.source
 
     known = None if isinstance(template, UsageError) else template
     name = _digest(config, known, tokenizer, today, files_checksum(sources) + files_checksum(held))
@@ -117,9 +117,10 @@ def _date(said: str | None) -> str:
         raise UsageError(f"data.date={said}: allowed is a day, as 2026-01-31, or auto") from None
 
 
-def _setup(
-    config: DataConfig, template: ChatTemplate, tokenizer: FileTokenizer, today: str
+def setup_of(
+    template: ChatTemplate, tokenizer: FileTokenizer, today: str, config: DataConfig = DataConfig()
 ) -> Setup:
+    """What the process of a template is told."""
     # The longest first: some begin as others do.
     controls = sorted(tokenizer.controls, key=lambda text: (-len(text), text))
     return Setup(

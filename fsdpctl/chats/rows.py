@@ -14,6 +14,7 @@ class Chat(msgspec.Struct, frozen=True, array_like=True, tag="chat"):
     trained: list[bool]  # for each message, whether it has a loss where it is the assistant's
     tools: list[Any] | None = None
     options: dict[str, Any] = {}  # further variables of the template
+    is_question: bool = False  # an answer is to follow: nothing is trained, and nothing refused
 
 
 class Plain(msgspec.Struct, frozen=True, array_like=True, tag="plain"):

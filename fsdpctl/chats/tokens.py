@@ -45,36 +45,6 @@ class ChatTokens:
         return self.tokens[span], self.trained[span]
 
 
-@dataclass(frozen=True, slots=True)
-class Fitting:
-    """Which samples are used where none may be longer than so many tokens."""
-
-    samples: NDArray[np.int64]  # their numbers
-    lengths: NDArray[np.int64]  # how many of each one's tokens
-    num_cut: int
-    num_dropped: int  # too long ones, and those of which the cut left nothing that has a loss
-
-
-def fitting(chats: ChatTokens, most: int, too_long: str) -> Fitting:
-    """The samples that have at most `most` tokens, and the others cut to it or dropped.
-
-    Args:
-        chats: the samples.
-        most: tokens of one.
-        too_long: `cut` keeps the beginning; `drop` leaves the sample out.
-    """
-    lengths = chats.lengths
-    kept = np.ones(len(lengths), dtype=bool)
-    for number in np.flatnonzero(lengths > most):
-        _, trained = chats.sample(int(number))
-        # The first token of a sample is nobody's target.
-        kept[number] = too_long == "cut" and bool(trained[1:most].any())
-    numbers = np.flatnonzero(kept).astype(np.int64)
-    num_cut = int(np.count_nonzero(lengths[numbers] > most))
-    used = np.minimum(lengths[numbers], most)
-    return Fitting(numbers, used, num_cut, len(lengths) - len(numbers))
-
-
 class Encoder:
     """Makes tokens of samples, some at a time: the library encodes them on several threads."""
 

@@ -34,10 +34,17 @@ def _ended_by(tokens: Sequence[int], content: bytes) -> bytes:
     Without the token that ends an answer, whoever asks the model has an answer without an end.
     """
     config = parse_json(content, dict[str, Any], _GENERATION)
-    said = config.get("eos_token_id")
-    known = said if isinstance(said, list) else [] if said is None else [said]
+    known = ends_of({_GENERATION: content}, "the model")
     config["eos_token_id"] = [*tokens, *(each for each in known if each not in tokens)]
     return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def ends_of(files: Mapping[str, bytes], where: str) -> tuple[int, ...]:
+    """The tokens after which generation ends, as the files beside a model say."""
+    config = parse_json(files.get(_GENERATION, b"{}"), dict[str, Any], f"{where}: {_GENERATION}")
+    said = config.get("eos_token_id")
+    listed = said if isinstance(said, list) else [said]
+    return tuple(each for each in listed if isinstance(each, int))
 
 
 def write_assets(run_dir: Path, assets: Mapping[str, bytes]) -> None:

@@ -8,7 +8,7 @@ from fsdpctl.chats.cache import cache_folder
 from fsdpctl.chats.chosen import is_held_out, repeats
 from fsdpctl.chats.open import open_chats
 from fsdpctl.chats.preview import histogram, preview
-from fsdpctl.chats.tokens import ChatTokens, fitting
+from fsdpctl.chats.tokens import ChatTokens
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.source import load_data
 from fsdpctl.errors import UsageError
@@ -167,21 +167,6 @@ def of_lengths(*lengths, trained=None):
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     flags = np.ones(starts[-1], bool) if trained is None else np.array(trained, bool)
     return ChatTokens(np.arange(starts[-1], dtype=np.uint16), flags, starts, "")
-
-
-def test_long_samples_are_cut_or_dropped_and_counted():
-    chats = of_lengths(3, 9, 5)
-    cut = fitting(chats, 5, "cut")
-    assert (cut.samples.tolist(), cut.lengths.tolist()) == ([0, 1, 2], [3, 5, 5])
-    assert (cut.num_cut, cut.num_dropped) == (1, 0)
-    dropped = fitting(chats, 5, "drop")
-    assert (dropped.samples.tolist(), dropped.num_cut, dropped.num_dropped) == ([0, 2], 0, 1)
-
-
-def test_a_cut_that_leaves_no_target_drops_the_sample():
-    chats = of_lengths(4, 4, trained=[1, 0, 0, 1, 0, 1, 0, 1])
-    found = fitting(chats, 3, "cut")
-    assert (found.samples.tolist(), found.num_cut, found.num_dropped) == ([1], 1, 1)
 
 
 def test_a_preview_marks_what_has_a_loss(tmp_path):

@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from fsdpctl.train.run_dir import read_config
 from tests.cli.run import figures, fsdpctl
@@ -101,3 +103,20 @@ def test_an_export_stops_where_answers_end(tmp_path):
     assert ends[0] == 2  # <|im_end|>
     theirs = opened_by_transformers(tmp_path / "out")
     assert theirs.generation_config.eos_token_id == ends
+
+
+def test_a_model_is_asked_as_it_was_trained(tmp_path):
+    long = ["train.steps=", "train.epochs=12", "optimizer.lr=1e-2", "data.val_fraction=0"]
+    run = trained(tmp_path, "llama", 2, *long)
+    asked = ["--chat", "--greedy", "--tokens", "30", "--prompt", "dog"]
+    done = fsdpctl("sample", str(run), *asked, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "dog\n"), done.stderr
+    exported = fsdpctl("consolidate-checkpoint", str(run), "out", cwd=tmp_path)
+    assert exported.returncode == 0, exported.stderr
+    theirs = opened_by_transformers(tmp_path / "out")
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
+    messages = [{"role": "user", "content": "dog"}]
+    about = {"add_generation_prompt": True, "return_tensors": "pt"}
+    prompt = tokenizer.apply_chat_template(messages, **about)
+    said = theirs.generate(**prompt, do_sample=False, max_new_tokens=30)[0]
+    assert tokenizer.decode(said[prompt["input_ids"].shape[1] :]) == "dog<|im_end|>"
