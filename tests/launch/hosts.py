@@ -81,8 +81,8 @@ def hosts(count: int, *, mbit: int | None = None) -> Iterator[Hosts]:
     finally:
         # Links go at once; those of a namespace that is deleted go some time later.
         for host in range(count):
-            link = ["ip", "link", "del", f"fsv{tag}-{host}"]
-            subprocess.run(link, capture_output=True, check=False)
+            words = ["ip", "link", "del", f"fsv{tag}-{host}"]
+            subprocess.run(words, capture_output=True, check=False)
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
