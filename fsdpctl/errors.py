@@ -10,7 +10,10 @@ FsdpctlError            1   something failed
 """
 
 import difflib
+import errno
 from collections.abc import Iterable
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: of a disk, or of what is allowed there
 
 
 class FsdpctlError(Exception):

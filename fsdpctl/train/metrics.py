@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.errors import NO_ROOM, FsdpctlError, UsageError
 from fsdpctl.optim.record import StepFigures
 from fsdpctl.reading.documents import parse_json
 from fsdpctl.train.clock import StepTimes
@@ -113,6 +113,7 @@ class MetricsFile:
 
         Raises:
             UsageError: it is damaged, or cannot be written.
+            FsdpctlError: the disk is full.
         """
         self._path, self._on_line = path, on_line
         self._writing = threading.Lock()
@@ -120,7 +121,9 @@ class MetricsFile:
             self.seconds_to_save = _cut_back(path, step)
             self._file = path.open("a+", encoding="utf-8")
         except OSError as error:
-            raise UsageError(f"{path}: {error.strerror}") from None
+            # Who has no room made no mistake in what was typed.
+            refusal = FsdpctlError if error.errno in NO_ROOM else UsageError
+            raise refusal(f"{path}: {error.strerror}") from None
 
     def cut_back(self, step: int) -> None:
         """Make it as it was after `step`, as far as that goes.

@@ -26,7 +26,7 @@ from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
-from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.errors import NO_ROOM, CheckpointError, FsdpctlError, UsageError
 from fsdpctl.resolve.run import decides_losses
 from fsdpctl.train.assets import write_assets
 from fsdpctl.train.metrics import was_validated
@@ -256,7 +256,8 @@ def prepare_restart(start: Start, number: int) -> None:
         remove_unfinished(start.run_dir / CHECKPOINTS)
         _replace_text(start.run_dir / RUN_CONFIG, config_to_yaml(start.config))
     except OSError as error:
-        raise UsageError(f"train.run_dir={start.run_dir}: {error.strerror or error}") from None
+        refusal = FsdpctlError if error.errno in NO_ROOM else UsageError
+        raise refusal(f"train.run_dir={start.run_dir}: {error.strerror or error}") from None
 
 
 def _replace_text(path: Path, text: str) -> None:

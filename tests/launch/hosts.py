@@ -79,6 +79,10 @@ def hosts(count: int, *, mbit: int | None = None) -> Iterator[Hosts]:
             pytest.skip(f"no hosts can be made here: {error.stderr.strip()}")
         yield Hosts(names, addresses, [f"fsv{tag}-{host}" for host in range(count)])
     finally:
+        # Links go at once; those of a namespace that is deleted go some time later.
+        for host in range(count):
+            words = ["ip", "link", "del", f"fsv{tag}-{host}"]
+            subprocess.run(words, capture_output=True, check=False)
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
