@@ -27,7 +27,7 @@ def train_step(
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     for micro_step in range(steps):
         tokens = torch.randint(0, config.model.vocab_size or 1, shape)
-        batch = MicroBatch(tokens, tokens.clone())
+        batch = MicroBatch(tokens, tokens.clone(), _documents(config, shape))
         holds = config.accumulation.name == "last" and micro_step < steps - 1
         with model.no_sync() if holds else nullcontext():
             loss = summed_loss(model, batch, device, loss_chunk_tokens(config, samples))
@@ -42,3 +42,11 @@ def train_step(
     )
     optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
     optimizer.zero_grad()
+
+
+def _documents(config: Config, shape: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
+    """Of unlike lengths, three in each row, where there are any."""
+    rows, length = shape
+    if not config.data.holds_documents:
+        return ()
+    return ((1, length // 3, length - 1 - length // 3),) * rows

@@ -10,6 +10,7 @@ from fsdpctl.engine.build import divide_module
 from fsdpctl.memory.compute import Pass, Program, Row
 from fsdpctl.memory.shorten import shorten
 from fsdpctl.memory.trace import trace
+from fsdpctl.models.attention import import_kernels
 from fsdpctl.models.documents import assumed_documents
 from fsdpctl.models.registry import build_model
 from fsdpctl.models.rope import rotation
@@ -118,5 +119,7 @@ class TracedModel:
         key = (micro_batch_size, seq_len, chunk_tokens)
         if key not in self._programs:
             rotation.cache_clear()  # its tables are part of what a first pass allocates
+            if self._holds_documents:
+                import_kernels(self._device)
             self._programs[key] = self._traced_module.program(run)
         return self._programs[key]

@@ -103,6 +103,12 @@ def _attend_flat(
     return mixed.view(batch, length, heads, width).transpose(1, 2)
 
 
+def import_kernels(device_type: str) -> None:
+    """What attention within documents needs there is imported, as that cannot be while watched."""
+    if device_type == "cuda":
+        _shares_heads()
+
+
 @cache
 def _shares_heads() -> bool:
     """Whether this torch's kernel takes fewer heads of keys and values."""

@@ -74,6 +74,8 @@ def random_config(
         f"train.global_batch_size={ranks * micro * steps}",
         f"train.loss_chunk_tokens={draw.choice([0, 0, 24])}",
     ]
+    if draw.random() < 0.3:
+        words += ["data=chat"]  # rows of several documents
     if arch == "gemma3_text":
         words += ["model.sliding_window=20", "model.sliding_pattern=2"]
     if arch in ("mistral", "phi3") and draw.random() < 0.5:
