@@ -164,7 +164,7 @@ def _objects(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
-        text = line.decode("utf-8")
+        text = line.decode("utf-8").rstrip("\r\n")  # else it would speak of a second line
     except UnicodeDecodeError as error:
         raise UsageError(f"{where}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
     try:
