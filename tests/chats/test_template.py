@@ -127,6 +127,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_without_an_end_is_ended(name, tmp_path, monkeypatch):
     monkeypatch.setattr(opening, "MOST_SECONDS", 1.0)

@@ -265,6 +265,7 @@ TEXTS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map("".join)
 SAME = [name for name in MARKED if name not in ("smollm3", "phi3")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAME)
 @settings(max_examples=60)
 @given(texts=st.lists(TEXTS.filter(str.strip), min_size=2, max_size=6))

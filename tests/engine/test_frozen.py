@@ -37,6 +37,7 @@ PRECISIONS = {
 }
 
 
+@pytest.mark.slow
 @WHOLE
 @distributed(world_size=2, timeout=120)
 def test_events_bytes_and_buffers_equal_the_plan(rank: int, world_size: int, whole: bool) -> None:

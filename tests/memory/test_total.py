@@ -221,6 +221,7 @@ def test_so_it_is_where_only_some_is_trained(rank: int, world_size: int, whole: 
         assert abs(estimated / measured - 1) <= 0.01, (seed, estimated, measured)
 
 
+@pytest.mark.slow
 @WHOLE
 @distributed(world_size=4, timeout=300)
 def test_so_it_is_where_copies_share_what_the_optimizer_has(

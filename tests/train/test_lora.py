@@ -156,6 +156,7 @@ def test_what_is_exported_opens_in_peft_and_merged_in_transformers(tmp_path, fam
             assert (adapted(tokens()).logits - expected).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_what_is_trained_and_are_as_large_as_estimated(tmp_path):
     typed = words(tmp_path, 2)
     run(typed, 2, tmp_path / "state")
@@ -168,6 +169,7 @@ def test_checkpoints_hold_what_is_trained_and_are_as_large_as_estimated(tmp_path
     assert stored == estimate.checkpoint_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", fast(2, slow=[1, 3]))
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, ranks):
     """With dropout, and at the same number of ranks bit for bit."""
@@ -182,6 +184,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, ranks):
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_validation_changes_nothing(tmp_path):
     typed = words(tmp_path, 2, "model.lora.dropout=0.2", "data.val_fraction=0.1")
     without = run([*typed, "train.eval_every=0"], 2, tmp_path / "without")
@@ -248,6 +251,7 @@ def test_a_part_of_the_parameters_is_trained_and_saved(tmp_path):
     assert (code, "has no adapters" in said) == (2, True), said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", fast(3, slow=[1]))
 def test_another_number_of_ranks_goes_on_with_the_same_losses(tmp_path, ranks):
     typed = words(tmp_path, 2)
@@ -260,6 +264,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_losses(tmp_path, ranks):
     assert losses(tmp_path) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_can_be_gone_on_from_and_gone_back_in(tmp_path):
     """Its adapters are trained on; and after a bad number it begins again from its checkpoint."""
     run(words(tmp_path, 2), 2, tmp_path / "first")
@@ -282,6 +287,7 @@ def test_a_run_with_adapters_can_be_gone_on_from_and_gone_back_in(tmp_path):
         resolved([*typed, f"model.lora.path={tmp_path / 'adapters'}"])
 
 
+@pytest.mark.slow
 @distributed(world_size=2)
 def test_the_head_is_gathered_once_each_way_however_many_chunks_the_loss_has(
     rank: int, world_size: int
@@ -331,6 +337,7 @@ def test_a_part_of_a_merged_weight_is_that_part(tmp_path):
         assert part == whole[4 * start : 4 * stop]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("targets", "named"),
     [
