@@ -34,6 +34,8 @@ bench: $(VENV)/developed  ## beside PyTorch's own engines on CPU ranks, about an
 	$(BIN)/python -m benchmarks.peak_memory --out $(RESULTS)/peak-memory-cpu.json
 	$(BIN)/python -m benchmarks.consolidate --out $(RESULTS)/consolidate.json
 	$(BIN)/python -m benchmarks.saving --out $(RESULTS)/saving.json
+	$(BIN)/python -m benchmarks.watching --out $(RESULTS)/watching.json
+	$(BIN)/python -m benchmarks.restarting --out $(RESULTS)/restarting.json
 	$(BIN)/python -m benchmarks.step_time --out $(RESULTS)/step-time-cpu.json
 
 gpu:  ## on a machine with a GPU, in ten minutes, with what is installed, or WHEELS=folder of wheels

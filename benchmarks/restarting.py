@@ -52,7 +52,7 @@ def one_round(folder: Path) -> dict[str, float]:
         (run / STOP).touch()
         launcher.wait(PATIENCE)
     restarted = restart["seconds_to_next_step"]
-    return {"start": start, "restart": restarted, "steps_lost": restart["steps_lost"]}
+    return {"start": start, "restart": restarted, "steps_lost": restart["lost_steps"]}
 
 
 def until_step(run: Path, step: int) -> None:

@@ -176,6 +176,7 @@ TABLES = {
     "saving": measured.saving_table,
     "faults": faults_table,
     "slow_links": measured.slow_links_table,
+    "surviving": measured.surviving_lines,
 }
 
 

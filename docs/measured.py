@@ -53,6 +53,21 @@ def slow_links_table() -> str:
     )
 
 
+def surviving_lines() -> str:
+    """What being watched costs, and what a restart takes beside a start."""
+    watching, restarting = _report("watching"), _report("restarting")
+    steps, found = watching["results"], restarting["results"]
+    share, longest = found["restart_over_start"], found["largest_restart_over_start"]
+    return (
+        f"- A watched step takes {steps['time_over_unwatched']:.3f} of the time of one that is not "
+        f"({steps['beats_per_step']:.0f} signs of life a step; {_made_with(watching)}).\n"
+        f"- From a killed rank to the next step it takes {share:.2f} of the time from the command to "
+        f"the first step, at most {longest:.2f}; at most {found['most_steps_lost']} of the 25 steps "
+        f"between checkpoints were lost ({found['rounds']} runs of {restarting['world_size']} ranks; "
+        f"{_made_with(restarting)})."
+    )
+
+
 def step_time_table() -> str:
     """What each engine adds to the floor, relative to what fully_shard adds."""
     return _step_times("step-time-cpu", "added_over_fsdp2_added", "added over the floor")
