@@ -61,10 +61,10 @@ def surviving_lines() -> str:
     return (
         f"- A watched step takes {steps['time_over_unwatched']:.3f} of the time of one that is not "
         f"({steps['beats_per_step']:.0f} signs of life a step; {_made_with(watching)}).\n"
-        f"- From a killed rank to the next step it takes {share:.2f} of the time from the command to "
-        f"the first step, at most {longest:.2f}; at most {found['most_steps_lost']} of the 25 steps "
-        f"between checkpoints were lost ({found['rounds']} runs of {restarting['world_size']} ranks; "
-        f"{_made_with(restarting)})."
+        f"- From a killed rank to the next step it takes {share:.2f} of the time from the command "
+        f"to the first step, at most {longest:.2f}; at most {found['most_steps_lost']} of the 25 "
+        f"steps between checkpoints were lost ({found['rounds']} runs of "
+        f"{restarting['world_size']} ranks; {_made_with(restarting)})."
     )
 
 
