@@ -38,6 +38,7 @@ class _Breaks(torch.autograd.Function):
         raise ZeroDivisionError
 
 
+@pytest.mark.slow
 @WHOLE
 @distributed(world_size=2)
 def test_after_an_exception_the_next_step_is_as_if_it_had_not_happened(

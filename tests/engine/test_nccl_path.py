@@ -70,6 +70,7 @@ def test_bf16_on_the_wire_is_added_in_fp32_in_the_order_of_ranks(
         assert difference == 0.0 if wire is torch.bfloat16 else difference <= 1e-4
 
 
+@pytest.mark.slow
 @WHOLE
 @distributed(world_size=4)
 def test_events_bytes_and_buffers_equal_the_plan(rank: int, world_size: int, whole: bool) -> None:

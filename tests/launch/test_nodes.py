@@ -108,8 +108,9 @@ def test_what_keeps_node_0_from_starting_is_said_by_the_others() -> None:
         second.result()
 
 
+@pytest.mark.slow
 def test_failures_and_silence_are_known_on_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdpctl.launch.nodes._SILENCE_SECONDS", 2.0)
+    monkeypatch.setattr("fsdpctl.launch.nodes._SILENCE_SECONDS", 6.0)
     failure = Failure(2, "there", -9, "", 1)
 
     def act(nodes: Nodes) -> object:

@@ -154,6 +154,7 @@ def test_who_outlives_a_rank_that_died_is_ended(tmp_path, monkeypatch):
     assert watch.failed_at is not None
 
 
+@pytest.mark.slow
 def test_who_still_does_something_is_let_be(tmp_path, monkeypatch):
     """Such as to complete a checkpoint, once another rank has failed."""
     monkeypatch.setattr("fsdpctl.launch.watch._GRACE_SECONDS", 0.6)

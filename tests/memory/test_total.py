@@ -239,6 +239,7 @@ def test_so_it_is_over_nccl(ranks: int) -> None:
         check_nccl(ranks, f"copies {seed}", seed, HYBRIDS)
 
 
+@pytest.mark.slow
 @WHOLE
 @pytest.mark.parametrize("ranks", fast(2, slow=[4, 12]))
 def test_so_it_is_over_nccl_where_only_some_is_trained(ranks: int, whole: bool) -> None:

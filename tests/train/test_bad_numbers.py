@@ -115,6 +115,7 @@ def test_every_strategy_goes_back_and_on(tmp_path, strategy):
     assert same(weights, reference(typed, SEEN["rollback"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", fast("gradient", slow=["loss"]))
 def test_a_run_that_is_to_stop_stops_on_every_rank(tmp_path, what):
     _, error = ran(tmp_path, typed_for(tmp_path, 2), {BAD: (what, 1)})

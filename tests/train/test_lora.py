@@ -217,6 +217,7 @@ def test_another_base_is_refused(tmp_path, what):
     assert len(said.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_changed_base_is_noticed_when_a_run_goes_on(tmp_path):
     typed = words(tmp_path, 2)
     first = [word for word in typed if not word.startswith("train.steps")]
@@ -226,6 +227,7 @@ def test_a_changed_base_is_noticed_when_a_run_goes_on(tmp_path):
         train(world_size=2, typed=typed, plants={}, result=str(tmp_path / "second"))
 
 
+@pytest.mark.slow
 def test_a_part_of_the_parameters_is_trained_and_saved(tmp_path):
     typed = [word for word in words(tmp_path, 2) if not word.startswith("model.lora")]
     run([*typed, "model.trainable=layers.2.mlp|norm"], 2, tmp_path / "state")
