@@ -7,16 +7,16 @@ import torch
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import MicroBatch
 from fsdpctl.engine.model import ShardedModel
-from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.train.loss import summed_loss
+from fsdpctl.train.parts import Optimizer
 
 
 def train_step(
     config: Config,
     model: ShardedModel,
-    optimizer: ShardedAdamW,
+    optimizer: Optimizer,
     device: torch.device = torch.device("cpu"),
 ) -> None:
     """All micro-batches of a step, the record, and the optimizer."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fsdpctl.estimate.own_module import Assumed, MemoryEstimate, estimate_memory
     from fsdpctl.optim.adamw import ShardedAdamW
     from fsdpctl.optim.clip import clip_grad_norm_
+    from fsdpctl.optim.sgd import ShardedSGD
     from fsdpctl.plan.owners import OwnerMap
     from fsdpctl.plan.schedule import Prefetch
     from fsdpctl.plan.strategy import Strategy
@@ -28,6 +29,7 @@ __all__ = [
     "Prefetch",
     "ShardedAdamW",
     "ShardedModel",
+    "ShardedSGD",
     "Sharding",
     "Strategy",
     "clip_grad_norm_",
@@ -48,6 +50,7 @@ _HOMES = {
     "Prefetch": "fsdpctl.plan.schedule",
     "ShardedAdamW": "fsdpctl.optim.adamw",
     "ShardedModel": "fsdpctl.engine.model",
+    "ShardedSGD": "fsdpctl.optim.sgd",
     "Strategy": "fsdpctl.plan.strategy",
     "clip_grad_norm_": "fsdpctl.optim.clip",
     "load_checkpoint": "fsdpctl.checkpoint.api",

@@ -12,9 +12,11 @@ from matplotlib.image import imread
 
 from docs.generate import PAGES, PICTURE, RECIPES, draw, estimated_recipe, filled
 from fsdpctl.cli.app import _COMMANDS
+from fsdpctl.config.compose import compose_config
 from fsdpctl.config.files import choices_of
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.resolve.run import resolve
 from tests.cli.run import environment, fsdpctl, invoke
 from tests.hostile import make_checkpoint, make_hugging_face
 from tests.train.chats import make_chat_model, make_chats
@@ -143,3 +145,9 @@ def test_from_a_directory_to_a_model_that_answers(tmp_path, monkeypatch):
     assert "nothing was trained" in said[0]
     assert "tokens in samples of" in said[2]
     assert said[3] == said[5]  # the merged model says what the run says
+
+
+def test_the_run_in_the_readme_has_the_name_that_it_has_now():
+    """Else the same command would begin anew beside runs from before."""
+    run = resolve(compose_config(["launch.device=cpu"]))
+    assert f"{run.config.train.run_dir} (new)" in (ROOT / "README.md").read_text()

@@ -34,24 +34,40 @@ class DataConfig:
         None, "bytes, or a directory with a tokenizer.json", is_path=True, auto=True
     )
     template: str | None = key(
-        None, "chat: a Jinja file; auto: the tokenizer's own chat template", is_path=True, auto=True
+        None,
+        "chat: a Jinja file; auto: the tokenizer's own chat template",
+        is_path=True,
+        auto=True,
+        is_later=True,
     )
     train_on: str = key(
-        "assistant", "chat: turns that have a loss; all: every token", choices=TRAIN_ON
+        "assistant",
+        "chat: turns that have a loss; all: every token",
+        choices=TRAIN_ON,
+        is_later=True,
     )
     rewritten_turns: str = key(
         "split",
         "chat: where the template writes a turn otherwise once others follow: a sample each, the "
         "last alone, as they stand, or none of it",
         choices=REWRITTEN,
+        is_later=True,
     )
     date: str | None = key(
-        None, "chat: what templates take for today, YYYY-MM-DD; auto: today, kept", auto=True
+        None,
+        "chat: what templates take for today, YYYY-MM-DD; auto: today, kept",
+        auto=True,
+        is_later=True,
     )
     packing: bool | None = key(
-        None, "several samples in a row of train.seq_len; auto: true for chats", auto=True
+        None,
+        "several samples in a row of train.seq_len; auto: true for chats",
+        auto=True,
+        is_later=True,
     )
-    too_long: str = key("cut", "chat: samples longer than train.seq_len", choices=("cut", "drop"))
+    too_long: str = key(
+        "cut", "chat: samples longer than train.seq_len", choices=("cut", "drop"), is_later=True
+    )
 
     @property
     def holds_documents(self) -> bool:

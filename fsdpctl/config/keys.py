@@ -31,6 +31,7 @@ class Key:
     optional: bool = False  # may be left unset
     is_path: bool = False
     is_executed: bool = False  # a command: taken from who types it, not from files
+    is_later: bool = False  # left out of words at its default: runs from before keep their names
     unit: str = ""  # of a number that may also be typed as a size, such as 80GB
 
     @property

@@ -86,7 +86,7 @@ class ModelConfig:
     rope_high_freq_factor: float = key(4.0, "llama3 scaling: where it is complete", minimum=0)
     rope_original_len: int = key(8192, "llama3 scaling: length trained on first", minimum=1)
     rope_local_theta: float = key(
-        10000.0, "gemma3_text: that of layers with a sliding window", minimum=1
+        10000.0, "gemma3_text: that of layers with a sliding window", minimum=1, is_later=True
     )
     sliding_window: int | None = key(
         None, "not in llama, gemma, gpt2: tokens that a token sees", minimum=1, optional=True
@@ -100,6 +100,7 @@ class ModelConfig:
         "gemma3_text: scores of tokens are divided by its root; auto: head_dim",
         minimum=1e-6,
         auto=True,
+        is_later=True,
     )
     attention_bias: bool = key(False, "llama, qwen3: biases in the attention's projections")
     mlp_bias: bool = key(False, "llama: biases in the MLP")

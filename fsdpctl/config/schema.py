@@ -79,20 +79,29 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """AdamW's numbers, and clipping."""
+    """Which one, its numbers, and clipping."""
 
     name: str = "adamw"
     lr: float | None = key(
         None,
         "peak learning rate; auto: 3e-3 up to 1 M parameters, falling with their 4th root; "
-        "a tenth for pretrained weights",
+        "a tenth for pretrained weights; sgd has none",
         minimum=0,
         auto=True,
     )
-    beta1: float = key(0.9, "decay of the first moment", minimum=0, maximum=0.999999)
-    beta2: float = key(0.95, "decay of the second moment", minimum=0, maximum=0.999999)
-    eps: float = key(1e-8, "added to the denominator", minimum=0)
-    weight_decay: float = key(0.1, "decoupled decay of matrices", minimum=0)
+    beta1: float = key(0.9, "adamw: decay of the first moment", minimum=0, maximum=0.999999)
+    beta2: float = key(0.95, "adamw: decay of the second moment", minimum=0, maximum=0.999999)
+    eps: float = key(1e-8, "adamw: added to the denominator", minimum=0)
+    momentum: float = key(
+        0.9,
+        "sgd: share of the last update in the next; 0: none",
+        minimum=0,
+        maximum=0.999999,
+        is_later=True,
+    )
+    weight_decay: float = key(
+        0.1, "of matrices: decoupled, with sgd added to the gradient", minimum=0
+    )
     max_grad_norm: float = key(1.0, "gradients are scaled down to it; 0: never", minimum=0)
 
 

@@ -76,8 +76,9 @@ def config_words(config: Config) -> dict[str, str]:
             words[section] = part.name
         for name, each in KEYS.items():
             if name.startswith(f"{section}.") and not _is_of_an_unused_section(part, name):
-                text = each.text(value_in(part, name))
-                if text:
+                value = value_in(part, name)
+                text = each.text(value)
+                if text and not (each.is_later and value == each.default):
                     words[name] = text
     return words
 

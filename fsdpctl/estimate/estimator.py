@@ -76,6 +76,8 @@ def _check_engine(config: Config, traced: TracedModel) -> None:
             f"engine={config.engine.name}: is estimated for models that are trained whole, without "
             "model.lora and model.trainable"
         )
+    if config.engine.name != "fsdpctl" and config.optimizer.name != "adamw":
+        raise UsageError(f"engine={config.engine.name}: is estimated with optimizer=adamw")
 
 
 def batches_of(config: Config) -> BatchPlan:

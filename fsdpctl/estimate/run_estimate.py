@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdpctl.config.schema import Config
-from fsdpctl.estimate.run_plan import item_sizes
-from fsdpctl.memory.engine_bytes import MOMENTS
+from fsdpctl.estimate.run_plan import item_sizes, kept_states
 from fsdpctl.memory.step_estimate import StepEstimate
 from fsdpctl.plan.batch import BatchPlan
 from fsdpctl.resolve.machine import world_size
@@ -92,7 +91,7 @@ class RunEstimate:
         """
         sizes, frozen = item_sizes(self.config), self.num_params - self.num_trained
         saved = 0 if self.config.model.is_pretrained else frozen * sizes.param
-        return self.num_trained * sizes.master * (1 + MOMENTS) + saved
+        return self.num_trained * sizes.master * (1 + kept_states(self.config).moments) + saved
 
     @property
     def host_bytes(self) -> int:

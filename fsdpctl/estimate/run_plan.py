@@ -6,7 +6,14 @@ from torch import nn
 
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import Division, divide_module
-from fsdpctl.memory.engine_bytes import DTYPE_BYTES, Estimate, TrainingPlan, estimate
+from fsdpctl.memory.engine_bytes import (
+    ADAMW,
+    DTYPE_BYTES,
+    Estimate,
+    KeptStates,
+    TrainingPlan,
+    estimate,
+)
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import Itemsizes, RankPlace
 from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy
@@ -42,6 +49,13 @@ def item_sizes(config: Config) -> Itemsizes:
     return Itemsizes(*(DTYPE_BYTES[str(name)] for name in config.precision.dtypes))
 
 
+def kept_states(config: Config) -> KeptStates:
+    """What the optimizer keeps."""
+    if config.optimizer.name == "sgd":
+        return KeptStates(moments=int(config.optimizer.momentum > 0), counter=0)
+    return ADAMW
+
+
 def plan_run(
     config: Config, units: tuple[UnitSpec, ...], num_micro_batches: int
 ) -> tuple[TrainingPlan, RankPlace]:
@@ -55,6 +69,7 @@ def plan_run(
         item_sizes(config),
         Prefetch(config.prefetch.forward, config.prefetch.backward),
         (*[config.accumulation.name == "every"] * (shown - 1), True),
+        kept_states(config),
     )
     transport = Transport.NCCL if config.launch.device == "cuda" else Transport.GLOO
     size = cut.ranks_per_copy

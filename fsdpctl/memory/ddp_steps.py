@@ -8,7 +8,7 @@ until its backward, as autocast does with those of matrix products.
 from dataclasses import dataclass
 
 from fsdpctl.memory.compute import Part, Place
-from fsdpctl.memory.engine_bytes import MOMENTS, STEP_BYTES
+from fsdpctl.memory.engine_bytes import ADAMW
 from fsdpctl.memory.script import Category, Writer
 from fsdpctl.plan.sizes import Itemsizes
 from fsdpctl.plan.units import UnitSpec
@@ -94,5 +94,5 @@ class DataParallelSteps:
         for unit, params in self._params.items():
             trained = [param.numel for param in params if param.trainable]
             for nbytes in (numel * self._model.sizes.master for numel in trained):
-                for size in (STEP_BYTES, *[nbytes] * MOMENTS):
+                for size in ADAMW.of(nbytes):
                     self._writer.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)

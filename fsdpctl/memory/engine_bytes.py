@@ -21,8 +21,21 @@ from fsdpctl.plan.slots import SlotSpec, slots_of
 from fsdpctl.plan.strategy import Strategy
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-MOMENTS = 2  # of AdamW, in the masters' dtype
-STEP_BYTES = 4  # a float32 counter for each tensor that the optimizer sees
+
+
+@dataclass(frozen=True, slots=True)
+class KeptStates:
+    """What an optimizer keeps for each tensor that it steps."""
+
+    moments: int = 2  # as large as the tensor, in the masters' dtype
+    counter: int = 4  # bytes: how often it was stepped
+
+    def of(self, nbytes: int) -> list[int]:
+        """Bytes of each, of a tensor whose master has so many."""
+        return [*[self.counter] * bool(self.counter), *[nbytes] * self.moments]
+
+
+ADAMW = KeptStates()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +83,7 @@ class TrainingPlan:
     sizes: Itemsizes
     prefetch: Prefetch
     reduces: tuple[bool, ...]  # per micro-step, whether its backward reduces
+    states: KeptStates = ADAMW
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +215,8 @@ def _states(plan: TrainingPlan, place: RankPlace) -> int:
         if layout.trainable:
             runs = optimizer_runs(layout, held_masters(plan, place, layout), decay_group)
             numel = sum(run.span.numel for run in runs)
-            states += numel * MOMENTS * plan.sizes.master + len(runs) * STEP_BYTES
+            kept = plan.states
+            states += numel * kept.moments * plan.sizes.master + len(runs) * kept.counter
     return states
 
 

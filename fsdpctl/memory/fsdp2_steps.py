@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fsdpctl.memory.compute import Part, Place
-from fsdpctl.memory.engine_bytes import MOMENTS, STEP_BYTES
+from fsdpctl.memory.engine_bytes import ADAMW
 from fsdpctl.memory.script import Category, Writer
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.sizes import Itemsizes
@@ -249,7 +249,7 @@ class FullyShardSteps:
             self._has_states = True
             for unit in self._groups:
                 for nbytes in self._shards(self._with_gradients(unit)):
-                    for size in (STEP_BYTES, *[nbytes] * MOMENTS):
+                    for size in ADAMW.of(nbytes):
                         writer.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
         if not self._model.fused:
             temporaries = [

@@ -1,8 +1,6 @@
 """What a rank of our engine keeps for good: parameters at rest, and the optimizer's states."""
 
 from fsdpctl.memory.engine_bytes import (
-    MOMENTS,
-    STEP_BYTES,
     TrainingPlan,
     held_masters,
     plan_slots,
@@ -70,5 +68,5 @@ def write_states(plan: TrainingPlan, place: RankPlace, writer: Writer) -> None:
     ]
     for run, unit in sorted(runs, key=lambda each: each[0].group):
         nbytes = run.span.numel * plan.sizes.master
-        for size in (STEP_BYTES, *[nbytes] * MOMENTS):
+        for size in plan.states.of(nbytes):
             writer.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)

@@ -4,7 +4,7 @@ import shlex
 import shutil
 from importlib.util import find_spec
 
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Config, OptimizerConfig
 from fsdpctl.errors import UsageError
 
 _EXTRAS = ("tensorboard", "wandb")  # keys of `log`, packages, and extras of ours
@@ -21,8 +21,24 @@ def check_besides(config: Config) -> None:
             raise UsageError(
                 f"log.{name}=true: {name} is not installed; pip install 'fsdpctl[{name}]'"
             )
+    check_optimizer(config)
     if config.checkpoint.after_save is not None:
         command_words(config.checkpoint.after_save)
+
+
+def check_optimizer(config: Config) -> None:
+    """See that nothing is said of one optimizer that another one has no use for.
+
+    Raises:
+        UsageError: it is, or a rate is missing that nobody can guess.
+    """
+    about, usual = config.optimizer, OptimizerConfig()
+    other = "adamw" if about.name == "sgd" else "sgd"
+    for name in ("beta1", "beta2", "eps") if other == "adamw" else ("momentum",):
+        if (value := getattr(about, name)) != getattr(usual, name):
+            raise UsageError(f"optimizer.{name}={value:g}: only with optimizer={other}")
+    if about.name == "sgd" and about.lr is None:
+        raise UsageError("optimizer.lr=auto: optimizer=sgd has no usual one; give a number")
 
 
 def _is_installed(package: str) -> bool:

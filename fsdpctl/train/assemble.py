@@ -28,11 +28,12 @@ from fsdpctl.engine.shard import Sharding, shard_from
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.resolve.blocks import checkpoint_block, compile_block
 from fsdpctl.train.loop import Trainer
-from fsdpctl.train.parts import Outside, TrainingParts
+from fsdpctl.train.parts import Optimizer, Outside, TrainingParts
 from fsdpctl.watch.run_watch import RunWatch
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -71,9 +72,13 @@ def make_module(config: Config) -> nn.Module:
     return module
 
 
-def make_optimizer(config: Config, model: ShardedModel) -> ShardedAdamW:
+def make_optimizer(config: Config, model: ShardedModel) -> Optimizer:
     """The optimizer over the model's shards."""
     about = config.optimizer
+    if about.name == "sgd":
+        return ShardedSGD(
+            model, lr=about.lr or 0.0, momentum=about.momentum, weight_decay=about.weight_decay
+        )
     return ShardedAdamW(
         model,
         lr=about.lr or 0.0,  # the trainer sets it before every step
@@ -143,7 +148,7 @@ def _data(config: Config) -> DataSet:
 def _fill(
     config: Config,
     model: ShardedModel,
-    optimizer: ShardedAdamW,
+    optimizer: Optimizer,
     data: DataSet,
     newest: Path | None,
 ) -> tuple[Progress, BaseInfo | None]:
@@ -169,7 +174,7 @@ def _validation(data: DataSet, seq_len: int, plan: BatchPlan) -> Batches | None:
 
 
 def _resume(
-    newest: Path, model: ShardedModel, optimizer: ShardedAdamW, data: DataSet
+    newest: Path, model: ShardedModel, optimizer: Optimizer, data: DataSet
 ) -> tuple[Progress, BaseInfo | None]:
     try:
         reader = CheckpointReader(newest)

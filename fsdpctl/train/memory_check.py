@@ -6,8 +6,8 @@ import torch
 
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.estimate.kept import read_estimate
-from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.train.metrics import peak_memory
+from fsdpctl.train.parts import Optimizer
 from fsdpctl.train.progress import format_bytes
 
 _SETTLED = 3  # steps after which the allocator holds what it will hold
@@ -17,7 +17,7 @@ class MemoryCheck:
     """Compares, after a few steps, what the fullest rank has held with what was estimated."""
 
     def __init__(
-        self, run_dir: Path, model: ShardedModel, optimizer: ShardedAdamW, first_step: int
+        self, run_dir: Path, model: ShardedModel, optimizer: Optimizer, first_step: int
     ) -> None:
         """`first_step`: steps that were done before this start."""
         self._estimate = read_estimate(run_dir)

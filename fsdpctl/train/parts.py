@@ -13,8 +13,11 @@ from fsdpctl.data.source import DataSet
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import Limits, StepRecord
+from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.train.clock import StepClock
 from fsdpctl.watch.run_watch import RunWatch
+
+Optimizer = ShardedAdamW | ShardedSGD
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class TrainingParts:
     run_dir: Path
     data: DataSet
     model: ShardedModel
-    optimizer: ShardedAdamW
+    optimizer: Optimizer
     train_batches: Batches
     val_batches: Batches | None
     device: torch.device

@@ -74,6 +74,8 @@ def random_config(
         f"train.global_batch_size={ranks * micro * steps}",
         f"train.loss_chunk_tokens={draw.choice([0, 0, 24])}",
     ]
+    if draw.random() < 0.2:
+        words += ["optimizer=sgd", f"optimizer.momentum={draw.choice([0, 0.9])}"]
     if draw.random() < 0.3:
         words += ["data=chat"]  # rows of several documents
     if arch == "gemma3_text":
