@@ -180,6 +180,7 @@ def test_the_recorder_says_who_is_behind(rank, world_size):
     found = recorded()
     (count,) = (count for name, count in found.begun.items() if name.endswith("gathers"))
     assert count == 3 - rank
+    dist.barrier()  # both have looked
     if rank == 0:
         assert "all_reduce of 2 in" in found.pending
     else:
