@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from fsdpctl.config.sizes import parse_bytes
 from fsdpctl.errors import UsageError, nearest
 
-AUTO = "auto"
+AUTO, NONE = "auto", "none"
 _LARGEST_WHOLE = 2**53  # up to here a float, and so 1e3, says exactly which number is meant
 Value = str | int | float | bool | None  # None stands for `auto` or, where optional, for not set
 
@@ -44,7 +44,14 @@ class Key:
             words += f" from {_written(self.minimum)}"
         if self.unit:
             words += f" ({self.unit}), or a size such as 80GB"
-        return f"{words}, or auto" if self.auto else words
+        if self.auto:
+            return f"{words}, or auto"
+        return f"{words}, or {NONE}" if self._may_be_none else words
+
+    @property
+    def _may_be_none(self) -> bool:
+        """Whether a word unsets it; of text, that word may mean itself."""
+        return self.optional and self.type != "text"
 
     def text(self, value: Value) -> str:
         """How `value` is typed."""
@@ -58,7 +65,7 @@ class Key:
         Raises:
             UsageError: it is not an allowed value.
         """
-        if self.auto and text == AUTO:
+        if (self.auto and text == AUTO) or (self._may_be_none and text == NONE):
             return None
         if self.type == "text":
             return self._parse_text(text)

@@ -121,6 +121,19 @@ def test_the_length_is_said_in_one_way():
     assert (train.steps, train.epochs, train.tokens) == (None, None, 1_000_000)
 
 
+def test_what_a_recipe_says_can_be_unset(tmp_path):
+    folder = [f"model.path={tmp_path}"]
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.yaml").write_text("model.num_layers: 2\n")
+    assert compose_config(folder, "finetune_chat").config.model.lora.rank == 16
+    assert (
+        compose_config([*folder, "model.lora.rank=none"], "finetune_chat").config.model.lora.rank
+        is None
+    )
+    with pytest.raises(UsageError, match="model.num_layers=none: allowed is whole number"):
+        compose_config(["model.num_layers=none"])
+
+
 def test_the_size_of_a_step_is_said_in_one_way():
     with pytest.raises(UsageError, match="say the size of a step in one way only"):
         compose_config(["train.global_batch_size=3", "train.global_batch_tokens=100"])
