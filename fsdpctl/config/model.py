@@ -95,10 +95,10 @@ class ModelConfig:
     sliding_pattern: int | None = key(
         None, "gemma3_text: each so-many-th layer sees all tokens", minimum=1, optional=True
     )
-    query_scalar: float | None = key(
+    query_scalar: int | None = key(
         None,
         "gemma3_text: scores of tokens are divided by its root; auto: head_dim",
-        minimum=1e-6,
+        minimum=1,
         auto=True,
         is_later=True,
     )
