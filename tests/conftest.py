@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 
 import pytest
 from hypothesis import settings
@@ -10,6 +11,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here 
 for _name in ("GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS"):
     os.environ.pop(_name, None)
 os.environ.update(NO_COLOR="1", TERM="dumb", TERMINAL_WIDTH="100", HF_HUB_OFFLINE="1")
+
+# Whoever runs tests in the background may have it ignored, and so would all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("fsdpctl", derandomize=True, deadline=None)
 settings.load_profile("fsdpctl")

@@ -150,6 +150,13 @@ def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
+def is_living(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it went between the two
+        return False
+
+
 def kill_a_worker(process: subprocess.Popen[str]) -> None:
     workers(process)[1].kill()
 
@@ -177,8 +184,8 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(finished, tmp_pat
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
     assert said in errors
-    psutil.wait_procs(family, timeout=10)
-    assert not [each for each in family if each.is_running() and each.status() != "zombie"]
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not [each for each in alive if is_living(each)]
     result = fsdpctl("train", *words(tmp_path), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "resumes at step" in result.stdout
