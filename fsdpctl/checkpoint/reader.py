@@ -14,7 +14,6 @@ from fsdpctl.checkpoint.tensor_file import (
     TensorFile,
     open_tensor_file,
 )
-from fsdpctl.comm.pulse import PULSE, READING
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import CheckpointError
 from fsdpctl.plan.layout import Span, round_up
@@ -179,7 +178,6 @@ def _read_part(key: str, part: StoredPart, wanted: Span) -> Iterator[tuple[Span,
     stop = min(round_up(inner.stop, per_chunk), part.stored.span.numel)
     chunks = part.file.chunks(part.entry, first * CHUNK_BYTES, stop * size)
     for number, data in enumerate(chunks, start=first):
-        PULSE.at(READING)
         if not part.stored.is_chunk(number, data):
             raise CheckpointError(
                 f"{part.file.path}: damaged: the checksum of {key} does not match"

@@ -47,6 +47,12 @@ class Batches:
         spans = [self.plan.samples(rank, each) for each in range(self.plan.num_micro_batches)]
         return [int(each) for span in spans for each in order[_as_slice(span)]]
 
+    def count_tokens(self, position: int) -> int:
+        """Tokens of the step that begins after `position` samples, without what fills it up."""
+        if not self.rows.holds_documents:
+            return self.plan.global_batch_size * self.rows.seq_len
+        return self.rows.count_tokens(self.numbers(position))
+
     def training(self, position: int, rank: int, micro_step: int) -> MicroBatch:
         """What `rank` sees in a micro-step of the step that begins after `position` samples."""
         order = samples_at(position, self.plan.global_batch_size, self.num_samples, self.seed)

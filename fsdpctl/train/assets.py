@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdpctl.chats.template import TEMPLATE_FILE
 from fsdpctl.checkpoint.pretrained import RUN_ASSETS, assets_beside, read_assets
 from fsdpctl.config.schema import Config
 from fsdpctl.data.source import DataSet
 from fsdpctl.data.tokenizer import TOKENIZER_FILES
 from fsdpctl.reading.documents import parse_json
 
-_GENERATION, _TEMPLATE = "generation_config.json", "chat_template.jinja"
+_GENERATION = "generation_config.json"
 
 
 def collect_assets(config: Config, data: DataSet) -> dict[str, bytes]:
@@ -22,7 +23,7 @@ def collect_assets(config: Config, data: DataSet) -> dict[str, bytes]:
     if data.tokenizer.vocab_size == data.vocab_size:  # else nobody knows what made the tokens
         found |= data.tokenizer.files()
     if data.template is not None:
-        found[_TEMPLATE] = data.template.encode()
+        found[TEMPLATE_FILE] = data.template.encode()
     if data.end_tokens:
         found[_GENERATION] = _ended_by(data.end_tokens, found.get(_GENERATION, b"{}"))
     return found

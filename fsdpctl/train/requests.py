@@ -47,8 +47,9 @@ class Asked:
 class TimeLimit:
     """When a run must ask itself to stop, so that all is saved within its time.
 
-    That is when less is left than twice the longest step and twice the longest save. Between two
-    looks lies a step, on CUDA one more is under way, and then comes the save: half of it is spare.
+    That is when less is left than twice the longest step and three times the longest save. Between
+    two looks lies a step, on CUDA one more is under way; a save that was due may have begun, then
+    comes the last one: a third of what saves need is spare.
     The first step of a start, which compiles and allocates, does not count; the one that is under
     way counts as far as it has come.
     """
@@ -78,7 +79,7 @@ class TimeLimit:
         if self._ends is None:
             return False
         step = max(self._longest_step, seconds)
-        return time.time() + 2 * step + 2 * self._longest_save >= self._ends
+        return time.time() + 2 * step + 3 * self._longest_save >= self._ends
 
 
 class Requests:

@@ -60,8 +60,7 @@ def launch_step(
         # Beside what is reported, saved and loaded before the next forward.
         parts.model.prefetch_forward_params()
     after = samples + config.train.global_batch_size
-    batches = parts.train_batches
-    tokens = batches.rows.count_tokens(batches.numbers(samples))
+    tokens = parts.train_batches.count_tokens(samples)
     return LaunchedStep(step + 1, after, tokens, record, limits, lr, clock)
 
 

@@ -41,16 +41,16 @@ def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(time, "time", lambda: 1000.0 + seconds)
 
 
-def test_it_is_time_to_stop_when_two_steps_and_two_saves_are_left(monkeypatch):
+def test_it_is_time_to_stop_when_two_steps_and_three_saves_are_left(monkeypatch):
     limit = TimeLimit(100.0, 1000.0, longest_save=3.0)
     limit.step_took(40.0)  # which compiles
-    for seconds, is_near in ((79.9, False), (80.0, True)):
+    for seconds, is_near in ((76.9, False), (77.0, True)):
         at(monkeypatch, seconds)
         assert limit.is_near(7.0) == is_near
     for seconds in (1.0, 2.0, 1.5):
         limit.step_took(seconds)
     limit.save_took(5.0)
-    for seconds, is_near in ((85.9, False), (86.0, True)):
+    for seconds, is_near in ((80.9, False), (81.0, True)):
         at(monkeypatch, seconds)
         assert limit.is_near(1.9) == is_near
     limit.save_took(1.0)
