@@ -276,4 +276,7 @@ def hint(word: str, known: list[str]) -> str:
         if each in _LATER:
             return f"; {_LATER[each]} is not in this version"
     same_end = [name for name in known if name.rsplit(".", 1)[-1] == last]
-    return f"; did you mean {same_end[0]}?" if same_end else nearest(word, known)
+    if same_end:
+        return f"; did you mean {same_end[0]}?"
+    section = [name for name in known if name.startswith(f"{word.partition('.')[0]}.")]
+    return (nearest(word, section) if "." in word else "") or nearest(word, known)
