@@ -92,3 +92,45 @@ class ClusterConfig:
         maximum=_MOST_RANKS,
         auto=True,
     )
+    flops: float | None = key(
+        None,
+        "TFLOP/s of dense products in bf16",
+        minimum=1e-3,
+        maximum=1e6,
+        is_later=True,
+        optional=True,
+    )
+    flops_fp32: float | None = key(
+        None, "the same in fp32", minimum=1e-3, maximum=1e6, is_later=True, optional=True
+    )
+    memory_bandwidth: float | None = key(
+        None, "GB/s of a device's memory", minimum=1e-3, maximum=1e6, is_later=True, optional=True
+    )
+    intra_bandwidth: float | None = key(
+        None,
+        "GB/s of a rank's link within its node, each way",
+        optional=True,
+        minimum=1e-4,
+        maximum=1e6,
+        is_later=True,
+    )
+    inter_bandwidth: float | None = key(
+        None,
+        "GB/s of a rank's share of its node's network cards, each way",
+        optional=True,
+        minimum=1e-4,
+        maximum=1e6,
+        is_later=True,
+    )
+    matmul_efficiency: float = key(
+        0.73, "of flops: what large products reach", minimum=0.01, maximum=1, is_later=True
+    )
+    attention_efficiency: float = key(
+        0.34, "of flops: what long attention reaches", minimum=0.01, maximum=1, is_later=True
+    )
+    step_efficiency: float = key(
+        0.863, "of each operator's own speed, within a step", minimum=0.01, maximum=1, is_later=True
+    )
+    profile: str | None = key(
+        None, "FILE of profile-device, which says all of this by measurement", is_later=True
+    )

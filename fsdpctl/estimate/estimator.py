@@ -35,7 +35,7 @@ class Estimator:
         Raises:
             UsageError: it cannot work.
         """
-        traced = self._traced_model(config)
+        traced = self.traced_model(config)
         _check_engine(config, traced)
         batches = batches_of(config)
         micro = batches.micro_batch_size
@@ -57,7 +57,8 @@ class Estimator:
         )
         return RunEstimate(config, batches, traced.num_params, traced.num_trained, rank, step)
 
-    def _traced_model(self, config: Config) -> TracedModel:
+    def traced_model(self, config: Config) -> TracedModel:
+        """The model of a resolved configuration, to be observed."""
         alike = (
             config.model,
             config.precision.param_dtype,

@@ -6,9 +6,11 @@ alike.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
+
+from fsdpctl.plan.work import Work
 
 
 class Part(StrEnum):
@@ -78,6 +80,7 @@ class Pass:
 
     parts: Mapping[Place, Sequence[Happening]]
     kept: tuple[Kept, ...] = ()
+    work: Mapping[Place, Sequence[Work]] = field(default_factory=dict)
 
 
 # Of alike units in a row six are traced. Two at each end have other neighbours; the two in the
@@ -160,6 +163,7 @@ class Program:
             self._number(place)
         self.held_over: set[int] = set()  # keys of what outlives its pass, and goes in the next
         self.parts = {place: self._operations(place) for place in places}
+        self.work = {place: self._work(place) for place in places}
         self.kept = tuple(
             Kept(Place(each.place.part, name), each.nbytes, each.what)
             for each in passed.kept
@@ -177,6 +181,10 @@ class Program:
 
     def _source(self, place: Place) -> Sequence[Happening]:
         return self._passed.parts.get(Place(place.part, self._stand_in(place.unit)), ())
+
+    def _work(self, place: Place) -> Sequence[Work]:
+        """What is computed there."""
+        return self._passed.work.get(Place(place.part, self._stand_in(place.unit)), ())
 
     def _stand_in(self, unit: str) -> str:
         row = self._row_of.get(unit)

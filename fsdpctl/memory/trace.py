@@ -26,7 +26,9 @@ from fsdpctl.memory.compute import (
     Passing,
     Place,
 )
+from fsdpctl.memory.observed_work import work_of
 from fsdpctl.memory.operators import cpu_nbytes, cuda_workspace, operators_of
+from fsdpctl.plan.work import Work
 
 
 class _Recorder(TorchDispatchMode):
@@ -37,6 +39,7 @@ class _Recorder(TorchDispatchMode):
         self.place = Place(Part.BEFORE)
         self.number = 0  # of the pass
         self.parts: dict[Place, list[Happening]] = {}
+        self.work: dict[Place, list[Work]] = {}
         self._made: dict[tuple[int, Place], list[Made]] = {}  # by pass and place
         self._is_cuda = device == "cuda"
         self._known: dict[int, tuple[int, Place, int]] = {}  # by storage: pass, place, number
@@ -46,7 +49,7 @@ class _Recorder(TorchDispatchMode):
 
     def begin_pass(self) -> None:
         self.number += 1
-        self.parts = {}
+        self.parts, self.work = {}, {}
         self.go_to(Place(Part.BEFORE))
 
     def go_to(self, place: Place) -> None:
@@ -62,6 +65,8 @@ class _Recorder(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._assumed(args[0])
         result = func(*args, **(kwargs or {}))
+        if (work := work_of(func, args, kwargs, result)) is not None:
+            self.work.setdefault(self.place, []).append(work)
         if isinstance(result, Tensor):
             if func is torch.ops.aten.any.default:
                 self._doubts.add(result.untyped_storage()._cdata)
@@ -144,7 +149,7 @@ class _Recorder(TorchDispatchMode):
             if number != self.number:
                 entry = self._made[number, place][index]
                 kept.append(Kept(place, entry.nbytes, entry.what))
-        return Pass(parts, tuple(kept))
+        return Pass(parts, tuple(kept), self.work)
 
 
 class _Hooks:

@@ -1,0 +1,119 @@
+"""What an operator that was observed on tensors without memory asks of a device."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from fsdpctl.plan.work import Work, WorkKind
+
+_aten = torch.ops.aten
+_MATMULS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1,
+            _aten.baddbmm.default: 1}  # fmt: skip
+_FORWARDS = {
+    _aten._scaled_dot_product_flash_attention.default: 4,
+    _aten._scaled_dot_product_efficient_attention.default: 6,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: 4,
+}  # with where each is told whether it is causal
+_BACKWARDS = {
+    _aten._scaled_dot_product_flash_attention_backward.default: 11,
+    _aten._scaled_dot_product_efficient_attention_backward.default: 11,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 7,
+}
+_FREE = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.detach.default}
+_OF_A_FORWARD, _OF_A_BACKWARD = 2, 5  # matrix products of a length by a length
+
+
+def work_of(func: Any, args: Sequence[Any], kwargs: Any, result: object) -> Work | None:
+    """None where nothing is computed: `result` is a window into an argument, or only memory."""
+    made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+    if func in _FREE or not made:
+        return None
+    if func in _MATMULS:
+        return _matmul(func, args[_MATMULS[func]], made[0], _nbytes(args, made))
+    if func in _FORWARDS:
+        query, key = args[0], args[1]
+        is_causal = _is_causal(args, _FORWARDS[func])
+        return _attention(func, query, key, is_causal, _OF_A_FORWARD)
+    if func in _BACKWARDS:
+        query, key = args[1], args[2]
+        is_causal = _is_causal(args, _BACKWARDS[func])
+        return _attention(func, query, key, is_causal, _OF_A_BACKWARD)
+    if func.name().startswith("torch_attn::_varlen_attn"):
+        return _documents(func, func.name().endswith("backward"), args)
+    read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    if not func._schema.is_mutable and _is_window(made, read):
+        return None
+    nbytes = _distinct(read) + sum(map(_bytes_of, made))
+    if func in (_aten.embedding.default, _aten.embedding_dense_backward.default):
+        nbytes = 2 * max(map(_bytes_of, (made[0], args[0]) if len(args) > 2 else made))
+        if func is _aten.embedding.default:
+            nbytes = 2 * _bytes_of(made[0])
+    elif not read:
+        nbytes = 2 * nbytes  # memory that a kernel of another name fills
+    return Work(_name(func), WorkKind.MEMORY, 0, nbytes, made[0].itemsize)
+
+
+def _matmul(func: Any, left: Tensor, made: Tensor, nbytes: int) -> Work:
+    batch = made.shape[0] if made.ndim == 3 else 1
+    rows, columns = made.shape[-2:]
+    length = left.shape[-1]
+    flops = 2 * batch * rows * columns * length
+    return Work(
+        _name(func), WorkKind.MATMUL, flops, nbytes, made.itemsize, (batch, rows, columns, length)
+    )
+
+
+def _attention(func: Any, query: Tensor, key: Tensor, is_causal: bool, products: int) -> Work:
+    batch, heads, length, width = query.shape
+    flops = products * 2 * batch * heads * length * key.shape[2] * width
+    is_forward = products == _OF_A_FORWARD
+    kind = WorkKind.ATTENTION if is_forward else WorkKind.ATTENTION_BACKWARD
+    passes = 2 if is_forward else 4
+    nbytes = passes * (_bytes_of(query) + _bytes_of(key))
+    dims = (batch, heads, length, width)
+    return Work(_name(func), kind, flops // 2 if is_causal else flops, nbytes, query.itemsize, dims)
+
+
+def _documents(func: Any, is_backward: bool, args: Sequence[Any]) -> Work:
+    """Documents one after another in a row: as if there were as few as offsets say, alike long."""
+    query, key, offsets = (
+        (args[1], args[2], args[6]) if is_backward else (args[0], args[1], args[3])
+    )
+    products = _OF_A_BACKWARD if is_backward else _OF_A_FORWARD
+    total, heads, width = query.shape
+    count = max(1, len(offsets) - 1) if isinstance(offsets, Tensor) and offsets.ndim == 1 else 1
+    length = -(-total // count)
+    flops = products * total * heads * length * width
+    kind = WorkKind.ATTENTION_BACKWARD if is_backward else WorkKind.ATTENTION
+    nbytes = (4 if is_backward else 2) * (_bytes_of(query) + _bytes_of(key))
+    return Work(_name(func), kind, flops, nbytes, query.itemsize, (count, heads, length, width))
+
+
+def _is_causal(args: Sequence[Any], index: int) -> bool:
+    return len(args) > index and args[index] is True
+
+
+def _is_window(made: Sequence[Tensor], read: Sequence[Tensor]) -> bool:
+    there = {each.untyped_storage()._cdata for each in read}
+    return all(each.untyped_storage()._cdata in there for each in made)
+
+
+def _nbytes(args: Sequence[Any], made: Sequence[Tensor]) -> int:
+    read = [each for each in args if isinstance(each, Tensor)]
+    return sum(map(_bytes_of, (*read, *made)))
+
+
+def _distinct(tensors: Sequence[Tensor]) -> int:
+    return sum({each.untyped_storage()._cdata: _bytes_of(each) for each in tensors}.values())
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def _name(func: Any) -> str:
+    name: str = func._schema.name
+    return name.removeprefix("aten::")

@@ -1,0 +1,92 @@
+"""Writes down tasks, priced on a device and a network."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fsdpctl.plan.work import Work
+from fsdpctl.timing.hardware import Device
+from fsdpctl.timing.network import CollectiveKind, Group, Network
+from fsdpctl.timing.tasks import Compute, Start, Task, Wait
+
+GATHERS, REDUCTIONS, COPIES = "gathers", "reductions", "sums over copies"
+RECORD_BYTES = 64  # of what ranks tell each other after a backward
+
+# What is computed in each part of a pass, by the part's name and that of the unit it belongs to.
+Works = Mapping[tuple[str, str], Sequence[Work]]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank computes, and with whom."""
+
+    device: Device
+    network: Network
+    shard: Group  # that shares a copy
+    copies: Group  # that holds the same part
+    world: Group
+
+
+class TaskWriter:
+    """Tasks of one rank; all ranks have the same."""
+
+    def __init__(self, works: Works, place: Place) -> None:
+        self.place = place
+        self.tasks: list[Task] = []
+        self._works = works
+        self._seconds: dict[int, float] = {}  # of works, which alike units share
+        self._next = 0
+
+    def take(self) -> list[Task]:
+        """What was written since the last time."""
+        taken, self.tasks = self.tasks, []
+        return taken
+
+    def compute(self, part: str, unit: str = "", *, beside: float = 0.0) -> None:
+        """A part of a pass, and so many seconds more."""
+        works = self._works.get((part, unit), ())
+        if id(works) not in self._seconds:
+            self._seconds[id(works)] = sum(map(self.place.device.seconds, works))
+        self.spend(self._seconds[id(works)] + beside, f"{part} {unit}".strip())
+
+    def spend(self, seconds: float, label: str, *, phase: str = "compute") -> None:
+        """Compute something else."""
+        if seconds > 0:
+            self.tasks.append(Compute(seconds, label, phase))
+
+    def copy(self, nbytes: float, label: str, *, phase: str = "compute") -> None:
+        """Read and write so many bytes together."""
+        if nbytes > 0:
+            self.spend(self.place.device.copying(nbytes), label, phase=phase)
+
+    def start(
+        self,
+        kind: CollectiveKind,
+        nbytes: float,
+        group: Group,
+        label: str,
+        *,
+        queue: str,
+        after: int | None = None,
+    ) -> int:
+        """Start a collective over a buffer of so many bytes; returns what to wait for."""
+        self._next += 1
+        transfer = self.place.network.transfer(kind, nbytes, group)
+        self.tasks.append(Start(self._next, queue, transfer, label, after))
+        return self._next
+
+    def wait(self, key: int | None) -> None:
+        """Until that collective is over."""
+        if key is not None:
+            self.tasks.append(Wait(key))
+
+    def step_over(self, numel: float, itemsize: int, moments: int) -> None:
+        """The norm of `numel` gradients, what ranks say of them, and the optimizer's step.
+
+        AdamW in one kernel reads parameter, gradient and both moments, and writes all but one.
+        """
+        self.copy(numel * itemsize, "norm of the gradients", phase="optimizer")
+        kind = CollectiveKind.ALL_REDUCE
+        record = self.start(kind, RECORD_BYTES, self.place.world, "record", queue=GATHERS)
+        self.wait(record)
+        passes = 3 + 2 * moments
+        self.copy(passes * numel * itemsize, "optimizer", phase="optimizer")
