@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from fsdpctl.config.schema import Config
-from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator, batches_of
+from fsdpctl.estimate.hardware import device_of, network_of
 from fsdpctl.estimate.run_plan import kept_states, plan_run
 from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.memory.compute import Program
@@ -15,16 +15,12 @@ from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.units import UnitSpec, unit_order
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import world_size
-from fsdpctl.timing.hardware import DataSheet, Device
-from fsdpctl.timing.network import Group, Network, RingNetwork
+from fsdpctl.timing.network import Group
 from fsdpctl.timing.own import OwnStep, OwnTasks
 from fsdpctl.timing.peers import DataParallelTasks, FullyShardTasks, PeerStep
 from fsdpctl.timing.simulate import Played, Player
 from fsdpctl.timing.tasks import Task
 from fsdpctl.timing.writer import Place, TaskWriter, Works
-
-_TERA, _GIGA = 1e12, 1e9
-_PER_STEP = 0.015  # seconds: loading, hooks and what the host waits for
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,42 +168,3 @@ def _place(config: Config, place: RankPlace) -> Place:
     shard = Group(size, -(-size // on_node))
     copies = Group(place.num_replicas, place.num_replicas if size >= on_node else nodes)
     return Place(device_of(config), network_of(config), shard, copies, Group(ranks, nodes))
-
-
-def device_of(config: Config) -> Device:
-    """What a configuration computes on.
-
-    Raises:
-        UsageError: too little is known of it.
-    """
-    cluster = config.cluster
-    if cluster.flops is None or cluster.memory_bandwidth is None:
-        raise UsageError(_UNKNOWN.format(cluster.name))
-    flops = {2: cluster.flops * _TERA, 4: (cluster.flops_fp32 or cluster.flops / 16) * _TERA}
-    return DataSheet(
-        flops,
-        cluster.memory_bandwidth * _GIGA,
-        matmul=cluster.matmul_efficiency,
-        attention=cluster.attention_efficiency,
-        in_step=cluster.step_efficiency,
-        fuses=config.train.compile,
-        per_step=_PER_STEP,
-    )
-
-
-def network_of(config: Config) -> Network:
-    """What its ranks send over.
-
-    Raises:
-        UsageError: too little is known of it.
-    """
-    cluster = config.cluster
-    if cluster.intra_bandwidth is None or cluster.inter_bandwidth is None:
-        raise UsageError(_UNKNOWN.format(cluster.name))
-    return RingNetwork(cluster.intra_bandwidth * _GIGA, cluster.inter_bandwidth * _GIGA)
-
-
-_UNKNOWN = (
-    "cluster={}: nothing is known of its speed; name another one, or measure this machine with "
-    "profile-device FILE and give cluster.profile=FILE"
-)

@@ -21,6 +21,10 @@ class Device(Protocol):
         """Seconds to read and write so many bytes together."""
         ...
 
+    def stepping(self, nbytes: float, moments: int) -> float:
+        """Seconds of an optimizer that keeps so many moments, for masters of so many bytes."""
+        ...
+
     @property
     def per_step(self) -> float:
         """Seconds of a step that no operator accounts for."""
@@ -54,6 +58,10 @@ class DataSheet:
     def copying(self, nbytes: float) -> float:
         """At the share of the bandwidth that so many bytes reach."""
         return nbytes / (self.bandwidth * _streaming(nbytes)) / self.in_step
+
+    def stepping(self, nbytes: float, moments: int) -> float:
+        """In one kernel: reads master, gradient and moments, writes all but the gradient."""
+        return self.copying((3 + 2 * moments) * nbytes)
 
     def _share(self, work: Work) -> float:
         if work.kind in _ATTENTION:

@@ -80,13 +80,10 @@ class TaskWriter:
             self.tasks.append(Wait(key))
 
     def step_over(self, numel: float, itemsize: int, moments: int) -> None:
-        """The norm of `numel` gradients, what ranks say of them, and the optimizer's step.
-
-        AdamW in one kernel reads parameter, gradient and both moments, and writes all but one.
-        """
+        """The norm of `numel` gradients, what ranks say of them, and the optimizer's step."""
         self.copy(numel * itemsize, "norm of the gradients", phase="optimizer")
-        kind = CollectiveKind.ALL_REDUCE
-        record = self.start(kind, RECORD_BYTES, self.place.world, "record", queue=GATHERS)
-        self.wait(record)
-        passes = 3 + 2 * moments
-        self.copy(passes * numel * itemsize, "optimizer", phase="optimizer")
+        if self.place.world.ranks > 1:
+            kind = CollectiveKind.ALL_REDUCE
+            self.wait(self.start(kind, RECORD_BYTES, self.place.world, "record", queue=GATHERS))
+        seconds = self.place.device.stepping(numel * itemsize, moments)
+        self.spend(seconds, "optimizer", phase="optimizer")

@@ -1,0 +1,81 @@
+"""What a configuration computes on and sends over: its cluster's figures, or its profile's."""
+
+from functools import cache
+from pathlib import Path
+
+from fsdpctl.config.schema import Config
+from fsdpctl.errors import UsageError
+from fsdpctl.timing.hardware import DataSheet, Device
+from fsdpctl.timing.network import Network, RingNetwork
+from fsdpctl.timing.profile import MeasuredDevice, MeasuredNetwork, Profile, read_profile
+
+_TERA, _GIGA = 1e12, 1e9
+_PER_STEP = 0.015  # seconds: loading, hooks and what the host waits for
+_FP32_SHARE = 1 / 16  # of bf16's arithmetic, where nothing else is said
+
+
+def device_of(config: Config) -> Device:
+    """What a placed configuration computes on.
+
+    Raises:
+        UsageError: too little is known of it.
+    """
+    cluster = config.cluster
+    if cluster.profile is not None:
+        return _measured(cluster.profile)
+    if cluster.flops is None or cluster.memory_bandwidth is None:
+        raise _unknown(config, "cluster.flops and cluster.memory_bandwidth")
+    bf16 = cluster.flops * _TERA
+    fp32 = bf16 * _FP32_SHARE if cluster.flops_fp32 is None else cluster.flops_fp32 * _TERA
+    return DataSheet(
+        {2: bf16, 4: fp32},
+        cluster.memory_bandwidth * _GIGA,
+        matmul=cluster.matmul_efficiency,
+        attention=cluster.attention_efficiency,
+        in_step=cluster.step_efficiency,
+        fuses=config.train.compile,
+        per_step=_PER_STEP,
+    )
+
+
+def network_of(config: Config) -> Network:
+    """What its ranks send over.
+
+    Raises:
+        UsageError: too little is known of it.
+    """
+    cluster, launch = config.cluster, config.launch
+    inter = None if cluster.inter_bandwidth is None else cluster.inter_bandwidth * _GIGA
+    if cluster.profile is not None:
+        profile = _profile(cluster.profile)
+        if profile.collectives:
+            if launch.nnodes > 1 and inter is None:
+                raise _unknown(config, "cluster.inter_bandwidth")
+            assert launch.nproc_per_node is not None
+            return MeasuredNetwork(
+                profile.collectives,
+                profile.ranks,
+                profile.slows,
+                profile.yields,
+                None if inter is None else inter * launch.nproc_per_node,
+            )
+    if cluster.intra_bandwidth is None or inter is None:
+        raise _unknown(config, "cluster.intra_bandwidth and cluster.inter_bandwidth")
+    return RingNetwork(cluster.intra_bandwidth * _GIGA, inter)
+
+
+@cache
+def _profile(path: str) -> Profile:
+    return read_profile(Path(path))
+
+
+@cache
+def _measured(path: str) -> MeasuredDevice:
+    return MeasuredDevice(_profile(path))
+
+
+def _unknown(config: Config, missing: str) -> UsageError:
+    return UsageError(
+        f"cluster={config.cluster.name}: {missing} are not known; name another cluster, give them, "
+        "or measure this machine with profile-device FILE and give cluster.profile=FILE"
+    )

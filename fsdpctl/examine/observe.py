@@ -1,0 +1,180 @@
+"""Times the operators of real passes, and copies, on this device."""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdpctl.config.model import ModelConfig
+from fsdpctl.memory.observed_work import work_of
+from fsdpctl.models.registry import build_model
+from fsdpctl.plan.work import Work
+from fsdpctl.timing.profile import Observed, Point
+
+_ROUNDS = 3  # passes of each model, of which the medians count
+_WARM_UP = 2
+# Architecture, width, length of a sample, samples: of models with two blocks each.
+SMALL = (
+    ("llama", 128, 64, 4), ("llama", 128, 128, 8), ("llama", 256, 128, 8), ("gpt2", 256, 64, 16),
+    ("qwen3", 256, 256, 4), ("llama", 512, 128, 4), ("llama", 512, 256, 8), ("gpt2", 768, 256, 2),
+    ("llama", 1024, 256, 2),
+)  # fmt: skip
+LARGE = (
+    ("llama", 1024, 1024, 2), ("llama", 2048, 2048, 2), ("gpt2", 2048, 2048, 4),
+    ("qwen3", 2048, 4096, 1), ("llama", 4096, 4096, 1), ("llama", 4096, 8192, 1),
+)  # fmt: skip
+
+
+class _Stopwatch(TorchDispatchMode):
+    """Notes what each operator asks of the device, and how long it took."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.seen: list[tuple[Work, Callable[[], float]]] = []
+        self._on_cuda = device.type == "cuda"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        before = self._mark()
+        result = func(*args, **(kwargs or {}))
+        after = self._mark()
+        work = work_of(func, args, kwargs, result)
+        if work is not None:
+            self.seen.append((work, lambda: _between(before, after)))
+        return result
+
+    def _mark(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record()
+        return mark
+
+
+def _between(before: Any, after: Any) -> float:
+    if isinstance(before, float):
+        return float(after - before)
+    after.synchronize()
+    return float(before.elapsed_time(after)) / 1e3
+
+
+def _model(architecture: str, width: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    heads = max(2, width // 64)
+    config = ModelConfig(
+        name="profile", architecture=architecture, num_layers=2, hidden_size=width,
+        intermediate_size=3 * width, num_heads=heads, num_kv_heads=heads, vocab_size=4 * width,
+        max_seq_len=8192, tie_embeddings=False,
+    )  # fmt: skip
+    if architecture != "gpt2" and width >= 512:
+        config = replace(config, num_kv_heads=heads // 2)
+    module = build_model(config).to_empty(device=device).to(dtype)
+    for param in module.parameters():
+        torch.nn.init.normal_(param, std=0.02)
+    return module
+
+
+def _passes(
+    module: nn.Module, samples: int, length: int, device: torch.device
+) -> Callable[[], None]:
+    tokens = torch.randint(0, 128, (samples, length), device=device)
+
+    def run() -> None:
+        loss: Tensor = module(tokens, tokens, None)
+        (loss / tokens.numel()).backward()
+        for param in module.parameters():
+            param.grad = None
+
+    return run
+
+
+def observe_models(
+    models: Sequence[tuple[str, int, int, int]],
+    device: torch.device,
+    dtype: torch.dtype,
+    meet: Callable[[], object],
+    say: Callable[[str], None],
+) -> tuple[list[Observed], float]:
+    """What operators took in passes of `models`, and the host's part of each.
+
+    Args:
+        models: as in SMALL.
+        device: that computes.
+        dtype: of the parameters.
+        meet: returns when all ranks have called it, so that they compute at the same time.
+        say: is told what comes next.
+    """
+    found: list[Observed] = []
+    overheads: list[float] = []
+    for architecture, width, length, samples in models:
+        say(f"operators of {architecture}, width {width}, {samples} x {length} tokens")
+        run = _passes(_model(architecture, width, device, dtype), samples, length, device)
+        for _ in range(_WARM_UP):
+            run()
+        seen, timed = [], []
+        for _ in range(_ROUNDS):
+            meet()
+            timed.append(_seconds(run, device))
+            meet()
+            with _Stopwatch(device) as watch:
+                run()
+            seen.append([(work, seconds()) for work, seconds in watch.seen])
+        operators = list(_medians(seen))
+        found += operators
+        busy = sum(each.seconds for each in operators)
+        overheads.append((statistics.median(timed) - busy) / len(operators))
+    return _merged(found), max(0.0, statistics.median(overheads))
+
+
+def _medians(seen: Sequence[Sequence[tuple[Work, float]]]) -> Iterator[Observed]:
+    for same in zip(*seen, strict=True):
+        work = same[0][0]
+        seconds = statistics.median(each for _, each in same)
+        yield Observed(
+            work.name, work.kind.value, work.flops, work.nbytes, work.itemsize, work.dims, seconds
+        )
+
+
+def _merged(observed: Sequence[Observed]) -> list[Observed]:
+    """One of each kind and size, with the mean of their times."""
+    alike: dict[Observed, list[float]] = defaultdict(list)
+    for each in observed:
+        alike[each._replace(seconds=0.0)].append(each.seconds)
+    return [about._replace(seconds=sum(times) / len(times)) for about, times in alike.items()]
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def observe_sizes(
+    sizes: Sequence[int],
+    make: Callable[[int], Callable[[], object]],
+    device: torch.device,
+    meet: Callable[[], object],
+    *,
+    rounds: int = 5,
+) -> list[Point]:
+    """How long what `make(size)` makes takes, for each of `sizes` in bytes: medians."""
+    points = []
+    for size in sizes:
+        run = make(size)
+        run()
+        times = []
+        for _ in range(rounds):
+            meet()
+            times.append(_seconds(run, device))
+        points.append(Point(size, statistics.median(times)))
+    return points
