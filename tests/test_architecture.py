@@ -24,7 +24,7 @@ LAYERS = [
     {"comm", "models", "data"},
     {"chats"},
     {"shards", "passes"},
-    {"engine", "optim", "checkpoint", "memory"},
+    {"engine", "optim", "checkpoint", "memory", "timing"},
     {"resolve"},
     {"estimate"},
     {"watch"},
@@ -33,9 +33,9 @@ LAYERS = [
     {"cli"},
 ]
 HEIGHT = {name: height for height, row in enumerate(LAYERS) for name in row}
-WITHOUT_TORCH = ["errors", "reading", "plan", "config", "chats", "memory", "cli"]
+WITHOUT_TORCH = ["errors", "reading", "plan", "config", "chats", "memory", "timing", "cli"]
 # What observes a module.
-WITH_TORCH = {f"fsdpctl.memory.{name}" for name in ("operators", "shorten", "trace")}
+WITH_TORCH = {f"fsdpctl.memory.{name}" for name in ("observed_work", "operators", "shorten", "trace")}
 # What consolidating, inspecting and verifying a checkpoint takes, and a look at a run.
 TOOLS_WITHOUT_TORCH = [
     "fsdpctl.checkpoint.consolidate",

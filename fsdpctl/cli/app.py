@@ -17,6 +17,7 @@ from fsdpctl.cli.estimate import estimate_memory
 from fsdpctl.cli.evaluate import evaluate
 from fsdpctl.cli.inspection import inspect_checkpoint, verify_checkpoint
 from fsdpctl.cli.listing import list_choices
+from fsdpctl.cli.profile_device import profile_device
 from fsdpctl.cli.sample import sample
 from fsdpctl.cli.status import status
 from fsdpctl.cli.train import train
@@ -44,6 +45,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], bool], ...] = (
     ("estimate-memory", estimate_memory, True),
     ("status", status, False),
     ("compare", compare, True),
+    ("profile-device", profile_device, True),
     ("sample", sample, False),
     ("evaluate", evaluate, True),
     ("consolidate-checkpoint", consolidate_checkpoint, False),

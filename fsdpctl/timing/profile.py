@@ -16,7 +16,6 @@ from fsdpctl.timing.tasks import Transfer
 
 VERSION = 1
 _NEIGHBOURS = 4  # of what was measured, that say how fast a product of other sizes is
-_FRAMES = 1448 / 1514  # of what goes over Ethernet is ours
 
 
 class Point(NamedTuple):
@@ -165,7 +164,7 @@ class MeasuredNetwork:
         if group.nodes == 1 or self.inter is None:
             return Transfer(NODE, latency, here - latency, sent, self.slows, self.yields)
         leaving = group.ranks_per_node * sent * self._leaves(group)
-        cable = leaving / (self.inter * _FRAMES)
+        cable = leaving / self.inter
         busy = min(1.0, here / (cable or here))
         seconds = max(here - latency, cable)
         slow = cable > here
@@ -173,7 +172,7 @@ class MeasuredNetwork:
             NET,
             latency + self.delay * rounds,
             seconds,
-            leaving / _FRAMES,
+            leaving,
             self.slows * busy,
             0.0 if slow else self.yields,
         )

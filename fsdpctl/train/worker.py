@@ -32,7 +32,7 @@ def _request_stop(number: int, frame: FrameType | None) -> None:
     _stop_signal = number
 
 
-def _tie_to_launcher() -> None:
+def tie_to_launcher() -> None:
     """Have the kernel kill this worker when its launcher dies, however it dies.
 
     Its children go with it in the same way. There is no grace for saving: without its launcher a
@@ -161,7 +161,7 @@ def _leave(code: int) -> NoReturn:
 
 def main() -> None:
     """Train as the run directory's config.yaml says; the exit code says how it ended."""
-    _tie_to_launcher()
+    tie_to_launcher()
     _work(Path(sys.argv[1]), only_measures=MEASURE in sys.argv[2:])
 
 
@@ -172,7 +172,7 @@ def become_rank(run_dir: Path, store: "Store") -> None:
         run_dir: prepared by rank 0.
         store: where the ranks meet.
     """
-    _tie_to_launcher()
+    tie_to_launcher()
     _work(run_dir, store)
 
 

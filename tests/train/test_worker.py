@@ -57,7 +57,7 @@ ARRIVES = """
 import os, signal, sys
 from fsdpctl.train import worker
 
-worker._tie_to_launcher()
+worker.tie_to_launcher()
 
 def wait_for_all():
     {}

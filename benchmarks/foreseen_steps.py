@@ -1,0 +1,184 @@
+"""Foreseen beside measured steps: `python -m benchmarks.foreseen_steps --out FILE.json`.
+
+With a profile of this machine (made first, unless --profile names one): three models under every
+strategy, with and without prefetch and accumulation, on two ranks over gloo; and over cables of 100,
+300 and 1,000 Mbit/s between two hosts (network namespaces, which takes root). Goes on with what the
+file has.
+"""
+
+import argparse
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from benchmarks.report import write_report
+from fsdpctl.config.compose import compose_config
+from fsdpctl.estimate.estimator import placed_for_estimate
+from fsdpctl.estimate.foresight import Foreseen, Foresight
+from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.resolve.machine import resolved_strategy
+from fsdpctl.train.metrics import last_step
+from tests.cli.run import command, environment, make_text
+from tests.launch.hosts import Hosts, hosts
+
+FIRST, LAST = 4, 16  # what comes before warms up
+MODELS = {
+    "llama": "model.num_layers=6 model.hidden_size=256 model.intermediate_size=768 "
+    "model.num_heads=4 model.num_kv_heads=4 train.seq_len=128",
+    "gpt2": "model=gpt2 model.num_layers=4 model.hidden_size=384 model.intermediate_size=1536 "
+    "model.num_heads=6 model.num_kv_heads=6 model.max_seq_len=256 train.seq_len=256",
+    "qwen3": "model.architecture=qwen3 model.num_layers=3 model.hidden_size=512 "
+    "model.intermediate_size=1280 model.num_heads=8 model.num_kv_heads=4 model.head_dim=64 "
+    "train.seq_len=64",
+}
+PASSES = {
+    "one pass": "train.global_batch_size=8",
+    "two passes": "train.global_batch_size=16 train.micro_batch_size=4",
+}
+ALWAYS = (
+    "train.sample_tokens=0 train.eval_every=0 train.final_eval_batches=1 checkpoint.every=0 "
+    "data=text precision=fp32 launch.device=cpu"
+)
+CABLES = (100, 300, 1000)  # Mbit/s
+
+
+class Case(NamedTuple):
+    """A configuration, on one machine or over a cable."""
+
+    model: str
+    strategy: str
+    prefetch: str
+    passes: str
+    mbit: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What the file knows it by."""
+        cable = "" if self.mbit is None else f", {self.mbit} Mbit/s"
+        return f"{self.model}, {self.strategy}, prefetch {self.prefetch}, {self.passes}{cable}"
+
+    @property
+    def words(self) -> list[str]:
+        """The configuration."""
+        nodes, ranks = (1, 2) if self.mbit is None else (2, 1)
+        words = [
+            *ALWAYS.split(), *MODELS[self.model].split(), *PASSES[self.passes].split(),
+            f"strategy={self.strategy}", f"prefetch={self.prefetch}", f"train.steps={LAST}",
+            f"launch.nnodes={nodes}", f"launch.nproc_per_node={ranks}",
+        ]  # fmt: skip
+        if STRATEGIES[self.strategy].replicates:
+            words.append("strategy.dp_shard_size=2")
+        return words
+
+
+def cases() -> Iterator[Case]:
+    """All of them; over cables without accumulation."""
+    names = [name for name in STRATEGIES if name != "hybrid_shard_optimizer"]
+    for each in product(MODELS, names, ("none", "both"), PASSES):
+        yield Case(*each)
+    for mbit, model, name in product(CABLES, MODELS, names):
+        yield Case(model, name, "both", "one pass", mbit)
+
+
+def foreseen(foresight: Foresight, case: Case, profile: Path, text: Path) -> Foreseen:
+    """By the profile, and the cable's rate."""
+    words = [*case.words, f"cluster.profile={profile}", f"data.path={text}"]
+    if case.mbit is not None:
+        words.append(f"cluster.inter_bandwidth={case.mbit / 8e3}")
+    config = placed_for_estimate(compose_config(words).config)
+    return foresight.step(replace(config, strategy=resolved_strategy(config, config.strategy)))
+
+
+def measured(case: Case, found: Hosts | None, folder: Path) -> tuple[float, float | None]:
+    """Seconds of a step, and the bytes that a host sends in one."""
+    folder.mkdir()
+    run = folder / "run"
+    words = ["train", *case.words, f"data.path={make_text(folder)}", f"train.run_dir={run}"]
+    counters: dict[int, int] = {}
+    if found is None:
+        subprocess.run(command(*words), cwd=folder, env=environment(), check=True,
+                       capture_output=True, timeout=300)  # fmt: skip
+    else:
+        counters = _over_a_cable(found, words, folder)
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    seconds = [line["seconds"] for line in lines if line.get("loss") and line["step"] > FIRST]
+    sent = (counters[LAST] - counters[FIRST]) / (LAST - FIRST) if counters else None
+    return median(seconds), sent
+
+
+def _over_a_cable(found: Hosts, words: Sequence[str], folder: Path) -> dict[int, int]:
+    endpoint = f"launch.rdzv_endpoint={found.addresses[0]}:29500"
+    started = [
+        found.start(host, *words, endpoint, f"launch.node_rank={host}", cwd=folder)
+        for host in range(2)
+    ]
+    counters: dict[int, int] = {}
+    metrics = folder / "run" / "metrics.jsonl"
+    while started[0].poll() is None:
+        step = last_step(metrics)
+        if step in (FIRST, LAST) and step not in counters:
+            counters[step] = found.sent(0)
+        time.sleep(0.005)
+    said = [each.communicate(timeout=60)[0] for each in started]
+    assert [each.returncode for each in started] == [0, 0], said
+    return counters
+
+
+def _row(case: Case, step: Foreseen, seconds: float, sent: float | None) -> dict[str, Any]:
+    leaving = sum(step.sent.values())
+    return {
+        "case": case.name,
+        **case._asdict(),
+        "measured_seconds": round(seconds, 5),
+        "foreseen_seconds": round(step.seconds, 5),
+        "error": round(step.seconds / seconds - 1, 4),
+        "foreseen_sent_bytes": round(leaving),
+        "sent_bytes": sent if sent is None else round(sent),
+        "sent_error": None if sent is None else round(leaving / sent - 1, 4),
+    }
+
+
+def _profile(path: Path | None, folder: Path) -> Path:
+    if path is None:
+        path = folder / "profile.json"
+        subprocess.run(command("profile-device", str(path)), env=environment(), check=True)
+    return path
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--profile", type=Path)
+    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    args = parser.parse_args()
+    results: list[dict[str, Any]] = []
+    if args.out is not None and args.out.exists():
+        results = json.loads(args.out.read_text())["results"]
+    done = {row["case"] for row in results}
+    foresight = Foresight()
+    with tempfile.TemporaryDirectory() as kept:
+        folder = Path(kept)
+        profile, text = _profile(args.profile, folder), make_text(folder)
+        wanted = [each for each in cases() if args.only in each.name and each.name not in done]
+        for number, case in enumerate(wanted):
+            step = foreseen(foresight, case, profile, text)
+            if case.mbit is None:
+                seconds, sent = measured(case, None, folder / str(number))
+            else:
+                with hosts(2, mbit=case.mbit) as found:
+                    seconds, sent = measured(case, found, folder / str(number))
+            results.append(_row(case, step, seconds, sent))
+            print(json.dumps(results[-1]), flush=True)
+            write_report(args.out, "foreseen_steps", results)
+
+
+if __name__ == "__main__":
+    main()

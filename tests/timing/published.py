@@ -1,0 +1,170 @@
+"""Steps that others have published of their GPUs, as configurations of ours.
+
+What a source does not say is assumed as written beside it. Figures are tokens/s of one GPU. The
+shares of peak and bandwidth in conf/cluster come from other measurements, but for step_efficiency,
+which is one number for each kind of device, settled with the MPT rows in view.
+"""
+
+from typing import NamedTuple
+
+_TITAN = "torchtitan benchmarks/llama3_h100_202412"  # H100 with 96 GB of HBM2e, held to 500 W
+_MOSAIC = "llm-foundry scripts/train/benchmarking"
+_FMS = "fms-fsdp README"
+
+_8B = "model=llama3_8b engine=fsdp2 train.seq_len=8192"
+# At 500 of 700 W products reach 0.82 of their rate; 2.4 TB/s is that memory's.
+_500_W = "cluster=h100 cluster.flops=811 cluster.memory_bandwidth=2400"
+_SELECTIVE = "activation_checkpointing=selective"
+_FULL = "activation_checkpointing=full"
+_COMPILED = "train.compile=true"
+_8_A100, _400_GBIT_A_NODE = "cluster=a100_80", "cluster.inter_bandwidth=6.25"
+_800_GBIT_A_NODE = "cluster.inter_bandwidth=12.5"
+
+
+class Step(NamedTuple):
+    """A published step."""
+
+    name: str
+    words: str
+    tokens_per_second: float  # of each GPU
+    source: str
+
+
+def _mpt(layers: int, width: int, heads: int, *, seq_len: int = 2048) -> str:
+    """bf16 with gradients reduced in float32, as Composer's DEFAULT."""
+    return (
+        f"model=gpt2 model.vocab_size=50368 model.max_seq_len={seq_len} train.seq_len={seq_len} "
+        f"model.num_layers={layers} model.hidden_size={width} model.num_heads={heads} "
+        f"model.num_kv_heads={heads} model.intermediate_size={4 * width} engine=fsdp2"
+    )
+
+
+def _batch(micro: int, ranks: int, passes: int = 1) -> str:
+    return f"train.micro_batch_size={micro} train.global_batch_size={micro * ranks * passes}"
+
+
+_LLAMA2_13B = (
+    "model=llama2_7b model.num_layers=40 model.hidden_size=5120 model.intermediate_size=13824 "
+    "model.num_heads=40 model.num_kv_heads=40"
+)
+_LLAMA2 = f"engine=fsdp2 train.seq_len=4096 {_COMPILED}"
+_MPT_3B, _MPT_7B = _mpt(32, 2560, 20), _mpt(32, 4096, 32)
+_MPT_13B, _MPT_30B, _MPT_70B = _mpt(40, 5120, 40), _mpt(48, 7168, 56), _mpt(80, 8192, 64)
+_GRAD_OP = "strategy=shard_grad_op"
+
+PUBLISHED = (
+    Step("8B, 8 H100, eager", f"{_8B} {_500_W} {_SELECTIVE} {_batch(2, 8)}", 5762, _TITAN),
+    Step(
+        "8B, 8 H100, compiled",
+        f"{_8B} {_500_W} {_SELECTIVE} {_COMPILED} {_batch(2, 8)}",
+        6667,
+        _TITAN,
+    ),
+    Step(
+        "8B, 128 H100, eager",
+        f"{_8B} {_500_W} {_SELECTIVE} launch.nnodes=16 {_batch(2, 128)}",
+        5605,
+        _TITAN,
+    ),
+    Step(
+        "8B, 128 H100, compiled",
+        f"{_8B} {_500_W} {_SELECTIVE} {_COMPILED} launch.nnodes=16 {_batch(2, 128)}",
+        6514,
+        _TITAN,
+    ),
+    Step(
+        "8B, 8 H100, all recomputed",
+        f"{_8B} cluster=h100 {_FULL} {_COMPILED} {_batch(1, 8)}",
+        7006,
+        "torchtitan 27aa49077",
+    ),
+    Step(
+        "8B, 64 A100",
+        f"{_8B} {_8_A100} {_SELECTIVE} launch.nnodes=8 {_batch(1, 64)}",
+        2973,
+        "torchtitan docs/performance.md, 2024",
+    ),
+    Step(
+        "70B, 64 A100",
+        f"model=llama3_70b engine=fsdp2 train.seq_len=8192 {_8_A100} {_FULL} launch.nnodes=8 "
+        f"{_batch(1, 64)}",
+        323,
+        "torchtitan docs/performance.md, 2024",
+    ),
+    Step(
+        "8B, 8 A100, compiled",
+        f"{_8B} {_8_A100} {_SELECTIVE} {_COMPILED} {_batch(1, 8)}",
+        2930,
+        "pytorch/torchtitan#929",
+    ),
+    Step("MPT-1B, 8 H100", f"{_mpt(24, 2048, 16)} {_GRAD_OP} cluster=h100 {_batch(14, 8)}", 45455,
+         _MOSAIC),
+    Step("MPT-3B, 128 H100",
+         f"{_MPT_3B} {_GRAD_OP} cluster=h100 launch.nnodes=16 {_batch(8, 128)}", 23422, _MOSAIC),
+    Step("MPT-7B, 8 H100", f"{_MPT_7B} cluster=h100 {_batch(6, 8)}", 10643, _MOSAIC),
+    Step("MPT-7B, 128 H100", f"{_MPT_7B} cluster=h100 launch.nnodes=16 {_batch(6, 128)}", 10475,
+         _MOSAIC),
+    Step("MPT-7B, 512 H100", f"{_MPT_7B} cluster=h100 launch.nnodes=64 {_batch(6, 512)}", 9670,
+         _MOSAIC),
+    Step("MPT-13B, 8 H100", f"{_MPT_13B} cluster=h100 {_batch(2, 8)}", 4792, _MOSAIC),
+    Step("MPT-30B, 32 H100",
+         f"{_MPT_30B} cluster=h100 {_FULL} launch.nnodes=4 {_batch(14, 32, 3)}", 2308, _MOSAIC),
+    Step("MPT-70B, 32 H100",
+         f"{_MPT_70B} cluster=h100 {_FULL} launch.nnodes=4 {_batch(2, 32, 16)}", 882, _MOSAIC),
+    Step("MPT-70B, 128 H100",
+         f"{_MPT_70B} cluster=h100 {_FULL} launch.nnodes=16 {_batch(8, 128)}", 1058, _MOSAIC),
+    Step("MPT-70B, 512 H100",
+         f"{_MPT_70B} cluster=h100 {_FULL} launch.nnodes=64 {_batch(8, 512)}", 1007, _MOSAIC),
+    Step("MPT-7B, 8 A100", f"{_MPT_7B} {_8_A100} {_batch(6, 8, 2)}", 4641, _MOSAIC),
+    Step("MPT-70B, 64 A100", f"{_MPT_70B} {_8_A100} {_FULL} launch.nnodes=8 {_batch(8, 64, 4)}",
+         410, _MOSAIC),
+    Step(
+        "Llama-2-7B, 96 H100, hybrid",
+        f"model=llama2_7b {_LLAMA2} strategy=hybrid_shard cluster=h100 {_800_GBIT_A_NODE} "
+        f"launch.nnodes=12 {_batch(2, 96)}",
+        9600,
+        _FMS,
+    ),
+    Step(
+        "Llama-2-7B, 128 A100, hybrid",
+        f"model=llama2_7b {_LLAMA2} strategy=hybrid_shard {_8_A100} {_400_GBIT_A_NODE} "
+        f"launch.nnodes=16 {_batch(2, 128)}",
+        4550,
+        _FMS,
+    ),
+    Step(
+        "Llama-2-13B, 96 H100",  # which layers are recomputed is not said: ours
+        f"{_LLAMA2_13B} {_LLAMA2} {_SELECTIVE} cluster=h100 {_800_GBIT_A_NODE} launch.nnodes=12 "
+        f"{_batch(2, 96)}",
+        4850,
+        _FMS,
+    ),
+    Step(
+        "Llama-2-70B, 96 H100",
+        f"model=llama3_70b model.vocab_size=32000 {_LLAMA2} {_SELECTIVE} cluster=h100 "
+        f"{_800_GBIT_A_NODE} launch.nnodes=12 {_batch(2, 96)}",
+        890,
+        _FMS,
+    ),
+    Step(
+        "Llama-2-70B, 128 A100",
+        f"model=llama3_70b model.vocab_size=32000 {_LLAMA2} {_SELECTIVE} {_8_A100} "
+        f"{_400_GBIT_A_NODE} launch.nnodes=16 {_batch(2, 128)}",
+        410,
+        _FMS,
+    ),
+    Step(
+        "8B, 4 GB200, compiled",
+        f"{_8B} cluster=b200 cluster.flops=2500 {_COMPILED} launch.nproc_per_node=4 {_batch(1, 4)}",
+        17158,
+        "torchtitan 58b034444",
+    ),
+    Step(
+        "8B, 8 H200",  # FlashAttention 3
+        f"{_8B} {_GRAD_OP} cluster=h200 cluster.attention_efficiency=0.5 {_batch(1, 8)}",
+        8955,
+        "ml-engineering insights",
+    ),
+    Step("8B, 8 B200", f"{_8B} {_GRAD_OP} cluster=b200 {_batch(1, 8)}", 15107,
+         "ml-engineering insights"),
+)  # fmt: skip

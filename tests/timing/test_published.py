@@ -1,0 +1,38 @@
+"""Steps that were measured on GPUs by others, foreseen from data sheets."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.estimate.estimator import placed_for_estimate
+from fsdpctl.estimate.foresight import Foreseen, Foresight
+from fsdpctl.resolve.machine import resolved_strategy, world_size
+from tests.timing.published import PUBLISHED, Step
+
+FORESIGHT = Foresight()
+
+
+def foreseen(words: str, foresight: Foresight = FORESIGHT) -> tuple[Foreseen, int]:
+    """The step of a configuration, and on how many ranks that is."""
+    config = placed_for_estimate(compose_config(words.split()).config)
+    config = replace(config, strategy=resolved_strategy(config, config.strategy))
+    return foresight.step(config), world_size(config)
+
+
+@cache
+def error_of(step: Step) -> float:
+    """Of the tokens per second that are foreseen."""
+    found, ranks = foreseen(step.words)
+    return found.tokens / found.seconds / ranks / step.tokens_per_second - 1
+
+
+@pytest.mark.parametrize("step", PUBLISHED, ids=lambda step: step.name)
+def test_a_published_step_is_foreseen_within_15_percent(step):
+    assert abs(error_of(step)) <= 0.15
+
+
+def test_half_of_them_within_6_percent():
+    errors = sorted(abs(error_of(step)) for step in PUBLISHED)
+    assert errors[len(errors) // 2] <= 0.06
