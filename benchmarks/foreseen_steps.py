@@ -1,9 +1,9 @@
 """Foreseen beside measured steps: `python -m benchmarks.foreseen_steps --out FILE.json`.
 
 With a profile of this machine (made first, unless --profile names one): three models under every
-strategy, with and without prefetch and accumulation, on two ranks over gloo; and over cables of 100,
-300 and 1,000 Mbit/s between two hosts (network namespaces, which takes root). Goes on with what the
-file has.
+strategy, with and without prefetch and accumulation, on two ranks over gloo; and over cables of
+100, 300 and 1,000 Mbit/s between two hosts (network namespaces, which takes root). Goes on with
+what the file has.
 """
 
 import argparse

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from docs import measured
 from docs.faults import faults_table
+from docs.foreseen import published_steps_table
 from fsdpctl.cli.app import app
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.build import divide_module
@@ -36,7 +37,14 @@ from fsdpctl.resolve.machine import resolved_strategy
 DOCS = Path(__file__).parent
 PAGES = tuple(
     DOCS / f"{name}.md"
-    for name in ("strategies", "performance", "memory-model", "reliability", "clusters")
+    for name in (
+        "strategies",
+        "performance",
+        "memory-model",
+        "reliability",
+        "clusters",
+        "time-model",
+    )
 )
 PICTURE = DOCS / "strategies.png"
 RECIPES = tuple(sorted((DOCS.parent / "recipes").glob("*.yaml")))
@@ -176,6 +184,7 @@ TABLES = {
     "saving": measured.saving_table,
     "faults": faults_table,
     "slow_links": measured.slow_links_table,
+    "published_steps": published_steps_table,
     "surviving": measured.surviving_lines,
 }
 

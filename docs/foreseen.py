@@ -1,0 +1,71 @@
+"""Tables of foreseen steps beside published and measured ones."""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import combinations, groupby
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+_RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+_APART = 0.10  # of the faster: what makes an order worth foreseeing
+
+
+def published_steps_table() -> str:
+    """Tokens per second that others measured, and that data sheets foresee."""
+    report = json.loads((_RESULTS / "published-steps.json").read_text())
+    lines = [
+        "| step | published, tokens/s a GPU | foreseen | error | source |",
+        "|---|---:|---:|---:|---|",
+    ]
+    lines += [
+        f"| {each['name']} | {each['published_tokens_per_second']:,.0f} | "
+        f"{each['foreseen_tokens_per_second']:,.0f} | {each['error']:+.1%} | {each['source']} |"
+        for each in report["results"]
+    ]
+    errors = f"Median error {report['median_error']:.1%}, worst {report['worst_error']:.1%}."
+    return "\n".join([*lines, "", errors])
+
+
+def foreseen_steps_table() -> str:
+    """Errors against measured steps on two ranks, by what lies between them."""
+    report = json.loads((_RESULTS / "foreseen-steps.json").read_text())
+    rows = sorted(report["results"], key=lambda row: row["mbit"] or 0)
+    lines = [
+        "| between two ranks | steps | median error | worst | order of strategies right | "
+        "bytes sent, worst |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for mbit, found in groupby(rows, key=lambda row: row["mbit"]):
+        lines.append(_line("one machine" if mbit is None else f"{mbit:,} Mbit/s", list(found)))
+    machine = f"torch {report['torch']}, {report['machine']}"
+    about = (
+        f"Strategies, prefetch and accumulation of three models, over gloo; {machine}. The order "
+        f"is that of every two strategies whose measured steps differ by more than {_APART:.0%}, all "
+        "else being equal."
+    )
+    return "\n".join([*lines, "", about])
+
+
+def _line(name: str, rows: Sequence[dict[str, Any]]) -> str:
+    errors = sorted(abs(row["error"]) for row in rows)
+    right = list(_orders(rows))
+    sent = [abs(row["sent_error"]) for row in rows if row["sent_error"] is not None]
+    bytes_sent = f"{max(sent):.1%}" if sent else "–"
+    return (
+        f"| {name} | {len(rows)} | {median(errors):.1%} | {errors[-1]:.1%} | "
+        f"{sum(right)} of {len(right)} | {bytes_sent} |"
+    )
+
+
+def _orders(rows: Sequence[dict[str, Any]]) -> Iterator[bool]:
+    """Whether the order is right, of every two that differ enough."""
+
+    def rest(row: dict[str, Any]) -> tuple[str, ...]:
+        return (row["model"], row["prefetch"], row["passes"])
+
+    for _, group in groupby(sorted(rows, key=rest), key=rest):
+        for one, other in combinations(group, 2):
+            fast, slow = sorted((one, other), key=lambda row: float(row["measured_seconds"]))
+            if slow["measured_seconds"] > (1 + _APART) * fast["measured_seconds"]:
+                yield slow["foreseen_seconds"] > fast["foreseen_seconds"]
