@@ -4,7 +4,6 @@ Tables go between the marks `<!-- NAME -->` and `<!-- /NAME -->` of the pages; t
 what the plan replays.
 """
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,13 +18,12 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.build import divide_module
 from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
 from fsdpctl.estimate.run_plan import plan_run
+from fsdpctl.estimate.traffic import sent_by_plan
 from fsdpctl.memory.engine_bytes import (
     Breakdown,
     Moment,
     TrainingPlan,
     estimate,
-    planned_step,
-    planned_update,
     timeline,
 )
 from fsdpctl.models.registry import build_model
@@ -134,28 +132,13 @@ def copies_table() -> str:
         placed = placed_for_estimate(config)
         placed = replace(placed, strategy=resolved_strategy(placed, placed.strategy))
         plan, place = plan_run(placed, divide_module(build_model(placed.model), None), 1)
-        found_bytes = found.peak_reserved, *_sent(plan, place)
+        sent = sent_by_plan(plan, place)
+        found_bytes = found.peak_reserved, sent.within, sent.between
         figures = [f"{each / GIB:.1f} GiB" for each in found_bytes]
         size = str(placed.strategy.dp_shard_size or place.size)
         name = f"`{placed.strategy.name}`"
         rows.append([name, size, figures[0], found.verdict.replace("_", " "), *figures[1:]])
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
-
-
-def _sent(plan: TrainingPlan, place: RankPlace) -> tuple[float, float]:
-    """What a rank sends in a step within its copy, and to others, in rings.
-
-    Of n ranks each sends (n - 1) / n of a tensor that is gathered or reduced to parts, and twice
-    that of one that is all-reduced.
-    """
-    nbytes: Counter[EventKind] = Counter()
-    for event in [*planned_step(plan, place), *planned_update(plan, place)]:
-        nbytes[event.kind] += event.nbytes
-    passes = 1 if plan.strategy.shards_over_copies else 2
-    within = nbytes[EventKind.GATHER] + nbytes[EventKind.REDUCE]
-    between = nbytes[EventKind.COMBINE] * passes + nbytes[EventKind.SYNC]
-    copies = place.num_replicas
-    return within * (place.size - 1) / place.size, between * (copies - 1) / copies
 
 
 def estimate_output() -> str:

@@ -1,84 +1,179 @@
 """`fsdpctl compare`."""
 
-import json
 import tempfile
-from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
-from fsdpctl.cli.console import err, say, show_table
-from fsdpctl.cli.words import Asked, ConfigDir, RanksPerNode, Recipe, Words, settled
-from fsdpctl.compare import OK, REFUSED
+from fsdpctl.cli.console import note, say, show_table
+from fsdpctl.cli.words import Asked, RanksPerNode, configured, settled
+from fsdpctl.compare.row import NOT_REACHED, OK, REFUSED
 from fsdpctl.config.keys import Key
 from fsdpctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from fsdpctl.compare.measure import Row
+    from fsdpctl.compare.about import About
+    from fsdpctl.compare.measure import Measurement
+    from fsdpctl.compare.row import Row
+    from fsdpctl.compare.vary import Variant
 
-_RESULT = "compare.json"
 _STEPS = Key("--steps", "whole number", 20, "", minimum=4, maximum=1_000_000)
+_ROUNDS = Key("--rounds", "whole number", 3, "", minimum=1, maximum=1_000)
 
 
+@configured
 def compare(
-    words: Words = None,
-    recipe: Recipe = None,
-    config_dir: ConfigDir = None,
+    asked: Asked,
     steps: Annotated[str, typer.Option(metavar="N", help="Length of each run, in steps.")] = "20",
+    rounds: Annotated[
+        str, typer.Option(metavar="N", help="How often each variant runs, in turn with the others.")
+    ] = "3",
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Keep the runs, and the result as compare.json."),
+        typer.Option(metavar="DIR", help="Keep the runs, with a page, charts, CSV and JSON."),
+    ] = None,
+    write_recipe: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the best variant as a recipe.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     nproc_per_node: RanksPerNode = None,
 ) -> None:
-    """Compare variants by a short run of each.
+    """Compare variants by short runs, in rounds.
 
-    A table of speed, memory and loss. Commas separate alternatives, as in
+    A table of speed, memory and loss, and which is best. Commas separate alternatives, as in
     `strategy=full_shard,no_shard train.micro_batch_size=1,2`; without any, all strategies are
     compared.
     """
-    from fsdpctl.compare.measure import measure_all
-    from fsdpctl.compare.vary import distinct, variants
+    from fsdpctl.compare.recipe import check_recipe_file
 
-    length = int(str(_STEPS.parse(steps)))
-    words, recipe, config_dir = settled(Asked(words, recipe, config_dir), nproc_per_node)
-    found = variants(list(words or []), recipe, config_dir, steps=length)
-    found, same = distinct(found)
-    for line in same:
-        err.print(line, markup=False)
-    for name in {name for each in found for name in each.composed.dropped}:
-        err.print(f"recipe's {name} left out: {name.split('.')[0]} is chosen here", markup=False)
-    rows: list[Row] = []
+    length, number = int(str(_STEPS.parse(steps))), int(str(_ROUNDS.parse(rounds)))
+    asked = settled(asked, nproc_per_node)
+    found = _variants(asked, length)
+    file = None if write_recipe is None else check_recipe_file(write_recipe)
+    comparison = _Comparison(asked, length, number, as_json=as_json)
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdpctl-")))
-        if out is not None:
-            folder = _made(out.expanduser())
-        stack.callback(_show, rows, folder if out else None, as_json=as_json)
-        rows.extend(measure_all(found, folder, lambda line: err.print(line, markup=False)))
+        folder = None if out is None else _made(out.expanduser())
+        runs = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdpctl-")))
+        rows = comparison.run(found, runs, folder)
+    if file is not None:
+        comparison.write_recipe(file, found, rows)
     if any(row.status != OK for row in rows):
         raise typer.Exit(1)
 
 
-def _show(rows: "list[Row]", folder: Path | None, *, as_json: bool) -> None:
-    """What is there, also when it was stopped."""
-    _refuse_if_none_could_run(rows)
-    text = json.dumps([row.to_dict() for row in rows], indent=2)
-    if folder is not None:
-        (folder / _RESULT).write_text(text + "\n")
-    if as_json:
-        say(text)
-    elif rows:
-        show_table(_table(rows))
-        for row in rows:
-            if row.status != OK:
-                say(f"{_label(row)}: {row.status}")
-        say(_losses(rows))
-        for line in _noise(rows):
-            say(line)
+@dataclass(slots=True)
+class _Comparison:
+    """One comparison, and how it is told of."""
+
+    asked: Asked  # settled
+    length: int
+    num_rounds: int
+    as_json: bool = field(kw_only=True)
+    about: "About | None" = None
+
+    def run(self, found: "list[Variant]", runs: Path, folder: Path | None) -> "list[Row]":
+        """Measure, and tell what is known; also when it is stopped."""
+        from fsdpctl.compare.measure import Measurement
+
+        measurement = Measurement(
+            found, runs, num_rounds=self.num_rounds, is_kept=folder is not None, say=note
+        )
+        is_whole = False
+        try:
+            measurement.run()
+            is_whole = True
+            if folder is not None:
+                measurement.find_largest()
+        finally:
+            self._tell(measurement, folder, is_whole=is_whole)
+        return measurement.rows
+
+    def _tell(self, measurement: "Measurement", folder: Path | None, *, is_whole: bool) -> None:
+        from fsdpctl.compare.about import about_here
+        from fsdpctl.compare.report import PAGE, as_json, write_report
+
+        rows = measurement.rows
+        _refuse_if_none_could_run(rows)
+        if all(row.status == NOT_REACHED for row in rows):
+            return
+        self.about = about_here(
+            measurement.configs, rows, how=self._how(), command=self._command(), is_whole=is_whole
+        )
+        if folder is not None:
+            write_report(rows, self.about, folder)
+        if self.as_json:
+            say(as_json(rows))
+        else:
+            _show(rows)
+        if folder is not None:
+            note(f"written: {folder / PAGE}")
+
+    def _how(self) -> str:
+        if self.num_rounds == 1:
+            return f"1 run of {self.length} steps each"
+        return f"{self.num_rounds} rounds of {self.length} steps each"
+
+    def _command(self) -> str:
+        from fsdpctl.compare.about import command_of
+
+        recipe, config_dir = self.asked.recipe, self.asked.config_dir
+        options = ["--steps", str(self.length), "--rounds", str(self.num_rounds)]
+        options += ["--recipe", recipe] if recipe else []
+        options += ["--config-dir", str(config_dir)] if config_dir else []
+        return command_of(self.asked.words or [], options)
+
+    def write_recipe(self, path: Path, found: "list[Variant]", rows: "list[Row]") -> None:
+        """The best of what ran, if anything did."""
+        from fsdpctl.compare.judge import recommend
+        from fsdpctl.compare.recipe import write_recipe
+
+        said = recommend(rows)
+        if said.best is None or self.about is None:
+            note(f"{path}: not written, as no variant ran")
+            return
+        best = found[rows.index(said.best)]
+        about = [
+            f"{said.best.label}: the best of {len(rows)} variants of `{self.about.command}`.",
+            f"{self.about.title}: {self.about.how}, {self.about.made}.",
+            said.text,
+        ]
+        _, recipe, config_dir = self.asked
+        write_recipe(path, best, about, recipe=recipe, config_dir=config_dir)
+        note(f"written: {path}")
+
+
+def _variants(asked: Asked, steps: int) -> "list[Variant]":
+    """What is to be run; says what of what was asked for is not."""
+    from fsdpctl.compare.vary import distinct, possible, variants
+
+    found = variants(list(asked.words or []), asked.recipe, asked.config_dir, steps=steps)
+    found, lacking = possible(found)
+    found, same = distinct(found)
+    for line in (*lacking, *same):
+        note(line)
+    for name in {name for each in found for name in each.composed.dropped}:
+        note(f"recipe's {name} left out: {name.split('.')[0]} is chosen here")
+    return found
+
+
+def _show(rows: "list[Row]") -> None:
+    from fsdpctl.compare.judge import failures, losses, recommend
+    from fsdpctl.compare.table import columns
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    shown = columns(rows)
+    for column in shown:
+        table.add_column(column.title, justify="left" if column.is_text else "right")
+    for cells in zip(*(column.cells for column in shown), strict=True):
+        table.add_row(*map(escape, cells))
+    show_table(table)
+    for line in (*failures(rows), *losses(rows), recommend(rows).text):
+        say(line)
 
 
 def _refuse_if_none_could_run(rows: "list[Row]") -> None:
@@ -95,76 +190,3 @@ def _made(folder: Path) -> Path:
     except OSError as error:
         raise UsageError(f"--out {folder}: {error.strerror}") from None
     return folder
-
-
-def _label(row: "Row") -> str:
-    return " ".join(f"{name}={text}" for name, text in row.varied.items()) or row.strategy
-
-
-def _waiting(row: "Row") -> str:
-    """The share of a step in which computation stands still for communication."""
-    if row.exposed_communication_seconds is None or not row.step_seconds:
-        return "-"
-    return f"{row.exposed_communication_seconds / row.step_seconds:.0%}"
-
-
-def _spread(row: "Row") -> str:
-    """How far a quarter of the steps lie from the median at least."""
-    if row.tokens_per_second_spread is None or not row.tokens_per_second:
-        return "-"
-    low, high = (edge / row.tokens_per_second - 1 for edge in row.tokens_per_second_spread)
-    return f"{low:+.0%} {high:+.0%}"
-
-
-def _table(rows: list["Row"]) -> Table:
-    from fsdpctl.train.progress import format_bytes
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in rows[0].varied or ("strategy",):
-        table.add_column(name)
-    for name in (
-        "tokens/s",
-        "quartiles",
-        "s/step",
-        "waiting",
-        "engine bytes",
-        "estimated",
-        "final loss",
-    ):
-        table.add_column(name, justify="right")
-    for row in rows:
-        measured, estimated = row.peak_allocated_bytes, row.estimated_peak_allocated_bytes
-        table.add_row(
-            *(row.varied.values() or (row.strategy,)),
-            "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
-            _spread(row),
-            "-" if row.step_seconds is None else f"{row.step_seconds:.4f}",
-            _waiting(row),
-            "-" if measured is None else format_bytes(measured),
-            "-" if estimated is None else format_bytes(estimated),
-            "-" if row.final_loss is None else f"{row.final_loss:.6f}",
-        )
-    return table
-
-
-def _noise(rows: list["Row"]) -> Iterator[str]:
-    """Which differences in speed are none."""
-    from fsdpctl.compare.measure import as_fast_as_the_fastest
-
-    labels = [_label(row) for row in as_fast_as_the_fastest(rows)]
-    if labels and len(rows) > 1:
-        alike = ", ".join(labels[1:])
-        told = (
-            f"its quartiles overlap with those of {alike}" if alike else "by more than the spread"
-        )
-        yield f"fastest: {labels[0]}, {told}; runs followed one another"
-
-
-def _losses(rows: list["Row"]) -> str:
-    known = [row.final_loss for row in rows if row.final_loss is not None]
-    losses = set(known)
-    memory = "engine bytes: model, optimizer and buffers of the fullest rank; no activations"
-    if len(losses) < 2:
-        same = "; all losses are equal" if len(known) > 1 else ""
-        return f"{memory}{same}"
-    return f"{memory}; losses differ by up to {max(losses) - min(losses):.3g}"

@@ -1,135 +1,230 @@
-"""Runs each variant for some steps, one after another, and measures it."""
+"""Measures variants side by side, in rounds of short runs.
+
+Note: why rounds of whole runs. A machine drifts: it warms up, others use it. In every round each
+variant runs once, from the beginning and for all steps, and every round begins with another one, so
+that what the machine does to one it does to all. A run that was continued instead would have to
+write and read a checkpoint for every turn, and would warm up again all the same; runs that start
+anew also show how much one start differs from another, and have to end at the same loss.
+"""
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median, quantiles
-from typing import Any
+from typing import TypeVar
 
-from fsdpctl.compare import OK, REFUSED
+from fsdpctl.compare.figures import round_of, summarised
+from fsdpctl.compare.row import FAILED, NOT_REACHED, OK, REFUSED, TOO_LARGE, Largest, Row
 from fsdpctl.compare.vary import Variant
-from fsdpctl.errors import InterruptError, StoppedError, UsageError
+from fsdpctl.config.schema import Config
+from fsdpctl.engine.build import divide_module
+from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
+from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.fit import FITTED, largest_that_fits
+from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import estimate_run
+from fsdpctl.estimate.traffic import sent_in_step
 from fsdpctl.launch.local import launch_workers
-from fsdpctl.reading.documents import parse_json
-from fsdpctl.resolve.machine import world_size
+from fsdpctl.resolve.machine import placed_on_cluster, world_size
 from fsdpctl.resolve.run import ResolvedRun, resolve
 from fsdpctl.train.assets import collect_assets
-from fsdpctl.train.run_dir import LOGS, METRICS, plan_start, prepare_run_dir
+from fsdpctl.train.progress import format_bytes
+from fsdpctl.train.run_dir import LOGS, plan_start, prepare_run_dir
 from fsdpctl.train.run_lock import lock_run_dir
 from fsdpctl.train.worker import MEASURE, MODULE
 
-_WARM_UP = 0.25  # share of the steps that no figure is taken from
+T = TypeVar("T")
+RUN_FOLDER = "runs"  # of the folder of a comparison
+_ENGINE, _REST = "fsdpctl", "activations and the rest"
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What came of one variant; None where it did not get so far."""
+@dataclass(slots=True)
+class _Contender:
+    """A variant on its way through the rounds."""
 
-    varied: dict[str, str]
-    strategy: str
-    engine: str = "fsdpctl"
-    world_size: int | None = None
-    tokens_per_second: float | None = None
-    tokens_per_second_spread: tuple[float, float] | None = None  # its quartiles
-    step_seconds: float | None = None
-    exposed_communication_seconds: float | None = None  # of a step, on rank 0
-    peak_allocated_bytes: int | None = None  # of what the estimate counts, on the fullest rank
-    estimated_peak_allocated_bytes: int | None = None
-    final_loss: float | None = None
-    status: str = OK
-
-    def to_dict(self) -> dict[str, Any]:
-        """What `compare --json` prints of it."""
-        return asdict(self)
+    variant: Variant
+    row: Row  # with what is known of it so far
+    config: Config | None = None  # resolved; None: it cannot run
+    assets: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def as_fast_as_the_fastest(rows: Sequence[Row]) -> list[Row]:
-    """The fastest, and those whose speed cannot be told from its: their quartiles overlap."""
-    timed = [(row, row.tokens_per_second_spread) for row in rows if row.tokens_per_second]
-    if not timed:
-        return []
-    fastest = max((row for row, _ in timed), key=lambda row: row.tokens_per_second or 0.0)
-    assert fastest.tokens_per_second_spread is not None
-    least = fastest.tokens_per_second_spread[0]
-    return [
-        fastest,
-        *(r for r, spread in timed if r is not fastest and spread and spread[1] >= least),
-    ]
+class Measurement:
+    """Runs all variants; what is known of them is there at any time, also after an exception."""
+
+    def __init__(
+        self,
+        variants: Sequence[Variant],
+        folder: Path,
+        *,
+        num_rounds: int,
+        is_kept: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        """Nothing runs yet.
+
+        Args:
+            variants: what to run.
+            folder: an existing directory for the runs' directories.
+            num_rounds: how often each of them runs.
+            is_kept: whether the folder stays.
+            say: is told what is being run.
+        """
+        self._folder, self._num_rounds, self._is_kept = folder, num_rounds, is_kept
+        self._say = say
+        self._estimator = Estimator()
+        self._contenders = [
+            _Contender(each, Row(each.varied, config.strategy.name, config.engine.name))
+            for each in variants
+            for config in [each.composed.config]
+        ]
+
+    @property
+    def rows(self) -> list[Row]:
+        """A row for each variant, in their order."""
+        rows = (each.row for each in self._contenders)
+        return summarised(
+            [
+                replace(row, status=NOT_REACHED) if row.status == OK and not row.rounds else row
+                for row in rows
+            ]
+        )
+
+    @property
+    def configs(self) -> list[Config]:
+        """Of each variant, resolved where that could be."""
+        return [each.config or each.variant.composed.config for each in self._contenders]
+
+    def run(self) -> None:
+        """Every variant in every round; one that fails does not keep the others from running.
+
+        Raises:
+            StoppedError, InterruptError: somebody asked to stop.
+        """
+        for each in self._contenders:
+            self._prepare(each)
+        for number in range(self._num_rounds):
+            running = [each for each in self._contenders if each.row.status == OK]
+            for place, each in enumerate(in_turn(running, number, self._num_rounds), start=1):
+                turn = f"round {number + 1}/{self._num_rounds}  {place}/{len(running)}"
+                self._say(f"{turn}  {each.row.label}")
+                self._run_once(each, number)
+
+    def find_largest(self) -> None:
+        """For each engine and strategy that ran, the largest model that would fit here."""
+        found: dict[tuple[str, str], Largest | None] = {}
+        for each in self._contenders:
+            key = each.row.engine, each.row.strategy
+            if each.config is not None and key not in found:
+                if not found:
+                    self._say("the largest model that fits, under each strategy")
+                found[key] = self._largest(each.config)
+                each.row = replace(each.row, largest=found[key])
+
+    # ---- before it runs ------------------------------------------------------------------
+
+    def _prepare(self, each: _Contender) -> None:
+        """Resolve it, and say what is expected of it."""
+        try:
+            run = resolve(each.variant.composed)
+            if run.notes:  # something else would be measured than was asked for
+                raise UsageError(run.notes[0])
+        except UsageError as error:
+            each.row = replace(each.row, status=f"{REFUSED}{error}")
+            return
+        each.config, each.assets = run.config, collect_assets(run.config, run.data)
+        estimate = self._estimate(run.config)
+        each.row = replace(_expected(each.row, run, estimate), world_size=world_size(run.config))
+        if estimate is not None and estimate.verdict == "too_large":
+            each.row = replace(
+                each.row,
+                status=f"{TOO_LARGE}a rank needs {format_bytes(estimate.peak_reserved)}, of "
+                f"{format_bytes(max(0, estimate.available))} that it may use",
+            )
+
+    def _estimate(self, config: Config) -> RunEstimate | None:
+        try:
+            return self._estimator.estimate(placed_on_cluster(config))
+        except UsageError:
+            return None  # it is not estimated, and may run all the same
+
+    def _largest(self, config: Config) -> Largest | None:
+        try:
+            fit = largest_that_fits(self._estimator, placed_on_cluster(config), "model")
+        except UsageError:
+            return None
+        assert fit.key == FITTED["model"]
+        return None if fit.estimate is None else Largest(fit.estimate.num_params, fit.value)
+
+    # ---- a run of it ---------------------------------------------------------------------
+
+    def _run_once(self, each: _Contender, number: int) -> None:
+        place = self._contenders.index(each) + 1
+        run_dir = self._folder / RUN_FOLDER / f"{place:02d}" / f"round-{number + 1}"
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        assert each.config is not None
+        config = replace(each.config, train=replace(each.config.train, run_dir=str(run_dir)))
+        kept = str(run_dir.relative_to(self._folder)) if self._is_kept else None
+        try:
+            failure = _run(config, each, run_dir)
+            measured = None if failure else round_of(run_dir, kept)
+        except (InterruptError, StoppedError):
+            raise
+        except UsageError as error:
+            each.row = replace(each.row, status=f"{REFUSED}{error}")
+            return
+        except FsdpctlError as error:
+            failure, measured = str(error), None
+        if measured is None:
+            later = f"in round {number + 1}, " if number else ""
+            each.row = replace(each.row, status=f"{FAILED}{later}{failure}")
+            return
+        each.row = replace(each.row, rounds=(*each.row.rounds, measured))
 
 
-def measure_all(
-    variants: Sequence[Variant], folder: Path, say: Callable[[str], None]
-) -> Iterator[Row]:
-    """A row for each variant, in order; one that fails does not keep the others from running.
-
-    Args:
-        variants: what to run.
-        folder: an existing directory for the runs' directories.
-        say: is told what is being run.
-
-    Raises:
-        StoppedError, InterruptError: somebody asked to stop.
-    """
-    for number, variant in enumerate(variants, start=1):
-        say(f"{number}/{len(variants)}  {variant.label or variant.composed.config.strategy.name}")
-        yield _measure(variant, folder / f"{number:02d}")
+def in_turn(contenders: Sequence[T], number: int, num_rounds: int) -> list[T]:
+    """Their order in a round: each begins with another one, as far as they go."""
+    first = number * max(len(contenders) // num_rounds, 1) % max(len(contenders), 1)
+    return [*contenders[first:], *contenders[:first]]
 
 
-def _measure(variant: Variant, run_dir: Path) -> Row:
-    config = variant.composed.config
-    config = replace(config, train=replace(config.train, run_dir=str(run_dir)))
-    row = Row(variant.varied, config.strategy.name)
-    try:
-        run = resolve(replace(variant.composed, config=config))
-    except UsageError as error:
-        return replace(row, status=f"{REFUSED}{error}")
-    if run.notes:  # something else would be measured than was asked for
-        return replace(row, status=f"{REFUSED}{run.notes[0]}")
-    estimate = estimate_run(run.config, run.module, run.batches.num_micro_batches)
+def _expected(row: Row, run: ResolvedRun, estimate: RunEstimate | None) -> Row:
+    units = divide_module(run.module, None)
     row = replace(
         row,
-        world_size=world_size(run.config),
-        estimated_peak_allocated_bytes=estimate.peak_bytes,
+        sent_bytes_per_step=sent_in_step(run.config, units, run.batches.num_micro_batches).total,
     )
-    failure = _run(run, variant, run_dir)
-    return replace(row, status=f"failed: {failure}") if failure else _with_figures(row, run_dir)
+    if run.config.engine.name == _ENGINE:
+        engine = estimate_run(run.config, run.module, run.batches.num_micro_batches)
+        parts = engine.breakdown.to_dict()
+        row = replace(
+            row, estimated_peak_allocated_bytes=engine.peak_bytes, estimated_breakdown=parts
+        )
+    if estimate is None:
+        return row
+    parts = row.estimated_breakdown or _engine_parts(estimate)
+    return replace(
+        row,
+        estimated_peak_tensor_bytes=estimate.allocated,
+        estimated_peak_reserved_bytes=estimate.peak_reserved,
+        estimated_breakdown={**parts, _REST: estimate.allocated - sum(parts.values())},
+        memory_bytes=estimate.available,
+    )
 
 
-def _run(run: ResolvedRun, variant: Variant, run_dir: Path) -> str | None:
+def _engine_parts(estimate: RunEstimate) -> dict[str, int]:
+    """What one of PyTorch's engines holds of the model when a rank holds most."""
+    owned = ("parameters", "gradients", "optimizer_states", "gathered_units", "reduce_buffers")
+    return {name: estimate.step.breakdown[name] for name in owned}
+
+
+def _run(config: Config, each: _Contender, run_dir: Path) -> str | None:
     """Returns why it failed, if it did."""
     lock = lock_run_dir(run_dir, lambda: None)
-    start = plan_start(run.config, "auto")
-    prepare_run_dir(start, [variant.label], collect_assets(run.config, run.data))
-    words = [str(run_dir), MEASURE]
-    outcome = launch_workers(MODULE, words, run.config.launch, logs=run_dir / LOGS)
+    prepare_run_dir(plan_start(config, "auto"), [each.variant.label], each.assets)
+    outcome = launch_workers(MODULE, [str(run_dir), MEASURE], config.launch, logs=run_dir / LOGS)
     lock.release()
     if outcome.stop_signal == signal.SIGINT:
         raise InterruptError("interrupted before all variants had run")
     if outcome.stop_signal is not None:
         raise StoppedError("stopped before all variants had run")
     return None if outcome.cause is None else outcome.cause.cause
-
-
-def _with_figures(row: Row, run_dir: Path) -> Row:
-    file = run_dir / METRICS
-    lines = [
-        parse_json(line, dict[str, Any], str(file))
-        for line in file.read_text(encoding="utf-8").splitlines()
-    ]
-    steps = [line for line in lines if "loss" in line]
-    timed = steps[int(len(steps) * _WARM_UP) :]
-    speeds = [line["tokens_per_second"] for line in timed]
-    low, middle, high = quantiles(speeds, n=4, method="inclusive")
-    return replace(
-        row,
-        tokens_per_second=middle,
-        tokens_per_second_spread=(low, high),
-        step_seconds=median(line["seconds"] for line in timed),
-        exposed_communication_seconds=median(
-            line["exposed_communication_seconds"] for line in timed
-        ),
-        peak_allocated_bytes=lines[-1]["peak_engine_bytes"],
-        final_loss=steps[-1]["loss"],
-    )

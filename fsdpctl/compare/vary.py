@@ -6,9 +6,11 @@ from itertools import product
 from pathlib import Path
 
 from fsdpctl.config.compose import Composed, compose_config
+from fsdpctl.config.recipe import find_recipe, read_recipe
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS
 from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import UsageError
+from fsdpctl.estimate.engines import has_strategy
 from fsdpctl.plan.strategy import STRATEGIES
 
 _OURS = dict.fromkeys(LENGTHS, "--steps says how long each run is") | {
@@ -18,10 +20,11 @@ _OURS = dict.fromkeys(LENGTHS, "--steps says how long each run is") | {
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One run of a comparison."""
+    """What is run in each round."""
 
     varied: dict[str, str]  # only what differs between the runs
     composed: Composed
+    words: tuple[str, ...] = ()  # all that were typed for it, without its length
 
     @property
     def label(self) -> str:
@@ -35,7 +38,8 @@ def variants(
     """Every combination of the alternatives in `words`; of all strategies where there are none.
 
     Commas separate alternatives of choices and numbers; in texts, such as paths, they are commas.
-    Where strategies vary, values that one of them has no use for are left out under it.
+    Where strategies vary, values that one of them has no use for are left out under it. Where only
+    engines vary and nobody named a strategy, strategies vary too: no engine of PyTorch's has all.
 
     Raises:
         UsageError: a word is unknown, or its value is not allowed.
@@ -55,8 +59,9 @@ def variants(
     names = [word.partition("=")[0] for word in words]
     if len(names) != len(set(names)):  # its error names both
         compose_config(words, recipe, config_dir)
-    if not alternatives and "strategy" not in names:
-        alternatives = {"strategy": list(STRATEGIES)}
+    between_engines = "engine" in alternatives and "strategy" not in _named_in(recipe)
+    if "strategy" not in names and (between_engines or not alternatives):
+        alternatives = {"strategy": list(STRATEGIES), **alternatives}
     fixed = [word for word in words if word.partition("=")[0] not in alternatives]
     return [
         _variant(dict(zip(alternatives, values, strict=True)), fixed, recipe, config_dir, steps)
@@ -85,6 +90,33 @@ def distinct(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
     return list(kept.values()), lines
 
 
+def possible(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
+    """Of combinations those that their engine has, and a line that says which it does not.
+
+    One that was asked for by itself stays, to be answered.
+
+    Raises:
+        UsageError: none of them is left.
+    """
+    if len(found) < 2:
+        return list(found), []
+    kept, lacking = [], dict[str, list[str]]()
+    for each in found:
+        engine, strategy = each.composed.config.engine.name, each.composed.config.strategy.name
+        if has_strategy(engine, STRATEGIES[strategy]):
+            kept.append(each)
+        elif strategy not in lacking.setdefault(engine, []):
+            lacking[engine].append(strategy)
+    said = "; ".join(f"engine={e} does not have {', '.join(s)}" for e, s in lacking.items())
+    if not kept:
+        raise UsageError(said)
+    return kept, [f"left out: {said}"] if said else []
+
+
+def _named_in(recipe: str | None) -> set[str]:
+    return set() if recipe is None else {name for name, _ in read_recipe(find_recipe(recipe))}
+
+
 def _variant(
     varied: dict[str, str],
     fixed: Sequence[str],
@@ -92,13 +124,13 @@ def _variant(
     config_dir: Path | None,
     steps: int,
 ) -> Variant:
-    words = [*fixed, *(f"{name}={text}" for name, text in varied.items()), f"train.steps={steps}"]
-    composed = compose_config(words, recipe, config_dir)
+    words = (*fixed, *(f"{name}={text}" for name, text in varied.items()))
+    composed = compose_config([*words, f"train.steps={steps}"], recipe, config_dir)
     config = composed.config
     if "strategy" in varied:
         given = config.strategy
         config = replace(config, strategy=given.under(given.name))
-    return Variant(varied, replace(composed, config=config))
+    return Variant(varied, replace(composed, config=config), words)
 
 
 def _has_alternatives(name: str) -> bool:

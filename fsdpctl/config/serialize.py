@@ -105,8 +105,13 @@ def model_words_only(words: Mapping[str, str]) -> dict[str, str]:
 
 def config_to_yaml(config: Config) -> str:
     """The configuration as a recipe: reading it gives the same configuration again."""
+    return words_to_yaml(config_words(config))
+
+
+def words_to_yaml(words: Mapping[str, str]) -> str:
+    """Words and their values as a recipe, a line each."""
     lines = []
-    for name, text in config_words(config).items():
+    for name, text in words.items():
         key = KEYS.get(name)
         is_text = key is None or key.type == "text" or text == "auto"
         value = yaml.safe_dump(text, allow_unicode=True, width=10**6) if is_text else text

@@ -1,17 +1,20 @@
 """`fsdpctl compare`: what is varied, and what comes out."""
 
 import json
+import signal
+import subprocess
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 
-from fsdpctl.compare.measure import Row, as_fast_as_the_fastest
-from fsdpctl.compare.vary import variants
+from fsdpctl.compare.vary import possible, variants
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES
-from tests.cli.run import TINY, fsdpctl, invoke, make_text
+from tests.cli.run import TINY, command, environment, fsdpctl, invoke, make_text
+from tests.cli.test_interruptions import heard, ranks_of, wait_for
 
 
 def labels(*words: str) -> list[str]:
@@ -88,6 +91,31 @@ def test_what_no_variant_can_do_is_a_mistake(tmp_path, monkeypatch):
     assert f"{len(STRATEGIES) - 1} more variants" in said
 
 
+@pytest.mark.parametrize("rounds", ["0", "x", "1e9"])
+def test_a_number_of_rounds_that_is_not_allowed_is_answered(rounds):
+    code, said = invoke("compare", "--rounds", rounds)
+    assert (code, "--rounds" in said, "from 1" in said) == (2, True, True)
+
+
+def test_where_engines_vary_and_no_strategy_is_named_strategies_vary_too():
+    found, lines = possible(variants(["engine=fsdpctl,fsdp2,ddp"], None, None, steps=4))
+    pairs = {(e.composed.config.engine.name, e.composed.config.strategy.name) for e in found}
+    assert {("fsdpctl", name) for name in STRATEGIES} < pairs
+    assert {name for engine, name in pairs if engine == "ddp"} == {"no_shard"}
+    assert ("fsdp2", "full_shard") in pairs
+    (line,) = lines
+    assert line.startswith("left out: engine=fsdp2 does not have no_shard")
+    assert all({"engine", "strategy"} == set(each.varied) for each in found)
+
+
+def test_an_engine_that_has_none_of_the_strategies_is_answered():
+    found = variants(["engine=ddp", "strategy=full_shard,shard_grad_op"], None, None, steps=4)
+    with pytest.raises(UsageError, match="engine=ddp does not have full_shard, shard_grad_op"):
+        possible(found)
+    alone = variants(["engine=ddp", "strategy=full_shard"], None, None, steps=4)
+    assert possible(alone) == (alone, [])
+
+
 def rows(folder: Path, *words: str, code: int = 0) -> list[dict[str, Any]]:
     result = fsdpctl(
         "compare", *TINY, f"data.path={make_text(folder)}", *words, "--json", cwd=folder
@@ -97,29 +125,11 @@ def rows(folder: Path, *words: str, code: int = 0) -> list[dict[str, Any]]:
     return found
 
 
-def row_of(name: str, low: float, speed: float, high: float) -> Row:
-    return Row(
-        {"strategy": name}, name, tokens_per_second=speed, tokens_per_second_spread=(low, high)
-    )
-
-
-@pytest.mark.parametrize(
-    ("rows", "fastest"),
-    [
-        ([row_of("a", 9, 10, 11), row_of("b", 14, 15, 16)], ["b"]),
-        ([row_of("a", 9, 10, 15), row_of("b", 14, 15, 16)], ["b", "a"]),
-        ([row_of("a", 9, 10, 11), Row({"strategy": "c"}, "c", status="failed: x")], ["a"]),
-        ([Row({"strategy": "c"}, "c", status="failed: x")], []),
-    ],
-)
-def test_what_lies_within_the_spread_is_as_fast_as_the_fastest(rows, fastest):
-    assert [row.strategy for row in as_fast_as_the_fastest(rows)] == fastest
-
-
 @pytest.mark.slow
 def test_all_strategies_have_equal_losses_and_the_estimated_bytes(tmp_path):
     before = set(Path(tempfile.gettempdir()).glob("fsdpctl-*"))
-    found = rows(tmp_path, "--steps", "6", "--out", "kept")
+    words = ["--steps", "6", "--rounds", "1", "--out", "kept"]
+    found = rows(tmp_path, *words, "--write-recipe", "best.yaml")
     assert [row["strategy"] for row in found] == list(STRATEGIES)
     assert len({row["final_loss"] for row in found}) == 1
     for row in found:
@@ -127,13 +137,46 @@ def test_all_strategies_have_equal_losses_and_the_estimated_bytes(tmp_path):
         assert row["peak_allocated_bytes"] == row["estimated_peak_allocated_bytes"]
         low, high = row["tokens_per_second_spread"]
         assert low <= row["tokens_per_second"] <= high
-    assert json.loads((tmp_path / "kept" / "compare.json").read_text()) == found
+        assert sum(row["estimated_breakdown"].values()) == row["estimated_peak_tensor_bytes"]
+        assert row["largest"]["num_layers"] > 2
+    kept = tmp_path / "kept"
+    assert json.loads((kept / "compare.json").read_text()) == found
     assert set(Path(tempfile.gettempdir()).glob("fsdpctl-*")) == before
+    drawn = {file.name for file in kept.glob("*.png")}
+    assert drawn == {"throughput.png", "time.png", "memory.png", "largest.png"}
+    assert "Recommendation" in (kept / "compare.html").read_text()
+    trained = fsdpctl("train", "--recipe", "best.yaml", "train.steps=2", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+
+
+@pytest.mark.slow
+def test_rounds_take_turns_and_every_figure_is_one_of_a_runs_metrics(tmp_path):
+    words = ["strategy=no_shard,full_shard", "--steps", "8", "--rounds", "2", "--out", "kept"]
+    found = rows(tmp_path, *words)
+    begun = {}
+    for row in found:
+        assert len(row["rounds"]) == 2
+        for each in row["rounds"]:
+            metrics = tmp_path / "kept" / each["run_dir"] / "metrics.jsonl"
+            begun[each["run_dir"]] = metrics.stat().st_mtime
+            lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+            steps = [line for line in lines if "loss" in line]
+            timed = steps[2:]  # the first quarter warms up
+            assert [line["step"] for line in steps] == list(range(1, 9))
+            assert each["tokens_per_second"] == median(e["tokens_per_second"] for e in timed)
+            assert each["step_seconds"] == median(line["seconds"] for line in timed)
+            assert each["final_loss"] == steps[-1]["loss"] == row["final_loss"]
+            assert each["peak_allocated_bytes"] == lines[-1]["peak_engine_bytes"]
+        speeds = [each["tokens_per_second"] / each["drift"] for each in row["rounds"]]
+        assert row["tokens_per_second"] == pytest.approx(median(speeds))
+    order = sorted(begun, key=lambda name: begun[name])
+    places = ["01/round-1", "02/round-1", "02/round-2", "01/round-2"]
+    assert order == [f"runs/{place}" for place in places]
 
 
 @pytest.mark.slow
 def test_one_that_cannot_run_does_not_keep_the_others_from_running(tmp_path):
-    words = ["strategy=hybrid_shard", "strategy.dp_shard_size=3,2", "--steps", "4"]
+    words = ["strategy=hybrid_shard", "strategy.dp_shard_size=3,2", "--steps", "4", "--rounds", "1"]
     refused, ran = rows(tmp_path, *words, code=1)
     assert "must divide the 2 ranks" in str(refused["status"])
     assert refused["tokens_per_second"] is None
@@ -141,13 +184,52 @@ def test_one_that_cannot_run_does_not_keep_the_others_from_running(tmp_path):
 
 
 @pytest.mark.slow
+def test_one_that_fails_or_does_not_fit_is_a_row_with_its_reason(tmp_path):
+    """A step that is not finite ends a run; the batch of another one is larger than the memory."""
+    vary = ["optimizer.lr=1e-3,1e30", "strategy=full_shard", "--steps", "6", "--rounds", "2"]
+    ran, broken = rows(tmp_path, *vary, code=1)
+    assert (ran["status"], len(ran["rounds"])) == ("ok", 2)
+    assert broken["status"].startswith("failed: ")
+    assert "not finite" in broken["status"]
+    sizes = ["train.micro_batch_size=1,4", "cluster.memory=0.5029", "strategy=full_shard"]
+    small, large = rows(tmp_path, *sizes, "--steps", "4", "--rounds", "1", code=1)
+    assert small["status"] == "ok"
+    assert large["status"].startswith("does not fit: a rank needs ")
+
+
+@pytest.mark.slow
+def test_what_was_measured_before_an_interruption_is_told_and_no_rank_is_left(tmp_path):
+    words = [*TINY, f"data.path={make_text(tmp_path)}", "strategy=no_shard,full_shard"]
+    more = ["--steps", "60", "--rounds", "900", "--out", "kept", "--write-recipe", "best.yaml"]
+    process = subprocess.Popen(
+        command("compare", *words, *more), cwd=tmp_path, text=True, env=environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heard,
+    )  # fmt: skip
+    file = tmp_path / "kept" / "runs" / "01" / "round-2" / "metrics.jsonl"
+    wait_for(lambda: file.is_file() and '"step": 3,' in file.read_text())
+    ranks = ranks_of(process)
+    process.send_signal(signal.SIGINT)
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert ranks
+    assert not [each for each in ranks if each.is_running()]
+    assert "tokens/s" in said
+    no_shard, full_shard = json.loads((tmp_path / "kept" / "compare.json").read_text())
+    assert [len(row["rounds"]) for row in (no_shard, full_shard)] == [1, 2]
+    assert full_shard["tokens_per_second"] > 0
+    assert "It was stopped" in (tmp_path / "kept" / "compare.html").read_text()
+    assert not (tmp_path / "best.yaml").exists()
+
+
+@pytest.mark.slow
 def test_recomputation_and_compilation_change_neither_losses_nor_engine_bytes(tmp_path):
-    words = ["activation_checkpointing=none,full,selective", "--steps", "6"]
+    words = ["activation_checkpointing=none,full,selective", "--steps", "6", "--rounds", "1"]
     plain, *others = rows(tmp_path, "strategy=full_shard", *words)
     for row in others:
         assert row["final_loss"] == plain["final_loss"]
         assert row["peak_allocated_bytes"] == plain["peak_allocated_bytes"]
-    (compiled,) = rows(tmp_path, "strategy=full_shard", "train.compile=true", "--steps", "6")
+    compiling = ["strategy=full_shard", "train.compile=true", "--steps", "6", "--rounds", "1"]
+    (compiled,) = rows(tmp_path, *compiling)
     assert compiled["final_loss"] == pytest.approx(plain["final_loss"], abs=1e-4)
 
 
