@@ -41,7 +41,7 @@ def foreseen_steps_table() -> str:
     machine = f"torch {report['torch']}, {report['machine']}"
     about = (
         f"Strategies, prefetch and accumulation of three models, over gloo; {machine}. The order "
-        f"is that of every two strategies whose measured steps differ by more than {_APART:.0%}, all "
+        f"is that of every two strategies whose steps differ by more than {_APART:.0%}, all "
         "else being equal."
     )
     return "\n".join([*lines, "", about])

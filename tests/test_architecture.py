@@ -35,7 +35,9 @@ LAYERS = [
 HEIGHT = {name: height for height, row in enumerate(LAYERS) for name in row}
 WITHOUT_TORCH = ["errors", "reading", "plan", "config", "chats", "memory", "timing", "cli"]
 # What observes a module.
-WITH_TORCH = {f"fsdpctl.memory.{name}" for name in ("observed_work", "operators", "shorten", "trace")}
+WITH_TORCH = {
+    f"fsdpctl.memory.{name}" for name in ("observed_work", "operators", "shorten", "trace")
+}
 # What consolidating, inspecting and verifying a checkpoint takes, and a look at a run.
 TOOLS_WITHOUT_TORCH = [
     "fsdpctl.checkpoint.consolidate",

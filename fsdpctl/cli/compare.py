@@ -18,6 +18,7 @@ from fsdpctl.errors import UsageError
 
 if TYPE_CHECKING:
     from fsdpctl.compare.about import About
+    from fsdpctl.compare.foresee import Foreseeing
     from fsdpctl.compare.measure import Measurement
     from fsdpctl.compare.row import Row
     from fsdpctl.compare.vary import Variant
@@ -42,12 +43,15 @@ def compare(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     nproc_per_node: RanksPerNode = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Run nothing: foresee, on `cluster` or its profile.")
+    ] = False,
 ) -> None:
-    """Compare variants by short runs, in rounds.
+    """Compare variants by short runs, in rounds, or by what is foreseen of them.
 
     A table of speed, memory and loss, and which is best. Commas separate alternatives, as in
     `strategy=full_shard,no_shard train.micro_batch_size=1,2`; without any, all strategies are
-    compared.
+    compared. `--simulate cluster=h100 launch.nnodes=2,4,8` needs no GPU.
     """
     from fsdpctl.compare.recipe import check_recipe_file
 
@@ -55,14 +59,15 @@ def compare(
     asked = settled(asked, nproc_per_node)
     found = _variants(asked, length)
     file = None if write_recipe is None else check_recipe_file(write_recipe)
-    comparison = _Comparison(asked, length, number, as_json=as_json)
+    comparison = _Comparison(asked, length, number, as_json=as_json, simulates=simulate)
     with ExitStack() as stack:
         folder = None if out is None else _made(out.expanduser())
         runs = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdpctl-")))
         rows = comparison.run(found, runs, folder)
     if file is not None:
         comparison.write_recipe(file, found, rows)
-    if any(row.status != OK for row in rows):
+    failed = [row for row in rows if row.status != OK]
+    if len(failed) == len(rows) or (failed and not simulate):  # to foresee what lacks room is well
         raise typer.Exit(1)
 
 
@@ -74,38 +79,50 @@ class _Comparison:
     length: int
     num_rounds: int
     as_json: bool = field(kw_only=True)
+    simulates: bool = field(kw_only=True)
     about: "About | None" = None
 
     def run(self, found: "list[Variant]", runs: Path, folder: Path | None) -> "list[Row]":
-        """Measure, and tell what is known; also when it is stopped."""
-        from fsdpctl.compare.measure import Measurement
-
-        measurement = Measurement(
-            found, runs, num_rounds=self.num_rounds, is_kept=folder is not None, say=note
-        )
+        """Measure or foresee, and tell what is known; also when it is stopped."""
+        contest = self._contest(found, runs, is_kept=folder is not None)
         is_whole = False
         try:
-            measurement.run()
+            contest.run()
             is_whole = True
             if folder is not None:
-                measurement.find_largest()
+                contest.find_largest()
         finally:
-            self._tell(measurement, folder, is_whole=is_whole)
-        return measurement.rows
+            self._tell(contest, folder, is_whole=is_whole)
+        return contest.rows
 
-    def _tell(self, measurement: "Measurement", folder: Path | None, *, is_whole: bool) -> None:
-        from fsdpctl.compare.about import about_here
+    def _contest(
+        self, found: "list[Variant]", runs: Path, *, is_kept: bool
+    ) -> "Measurement | Foreseeing":
+        from fsdpctl.compare.foresee import Foreseeing
+        from fsdpctl.compare.measure import Measurement
+
+        if self.simulates:
+            return Foreseeing(found)
+        return Measurement(found, runs, num_rounds=self.num_rounds, is_kept=is_kept, say=note)
+
+    def _tell(
+        self, contest: "Measurement | Foreseeing", folder: Path | None, *, is_whole: bool
+    ) -> None:
+        from fsdpctl.compare.about import about_cluster, about_here
+        from fsdpctl.compare.foresee import Foreseeing
         from fsdpctl.compare.report import PAGE, as_json, write_report
 
-        rows = measurement.rows
+        rows = contest.rows
         _refuse_if_none_could_run(rows)
         if all(row.status == NOT_REACHED for row in rows):
             return
-        self.about = about_here(
-            measurement.configs, rows, how=self._how(), command=self._command(), is_whole=is_whole
+        self.about = (about_cluster if self.simulates else about_here)(
+            contest.configs, rows, how=self._how(), command=self._command(), is_whole=is_whole
         )
         if folder is not None:
             write_report(rows, self.about, folder)
+            if isinstance(contest, Foreseeing):
+                contest.write_traces(folder)
         if self.as_json:
             say(as_json(rows))
         else:
@@ -114,6 +131,8 @@ class _Comparison:
             note(f"written: {folder / PAGE}")
 
     def _how(self) -> str:
+        if self.simulates:
+            return "the plan's events on streams and links; nothing ran"
         if self.num_rounds == 1:
             return f"1 run of {self.length} steps each"
         return f"{self.num_rounds} rounds of {self.length} steps each"
@@ -123,6 +142,8 @@ class _Comparison:
 
         recipe, config_dir = self.asked.recipe, self.asked.config_dir
         options = ["--steps", str(self.length), "--rounds", str(self.num_rounds)]
+        if self.simulates:
+            options = ["--simulate"]
         options += ["--recipe", recipe] if recipe else []
         options += ["--config-dir", str(config_dir)] if config_dir else []
         return command_of(self.asked.words or [], options)

@@ -5,7 +5,7 @@ import platform
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -73,6 +73,31 @@ def about_here(
         command=command,
         versions=versions,
         machine=machine,
+        made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        is_whole=is_whole,
+    )
+
+
+def about_cluster(
+    configs: Sequence[Config], rows: Sequence[Row], *, how: str, command: str, is_whole: bool
+) -> About:
+    """Of a comparison that was foreseen; arguments as in `about_here`."""
+    import torch
+
+    clusters = dict.fromkeys(each.cluster.profile or each.cluster.name for each in configs)
+    figures = {
+        name: str(value)
+        for name, value in asdict(configs[0].cluster).items()
+        if value is not None and name != "name"
+    }
+    return About(
+        what="foreseen",
+        subject=subject_of(configs),
+        where=f"{_ranks(rows)} {', '.join(clusters)}",
+        how=how,
+        command=command,
+        versions={"fsdpctl": version("fsdpctl"), "torch": torch.__version__},
+        machine=figures,
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         is_whole=is_whole,
     )

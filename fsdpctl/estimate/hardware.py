@@ -22,6 +22,7 @@ def device_of(config: Config) -> Device:
     """
     cluster = config.cluster
     if cluster.profile is not None:
+        _check_profile(config, _profile(cluster.profile))
         return _measured(cluster.profile)
     if cluster.flops is None or cluster.memory_bandwidth is None:
         raise _unknown(config, "cluster.flops and cluster.memory_bandwidth")
@@ -62,6 +63,21 @@ def network_of(config: Config) -> Network:
     if cluster.intra_bandwidth is None or inter is None:
         raise _unknown(config, "cluster.intra_bandwidth and cluster.inter_bandwidth")
     return RingNetwork(cluster.intra_bandwidth * _GIGA, inter)
+
+
+def _check_profile(config: Config, profile: Profile) -> None:
+    """See that it was measured as this will compute."""
+    device, dtype = "cuda" if profile.is_cuda else "cpu", config.precision.param_dtype
+    if device != config.launch.device:
+        raise UsageError(
+            f"cluster.profile={config.cluster.profile}: was measured on {device}; this computes on "
+            f"{config.launch.device} (launch.device={device} says so)"
+        )
+    if profile.dtype != dtype:
+        raise UsageError(
+            f"cluster.profile={config.cluster.profile}: was measured in {profile.dtype}; this "
+            f"computes in {dtype} (precision.param_dtype={profile.dtype})"
+        )
 
 
 @cache

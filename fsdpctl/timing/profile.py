@@ -68,6 +68,17 @@ def read_profile(path: Path) -> Profile:
         raise UsageError(f"{path}: version {found.version}; this version reads {VERSION}")
     if not (found.operators and found.copying and found.stepping):
         raise UsageError(f"{path}: has no operators, copying or stepping")
+    if found.collectives and set(found.collectives) != {each.value for each in CollectiveKind}:
+        raise UsageError(f"{path}: collectives: has not all of {', '.join(CollectiveKind)}")
+    if found.ranks < 1 or not (0 <= found.slows < 1 and 0 <= found.yields < 1):
+        raise UsageError(f"{path}: ranks, slows or yields cannot be")
+    curves = {"copying": found.copying, "stepping": found.stepping, **found.collectives}
+    for name, points in curves.items():
+        sizes = [point.nbytes for point in points]
+        if not points or sizes != sorted(set(sizes)) or any(min(each) <= 0 for each in points):
+            raise UsageError(f"{path}: {name}: sizes must grow, and take time")
+    if any(each.seconds <= 0 for each in found.operators) or found.per_operator < 0:
+        raise UsageError(f"{path}: operators: each must take time")
     return found
 
 

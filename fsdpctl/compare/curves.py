@@ -1,0 +1,56 @@
+"""How speed goes with the number of ranks, as a PNG file."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fsdpctl.compare.charts import COLORS, Chart, saved
+from fsdpctl.compare.row import OK, Row
+
+_RANKS = ("launch.nnodes", "launch.nproc_per_node")
+_SIZE = (9.5, 4.6)  # inches
+
+
+def draw_scaling(rows: Sequence[Row], title: str, folder: Path) -> Iterator[Chart]:
+    """A line for each variant that was tried on several numbers of ranks."""
+    curves: dict[str, list[tuple[int, float, bool]]] = defaultdict(list)
+    for row in rows:
+        if row.tokens_per_second and row.world_size:
+            others = [text for name, text in row.varied.items() if name not in _RANKS]
+            speed = row.tokens_per_second / row.world_size
+            curves[" · ".join(others) or row.strategy].append(
+                (row.world_size, speed, row.status == OK)
+            )
+    if all(len(points) < 2 for points in curves.values()):
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_SIZE, layout="constrained")
+    axes = figure.subplots()
+    figure.suptitle("Throughput of a rank", x=0.01, ha="left", fontsize=13, fontweight="bold")
+    axes.set_title(title, loc="left", fontsize=9, color="#444444", x=0)
+    for (name, points), color in zip(curves.items(), COLORS * len(curves), strict=False):
+        points.sort()
+        ranks, speeds, _ = zip(*points, strict=True)
+        axes.plot(ranks, speeds, color=color, label=name)
+        for fits in (True, False):
+            shown = [(n, speed) for n, speed, does in points if does is fits]
+            face = color if fits else "white"
+            axes.scatter(*zip(*shown, strict=True) if shown else ((), ()), color=color,
+                         facecolor=face, zorder=3)  # fmt: skip
+    sizes = sorted({n for points in curves.values() for n, _, _ in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("tokens per second of each rank")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(visible=True, color="#e6e6e6")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=9)
+    caption = (
+        "Tokens per second of each rank over the number of ranks: level is perfect scaling. "
+        "Hollow points do not fit."
+    )
+    yield saved(figure, folder / "scaling.png", caption)
