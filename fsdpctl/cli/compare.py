@@ -28,7 +28,7 @@ _ROUNDS = Key("--rounds", "whole number", 3, "", minimum=1, maximum=1_000)
 
 
 @configured
-def compare(
+def compare(  # noqa: PLR0913  # each is an option
     asked: Asked,
     steps: Annotated[str, typer.Option(metavar="N", help="Length of each run, in steps.")] = "20",
     rounds: Annotated[

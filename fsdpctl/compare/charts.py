@@ -28,6 +28,7 @@ _MEMORY = {
     "reduce_buffers": _PURPLE,
 }
 _REST = "#DDDDDD"
+COLORS = (_BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY, "black")  # of lines
 _SCALES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _COUNTS = ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
 
@@ -87,7 +88,7 @@ def _draw_speed(rows: Sequence[Row], title: str, best: Row | None, folder: Path)
     whiskers = f"; whiskers: {spread}" if any(row.tokens_per_second_spread for row in shown) else ""
     dark = " The dark bar is the recommended one." if best in shown else ""
     caption = f"Tokens per second of all ranks, median of the rounds{whiskers}.{dark}"
-    yield _saved(figure, folder / "throughput.png", caption)
+    yield saved(figure, folder / "throughput.png", caption)
 
 
 def _draw_time(rows: Sequence[Row], title: str, best: Row | None, folder: Path) -> Iterator[Chart]:
@@ -112,7 +113,7 @@ def _draw_time(rows: Sequence[Row], title: str, best: Row | None, folder: Path) 
     axes.set_xlabel(f"{unit} of a step, on rank 0")
     _legend(axes)
     caption = "What a step consists of on rank 0, medians of the rounds."
-    yield _saved(figure, folder / "time.png", caption)
+    yield saved(figure, folder / "time.png", caption)
 
 
 def _draw_memory(
@@ -151,7 +152,7 @@ def _draw_memory(
         "What a rank holds at its peak, by the estimate; the marks are what was measured. What the "
         "engine owns is shown as it is at the engine's own peak."
     )
-    yield _saved(figure, folder / "memory.png", caption)
+    yield saved(figure, folder / "memory.png", caption)
 
 
 def _draw_largest(
@@ -179,7 +180,7 @@ def _draw_largest(
         "The same model with as many blocks as fit, on as many ranks as this was measured on, with "
         "the other settings of the first variant of each strategy."
     )
-    yield _saved(figure, folder / "largest.png", caption)
+    yield saved(figure, folder / "largest.png", caption)
 
 
 def _figure(
@@ -233,6 +234,7 @@ def _scaled(most: float, scales: Sequence[tuple[float, str]]) -> tuple[float, st
     return next((each for each in scales if most >= each[0]), scales[-1])
 
 
-def _saved(figure: Any, path: Path, caption: str) -> Chart:
+def saved(figure: Any, path: Path, caption: str) -> Chart:
+    """Write a picture."""
     figure.savefig(path, dpi=_DPI)
     return Chart(path, caption)

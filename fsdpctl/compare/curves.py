@@ -3,24 +3,19 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from fsdpctl.compare.charts import COLORS, Chart, saved
 from fsdpctl.compare.row import OK, Row
 
 _RANKS = ("launch.nnodes", "launch.nproc_per_node")
 _SIZE = (9.5, 4.6)  # inches
+_Point = tuple[int, float, bool]  # ranks, speed of each, whether it fits
 
 
 def draw_scaling(rows: Sequence[Row], title: str, folder: Path) -> Iterator[Chart]:
     """A line for each variant that was tried on several numbers of ranks."""
-    curves: dict[str, list[tuple[int, float, bool]]] = defaultdict(list)
-    for row in rows:
-        if row.tokens_per_second and row.world_size:
-            others = [text for name, text in row.varied.items() if name not in _RANKS]
-            speed = row.tokens_per_second / row.world_size
-            curves[" · ".join(others) or row.strategy].append(
-                (row.world_size, speed, row.status == OK)
-            )
+    curves = _curves(rows)
     if all(len(points) < 2 for points in curves.values()):
         return
     from matplotlib.figure import Figure
@@ -29,16 +24,9 @@ def draw_scaling(rows: Sequence[Row], title: str, folder: Path) -> Iterator[Char
     axes = figure.subplots()
     figure.suptitle("Throughput of a rank", x=0.01, ha="left", fontsize=13, fontweight="bold")
     axes.set_title(title, loc="left", fontsize=9, color="#444444", x=0)
-    for (name, points), color in zip(curves.items(), COLORS * len(curves), strict=False):
-        points.sort()
-        ranks, speeds, _ = zip(*points, strict=True)
-        axes.plot(ranks, speeds, color=color, label=name)
-        for fits in (True, False):
-            shown = [(n, speed) for n, speed, does in points if does is fits]
-            face = color if fits else "white"
-            axes.scatter(*zip(*shown, strict=True) if shown else ((), ()), color=color,
-                         facecolor=face, zorder=3)  # fmt: skip
-    sizes = sorted({n for points in curves.values() for n, _, _ in points})
+    for number, (name, points) in enumerate(curves.items()):
+        _draw(axes, name, points, COLORS[number % len(COLORS)])
+    sizes = sorted({size for points in curves.values() for size, _, _ in points})
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axes.minorticks_off()
@@ -54,3 +42,22 @@ def draw_scaling(rows: Sequence[Row], title: str, folder: Path) -> Iterator[Char
         "Hollow points do not fit."
     )
     yield saved(figure, folder / "scaling.png", caption)
+
+
+def _curves(rows: Sequence[Row]) -> dict[str, list[_Point]]:
+    """By what is varied besides the ranks; each in the order of these."""
+    curves: dict[str, list[_Point]] = defaultdict(list)
+    for row in rows:
+        if row.tokens_per_second and row.world_size:
+            others = [text for name, text in row.varied.items() if name not in _RANKS]
+            point = row.world_size, row.tokens_per_second / row.world_size, row.status == OK
+            curves[" · ".join(others) or row.strategy].append(point)
+    return {name: sorted(points) for name, points in curves.items()}
+
+
+def _draw(axes: Any, name: str, points: Sequence[_Point], color: str) -> None:
+    axes.plot([size for size, _, _ in points], [speed for _, speed, _ in points], color=color,
+              label=name)  # fmt: skip
+    for size, speed, fits in points:
+        face = color if fits else "white"
+        axes.scatter([size], [speed], color=color, facecolor=face, zorder=3)

@@ -11,6 +11,7 @@ from jinja2 import Environment, StrictUndefined
 
 from fsdpctl.compare.about import About
 from fsdpctl.compare.charts import Chart, draw_charts
+from fsdpctl.compare.curves import draw_scaling
 from fsdpctl.compare.judge import Recommendation, failures, losses, recommend
 from fsdpctl.compare.row import OK, Row
 from fsdpctl.compare.table import as_csv, columns
@@ -37,6 +38,7 @@ def write_report(rows: Sequence[Row], about: About, folder: Path) -> None:
     told = {**asdict(about), "recommendation": said.text}
     (folder / ABOUT).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     charts = draw_charts(rows, about.title, said.best, folder)
+    charts += draw_scaling(rows, about.title, folder)
     (folder / PAGE).write_text(page(rows, about, said, charts), encoding="utf-8")
 
 
