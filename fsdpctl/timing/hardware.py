@@ -26,6 +26,11 @@ class Device(Protocol):
         ...
 
     @property
+    def issuing(self) -> float:
+        """Seconds of the host for each operator, beside which the device computes."""
+        ...
+
+    @property
     def per_step(self) -> float:
         """Seconds of a step that no operator accounts for."""
         ...
@@ -55,6 +60,11 @@ class DataSheet:
         moved = work.nbytes / (self.bandwidth * _streaming(work.nbytes))
         return max(work.flops / rate, moved) / self.in_step + _LAUNCH
 
+    @property
+    def issuing(self) -> float:
+        """Of Python, dispatcher, autograd and driver; a compiler brings operators together."""
+        return _ISSUING * (_FUSED if self.fuses else 1.0)
+
     def copying(self, nbytes: float) -> float:
         """At the share of the bandwidth that so many bytes reach."""
         return nbytes / (self.bandwidth * _streaming(nbytes)) / self.in_step
@@ -74,6 +84,7 @@ class DataSheet:
 
 
 _FUSED = 0.4  # of the bytes that operators move one by one: what a compiler leaves of them
+_ISSUING = 9e-6  # seconds
 _LAUNCH = 2e-6  # seconds: the least that a kernel takes
 _HALF_LENGTH = 560  # of sequences at which attention reaches half of its speed
 _HALF_SUM = 130  # of the sums of a product, alike

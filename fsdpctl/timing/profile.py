@@ -105,6 +105,8 @@ class MeasuredDevice:
             self._by_kind[each.kind].append(each)
         self._known: dict[Work, float] = {}
 
+    issuing = 0.0  # it is in what they took
+
     @property
     def per_step(self) -> float:
         """As measured."""

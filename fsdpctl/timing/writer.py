@@ -45,7 +45,9 @@ class TaskWriter:
         """A part of a pass, and so many seconds more."""
         works = self._works.get((part, unit), ())
         if id(works) not in self._seconds:
-            self._seconds[id(works)] = sum(map(self.place.device.seconds, works))
+            device = self.place.device
+            computing = sum(map(device.seconds, works))
+            self._seconds[id(works)] = max(computing, len(works) * device.issuing)
         self.spend(self._seconds[id(works)] + beside, f"{part} {unit}".strip())
 
     def spend(self, seconds: float, label: str, *, phase: str = "compute") -> None:

@@ -38,6 +38,7 @@ class Free:
     """A device that takes no time."""
 
     per_step: float = 0.0
+    issuing: float = 0.0
 
     def seconds(self, work: Work) -> float:
         return 0.0
