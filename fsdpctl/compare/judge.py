@@ -74,7 +74,7 @@ def _figures(row: Row, *, than: Row | None = None) -> str:
         told += f" ({abs(change):.1%} {faster})"
     elif row.tokens_per_second_spread is not None:
         low, high = row.tokens_per_second_spread
-        over = f"in {len(row.rounds)} rounds" if len(row.rounds) > 1 else "in most steps"
+        over = f"in {len(row.rounds)} rounds" if len(row.rounds) > 1 else "in half of its steps"
         told += f" ({low:,.0f} to {high:,.0f} {over})"
     if row.memory is not None:
         told += f", {format_bytes(row.memory)} a rank{_source(row)}"
