@@ -35,7 +35,8 @@ def as_fast_as_the_fastest(rows: Sequence[Row]) -> list[Row]:
         return []
     fastest = max(timed, key=lambda row: row.speed)
     least = fastest.spread[0]
-    return [fastest, *(r for r in timed if r is not fastest and r.spread[1] >= least)]
+    others = sorted(timed, key=lambda row: -row.speed)
+    return [fastest, *(r for r in others if r is not fastest and r.spread[1] >= least)]
 
 
 def recommend(rows: Sequence[Row]) -> Recommendation:
@@ -96,10 +97,9 @@ def _why(best: Row, alike: Sequence[Row], runner_up: Row | None) -> str:
         said = f"It is a tie with {named}: their spreads overlap"
         more = [row.memory for row in others if row.memory is not None]
         if best.memory is not None and len(more) == len(others):
-            if min(more) > best.memory * (1 + _ALIKE):
-                return f"{said}, and it takes the least memory of them."
-            if best is alike[0]:
-                return f"{said}, nor does any of them take less memory; it was the fastest."
+            if max(more) > best.memory * (1 + _ALIKE):
+                return f"{said}, and none of them takes much less memory."
+            return f"{said}, and they take as much memory; it was the fastest."
         return f"{said}."
     if runner_up is None:
         return ""
