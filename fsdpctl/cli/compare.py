@@ -193,7 +193,7 @@ def _show(rows: "list[Row]") -> None:
     for cells in zip(*(column.cells for column in shown), strict=True):
         table.add_row(*map(escape, cells))
     show_table(table)
-    for line in (*failures(rows), *losses(rows), recommend(rows).text):
+    for line in (*failures(rows), *losses(rows), f"recommended: {recommend(rows).text}"):
         say(line)
 
 

@@ -178,7 +178,7 @@ def _draw_largest(
     axes.set_xlabel(f"{unit} of parameters")
     caption = (
         "The same model with as many blocks as fit, on as many ranks as this was measured on, with "
-        "the other settings of the first variant of each strategy."
+        "the other settings of the first variant of each strategy; above 256 blocks, about."
     )
     yield saved(figure, folder / "largest.png", caption)
 
@@ -197,7 +197,7 @@ def _figure(
     labels = names or [" · ".join(row.varied.values()) or row.strategy for row in rows]
     axes.set_yticks(range(len(rows)), labels)
     axes.set_ylabel(" · ".join(keys), fontsize=9, color="#444444")
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.grid(visible=True, color="#e6e6e6")
     axes.set_axisbelow(True)

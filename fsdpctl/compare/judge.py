@@ -35,7 +35,8 @@ def as_fast_as_the_fastest(rows: Sequence[Row]) -> list[Row]:
         return []
     fastest = max(timed, key=lambda row: row.speed)
     least = fastest.spread[0]
-    return [fastest, *(r for r in timed if r is not fastest and r.spread[1] >= least)]
+    others = sorted(timed, key=lambda row: -row.speed)
+    return [fastest, *(r for r in others if r is not fastest and r.spread[1] >= least)]
 
 
 def recommend(rows: Sequence[Row]) -> Recommendation:
@@ -74,7 +75,7 @@ def _figures(row: Row, *, than: Row | None = None) -> str:
         told += f" ({abs(change):.1%} {faster})"
     elif row.tokens_per_second_spread is not None:
         low, high = row.tokens_per_second_spread
-        over = f"in {len(row.rounds)} rounds" if len(row.rounds) > 1 else "in most steps"
+        over = f"in {len(row.rounds)} rounds" if len(row.rounds) > 1 else "in half of its steps"
         told += f" ({low:,.0f} to {high:,.0f} {over})"
     if row.memory is not None:
         told += f", {format_bytes(row.memory)} a rank{_source(row)}"
@@ -96,10 +97,9 @@ def _why(best: Row, alike: Sequence[Row], runner_up: Row | None) -> str:
         said = f"It is a tie with {named}: their spreads overlap"
         more = [row.memory for row in others if row.memory is not None]
         if best.memory is not None and len(more) == len(others):
-            if min(more) > best.memory * (1 + _ALIKE):
-                return f"{said}, and it takes the least memory of them."
-            if best is alike[0]:
-                return f"{said}, nor does any of them take less memory; it was the fastest."
+            if max(more) > best.memory * (1 + _ALIKE):
+                return f"{said}, and none of them takes much less memory."
+            return f"{said}, and they take as much memory; it was the fastest."
         return f"{said}."
     if runner_up is None:
         return ""

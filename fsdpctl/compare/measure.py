@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from fsdpctl.compare.figures import round_of, summarised
-from fsdpctl.compare.row import FAILED, NOT_REACHED, OK, REFUSED, TOO_LARGE, Largest, Row
+from fsdpctl.compare.row import FAILED, NOT_REACHED, OK, REFUSED, TOO_LARGE, Row
 from fsdpctl.compare.vary import Variant
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import divide_module
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.fit import FITTED, largest_that_fits
+from fsdpctl.estimate.fit import LargestModel, largest_model
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import estimate_run
 from fsdpctl.estimate.traffic import sent_in_step
@@ -111,7 +111,7 @@ class Measurement:
 
     def find_largest(self) -> None:
         """For each engine and strategy that ran, the largest model that would fit here."""
-        found: dict[tuple[str, str], Largest | None] = {}
+        found: dict[tuple[str, str], LargestModel | None] = {}
         for each in self._contenders:
             key = each.row.engine, each.row.strategy
             if each.config is not None and key not in found:
@@ -147,13 +147,11 @@ class Measurement:
         except UsageError:
             return None  # it is not estimated, and may run all the same
 
-    def _largest(self, config: Config) -> Largest | None:
+    def _largest(self, config: Config) -> LargestModel | None:
         try:
-            fit = largest_that_fits(self._estimator, placed_on_cluster(config), "model")
+            return largest_model(self._estimator, placed_on_cluster(config))
         except UsageError:
             return None
-        assert fit.key == FITTED["model"]
-        return None if fit.estimate is None else Largest(fit.estimate.num_params, fit.value)
 
     # ---- a run of it ---------------------------------------------------------------------
 

@@ -1,7 +1,10 @@
 """What is known of one variant, measured or foreseen: what every report is made of."""
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdpctl.estimate.fit import LargestModel
 
 # The status of a variant, or what it begins with.
 OK, REFUSED, TOO_LARGE, FAILED = "ok", "cannot run: ", "does not fit: ", "failed: "
@@ -29,14 +32,6 @@ class Round:
     peak_reserved_bytes: int | None
     final_loss: float | None
     drift: float = 1.0  # how fast the machine was beside its other rounds, by all variants
-
-
-@dataclass(frozen=True, slots=True)
-class Largest:
-    """The largest model that fits, in parameters and in blocks."""
-
-    num_params: int
-    num_layers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +65,7 @@ class Row:
     estimated_peak_reserved_bytes: int | None = None
     estimated_breakdown: dict[str, int] | None = None  # adds up to all tensors at the peak
     memory_bytes: int | None = None  # that a rank may use for tensors
-    largest: Largest | None = None
+    largest: "LargestModel | None" = None  # of this kind that fits, with more or fewer blocks
     final_loss: float | None = None
     status: str = OK
     rounds: tuple[Round, ...] = ()

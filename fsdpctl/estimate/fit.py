@@ -16,6 +16,7 @@ FITTED = {
     "model": "model.num_layers",
 }
 _MOST = {"micro_batch": 1 << 20, "model": MOST_LAYERS}
+_COUNTED = 256  # blocks
 _LENGTHS = 256  # tokens: lengths are asked for in multiples of it
 
 
@@ -46,6 +47,14 @@ class Fit:
             "estimate": self.estimate.to_dict() if self.estimate else None,
             "following": self.following.to_dict() if self.following else None,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class LargestModel:
+    """The most blocks of a model with which a run fits."""
+
+    num_layers: int
+    num_params: int
 
 
 def _valued(config: Config, what: str, value: int) -> Config:
@@ -80,6 +89,24 @@ def largest_that_fits(estimator: Estimator, config: Config, what: str) -> Fit:
     if not found.value:
         found = _largest(estimator, config, what, begin, most, multiple=1)
     return found
+
+
+def largest_model(estimator: Estimator, config: Config) -> LargestModel | None:
+    """How many blocks of a resolved configuration's model fit, if any; of very many, about.
+
+    Above `_COUNTED` blocks every further one takes as much as those before.
+    """
+    most = estimator.estimate(_valued(config, "model", _COUNTED))
+    if most.verdict != "fits":
+        found = largest_that_fits(estimator, config, "model").estimate
+        if found is None:
+            return None
+        return LargestModel(found.config.model.num_layers, found.num_params)
+    half = estimator.estimate(_valued(config, "model", _COUNTED // 2))
+    blocks = _COUNTED - _COUNTED // 2
+    each, params = (half.margin - most.margin) // blocks, (most.num_params - half.num_params)
+    more = min(most.margin // max(each, 1), MOST_LAYERS - _COUNTED)
+    return LargestModel(_COUNTED + more, most.num_params + more * params // blocks)
 
 
 def _largest(

@@ -190,8 +190,15 @@ def test_one_that_fails_or_does_not_fit_is_a_row_with_its_reason(tmp_path):
     ran, broken = rows(tmp_path, *vary, code=1)
     assert (ran["status"], len(ran["rounds"])) == ("ok", 2)
     assert broken["status"].startswith("failed: ")
-    assert "not finite" in broken["status"]
-    sizes = ["train.micro_batch_size=1,4", "cluster.memory=0.5029", "strategy=full_shard"]
+    assert "the step was not applied" in broken["status"]
+    given = [*TINY, f"data.path={make_text(tmp_path)}", "strategy=full_shard"]
+    needs = [
+        json.loads(invoke("estimate-memory", *given, f"train.micro_batch_size={n}", "--json")[1])
+        for n in (1, 4)
+    ]
+    between = sum(each["peak_reserved_bytes"] for each in needs) / 2
+    memory = (between + needs[0]["outside_bytes"][1]) / (1 << 30)
+    sizes = ["train.micro_batch_size=1,4", f"cluster.memory={memory:.9f}", "strategy=full_shard"]
     small, large = rows(tmp_path, *sizes, "--steps", "4", "--rounds", "1", code=1)
     assert small["status"] == "ok"
     assert large["status"].startswith("does not fit: a rank needs ")

@@ -5,7 +5,8 @@ from typing import Any
 
 from fsdpctl.compare.about import About
 from fsdpctl.compare.figures import summarised
-from fsdpctl.compare.row import FAILED, Largest, Round, Row
+from fsdpctl.compare.row import FAILED, Round, Row
+from fsdpctl.estimate.fit import LargestModel
 
 MIB = 1 << 20
 ABOUT = About(
@@ -46,7 +47,7 @@ def measured(name: str, *speeds: float, memory: float = 50, **about: Any) -> Row
         {"strategy": name}, name, world_size=2, sent_bytes_per_step=3 * MIB, rounds=rounds,
         estimated_peak_allocated_bytes=9 * MIB, estimated_breakdown=breakdown,
         estimated_peak_tensor_bytes=int(memory * MIB), memory_bytes=100 * MIB,
-        largest=Largest(3_000_000, 12),
+        largest=LargestModel(12, 3_000_000),
     )  # fmt: skip
 
 

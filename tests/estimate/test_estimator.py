@@ -11,7 +11,7 @@ from fsdpctl.engine.build import divide_module
 from fsdpctl.estimate import traced
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
-from fsdpctl.estimate.fit import FITTED, _edge, largest_that_fits
+from fsdpctl.estimate.fit import FITTED, _edge, largest_model, largest_that_fits
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.memory.compute import Part, Place, Program
@@ -182,3 +182,17 @@ def test_hundreds_of_billions_on_thousands_of_ranks():
     assert found.num_params == 405_853_388_800
     assert found.tokens_per_step == 16384 * 4096
     assert divide_module(build_model(found.config.model), None)[0].name == "root"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["0.51", "1.5", "5"])
+def test_the_largest_of_very_deep_models_is_where_a_straight_line_says(memory):
+    words = ["model.vocab_size=256", "launch.device=cpu", f"cluster.memory={memory}"]
+    config = placed_for_estimate(compose_config(words).config)
+    estimator = Estimator()
+    exact = largest_that_fits(estimator, config, "model")
+    found = largest_model(estimator, config)
+    assert (found is None) == (exact.estimate is None)
+    if found is not None:
+        assert (memory == "5") == (found.num_layers > 256)
+        assert found.num_layers == pytest.approx(exact.value, rel=0.02)

@@ -1,0 +1,102 @@
+"""Bytes that a rank sends in a step: in closed form, and by the interface's own counter."""
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.engine.build import divide_module
+from fsdpctl.estimate.estimator import placed_for_estimate
+from fsdpctl.estimate.traffic import Sent, sent_in_step
+from fsdpctl.models.registry import build_model
+from fsdpctl.resolve.machine import resolved_strategy
+from tests.cli.run import TINY, command, environment, make_text
+
+FP32 = 4
+
+
+def sent(*words: str, micro_batches: int = 1) -> tuple[Sent, int]:
+    """With the number of parameters."""
+    given = ["launch.device=cpu", "model.vocab_size=256", *words]
+    config = placed_for_estimate(compose_config(given).config)
+    config = replace(config, strategy=resolved_strategy(config, config.strategy))
+    module = build_model(config.model)
+    num_params = sum(param.numel() for param in module.parameters())
+    return sent_in_step(config, divide_module(module, None), micro_batches), num_params
+
+
+@pytest.mark.parametrize("engine", ["fsdpctl", "ddp"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_whole_gradients_are_all_reduced(engine, ranks):
+    words = [f"engine={engine}", "strategy=no_shard", f"launch.nproc_per_node={ranks}"]
+    found, num_params = sent(*words)
+    assert found.total == pytest.approx(2 * (ranks - 1) / ranks * num_params * FP32, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "words", [["strategy=full_shard"], ["strategy=hybrid_shard", "strategy.dp_shard_size=2"]]
+)
+def test_fully_shard_sends_what_we_do_but_for_what_is_gathered_once(words):
+    ours, num_params = sent(*words, "launch.nproc_per_node=4")
+    theirs, _ = sent(*words, "launch.nproc_per_node=4", "engine=fsdp2")
+    assert theirs.between == pytest.approx(ours.between, rel=0.01)
+    assert ours.within <= theirs.within * 1.01
+    assert theirs.within <= 3 * num_params * FP32
+    assert ours.within > 2 / 3 * theirs.within
+
+
+def test_copies_send_each_other_their_parts():
+    words = ["strategy=hybrid_shard", "strategy.dp_shard_size=2", "launch.nproc_per_node=8"]
+    found, num_params = sent(*words)
+    assert found.between == pytest.approx(2 * 3 / 4 * num_params * FP32 / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("engine", ["fsdpctl", "fsdp2"])
+def test_of_several_passes_only_those_that_reduce_send_gradients(engine):
+    words = [f"engine={engine}", "launch.nproc_per_node=2"]
+    once, num_params = sent(*words)
+    every, _ = sent(*words, "accumulation=every", micro_batches=5)
+    last, _ = sent(*words, "accumulation=last", micro_batches=5)
+    assert every.total == pytest.approx(5 * once.total, rel=0.15)  # the first gathers are once
+    assert every.total - last.total == pytest.approx(4 * num_params * FP32 / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("engine", ["fsdpctl", "fsdp2"])
+def test_one_rank_sends_nothing(engine):
+    assert sent(f"engine={engine}", "launch.nproc_per_node=1")[0].total == 0
+
+
+def counted(folder: Path, steps: int, *words: str) -> tuple[int, int]:
+    """Bytes that went over a loopback interface of its own, and those planned for a rank's step."""
+    out = folder / f"{words[0]}-{steps}"
+    line = subprocess.list2cmdline(command("compare", *words, "--steps", str(steps)))
+    counter = "awk '/lo:/ {print $10}' /proc/net/dev"
+    script = f"ip link set lo up; {counter}; {line} --rounds 1 --json --out {out} >{out}.json"
+    result = subprocess.run(
+        ["unshare", "--net", "sh", "-c", f"{script} && {counter}"],
+        cwd=folder, capture_output=True, text=True, timeout=200, env=environment(),
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    before, after = map(int, result.stdout.split())
+    (row,) = json.loads(Path(f"{out}.json").read_text())
+    return after - before, row["sent_bytes_per_step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [("full_shard", 2), ("no_shard", 3), ("shard_optimizer", 2), ("hybrid_shard", 4)],
+)
+def test_what_is_planned_is_what_goes_over_the_interface(tmp_path, strategy, ranks):
+    if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
+        pytest.skip("takes a network namespace")
+    sizes = ["model.hidden_size=256", "model.intermediate_size=512", "train.global_batch_size=12"]
+    names = [word.partition("=")[0] for word in sizes]
+    words = [f"strategy={strategy}", *(w for w in TINY if w.partition("=")[0] not in names)]
+    words += [*sizes, f"data.path={make_text(tmp_path)}", f"launch.nproc_per_node={ranks}"]
+    words += ["strategy.dp_shard_size=2"] * (strategy == "hybrid_shard")
+    (few, planned), (many, _) = (counted(tmp_path, steps, *words) for steps in (5, 25))
+    assert (many - few) / 20 / ranks == pytest.approx(planned, rel=0.03)
