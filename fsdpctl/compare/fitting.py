@@ -1,16 +1,38 @@
-"""What fits, said of a variant."""
+"""What a variant holds by the estimate, and what would fit."""
 
-from fsdpctl.compare.row import TOO_LARGE, Largest
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fsdpctl.compare.row import TOO_LARGE, Row
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.fit import FITTED, largest_that_fits
+from fsdpctl.estimate.fit import LargestModel, largest_model
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.train.progress import format_bytes
 
+_OWNED = ("parameters", "gradients", "optimizer_states", "gathered_units", "reduce_buffers")
+_REST = "activations and the rest"
 
-def too_large(estimate: RunEstimate) -> str:
+
+def with_memory(
+    row: Row, estimate: RunEstimate, engine_parts: Mapping[str, int] | None = None
+) -> Row:
+    """`row` with what is estimated; `engine_parts`: at the engine's own peak, where known."""
+    parts = engine_parts or {name: estimate.step.breakdown[name] for name in _OWNED}
+    return replace(
+        row,
+        estimated_peak_tensor_bytes=estimate.allocated,
+        estimated_peak_reserved_bytes=estimate.peak_reserved,
+        estimated_breakdown={**parts, _REST: estimate.allocated - sum(parts.values())},
+        memory_bytes=estimate.available,
+    )
+
+
+def lacks_room(estimate: RunEstimate) -> str | None:
     """The status of a variant that does not fit."""
+    if estimate.verdict != "too_large":
+        return None
     return (
         f"{TOO_LARGE}a rank needs {format_bytes(estimate.peak_reserved)}, of "
         f"{format_bytes(max(0, estimate.available))} that it may use"
@@ -22,19 +44,15 @@ class LargestModels:
 
     def __init__(self, estimator: Estimator) -> None:
         self._estimator = estimator
-        self._found: dict[tuple[str, str], Largest | None] = {}
+        self._found: set[tuple[str, str]] = set()
 
-    def under(self, config: Config) -> Largest | None:
-        """As many blocks as fit, with the other settings of the first `config` of its kind."""
+    def under(self, config: Config) -> LargestModel | None:
+        """With the settings of the first `config` of its kind; None for those that follow."""
         key = config.engine.name, config.strategy.name
-        if key not in self._found:
-            self._found[key] = self._largest(config)
-        return self._found[key]
-
-    def _largest(self, config: Config) -> Largest | None:
+        if key in self._found:
+            return None
+        self._found.add(key)
         try:
-            fit = largest_that_fits(self._estimator, config, "model")
+            return largest_model(self._estimator, config)
         except UsageError:
             return None  # it is not estimated
-        assert fit.key == FITTED["model"]
-        return None if fit.estimate is None else Largest(fit.estimate.num_params, fit.value)

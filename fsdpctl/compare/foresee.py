@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fsdpctl.compare.fitting import LargestModels, too_large
+from fsdpctl.compare.fitting import LargestModels, lacks_room, with_memory
 from fsdpctl.compare.row import OK, REFUSED, Row
 from fsdpctl.compare.vary import Variant
 from fsdpctl.config.schema import Config
@@ -88,8 +88,7 @@ class Foreseeing:
         units = self._estimator.traced_model(config).units
         sent = sent_in_step(config, units, estimate.batches.num_micro_batches).total
         row = replace(row, sent_bytes_per_step=sent)
-        fits = estimate.verdict != "too_large"
-        each.row = replace(row, status=OK if fits else too_large(estimate))
+        each.row = replace(with_memory(row, estimate), status=lacks_room(estimate) or OK)
 
 
 def _with_times(row: Row, config: Config, step: Foreseen, estimate: RunEstimate) -> Row:
@@ -103,10 +102,6 @@ def _with_times(row: Row, config: Config, step: Foreseen, estimate: RunEstimate)
         exposed_communication_seconds=step.exposed_communication,
         optimizer_seconds=step.optimizer,
         mfu=_utilization(config, speed, estimate),
-        estimated_peak_tensor_bytes=estimate.allocated,
-        estimated_peak_reserved_bytes=estimate.peak_reserved,
-        estimated_breakdown=dict(estimate.step.breakdown),
-        memory_bytes=estimate.available,
     )
 
 

@@ -17,6 +17,7 @@ _PARTS = {  # of a step, and how it is said that there is less of it
 _MOST_OF_IT = 0.5  # of a difference
 _ROUNDING = 1e-5  # of a loss: what another order of additions changes in fp32
 _NAMED = 3
+_OVERLAP = "their spreads overlap"
 _ALIKE = 0.01  # of memory: no reason to prefer one
 
 
@@ -29,21 +30,28 @@ class Recommendation:
 
 
 def as_fast_as_the_fastest(rows: Sequence[Row]) -> list[Row]:
-    """The fastest, and those whose speed cannot be told from its: their spreads overlap."""
-    timed = [row for row in rows if row.speed]
+    """The fastest, and those whose speed cannot be told from its: their spreads overlap.
+
+    Where the number of ranks varies, it is the speed of a rank that counts.
+    """
+    timed = sorted((row for row in rows if row.speed), key=lambda row: -row.speed / _ranks(row))
     if not timed:
         return []
-    fastest = max(timed, key=lambda row: row.speed)
-    least = fastest.spread[0]
-    others = sorted(timed, key=lambda row: -row.speed)
-    return [fastest, *(r for r in others if r is not fastest and r.spread[1] >= least)]
+    fastest, *others = timed
+    least = fastest.spread[0] / _ranks(fastest)
+    return [fastest, *(row for row in others if row.spread[1] / _ranks(row) >= least)]
+
+
+def _ranks(row: Row) -> int:
+    return row.world_size or 1
 
 
 def recommend(rows: Sequence[Row]) -> Recommendation:
     """The fastest that ran; among those as fast the one that takes least memory."""
     alike = as_fast_as_the_fastest(rows)
     if not alike:
-        return Recommendation(None, "No variant ran to its end, so there is none to recommend.")
+        came = "fits" if any(row.is_foreseen for row in rows) else "ran to its end"
+        return Recommendation(None, f"No variant {came}, so there is none to recommend.")
     best = _best_of(alike)
     others = [row for row in rows if row is not best]
     following = as_fast_as_the_fastest(others)
@@ -70,7 +78,7 @@ def _figures(row: Row, *, than: Row | None = None) -> str:
     """Its speed and memory in words; of a runner-up also how they are beside the best's."""
     told = f"{row.speed:,.0f} tokens/s"
     if than is not None:
-        change = row.speed / than.speed - 1
+        change = row.speed / _ranks(row) / (than.speed / _ranks(than)) - 1
         faster = "faster" if change > 0 else "slower"
         told += f" ({abs(change):.1%} {faster})"
     elif row.tokens_per_second_spread is not None:
@@ -94,7 +102,8 @@ def _why(best: Row, alike: Sequence[Row], runner_up: Row | None) -> str:
         named = _listed([row.label for row in others[:_NAMED]])
         if len(others) > _NAMED:
             named = f"{len(others)} others, of which the fastest are {named}"
-        said = f"It is a tie with {named}: their spreads overlap"
+        overlap = "the difference is too small to foresee" if best.is_foreseen else _OVERLAP
+        said = f"It is a tie with {named}: {overlap}"
         more = [row.memory for row in others if row.memory is not None]
         if best.memory is not None and len(more) == len(others):
             if max(more) > best.memory * (1 + _ALIKE):
@@ -104,12 +113,15 @@ def _why(best: Row, alike: Sequence[Row], runner_up: Row | None) -> str:
     if runner_up is None:
         return ""
     reason = explain(best, runner_up)
-    return f"It is the fastest, by more than the spread{f': {reason}' if reason else ''}."
+    clear = (
+        "foreseen to be the fastest" if best.is_foreseen else "the fastest, by more than the spread"
+    )
+    return f"It is {clear}{f': {reason}' if reason else ''}."
 
 
 def explain(faster: Row, slower: Row) -> str:
     """Which part of a step makes most of the difference between two; nothing where none does."""
-    if not (faster.step_seconds and slower.step_seconds):
+    if not (faster.step_seconds and slower.step_seconds) or _ranks(faster) != _ranks(slower):
         return ""
     gap = slower.step_seconds - faster.step_seconds
     known = [name for name in _PARTS if getattr(faster, name) is not None]

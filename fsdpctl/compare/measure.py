@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from fsdpctl.compare.figures import round_of, summarised
-from fsdpctl.compare.row import FAILED, NOT_REACHED, OK, REFUSED, TOO_LARGE, Row
+from fsdpctl.compare.fitting import LargestModels, lacks_room, with_memory
+from fsdpctl.compare.row import FAILED, NOT_REACHED, OK, REFUSED, Row
 from fsdpctl.compare.vary import Variant
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import divide_module
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.fit import LargestModel, largest_model
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import estimate_run
 from fsdpctl.estimate.traffic import sent_in_step
@@ -28,14 +28,13 @@ from fsdpctl.launch.local import launch_workers
 from fsdpctl.resolve.machine import placed_on_cluster, world_size
 from fsdpctl.resolve.run import ResolvedRun, resolve
 from fsdpctl.train.assets import collect_assets
-from fsdpctl.train.progress import format_bytes
 from fsdpctl.train.run_dir import LOGS, plan_start, prepare_run_dir
 from fsdpctl.train.run_lock import lock_run_dir
 from fsdpctl.train.worker import MEASURE, MODULE
 
 T = TypeVar("T")
 RUN_FOLDER = "runs"  # of the folder of a comparison
-_ENGINE, _REST = "fsdpctl", "activations and the rest"
+_ENGINE = "fsdpctl"
 
 
 @dataclass(slots=True)
@@ -111,14 +110,12 @@ class Measurement:
 
     def find_largest(self) -> None:
         """For each engine and strategy that ran, the largest model that would fit here."""
-        found: dict[tuple[str, str], LargestModel | None] = {}
+        self._say("the largest model that fits, under each strategy")
+        largest = LargestModels(self._estimator)
         for each in self._contenders:
-            key = each.row.engine, each.row.strategy
-            if each.config is not None and key not in found:
-                if not found:
-                    self._say("the largest model that fits, under each strategy")
-                found[key] = self._largest(each.config)
-                each.row = replace(each.row, largest=found[key])
+            if each.config is not None:
+                found = largest.under(placed_on_cluster(each.config))
+                each.row = replace(each.row, largest=found)
 
     # ---- before it runs ------------------------------------------------------------------
 
@@ -134,24 +131,13 @@ class Measurement:
         each.config, each.assets = run.config, collect_assets(run.config, run.data)
         estimate = self._estimate(run.config)
         each.row = replace(_expected(each.row, run, estimate), world_size=world_size(run.config))
-        if estimate is not None and estimate.verdict == "too_large":
-            each.row = replace(
-                each.row,
-                status=f"{TOO_LARGE}a rank needs {format_bytes(estimate.peak_reserved)}, of "
-                f"{format_bytes(max(0, estimate.available))} that it may use",
-            )
+        each.row = replace(each.row, status=(estimate and lacks_room(estimate)) or OK)
 
     def _estimate(self, config: Config) -> RunEstimate | None:
         try:
             return self._estimator.estimate(placed_on_cluster(config))
         except UsageError:
             return None  # it is not estimated, and may run all the same
-
-    def _largest(self, config: Config) -> LargestModel | None:
-        try:
-            return largest_model(self._estimator, placed_on_cluster(config))
-        except UsageError:
-            return None
 
     # ---- a run of it ---------------------------------------------------------------------
 
@@ -191,28 +177,14 @@ def _expected(row: Row, run: ResolvedRun, estimate: RunEstimate | None) -> Row:
         row,
         sent_bytes_per_step=sent_in_step(run.config, units, run.batches.num_micro_batches).total,
     )
+    parts = None
     if run.config.engine.name == _ENGINE:
         engine = estimate_run(run.config, run.module, run.batches.num_micro_batches)
         parts = engine.breakdown.to_dict()
         row = replace(
             row, estimated_peak_allocated_bytes=engine.peak_bytes, estimated_breakdown=parts
         )
-    if estimate is None:
-        return row
-    parts = row.estimated_breakdown or _engine_parts(estimate)
-    return replace(
-        row,
-        estimated_peak_tensor_bytes=estimate.allocated,
-        estimated_peak_reserved_bytes=estimate.peak_reserved,
-        estimated_breakdown={**parts, _REST: estimate.allocated - sum(parts.values())},
-        memory_bytes=estimate.available,
-    )
-
-
-def _engine_parts(estimate: RunEstimate) -> dict[str, int]:
-    """What one of PyTorch's engines holds of the model when a rank holds most."""
-    owned = ("parameters", "gradients", "optimizer_states", "gathered_units", "reduce_buffers")
-    return {name: estimate.step.breakdown[name] for name in owned}
+    return row if estimate is None else with_memory(row, estimate, parts)
 
 
 def _run(config: Config, each: _Contender, run_dir: Path) -> str | None:

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 OK, REFUSED, TOO_LARGE, FAILED = "ok", "cannot run: ", "does not fit: ", "failed: "
 NOT_REACHED = "not measured: stopped before its turn"
 
+_FORESEEN = 0.01  # of a foreseen speed: what is less than twice that apart is alike
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
@@ -85,7 +87,14 @@ class Row:
     @property
     def spread(self) -> tuple[float, float]:
         """Between which its speed lies."""
-        return self.tokens_per_second_spread or (self.speed, self.speed)
+        foreseen = _FORESEEN if self.is_foreseen else 0.0
+        within = self.speed * (1 - foreseen), self.speed * (1 + foreseen)
+        return self.tokens_per_second_spread or within
+
+    @property
+    def is_foreseen(self) -> bool:
+        """Whether its figures were not measured."""
+        return self.tokens_per_second is not None and not self.rounds
 
     @property
     def memory(self) -> int | None:
