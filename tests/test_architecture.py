@@ -21,7 +21,7 @@ LAYERS = [
     {"errors"},
     {"plan", "reading"},
     {"config"},
-    {"comm", "models", "data"},
+    {"comm", "models", "data", "others"},
     {"chats"},
     {"shards", "passes"},
     {"engine", "optim", "checkpoint", "memory"},
@@ -33,7 +33,7 @@ LAYERS = [
     {"cli"},
 ]
 HEIGHT = {name: height for height, row in enumerate(LAYERS) for name in row}
-WITHOUT_TORCH = ["errors", "reading", "plan", "config", "chats", "memory", "cli"]
+WITHOUT_TORCH = ["errors", "reading", "plan", "config", "others", "chats", "memory", "cli"]
 # What observes a module.
 WITH_TORCH = {f"fsdpctl.memory.{name}" for name in ("operators", "shorten", "trace")}
 # What consolidating, inspecting and verifying a checkpoint takes, and a look at a run.

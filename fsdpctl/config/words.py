@@ -3,7 +3,7 @@
 from fsdpctl.errors import nearest
 
 # Words of torchtitan, axolotl, accelerate, transformers, litgpt, torchtune, DeepSpeed -> ours.
-_OURS = {
+OURS = {
     "ac_mode": "activation_checkpointing",
     "activation_checkpoint": "activation_checkpointing",
     "adam_beta1": "optimizer.beta1",
@@ -105,7 +105,7 @@ _OURS = {
     "weight_decay": "optimizer.weight_decay",
     "activation_checkpoint.mode": "activation_checkpointing",
     "base_model": "model.path, with model=hf",
-    "compute_environment": "nothing; an accelerate configuration is not read",
+    "compute_environment": "estimate-memory --from FILE, which reads accelerate's",
     "config_file": "FILE.yaml, as in `fsdpctl train FILE.yaml`",
     "datasets": "data=text or data=chat, with data.path=FILES",
     "deepspeed": "strategy=full_shard and the like, which `fsdpctl list strategy` shows",
@@ -221,7 +221,7 @@ _OURS = {
     "SHARD_GRAD_OP": "shard_grad_op",
 }
 
-_NOT_OFFERED = {
+NOT_OFFERED = {
     "tensor_parallel": "tensor parallelism",
     "pipeline_parallel": "pipeline parallelism",
     "context_parallel": "context parallelism",
@@ -268,11 +268,11 @@ def hint(word: str, known: list[str]) -> str:
     last = word.rsplit(".", 1)[-1]
     plain = last.removesuffix("_degree").removesuffix("_size")
     for each in (word, last):
-        if each in _OURS:
-            return f"; here it is {_OURS[each]}"
+        if each in OURS:
+            return f"; here it is {OURS[each]}"
     for each in (last, plain):
-        if each in _NOT_OFFERED:
-            return f"; fsdpctl does not offer {_NOT_OFFERED[each]}"
+        if each in NOT_OFFERED:
+            return f"; fsdpctl does not offer {NOT_OFFERED[each]}"
         if each in _LATER:
             return f"; {_LATER[each]} is not in this version"
     same_end = [name for name in known if name.rsplit(".", 1)[-1] == last]
