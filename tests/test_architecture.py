@@ -43,6 +43,7 @@ TOOLS_WITHOUT_TORCH = [
     "fsdpctl.checkpoint.pretrained",
     "fsdpctl.checkpoint.reader",
     "fsdpctl.checkpoint.shard",
+    "fsdpctl.examine.two_runs",
     "fsdpctl.train.progress",
     "fsdpctl.watch.status",
 ]

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from fsdpctl.cli import console
 from fsdpctl.cli.checkpoint import consolidate_checkpoint, shard_checkpoint
 from fsdpctl.cli.compare import compare
+from fsdpctl.cli.compare_runs import compare_runs
 from fsdpctl.cli.data import data, tokenize
 from fsdpctl.cli.estimate import estimate_memory
 from fsdpctl.cli.evaluate import evaluate
@@ -44,6 +45,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], bool], ...] = (
     ("estimate-memory", estimate_memory, True),
     ("status", status, False),
     ("compare", compare, True),
+    ("compare-runs", compare_runs, False),
     ("sample", sample, False),
     ("evaluate", evaluate, True),
     ("consolidate-checkpoint", consolidate_checkpoint, False),
