@@ -44,6 +44,7 @@ def words_of_name(name: str) -> tuple[str, ...]:
         if _is_cached(name, weights=weights):
             return ("model=hf", f"model.path={name}", *init)
     last = name.rsplit("/", 1)[-1].partition("@")[0].lower()
+    last = re.sub(r"-(fp|bf)16$", "", last)
     known = (choice for form, choice in _ON_THE_HUB.items() if re.fullmatch(form, last))
     return tuple(f"model={choice}" for choice in known)
 

@@ -4,6 +4,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from fsdpctl.config.words import NOT_OFFERED
 from fsdpctl.errors import UsageError
 from fsdpctl.others.said import Said, Value
 from fsdpctl.others.translation import Translation
@@ -39,10 +40,10 @@ IDLE_OF_FSDP = (
 
 
 def refused_degree(said: Said, value: Value, what: str) -> UsageError:
-    """The error for ranks that are arranged as fsdpctl has none."""
+    """The error for ranks that are arranged as fsdpctl has none, such as `tensor` parallel ones."""
     return said.refused(
-        value, f"fsdpctl does not offer {what} parallelism, and a figure without it would be of "
-        "another training; leave the key out to ask for that one"
+        value, f"fsdpctl does not offer {NOT_OFFERED[f'{what}_parallel']}, and a figure without it "
+        "would be of another training; leave the key out to ask for that one"
     )  # fmt: skip
 
 
