@@ -21,7 +21,7 @@ LAYERS = [
     {"errors"},
     {"plan", "reading"},
     {"config"},
-    {"comm", "models", "data"},
+    {"comm", "models", "data", "others"},
     {"chats"},
     {"shards", "passes"},
     {"engine", "optim", "checkpoint", "memory", "timing"},
@@ -33,7 +33,9 @@ LAYERS = [
     {"cli"},
 ]
 HEIGHT = {name: height for height, row in enumerate(LAYERS) for name in row}
-WITHOUT_TORCH = ["errors", "reading", "plan", "config", "chats", "memory", "timing", "cli"]
+WITHOUT_TORCH = [
+    "errors", "reading", "plan", "config", "others", "chats", "memory", "timing", "cli"
+]  # fmt: skip
 # What observes a module.
 WITH_TORCH = {
     f"fsdpctl.memory.{name}" for name in ("observed_work", "operators", "shorten", "trace")
@@ -45,6 +47,7 @@ TOOLS_WITHOUT_TORCH = [
     "fsdpctl.checkpoint.pretrained",
     "fsdpctl.checkpoint.reader",
     "fsdpctl.checkpoint.shard",
+    "fsdpctl.examine.two_runs",
     "fsdpctl.train.progress",
     "fsdpctl.watch.status",
 ]

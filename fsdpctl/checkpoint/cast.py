@@ -10,6 +10,10 @@ from fsdpctl.errors import UsageError
 EXPORT_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 FLOATS = ("F64", "F32", "BF16", "F16")
 _DTYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+_WHOLE: dict[str, Any] = {
+    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8,
+    "BOOL": np.bool_,
+}  # fmt: skip
 _NAN = np.uint16(0x7FC0)
 
 
@@ -33,6 +37,13 @@ def cast(data: memoryview, source: str, target: str, name: str) -> memoryview:
         raise UsageError(f"--dtype float16: {name} has values beyond its range; use bfloat16")
     narrow_bytes: NDArray[np.uint8] = narrowed.view(np.uint8)
     return narrow_bytes.data
+
+
+def numbers(data: memoryview, dtype: str) -> NDArray[np.float64]:
+    """A copy of the elements, of any dtype that is stored; exact but for integers over 2**53."""
+    known = {**_DTYPES, **_WHOLE}
+    values = _widened(data) if dtype == "BF16" else np.frombuffer(data, known[dtype])
+    return values.astype(np.float64)
 
 
 def _widened(data: memoryview) -> NDArray[np.float32]:

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from fsdpctl.cli import console
 from fsdpctl.cli.checkpoint import consolidate_checkpoint, shard_checkpoint
 from fsdpctl.cli.compare import compare
+from fsdpctl.cli.compare_runs import compare_runs
 from fsdpctl.cli.data import data, tokenize
 from fsdpctl.cli.estimate import estimate_memory
 from fsdpctl.cli.evaluate import evaluate
@@ -46,6 +47,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], bool], ...] = (
     ("status", status, False),
     ("compare", compare, True),
     ("profile-device", profile_device, True),
+    ("compare-runs", compare_runs, False),
     ("sample", sample, False),
     ("evaluate", evaluate, True),
     ("consolidate-checkpoint", consolidate_checkpoint, False),

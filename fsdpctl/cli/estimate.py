@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from fsdpctl.cli.console import note, say, show_table
+from fsdpctl.cli.from_others import asked_from, show_translation
 from fsdpctl.cli.words import Asked, composed_from, configured
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.plan.strategy import STRATEGIES
@@ -48,6 +49,14 @@ def estimate_memory(
         Path | None, typer.Option(metavar="DIR", help="Draw pictures into this directory.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="Start from a configuration of axolotl, torchtitan or accelerate.",
+        ),
+    ] = None,
 ) -> None:
     """Say what each rank will hold in memory, and whether that fits.
 
@@ -56,7 +65,8 @@ def estimate_memory(
     """
     if fit is not None and fit not in _FITTED:
         raise UsageError(f"--fit {fit}: allowed is {', '.join(_FITTED)}{nearest(fit, _FITTED)}")
-    composed = composed_from(*asked, quiet=as_json)
+    others = None if source is None else asked_from(source, asked)
+    composed = others.composed if others else composed_from(*asked, quiet=as_json)
     from fsdpctl.estimate.estimator import Estimator, estimate_strategies
 
     estimator = Estimator()
@@ -64,10 +74,14 @@ def estimate_memory(
     fits = _fits(estimator, estimates, fit)
     if plot is not None:
         _draw(estimates, fits, plot)
+    if others is not None and not as_json:
+        show_translation(others)
     if as_json:
         found = [each.to_dict() for each in estimates]
         for entry, largest in zip(found, fits, strict=False):
             entry["fit"] = largest.to_dict()
+        if others is not None:
+            found = [{**entry, "from": others.to_dict()} for entry in found]
         say(json.dumps(found if all_strategies else found[0], indent=2))
     elif all_strategies:
         _show_all(estimates, fits)

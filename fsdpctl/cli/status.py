@@ -71,8 +71,7 @@ def _rows(found: "Status") -> Iterator[tuple[str, str]]:
         yield "validation", f"loss {found.val_loss:.4f} at step {found.val_step}"
     yield "checkpoint", _checkpoint(found.checkpoint) if found.checkpoint else "none yet"
     if found.tokens_per_second is not None:
-        mfu = "" if found.mfu is None else f", {found.mfu:.1%} MFU"
-        yield "speed", f"{found.tokens_per_second:,.0f} tok/s{mfu} (the median of recent steps)"
+        yield "speed", _speed(found)
     if found.peak_reserved_bytes is not None:
         of = "" if found.peak_allocated_bytes is None else (
             f", {format_bytes(found.peak_allocated_bytes)} of it in tensors"
@@ -87,6 +86,14 @@ def _rows(found: "Status") -> Iterator[tuple[str, str]]:
         )
     for text in found.warnings:
         yield "warning", text
+
+
+def _speed(found: "Status") -> str:
+    each = found.tokens_per_second_per_rank
+    shared = each is not None and each != found.tokens_per_second
+    ranks = f", {each:,.0f} per rank" if shared else ""
+    mfu = "" if found.mfu is None else f", {found.mfu:.1%} MFU"
+    return f"{found.tokens_per_second:,.0f} tok/s{ranks}{mfu} (the median of recent steps)"
 
 
 def _state(found: "Status") -> str:

@@ -138,7 +138,7 @@ def _meant_by(word: str) -> str:
         if word in choices_of(group):
             return f"; did you mean {group}={word}?"
     if word.endswith((".toml", ".json")):
-        return "; a recipe is a YAML file"
+        return "; a recipe is a YAML file; what is another tool's, `estimate-memory --from` reads"
     if os.path.exists(word):
         return f"; a text is data=text data.path={word}"
     return hint(word, [*KEYS, *GROUPS])

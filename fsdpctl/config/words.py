@@ -3,7 +3,7 @@
 from fsdpctl.errors import nearest
 
 # Words of torchtitan, axolotl, accelerate, transformers, litgpt, torchtune, DeepSpeed -> ours.
-_OURS = {
+OURS = {
     "ac_mode": "activation_checkpointing",
     "activation_checkpoint": "activation_checkpointing",
     "adam_beta1": "optimizer.beta1",
@@ -105,7 +105,7 @@ _OURS = {
     "weight_decay": "optimizer.weight_decay",
     "activation_checkpoint.mode": "activation_checkpointing",
     "base_model": "model.path, with model=hf",
-    "compute_environment": "nothing; an accelerate configuration is not read",
+    "compute_environment": "estimate-memory --from FILE, which reads accelerate's",
     "config_file": "FILE.yaml, as in `fsdpctl train FILE.yaml`",
     "datasets": "data=text or data=chat, with data.path=FILES",
     "deepspeed": "strategy=full_shard and the like, which `fsdpctl list strategy` shows",
@@ -186,6 +186,13 @@ _OURS = {
     "unfrozen_parameters": "model.trainable=REGEX",
     "use_peft": "model.lora.rank=16",
     "use_rslora": "model.lora.rslora=true",
+    "peft_use_rslora": "model.lora.rslora=true",
+    "bfloat16": "precision=bf16_true",
+    "deepspeed_config": "strategy=full_shard and the like, which `fsdpctl list strategy` shows",
+    "zero_stage": "strategy=zero1, zero2 or zero3",
+    "dp_replicate_size": "strategy.dp_shard_size, the ranks of one copy",
+    "num_tokens_per_train_step": "train.global_batch_tokens",
+    "selective_ac_option": "activation_checkpointing=selective",
     "assistant_only_loss": "data.train_on=assistant",
     "chat_template": "data.template",
     "chat_template_path": "data.template",
@@ -221,7 +228,7 @@ _OURS = {
     "SHARD_GRAD_OP": "shard_grad_op",
 }
 
-_NOT_OFFERED = {
+NOT_OFFERED = {
     "tensor_parallel": "tensor parallelism",
     "pipeline_parallel": "pipeline parallelism",
     "context_parallel": "context parallelism",
@@ -245,6 +252,9 @@ _NOT_OFFERED = {
     "hub_model_id": "uploads; consolidate-checkpoint makes the directory for one",
     "push_to_hub": "uploads; consolidate-checkpoint makes the directory for one",
     "load_in_4bit": "quantized training",
+    "qat": "quantization-aware training",
+    "peft_use_dora": "DoRA; model.lora.rank=16 has LoRA",
+    "lora_modules_to_save": "layers trained whole beside adapters",
     "qlora": "quantized training; model.lora.rank=16 adapts a model in bf16",
     "load_in_8bit": "quantized training",
     "muon": "other optimizers than AdamW on the command line",
@@ -268,11 +278,11 @@ def hint(word: str, known: list[str]) -> str:
     last = word.rsplit(".", 1)[-1]
     plain = last.removesuffix("_degree").removesuffix("_size")
     for each in (word, last):
-        if each in _OURS:
-            return f"; here it is {_OURS[each]}"
+        if each in OURS:
+            return f"; here it is {OURS[each]}"
     for each in (last, plain):
-        if each in _NOT_OFFERED:
-            return f"; fsdpctl does not offer {_NOT_OFFERED[each]}"
+        if each in NOT_OFFERED:
+            return f"; fsdpctl does not offer {NOT_OFFERED[each]}"
         if each in _LATER:
             return f"; {_LATER[each]} is not in this version"
     same_end = [name for name in known if name.rsplit(".", 1)[-1] == last]

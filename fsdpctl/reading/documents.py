@@ -1,8 +1,9 @@
-"""JSON and YAML of others: of bounded size and depth, no key twice, of the types one expects."""
+"""JSON, YAML and TOML of others: of bounded size and depth, no key twice, of the types expected."""
 
 import json
 import math
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from fsdpctl.reading.files import Refusal, read_text_file
 
 MIB = 1 << 20
 MOST_DEEP = 64  # objects in objects; a tokenizer.json has ten
-_MOST_YAML_BYTES = MIB // 8  # the longest configuration has a sixteenth of it
+_MOST_CONFIG_BYTES = MIB // 8  # the longest configuration has a sixteenth of it
 _MOST_ALIASES = 64
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"')
 _NO_BRACKETS = re.compile(r"[^\[\]{}]+")
@@ -168,10 +169,25 @@ def read_yaml(path: Path) -> object:
     Raises:
         UsageError: it is none, or larger, deeper or fuller of aliases than a configuration is.
     """
-    text = read_text_file(path, _MOST_YAML_BYTES, follows=True)
+    text = read_text_file(path, _MOST_CONFIG_BYTES, follows=True)
     try:
         return yaml.load(text, Loader=_Loader)
     except RecursionError:
         raise UsageError(f"{path}: not YAML that is read: nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
         raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The TOML in a regular UTF-8 file.
+
+    Raises:
+        UsageError: it is none, or larger or deeper than a configuration is.
+    """
+    text = read_text_file(path, _MOST_CONFIG_BYTES, follows=True)
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise UsageError(f"{path}: not TOML that is read: nested too deeply") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: not TOML: {error}") from None

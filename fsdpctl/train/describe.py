@@ -12,6 +12,7 @@ from fsdpctl.estimate.run_plan import divide, item_sizes
 from fsdpctl.optim.schedule import warmup_steps
 from fsdpctl.plan.strategy import effective_strategy, get_strategy
 from fsdpctl.resolve.run import ResolvedRun
+from fsdpctl.train.flops import describe_flops
 from fsdpctl.train.progress import format_bytes
 from fsdpctl.train.run_dir import Standing, Start
 
@@ -35,6 +36,7 @@ def describe_run(run: ResolvedRun, start: Start, estimate: RunEstimate) -> list[
         ("batch", _batch(run)),
         ("length", _length(run)),
         ("memory", _memory(estimate)),
+        ("flops", describe_flops(run.config, run.module)),
         ("run", _run(start)),
     ]
     rows += [("blocks", text) for text in _blocks(run)]

@@ -38,12 +38,32 @@ class ModelFlops:
 
 def model_flops(config: Config, module: nn.Module, device: torch.device, ranks: int) -> ModelFlops:
     """Of a run with so many ranks, each on a device like this one."""
-    known = device.type == "cuda" and config.precision.param_dtype == "bfloat16"
-    peak = peak_flops(torch.cuda.get_device_name(device)) if known else None
+    peak, _ = _peak(config, device)
     num_params = sum(param.numel() for param in module.parameters())
     per_token = flops_per_token(config.model, num_params, config.train.seq_len)
     per_token -= 2 * _num_frozen(module)
     return ModelFlops(per_token, None if peak is None else peak * ranks)
+
+
+def describe_flops(config: Config, module: nn.Module) -> str:
+    """What a token takes, and what MFU is the share of, in words."""
+    device = torch.device(str(config.launch.device))
+    peak, of = _peak(config, device)
+    per_token = model_flops(config, module, device, 1).per_token
+    share = f"n/a: {of}" if peak is None else f"of {peak / 1e12:,.0f} TFLOP/s a rank, {of}"
+    size, unit = (1e9, "GFLOP") if per_token >= 1e9 else (1e6, "MFLOP")
+    return f"{per_token / size:,.2f} {unit} a token, forward and backward; MFU {share}"
+
+
+def _peak(config: Config, device: torch.device) -> tuple[float | None, str]:
+    """FLOP/s of a device, and which it is; or why they are not known."""
+    if device.type != "cuda":
+        return None, "no peak is known of a CPU"
+    if config.precision.param_dtype != "bfloat16":
+        return None, f"peaks are known of bfloat16, this computes in {config.precision.param_dtype}"
+    name = torch.cuda.get_device_name(device)
+    peak = peak_flops(name)
+    return peak, f"no peak is known of {name}" if peak is None else f"{name} in bfloat16"
 
 
 def _num_frozen(module: nn.Module) -> int:
@@ -58,10 +78,10 @@ def _num_frozen(module: nn.Module) -> int:
 
 
 def flops_per_token(model: ModelConfig, num_params: int, seq_len: int) -> int:
-    """6 N + 12 L h d s, as torchtitan counts: N parameters that are multiplied with, L layers.
+    """6 (N - N_embedding) + 12 L h s, as torchtitan counts: h is the width of all L layers' heads.
 
-    An embedding is looked up and does not count, unless it is the head too. Attention counts as
-    if it were not causal.
+    An embedding is looked up and does not count, unless it is the head too, which multiplies.
+    Attention counts as if every token saw all `seq_len`: it is not halved for being causal.
     """
     assert model.vocab_size is not None
     if not model.tie_embeddings:

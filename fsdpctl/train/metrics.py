@@ -34,11 +34,17 @@ class StepMetrics:
     times: StepTimes
     memory: "PeakMemory"
     flops: ModelFlops
+    num_ranks: int
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens of all ranks per second."""
         return self.tokens / self.times.total
+
+    @property
+    def tokens_per_second_per_rank(self) -> float:
+        """The share of a rank, which on CUDA is a device."""
+        return self.tokens_per_second / self.num_ranks
 
     @property
     def mfu(self) -> float | None:
@@ -56,6 +62,7 @@ class StepMetrics:
             "tokens": self.tokens,
             "trained_tokens": self.figures.tokens,
             "tokens_per_second": round(self.tokens_per_second, 1),
+            "tokens_per_second_per_rank": round(self.tokens_per_second_per_rank, 1),
             "model_flops_per_token": self.flops.per_token,
             "mfu": self.mfu,
             "seconds": round(self.times.total, 6),

@@ -48,7 +48,6 @@ class RunProgress:
         first_step: int,
         *,
         log_every: int,
-        num_ranks: int,
         shows: bool,
         log: Path | None,
     ) -> None:
@@ -56,7 +55,7 @@ class RunProgress:
         self._log = log if shows else None
         self._console = PatientConsole(highlight=False, soft_wrap=True, quiet=not shows)
         self._total = total_steps
-        self._log_every, self._num_ranks = log_every, num_ranks
+        self._log_every = log_every
         self._live: Progress | None = None
         self._task: TaskID | None = None
         self._done_here = 0
@@ -87,6 +86,7 @@ class RunProgress:
         if self._live is not None and self._task is not None:
             note = (
                 f"loss {metrics.figures.loss:.3f}  {metrics.tokens_per_second:,.0f} tok/s  "
+                f"{'' if metrics.mfu is None else _mfu(metrics) + '  '}"
                 f"{_memory(metrics.memory)}{saving}"
             )
             self._live.update(self._task, completed=metrics.step, note=note)
@@ -94,7 +94,7 @@ class RunProgress:
             each = (time.monotonic() - self._began) / self._done_here
             left = format_seconds(each * (self._total - metrics.step))
             self.say(
-                f"step {metrics.step}/{self._total}  {_figures(metrics, self._num_ranks)}  "
+                f"step {metrics.step}/{self._total}  {_figures(metrics)}  "
                 f"{_memory(metrics.memory)}{saving}  {left} left"
             )
 
@@ -115,17 +115,22 @@ class RunProgress:
             journal(self._log, line)
 
 
-def _figures(metrics: "StepMetrics", num_ranks: int) -> str:
-    figures, speed = metrics.figures, metrics.tokens_per_second
-    each = f" ({speed / num_ranks:,.0f} per rank)" if num_ranks > 1 else ""
+def _figures(metrics: "StepMetrics") -> str:
+    figures = metrics.figures
     return (
         f"loss {figures.loss:.3f}  grad_norm {figures.grad_norm:.2f}  lr {metrics.lr:.2g}  "
-        f"{speed:,.0f} tok/s{each}{_mfu(metrics)}"
+        f"{_speed(metrics)}  {_mfu(metrics)}"
     )
 
 
+def _speed(metrics: "StepMetrics") -> str:
+    each = f" ({metrics.tokens_per_second_per_rank:,.0f} per rank)" if metrics.num_ranks > 1 else ""
+    return f"{metrics.tokens_per_second:,.0f} tok/s{each}"
+
+
 def _mfu(metrics: "StepMetrics") -> str:
-    return "" if metrics.mfu is None else f"  {metrics.mfu:.1%} MFU"
+    """As every line has it, so that a program finds it: `n/a` where no peak is known."""
+    return "MFU n/a" if metrics.mfu is None else f"{metrics.mfu:.1%} MFU"
 
 
 def _memory(memory: "PeakMemory") -> str:

@@ -30,12 +30,12 @@ class Teller:
             config.train.steps,
             step,
             log_every=config.train.log_every,
-            num_ranks=ranks.size,
             shows=is_main and parts.shows,
             log=parts.run_dir / LOG,
         )
         self._restart = restart_of()
         self._device = parts.device
+        self._num_ranks = ranks.size
         self._flops = model_flops(config, parts.model, parts.device, ranks.size)
 
     def __enter__(self) -> Self:
@@ -69,8 +69,8 @@ class Teller:
         Returns the seconds that it took; waits for the device if it has to.
         """
         memory, times = peak_memory(self._device), done.clock.times()
-        about = (done.step, done.samples, done.tokens, figures, done.lr, times, memory, self._flops)
-        metrics = StepMetrics(*about)
+        about = (done.step, done.samples, done.tokens, figures, done.lr, times, memory)
+        metrics = StepMetrics(*about, self._flops, self._num_ranks)
         self.write(metrics.to_line())
         self._tell_restart(done.step)
         self.shown.step(metrics, share_saved)

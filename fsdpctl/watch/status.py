@@ -58,7 +58,8 @@ class Status:
     loss: float | None
     val_loss: float | None
     val_step: int | None
-    tokens_per_second: float | None  # this and the next: the median over recent steps
+    tokens_per_second: float | None  # this and the next two: the median over recent steps
+    tokens_per_second_per_rank: float | None
     mfu: float | None
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
@@ -108,6 +109,7 @@ def read_status(run_dir: Path) -> Status:
         val_loss=tail.validation.val_loss if tail.validation else None,
         val_step=tail.validation.step if tail.validation else None,
         tokens_per_second=tail.recent(lambda line: line.tokens_per_second),
+        tokens_per_second_per_rank=tail.recent(lambda line: line.tokens_per_second_per_rank),
         mfu=tail.recent(lambda line: line.mfu),
         peak_allocated_bytes=last.peak_allocated_bytes if last else None,
         peak_reserved_bytes=last.peak_reserved_bytes if last else None,

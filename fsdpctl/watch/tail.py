@@ -28,6 +28,7 @@ class Line:
     loss: float | None = None
     seconds: float | None = None
     tokens_per_second: float | None = None
+    tokens_per_second_per_rank: float | None = None
     mfu: float | None = None
     peak_allocated_bytes: int | None = None
     peak_reserved_bytes: int | None = None

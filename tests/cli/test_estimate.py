@@ -1,12 +1,14 @@
 """`fsdpctl estimate-memory` as a person or a program reads it."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.cli.run import invoke
 
+OTHERS = Path(__file__).parent.parent / "others" / "files"
 H100 = ["model=llama3_8b", "cluster=h100"]
 
 
@@ -111,3 +113,41 @@ def test_mistakes_are_answered_in_one_line(words, part):
     assert code == 2
     assert part in said
     assert "\n" not in said.strip()
+
+
+def test_a_configuration_of_another_tool_is_estimated_and_told():
+    words = ["--from", str(OTHERS / "axolotl-full.yaml"), "cluster=h200"]
+    code, text = invoke("estimate-memory", *words)
+    assert code == 0
+    for part in ("model=llama3_8b", "accumulation=last", "no influence on memory", "to spare"):
+        assert part in text
+    code, text = invoke("estimate-memory", *words, "strategy=no_shard", "--json")
+    found = json.loads(text)
+    assert code == 0
+    assert (found["strategy"], found["world_size"]) == ("no_shard", 8)
+    assert found["from"]["tool"] == "axolotl"
+    assert "strategy=full_shard" in found["from"]["overruled"]
+    (row,) = (each for each in found["from"]["rows"] if each["key"] == "base_model")
+    assert row["words"] == ["model=llama3_8b"]
+    code, text = invoke("estimate-memory", *words, "--json")
+    by_hand = ["engine=fsdp2", "strategy=full_shard", "prefetch=backward", "accumulation=last"]
+    by_hand += ["train.micro_batch_size=2", "train.global_batch_size=64", "precision=bf16"]
+    by_hand += ["activation_checkpointing=full", "data=chat", "data.packing=true"]
+    by_hand += ["train.loss_chunk_tokens=0", "train.seq_len=4096", "model=llama3_8b"]
+    _, same = invoke("estimate-memory", *by_hand, "cluster=h200", "--json")
+    alike = ("peak_allocated_bytes", "peak_reserved_bytes", "tokens_per_step")
+    assert [json.loads(text)[name] for name in alike] == [json.loads(same)[name] for name in alike]
+
+
+def test_what_a_file_of_another_tool_lacks_is_told():
+    file = str(OTHERS / "axolotl-qlora.yml")
+    code, text = invoke("estimate-memory", "--from", file, "cluster=h100")
+    assert code == 0
+    assert "not so  optimizer=adamw_bnb_8bit: estimated with AdamW's two states" in text
+    assert "unknown may change the figure: a_key_of_tomorrow" in text
+    assert "engine  fsdpctl: PyTorch's own engines are estimated without adapters" in text
+    code, said = invoke("estimate-memory", "--from", file, "--recipe", "shakespeare")
+    assert (code, "one of them" in said) == (2, True)
+    words = ["--from", str(OTHERS / "torchtitan.toml"), "cluster=h100", "--all-strategies"]
+    code, text = invoke("estimate-memory", *words, "--json")
+    assert {each["from"]["tool"] for each in json.loads(text)} == {"torchtitan"}

@@ -3,17 +3,25 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.optim.record import StepFigures
+from fsdpctl.train.assemble import make_model
 from fsdpctl.train.clock import StepTimes
-from fsdpctl.train.flops import ModelFlops, flops_per_token, peak_flops
+from fsdpctl.train.flops import (
+    ModelFlops,
+    describe_flops,
+    flops_per_token,
+    model_flops,
+    peak_flops,
+)
 from fsdpctl.train.metrics import PeakMemory, StepMetrics
 from fsdpctl.train.progress import RunProgress
 
 
 def test_a_wait_for_a_checkpoint_is_told_every_ten_seconds_of_it(capsys):
-    progress = RunProgress(10, 0, log_every=1, num_ranks=2, shows=True, log=None)
+    progress = RunProgress(10, 0, log_every=1, shows=True, log=None)
     for share, seconds in [(0.1, 0.5), (0.4, 9.9), (0.5, 10.1), (0.6, 19.0), (0.9, 20.2)]:
         progress.saving(share, seconds)
     progress.saving(0.1, 0.5)  # the next one
@@ -26,7 +34,7 @@ def step_metrics(memory: PeakMemory, peak: float | None = None) -> StepMetrics:
     figures = StepFigures(loss=3.2149, grad_norm=0.8412, tokens=20_000, was_applied=True)
     times = StepTimes(total=1.0, compute=1.0, exposed_communication=0.0, data=0.0, optimizer=0.0)
     flops = ModelFlops(48_000_000_000, peak)
-    return StepMetrics(120, 1920, 20_000, figures, 2.9e-4, times, memory, flops)
+    return StepMetrics(120, 1920, 20_000, figures, 2.9e-4, times, memory, flops, num_ranks=2)
 
 
 @pytest.mark.parametrize(
@@ -37,11 +45,12 @@ def step_metrics(memory: PeakMemory, peak: float | None = None) -> StepMetrics:
     ],
 )
 def test_a_line_has_what_other_trainers_print(capsys, memory, said):
-    progress = RunProgress(1000, 0, log_every=10, num_ranks=2, shows=True, log=None)
+    progress = RunProgress(1000, 0, log_every=10, shows=True, log=None)
     progress.step(step_metrics(memory), None)
     line = capsys.readouterr().out
     start = (
         "step 120/1000  loss 3.215  grad_norm 0.84  lr 0.00029  20,000 tok/s (10,000 per rank)  "
+        "MFU n/a  "
     )
     assert line.startswith(f"{start}{said}  ")
     assert "num_alloc_retries" in step_metrics(memory).to_line()
@@ -49,11 +58,12 @@ def test_a_line_has_what_other_trainers_print(capsys, memory, said):
 
 def test_where_the_devices_peak_is_known_it_says_how_much_of_it_is_used(capsys):
     metrics = step_metrics(PeakMemory(1, 459 << 30, 791 << 30, 0), peak=2 * 989e12)
-    RunProgress(1000, 0, log_every=10, num_ranks=2, shows=True, log=None).step(metrics, None)
+    RunProgress(1000, 0, log_every=10, shows=True, log=None).step(metrics, None)
     assert "(10,000 per rank)  48.5% MFU  459.0/791.0 GiB" in capsys.readouterr().out
     line = metrics.to_line()
     assert line["mfu"] == pytest.approx(0.485, abs=1e-3)
     assert line["model_flops_per_token"] == 48_000_000_000
+    assert line["tokens_per_second_per_rank"] == 10_000
     assert step_metrics(PeakMemory(1, 1, 1, 0)).to_line()["mfu"] is None
 
 
@@ -78,3 +88,57 @@ def test_flops_are_counted_as_torchtitan_does():
     tied = replace(config, tie_embeddings=True)
     without_head = 8_030_261_248 - 128_256 * 4096
     assert flops_per_token(tied, without_head, 8192) == flops_per_token(config, 8_030_261_248, 8192)
+
+
+SHAPE = [
+    "model.num_layers=3", "model.hidden_size=32", "model.intermediate_size=48",
+    "model.num_heads=4", "model.num_kv_heads=2", "model.vocab_size=101", "train.seq_len=24",
+    "launch.device=cpu", "precision=fp32",
+]  # fmt: skip
+_PER_LAYER = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32  # attention, MLP, norms
+_ATTENTION = 12 * 3 * 32 * 24
+_LAYERS = 3 * _PER_LAYER + 32  # and the last norm
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["model.tie_embeddings=false"], 6 * (_LAYERS + 101 * 32) + _ATTENTION),
+        (["model.tie_embeddings=true"], 6 * (_LAYERS + 101 * 32) + _ATTENTION),
+        # Of what is frozen no gradient is computed: 4 a parameter.
+        (
+            ["model.tie_embeddings=false", "model.trainable=lm_head"],
+            6 * 101 * 32 + 4 * _LAYERS + _ATTENTION,
+        ),
+        (
+            ["model.tie_embeddings=false", "model.lora.rank=2", "model.lora.targets=q_proj"],
+            4 * (_LAYERS + 101 * 32) + 6 * 3 * 2 * 64 + _ATTENTION,
+        ),
+        (
+            ["model.tie_embeddings=true", "model.lora.rank=2", "model.lora.targets=q_proj"],
+            4 * (_LAYERS + 101 * 32) + 6 * 3 * 2 * 64 + _ATTENTION,
+        ),
+    ],
+)
+def test_flops_are_those_of_the_formula(words, expected):
+    config = compose_config([*SHAPE, *words]).config
+    device = torch.device("cpu")
+    model = make_model(config, device)
+    assert model_flops(config, model, device, 2) == ModelFlops(expected, None)
+
+
+def test_a_run_says_what_mfu_is_the_share_of(monkeypatch):
+    config = compose_config(SHAPE).config
+    model = make_model(config, torch.device("cpu"))
+    assert describe_flops(config, model).endswith("; MFU n/a: no peak is known of a CPU")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
+    launch = replace(config.launch, device="cuda")
+    on_cuda = replace(config, launch=launch)
+    assert "MFU n/a: peaks are known of bfloat16" in describe_flops(on_cuda, model)
+    precision = replace(config.precision, param_dtype="bfloat16")
+    in_bf16 = replace(on_cuda, precision=precision)
+    assert describe_flops(in_bf16, model).endswith(
+        "MFU of 989 TFLOP/s a rank, NVIDIA H200 in bfloat16"
+    )
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA T4")
+    assert describe_flops(in_bf16, model).endswith("MFU n/a: no peak is known of NVIDIA T4")

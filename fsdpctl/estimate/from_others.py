@@ -1,0 +1,190 @@
+"""A configuration of another tool, completed by what was typed and by the hardware it is for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdpctl.config.compose import Composed, compose_config
+from fsdpctl.config.schema import SIZES
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.engines import has_strategy
+from fsdpctl.others.translation import Batch, Degrees, Row, Translation
+from fsdpctl.plan.strategy import STRATEGIES, get_strategy
+from fsdpctl.resolve.machine import placed_on_cluster, world_size
+
+_ASSUMED = "h100"  # where neither the file nor what was typed says a word of hardware
+_RANKS = ("launch.nproc_per_node", "launch.nnodes")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is estimated, and where each word of it came from."""
+
+    composed: Composed
+    translation: Translation
+    rows: tuple[Row, ...]
+    typed: dict[str, str]
+    overruled: frozenset[str]  # words of the file that typed ones took the place of
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `estimate-memory --from … --json` prints below `from`."""
+        found = self.translation
+        return {
+            "file": str(found.file),
+            "tool": found.tool,
+            "rows": [row.to_dict() for row in self.rows],
+            "typed": [f"{name}={text}" for name, text in self.typed.items()],
+            "overruled": sorted(self.overruled),
+            "estimated_without": [row.to_dict() for row in found.unlike],
+            "without_influence": found.idle,
+            "not_understood": found.unknown,
+        }
+
+
+def completed(
+    translation: Translation, typed_words: Sequence[str], config_dir: Path | None
+) -> Asked:
+    """The configuration that a file and typed words ask for; typed words win.
+
+    Raises:
+        UsageError: something is missing that neither says, or cannot be.
+    """
+    typed = _pairs(typed_words)
+    _refuse_missing(translation, typed)
+    compose_config(typed_words, None, config_dir)  # a mistake in these is not the file's
+
+    def composed(rows: list[Row]) -> Composed:
+        kept, _ = _without_overruled(translation.words_of(rows), typed)
+        try:
+            words = [f"{name}={text}" for name, text in kept.items()]
+            return compose_config([*words, *typed_words], None, config_dir)
+        except UsageError as error:
+            raise UsageError(f"{translation.file}: {error}") from None
+
+    rows = [*translation.rows, *_hardware(translation, typed)]
+    if translation.whole_logits:
+        words = ("train.loss_chunk_tokens=0",)
+        rows.append(Row("(loss)", "", words, "of all tokens at once, as that tool computes it"))
+    rows += _ranks(composed(rows), translation.degrees, typed)
+    world = world_size(placed_on_cluster(composed(rows).config))
+    if translation.degrees is not None:
+        rows.append(_arranged(translation, translation.degrees, world))
+    if translation.batch is not None:
+        whole = translation.whole_gradients
+        rows += _batches(translation.batch, typed, world, whole_gradients=whole)
+    _, overruled = _without_overruled(translation.words_of(rows), typed)
+    return Asked(composed(rows), translation, tuple(rows), typed, frozenset(overruled))
+
+
+def _pairs(words: Sequence[str]) -> dict[str, str]:
+    split = (word.partition("=") for word in words)
+    return {name.strip(): text for name, _, text in split}
+
+
+def _refuse_missing(translation: Translation, typed: dict[str, str]) -> None:
+    for name, why in translation.missing:
+        if name not in typed:
+            raise UsageError(f"{translation.file}: {why}")
+
+
+def _without_overruled(
+    words: dict[str, str], typed: dict[str, str]
+) -> tuple[dict[str, str], set[str]]:
+    """The words of a file that hold beside typed ones, and the others."""
+    names = {name for name in words if _is_overruled(name, typed)}
+    strategy = typed.get("strategy")
+    if strategy and "engine" in words and "engine" not in typed:
+        row = get_strategy(strategy) if strategy in STRATEGIES else None
+        if row is None or not has_strategy(words["engine"], row):
+            names.add("engine")
+    if any(name.startswith(("model.lora.", "model.trainable", "optimizer")) for name in typed):
+        names |= {"engine"} & words.keys()  # PyTorch's own are estimated without those
+    kept = {name: text for name, text in words.items() if name not in names}
+    return kept, {f"{name}={words[name]}" for name in names}
+
+
+def _is_overruled(name: str, typed: dict[str, str]) -> bool:
+    if name in typed:
+        return True
+    section = name.split(".")[0]
+    if section in typed and section != name:  # another choice, but adapters go with any model
+        return not name.startswith("model.lora.")
+    if name == "strategy" and "reshard_after_forward" in typed:
+        return False
+    steps = name in SIZES or name == "accumulation.steps"
+    return steps and any(each in typed for each in SIZES)
+
+
+def _hardware(translation: Translation, typed: dict[str, str]) -> list[Row]:
+    """What is assumed where neither the file nor what was typed names hardware, nor is any here."""
+    named = ("cluster", "cluster.memory", "launch.device")
+    device = {**translation.words, **typed}.get("launch.device")
+    if any(each in typed for each in named) or device == "cpu" or torch.cuda.is_available():
+        return []
+    note = "assumed: there is no GPU here; cluster= names another"
+    return [Row("(hardware)", "", (f"cluster={_ASSUMED}",), note)]
+
+
+def _ranks(composed: Composed, degrees: Degrees | None, typed: dict[str, str]) -> list[Row]:
+    """Nodes for the ranks that the degrees ask for, where nobody said how many there are."""
+    asked = composed.config.launch.nproc_per_node is not None
+    if degrees is None or degrees.total is None or asked or any(each in typed for each in _RANKS):
+        return []
+    node = placed_on_cluster(composed.config).launch.nproc_per_node or 1
+    total = degrees.total
+    nodes = total // node if total > node and total % node == 0 else 1
+    words = (f"launch.nproc_per_node={total // nodes}", f"launch.nnodes={nodes}")
+    return [Row(*degrees.shown, words, f"on nodes of {node}" if nodes > 1 else "")]
+
+
+def _arranged(translation: Translation, degrees: Degrees, world: int) -> Row:
+    """Copies and shards as a strategy.
+
+    Raises:
+        UsageError: the copies do not divide the ranks.
+    """
+    replicate, shard = degrees.replicate, degrees.shard
+    if replicate < 1 or world % replicate:
+        where = f"{translation.file}: {degrees.keys[0]}: {replicate}"
+        raise UsageError(f"{where}: does not divide the {world} ranks; say how many there are, as "
+                         "launch.nproc_per_node=8 launch.nnodes=4")  # fmt: skip
+    reshards = degrees.reshards and translation.words.get("strategy") != "shard_grad_op"
+    if shard == 1 or world == replicate:
+        words: tuple[str, ...] = ("strategy=no_shard", "engine=ddp")
+    elif replicate == 1:
+        words = (f"strategy={'full_shard' if reshards else 'shard_grad_op'}", "engine=fsdp2")
+    else:
+        name = "hybrid_shard" if reshards else "hybrid_shard_grad_op"
+        size = world // replicate
+        words = (f"strategy={name}", f"strategy.dp_shard_size={size}", "engine=fsdp2")
+    return Row(*degrees.shown, words, f"of {world} ranks")
+
+
+def _batches(
+    batch: Batch, typed: dict[str, str], world: int, *, whole_gradients: bool
+) -> list[Row]:
+    """The sizes of a step, which follow from the ranks."""
+    micro = _whole(typed.get("train.micro_batch_size")) or batch.micro
+    passes = _whole(typed.get("accumulation.steps")) or batch.accumulation
+    said = [str(each) for each in (batch.micro, batch.whole or batch.accumulation) if each]
+    note = f"over {world} ranks" if said else "assumed: the file says nothing of it"
+    micro = micro or 1
+    words: tuple[str, ...]
+    if batch.whole and passes is None:
+        words = (f"train.global_batch_size={batch.whole}",)
+    else:
+        passes = passes or 1
+        size = micro * passes * world
+        words = (f"accumulation.steps={passes}", f"train.global_batch_size={size}")
+        if whole_gradients and passes > 1:
+            words = ("accumulation=last", *words)
+            note += "; gradients stay whole between passes"
+    row = Row(", ".join(batch.keys), ", ".join(said), (f"train.micro_batch_size={micro}", *words))
+    return [Row(row.key, row.value, row.words, note)]
+
+
+def _whole(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() else None
