@@ -10,7 +10,7 @@ from typing import Any
 from fsdpctl.compare import OK, REFUSED
 from fsdpctl.compare.vary import Variant
 from fsdpctl.errors import InterruptError, StoppedError, UsageError
-from fsdpctl.estimate.run_plan import estimate_run
+from fsdpctl.estimate.kept import engine_bytes
 from fsdpctl.launch.local import launch_workers
 from fsdpctl.reading.documents import parse_json
 from fsdpctl.resolve.machine import world_size
@@ -80,18 +80,17 @@ def measure_all(
 def _measure(variant: Variant, run_dir: Path) -> Row:
     config = variant.composed.config
     config = replace(config, train=replace(config.train, run_dir=str(run_dir)))
-    row = Row(variant.varied, config.strategy.name)
+    row = Row(variant.varied, config.strategy.name, config.engine.name)
     try:
         run = resolve(replace(variant.composed, config=config))
     except UsageError as error:
         return replace(row, status=f"{REFUSED}{error}")
     if run.notes:  # something else would be measured than was asked for
         return replace(row, status=f"{REFUSED}{run.notes[0]}")
-    estimate = estimate_run(run.config, run.module, run.batches.num_micro_batches)
     row = replace(
         row,
         world_size=world_size(run.config),
-        estimated_peak_allocated_bytes=estimate.peak_bytes,
+        estimated_peak_allocated_bytes=engine_bytes(run),
     )
     failure = _run(run, variant, run_dir)
     return replace(row, status=f"failed: {failure}") if failure else _with_figures(row, run_dir)
@@ -121,15 +120,14 @@ def _with_figures(row: Row, run_dir: Path) -> Row:
     steps = [line for line in lines if "loss" in line]
     timed = steps[int(len(steps) * _WARM_UP) :]
     speeds = [line["tokens_per_second"] for line in timed]
+    waits = [wait for line in timed if (wait := line["exposed_communication_seconds"]) is not None]
     low, middle, high = quantiles(speeds, n=4, method="inclusive")
     return replace(
         row,
         tokens_per_second=middle,
         tokens_per_second_spread=(low, high),
         step_seconds=median(line["seconds"] for line in timed),
-        exposed_communication_seconds=median(
-            line["exposed_communication_seconds"] for line in timed
-        ),
+        exposed_communication_seconds=median(waits) if waits else None,
         peak_allocated_bytes=lines[-1]["peak_engine_bytes"],
         final_loss=steps[-1]["loss"],
     )

@@ -10,6 +10,7 @@ from fsdpctl.engine.build import divide_module
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import divide, item_sizes
 from fsdpctl.optim.schedule import warmup_steps
+from fsdpctl.plan.engines import OURS
 from fsdpctl.plan.strategy import effective_strategy, get_strategy
 from fsdpctl.resolve.run import ResolvedRun
 from fsdpctl.train.progress import format_bytes
@@ -81,9 +82,14 @@ def _ranks(run: ResolvedRun) -> str:
     nodes_too = "" if nodes == 1 else f"{run.batches.world_size}, on each of {nodes} nodes "
     return (
         f"{nodes_too}{each}{_auto(run, 'launch.nproc_per_node')} on "
-        f"{config.launch.device}{_auto(run, 'launch.device')}, {_strategy(run)}, "
+        f"{config.launch.device}{_auto(run, 'launch.device')}, {_engine(run)}{_strategy(run)}, "
         f"prefetch {config.prefetch.name}, {dtypes}{_auto(run, 'precision.param_dtype')}"
     )
+
+
+def _engine(run: ResolvedRun) -> str:
+    name = run.config.engine.name
+    return "" if name == OURS else f"engine {name}, "
 
 
 def _strategy(run: ResolvedRun) -> str:
