@@ -156,8 +156,14 @@ class _Timed:
 
 
 def _watch(units: Iterator[FSDPModule], waits: HostWaits) -> None:
-    gather: Any = _Timed(dist.all_gather_into_tensor, waits)
-    reduce: Any = _Timed(dist.reduce_scatter_tensor, waits)
+    # torch has renamed both in 2.13, and warns of the old names.
+    gather: Any = _Timed(_first_of("all_gather_single", "all_gather_into_tensor"), waits)
+    reduce: Any = _Timed(_first_of("reduce_scatter_single", "reduce_scatter_tensor"), waits)
     for unit in units:
         unit.set_custom_all_gather(gather)
         unit.set_custom_reduce_scatter(reduce)
+
+
+def _first_of(*names: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = next(getattr(dist, name) for name in names if hasattr(dist, name))
+    return found

@@ -7,6 +7,7 @@ that under autocast.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from inspect import signature
 from typing import Any
 
 import torch
@@ -18,6 +19,13 @@ from fsdpctl.comm.waits import Seconds
 from fsdpctl.peers.setup import Local, PeerSetup
 from fsdpctl.peers.values import Values
 from fsdpctl.plan.layout import Span, share_of
+
+# What has every forward send buffers around, by the name that this version of torch has for it.
+_SENDS_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in signature(DistributedDataParallel).parameters
+)
 
 
 class Replicated:
@@ -35,10 +43,8 @@ class Replicated:
             # It would cut graphs at its buckets; blocks are compiled one by one, and are smaller.
             torch._dynamo.config.optimize_ddp = False
         values.fill(module)
-        # Nothing in it but parameters changes from step to step, so no buffers are sent around.
-        self._wrapped = DistributedDataParallel(
-            module, gradient_as_bucket_view=True, broadcast_buffers=False
-        )
+        options: dict[str, Any] = {_SENDS_BUFFERS: False}
+        self._wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
         self.num_copies = world.size
         self._device = values.device
         self._narrow = None if setup.param_dtype == setup.master_dtype else setup.param_dtype

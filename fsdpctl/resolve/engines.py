@@ -24,6 +24,15 @@ def check_engine(config: Config) -> None:
         )
 
 
+def notes_on_engine(config: Config, automatic: frozenset[str]) -> tuple[str, ...]:
+    """What the engine of a placed configuration does not heed; `automatic`: keys that nobody said."""
+    name, precision = config.engine.name, config.precision
+    wire, reduce = precision.wire_dtype, precision.reduce_dtype
+    if name == OURS or wire in (None, reduce) or "precision.wire_dtype" in automatic:
+        return ()
+    return (f"engine={name}: sends gradients in precision.reduce_dtype={reduce}, not in {wire}",)
+
+
 def check_trained_whole(config: Config, module: nn.Module) -> None:
     """See that the engine trains all of `module`, where it must.
 

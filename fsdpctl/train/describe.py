@@ -183,7 +183,12 @@ def _run(start: Start) -> str:
 
 
 def describe_units(run: ResolvedRun) -> Iterator[str]:
-    """Units and their layout over the ranks, a line each; then each rank's share."""
+    """Units and their layout over the ranks, a line each; then each rank's share.
+
+    Of our engine: PyTorch's have none that spans parameters.
+    """
+    if run.config.engine.name != OURS:
+        return
     division = divide(run.config, divide_module(run.module, None)).division
     units, layouts = division.units, division.layouts
     width = max(len(unit.name) for unit in units) + 2
