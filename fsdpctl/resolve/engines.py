@@ -25,7 +25,10 @@ def check_engine(config: Config) -> None:
 
 
 def notes_on_engine(config: Config, automatic: frozenset[str]) -> tuple[str, ...]:
-    """What the engine of a placed configuration does not heed; `automatic`: keys that nobody said."""
+    """What the engine of a placed configuration does not heed of what was said.
+
+    `automatic` are the keys of which nothing was.
+    """
     name, precision = config.engine.name, config.precision
     wire, reduce = precision.wire_dtype, precision.reduce_dtype
     if name == OURS or wire in (None, reduce) or "precision.wire_dtype" in automatic:

@@ -182,3 +182,13 @@ def test_hundreds_of_billions_on_thousands_of_ranks():
     assert found.num_params == 405_853_388_800
     assert found.tokens_per_step == 16384 * 4096
     assert divide_module(build_model(found.config.model), None)[0].name == "root"
+
+
+def test_other_engines_keep_what_the_optimizer_does_and_gather_as_far_ahead_as_asked():
+    words = [*H100, "engine=fsdp2", "train.seq_len=128", "train.micro_batch_size=1"]
+    usual = estimated(*words)
+    far = estimated(*words, "prefetch.forward=30")
+    assert far.allocated > usual.allocated + (8 << 30)  # most blocks, in bf16
+    plain = estimated(*words, "optimizer=sgd", "optimizer.lr=1e-3", "optimizer.momentum=0")
+    assert usual.step.breakdown["optimizer_states"] > 0
+    assert plain.step.breakdown["optimizer_states"] == 0
