@@ -4,13 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.run import fsdpctl
 from tests.peers.runs import DDP, FSDP2, losses
 from tests.train.ranks import words
 
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
-@pytest.mark.cuda
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_losses_on_a_device_are_those_of_our_engine(precision: str, tmp_path: Path) -> None:
     each = {"ours": [], "fsdp2": FSDP2, "ddp": DDP}
