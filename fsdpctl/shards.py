@@ -1,11 +1,15 @@
-"""A rank's part of a unit: what the engine, the optimizer and the checkpoints share."""
+"""A rank's part of a unit: what engines, optimizers, checkpoints and training share."""
 
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.mesh import Mesh
+from fsdpctl.comm.waits import Seconds
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import FlatLayout, Piece, Span
 
@@ -116,6 +120,79 @@ class Sharded(Protocol):
     def drop_gradients(self) -> None:
         """Forget all gradients."""
         ...
+
+
+class TrainedModel(Sharded, Protocol):
+    """What training needs of a model, whichever engine has it."""
+
+    training: bool
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that the engine has taken over."""
+        ...
+
+    @property
+    def mesh(self) -> Mesh:
+        """Its ranks."""
+        ...
+
+    @property
+    def collectives(self) -> Collectives:
+        """All of them."""
+        ...
+
+    @property
+    def take_waits(self) -> Callable[[], Seconds] | None:
+        """How long computation has waited for ranks since the last time; None: not known."""
+        ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own result."""
+        ...
+
+    def train(self, mode: bool = True) -> Any:
+        """As of any module."""
+        ...
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward inside reduces nothing."""
+        ...
+
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether there is anything for `prefetch_forward_params` to gather ahead of its use."""
+        ...
+
+    def prefetch_forward_params(self) -> None:
+        """Start to gather what the next forward uses first."""
+        ...
+
+    def rest(self) -> None:
+        """Let go of all that was gathered, so that shards may be written to. Collective."""
+        ...
+
+    def check_replicas(self) -> None:
+        """Compare what several ranks hold alike. Collective."""
+        ...
+
+    def peak_memory_bytes(self) -> int | None:
+        """The most bytes that the engine has held; None: not known."""
+        ...
+
+    def name_ranges(self, *, is_on: bool) -> None:
+        """Have units and collectives named in profiles, or not."""
+        ...
+
+
+def persistent_buffers(module: nn.Module) -> Mapping[str, Tensor]:
+    """The buffers that a state dict of `module` contains, by name."""
+    found: dict[str, Tensor] = {}
+    for prefix, each in module.named_modules():
+        for key, buffer in each._buffers.items():
+            if buffer is not None and key not in each._non_persistent_buffers_set:
+                found[f"{prefix}.{key}" if prefix else key] = buffer
+    return found
 
 
 def require_sharded(model: object, call: str) -> None:

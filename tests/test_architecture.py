@@ -24,7 +24,7 @@ LAYERS = [
     {"comm", "models", "data", "others"},
     {"chats"},
     {"shards", "passes"},
-    {"engine", "optim", "checkpoint", "memory", "timing"},
+    {"engine", "peers", "optim", "checkpoint", "memory", "timing"},
     {"resolve"},
     {"estimate"},
     {"watch"},
@@ -51,7 +51,7 @@ TOOLS_WITHOUT_TORCH = [
     "fsdpctl.train.progress",
     "fsdpctl.watch.status",
 ]
-SPEAKS_DISTRIBUTED = {"comm", "launch"}
+SPEAKS_DISTRIBUTED = {"comm", "launch", "peers"}
 # The agent's protocol for a worker's error message is part of how it is launched.
 EXCEPTIONS = {("fsdpctl.train.worker", "torch.distributed.elastic.multiprocessing.errors")}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMS = 300, 40, 7

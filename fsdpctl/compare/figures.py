@@ -107,9 +107,16 @@ def _with_figures(row: Row, drifts: Sequence[float], num_rows: int) -> Row:
 
 
 def _shared_out(seconds: float, times: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, Any]:
-    """`seconds` divided as all `times` together were: medians of parts would not add up."""
+    """`seconds` divided as all `times` together were: medians of parts would not add up.
+
+    None of a part that is not known: it lies within another.
+    """
     total = sum(whole for whole, _ in times)
-    return {name: seconds * sum(parts[name] for _, parts in times) / total for name in _PARTS}
+    spent = {name: [parts[name] for _, parts in times] for name in _PARTS}
+    return {
+        name: None if None in parts else seconds * sum(parts) / total
+        for name, parts in spent.items()
+    }
 
 
 def _median(values: Sequence[float | None]) -> float | None:

@@ -25,6 +25,7 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import estimate_run
 from fsdpctl.estimate.traffic import sent_in_step
 from fsdpctl.launch.local import launch_workers
+from fsdpctl.plan.engines import OURS
 from fsdpctl.resolve.machine import placed_on_cluster, world_size
 from fsdpctl.resolve.run import ResolvedRun, resolve
 from fsdpctl.train.assets import collect_assets
@@ -34,7 +35,6 @@ from fsdpctl.train.worker import MEASURE, MODULE
 
 T = TypeVar("T")
 RUN_FOLDER = "runs"  # of the folder of a comparison
-_ENGINE = "fsdpctl"
 
 
 @dataclass(slots=True)
@@ -178,7 +178,7 @@ def _expected(row: Row, run: ResolvedRun, estimate: RunEstimate | None) -> Row:
         sent_bytes_per_step=sent_in_step(run.config, units, run.batches.num_micro_batches).total,
     )
     parts = None
-    if run.config.engine.name == _ENGINE:
+    if run.config.engine.name == OURS:
         engine = estimate_run(run.config, run.module, run.batches.num_micro_batches)
         parts = engine.breakdown.to_dict()
         row = replace(

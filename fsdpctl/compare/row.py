@@ -25,7 +25,7 @@ class Round:
     tokens_per_second_quartiles: tuple[float, float]  # of the steps
     step_seconds: float
     compute_seconds: float
-    exposed_communication_seconds: float
+    exposed_communication_seconds: float | None  # None: it is within the computation
     optimizer_seconds: float
     data_seconds: float
     mfu: float | None

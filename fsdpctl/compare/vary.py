@@ -10,7 +10,7 @@ from fsdpctl.config.recipe import find_recipe, read_recipe
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS
 from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.engines import has_strategy
+from fsdpctl.plan.engines import has_strategy
 from fsdpctl.plan.strategy import STRATEGIES
 
 _OURS = dict.fromkeys(LENGTHS, "--steps says how long each run is") | {

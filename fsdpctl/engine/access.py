@@ -24,9 +24,10 @@ from fsdpctl.engine.parameters import (
     unmark_sharded,
 )
 from fsdpctl.engine.runtime import Runtime
-from fsdpctl.engine.state import persistent_buffers, whole_values
+from fsdpctl.engine.state import whole_values
 from fsdpctl.engine.unit import State
 from fsdpctl.errors import EngineError, nearest
+from fsdpctl.shards import persistent_buffers
 
 _HOME = "_fsdpctl_runtime"
 _OF_MATRICES, _OF_ALL = ("Adafactor", "Muon"), ("LBFGS",)  # what torch's optimizers look at

@@ -14,13 +14,13 @@ from fsdpctl.engine.parameters import refuse_call
 from fsdpctl.engine.presence import Presence
 from fsdpctl.engine.replicas import check_replicas
 from fsdpctl.engine.runtime import Runtime
-from fsdpctl.engine.state import full_state, persistent_buffers
+from fsdpctl.engine.state import full_state
 from fsdpctl.engine.unit import bytes_beside_slots
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.order import UnitOrder
 from fsdpctl.plan.schedule import Event
 from fsdpctl.plan.strategy import Strategy
-from fsdpctl.shards import FlatShard, trainable_shards
+from fsdpctl.shards import FlatShard, persistent_buffers, trainable_shards
 
 # What torch says of a write to a tensor in which one number stands for all elements.
 _WRITTEN_AT_REST = "more than one element of the written-to tensor"
@@ -40,6 +40,7 @@ class ShardedModel(nn.Module):
         self._own_runtime = runtime
         self._has_ended = False
         self._presence = Presence(runtime)
+        self.take_waits = runtime.mesh.take_waits  # how long computation has waited since the last
         self._shards = tuple(b.shard for unit in runtime.units.values() for b in unit.buffers)
         access.guard_module(module, runtime)
         if runtime.strategy.shards_params:

@@ -1,13 +1,9 @@
 """Whether copies of the same values are the same."""
 
-from collections import Counter
-
 import torch
 
+from fsdpctl.comm.copies import as_integers, compare_copies
 from fsdpctl.engine.runtime import Runtime
-from fsdpctl.errors import EngineError
-
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
@@ -21,23 +17,7 @@ def check_replicas(runtime: Runtime) -> None:
     if runtime.strategy.shards_params and mesh.replicas is None:
         return
     place = mesh.shard.rank if runtime.strategy.shards_params else 0
-    places = mesh.world.gather_objects(place)
-    answers = mesh.world.gather_objects(_checksums(runtime))
-    for part in range(mesh.shard.size):
-        of_part = {
-            rank: {name: tuple(sums) for name, sums in answers[rank].items()}
-            for rank, place in enumerate(places)
-            if place == part
-        }
-        for name in next(iter(of_part.values()), {}):
-            found = {rank: checksums[name] for rank, checksums in of_part.items()}
-            usual = Counter(found.values()).most_common(1)[0][0]
-            odd = [str(rank) for rank, checksum in found.items() if checksum != usual]
-            if odd:
-                raise EngineError(
-                    f"{name} on rank {', '.join(odd)} differs from its other copies: a replica has "
-                    "gone astray, by a hardware fault or a write to parameters of one rank only"
-                )
+    compare_copies(mesh.world, place, _checksums(runtime))
 
 
 def _checksums(runtime: Runtime) -> dict[str, tuple[int, ...]]:
@@ -52,7 +32,7 @@ def _checksums(runtime: Runtime) -> dict[str, tuple[int, ...]]:
         if shard.is_replicated or has_copies:
             alike.append((shard.held, shard.master))
         for held, values in alike:
-            bits = values.view(_INTEGERS[values.itemsize])
+            bits = as_integers(values)
             for piece in buffer.layout.pieces(held):
                 inside = piece.in_flat.shift(-held.start)
                 names.append(piece.param.name)

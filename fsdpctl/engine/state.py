@@ -1,23 +1,13 @@
 """Whole tensors out of shards."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.describe import all_named_parameters
-from fsdpctl.shards import FlatShard
-
-
-def persistent_buffers(module: nn.Module) -> Mapping[str, Tensor]:
-    """The buffers that a state dict of `module` contains, by name."""
-    found: dict[str, Tensor] = {}
-    for prefix, each in module.named_modules():
-        for key, buffer in each._buffers.items():
-            if buffer is not None and key not in each._non_persistent_buffers_set:
-                found[f"{prefix}.{key}" if prefix else key] = buffer
-    return found
+from fsdpctl.shards import FlatShard, persistent_buffers
 
 
 @torch.no_grad()

@@ -2,26 +2,18 @@
 
 from dataclasses import replace
 
-from fsdpctl.errors import UsageError
 from fsdpctl.memory.ddp_steps import DataParallel, DataParallelSteps
 from fsdpctl.memory.engine_bytes import TrainingPlan, estimate
 from fsdpctl.memory.fsdp2_steps import FullyShard, FullyShardSteps
 from fsdpctl.memory.own_steps import OwnSteps
 from fsdpctl.memory.script import Writer
 from fsdpctl.memory.simulate import Steps
+from fsdpctl.plan.engines import DDP, FSDP2, check_strategy
 from fsdpctl.plan.sizes import RankPlace
-from fsdpctl.plan.strategy import STRATEGIES, Strategy
+from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitSpec
 
 _REPLAYED = 16  # ranks, up to which each is replayed to find the fullest
-ENGINES = ("fsdpctl", "fsdp2", "ddp")
-
-
-def has_strategy(engine: str, strategy: Strategy) -> bool:
-    """Whether an engine can do what a strategy says."""
-    has_fsdp2 = strategy.shards_params and not strategy.shards_over_copies
-    can = {"ddp": strategy.name == "no_shard", "fsdp2": has_fsdp2}
-    return can.get(engine, True)
 
 
 def steps_of(
@@ -48,23 +40,24 @@ def steps_of(
     Raises:
         UsageError: the engine has no such strategy.
     """
-    if not has_strategy(engine, strategy):
-        can = ", ".join(name for name, row in STRATEGIES.items() if has_strategy(engine, row))
-        raise UsageError(f"engine={engine}: not with strategy={strategy.name}; it can {can}")
-    if engine == "ddp":
-        return DataParallelSteps(DataParallel(units, plan.sizes, len(plan.reduces)), writer), 0
-    if engine == "fsdp2":
-        model = FullyShard(
+    check_strategy(engine, strategy)
+    if engine == DDP:
+        model = DataParallel(units, plan.sizes, len(plan.reduces), plan.states)
+        return DataParallelSteps(model, writer), 0
+    if engine == FSDP2:
+        sharded = FullyShard(
             units,
             place.size if plan.strategy.shards_params else 1,
             plan.sizes,
             reshards=strategy.reshard_after_forward,
             prefetch=max(1, plan.prefetch.backward),
             reduces=plan.reduces,
+            ahead=plan.prefetch.forward if plan.prefetch.forward > 1 else 0,
+            states=plan.states,
             replicates=place.num_replicas > 1,
             fused=fused,
         )
-        return FullyShardSteps(model, writer), 0
+        return FullyShardSteps(sharded, writer), 0
     place = replace(place, rank=_fullest(plan, place))
     return OwnSteps(plan, place, writer), place.rank
 

@@ -5,13 +5,14 @@ from dataclasses import replace
 from fsdpctl.chats.data import open_data
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.engines import has_strategy, steps_of
+from fsdpctl.estimate.engines import steps_of
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import plan_run
 from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.memory.script import Writer
 from fsdpctl.memory.step_estimate import estimate_steps
 from fsdpctl.plan.batch import BatchPlan, plan_batches
+from fsdpctl.plan.engines import OURS, has_strategy
 from fsdpctl.plan.strategy import STRATEGIES, get_strategy
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import (
@@ -36,7 +37,11 @@ class Estimator:
             UsageError: it cannot work.
         """
         traced = self.traced_model(config)
-        _check_engine(config, traced)
+        if config.engine.name != OURS and traced.num_trained < traced.num_params:
+            raise UsageError(
+                f"engine={config.engine.name}: is estimated for models that are trained whole, "
+                "without model.lora and model.trainable"
+            )
         batches = batches_of(config)
         micro = batches.micro_batch_size
         chunk = loss_chunk_tokens(config, micro)
@@ -53,7 +58,7 @@ class Estimator:
             steps,
             device=str(config.launch.device),
             allocator=config.launch.allocator,
-            draws=config.engine.name == "fsdpctl" and not config.model.is_pretrained,
+            draws=config.engine.name == OURS and not config.model.is_pretrained,
         )
         return RunEstimate(config, batches, traced.num_params, traced.num_trained, rank, step)
 
@@ -69,16 +74,6 @@ class Estimator:
         if alike not in self._traced:
             self._traced[alike] = TracedModel(config)
         return self._traced[alike]
-
-
-def _check_engine(config: Config, traced: TracedModel) -> None:
-    if config.engine.name != "fsdpctl" and traced.num_trained < traced.num_params:
-        raise UsageError(
-            f"engine={config.engine.name}: is estimated for models that are trained whole, without "
-            "model.lora and model.trainable"
-        )
-    if config.engine.name != "fsdpctl" and config.optimizer.name != "adamw":
-        raise UsageError(f"engine={config.engine.name}: is estimated with optimizer=adamw")
 
 
 def batches_of(config: Config) -> BatchPlan:

@@ -11,6 +11,7 @@ from fsdpctl.estimate.run_plan import kept_states, plan_run
 from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.memory.compute import Program
 from fsdpctl.memory.engine_bytes import TrainingPlan, held_masters, planned_step, planned_update
+from fsdpctl.plan.engines import FSDP2, OURS
 from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.units import UnitSpec, unit_order
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
@@ -115,7 +116,7 @@ def _tasks(
     plan: TrainingPlan,
     place: RankPlace,
 ) -> _Tasks:
-    if config.engine.name != "fsdpctl":
+    if config.engine.name != OURS:
         return _tasks_of_peer(config, units, writer, plan)
     owned = sum(
         held_masters(plan, place, layout).numel
@@ -141,7 +142,7 @@ def _tasks_of_peer(
 ) -> _Tasks:
     root, *others = units
     numel = {unit.name: sum(param.numel for param in unit.params) for unit in units}
-    if config.engine.name == "fsdp2":
+    if config.engine.name == FSDP2:
         blocks = {unit.name for unit in others if unit.kind == "block"}
         rest = sum(count for name, count in numel.items() if name not in blocks)
         numel = {root.name: rest, **{name: numel[name] for name in numel if name in blocks}}
@@ -157,7 +158,7 @@ def _tasks_of_peer(
     )
     return (
         FullyShardTasks(step, writer)
-        if config.engine.name == "fsdp2"
+        if config.engine.name == FSDP2
         else DataParallelTasks(step, writer)
     )
 

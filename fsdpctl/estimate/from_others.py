@@ -10,8 +10,8 @@ import torch
 from fsdpctl.config.compose import Composed, compose_config
 from fsdpctl.config.schema import SIZES
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.engines import has_strategy
 from fsdpctl.others.translation import Batch, Degrees, Row, Translation
+from fsdpctl.plan.engines import has_strategy
 from fsdpctl.plan.strategy import STRATEGIES, get_strategy
 from fsdpctl.resolve.machine import placed_on_cluster, world_size
 

@@ -8,6 +8,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import estimate_run
+from fsdpctl.plan.engines import OURS
 from fsdpctl.reading.documents import read_json
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.run import ResolvedRun
@@ -21,7 +22,7 @@ class KeptEstimate:
 
     peak_allocated_bytes: int
     peak_reserved_bytes: int
-    peak_engine_bytes: int  # of allocated, what the engine owns
+    peak_engine_bytes: int | None  # of allocated, what our engine owns
 
 
 def estimate_here(run: ResolvedRun) -> RunEstimate:
@@ -31,9 +32,15 @@ def estimate_here(run: ResolvedRun) -> RunEstimate:
 
 def write_estimate(run_dir: Path, run: ResolvedRun, found: RunEstimate) -> None:
     """Keep the estimate for a run in its directory."""
-    engine = estimate_run(run.config, run.module, run.batches.num_micro_batches)
-    text = json.dumps({**found.to_dict(), "peak_engine_bytes": engine.peak_bytes}, indent=2)
+    text = json.dumps({**found.to_dict(), "peak_engine_bytes": engine_bytes(run)}, indent=2)
     (run_dir / ESTIMATE).write_text(text + "\n", encoding="utf-8")
+
+
+def engine_bytes(run: ResolvedRun) -> int | None:
+    """The most that the engine of the fullest rank will hold; None for PyTorch's own."""
+    if run.config.engine.name != OURS:
+        return None
+    return estimate_run(run.config, run.module, run.batches.num_micro_batches).peak_bytes
 
 
 def read_estimate(run_dir: Path) -> KeptEstimate | None:

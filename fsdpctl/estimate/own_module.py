@@ -13,12 +13,13 @@ from fsdpctl.engine.describe import dtype_name
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import Sharding
 from fsdpctl.errors import UsageError, nearest
-from fsdpctl.estimate.engines import ENGINES, steps_of
+from fsdpctl.estimate.engines import steps_of
 from fsdpctl.estimate.run_plan import REPEATING
 from fsdpctl.estimate.traced import TracedModule
 from fsdpctl.memory.engine_bytes import TrainingPlan
 from fsdpctl.memory.script import Writer
 from fsdpctl.memory.step_estimate import ALLOCATORS, StepEstimate, estimate_steps
+from fsdpctl.plan.engines import ENGINES
 from fsdpctl.plan.sizes import Itemsizes, RankPlace
 from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy, ranks_per_copy
 from fsdpctl.plan.transport import Transport

@@ -8,7 +8,7 @@ until its backward, as autocast does with those of matrix products.
 from dataclasses import dataclass
 
 from fsdpctl.memory.compute import Part, Place
-from fsdpctl.memory.engine_bytes import ADAMW
+from fsdpctl.memory.engine_bytes import ADAMW, KeptStates
 from fsdpctl.memory.script import Category, Writer
 from fsdpctl.plan.sizes import Itemsizes
 from fsdpctl.plan.units import UnitSpec
@@ -21,6 +21,7 @@ class DataParallel:
     units: tuple[UnitSpec, ...]  # root first
     sizes: Itemsizes
     passes: int
+    states: KeptStates = ADAMW
 
 
 class DataParallelSteps:
@@ -94,5 +95,5 @@ class DataParallelSteps:
         for unit, params in self._params.items():
             trained = [param.numel for param in params if param.trainable]
             for nbytes in (numel * self._model.sizes.master for numel in trained):
-                for size in ADAMW.of(nbytes):
+                for size in self._model.states.of(nbytes):
                     self._writer.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)

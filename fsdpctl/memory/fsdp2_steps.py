@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fsdpctl.memory.compute import Part, Place
-from fsdpctl.memory.engine_bytes import ADAMW
+from fsdpctl.memory.engine_bytes import ADAMW, KeptStates
 from fsdpctl.memory.script import Category, Writer
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.sizes import Itemsizes
@@ -30,6 +30,8 @@ class FullyShard:
     reshards: bool  # after forward; the last block, and what is in no block, never
     prefetch: int  # blocks gathered ahead in backward
     reduces: tuple[bool, ...]  # per pass
+    ahead: int = 0  # blocks gathered ahead in forward, beyond its habit
+    states: KeptStates = ADAMW
     replicates: bool = False  # what is reduced is then all-reduced over copies
     fused: bool = True  # AdamW in one kernel, or tensor by tensor with a temporary each
 
@@ -149,6 +151,9 @@ class FullyShardSteps:
             is_block = name in self._groups
             if is_block:
                 self._copy_out(name, forward=True)
+                place = self._blocks.index(name) + 1
+                for ahead in self._blocks[place : place + model.ahead]:
+                    self._gather(ahead)
             writer.play(Place(Part.FORWARD, name))
             if is_block and model.reshards and name != self._blocks[-1]:
                 self._reshard(name)
@@ -249,7 +254,7 @@ class FullyShardSteps:
             self._has_states = True
             for unit in self._groups:
                 for nbytes in self._shards(self._with_gradients(unit)):
-                    for size in ADAMW.of(nbytes):
+                    for size in self._model.states.of(nbytes):
                         writer.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
         if not self._model.fused:
             temporaries = [

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +32,25 @@ def embedding(rows: int, width: int) -> nn.Embedding:
     return made
 
 
+class Decoder(Protocol):
+    """A module that takes tokens, or what stands for one."""
+
+    training: bool
+
+    def train(self, mode: bool = True) -> Any:
+        """Into training or out of it."""
+        ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Logits, or with targets their loss."""
+        ...
+
+
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
+def evaluating(module: Decoder) -> Iterator[None]:
     """Nothing is left out by dropout in the block."""
     was_training = module.training
-    module.eval()
+    module.train(False)
     try:
         yield
     finally:

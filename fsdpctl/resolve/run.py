@@ -26,6 +26,7 @@ from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.resolve.besides import check_besides
 from fsdpctl.resolve.blocks import missing_compiler
 from fsdpctl.resolve.data import DATE, checked_data, date_of_run, notes_on_data, on_date, with_data
+from fsdpctl.resolve.engines import check_engine, check_trained_whole, notes_on_engine
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import (
     placed_here,
@@ -73,19 +74,17 @@ def resolve(
     Raises:
         UsageError: it cannot work; the message names the key.
     """
-    if composed.config.engine.name != "fsdpctl":
-        raise UsageError(
-            f"engine={composed.config.engine.name}: this version only estimates its memory, with "
-            "estimate-memory; trained is with engine=fsdpctl"
-        )
     check_besides(composed.config)
     config = placed_here(composed.config, launch)
+    check_engine(config)
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
     config, notes = _with_compiler(config)
+    notes += notes_on_engine(config, composed.automatic)
     config = _with_alpha(_with_model_path(config))
     data = checked_data(config, on_rows)
     config = with_batch_size(with_data(_with_length(config, data, composed), data))
     module = build_model(config.model)
+    check_trained_whole(config, module)
     if config.model.is_pretrained:
         check_weights(weights_in_model_path(config.model, module, config.train.seed), module)
     config = replace(config, optimizer=_with_lr(config.optimizer, config.model, module))

@@ -1,11 +1,12 @@
 """The one place where a configuration becomes objects."""
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdpctl.chats.data import open_data
 from fsdpctl.checkpoint.adapters import first_weights
@@ -15,7 +16,7 @@ from fsdpctl.checkpoint.load import load_checkpoint, load_weights
 from fsdpctl.checkpoint.manifest import BaseInfo, Progress
 from fsdpctl.checkpoint.pretrained import open_base, open_weights, weights_folder, whole_weights
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.comm.collectives import ObjectExchange
+from fsdpctl.comm.collectives import ObjectExchange, collectives_for
 from fsdpctl.comm.world import World
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
@@ -29,9 +30,14 @@ from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.sgd import ShardedSGD
+from fsdpctl.peers.model import peer_model
+from fsdpctl.peers.setup import PeerSetup
 from fsdpctl.plan.batch import BatchPlan, plan_batches
+from fsdpctl.plan.engines import OURS
 from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.strategy import get_strategy, ranks_per_copy
 from fsdpctl.resolve.blocks import checkpoint_block, compile_block
+from fsdpctl.shards import TrainedModel
 from fsdpctl.train.loop import Trainer
 from fsdpctl.train.parts import Optimizer, Outside, TrainingParts
 from fsdpctl.watch.run_watch import RunWatch
@@ -42,7 +48,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def make_model(
     config: Config, device: torch.device, *, strategy: str | None = None, empty: bool = False
 ) -> ShardedModel:
-    """The model, sharded as the configuration says. Collective.
+    """The model, sharded by our engine as the configuration says. Collective.
 
     With its weights drawn from the seed, or `empty` with zeros, to be filled.
     """
@@ -54,9 +60,36 @@ def make_model(
         prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
         precision=Precision(*(_DTYPES[name or "float32"] for name in config.precision.dtypes)),
     )
-    draw = partial(initialize_parameter, seed=config.train.seed, config=config.model)
-    source = Source(device, is_empty=True) if empty else Source(device, draw)
+    source = Source(device, is_empty=True) if empty else Source(device, _draw(config))
     return shard_from(source, make_module(config), sharding)
+
+
+def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> TrainedModel:
+    """The same in the hands of the engine that the configuration names. Collective."""
+    if config.engine.name == OURS:
+        model = make_model(config, device, empty=empty)
+        model.mesh.measure_waits()
+        model.overlap_param_gather = True
+        return model
+    module, strategy = make_module(config), get_strategy(config.strategy.name)
+    ranks = collectives_for(device).size
+    setup = PeerSetup(
+        config.engine.name,
+        tuple(unit.name for unit in divide_module(module, None) if unit.kind == "block"),
+        ranks_per_copy(strategy, ranks, config.strategy.dp_shard_size),
+        reshards=strategy.reshard_after_forward,
+        prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
+        param_dtype=_DTYPES[str(config.precision.param_dtype)],
+        reduce_dtype=_DTYPES[str(config.precision.reduce_dtype)],
+        master_dtype=_DTYPES[str(config.precision.master_dtype)],
+        compiles=config.train.compile,
+    )
+    return peer_model(module, setup, device, None if empty else _draw(config))
+
+
+def _draw(config: Config) -> Callable[[str, Tensor], None]:
+    """What gives a parameter its first values."""
+    return partial(initialize_parameter, seed=config.train.seed, config=config.model)
 
 
 def make_module(config: Config) -> nn.Module:
@@ -72,7 +105,7 @@ def make_module(config: Config) -> nn.Module:
     return module
 
 
-def make_optimizer(config: Config, model: ShardedModel) -> Optimizer:
+def make_optimizer(config: Config, model: TrainedModel) -> Optimizer:
     """The optimizer over the model's shards."""
     about = config.optimizer
     if about.name == "sgd":
@@ -115,7 +148,7 @@ def _make_trainer(
     )
     newest = newest_checkpoint(run_dir / CHECKPOINTS)
     is_read = newest is not None or config.model.is_pretrained
-    model = make_model(config, world.device, empty=is_read)
+    model = make_trained_model(config, world.device, empty=is_read)
     optimizer = make_optimizer(config, model)
     done, base = _fill(config, model, optimizer, data, newest)
     train = config.train
@@ -147,7 +180,7 @@ def _data(config: Config) -> DataSet:
 
 def _fill(
     config: Config,
-    model: ShardedModel,
+    model: TrainedModel,
     optimizer: Optimizer,
     data: DataSet,
     newest: Path | None,
@@ -174,7 +207,7 @@ def _validation(data: DataSet, seq_len: int, plan: BatchPlan) -> Batches | None:
 
 
 def _resume(
-    newest: Path, model: ShardedModel, optimizer: Optimizer, data: DataSet
+    newest: Path, model: TrainedModel, optimizer: Optimizer, data: DataSet
 ) -> tuple[Progress, BaseInfo | None]:
     try:
         reader = CheckpointReader(newest)

@@ -19,7 +19,7 @@ class StepTimes:
 
     total: float
     compute: float  # forward and backward
-    exposed_communication: float  # what was waited for, whenever that was
+    exposed_communication: float | None  # what was waited for, whenever; None: within the others
     data: float
     optimizer: float  # with the norm of the gradient
 
@@ -27,11 +27,12 @@ class StepTimes:
 class StepClock:
     """Tells phases apart: by the host's clock, or on CUDA by events that cost the host nothing."""
 
-    def __init__(self, device: torch.device, take_waits: Callable[[], Seconds]) -> None:
+    def __init__(self, device: torch.device, take_waits: Callable[[], Seconds] | None) -> None:
         """Begin a step; `take_waits()` gives what was waited for since its last call."""
         self._on_cuda = device.type == "cuda"
-        self._take_waits = take_waits
-        take_waits()
+        self._knows_waits = take_waits is not None
+        self._take_waits = take_waits or _no_waits
+        self._take_waits()
         self._began = self._mark()
         self._last = self._began
         self._laps: list[tuple[Phase, _Mark, _Mark, Seconds]] = []
@@ -52,7 +53,8 @@ class StepClock:
             waited = waits()
             spent[phase] += max(0.0, _between(start, end) - waited)
             exposed += waited
-        return StepTimes(_between(self._began, self._last), exposed_communication=exposed, **spent)
+        total, known = _between(self._began, self._last), exposed if self._knows_waits else None
+        return StepTimes(total, exposed_communication=known, **spent)
 
     def _mark(self) -> _Mark:
         if not self._on_cuda:
@@ -60,6 +62,10 @@ class StepClock:
         mark = torch.cuda.Event(enable_timing=True)
         mark.record()
         return mark
+
+
+def _no_waits() -> Seconds:
+    return lambda: 0.0
 
 
 def _between(start: _Mark, end: _Mark) -> float:

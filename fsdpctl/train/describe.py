@@ -10,6 +10,7 @@ from fsdpctl.engine.build import divide_module
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import divide, item_sizes
 from fsdpctl.optim.schedule import warmup_steps
+from fsdpctl.plan.engines import OURS
 from fsdpctl.plan.strategy import effective_strategy, get_strategy
 from fsdpctl.resolve.run import ResolvedRun
 from fsdpctl.train.flops import describe_flops
@@ -83,9 +84,14 @@ def _ranks(run: ResolvedRun) -> str:
     nodes_too = "" if nodes == 1 else f"{run.batches.world_size}, on each of {nodes} nodes "
     return (
         f"{nodes_too}{each}{_auto(run, 'launch.nproc_per_node')} on "
-        f"{config.launch.device}{_auto(run, 'launch.device')}, {_strategy(run)}, "
+        f"{config.launch.device}{_auto(run, 'launch.device')}, {_engine(run)}{_strategy(run)}, "
         f"prefetch {config.prefetch.name}, {dtypes}{_auto(run, 'precision.param_dtype')}"
     )
+
+
+def _engine(run: ResolvedRun) -> str:
+    name = run.config.engine.name
+    return "" if name == OURS else f"engine {name}, "
 
 
 def _strategy(run: ResolvedRun) -> str:
@@ -179,7 +185,12 @@ def _run(start: Start) -> str:
 
 
 def describe_units(run: ResolvedRun) -> Iterator[str]:
-    """Units and their layout over the ranks, a line each; then each rank's share."""
+    """Units and their layout over the ranks, a line each; then each rank's share.
+
+    Of our engine: PyTorch's have none that spans parameters.
+    """
+    if run.config.engine.name != OURS:
+        return
     division = divide(run.config, divide_module(run.module, None)).division
     units, layouts = division.units, division.layouts
     width = max(len(unit.name) for unit in units) + 2

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdpctl.models.cache import Cache
-from fsdpctl.models.parts import evaluating
+from fsdpctl.models.parts import Decoder, evaluating
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Sampling:
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
+    model: Decoder,
     prompt: list[int],
     turns: Iterable[object],
     *,

@@ -13,7 +13,7 @@ from fsdpctl.train.gradient_probe import GradientProbe
 from fsdpctl.train.keeper import Keeper
 from fsdpctl.train.kept import KeptFiles
 from fsdpctl.train.looks import Hearing, sample, validate
-from fsdpctl.train.memory_check import MemoryCheck
+from fsdpctl.train.memory_check import MemoryCheck, engine_bytes
 from fsdpctl.train.metrics import was_validated
 from fsdpctl.train.parts import LaunchedStep, TrainingParts
 from fsdpctl.train.profiling import Tracing
@@ -40,8 +40,6 @@ class Trainer:
         self._launched: deque[LaunchedStep] = deque()
         # On CUDA the host runs one step ahead instead of waiting for the device's figures.
         self._lag = int(parts.device.type == "cuda")
-        parts.model.mesh.measure_waits()
-        parts.model.overlap_param_gather = True
         self._ranks = parts.model.collectives
         self._teller = Teller(parts, done.step)
         files = KeptFiles(config, parts.run_dir, self._teller.metrics)
@@ -112,8 +110,9 @@ class Trainer:
 
     def _end(self) -> None:
         """Write down what only all ranks together know. Collective."""
-        own = self.parts.model.peak_memory_bytes() + self.parts.optimizer.memory_bytes()
-        largest = max(self._ranks.gather_objects(own))
+        own = engine_bytes(self.parts.model, self.parts.optimizer)
+        every = self._ranks.gather_objects(own)
+        largest = None if None in every else max(each for each in every if each is not None)
         self._teller.write({"step": self.step, "peak_engine_bytes": largest})
         self._teller.close()
         if self._is_ending:

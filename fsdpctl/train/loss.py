@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from fsdpctl.comm.base import Collectives
@@ -12,11 +12,11 @@ from fsdpctl.data.batches import Batches, MicroBatch
 from fsdpctl.data.rows import IGNORED
 from fsdpctl.data.source import DataSet
 from fsdpctl.models.documents import Documents, make_documents, send
-from fsdpctl.models.parts import evaluating
+from fsdpctl.models.parts import Decoder, evaluating
 
 
 def summed_loss(
-    model: nn.Module, batch: MicroBatch, device: torch.device, chunk_tokens: int
+    model: Callable[..., Tensor], batch: MicroBatch, device: torch.device, chunk_tokens: int
 ) -> Tensor:
     """Cross entropy in nats, in float32, summed over the targets that count.
 
@@ -34,7 +34,7 @@ def _documents(batch: MicroBatch, device: torch.device) -> dict[str, Documents]:
 
 @torch.no_grad()
 def validation_loss(
-    model: nn.Module,
+    model: Decoder,
     batches: Batches,
     collectives: Collectives,
     device: torch.device,
@@ -63,7 +63,7 @@ def validation_loss(
 
 
 def _pass_loss(
-    model: nn.Module, batch: MicroBatch, device: torch.device, chunk_tokens: int
+    model: Decoder, batch: MicroBatch, device: torch.device, chunk_tokens: int
 ) -> Tensor:
     if chunk_tokens:
         return summed_loss(model, batch, device, chunk_tokens)

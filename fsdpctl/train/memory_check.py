@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from fsdpctl.engine.model import ShardedModel
 from fsdpctl.estimate.kept import read_estimate
+from fsdpctl.shards import TrainedModel
 from fsdpctl.train.metrics import peak_memory
 from fsdpctl.train.parts import Optimizer
 from fsdpctl.train.progress import format_bytes
@@ -17,7 +17,7 @@ class MemoryCheck:
     """Compares, after a few steps, what the fullest rank has held with what was estimated."""
 
     def __init__(
-        self, run_dir: Path, model: ShardedModel, optimizer: Optimizer, first_step: int
+        self, run_dir: Path, model: TrainedModel, optimizer: Optimizer, first_step: int
     ) -> None:
         """`first_step`: steps that were done before this start."""
         self._estimate = read_estimate(run_dir)
@@ -30,15 +30,17 @@ class MemoryCheck:
         if step != self._at:
             return None
         memory = peak_memory(device)
-        engine = self._model.peak_memory_bytes() + self._optimizer.memory_bytes()
-        held = (engine, memory.allocated or 0, memory.reserved)
+        engine = engine_bytes(self._model, self._optimizer)
+        held = (engine or 0, memory.allocated or 0, memory.reserved)
         every = self._model.collectives.gather_objects(held)
-        engine, allocated, reserved = map(max, zip(*every, strict=True))
+        largest, allocated, reserved = map(max, zip(*every, strict=True))
         estimate = self._estimate
         if estimate is None:
             return None
         if device.type == "cpu":
-            what = _beside(engine, estimate.peak_engine_bytes)
+            if engine is None or estimate.peak_engine_bytes is None:
+                return None
+            what = _beside(largest, estimate.peak_engine_bytes)
             return f"memory: the engine held at most {what}; estimated of all tensors: " + (
                 format_bytes(estimate.peak_allocated_bytes)
             )
@@ -46,6 +48,12 @@ class MemoryCheck:
             f"memory: at most {_beside(allocated, estimate.peak_allocated_bytes)} allocated, "
             f"{_beside(reserved, estimate.peak_reserved_bytes)} reserved"
         )
+
+
+def engine_bytes(model: TrainedModel, optimizer: Optimizer) -> int | None:
+    """The most that this rank's engine and optimizer have held; None: nobody has counted."""
+    peak = model.peak_memory_bytes()
+    return None if peak is None else peak + optimizer.memory_bytes()
 
 
 def _beside(measured: int, estimated: int) -> str:

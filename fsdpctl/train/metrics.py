@@ -67,7 +67,7 @@ class StepMetrics:
             "mfu": self.mfu,
             "seconds": round(self.times.total, 6),
             "compute_seconds": round(self.times.compute, 6),
-            "exposed_communication_seconds": round(self.times.exposed_communication, 6),
+            "exposed_communication_seconds": _rounded(self.times.exposed_communication),
             "data_seconds": round(self.times.data, 6),
             "optimizer_seconds": round(self.times.optimizer, 6),
             "peak_allocated_bytes": self.memory.allocated,
@@ -89,6 +89,10 @@ class PeakMemory:
     reserved: int  # by the caching allocator; on the CPU by the process
     total: int | None = None  # of the device
     retries: int | None = None  # how often its allocator emptied its cache to go on
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
 
 
 def peak_memory(device: torch.device) -> PeakMemory:

@@ -10,10 +10,10 @@ from fsdpctl.checkpoint.manifest import BaseInfo
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.source import DataSet
-from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import Limits, StepRecord
 from fsdpctl.optim.sgd import ShardedSGD
+from fsdpctl.shards import TrainedModel
 from fsdpctl.train.clock import StepClock
 from fsdpctl.watch.run_watch import RunWatch
 
@@ -37,7 +37,7 @@ class TrainingParts:
     config: Config
     run_dir: Path
     data: DataSet
-    model: ShardedModel
+    model: TrainedModel
     optimizer: Optimizer
     train_batches: Batches
     val_batches: Batches | None

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-from fsdpctl.engine.model import ShardedModel
+from fsdpctl.shards import TrainedModel
 
 FOLDER = "profile"
 _TRACED = 3  # steps
@@ -23,7 +23,7 @@ class Tracing:
     them. Leaving the block writes what there is of one that is under way.
     """
 
-    def __init__(self, model: ShardedModel, run_dir: Path, rank: int) -> None:
+    def __init__(self, model: TrainedModel, run_dir: Path, rank: int) -> None:
         self._model = model
         self._folder = run_dir / FOLDER
         self._rank = rank

@@ -22,7 +22,7 @@ from fsdpctl.comm.pulse import PULSE
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import words_for_others
-from fsdpctl.engine.model import ShardedModel
+from fsdpctl.shards import TrainedModel
 from fsdpctl.train.assets import read_run_assets
 from fsdpctl.train.parts import Optimizer
 from fsdpctl.watch.after_save import AfterSave
@@ -109,7 +109,7 @@ class Saver:
         self._note = ""  # of the thread, about a checkpoint that is complete
 
     def save(
-        self, model: ShardedModel, optimizer: Optimizer, progress: Progress, began: float
+        self, model: TrainedModel, optimizer: Optimizer, progress: Progress, began: float
     ) -> None:
         """Begin to write a checkpoint, in sync mode end it too; training has waited since `began`.
 

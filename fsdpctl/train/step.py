@@ -37,8 +37,9 @@ def launch_step(
         own: what this rank has to say, asked after its passes.
     """
     config, ranks = parts.config, parts.model.collectives
-    clock = StepClock(parts.device, parts.model.mesh.take_waits)
+    clock = StepClock(parts.device, parts.model.take_waits)
     share = _run_micro_steps(parts, step, samples, clock)
+    parts.model.sync_gradients()
     record = record_step(
         parts.model,
         loss_sum=share.loss_sum,

@@ -36,7 +36,7 @@ class Teller:
         self._restart = restart_of()
         self._device = parts.device
         self._num_ranks = ranks.size
-        self._flops = model_flops(config, parts.model, parts.device, ranks.size)
+        self._flops = model_flops(config, parts.model.module, parts.device, ranks.size)
 
     def __enter__(self) -> Self:
         self.shown.__enter__()

@@ -196,3 +196,13 @@ def test_the_largest_of_very_deep_models_is_where_a_straight_line_says(memory):
     if found is not None:
         assert (memory == "5") == (found.num_layers > 256)
         assert found.num_layers == pytest.approx(exact.value, rel=0.02)
+
+
+def test_other_engines_keep_what_the_optimizer_does_and_gather_as_far_ahead_as_asked():
+    words = [*H100, "engine=fsdp2", "train.seq_len=128", "train.micro_batch_size=1"]
+    usual = estimated(*words)
+    far = estimated(*words, "prefetch.forward=30")
+    assert far.allocated > usual.allocated + (8 << 30)  # most blocks, in bf16
+    plain = estimated(*words, "optimizer=sgd", "optimizer.lr=1e-3", "optimizer.momentum=0")
+    assert usual.step.breakdown["optimizer_states"] > 0
+    assert plain.step.breakdown["optimizer_states"] == 0

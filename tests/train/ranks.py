@@ -12,6 +12,7 @@ from torch import Tensor
 from fsdpctl.comm.world import World
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
+from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.resolve.run import resolve
 from fsdpctl.train import step
@@ -124,6 +125,7 @@ def train(
         error = f"{found.exit_code} {found}"
     errors = trainer.parts.model.collectives.gather_objects(error)
     assert len(set(errors)) == 1, errors
+    assert isinstance(trainer.parts.model, ShardedModel)
     state = trainer.parts.model.state_dict()
     if rank == 0:
         torch.save(state, result)

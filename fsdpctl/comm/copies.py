@@ -1,0 +1,49 @@
+"""Whether copies of the same values are the same."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fsdpctl.comm.base import Collectives
+from fsdpctl.errors import EngineError
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_integers(values: Tensor) -> Tensor:
+    """The bits of floating point values; their sum is a checksum in which order does not matter."""
+    return values.view(_INTEGERS[values.itemsize])
+
+
+def compare_copies(
+    world: Collectives, place: int, checksums: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Compare by checksums what several ranks hold alike. Collective.
+
+    Args:
+        world: all ranks.
+        place: which part of the parameters this rank has; ranks with the same one are alike.
+        checksums: of each parameter, as far as it lies in that part.
+
+    Raises:
+        EngineError: a parameter differs; the message names it and the rank.
+    """
+    places = world.gather_objects(place)
+    answers = world.gather_objects(dict(checksums))
+    for part in sorted(set(places)):
+        of_part = {
+            rank: {name: tuple(sums) for name, sums in answers[rank].items()}
+            for rank, place in enumerate(places)
+            if place == part
+        }
+        for name in next(iter(of_part.values()), {}):
+            found = {rank: checksums[name] for rank, checksums in of_part.items()}
+            usual = Counter(found.values()).most_common(1)[0][0]
+            odd = [str(rank) for rank, checksum in found.items() if checksum != usual]
+            if odd:
+                raise EngineError(
+                    f"{name} on rank {', '.join(odd)} differs from its other copies: a replica has "
+                    "gone astray, by a hardware fault or a write to parameters of one rank only"
+                )

@@ -1,0 +1,1 @@
+"""PyTorch's own engines, `fully_shard` and DistributedDataParallel, behind what training asks."""

@@ -1,0 +1,169 @@
+"""PyTorch's `fully_shard`, with the units that the estimate of its memory assumes.
+
+Each block is a unit, and all the rest is the root's. The root is not freed after its forward, nor
+is the last block, whose backward comes next.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.waits import HostWaits, Seconds
+from fsdpctl.peers.setup import Local, PeerSetup
+from fsdpctl.peers.values import Values
+from fsdpctl.plan.layout import Span, share_of
+
+
+class FullyShard:
+    """A module whose blocks, and then it itself, `fully_shard` was called on."""
+
+    def __init__(
+        self, module: nn.Module, setup: PeerSetup, world: Collectives, values: Values
+    ) -> None:
+        """Take over `module`, whose parameters become those that this rank has a part of.
+
+        Collective.
+        """
+        device_type = values.device.type
+        mesh = _mesh(device_type, world.size, setup.ranks_per_copy)
+        shard = partial(fully_shard, mesh=mesh, mp_policy=_policy(setup))
+        self._root, self._blocks = module, [module.get_submodule(name) for name in setup.blocks]
+        for block in self._blocks:
+            values.fill(block)  # one after another, so that no rank ever has all of them whole
+            reshards = setup.reshards and block is not self._blocks[-1]
+            shard(block, reshard_after_forward=reshards)
+        values.fill(module)
+        shard(module, reshard_after_forward=False)
+        _set_prefetch(list(_sharded(self._blocks)), setup)
+        num_copies = self.num_copies = world.size // setup.ranks_per_copy
+        self.place = world.rank % setup.ranks_per_copy
+        copy = world.rank // setup.ranks_per_copy
+        self.locals = [
+            _local(name, param, (self.place, setup.ranks_per_copy), (copy, num_copies))
+            for name, param in module.named_parameters()
+        ]
+        self._waits = HostWaits()
+        # On the CPU the host waits within each collective; on CUDA streams do, and nobody is told
+        # when. Sums over copies are not among what can be looked at.
+        knows = device_type == "cpu" and num_copies == 1
+        if knows:
+            _watch(self._all(), self._waits)
+        self.take_waits: Callable[[], Seconds] | None = self._waits.take if knows else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own result."""
+        return self._root(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward inside keeps whole gradients here."""
+        (root,) = _sharded([self._root])
+        root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+
+    def reshard(self) -> None:
+        """Let go of what a forward without backward has left whole."""
+        for each in self._all():
+            each.reshard()
+
+    def _all(self) -> Iterator[FSDPModule]:
+        return _sharded([self._root, *self._blocks])
+
+
+def _sharded(modules: Sequence[nn.Module]) -> Iterator[FSDPModule]:
+    """The same modules, which `fully_shard` has given another class."""
+    for each in modules:
+        assert isinstance(each, FSDPModule)
+        yield each
+
+
+def _mesh(device_type: str, num_ranks: int, ranks_per_copy: int) -> DeviceMesh:
+    if ranks_per_copy == num_ranks:
+        return init_device_mesh(device_type, (num_ranks,))
+    shape = (num_ranks // ranks_per_copy, ranks_per_copy)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def _policy(setup: PeerSetup) -> MixedPrecisionPolicy:
+    """Inputs stay what they are, as under our engine: tables of positions are not for rounding."""
+    narrows = setup.param_dtype != setup.master_dtype
+    return MixedPrecisionPolicy(
+        param_dtype=setup.param_dtype if narrows else None,
+        reduce_dtype=setup.reduce_dtype,
+        cast_forward_inputs=False,
+    )
+
+
+def _set_prefetch(blocks: Sequence[FSDPModule], setup: PeerSetup) -> None:
+    """Of one unit it is its own habit: in backward, and in forward where the host runs ahead."""
+    forward, backward = setup.prefetch.forward, setup.prefetch.backward
+    for place, block in enumerate(blocks):
+        if forward > 1:
+            block.set_modules_to_forward_prefetch(list(blocks[place + 1 : place + 1 + forward]))
+        if backward > 1:
+            before = blocks[max(0, place - backward) : place]
+            block.set_modules_to_backward_prefetch(list(reversed(before)))
+
+
+def _local(name: str, param: nn.Parameter, part: tuple[int, int], copy: tuple[int, int]) -> Local:
+    """Rows are cut into chunks of one size; the last ranks may have fewer, or none."""
+    assert isinstance(param, DTensor)
+    index, count = part
+    rows = param.shape[0]
+    numel, size = param.numel(), -(-rows // count)
+    start, stop = (
+        min(rows, size * place) * (numel // max(1, rows)) for place in (index, index + 1)
+    )
+    held = Span(start, stop)
+    assert param.to_local().numel() == held.numel
+    copy_index, num_copies = copy
+    written = share_of(held, copy_index, num_copies)
+    return Local(name, tuple(param.shape), param, held, held, written, num_copies)
+
+
+class _Timed:
+    """A collective as `fully_shard` does it, with what the host waits for it counted."""
+
+    def __init__(self, collective: Callable[..., Any], waits: HostWaits) -> None:
+        self._collective, self._waits = collective, waits
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory to gather or reduce into."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **kwargs: Any) -> Any:
+        """Done when it returns, unless `async_op` asks for a handle."""
+        result: Any = None
+
+        def run() -> None:
+            nonlocal result
+            result = self._collective(output_tensor, input_tensor, **kwargs)
+
+        self._waits.around(run)
+        return result
+
+
+def _watch(units: Iterator[FSDPModule], waits: HostWaits) -> None:
+    # torch has renamed both in 2.13, and warns of the old names.
+    gather: Any = _Timed(_first_of("all_gather_single", "all_gather_into_tensor"), waits)
+    reduce: Any = _Timed(_first_of("reduce_scatter_single", "reduce_scatter_tensor"), waits)
+    for unit in units:
+        unit.set_custom_all_gather(gather)
+        unit.set_custom_reduce_scatter(reduce)
+
+
+def _first_of(*names: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = next(getattr(dist, name) for name in names if hasattr(dist, name))
+    return found

@@ -1,0 +1,187 @@
+"""A module in the hands of one of PyTorch's engines, as training sees it."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.collectives import collectives_for
+from fsdpctl.comm.copies import as_integers, compare_copies
+from fsdpctl.comm.mesh import Mesh
+from fsdpctl.comm.pulse import PULSE
+from fsdpctl.comm.waits import Seconds
+from fsdpctl.errors import EngineError
+from fsdpctl.peers.fully import FullyShard
+from fsdpctl.peers.replicated import Replicated
+from fsdpctl.peers.setup import Local, PeerSetup, Runner
+from fsdpctl.peers.values import Draw, Values
+from fsdpctl.plan.engines import FSDP2
+from fsdpctl.plan.layout import FlatLayout, ParamSpec, Placement, Span
+from fsdpctl.shards import FlatShard, persistent_buffers
+
+
+class PeerModel(nn.Module):
+    """A module that `fully_shard` or DistributedDataParallel trains.
+
+    What a rank has of each parameter is a shard of its own, which looks into the engine's memory:
+    optimizers and checkpoints work on it as on any.
+    """
+
+    can_prefetch = False  # from one step to the next
+
+    def __init__(self, module: nn.Module, runner: Runner, world: Collectives) -> None:
+        super().__init__()
+        self.module = module
+        self.mesh = Mesh(world, world, None)
+        self._runner = runner
+        self._shards = tuple(map(_shard, runner.locals))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own result."""
+        return self._runner(*args, **kwargs)
+
+    @property
+    def collectives(self) -> Collectives:
+        """All ranks of the model."""
+        return self.mesh.world
+
+    @property
+    def take_waits(self) -> Callable[[], Seconds] | None:
+        """How long computation has waited for ranks since the last time; None: not known."""
+        if self._runner.take_waits is None:
+            return None
+        taken = self._runner.take_waits, self.mesh.take_waits
+
+        def take() -> Seconds:
+            both = [each() for each in taken]
+            return lambda: sum(seconds() for seconds in both)
+
+        return take
+
+    def flat_shards(self) -> tuple[FlatShard, ...]:
+        """This rank's shards, one a parameter, in the same order on every rank."""
+        return self._shards
+
+    def persistent_buffers(self) -> Mapping[str, Tensor]:
+        """The module's buffers that its state dict contains, by name."""
+        return persistent_buffers(self.module)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward inside reduces nothing; the next one outside reduces all."""
+        return self._runner.no_sync()
+
+    @torch.no_grad()
+    def sync_gradients(self) -> None:
+        """Give every shard the gradient that the engine has reduced."""
+        for local, shard in zip(self._runner.locals, self._shards, strict=True):
+            grad = local.param.grad
+            shard.grad = None if grad is None else _own(grad).view(-1)
+
+    def absent_everywhere(self) -> frozenset[str]:
+        """Names of the trainable parameters that had a gradient on no rank.
+
+        These engines want every parameter used by all ranks, or by none.
+        """
+        return frozenset(
+            each.name
+            for each in self._runner.locals
+            if each.param.requires_grad and each.param.grad is None
+        )
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients."""
+        for local, shard in zip(self._runner.locals, self._shards, strict=True):
+            local.param.grad = shard.grad = None
+
+    def broadcast_updated_params(self, *, trained_only: bool = False) -> None:
+        """Let the next forward see what was written to the shards."""
+        self._runner.reshard()
+
+    def rest(self) -> None:
+        """Let go of whole parameters, so that shards may be written to."""
+        self._runner.reshard()
+
+    @torch.no_grad()
+    def check_replicas(self) -> None:
+        """Compare what several ranks hold alike, by a checksum. Collective.
+
+        Raises:
+            EngineError: a parameter differs; the message names it and the rank.
+        """
+        if self._runner.num_copies == 1:
+            return
+        sums = [as_integers(shard.master).sum(dtype=torch.int64) for shard in self._shards]
+        names = [local.name for local in self._runner.locals]
+        found = torch.stack(sums).tolist()
+        checksums = {name: (value,) for name, value in zip(names, found, strict=True)}
+        compare_copies(self.collectives, self._runner.place, checksums)
+
+    def prefetch_forward_params(self) -> None:
+        """Refused: there is nothing to gather ahead of a forward."""
+        raise EngineError("PyTorch's engines gather nothing from one step to the next")
+
+    def peak_memory_bytes(self) -> int | None:
+        """Not known: nobody counts what these engines hold."""
+        return None
+
+    def name_ranges(self, *, is_on: bool) -> None:
+        """Nothing: they name what they do in every profile."""
+
+
+def peer_model(
+    module: nn.Module, setup: PeerSetup, device: torch.device, draw: Draw | None
+) -> PeerModel:
+    """`module` as one of PyTorch's engines trains it. Collective.
+
+    Args:
+        module: its parameters may lie on the meta device.
+        setup: which engine, and how.
+        device: where it shall run.
+        draw: fills a whole parameter; None: zeros, to be read over.
+    """
+    world = collectives_for(device)
+    values = Values(module, device, setup.master_dtype, draw)
+    for name in setup.blocks:
+        _tell_of(name, module.get_submodule(name))
+    if setup.engine == FSDP2:
+        return PeerModel(module, FullyShard(module, setup, world, values), world)
+    return PeerModel(module, Replicated(module, setup, world, values), world)
+
+
+def _tell_of(name: str, block: nn.Module) -> None:
+    """Have it said that this rank gets on, as our engine says it."""
+
+    def backward(gradient: Tensor) -> None:
+        PULSE.at(f"backward {name}")
+
+    def forward(module: nn.Module, args: Any, output: Any) -> None:
+        PULSE.at(f"forward {name}")
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(backward)
+
+    block.register_forward_hook(forward)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard(local: Local) -> FlatShard:
+    own = _own(local.param.detach())
+    dtype = str(own.dtype).removeprefix("torch.")
+    spec = ParamSpec(local.name, local.shape, dtype, local.param.requires_grad)
+    layout = FlatLayout((Placement(spec, Span(0, spec.numel)),), spec.numel, (local.held,))
+    return FlatShard(
+        local.name,
+        layout,
+        own.view(-1),
+        held=local.held,
+        owned=local.owned,
+        written=local.written,
+        num_owners=local.num_owners,
+    )

@@ -1,0 +1,126 @@
+"""PyTorch's DistributedDataParallel, as the estimate of its memory assumes it.
+
+Gradients are views of its buckets. Where it computes in a narrower dtype than it keeps, it does
+that under autocast.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.waits import Seconds
+from fsdpctl.peers.setup import Local, PeerSetup
+from fsdpctl.peers.values import Values
+from fsdpctl.plan.layout import Span, share_of
+
+# What has every forward send buffers around, by the name that this version of torch has for it.
+_SENDS_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in signature(DistributedDataParallel).parameters
+)
+
+
+class Replicated:
+    """A module of which every rank has a copy."""
+
+    place = 0
+
+    def __init__(
+        self, module: nn.Module, setup: PeerSetup, world: Collectives, values: Values
+    ) -> None:
+        """Take over `module`. Collective."""
+        if setup.compiles:
+            import torch._dynamo
+
+            # It would cut graphs at its buckets; blocks are compiled one by one, and are smaller.
+            torch._dynamo.config.optimize_ddp = False
+        values.fill(module)
+        options: dict[str, Any] = {_SENDS_BUFFERS: False}
+        self._wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
+        self.num_copies = world.size
+        self._device = values.device
+        self._narrow = None if setup.param_dtype == setup.master_dtype else setup.param_dtype
+        self.locals = [
+            _local(name, param, world.rank, world.size) for name, param in module.named_parameters()
+        ]
+        trained = [each.param for each in self.locals if each.param.requires_grad]
+        self._waits = AfterGradients(trained, values.device)
+        self.take_waits = self._waits.take
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own result."""
+        narrows = self._narrow is not None
+        context = torch.autocast(self._device.type, self._narrow) if narrows else nullcontext()
+        with context:
+            return self._wrapped(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward inside keeps gradients here."""
+        self._waits.is_on = False
+        try:
+            with self._wrapped.no_sync():
+                yield
+        finally:
+            self._waits.is_on = True
+
+    def reshard(self) -> None:
+        """Nothing: parameters are whole at all times."""
+
+
+def _local(name: str, param: nn.Parameter, rank: int, num_ranks: int) -> Local:
+    """All of it; what every rank has alike, each counts and saves a share of."""
+    everything = Span(0, param.numel())
+    share = share_of(everything, rank, num_ranks)
+    return Local(name, tuple(param.shape), param, everything, share, share, 1)
+
+
+class AfterGradients:
+    """How long a backward goes on when all gradients are there: until they are reduced."""
+
+    def __init__(self, params: Sequence[nn.Parameter], device: torch.device) -> None:
+        self.is_on = True
+        self._on_cuda = device.type == "cuda"
+        self._count, self._missing = len(params), len(params)
+        self._mark: float | torch.cuda.Event | None = None
+        for param in params:
+            param.register_post_accumulate_grad_hook(self._arrived)
+
+    def _arrived(self, param: Tensor) -> None:
+        self._missing -= 1
+        if self._missing > 0:
+            return
+        self._missing = self._count
+        if self.is_on:
+            self._mark = self._now()
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def take(self) -> Seconds:
+        """Of the backward that has just ended; none for whatever ends without one."""
+        mark, self._mark = self._mark, None
+        if mark is None:
+            return lambda: 0.0
+        now = self._now()
+
+        def seconds() -> float:
+            if isinstance(mark, torch.cuda.Event) and isinstance(now, torch.cuda.Event):
+                return float(mark.elapsed_time(now)) / 1e3
+            assert isinstance(mark, float)
+            assert isinstance(now, float)
+            return now - mark
+
+        return seconds

@@ -1,0 +1,33 @@
+"""Runs of tiny models under any engine, on ranks of this process's making."""
+
+from pathlib import Path
+
+from tests.cli.run import figures
+from tests.distributed import distributed
+from tests.train.ranks import made, words
+
+FSDP2, DDP = ["engine=fsdp2"], ["engine=ddp", "strategy=no_shard"]
+HYBRID = [*FSDP2, "strategy=hybrid_shard", "strategy.dp_shard_size=2"]
+ALONE = [*FSDP2, "strategy=hybrid_shard", "strategy.dp_shard_size=1"]  # each rank with a copy
+TOLERANCE = 1e-6  # of losses in fp32: engines add up ranks' gradients in another order
+
+
+@distributed(timeout=240)
+def train(rank: int, world_size: int, starts: list[list[str]]) -> None:
+    """One run after another, to its end."""
+    for typed in starts:
+        made(typed).run()
+
+
+def begin(folder: Path, ranks: int, name: str, *more: str) -> list[str]:
+    """The words of a run."""
+    return words(folder, ranks, "train.steps=5", f"train.run_dir={folder / name}", *more)
+
+
+def losses(run_dir: Path) -> dict[str, float]:
+    """Every loss and validation loss of a run, by step."""
+    found: dict[str, float] = {}
+    for step, *values in figures(run_dir):
+        kinds = zip(("loss", "validation loss"), values, strict=True)
+        found |= {f"{kind} of step {step}": loss for kind, loss in kinds if loss is not None}
+    return found

@@ -1,0 +1,66 @@
+"""What PyTorch's engines cannot do is said in one line, before anything runs."""
+
+from pathlib import Path
+
+import pytest
+
+from fsdpctl.plan.engines import ENGINES, has_strategy
+from fsdpctl.plan.strategy import STRATEGIES
+from tests.cli.run import invoke
+from tests.train.ranks import words
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["engine=ddp"], "engine=ddp: not with strategy=full_shard; it can no_shard"),
+        (["engine=fsdp2", "strategy=no_shard"], "it can shard_grad_op, full_shard, hybrid_shard"),
+        (["engine=fsdp2", "strategy=shard_optimizer"], "not with strategy=shard_optimizer"),
+        (["engine=fsdp2", "strategy=hybrid_shard_optimizer"], "not with strategy"),
+        (
+            [
+                "engine=ddp",
+                "strategy=no_shard",
+                "precision=bf16",
+                "precision.reduce_dtype=bfloat16",
+            ],
+            "precision.reduce_dtype=bfloat16 is not precision.master_dtype=float32",
+        ),
+        (["engine=fsdp2", "model.lora.rank=4"], "engine=fsdp2: trains all parameters"),
+        (["engine=fsdp3"], "did you mean fsdp2?"),
+        (["engine=fsdp2", "strategy=hybrid_shard", "strategy.dp_shard_size=3"], "must divide"),
+    ],
+)
+def test_a_pair_that_cannot_be_is_refused(more: list[str], said: str, tmp_path: Path) -> None:
+    code, text = invoke("train", *words(tmp_path, 2, *more), "--dry-run")
+    assert code == 2
+    assert said in text
+    assert "\n" not in text.strip()
+
+
+def test_a_run_says_which_engine_it_has(tmp_path: Path) -> None:
+    given = words(tmp_path, 2, "engine=fsdp2", f"train.run_dir={tmp_path / 'run'}")
+    code, text = invoke("train", *given, "--dry-run")
+    assert code == 0
+    assert "engine fsdp2, full_shard" in " ".join(text.split())
+
+
+def test_a_dtype_that_is_not_heeded_is_said(tmp_path: Path) -> None:
+    given = words(tmp_path, 2, "engine=fsdp2", "precision=bf16")
+    assert "sends gradients" not in invoke("train", *given, "--dry-run")[1]
+    code, text = invoke("train", *given, "precision.wire_dtype=bfloat16", "--dry-run")
+    assert code == 0
+    said = "sends gradients in precision.reduce_dtype=float32, not in bfloat16"
+    assert said in " ".join(text.split())
+
+
+def test_every_engine_has_a_strategy_and_ours_has_all() -> None:
+    has = {
+        engine: {row for row in STRATEGIES if has_strategy(engine, STRATEGIES[row])}
+        for engine in ENGINES
+    }
+    assert has["fsdpctl"] == set(STRATEGIES)
+    assert has["fsdp2"] == {
+        "full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_grad_op"
+    }  # fmt: skip
+    assert has["ddp"] == {"no_shard"}
