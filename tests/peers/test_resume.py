@@ -17,7 +17,6 @@ WAYS = [
     ((OURS, 3), (HYBRID, 4)),
     ((HYBRID, 4), (DDP, 2)),
     ((DDP, 3), ([*OURS, "strategy=shard_optimizer"], 2)),
-    ((DDP, 1), (FSDP2, 1)),
     ((ALONE, 2), (OURS, 1)),
 ]
 
