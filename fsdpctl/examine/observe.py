@@ -19,16 +19,21 @@ from fsdpctl.timing.profile import Observed, Point
 
 _ROUNDS = 3  # passes of each model, of which the medians count
 _WARM_UP = 2
-# Architecture, width, length of a sample, samples: of models with two blocks each.
+_FEWEST, _MORE, _BYTES = 5, 40, 64 << 20  # rounds of a size: as many as make up so many bytes
+# Architecture, width, length of a sample, samples, vocabulary: of models with two blocks each. With
+# many words come tensors that the host's allocator takes from the system anew each time.
 SMALL = (
-    ("llama", 128, 64, 4), ("llama", 128, 128, 8), ("llama", 256, 128, 8), ("gpt2", 256, 64, 16),
-    ("qwen3", 256, 256, 4), ("llama", 512, 128, 4), ("llama", 512, 256, 8), ("gpt2", 768, 256, 2),
-    ("llama", 1024, 256, 2),
+    ("llama", 128, 64, 4, 512), ("llama", 128, 128, 8, 512), ("llama", 256, 128, 8, 1024),
+    ("gpt2", 256, 64, 16, 1024), ("qwen3", 256, 256, 4, 2048), ("llama", 512, 128, 4, 2048),
+    ("llama", 512, 256, 8, 4096), ("gpt2", 768, 256, 2, 4096), ("llama", 1024, 256, 2, 4096),
+    ("gpt2", 256, 128, 4, 32768), ("gpt2", 384, 256, 4, 49152),
 )  # fmt: skip
 LARGE = (
-    ("llama", 1024, 1024, 2), ("llama", 2048, 2048, 2), ("gpt2", 2048, 2048, 4),
-    ("qwen3", 2048, 4096, 1), ("llama", 4096, 4096, 1), ("llama", 4096, 8192, 1),
+    ("llama", 1024, 1024, 2, 8192), ("llama", 2048, 2048, 2, 32768), ("gpt2", 2048, 2048, 4, 8192),
+    ("qwen3", 2048, 4096, 1, 32768), ("llama", 4096, 4096, 1, 16384),
+    ("llama", 4096, 8192, 1, 131072),
 )  # fmt: skip
+Sized = tuple[str, int, int, int, int]
 
 
 class _Stopwatch(TorchDispatchMode):
@@ -65,11 +70,12 @@ def _between(before: Any, after: Any) -> float:
     return float(before.elapsed_time(after)) / 1e3
 
 
-def _model(architecture: str, width: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def _model(sized: Sized, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    architecture, width, _, _, vocab_size = sized
     heads = max(2, width // 64)
     config = ModelConfig(
         name="profile", architecture=architecture, num_layers=2, hidden_size=width,
-        intermediate_size=3 * width, num_heads=heads, num_kv_heads=heads, vocab_size=4 * width,
+        intermediate_size=3 * width, num_heads=heads, num_kv_heads=heads, vocab_size=vocab_size,
         max_seq_len=8192, tie_embeddings=False,
     )  # fmt: skip
     if architecture != "gpt2" and width >= 512:
@@ -95,7 +101,7 @@ def _passes(
 
 
 def observe_models(
-    models: Sequence[tuple[str, int, int, int]],
+    models: Sequence[Sized],
     device: torch.device,
     dtype: torch.dtype,
     meet: Callable[[], object],
@@ -112,9 +118,10 @@ def observe_models(
     """
     found: list[Observed] = []
     overheads: list[float] = []
-    for architecture, width, length, samples in models:
+    for sized in models:
+        architecture, width, length, samples, _ = sized
         say(f"operators of {architecture}, width {width}, {samples} x {length} tokens")
-        run = _passes(_model(architecture, width, device, dtype), samples, length, device)
+        run = _passes(_model(sized, device, dtype), samples, length, device)
         for _ in range(_WARM_UP):
             run()
         seen, timed = [], []
@@ -164,16 +171,17 @@ def observe_sizes(
     make: Callable[[int], Callable[[], object]],
     device: torch.device,
     meet: Callable[[], object],
-    *,
-    rounds: int = 5,
 ) -> list[Point]:
-    """How long what `make(size)` makes takes, for each of `sizes` in bytes: medians."""
+    """How long what `make(size)` makes takes, for each of `sizes` in bytes: medians.
+
+    Small ones run more often: what else goes on for a moment must not decide their time.
+    """
     points = []
     for size in sizes:
         run = make(size)
         run()
         times = []
-        for _ in range(rounds):
+        for _ in range(_FEWEST + _BYTES // max(size, _BYTES // _MORE)):
             meet()
             times.append(_seconds(run, device))
         points.append(Point(size, statistics.median(times)))

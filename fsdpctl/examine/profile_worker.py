@@ -19,7 +19,7 @@ from fsdpctl.examine.observe import LARGE, SMALL, observe_models, observe_sizes
 from fsdpctl.plan.layout import EvenParts, Span
 from fsdpctl.timing.network import CollectiveKind
 from fsdpctl.timing.profile import VERSION, Point, Profile
-from fsdpctl.train.worker import tie_to_launcher
+from fsdpctl.train.worker import report, tie_to_launcher
 
 MODULE = "fsdpctl.examine.profile_worker"
 _KIB, _MIB = 1 << 10, 1 << 20
@@ -142,16 +142,22 @@ def _timed(world: Collectives, run: Callable[[], object]) -> float:
 
 def main() -> None:
     """Measure; the arguments are the device's kind and the file to write."""
-    kind, out = sys.argv[1], Path(sys.argv[2])
     tie_to_launcher()
+    try:
+        _measure(sys.argv[1], Path(sys.argv[2]))
+    except Exception as error:
+        report(error)
+        raise
+
+
+def _measure(kind: str, out: Path) -> None:
     rank = int(os.environ["RANK"])
     with joined_world(kind, 600.0) as world:
         name = torch.cuda.get_device_name(world.device) if kind == "cuda" else "cpu"
         say = partial(print, file=sys.stderr, flush=True) if rank == 0 else lambda line: None
         found = measure(world.device, name, say)
         if rank == 0:
-            content = asdict(found)
-            out.write_text(dumps(content, indent=1) + "\n", encoding="utf-8")
+            out.write_text(dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

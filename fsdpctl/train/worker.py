@@ -82,7 +82,7 @@ def _watch_the_start(run_dir: Path, seconds: float | None, started: float) -> No
     while not _has_begun.wait(_LOOKS_EVERY):
         if (why := early_request(run_dir, seconds, started)) is not None:
             error = StoppedError(f"stopped before there was anything to save; {why}")
-            _report(error)
+            report(error)
             _leave(error.exit_code)
 
 
@@ -100,7 +100,7 @@ def _keep_errors(logs: Path, rank: int) -> Path:
     return path
 
 
-def _report(error: BaseException) -> None:
+def report(error: BaseException) -> None:
     """Leave the cause for the launcher, in the file that torch's agent reads."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -137,7 +137,7 @@ def _train(run_dir: Path, store: "Store | None", *, only_measures: bool) -> None
                 trainer.run()
             _ignore_stops()
         except Exception as error:
-            _report(error)  # before anything that may have to wait
+            report(error)  # before anything that may have to wait
             if trainer is not None:
                 trainer.leave()
             raise
