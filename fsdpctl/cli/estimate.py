@@ -3,11 +3,12 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
+from fsdpctl.cli.choosing import chosen_lines
 from fsdpctl.cli.console import note, say, show_table
 from fsdpctl.cli.from_others import asked_from, show_translation
 from fsdpctl.cli.words import Asked, composed_from, configured
@@ -16,6 +17,7 @@ from fsdpctl.plan.strategy import STRATEGIES
 
 if TYPE_CHECKING:
     from fsdpctl.estimate.advice import Change
+    from fsdpctl.estimate.choice import Choice
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.estimate.fit import Fit
     from fsdpctl.estimate.run_estimate import RunEstimate
@@ -67,25 +69,30 @@ def estimate_memory(
         raise UsageError(f"--fit {fit}: allowed is {', '.join(_FITTED)}{nearest(fit, _FITTED)}")
     others = None if source is None else asked_from(source, asked)
     composed = others.composed if others else composed_from(*asked, quiet=as_json)
-    from fsdpctl.estimate.estimator import Estimator, estimate_strategies
+    from fsdpctl.estimate.automatic import estimates_of
+    from fsdpctl.estimate.estimator import Estimator
 
     estimator = Estimator()
-    estimates = estimate_strategies(estimator, composed.config, every=all_strategies)
+    found = estimates_of(estimator, composed.config, every=all_strategies)
+    estimates = [each for each, _ in found]
     fits = _fits(estimator, estimates, fit)
     if plot is not None:
         _draw(estimates, fits, plot)
     if others is not None and not as_json:
         show_translation(others)
     if as_json:
-        found = [each.to_dict() for each in estimates]
-        for entry, largest in zip(found, fits, strict=False):
-            entry["fit"] = largest.to_dict()
+        entries = _entries(found, fits)
         if others is not None:
-            found = [{**entry, "from": others.to_dict()} for entry in found]
-        say(json.dumps(found if all_strategies else found[0], indent=2))
+            entries = [{**entry, "from": others.to_dict()} for entry in entries]
+        say(json.dumps(entries if all_strategies else entries[0], indent=2))
     elif all_strategies:
         _show_all(estimates, fits)
+        for each, choice in found:
+            for line in chosen_lines(choice)[:1]:
+                say(f"{each.config.strategy.name}: {line}")
     else:
+        for line in chosen_lines(found[0][1]):
+            say(line)
         _show_one(estimator, estimates[0], fits)
     if require_fit and not any(each.verdict == "fits" for each in estimates):
         raise typer.Exit(_DOES_NOT_FIT)
@@ -98,6 +105,19 @@ def _fits(estimator: "Estimator", estimates: list["RunEstimate"], fit: str | Non
     from fsdpctl.estimate.fit import largest_that_fits
 
     return [largest_that_fits(estimator, each.config, fit) for each in estimates]
+
+
+def _entries(
+    found: "list[tuple[RunEstimate, Choice | None]]", fits: "list[Fit]"
+) -> list[dict[str, Any]]:
+    """What `--json` prints of each."""
+    entries = [
+        {**estimate.to_dict(), **({} if choice is None else {"chosen": choice.to_dict()})}
+        for estimate, choice in found
+    ]
+    for entry, largest in zip(entries, fits, strict=False):
+        entry["fit"] = largest.to_dict()
+    return entries
 
 
 def _draw(estimates: list["RunEstimate"], fits: list["Fit"], folder: Path) -> None:

@@ -30,8 +30,8 @@ def evaluate(
     from fsdpctl.config.compose import compose_config
     from fsdpctl.config.hub_cache import cached_model
     from fsdpctl.config.model_path import is_hugging_face
+    from fsdpctl.estimate.automatic import resolved_with_stand_ins
     from fsdpctl.examine.evaluate import evaluate_run, words_of
-    from fsdpctl.resolve.run import resolve
 
     source = cached_model(source)
     place = source if is_hugging_face(source) else find_checkpoint(source)
@@ -44,7 +44,7 @@ def evaluate(
         if word.partition("=")[0] not in named and not (other_data and word.startswith("data"))
     ]
     with count_of(CONVERSATIONS) as advance:
-        run = resolve(compose_config([*known, *typed]), on_rows=advance)
+        run = resolved_with_stand_ins(compose_config([*known, *typed]), on_rows=advance)
     with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task("", total=None)
         found = evaluate_run(

@@ -114,7 +114,7 @@ def _schema_of(key: Key) -> dict[str, Any]:
     limits = {"minimum": key.minimum, "maximum": key.maximum}
     found |= {"type": _JSON_TYPES[key.type]}
     found |= {name: limit for name, limit in limits.items() if limit is not None}
-    texts = key.auto or key.unit  # `auto`, or a size such as 80GB
+    texts = key.auto or key.is_chosen or key.unit  # `auto`, or a size such as 80GB
     return {"anyOf": [found, {"type": "string"}]} if texts and key.type != "text" else found
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdpctl.cli.choosing import decide
 from fsdpctl.cli.console import CONVERSATIONS, count_of, say
 from fsdpctl.cli.ending import end
 from fsdpctl.cli.rounds import Started, follow_in_rounds, train_in_rounds
@@ -35,7 +36,7 @@ def run(composed: "Composed", typed: list[str], resume: str) -> None:
     if place is not None:
         _as_rank(composed, typed, resume, place)
     elif launch.nnodes == 1:
-        started = _begin(composed, typed, resume)
+        started = _begin(composed, typed, resume, probes=True)
         if started is not None:
             end(train_in_rounds(started), started.run_dir)
     else:
@@ -166,29 +167,39 @@ def _as_rank(composed: "Composed", typed: list[str], resume: str, place: "RankPl
 # ---- the run directory -------------------------------------------------------------------
 
 
-def _begin(composed: "Composed", typed: list[str], resume: str) -> "Started | None":
-    """Lock and prepare the run directory; None where there is nothing to do."""
+def _begin(
+    composed: "Composed", typed: list[str], resume: str, *, probes: bool = False
+) -> "Started | None":
+    """Lock and prepare the run directory; None where there is nothing to do.
+
+    What is left to choose is chosen here alone, and others read it from there: without probing,
+    for which all of them would have to be there already.
+    """
+    from fsdpctl.config.model_path import RUN_CONFIG
+    from fsdpctl.estimate.automatic import resolved_with_stand_ins
     from fsdpctl.estimate.kept import estimate_here, write_estimate
-    from fsdpctl.resolve.run import resolve
     from fsdpctl.train.assets import collect_assets
     from fsdpctl.train.describe import describe_run
     from fsdpctl.train.run_dir import Standing, plan_start, prepare_run_dir
     from fsdpctl.train.run_lock import lock_run_dir
 
     with count_of(CONVERSATIONS) as advance:
-        run = resolve(composed, on_rows=advance)
+        run = resolved_with_stand_ins(composed, on_rows=advance)
     start = plan_start(run.config, resume)
     if start.standing is Standing.FINISHED:
         say(f"{start.run_dir}: finished at step {start.step}; nothing to do")
         say("a larger train.steps goes on from there; --resume never begins anew beside it")
         return None
+    decided = decide(composed, run, resume, probes=probes)
     lock = lock_run_dir(
         start.run_dir, lambda: say(f"waiting for the workers of the last start of {start.run_dir}")
     )
-    if resume == "auto":  # it may have moved on until it was locked
-        start = plan_start(run.config, resume)
+    if resume == "auto" and (start.run_dir / RUN_CONFIG).is_file():  # maybe since a moment ago
+        decided = decide(composed, run, resume)
+    composed, run, chosen = decided
+    start = plan_start(run.config, resume, start.run_dir)  # it may have moved on until now
     estimate = estimate_here(run)
-    for line in describe_run(run, start, estimate):
+    for line in [*chosen, *describe_run(run, start, estimate)]:
         say(line)
     prepare_run_dir(start, typed, collect_assets(run.config, run.data))
     write_estimate(start.run_dir, run, estimate)

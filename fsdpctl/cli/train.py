@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fsdpctl.cli.choosing import decide, print_chosen
 from fsdpctl.cli.console import CONVERSATIONS, bytes_bar, count_of, out, say
 from fsdpctl.cli.ending import TOO_EARLY
 from fsdpctl.cli.running import run
@@ -49,7 +50,7 @@ def train(
     if print_config:
         from fsdpctl.config.serialize import config_to_yaml
 
-        say(config_to_yaml(composed.config).rstrip())
+        say(config_to_yaml(print_chosen(composed, resume).config).rstrip())
     elif dry_run:
         _dry_run(composed, resume)
     else:
@@ -61,17 +62,18 @@ def train(
 
 
 def _dry_run(composed: "Composed", resume: str) -> None:
+    from fsdpctl.estimate.automatic import resolved_with_stand_ins
     from fsdpctl.estimate.kept import estimate_here
-    from fsdpctl.resolve.run import resolve
     from fsdpctl.train.describe import describe_run, describe_units
     from fsdpctl.train.run_dir import plan_start
 
     # Whoever starts it: it may be looked at from where no launcher is.
     with count_of(CONVERSATIONS) as advance:
-        run = resolve(composed, composed.config.launch, advance)
+        run = resolved_with_stand_ins(composed, composed.config.launch, advance)
+    composed, run, chosen = decide(composed, run, resume)
     start = plan_start(run.config, resume)
     estimate = estimate_here(run)
-    for line in [*describe_run(run, start, estimate), "", *describe_units(run)]:
+    for line in [*chosen, *describe_run(run, start, estimate), "", *describe_units(run)]:
         say(line)
     _show_samples(run)
     _check_large_token_files(run)

@@ -30,7 +30,7 @@ def _values_of(key: "Key | None") -> list[str]:
     if key is None:
         return []
     truths = ["true", "false"] if key.type == "true or false" else []
-    return [*key.choices, *truths, *(["auto"] if key.auto else [])]
+    return [*key.choices, *truths, *(["auto"] if key.auto or key.is_chosen else [])]
 
 
 Words = Annotated[

@@ -7,8 +7,10 @@ from pathlib import Path
 from fsdpctl.compare.fitting import LargestModels, lacks_room, with_memory
 from fsdpctl.compare.row import OK, REFUSED, Row
 from fsdpctl.compare.vary import Variant
+from fsdpctl.config.choosing import left_open
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
+from fsdpctl.estimate.choosing import choose
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
 from fsdpctl.estimate.foresight import Foreseen, Foresight
 from fsdpctl.estimate.run_estimate import RunEstimate
@@ -79,8 +81,9 @@ class Foreseeing:
             (folder / TRACES / f"{number:02d}.json").write_text(text, encoding="utf-8")
 
     def _foresee(self, each: _Imagined) -> None:
-        config = placed_for_estimate(each.config)
+        config = self._with_choice(placed_for_estimate(each.config))
         config = replace(config, strategy=resolved_strategy(config, config.strategy))
+        each.row = replace(each.row, strategy=config.strategy.name)
         estimate = self._estimator.estimate(config)
         step = self._foresight.step(config)
         each.config, each.step = config, step
@@ -89,6 +92,10 @@ class Foreseeing:
         sent = sent_in_step(config, units, estimate.batches.num_micro_batches).total
         row = replace(row, sent_bytes_per_step=sent)
         each.row = replace(with_memory(row, estimate), status=lacks_room(estimate) or OK)
+
+    def _with_choice(self, placed: Config) -> Config:
+        """With what is left open chosen, by the figures that this was chosen by."""
+        return choose(self._estimator, placed).chosen if left_open(placed) else placed
 
 
 def _with_times(row: Row, config: Config, step: Foreseen, estimate: RunEstimate) -> Row:

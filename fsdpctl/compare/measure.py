@@ -7,7 +7,6 @@ write and read a checkpoint for every turn, and would warm up again all the same
 anew also show how much one start differs from another, and have to end at the same loss.
 """
 
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,22 +15,20 @@ from typing import TypeVar
 from fsdpctl.compare.figures import round_of, summarised
 from fsdpctl.compare.fitting import LargestModels, lacks_room, with_memory
 from fsdpctl.compare.row import FAILED, NOT_REACHED, OK, REFUSED, Row
+from fsdpctl.compare.short_run import short_run
 from fsdpctl.compare.vary import Variant
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import divide_module
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
+from fsdpctl.estimate.automatic import resolved_with_choice
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import estimate_run
 from fsdpctl.estimate.traffic import sent_in_step
-from fsdpctl.launch.local import launch_workers
 from fsdpctl.plan.engines import OURS
 from fsdpctl.resolve.machine import placed_on_cluster, world_size
-from fsdpctl.resolve.run import ResolvedRun, resolve
+from fsdpctl.resolve.run import ResolvedRun
 from fsdpctl.train.assets import collect_assets
-from fsdpctl.train.run_dir import LOGS, plan_start, prepare_run_dir
-from fsdpctl.train.run_lock import lock_run_dir
-from fsdpctl.train.worker import MEASURE, MODULE
 
 T = TypeVar("T")
 RUN_FOLDER = "runs"  # of the folder of a comparison
@@ -122,7 +119,7 @@ class Measurement:
     def _prepare(self, each: _Contender) -> None:
         """Resolve it, and say what is expected of it."""
         try:
-            run = resolve(each.variant.composed)
+            run = resolved_with_choice(each.variant.composed)
             if run.notes:  # something else would be measured than was asked for
                 raise UsageError(run.notes[0])
         except UsageError as error:
@@ -130,7 +127,11 @@ class Measurement:
             return
         each.config, each.assets = run.config, collect_assets(run.config, run.data)
         estimate = self._estimate(run.config)
-        each.row = replace(_expected(each.row, run, estimate), world_size=world_size(run.config))
+        each.row = replace(
+            _expected(each.row, run, estimate),
+            strategy=run.config.strategy.name,
+            world_size=world_size(run.config),
+        )
         each.row = replace(each.row, status=(estimate and lacks_room(estimate)) or OK)
 
     def _estimate(self, config: Config) -> RunEstimate | None:
@@ -149,7 +150,7 @@ class Measurement:
         config = replace(each.config, train=replace(each.config.train, run_dir=str(run_dir)))
         kept = str(run_dir.relative_to(self._folder)) if self._is_kept else None
         try:
-            failure = _run(config, each, run_dir)
+            failure = short_run(config, each.row.label, each.assets, "all variants had run")
             measured = None if failure else round_of(run_dir, kept)
         except (InterruptError, StoppedError):
             raise
@@ -185,16 +186,3 @@ def _expected(row: Row, run: ResolvedRun, estimate: RunEstimate | None) -> Row:
             row, estimated_peak_allocated_bytes=engine.peak_bytes, estimated_breakdown=parts
         )
     return row if estimate is None else with_memory(row, estimate, parts)
-
-
-def _run(config: Config, each: _Contender, run_dir: Path) -> str | None:
-    """Returns why it failed, if it did."""
-    lock = lock_run_dir(run_dir, lambda: None)
-    prepare_run_dir(plan_start(config, "auto"), [each.variant.label], each.assets)
-    outcome = launch_workers(MODULE, [str(run_dir), MEASURE], config.launch, logs=run_dir / LOGS)
-    lock.release()
-    if outcome.stop_signal == signal.SIGINT:
-        raise InterruptError("interrupted before all variants had run")
-    if outcome.stop_signal is not None:
-        raise StoppedError("stopped before all variants had run")
-    return None if outcome.cause is None else outcome.cause.cause

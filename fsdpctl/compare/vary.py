@@ -78,7 +78,8 @@ def distinct(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
     lines = []
     for each in found:
         config = each.composed.config
-        gathers = STRATEGIES[config.strategy.name].shards_params
+        name = config.strategy.name
+        gathers = name not in STRATEGIES or STRATEGIES[name].shards_params  # or is to be chosen
         words = frozenset(
             (name, text)
             for name, text in config_words(config).items()
@@ -103,7 +104,7 @@ def possible(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
     kept, lacking = [], dict[str, list[str]]()
     for each in found:
         engine, strategy = each.composed.config.engine.name, each.composed.config.strategy.name
-        if has_strategy(engine, STRATEGIES[strategy]):
+        if strategy not in STRATEGIES or has_strategy(engine, STRATEGIES[strategy]):
             kept.append(each)
         elif strategy not in lacking.setdefault(engine, []):
             lacking[engine].append(strategy)

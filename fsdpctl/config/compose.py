@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from fsdpctl.config.config_dir import check_config_dir, own_choice
 from fsdpctl.config.files import choices_of, package_folder
 from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_path, with_model
-from fsdpctl.config.keys import Value
+from fsdpctl.config.keys import AUTO, Value
 from fsdpctl.config.recipe import find_recipe, read_recipe, recipe_names, refuse_commands
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
 from fsdpctl.config.serialize import to_config
@@ -90,6 +90,8 @@ def _resharding(pairs: list[Pair], below: list[Pair]) -> list[Pair]:
     if text.lower() not in _RESHARDS:
         raise UsageError(f"{name}={text}: allowed is {', '.join(_RESHARDS)}")
     named = dict([*below, *pairs]).get("strategy", "full_shard")
+    if named == AUTO:
+        raise UsageError(f"{name}={text}: strategy=auto chooses that too; leave one of them out")
     strategy = with_resharding(named, _RESHARDS[text.lower()]).name
     kept = [pair for pair in pairs if pair[0] not in (*_RESHARDING, "strategy")]
     return [*kept, ("strategy", strategy)]

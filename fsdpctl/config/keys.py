@@ -12,6 +12,7 @@ from fsdpctl.config.sizes import parse_bytes
 from fsdpctl.errors import UsageError, nearest
 
 AUTO, NONE = "auto", "none"
+CHOSEN = 0  # stands for `auto` where that is chosen, and what is not set means something else
 _LARGEST_WHOLE = 2**53  # up to here a float, and so 1e3, says exactly which number is meant
 Value = str | int | float | bool | None  # None stands for `auto` or, where optional, for not set
 
@@ -28,6 +29,7 @@ class Key:
     minimum: float | None = None
     maximum: float | None = None
     auto: bool = False  # `auto` is allowed, and stored as None
+    is_chosen: bool = False  # `auto` is allowed, and stored as CHOSEN, below the minimum
     optional: bool = False  # may be left unset
     is_path: bool = False
     is_executed: bool = False  # a command: taken from who types it, not from files
@@ -46,6 +48,8 @@ class Key:
             words += f" ({self.unit}), or a size such as 80GB"
         if self.auto:
             return f"{words}, or auto"
+        if self.is_chosen:
+            return f"{words}, {AUTO}, or {NONE}"
         return f"{words}, or {NONE}" if self._may_be_none else words
 
     @property
@@ -57,6 +61,8 @@ class Key:
         """How `value` is typed."""
         if value is None:
             return AUTO if self.auto else ""
+        if self.is_chosen and value == CHOSEN:
+            return AUTO
         return str(value).lower() if isinstance(value, bool) else str(value)
 
     def parse(self, text: str) -> Value:
@@ -67,6 +73,8 @@ class Key:
         """
         if (self.auto and text == AUTO) or (self._may_be_none and text == NONE):
             return None
+        if self.is_chosen and text == AUTO:
+            return CHOSEN
         if self.type == "text":
             return self._parse_text(text)
         if self.type == "true or false":

@@ -4,7 +4,7 @@ Sections that are groups have a `name`: the choice, a file in conf/. None stands
 a run resolves it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fsdpctl.config.data import DataConfig
 from fsdpctl.config.keeping import CheckpointConfig, LogConfig
@@ -32,6 +32,8 @@ class StrategyConfig:
 
     def under(self, name: str) -> "StrategyConfig":
         """The same for the strategy `name`, without what that has no use for."""
+        if name not in STRATEGIES:  # one that is to be chosen
+            return replace(self, name=name)
         row = STRATEGIES[name]
         size = self.dp_shard_size if row.replicates else None
         return StrategyConfig(name, size, self.owner_map if row.has_owner_map else "even")
@@ -126,6 +128,17 @@ class ActivationCheckpointingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AutoConfig:
+    """How `auto` is chosen where it says what fits and is fastest."""
+
+    probe: bool = key(
+        True,
+        "before a new run on this machine, the three that are foreseen fastest run some steps",
+        is_later=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Everything that a run is told."""
 
@@ -146,6 +159,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    auto: AutoConfig = field(default_factory=AutoConfig)
 
 
 SECTIONS: dict[str, type] = {
@@ -164,6 +178,7 @@ SECTIONS: dict[str, type] = {
     "train": TrainConfig,
     "checkpoint": CheckpointConfig,
     "log": LogConfig,
+    "auto": AutoConfig,
 }
 GROUPS = tuple(name for name, schema in SECTIONS.items() if hasattr(schema, "name"))
 KEYS: dict[str, Key] = {

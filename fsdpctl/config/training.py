@@ -35,10 +35,11 @@ class TrainConfig:
     )
     micro_batch_size: int | None = key(
         None,
-        "samples of a rank and pass; auto: all of its share",
+        "samples of a rank and pass; not set: all of its share; auto: chosen",
         minimum=1,
         maximum=MOST_SAMPLES,
-        auto=True,
+        optional=True,
+        is_chosen=True,
     )
     seed: int = key(0, "of weights and data order", minimum=0)
     eval_every: int = key(200, "steps between validations; 0: only at the end", minimum=0)

@@ -13,6 +13,7 @@ from torch import nn
 from fsdpctl.checkpoint.adapters import weights_in_model_path
 from fsdpctl.checkpoint.load import check_weights
 from fsdpctl.checkpoint.pretrained import tokenizer_beside
+from fsdpctl.config.choosing import asked_again
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.placement import LaunchConfig
@@ -88,30 +89,47 @@ def resolve(
     if config.model.is_pretrained:
         check_weights(weights_in_model_path(config.model, module, config.train.seed), module)
     config = replace(config, optimizer=_with_lr(config.optimizer, config.model, module))
-    batches = plan_batches(
-        config.train.global_batch_size,
-        world_size(config),
-        micro_batch_size=config.train.micro_batch_size,
-        num_micro_batches=config.accumulation.steps,
-    )
+    batches = _batches(config)
     steps = _total_steps(config, data, batches)
-    config = replace(
-        config,
-        accumulation=replace(config.accumulation, steps=batches.num_micro_batches),
-        train=replace(
-            config.train,
-            steps=steps,
-            epochs=None,
-            tokens=None,
-            micro_batch_size=batches.micro_batch_size,
-            loss_chunk_tokens=loss_chunk_tokens(config, batches.micro_batch_size),
-        ),
-    )
+    length = replace(config.train, steps=steps, epochs=None, tokens=None)
+    config = _with_batches(replace(config, train=length), batches)
     config = _with_run_dir(config, composed.recipe)
     if (begun := date_of_run(config, data)) is not None:
         return resolve(on_date(composed, begun), launch, on_rows)
     notes += notes_on_data(config, data)
     return ResolvedRun(config, composed.automatic, data, module, batches, steps, notes)
+
+
+def resolved_again(run: ResolvedRun, asked: Config) -> ResolvedRun:
+    """The same run with strategy, recomputation, prefetch and micro-batches as they are in `asked`.
+
+    Raises:
+        UsageError: they cannot work.
+    """
+    config = asked_again(run.config, asked)
+    config = replace(config, strategy=resolved_strategy(config, config.strategy))
+    batches = _batches(config)
+    return replace(run, config=_with_batches(config, batches), batches=batches)
+
+
+def _batches(config: Config) -> BatchPlan:
+    return plan_batches(
+        config.train.global_batch_size,
+        world_size(config),
+        micro_batch_size=config.train.micro_batch_size,
+        num_micro_batches=config.accumulation.steps,
+    )
+
+
+def _with_batches(config: Config, batches: BatchPlan) -> Config:
+    """With what follows from how a step is shared out."""
+    size = batches.micro_batch_size
+    chunk = loss_chunk_tokens(config, size)
+    return replace(
+        config,
+        accumulation=replace(config.accumulation, steps=batches.num_micro_batches),
+        train=replace(config.train, micro_batch_size=size, loss_chunk_tokens=chunk),
+    )
 
 
 def _with_compiler(config: Config) -> tuple[Config, tuple[str, ...]]:

@@ -80,8 +80,13 @@ def read_config(run_dir: Path) -> Config:
         ) from None
 
 
-def plan_start(config: Config, resume: str) -> Start:
+def plan_start(config: Config, resume: str, fresh: Path | None = None) -> Start:
     """What `--resume RESUME` means for `config` and its run directory. Writes nothing.
+
+    Args:
+        config: resolved.
+        resume: auto, never, or a run or checkpoint.
+        fresh: the directory of a new run, where this was found before.
 
     Raises:
         UsageError: the directory belongs to something else, or the checkpoint to another model.
@@ -89,7 +94,7 @@ def plan_start(config: Config, resume: str) -> Start:
     """
     if resume == "auto":
         return _go_on(config)
-    fresh = _fresh_run_dir(Path(str(config.train.run_dir)))
+    fresh = fresh or _fresh_run_dir(Path(str(config.train.run_dir)))
     config = replace(config, train=replace(config.train, run_dir=str(fresh)))
     if resume == "never":
         return Start(config, Standing.NEW, 0)

@@ -1,0 +1,201 @@
+"""Chooses what fits and is foreseen fastest.
+
+Note: what is not looked at. Memory grows with the micro-batch and with prefetch, and shrinks with
+recomputation; so of each strategy only the edges of what fits are searched, by halving. Time grows
+with recomputation and shrinks with prefetch; so of what fits only the least recomputation and the
+most prefetch are foreseen, and less prefetch where that does not fit. Time shrinks with the
+micro-batch as far as a machine is described, and nearly so on one that was measured: of the sizes
+that fit the largest few are foreseen. What differs by less than a foresight is worth is decided by
+memory.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+from fsdpctl.config.schema import Config
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.candidates import Axes, Point
+from fsdpctl.estimate.choice import Candidate, Choice
+from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.foresight import Foresight
+from fsdpctl.estimate.here import with_speed
+from fsdpctl.estimate.run_estimate import RunEstimate
+
+KEPT = 6  # candidates: the chosen one, and what it is compared with
+_TIE = 0.01  # of a step's time: less than a foresight is worth
+_SIZES = 3  # of micro-batches, the largest that fit
+
+
+def choose(estimator: Estimator, placed: Config) -> Choice:
+    """The best that fit of what a placed configuration leaves open; the same for the same.
+
+    Raises:
+        UsageError: it cannot work, whatever is chosen, or too little is known of its hardware.
+    """
+    described, whose = with_speed(placed)
+    search = _Search(estimator, Axes.of(described))
+    ranked = search.ranked()
+    return Choice(
+        names=search.axes.names,
+        ranked=tuple(ranked),
+        count=search.axes.count,
+        whose=whose,
+        closest=None if ranked else search.closest(),
+    )
+
+
+class _Kind(NamedTuple):
+    """All that differs in prefetch only."""
+
+    strategy: str
+    recomputation: str
+    size: int | None
+
+
+class _Search:
+    """What is known of the points so far."""
+
+    def __init__(self, estimator: Estimator, axes: Axes) -> None:
+        self.axes = axes
+        self._estimator, self._foresight = estimator, Foresight(estimator)
+        self._estimates: dict[Point, RunEstimate | None] = {}
+        self._seconds: dict[Point, float] = {}
+        self._refusal: UsageError | None = None
+
+    def ranked(self) -> list[Candidate]:
+        """The chosen candidate, then the fastest others."""
+        found = list(self._fastest())
+        if not found:
+            return []
+        chosen = self._chosen(found)
+        others = [each for each in found if _kind(each) != _kind(chosen)]
+        if len(others) < KEPT - 1:
+            others += self._rest({chosen, *others}, {_kind(chosen), *map(_kind, others)})
+        return [self._candidate(each) for each in (chosen, *others[: KEPT - 1])]
+
+    def closest(self) -> RunEstimate:
+        """Of what was estimated, what lacks least.
+
+        Raises:
+            UsageError: nothing could be estimated.
+        """
+        found = [each for each in self._estimates.values() if each is not None]
+        if not found:
+            raise self._refusal or UsageError("there is nothing to choose from")
+        return max(found, key=lambda each: each.margin)
+
+    # ---- time ----------------------------------------------------------------------------
+
+    def _fastest(self) -> Iterator[Point]:
+        """What fits, the fastest first; no more than may be of interest."""
+        heap = [(self._time(point), point) for point in self._promising()]
+        heapq.heapify(heap)
+        count, best = 0, 0.0
+        while heap:
+            seconds, point = heapq.heappop(heap)
+            if count >= KEPT and seconds > best * (1 + _TIE):
+                return
+            if self._fits(point):
+                count, best = count + 1, best or seconds
+                yield point
+            elif (less := self.axes.less_prefetch(point)) is not None:
+                heapq.heappush(heap, (self._time(less), less))
+
+    def _promising(self) -> Iterator[Point]:
+        """Of each strategy, what may fit with the least recomputation and the most prefetch."""
+        for strategy in self.axes.strategies:
+            below = -1  # the largest place of a size that fits with less recomputation
+            for mode, edge in self._edges(strategy):
+                for place in range(max(below + 1, edge - _SIZES + 1), edge + 1):
+                    yield self.axes.point(strategy, mode, place, most=True)
+                below = max(below, edge)
+
+    def _rest(self, found: set[Point], kinds: set[_Kind]) -> list[Point]:
+        """What else fits, the fastest first; last what differs from what was found in prefetch."""
+        points = set()
+        for strategy in self.axes.strategies:
+            for mode, edge in self._edges(strategy):
+                for place in range(edge + 1):
+                    point: Point | None = self.axes.point(strategy, mode, place, most=True)
+                    while point is not None:
+                        points.add(point)
+                        point = self.axes.less_prefetch(point)
+        fitting = [each for each in points - found if self._fits(each)]
+        best: list[Point] = []
+        for each in sorted(
+            fitting, key=lambda each: (_kind(each) in kinds, self._time(each), each)
+        ):
+            if _kind(each) in kinds or _kind(each) not in map(_kind, best):
+                best.append(each)
+        return best
+
+    def _chosen(self, found: list[Point]) -> Point:
+        """Of the fastest and those as fast, also with less prefetch, the one that holds least."""
+        limit = self._time(found[0]) * (1 + _TIE)
+        alike = [point for point in found if self._time(point) <= limit]
+        for point in list(alike):
+            less = self.axes.less_prefetch(point)
+            while less is not None and self._time(less) <= limit and self._fits(less):
+                alike.append(less)
+                less = self.axes.less_prefetch(less)
+        return min(alike, key=lambda point: self._candidate(point).estimate.peak_reserved)
+
+    def _time(self, point: Point) -> float:
+        if point not in self._seconds:
+            self._seconds[point] = self._foresight.step(self.axes.config(point)).seconds
+        return self._seconds[point]
+
+    # ---- memory --------------------------------------------------------------------------
+
+    def _edges(self, strategy: str) -> Iterator[tuple[str, int]]:
+        """Each recomputation, from the least on, with the place of the largest size that fits."""
+        last = len(self.axes.sizes) - 1
+        modes = self.axes.recomputations
+
+        def fits(mode: str, place: int) -> bool:
+            return self._fits(self.axes.point(strategy, mode, place, most=False))
+
+        if not fits(modes[0], last) and not fits(modes[-1], 0):
+            return
+        low = -1
+        for mode in modes:
+            low = _edge(partial(fits, mode), low, last)
+            if low >= 0:
+                yield mode, low
+
+    def _fits(self, point: Point) -> bool:
+        estimate = self._estimate(point)
+        return estimate is not None and estimate.verdict == "fits"
+
+    def _estimate(self, point: Point) -> RunEstimate | None:
+        if point not in self._estimates:
+            try:
+                self._estimates[point] = self._estimator.estimate(self.axes.config(point))
+            except UsageError as error:
+                self._refusal = self._refusal or error
+                self._estimates[point] = None
+        return self._estimates[point]
+
+    def _candidate(self, point: Point) -> Candidate:
+        estimate = self._estimate(point)
+        assert estimate is not None
+        return Candidate(self.axes.config(point), estimate, self._time(point))
+
+
+def _kind(point: Point) -> _Kind:
+    return _Kind(point.strategy, point.recomputation, point.size)
+
+
+def _edge(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest place up to `high` that fits, where `low` is known to, or is below all."""
+    if low == high or fits(high):
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
