@@ -158,6 +158,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--exact", action="store_true", help="whose name ends with it")
     args = parser.parse_args()
     results: list[dict[str, Any]] = []
     if args.out is not None and args.out.exists():
@@ -167,7 +168,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as kept:
         folder = Path(kept)
         profile, text = _profile(args.profile, folder), make_text(folder)
-        wanted = [each for each in cases() if args.only in each.name and each.name not in done]
+        ends = args.only if args.exact else ""
+        wanted = [
+            each
+            for each in cases()
+            if args.only in each.name and each.name.endswith(ends) and each.name not in done
+        ]
         for number, case in enumerate(wanted):
             step = foreseen(foresight, case, profile, text)
             if case.mbit is None:
