@@ -177,6 +177,7 @@ def _begin(
     """
     from fsdpctl.config.model_path import RUN_CONFIG
     from fsdpctl.estimate.automatic import resolved_with_stand_ins
+    from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.estimate.kept import estimate_here, write_estimate
     from fsdpctl.train.assets import collect_assets
     from fsdpctl.train.describe import describe_run
@@ -198,9 +199,10 @@ def _begin(
         decided = decide(composed, run, resume)
     composed, run, chosen = decided
     start = plan_start(run.config, resume, start.run_dir)  # it may have moved on until now
-    estimate = estimate_here(run)
+    estimator = Estimator()
+    estimate = estimate_here(run, estimator)
     for line in [*chosen, *describe_run(run, start, estimate)]:
         say(line)
     prepare_run_dir(start, typed, collect_assets(run.config, run.data))
-    write_estimate(start.run_dir, run, estimate)
+    write_estimate(start.run_dir, run, estimate, estimator)
     return Started(start.run_dir, run.config.launch, lock, composed, start.step)

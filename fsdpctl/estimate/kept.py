@@ -6,6 +6,8 @@ from pathlib import Path
 
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.foresight import Foresight
+from fsdpctl.estimate.here import with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import estimate_run
 from fsdpctl.plan.engines import OURS
@@ -23,17 +25,35 @@ class KeptEstimate:
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     peak_engine_bytes: int | None  # of allocated, what our engine owns
+    foreseen_step_seconds: float | None = None
+    foreseen_by: str = ""  # whose figures, in words
 
 
-def estimate_here(run: ResolvedRun) -> RunEstimate:
+def estimate_here(run: ResolvedRun, estimator: Estimator) -> RunEstimate:
     """The estimate for a run on this machine."""
-    return Estimator().estimate(placed_on_cluster(run.config))
+    return estimator.estimate(placed_on_cluster(run.config))
 
 
-def write_estimate(run_dir: Path, run: ResolvedRun, found: RunEstimate) -> None:
-    """Keep the estimate for a run in its directory."""
-    text = json.dumps({**found.to_dict(), "peak_engine_bytes": engine_bytes(run)}, indent=2)
+def write_estimate(
+    run_dir: Path, run: ResolvedRun, found: RunEstimate, estimator: Estimator
+) -> None:
+    """Keep the estimate for a run in its directory, and what a step is foreseen to take."""
+    content = {
+        **found.to_dict(),
+        "peak_engine_bytes": engine_bytes(run),
+        **_foreseen(run, estimator),
+    }
+    text = json.dumps(content, indent=2)
     (run_dir / ESTIMATE).write_text(text + "\n", encoding="utf-8")
+
+
+def _foreseen(run: ResolvedRun, estimator: Estimator) -> dict[str, float | str]:
+    described, whose = with_speed(placed_on_cluster(run.config))
+    try:
+        seconds = Foresight(estimator).step(described).seconds
+    except UsageError:
+        return {}  # nothing depends on it
+    return {"foreseen_step_seconds": seconds, "foreseen_by": whose}
 
 
 def engine_bytes(run: ResolvedRun) -> int | None:

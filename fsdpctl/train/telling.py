@@ -10,6 +10,7 @@ from fsdpctl.train.parts import LaunchedStep, TrainingParts
 from fsdpctl.train.progress import RunProgress
 from fsdpctl.train.restart import restart_of
 from fsdpctl.train.run_dir import LOG, METRICS
+from fsdpctl.train.time_check import TimeCheck
 
 
 class Teller:
@@ -33,6 +34,7 @@ class Teller:
             shows=is_main and parts.shows,
             log=parts.run_dir / LOG,
         )
+        self._time = TimeCheck(parts.run_dir) if is_main and parts.shows else None
         self._restart = restart_of()
         self._device = parts.device
         self._num_ranks = ranks.size
@@ -74,6 +76,10 @@ class Teller:
         self.write(metrics.to_line())
         self._tell_restart(done.step)
         self.shown.step(metrics, share_saved)
+        if self._time is not None and (told := self._time.after(times.total)):
+            said, figures_of_it = told
+            self.say(said)
+            self.write({"step": done.step, **figures_of_it})
         return times.total
 
     def _tell_restart(self, step: int) -> None:
