@@ -34,6 +34,7 @@ def run(module: str, out: Path, *words: str) -> dict[str, object]:
         ("planning", ["--rounds", "1"]),
         ("consolidate", ["--rounds", "1", "--gigabytes", "0.2"]),
         ("estimates", ["--count", "1"]),
+        ("auto", ["--cases", "1", "--rounds", "1", "--steps", "8", "--most", "1"]),
         ("gpu_memory", ["--device", "cpu", "--models", "llama_tiny", "--count", "2"]),
         ("gpu", ["--device", "cpu", "--sizes", "tiny", "--rounds", "1"]),
     ],

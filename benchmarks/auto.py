@@ -1,0 +1,226 @@
+"""Whether what `auto` chooses fits, and is as fast as the best that fits: every combination is run.
+
+    python -m benchmarks.auto --out benchmarks/results/auto.json
+
+Random small configurations with a planted limit of memory. For each, all combinations that fit by
+their estimate run, in rounds, beside what a run chooses by itself; of that, a step is watched
+tensor by tensor on both ranks.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+from torch.multiprocessing.spawn import spawn
+
+from benchmarks.report import write_report
+from benchmarks.training import train_step
+from fsdpctl.compare.figures import round_of
+from fsdpctl.compare.measure import in_turn
+from fsdpctl.compare.row import Round
+from fsdpctl.compare.short_run import short_run
+from fsdpctl.config.choosing import asked_again, left_open, with_choice, words_of
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.recipe import read_recipe
+from fsdpctl.config.schema import Config
+from fsdpctl.estimate.automatic import resolved_with_stand_ins
+from fsdpctl.estimate.candidates import Axes, Point
+from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.here import with_speed
+from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.run import ResolvedRun, resolved_again
+from fsdpctl.train.assemble import make_model, make_optimizer
+from fsdpctl.train.assets import collect_assets
+from tests.memory.watch import watched_step
+
+OPEN = (
+    "strategy=auto",
+    "activation_checkpointing=auto",
+    "prefetch=auto",
+    "train.micro_batch_size=auto",
+)
+_GIB = 1 << 30
+_CLOSE = 1.1  # of the best that fits
+
+
+def drawn(seed: int) -> list[str]:
+    """A random configuration that trains here."""
+    draw = random.Random(seed)
+    heads = draw.choice([2, 4])
+    hidden = heads * draw.choice([16, 32, 64])
+    return [
+        f"model.num_layers={draw.randint(1, 6)}",
+        f"model.num_heads={heads}",
+        f"model.num_kv_heads={draw.choice([1, 2])}",
+        f"model.hidden_size={hidden}",
+        f"model.intermediate_size={hidden * draw.choice([2, 3, 4])}",
+        f"train.seq_len={draw.choice([32, 64, 128, 256])}",
+        f"train.global_batch_size={draw.choice([4, 8, 12, 16])}",
+        f"accumulation={draw.choice(['every', 'last'])}",
+        "launch.nproc_per_node=2",
+        "launch.device=cpu",
+    ]
+
+
+def combinations(axes: Axes) -> Iterator[Point]:
+    """All of them."""
+    for strategy in axes.strategies:
+        for mode in axes.recomputations:
+            for place in range(len(axes.sizes)):
+                point: Point | None = axes.point(strategy, mode, place, most=True)
+                while point is not None:
+                    yield point
+                    point = axes.less_prefetch(point)
+
+
+class Case:
+    """One configuration, with a limit between the least and the most that a combination takes."""
+
+    def __init__(self, seed: int, profile: Path | None, most: int) -> None:
+        self.words = drawn(seed)
+        if profile is not None:
+            self.words.append(f"cluster.profile={profile}")
+        self.run, axes = self._all()
+        draw, estimator = random.Random(f"limit {seed}"), Estimator()
+        estimates = {p: estimator.estimate(axes.config(p)) for p in combinations(axes)}
+        first = next(iter(estimates.values()))
+        outside = first.memory_bytes - first.available
+        held = sorted(each.peak_reserved for each in estimates.values())
+        limit = held[0] + draw.random() * (held[-1] - held[0])
+        self.words.append(f"cluster.memory={(limit + outside) / _GIB:.6f}")
+        fitting = [p for p, each in estimates.items() if each.peak_reserved <= limit]
+        self.count, self.limit = len(fitting), int(limit)
+        draw.shuffle(fitting)
+        self.configs = {self.named(axes.config(p)): axes.config(p) for p in fitting[:most]}
+
+    def _all(self) -> tuple[ResolvedRun, Axes]:
+        composed = compose_config([*self.words, *OPEN])
+        run = resolved_with_stand_ins(composed)
+        placed = placed_on_cluster(asked_again(run.config, composed.config))
+        return run, Axes.of(with_speed(placed)[0])
+
+    def named(self, config: Config) -> str:
+        """What is chosen in it, as it is typed."""
+        return words_of(config, left_open(compose_config([*self.words, *OPEN]).config))
+
+    def chosen(self, folder: Path) -> Config:
+        """What a run chooses; it trains a step."""
+        words = [*self.words, *OPEN, "train.steps=1", f"train.run_dir={folder}"]
+        words += ["train.sample_tokens=0", "train.eval_batches=1"]
+        command = [sys.executable, "-m", "fsdpctl", "train", *words]
+        subprocess.run(command, check=True, capture_output=True)
+        return compose_config([f"{k}={v}" for k, v in read_recipe(folder / "config.yaml")]).config
+
+    def resolved(self, config: Config) -> Config:
+        """The run with what is chosen in `config`."""
+        asked = compose_config([*self.words, *OPEN]).config
+        return resolved_again(self.run, with_choice(asked, config, left_open(asked))).config
+
+    def measured(self, config: Config, folder: Path, steps: int) -> Round:
+        """A short run of one combination."""
+        made = self.resolved(config)
+        train = replace(made.train, run_dir=str(folder), steps=steps)
+        assets = collect_assets(self.run.config, self.run.data)
+        failure = short_run(replace(made, train=train), "", assets, "all were run")
+        assert failure is None, failure
+        return round_of(folder, None)
+
+
+def _watched(rank: int, config: Config, ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = FileStore(str(Path(folder) / "rendezvous"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    model = make_model(config, torch.device("cpu"))
+    optimizer = make_optimizer(config, model)
+    peak, _ = watched_step(model, lambda: train_step(config, model, optimizer))
+    (Path(folder) / f"peak-{rank}").write_text(str(peak))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def peak_of(config: Config, ranks: int = 2) -> int:
+    """Bytes of all tensors at the peak of a step, on the rank that holds most."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_watched, (config, ranks, folder), nprocs=ranks)
+        return max(int((Path(folder) / f"peak-{rank}").read_text()) for rank in range(ranks))
+
+
+def measure(seed: int, words: argparse.Namespace) -> dict[str, Any]:
+    """What was chosen, beside the best that fits."""
+    case = Case(seed, words.profile, words.most)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        began = time.monotonic()
+        chosen = case.chosen(folder / "chosen")
+        took = time.monotonic() - began
+        configs = {case.named(chosen): chosen, **case.configs}
+        rounds: dict[str, list[Round]] = {each: [] for each in configs}
+        for number in range(words.rounds):
+            # Another one begins each round: what the machine does to one it does to all.
+            for place, each in enumerate(in_turn(list(configs), number, words.rounds)):
+                there = folder / f"{number}-{place}"
+                rounds[each].append(case.measured(configs[each], there, words.steps))
+    seconds = {each: median(one.step_seconds for one in of) for each, of in rounds.items()}
+    best = min(seconds, key=lambda each: seconds[each])
+    held = peak_of(case.resolved(chosen))
+    return {
+        "seed": seed,
+        "words": case.words,
+        "limit_bytes": case.limit,
+        "combinations_that_fit": case.count,
+        "measured": len(configs),
+        "chosen": case.named(chosen),
+        "best": best,
+        "chosen_over_best": round(seconds[case.named(chosen)] / seconds[best], 4),
+        "peak_bytes_of_chosen": held,
+        "fits": held <= case.limit,
+        "seconds_to_choose_and_begin": round(took, 1),
+    }
+
+
+def summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How often it was right."""
+    ratios = sorted(each["chosen_over_best"] for each in results)
+    return {
+        "cases": len(results),
+        "fit": sum(each["fits"] for each in results),
+        "within_a_tenth": sum(ratio <= _CLOSE for ratio in ratios),
+        "median_over_best": median(ratios),
+        "worst_over_best": ratios[-1],
+    }
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--most", type=int, default=1000, help="combinations of a case that run")
+    parser.add_argument("--profile", type=Path, help="what profile-device wrote")
+    parser.add_argument("--out", type=Path)
+    words = parser.parse_args()
+    results = []
+    for seed in range(words.first, words.first + words.cases):
+        results.append(measure(seed, words))
+        print(json.dumps(results[-1]), flush=True)
+    print(json.dumps(summary(results)))
+    about = {"rounds": words.rounds, "steps": words.steps, "summary": summary(results)}
+    write_report(words.out, "auto", results, **about)
+
+
+if __name__ == "__main__":
+    main()
