@@ -28,6 +28,7 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.report import write_report
 from benchmarks.training import train_step
 from fsdpctl.compare.figures import round_of
+from fsdpctl.compare.measure import in_turn
 from fsdpctl.compare.row import Round
 from fsdpctl.compare.short_run import short_run
 from fsdpctl.config.choosing import asked_again, left_open, with_choice, words_of
@@ -167,9 +168,10 @@ def measure(seed: int, words: argparse.Namespace) -> dict[str, Any]:
         configs = {case.named(chosen): chosen, **case.configs}
         rounds: dict[str, list[Round]] = {each: [] for each in configs}
         for number in range(words.rounds):
-            for place, (each, config) in enumerate(configs.items()):
+            # Another one begins each round: what the machine does to one it does to all.
+            for place, each in enumerate(in_turn(list(configs), number, words.rounds)):
                 there = folder / f"{number}-{place}"
-                rounds[each].append(case.measured(config, there, words.steps))
+                rounds[each].append(case.measured(configs[each], there, words.steps))
     seconds = {each: median(one.step_seconds for one in of) for each, of in rounds.items()}
     best = min(seconds, key=lambda each: seconds[each])
     held = peak_of(case.resolved(chosen))

@@ -63,6 +63,7 @@ def train(
 
 def _dry_run(composed: "Composed", resume: str) -> None:
     from fsdpctl.estimate.automatic import resolved_with_stand_ins
+    from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.estimate.kept import estimate_here
     from fsdpctl.train.describe import describe_run, describe_units
     from fsdpctl.train.run_dir import plan_start
@@ -72,7 +73,7 @@ def _dry_run(composed: "Composed", resume: str) -> None:
         run = resolved_with_stand_ins(composed, composed.config.launch, advance)
     composed, run, chosen = decide(composed, run, resume)
     start = plan_start(run.config, resume)
-    estimate = estimate_here(run)
+    estimate = estimate_here(run, Estimator())
     for line in [*chosen, *describe_run(run, start, estimate), "", *describe_units(run)]:
         say(line)
     _show_samples(run)
