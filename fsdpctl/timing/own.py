@@ -111,9 +111,11 @@ class OwnTasks:
         writer, step = self._writer, self._step
         if step.transport is Transport.NCCL or not step.strategy.shards_grads:
             writer.copy(2 * nbytes, f"collect gradients of {unit}")
+        kind = self._reduction()
         key = writer.start(
-            self._reduction(), nbytes, writer.place.shard, f"reduce {unit}", queue=REDUCTIONS
-        )
+            kind, nbytes, writer.place.shard, f"reduce {unit}", queue=REDUCTIONS,
+            is_held=kind is C.ALL_REDUCE and step.transport is Transport.GLOO,
+        )  # fmt: skip
         self._reducing[unit].append((key, nbytes))
         self._last_reduced[unit] = key
 

@@ -15,6 +15,7 @@ from fsdpctl.timing.network import NET, NODE, CollectiveKind, Group
 from fsdpctl.timing.tasks import Transfer
 
 VERSION = 1
+_PAYLOAD = 0.94  # of a cable's rate: what TCP gets through it both ways at once
 _NEIGHBOURS = 4  # of what was measured, that say how fast a product of other sizes is
 
 
@@ -177,7 +178,7 @@ class MeasuredNetwork:
         if group.nodes == 1 or self.inter is None:
             return Transfer(NODE, latency, here - latency, sent, self.slows, self.yields)
         leaving = group.ranks_per_node * sent * self._leaves(group)
-        cable = leaving / self.inter
+        cable = leaving / (self.inter * _PAYLOAD)
         busy = min(1.0, here / (cable or here))
         seconds = max(here - latency, cable)
         slow = cable > here

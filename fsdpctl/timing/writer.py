@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fsdpctl.plan.transport import ALL_REDUCED_TOGETHER
 from fsdpctl.plan.work import Work
 from fsdpctl.timing.hardware import Device
 from fsdpctl.timing.network import CollectiveKind, Group, Network
@@ -35,6 +36,8 @@ class TaskWriter:
         self._works = works
         self._seconds: dict[int, float] = {}  # of works, which alike units share
         self._next = 0
+        self._held: list[Start] = []
+        self._held_bytes = 0.0
 
     def take(self) -> list[Task]:
         """What was written since the last time."""
@@ -69,17 +72,34 @@ class TaskWriter:
         *,
         queue: str,
         after: int | None = None,
+        is_held: bool = False,
     ) -> int:
-        """Start a collective over a buffer of so many bytes; returns what to wait for."""
+        """Start a collective over a buffer of so many bytes; returns what to wait for.
+
+        One that is held begins with others, as soon as they are many bytes or one is waited for.
+        """
         self._next += 1
         transfer = self.place.network.transfer(kind, nbytes, group)
-        self.tasks.append(Start(self._next, queue, transfer, label, after))
+        started = Start(self._next, queue, transfer, label, after)
+        if not is_held:
+            self.tasks.append(started)
+            return self._next
+        self._held.append(started)
+        self._held_bytes += nbytes
+        if self._held_bytes >= ALL_REDUCED_TOGETHER:
+            self._begin_held()
         return self._next
 
     def wait(self, key: int | None) -> None:
         """Until that collective is over."""
         if key is not None:
+            if any(each.key == key for each in self._held):
+                self._begin_held()
             self.tasks.append(Wait(key))
+
+    def _begin_held(self) -> None:
+        self.tasks += self._held
+        self._held, self._held_bytes = [], 0.0
 
     def step_over(self, numel: float, itemsize: int, moments: int) -> None:
         """The norm of `numel` gradients, what ranks say of them, and the optimizer's step."""
