@@ -268,10 +268,6 @@ NOT_OFFERED = {
     "grpo": "reinforcement learning",
 }
 
-_LATER = {
-    "simulate": "simulation",
-}
-
 
 def hint(word: str, known: list[str]) -> str:
     """What to say after an unknown `word`: our name for it, or the nearest of `known`."""
@@ -283,8 +279,6 @@ def hint(word: str, known: list[str]) -> str:
     for each in (last, plain):
         if each in NOT_OFFERED:
             return f"; fsdpctl does not offer {NOT_OFFERED[each]}"
-        if each in _LATER:
-            return f"; {_LATER[each]} is not in this version"
     same_end = [name for name in known if name.rsplit(".", 1)[-1] == last]
     if same_end:
         return f"; did you mean {same_end[0]}?"
