@@ -136,6 +136,7 @@ class Trainer:
             self.samples,
             limits=self._numbers.limits(self.step + 1),
             own=own,
+            is_traced=self._tracing.is_on,
         )
         self.step, self.samples = launched.step, launched.samples
         self._launched.append(launched)

@@ -25,7 +25,13 @@ class _Share:
 
 
 def launch_step(
-    parts: TrainingParts, step: int, samples: int, *, limits: Limits, own: Callable[[], OwnWord]
+    parts: TrainingParts,
+    step: int,
+    samples: int,
+    *,
+    limits: Limits,
+    own: Callable[[], OwnWord],
+    is_traced: bool = False,
 ) -> LaunchedStep:
     """Launch the step that comes after `step` steps and `samples` samples. Collective.
 
@@ -35,6 +41,7 @@ def launch_step(
         samples: samples consumed.
         limits: above which it is not applied.
         own: what this rank has to say, asked after its passes.
+        is_traced: nothing is left under way after it; a trace that ends would crash torch.
     """
     config, ranks = parts.config, parts.model.collectives
     clock = StepClock(parts.device, parts.model.take_waits)
@@ -57,7 +64,7 @@ def launch_step(
     parts.optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
     parts.optimizer.zero_grad()
     clock.lap("optimizer")
-    if step + 1 < config.train.steps and parts.model.can_prefetch:
+    if step + 1 < config.train.steps and parts.model.can_prefetch and not is_traced:
         # Beside what is reported, saved and loaded before the next forward.
         parts.model.prefetch_forward_params()
     after = samples + config.train.global_batch_size
