@@ -43,7 +43,7 @@ class GlooCollectives(ProcessGroupCollectives):
         self._to_add: list[tuple[Tensor, list[dist.Work]]] = []
 
     def all_gather(self, whole: Tensor, parts: Sequence[Span], shard: Tensor | None) -> Handle:
-        """By one broadcast per part, or among many ranks by gloo's all-gather."""
+        """By messages from rank to rank, or among many by gloo's all-gather."""
         return self.gather_together([Gathering(whole, parts, shard)])
 
     def gather_together(self, buffers: Sequence[Gathering]) -> Handle:
@@ -55,10 +55,29 @@ class GlooCollectives(ProcessGroupCollectives):
         whole, own = buffer.whole, buffer.parts[self.rank]
         if buffer.shard is not None:
             whole[own.start : own.stop].copy_(buffer.shard)
-        if self.size > MAX_DIRECT_RANKS and are_even(buffer.parts):
-            source = whole[own.start : own.stop]
+        source = whole[own.start : own.stop]
+        if self.size <= MAX_DIRECT_RANKS:
+            return self._exchange_parts(whole, buffer.parts, source)
+        if are_even(buffer.parts):
             return [all_gather_single(whole, source, group=self.gather_group, async_op=True)]
         return self.start_broadcasts(whole, buffer.parts)
+
+    def _exchange_parts(
+        self, whole: Tensor, parts: Sequence[Span], source: Tensor
+    ) -> list[dist.Work]:
+        """Every rank's part to every other; both ways at once, which broadcasts are not."""
+        works = [
+            dist.irecv(whole[part.start : part.stop], group=self.gather_group, group_src=each)
+            for each, part in enumerate(parts)
+            if each != self.rank and part.numel
+        ]
+        if source.numel():
+            works += [
+                dist.isend(source, group=self.gather_group, group_dst=each)
+                for each in range(self.size)
+                if each != self.rank
+            ]
+        return [work for work in works if work is not None]
 
     def sends_in_place(self, parts: Sequence[Span]) -> bool:
         """Where ranks send each other what the other owns."""
