@@ -8,6 +8,7 @@ what the file has.
 
 import argparse
 import json
+import os
 import subprocess
 import tempfile
 import time
@@ -160,6 +161,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--exact", action="store_true", help="whose name ends with it")
     args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # two hosts that are one machine would both take all cores
     results: list[dict[str, Any]] = []
     if args.out is not None and args.out.exists():
         results = json.loads(args.out.read_text())["results"]

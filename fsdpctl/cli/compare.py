@@ -108,7 +108,7 @@ class _Comparison:
     def _tell(
         self, contest: "Measurement | Foreseeing", folder: Path | None, *, is_whole: bool
     ) -> None:
-        from fsdpctl.compare.about import about_cluster, about_here
+        from fsdpctl.compare.about import about_comparison
         from fsdpctl.compare.foresee import Foreseeing
         from fsdpctl.compare.report import PAGE, as_json, write_report
 
@@ -116,8 +116,13 @@ class _Comparison:
         _refuse_if_none_could_run(rows)
         if all(row.status == NOT_REACHED for row in rows):
             return
-        self.about = (about_cluster if self.simulates else about_here)(
-            contest.configs, rows, how=self._how(), command=self._command(), is_whole=is_whole
+        self.about = about_comparison(
+            contest.configs,
+            rows,
+            is_foreseen=self.simulates,
+            how=self._how(),
+            command=self._command(),
+            is_whole=is_whole,
         )
         if folder is not None:
             write_report(rows, self.about, folder)

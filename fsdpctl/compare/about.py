@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -37,25 +38,54 @@ class About:
         return f"{self.subject}, {self.what} on {self.where}"
 
 
-def about_here(
-    configs: Sequence[Config], rows: Sequence[Row], *, how: str, command: str, is_whole: bool
+def about_comparison(
+    configs: Sequence[Config],
+    rows: Sequence[Row],
+    *,
+    is_foreseen: bool,
+    how: str,
+    command: str,
+    is_whole: bool,
 ) -> About:
-    """Of a comparison that ran on this machine.
+    """Of a comparison that ran on this machine, or was foreseen for a cluster.
 
     Args:
         configs: of its variants.
         rows: what came of them.
+        is_foreseen: nothing ran.
         how: how often and how long each ran.
         command: what was typed.
         is_whole: whether nobody stopped it.
     """
+    where = _cluster(configs) if is_foreseen else _here(configs)
+    return About(
+        what="foreseen" if is_foreseen else "measured",
+        subject=subject_of(configs),
+        where=f"{_ranks(rows)} {where.name}",
+        how=how,
+        command=command,
+        versions=where.versions,
+        machine=where.machine,
+        made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        is_whole=is_whole,
+    )
+
+
+class _Where(NamedTuple):
+    """As in `About`."""
+
+    name: str
+    versions: dict[str, str]
+    machine: dict[str, str]
+
+
+def _here(configs: Sequence[Config]) -> _Where:
     import torch
 
     on_cuda = torch.cuda.is_available() and configs[0].launch.device != "cpu"
     processor = _processor()
     device = torch.cuda.get_device_name() if on_cuda else f"the CPU ({processor})"
-    versions = {"fsdpctl": version("fsdpctl"), "torch": torch.__version__}
-    versions["python"] = platform.python_version()
+    versions = {**_versions(), "python": platform.python_version()}
     machine = {
         "processor": f"{processor}, {os.cpu_count()} cores",
         "memory": f"{psutil.virtual_memory().total / _GIB:.1f} GiB",
@@ -65,42 +95,23 @@ def about_here(
         versions["CUDA"] = str(torch.version.cuda)
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         machine["devices"] = f"{torch.cuda.device_count()} x {device}"
-    return About(
-        what="measured",
-        subject=subject_of(configs),
-        where=f"{_ranks(rows)} {device}",
-        how=how,
-        command=command,
-        versions=versions,
-        machine=machine,
-        made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        is_whole=is_whole,
-    )
+    return _Where(device, versions, machine)
 
 
-def about_cluster(
-    configs: Sequence[Config], rows: Sequence[Row], *, how: str, command: str, is_whole: bool
-) -> About:
-    """Of a comparison that was foreseen; arguments as in `about_here`."""
-    import torch
-
+def _cluster(configs: Sequence[Config]) -> _Where:
     clusters = dict.fromkeys(each.cluster.profile or each.cluster.name for each in configs)
     figures = {
         name: str(value)
         for name, value in asdict(configs[0].cluster).items()
         if value is not None and name != "name"
     }
-    return About(
-        what="foreseen",
-        subject=subject_of(configs),
-        where=f"{_ranks(rows)} {', '.join(clusters)}",
-        how=how,
-        command=command,
-        versions={"fsdpctl": version("fsdpctl"), "torch": torch.__version__},
-        machine=figures,
-        made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        is_whole=is_whole,
-    )
+    return _Where(", ".join(clusters), _versions(), figures)
+
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    return {"fsdpctl": version("fsdpctl"), "torch": torch.__version__}
 
 
 def subject_of(configs: Sequence[Config]) -> str:

@@ -21,7 +21,7 @@ from fsdpctl.timing.own import OwnStep, OwnTasks
 from fsdpctl.timing.peers import DataParallelTasks, FullyShardTasks, PeerStep
 from fsdpctl.timing.simulate import Played, Player
 from fsdpctl.timing.tasks import Task
-from fsdpctl.timing.writer import Place, TaskWriter, Works
+from fsdpctl.timing.writer import Machine, TaskWriter, Works
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def _extended(shown: Foreseen, before: Foreseen, more: int) -> Foreseen:
 def _simulated(config: Config, traced: TracedModel, program: Program, passes: int) -> Foreseen:
     works: Works = {(part.value, unit): work for (part, unit), work in program.work.items()}
     plan, place = plan_run(config, traced.units, passes)
-    writer = TaskWriter(works, _place(config, place))
+    writer = TaskWriter(works, _machine(config, place))
     tasks = _tasks(config, traced.units, writer, plan, place)
     player = Player()
     player.play(tasks.step())  # what it leaves to be waited for belongs to the next
@@ -163,9 +163,9 @@ def _tasks_of_peer(
     )
 
 
-def _place(config: Config, place: RankPlace) -> Place:
+def _machine(config: Config, place: RankPlace) -> Machine:
     ranks, nodes = world_size(config), config.launch.nnodes
     size, on_node = place.size, ranks // nodes
     shard = Group(size, -(-size // on_node))
     copies = Group(place.num_replicas, place.num_replicas if size >= on_node else nodes)
-    return Place(device_of(config), network_of(config), shard, copies, Group(ranks, nodes))
+    return Machine(device_of(config), network_of(config), shard, copies, Group(ranks, nodes))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdpctl.comm.marks import mark, seconds_between
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.memory.observed_work import work_of
 from fsdpctl.models.registry import build_model
@@ -47,27 +48,13 @@ class _Stopwatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
-        before = self._mark()
+        before = mark(on_cuda=self._on_cuda)
         result = func(*args, **(kwargs or {}))
-        after = self._mark()
+        after = mark(on_cuda=self._on_cuda)
         work = work_of(func, args, kwargs, result)
         if work is not None:
-            self.seen.append((work, lambda: _between(before, after)))
+            self.seen.append((work, lambda: seconds_between(before, after)))
         return result
-
-    def _mark(self) -> Any:
-        if not self._on_cuda:
-            return time.perf_counter()
-        mark = torch.cuda.Event(enable_timing=True)
-        mark.record()
-        return mark
-
-
-def _between(before: Any, after: Any) -> float:
-    if isinstance(before, float):
-        return float(after - before)
-    after.synchronize()
-    return float(before.elapsed_time(after)) / 1e3
 
 
 def _model(sized: Sized, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -130,7 +117,7 @@ def observe_models(
             timed.append(_seconds(run, device))
             meet()
             with _Stopwatch(device) as watch:
-                run()
+                _seconds(run, device)
             seen.append([(work, seconds()) for work, seconds in watch.seen])
         operators = list(_medians(seen))
         found += operators

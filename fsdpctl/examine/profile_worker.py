@@ -56,7 +56,6 @@ def measure(device: torch.device, name: str, say: Callable[[str], None]) -> Prof
         torch=torch.__version__,
         operators=operators,
         per_operator=per_operator,
-        per_step=0.0,
         copying=copying,
         stepping=stepping,
         collectives=collectives,

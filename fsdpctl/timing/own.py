@@ -58,10 +58,12 @@ class OwnTasks:
                 self._do(event)
         writer.step_over(step.owned, step.sizes.master, step.moments)
         for event in step.update:
-            group = writer.place.copies if step.strategy.shards_over_copies else writer.place.shard
+            group = (
+                writer.machine.copies if step.strategy.shards_over_copies else writer.machine.shard
+            )
             key = writer.start(C.GATHER, event.nbytes, group, f"renew {event.unit}", queue=GATHERS)
             self._renewing[event.unit] = key
-        writer.spend(writer.place.device.per_step, "between steps")
+        writer.spend(writer.machine.device.per_step, "between steps")
         return writer.take()
 
     def _do(self, event: Event) -> None:
@@ -101,7 +103,7 @@ class OwnTasks:
             writer.compute("loss")
 
     def _gather(self, unit: str, nbytes: int) -> None:
-        writer, sizes, group = self._writer, self._step.sizes, self._writer.place.shard
+        writer, sizes, group = self._writer, self._step.sizes, self._writer.machine.shard
         writer.wait(self._renewing.pop(unit, None))
         widened = 1 + sizes.master / sizes.param  # what is cast into this rank's part
         writer.copy(widened * nbytes / group.ranks, f"cast {unit}")
@@ -113,19 +115,19 @@ class OwnTasks:
             writer.copy(2 * nbytes, f"collect gradients of {unit}")
         kind = self._reduction()
         key = writer.start(
-            kind, nbytes, writer.place.shard, f"reduce {unit}", queue=REDUCTIONS,
+            kind, nbytes, writer.machine.shard, f"reduce {unit}", queue=REDUCTIONS,
             is_held=kind is C.ALL_REDUCE and step.transport is Transport.GLOO,
         )  # fmt: skip
         self._reducing[unit].append((key, nbytes))
         self._last_reduced[unit] = key
 
     def _reduction(self) -> CollectiveKind:
-        whole = adds_whole(self._step.transport, self._writer.place.shard.ranks)
+        whole = adds_whole(self._step.transport, self._writer.machine.shard.ranks)
         return C.ALL_REDUCE if whole and not self._step.strategy.shards_grads else C.REDUCE_SCATTER
 
     def _add_up(self, unit: str, nbytes: int) -> None:
         """What a rank adds itself, or only scales."""
-        group = self._writer.place.shard
+        group = self._writer.machine.shard
         adds = self._step.transport is Transport.GLOO and self._reduction() is C.REDUCE_SCATTER
         passes = group.ranks + 1 if adds else 2
         own = nbytes if self._reduction() is C.ALL_REDUCE else nbytes / group.ranks
@@ -141,8 +143,8 @@ class OwnTasks:
         self._combining[unit].append(key)
 
     def _over_copies(self) -> tuple[CollectiveKind, Group, str]:
-        place, strategy = self._writer.place, self._step.strategy
-        if place.copies.ranks == 1:
-            return C.GATHER, place.shard, GATHERS  # whole gradients, put together
+        machine, strategy = self._writer.machine, self._step.strategy
+        if machine.copies.ranks == 1:
+            return C.GATHER, machine.shard, GATHERS  # whole gradients, put together
         kind = C.REDUCE_SCATTER if strategy.shards_over_copies else C.ALL_REDUCE
-        return kind, place.copies, COPIES
+        return kind, machine.copies, COPIES

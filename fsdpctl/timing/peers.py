@@ -46,15 +46,15 @@ class FullyShardTasks:
             self._forward()
             self._backward(reduces=reduces)
             writer.compute("end")
-        owned = sum(step.numel.values()) / writer.place.shard.ranks
+        owned = sum(step.numel.values()) / writer.machine.shard.ranks
         writer.step_over(owned, step.sizes.master, step.moments)
-        writer.spend(writer.place.device.per_step, "between steps")
+        writer.spend(writer.machine.device.per_step, "between steps")
         return writer.take()
 
     def _gather(self, unit: str) -> None:
         if unit in self._gathers or unit in self._whole:
             return
-        writer, step, group = self._writer, self._step, self._writer.place.shard
+        writer, step, group = self._writer, self._step, self._writer.machine.shard
         nbytes = step.numel[unit] * step.sizes.param
         writer.copy((1 + step.sizes.master / step.sizes.param) * nbytes / group.ranks, "copy in")
         self._gathers[unit] = writer.start(
@@ -67,7 +67,7 @@ class FullyShardTasks:
         self._gather(unit)
         self._whole.add(unit)
         self._writer.wait(self._gathers.pop(unit))
-        if self._writer.place.shard.ranks > 1:
+        if self._writer.machine.shard.ranks > 1:
             nbytes = self._step.numel[unit] * self._step.sizes.param
             self._writer.copy(2 * nbytes, f"copy out {unit}")
 
@@ -76,13 +76,13 @@ class FullyShardTasks:
         self._use(step.root)
         writer.compute("start")
         for name in step.units:
-            place = self._blocks.index(name) if name in step.numel else None
-            if place is not None:
+            index = self._blocks.index(name) if name in step.numel else None
+            if index is not None:
                 self._use(name)
-                for ahead in self._blocks[place + 1 : place + 2] if step.overlaps else ():
+                for ahead in self._blocks[index + 1 : index + 2] if step.overlaps else ():
                     self._gather(ahead)
             writer.compute("forward", name)
-            if place is not None and step.reshards and name != self._blocks[-1]:
+            if index is not None and step.reshards and name != self._blocks[-1]:
                 self._whole.discard(name)
             writer.compute("around", name)
         writer.compute("loss")
@@ -94,8 +94,8 @@ class FullyShardTasks:
                 writer.compute("backward", name)
                 continue
             self._use(name)
-            place = self._blocks.index(name)
-            for ahead in self._blocks[max(0, place - 1) : place]:
+            index = self._blocks.index(name)
+            for ahead in self._blocks[max(0, index - 1) : index]:
                 self._gather(ahead)
             writer.compute("backward", name)
             self._whole.discard(name)
@@ -107,19 +107,19 @@ class FullyShardTasks:
         self._reduced.clear()
 
     def _reduce(self, unit: str, *, reduces: bool) -> None:
-        writer, step, place = self._writer, self._step, self._writer.place
+        writer, step, machine = self._writer, self._step, self._writer.machine
         nbytes = step.numel[unit] * step.sizes.reduce
         if not reduces:
             writer.copy(2 * nbytes, f"keep gradients of {unit}")
             return
-        if place.shard.ranks > 1:
+        if machine.shard.ranks > 1:
             writer.copy(2 * nbytes, f"copy gradients of {unit}")
         key = writer.start(
-            C.REDUCE_SCATTER, nbytes, place.shard, f"reduce {unit}", queue=_ONE_QUEUE
+            C.REDUCE_SCATTER, nbytes, machine.shard, f"reduce {unit}", queue=_ONE_QUEUE
         )
-        if place.copies.ranks > 1:
-            label, own = f"sum over copies of {unit}", nbytes / place.shard.ranks
-            key = writer.start(C.ALL_REDUCE, own, place.copies, label, queue=COPIES, after=key)
+        if machine.copies.ranks > 1:
+            label, own = f"sum over copies of {unit}", nbytes / machine.shard.ranks
+            key = writer.start(C.ALL_REDUCE, own, machine.copies, label, queue=COPIES, after=key)
         self._reduced.append(key)
 
 
@@ -153,7 +153,7 @@ class DataParallelTasks:
             self._sent.clear()
             writer.compute("end")
         writer.step_over(sum(step.numel.values()), step.sizes.master, step.moments)
-        writer.spend(writer.place.device.per_step, "between steps")
+        writer.spend(writer.machine.device.per_step, "between steps")
         return writer.take()
 
     def _cast(self, unit: str) -> None:
@@ -173,6 +173,6 @@ class DataParallelTasks:
         sent = self._filled if nbytes is None else nbytes
         self._filled -= sent
         if reduces and sent:
-            world = self._writer.place.world
+            world = self._writer.machine.world
             key = self._writer.start(C.ALL_REDUCE, sent, world, "reduce a bucket", queue=GATHERS)
             self._sent.append(key)

@@ -50,7 +50,6 @@ class Profile:
     torch: str
     operators: list[Observed]
     per_operator: float  # seconds of the host that are no operator's own
-    per_step: float  # the same of a step
     copying: list[Point]  # read and written together
     stepping: list[Point]  # AdamW: bytes of the masters
     collectives: dict[str, list[Point]] = field(default_factory=dict)  # by kind; whole buffers
@@ -106,12 +105,7 @@ class MeasuredDevice:
             self._by_kind[each.kind].append(each)
         self._known: dict[Work, float] = {}
 
-    issuing = 0.0  # it is in what they took
-
-    @property
-    def per_step(self) -> float:
-        """As measured."""
-        return self._profile.per_step
+    issuing = per_step = 0.0  # they are in what operators took
 
     def seconds(self, work: Work) -> float:
         """Of an operator that runs alone, and the host's part of it."""
@@ -165,7 +159,6 @@ class MeasuredNetwork:
     slows: float
     yields: float
     inter: float | None  # of a node; None: as fast as within it
-    delay: float = 0.0  # seconds of a message between nodes
 
     def transfer(self, kind: CollectiveKind, nbytes: float, group: Group) -> Transfer:
         """As long as it took; longer where the cable is slower."""
@@ -184,7 +177,7 @@ class MeasuredNetwork:
         slow = cable > here
         return Transfer(
             NET,
-            latency + self.delay * rounds,
+            latency,
             seconds,
             leaving,
             self.slows * busy,

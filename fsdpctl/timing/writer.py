@@ -17,7 +17,7 @@ Works = Mapping[tuple[str, str], Sequence[Work]]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Machine:
     """Where a rank computes, and with whom."""
 
     device: Device
@@ -30,8 +30,8 @@ class Place:
 class TaskWriter:
     """Tasks of one rank; all ranks have the same."""
 
-    def __init__(self, works: Works, place: Place) -> None:
-        self.place = place
+    def __init__(self, works: Works, machine: Machine) -> None:
+        self.machine = machine
         self.tasks: list[Task] = []
         self._works = works
         self._seconds: dict[int, float] = {}  # of works, which alike units share
@@ -48,7 +48,7 @@ class TaskWriter:
         """A part of a pass, and so many seconds more."""
         works = self._works.get((part, unit), ())
         if id(works) not in self._seconds:
-            device = self.place.device
+            device = self.machine.device
             computing = sum(map(device.seconds, works))
             self._seconds[id(works)] = max(computing, len(works) * device.issuing)
         self.spend(self._seconds[id(works)] + beside, f"{part} {unit}".strip())
@@ -61,7 +61,7 @@ class TaskWriter:
     def copy(self, nbytes: float, label: str, *, phase: str = "compute") -> None:
         """Read and write so many bytes together."""
         if nbytes > 0:
-            self.spend(self.place.device.copying(nbytes), label, phase=phase)
+            self.spend(self.machine.device.copying(nbytes), label, phase=phase)
 
     def start(
         self,
@@ -79,7 +79,7 @@ class TaskWriter:
         One that is held begins with others, as soon as they are many bytes or one is waited for.
         """
         self._next += 1
-        transfer = self.place.network.transfer(kind, nbytes, group)
+        transfer = self.machine.network.transfer(kind, nbytes, group)
         started = Start(self._next, queue, transfer, label, after)
         if not is_held:
             self.tasks.append(started)
@@ -104,8 +104,8 @@ class TaskWriter:
     def step_over(self, numel: float, itemsize: int, moments: int) -> None:
         """The norm of `numel` gradients, what ranks say of them, and the optimizer's step."""
         self.copy(numel * itemsize, "norm of the gradients", phase="optimizer")
-        if self.place.world.ranks > 1:
+        if self.machine.world.ranks > 1:
             kind = CollectiveKind.ALL_REDUCE
-            self.wait(self.start(kind, RECORD_BYTES, self.place.world, "record", queue=GATHERS))
-        seconds = self.place.device.stepping(numel * itemsize, moments)
+            self.wait(self.start(kind, RECORD_BYTES, self.machine.world, "record", queue=GATHERS))
+        seconds = self.machine.device.stepping(numel * itemsize, moments)
         self.spend(seconds, "optimizer", phase="optimizer")

@@ -1,16 +1,15 @@
 """Where the time of a step goes."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from fsdpctl.comm.marks import Mark, mark, seconds_between
 from fsdpctl.comm.waits import Seconds
 
 Phase = Literal["data", "compute", "optimizer"]
-_Mark = float | torch.cuda.Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +32,13 @@ class StepClock:
         self._knows_waits = take_waits is not None
         self._take_waits = take_waits or _no_waits
         self._take_waits()
-        self._began = self._mark()
+        self._began = mark(on_cuda=self._on_cuda)
         self._last = self._began
-        self._laps: list[tuple[Phase, _Mark, _Mark, Seconds]] = []
+        self._laps: list[tuple[Phase, Mark, Mark, Seconds]] = []
 
     def lap(self, phase: Phase) -> None:
         """What was done since the last lap was `phase`."""
-        now = self._mark()
+        now = mark(on_cuda=self._on_cuda)
         self._laps.append((phase, self._last, now, self._take_waits()))
         self._last = now
 
@@ -51,27 +50,14 @@ class StepClock:
         exposed = 0.0
         for phase, start, end, waits in self._laps:
             waited = waits()
-            spent[phase] += max(0.0, _between(start, end) - waited)
+            spent[phase] += max(0.0, seconds_between(start, end) - waited)
             exposed += waited
-        total, known = _between(self._began, self._last), exposed if self._knows_waits else None
+        total, known = (
+            seconds_between(self._began, self._last),
+            exposed if self._knows_waits else None,
+        )
         return StepTimes(total, exposed_communication=known, **spent)
-
-    def _mark(self) -> _Mark:
-        if not self._on_cuda:
-            return time.perf_counter()
-        mark = torch.cuda.Event(enable_timing=True)
-        mark.record()
-        return mark
 
 
 def _no_waits() -> Seconds:
     return lambda: 0.0
-
-
-def _between(start: _Mark, end: _Mark) -> float:
-    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        milliseconds: float = start.elapsed_time(end)
-        return milliseconds / 1e3
-    assert isinstance(start, float)
-    assert isinstance(end, float)
-    return end - start

@@ -34,7 +34,6 @@ PROFILE = Profile(
         Observed("mul", "memory", 0, 3000, 4, (0, 0, 0, 0), 3e-6),
     ],
     per_operator=1e-7,
-    per_step=0.002,
     copying=[Point(1e3, 1e-6), Point(1e6, 1e-3)],
     stepping=[Point(1e3, 1e-6), Point(1e6, 7e-3)],
     collectives={kind.value: [Point(1e3, 1e-4), Point(1e6, 1e-2)] for kind in CollectiveKind},
