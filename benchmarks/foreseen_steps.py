@@ -29,12 +29,12 @@ from fsdpctl.train.metrics import last_step
 from tests.cli.run import command, environment, make_text
 from tests.launch.hosts import Hosts, hosts
 
-FIRST, LAST = 4, 16  # what comes before warms up
+FIRST, LAST = 4, 13  # what comes before warms up
 MODELS = {
     "llama": "model.num_layers=6 model.hidden_size=256 model.intermediate_size=768 "
     "model.num_heads=4 model.num_kv_heads=4 train.seq_len=128",
-    "gpt2": "model=gpt2 model.num_layers=4 model.hidden_size=384 model.intermediate_size=1536 "
-    "model.num_heads=6 model.num_kv_heads=6 model.max_seq_len=256 train.seq_len=256",
+    "gpt2": "model=gpt2 model.num_layers=4 model.hidden_size=256 model.intermediate_size=1024 "
+    "model.num_heads=4 model.num_kv_heads=4 model.max_seq_len=128 train.seq_len=128",
     "qwen3": "model.architecture=qwen3 model.num_layers=3 model.hidden_size=512 "
     "model.intermediate_size=1280 model.num_heads=8 model.num_kv_heads=4 model.head_dim=64 "
     "train.seq_len=64",
