@@ -58,6 +58,7 @@ def network_of(config: Config) -> Network:
                 profile.ranks,
                 profile.slows,
                 profile.yields,
+                profile.drift,
                 None if inter is None else inter * launch.nproc_per_node,
             )
     if cluster.intra_bandwidth is None or inter is None:

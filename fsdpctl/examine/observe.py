@@ -114,10 +114,10 @@ def observe_models(
         seen, timed = [], []
         for _ in range(_ROUNDS):
             meet()
-            timed.append(_seconds(run, device))
+            timed.append(seconds_of(run, device))
             meet()
             with _Stopwatch(device) as watch:
-                _seconds(run, device)
+                seconds_of(run, device)
             seen.append([(work, seconds()) for work, seconds in watch.seen])
         operators = list(_medians(seen))
         found += operators
@@ -143,7 +143,8 @@ def _merged(observed: Sequence[Observed]) -> list[Observed]:
     return [about._replace(seconds=sum(times) / len(times)) for about, times in alike.items()]
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """How long it takes until the device has done it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()
@@ -170,6 +171,6 @@ def observe_sizes(
         times = []
         for _ in range(_FEWEST + _BYTES // max(size, _BYTES // _MORE)):
             meet()
-            times.append(_seconds(run, device))
+            times.append(seconds_of(run, device))
         points.append(Point(size, statistics.median(times)))
     return points

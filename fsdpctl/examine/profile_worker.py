@@ -2,11 +2,11 @@
 
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from json import dumps
+from math import sqrt
 from pathlib import Path
 from statistics import median
 
@@ -15,7 +15,7 @@ import torch
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.comm.world import joined_world
-from fsdpctl.examine.observe import LARGE, SMALL, observe_models, observe_sizes
+from fsdpctl.examine.observe import LARGE, SMALL, observe_models, observe_sizes, seconds_of
 from fsdpctl.plan.layout import EvenParts, Span
 from fsdpctl.timing.network import CollectiveKind
 from fsdpctl.timing.profile import VERSION, Point, Profile
@@ -26,6 +26,7 @@ _KIB, _MIB = 1 << 10, 1 << 20
 _SIZES = [4 * _KIB, 64 * _KIB, 256 * _KIB, _MIB, 4 * _MIB, 16 * _MIB, 64 * _MIB]
 _BESIDE = 16 * _MIB  # of a collective that is measured beside arithmetic
 _SIDE, _ROUNDS = 256, 15
+_APART, _MEETINGS = (0.004, 0.008, 0.016), 8  # seconds between meetings, and how many
 
 
 def measure(device: torch.device, name: str, say: Callable[[str], None]) -> Profile:
@@ -39,7 +40,7 @@ def measure(device: torch.device, name: str, say: Callable[[str], None]) -> Prof
     copying = observe_sizes(sizes, partial(_copy, device), device, world.barrier)
     stepping = observe_sizes(sizes, partial(_adamw, device), device, world.barrier)
     collectives: dict[str, list[Point]] = {}
-    slows = yields = 0.0
+    slows = yields = drift = 0.0
     if world.size > 1:
         for kind in CollectiveKind:
             say(f"{kind.value} among {world.size} ranks")
@@ -47,6 +48,8 @@ def measure(device: torch.device, name: str, say: Callable[[str], None]) -> Prof
             collectives[kind.value] = observe_sizes(_SIZES, run, device, world.barrier)
         say("arithmetic beside a collective")
         slows, yields = _beside(world, device)
+        say("how ranks drift apart")
+        drift = _drift(world, device)
     return Profile(
         version=VERSION,
         device=name,
@@ -61,6 +64,7 @@ def measure(device: torch.device, name: str, say: Callable[[str], None]) -> Prof
         collectives=collectives,
         slows=slows,
         yields=yields,
+        drift=drift,
     )
 
 
@@ -113,8 +117,8 @@ def _beside(world: Collectives, device: torch.device) -> tuple[float, float]:
     parts = EvenParts(whole.numel() // world.size, world.size)
     gather = partial(world.all_gather, whole, parts, None)
     gather().wait()
-    alone = _timed(world, lambda: gather().wait())
-    one = _timed(world, lambda: torch.mm(left, left))
+    alone = _timed(world, device, lambda: gather().wait())
+    one = _timed(world, device, lambda: torch.mm(left, left))
     # As long as the collective, by the first rank's clock: all must do the same.
     products = max(1, int(world.gather_objects(alone / one)[0]))
 
@@ -124,18 +128,43 @@ def _beside(world: Collectives, device: torch.device) -> tuple[float, float]:
             torch.mm(left, left)
         handle.wait()
 
-    together = _timed(world, both)
+    together = _timed(world, device, both)
     lost = min(0.9, max(0.0, 1.0 - max(alone, products * one) / together))
     return lost, lost
 
 
-def _timed(world: Collectives, run: Callable[[], object]) -> float:
+def _drift(world: Collectives, device: torch.device) -> float:
+    """Seconds that another rank comes later, for each root of a second since they met."""
+    left = torch.randn(_SIDE, _SIDE, device=device)
+    whole = torch.zeros(_SIZES[0] // 4, device=device)
+    parts = EvenParts(whole.numel() // world.size, world.size)
+
+    def meet() -> None:
+        world.all_gather(whole, parts, None).wait()
+
+    def apart(seconds: float, *, meets: bool) -> None:
+        for _ in range(_MEETINGS):
+            for _ in range(max(1, int(seconds / one))):
+                torch.mm(left, left)
+            if meets:
+                meet()
+
+    one = float(world.gather_objects(_timed(world, device, lambda: torch.mm(left, left)))[0])
+    meeting = _timed(world, device, meet)
+    drifts = []
+    for seconds in _APART:
+        alone = _timed(world, device, partial(apart, seconds, meets=False))
+        together = _timed(world, device, partial(apart, seconds, meets=True))
+        lost = (together - alone) / _MEETINGS - meeting
+        drifts.append(max(0.0, lost) / sqrt(seconds))
+    return median(drifts)
+
+
+def _timed(world: Collectives, device: torch.device, run: Callable[[], object]) -> float:
     times = []
     for _ in range(_ROUNDS):
         world.barrier()
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
+        times.append(seconds_of(run, device))
     return median(times)
 
 

@@ -55,6 +55,7 @@ class Profile:
     collectives: dict[str, list[Point]] = field(default_factory=dict)  # by kind; whole buffers
     slows: float = 0.0  # share of the arithmetic that is lost beside a collective
     yields: float = 0.0  # share of a collective's speed that is lost beside arithmetic
+    drift: float = 0.0  # as in `Transfer`
 
 
 def read_profile(path: Path) -> Profile:
@@ -70,8 +71,8 @@ def read_profile(path: Path) -> Profile:
         raise UsageError(f"{path}: has no operators, copying or stepping")
     if found.collectives and set(found.collectives) != {each.value for each in CollectiveKind}:
         raise UsageError(f"{path}: collectives: has not all of {', '.join(CollectiveKind)}")
-    if found.ranks < 1 or not (0 <= found.slows < 1 and 0 <= found.yields < 1):
-        raise UsageError(f"{path}: ranks, slows or yields cannot be")
+    if found.ranks < 1 or found.drift < 0 or not (0 <= found.slows < 1 > found.yields >= 0):
+        raise UsageError(f"{path}: ranks, slows, yields or drift cannot be")
     curves = {"copying": found.copying, "stepping": found.stepping, **found.collectives}
     for name, points in curves.items():
         sizes = [point.nbytes for point in points]
@@ -158,6 +159,7 @@ class MeasuredNetwork:
     ranks: int  # that it was measured with
     slows: float
     yields: float
+    drift: float
     inter: float | None  # of a node; None: as fast as within it
 
     def transfer(self, kind: CollectiveKind, nbytes: float, group: Group) -> Transfer:
@@ -169,7 +171,9 @@ class MeasuredNetwork:
         sent = rounds * nbytes * (group.ranks - 1) / group.ranks
         latency = min(here, self.collectives[kind.value][0].seconds)
         if group.nodes == 1 or self.inter is None:
-            return Transfer(NODE, latency, here - latency, sent, self.slows, self.yields)
+            return Transfer(
+                NODE, latency, here - latency, sent, self.slows, self.yields, self.drift
+            )
         leaving = group.ranks_per_node * sent * self._leaves(group)
         cable = leaving / (self.inter * _PAYLOAD)
         busy = min(1.0, here / (cable or here))
@@ -182,6 +186,7 @@ class MeasuredNetwork:
             leaving,
             self.slows * busy,
             0.0 if slow else self.yields,
+            self.drift,
         )
 
     @staticmethod

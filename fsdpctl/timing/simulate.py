@@ -3,12 +3,14 @@
 A discrete-event simulation in which what is under way has a speed: transfers over one link share
 it, a transfer takes arithmetic from what is computed beside it, and may get less of the link for
 that. Speeds change only where something begins or ends, so that time goes from one such moment to
-the next.
+the next. Ranks that compute apart drift apart, like random walks: with the root of the time since
+one waited for another; a collective flows when the last of them has begun it.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import sqrt
 
 from fsdpctl.timing.tasks import Compute, Start, Task, Wait
 
@@ -45,6 +47,7 @@ class _Running:
     start: Start
     latency: float
     seconds: float
+    ready: float  # when the last rank has begun it
     began: float | None = None
 
 
@@ -55,25 +58,32 @@ class Player:
         self.played = Played()
         self._queues: dict[str, deque[_Running]] = defaultdict(deque)
         self._pending: set[int] = set()
+        self._met = 0.0  # when this rank last waited for others
 
     def play(self, tasks: Iterable[Task]) -> Played:
         """Do `tasks`, from a time of 0."""
         before, self.played = self.played.seconds, Played()
+        self._met -= before
         for running in (each for queue in self._queues.values() for each in queue):
+            running.ready -= before
             if running.began is not None:
                 running.began -= before
         for task in tasks:
             if isinstance(task, Compute):
                 self._compute(task)
             elif isinstance(task, Start):
-                transfer = task.transfer
-                self._pending.add(task.key)
-                self.played.sent[transfer.link] += transfer.nbytes
-                running = _Running(task, transfer.latency, transfer.seconds)
-                self._queues[task.queue].append(running)
+                self._start(task)
             elif isinstance(task, Wait):
                 self._wait(task.key)
         return self.played
+
+    def _start(self, task: Start) -> None:
+        transfer, now = task.transfer, self.played.seconds
+        self._pending.add(task.key)
+        self.played.sent[transfer.link] += transfer.nbytes
+        ready = now + transfer.drift * sqrt(now - self._met)
+        running = _Running(task, transfer.latency, transfer.seconds, ready)
+        self._queues[task.queue].append(running)
 
     def _compute(self, task: Compute) -> None:
         began, left = self.played.seconds, task.seconds
@@ -88,21 +98,25 @@ class Player:
         began = self.played.seconds
         while key in self._pending:
             self._advance(None)
+        if self.played.seconds > began:
+            self._met = self.played.seconds
         self.played.waiting += self.played.seconds - began
 
     def _advance(self, computing: float | None) -> float:
         """Until something ends; returns how much of `computing` was done."""
-        heads = self._heads()
+        firsts, now = self._firsts(), self.played.seconds
+        heads = [each for each in firsts if each.ready <= now + _DONE]
         flowing = [each for each in heads if each.latency <= _DONE]
         slowed = sum(each.start.transfer.slows for each in heads)
         speed = 1.0 - min(_MOST_SLOWED, slowed)
         rates = self._rates(flowing, computes=computing is not None)
-        until = [each.latency for each in heads if each.latency > _DONE]
+        until = [each.ready - now for each in firsts if each.ready > now + _DONE]
+        until += [each.latency for each in heads if each.latency > _DONE]
         until += [each.seconds / rates[id(each)] for each in flowing]
         if computing is not None:
             until.append(computing / speed)
         step = min(until)
-        now = self.played.seconds = self.played.seconds + step
+        now = self.played.seconds = now + step
         for each in heads:
             if each.latency > _DONE:
                 each.latency -= step
@@ -112,15 +126,15 @@ class Player:
                 self._end(each, now)
         return step * speed
 
-    def _heads(self) -> list[_Running]:
-        """What is under way: the first of each queue, unless it has to wait for another."""
-        heads = []
+    def _firsts(self) -> list[_Running]:
+        """The first of each queue, unless it has to wait for another."""
+        firsts = []
         for queue in self._queues.values():
             if queue and queue[0].start.after not in self._pending:
                 if queue[0].began is None:
                     queue[0].began = self.played.seconds
-                heads.append(queue[0])
-        return heads
+                firsts.append(queue[0])
+        return firsts
 
     @staticmethod
     def _rates(flowing: list[_Running], *, computes: bool) -> dict[int, float]:

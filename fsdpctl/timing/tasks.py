@@ -13,6 +13,7 @@ class Transfer:
     nbytes: float = 0.0  # that a rank sends over the link
     slows: float = 0.0  # share of the arithmetic that is lost while they flow
     yields: float = 0.0  # share of the link's speed that is lost while something is computed
+    drift: float = 0.0  # how much later others begin: seconds per root of a second apart
 
 
 @dataclass(frozen=True, slots=True)

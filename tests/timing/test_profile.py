@@ -39,6 +39,7 @@ PROFILE = Profile(
     collectives={kind.value: [Point(1e3, 1e-4), Point(1e6, 1e-2)] for kind in CollectiveKind},
     slows=0.5,
     yields=0.25,
+    drift=0.02,
 )
 
 
@@ -60,11 +61,11 @@ def test_operators_take_what_those_of_their_name_and_size_took():
 
 
 def test_a_collective_takes_what_it_took_or_what_the_cable_needs():
-    about = (PROFILE.collectives, PROFILE.ranks, PROFILE.slows, PROFILE.yields)
+    about = (PROFILE.collectives, PROFILE.ranks, PROFILE.slows, PROFILE.yields, 0.02)
     here = MeasuredNetwork(*about, inter=None).transfer(CollectiveKind.GATHER, 1e6, Group(2, 1))
     assert here.link == NODE
     assert here.latency + here.seconds == pytest.approx(1e-2)
-    assert (here.nbytes, here.slows, here.yields) == (5e5, 0.5, 0.25)
+    assert (here.nbytes, here.slows, here.yields, here.drift) == (5e5, 0.5, 0.25, 0.02)
     slow = MeasuredNetwork(*about, inter=1e7).transfer(CollectiveKind.GATHER, 1e6, Group(2, 2))
     assert slow.link == NET
     assert slow.seconds == pytest.approx(0.05 / 0.94)

@@ -73,3 +73,23 @@ def test_what_was_started_goes_on_in_the_next_play():
         (COMPUTE, 0.0, 1.0),
         ("a", -1.0, 2.0),
     ]
+
+
+def test_ranks_drift_apart_with_the_root_of_the_time_since_they_met():
+    apart = [Compute(4.0, "x"), start(1, 1.0, drift=0.1), Wait(1)]
+    found = played(*apart)
+    assert found.seconds == pytest.approx(4.0 + 0.2 + 1.0)
+    # They met in the wait: what is started right after it starts with the others.
+    again = played(*apart, start(2, 1.0, drift=0.1), Wait(2))
+    assert again.seconds == pytest.approx(found.seconds + 1.0)
+    # Who has something else to do does not notice; meanwhile nothing flows that slows it.
+    hidden = played(*apart[:1], start(1, 1.0, drift=0.1, slows=0.5), Compute(5.0, "x"), Wait(1))
+    assert hidden.seconds == pytest.approx(4.0 + 5.0 + 0.5)
+    assert hidden.waiting == 0.0
+
+
+def test_ranks_that_drift_go_on_drifting_in_the_next_step():
+    player = Player()
+    player.play([Compute(4.0, "x")])
+    found = player.play([Compute(5.0, "x"), start(1, 1.0, drift=0.1), Wait(1)])
+    assert found.seconds == pytest.approx(5.0 + 0.3 + 1.0)
