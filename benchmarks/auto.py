@@ -3,8 +3,9 @@
     python -m benchmarks.auto --out benchmarks/results/auto.json
 
 Random small configurations with a planted limit of memory. For each, all combinations that fit by
-their estimate run, in rounds, beside what a run chooses by itself; of that, a step is watched
-tensor by tensor on both ranks.
+their estimate train in turn on two ranks, in rounds, beside what a run chooses by itself; the
+fastest few of them and what was chosen train again, more often, since the fastest of many is also
+the luckiest. Of what was chosen, a step is watched tensor by tensor on both ranks.
 """
 
 import argparse
@@ -15,22 +16,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import spawn
 
+from benchmarks.contest import RANKS, joined, step_seconds
 from benchmarks.report import write_report
 from benchmarks.training import train_step
-from fsdpctl.compare.figures import round_of
-from fsdpctl.compare.measure import in_turn
-from fsdpctl.compare.row import Round
-from fsdpctl.compare.short_run import short_run
 from fsdpctl.config.choosing import asked_again, left_open, with_choice, words_of
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.recipe import read_recipe
@@ -42,7 +37,6 @@ from fsdpctl.estimate.here import with_speed
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.run import ResolvedRun, resolved_again
 from fsdpctl.train.assemble import make_model, make_optimizer
-from fsdpctl.train.assets import collect_assets
 from tests.memory.watch import watched_step
 
 OPEN = (
@@ -53,6 +47,7 @@ OPEN = (
 )
 _GIB = 1 << 30
 _CLOSE = 1.1  # of the best that fits
+FINALISTS, FINAL_ROUNDS = 5, 8
 
 
 def drawn(seed: int) -> list[str]:
@@ -128,62 +123,46 @@ class Case:
         asked = compose_config([*self.words, *OPEN]).config
         return resolved_again(self.run, with_choice(asked, config, left_open(asked))).config
 
-    def measured(self, config: Config, folder: Path, steps: int) -> Round:
-        """A short run of one combination."""
-        made = self.resolved(config)
-        train = replace(made.train, run_dir=str(folder), steps=steps)
-        assets = collect_assets(self.run.config, self.run.data)
-        failure = short_run(replace(made, train=train), "", assets, "all were run")
-        assert failure is None, failure
-        return round_of(folder, None)
+
+def _watched(rank: int, config: Config, folder: Path) -> None:
+    with joined(rank, folder):
+        model = make_model(config, torch.device("cpu"))
+        optimizer = make_optimizer(config, model)
+        peak, _ = watched_step(model, lambda: train_step(config, model, optimizer))
+        (folder / f"peak-{rank}").write_text(str(peak))
 
 
-def _watched(rank: int, config: Config, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = FileStore(str(Path(folder) / "rendezvous"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    model = make_model(config, torch.device("cpu"))
-    optimizer = make_optimizer(config, model)
-    peak, _ = watched_step(model, lambda: train_step(config, model, optimizer))
-    (Path(folder) / f"peak-{rank}").write_text(str(peak))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def peak_of(config: Config, ranks: int = 2) -> int:
+def peak_of(config: Config) -> int:
     """Bytes of all tensors at the peak of a step, on the rank that holds most."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_watched, (config, ranks, folder), nprocs=ranks)
-        return max(int((Path(folder) / f"peak-{rank}").read_text()) for rank in range(ranks))
+        spawn(_watched, (config, Path(folder)), nprocs=RANKS)
+        return max(int((Path(folder) / f"peak-{rank}").read_text()) for rank in range(RANKS))
 
 
 def measure(seed: int, words: argparse.Namespace) -> dict[str, Any]:
     """What was chosen, beside the best that fits."""
     case = Case(seed, words.profile, words.most)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
-        chosen = case.chosen(folder / "chosen")
+        chosen = case.chosen(Path(folder) / "chosen")
         took = time.monotonic() - began
-        configs = {case.named(chosen): chosen, **case.configs}
-        rounds: dict[str, list[Round]] = {each: [] for each in configs}
-        for number in range(words.rounds):
-            # Another one begins each round: what the machine does to one it does to all.
-            for place, each in enumerate(in_turn(list(configs), number, words.rounds)):
-                there = folder / f"{number}-{place}"
-                rounds[each].append(case.measured(configs[each], there, words.steps))
-    seconds = {each: median(one.step_seconds for one in of) for each, of in rounds.items()}
+    name = case.named(chosen)
+    configs = {each: case.resolved(of) for each, of in {name: chosen, **case.configs}.items()}
+    first = step_seconds(configs, rounds=words.rounds, steps=words.steps)
+    names = {name, *sorted(first, key=lambda each: first[each])[:FINALISTS]}
+    finalists = {each: configs[each] for each in names}
+    seconds = step_seconds(finalists, rounds=FINAL_ROUNDS, steps=words.steps)
     best = min(seconds, key=lambda each: seconds[each])
-    held = peak_of(case.resolved(chosen))
+    held = peak_of(configs[name])
     return {
         "seed": seed,
         "words": case.words,
         "limit_bytes": case.limit,
         "combinations_that_fit": case.count,
         "measured": len(configs),
-        "chosen": case.named(chosen),
+        "chosen": name,
         "best": best,
-        "chosen_over_best": round(seconds[case.named(chosen)] / seconds[best], 4),
+        "chosen_over_best": round(seconds[name] / seconds[best], 4),
         "peak_bytes_of_chosen": held,
         "fits": held <= case.limit,
         "seconds_to_choose_and_begin": round(took, 1),
@@ -207,19 +186,19 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="seed of the first")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--most", type=int, default=1000, help="combinations of a case that run")
     parser.add_argument("--profile", type=Path, help="what profile-device wrote")
     parser.add_argument("--out", type=Path)
     words = parser.parse_args()
-    results = []
+    results: list[dict[str, Any]] = []
     for seed in range(words.first, words.first + words.cases):
         results.append(measure(seed, words))
         print(json.dumps(results[-1]), flush=True)
+        about = {"rounds": words.rounds, "steps": words.steps, "summary": summary(results)}
+        write_report(words.out, "auto", results, **about)
     print(json.dumps(summary(results)))
-    about = {"rounds": words.rounds, "steps": words.steps, "summary": summary(results)}
-    write_report(words.out, "auto", results, **about)
 
 
 if __name__ == "__main__":

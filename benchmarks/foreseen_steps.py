@@ -1,9 +1,9 @@
 """Foreseen beside measured steps: `python -m benchmarks.foreseen_steps --out FILE.json`.
 
-With a profile of this machine (made first, unless --profile names one): three models under every
-strategy, with and without prefetch and accumulation, on two ranks over gloo; and over cables of
-100, 300 and 1,000 Mbit/s between two hosts (network namespaces, which takes root). Goes on with
-what the file has.
+With a profile of this machine (unless --profile names one, made first, and again): three models under every
+strategy, with and without prefetch and accumulation, on two ranks over gloo, strategies in turn;
+and runs over cables of 100, 300 and 1,000 Mbit/s between two hosts (network namespaces, which
+takes root). Goes on with what the file has.
 """
 
 import argparse
@@ -14,22 +14,26 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.contest import step_seconds
 from benchmarks.report import write_report
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import placed_for_estimate
 from fsdpctl.estimate.foresight import Foreseen, Foresight
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.machine import resolved_strategy
+from fsdpctl.resolve.run import resolve
 from fsdpctl.train.metrics import last_step
 from tests.cli.run import command, environment, make_text
 from tests.launch.hosts import Hosts, hosts
 
-FIRST, LAST = 4, 13  # what comes before warms up
+FIRST, LAST = 4, 13  # over a cable; what comes before warms up
+ROUNDS, STEPS = 3, 4  # on one machine, of each case
+FRESH = 240.0  # seconds
 MODELS = {
     "llama": "model.num_layers=6 model.hidden_size=256 model.intermediate_size=768 "
     "model.num_heads=4 model.num_kv_heads=4 train.seq_len=128",
@@ -80,10 +84,10 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """All of them; over cables without accumulation."""
+    """All of them, a strategy beside the other; over cables without accumulation."""
     names = [name for name in STRATEGIES if name != "hybrid_shard_optimizer"]
-    for each in product(MODELS, names, ("none", "both"), PASSES):
-        yield Case(*each)
+    for model, prefetch, passes, name in product(MODELS, ("none", "both"), PASSES, names):
+        yield Case(model, name, prefetch, passes)
     for mbit, model, name in product(CABLES, MODELS, names):
         yield Case(model, name, "both", "one pass", mbit)
 
@@ -97,21 +101,26 @@ def foreseen(foresight: Foresight, case: Case, profile: Path, text: Path) -> For
     return foresight.step(replace(config, strategy=resolved_strategy(config, config.strategy)))
 
 
-def measured(case: Case, found: Hosts | None, folder: Path) -> tuple[float, float | None]:
-    """Seconds of a step, and the bytes that a host sends in one."""
-    folder.mkdir()
-    run = folder / "run"
-    words = ["train", *case.words, f"data.path={make_text(folder)}", f"train.run_dir={run}"]
-    counters: dict[int, int] = {}
-    if found is None:
-        subprocess.run(command(*words), cwd=folder, env=environment(), check=True,
-                       capture_output=True, timeout=300)  # fmt: skip
-    else:
+def measured(rivals: Sequence[Case], text: Path) -> Iterator[tuple[float, float | None]]:
+    """Of each, seconds of a step, and over a cable the bytes that a host sends in one."""
+    if rivals[0].mbit is not None:
+        yield from map(_between_hosts, rivals)
+        return
+    composed = {each.name: compose_config([*each.words, f"data.path={text}"]) for each in rivals}
+    configs = {name: resolve(each).config for name, each in composed.items()}
+    for seconds in step_seconds(configs, rounds=ROUNDS, steps=STEPS).values():
+        yield seconds, None
+
+
+def _between_hosts(case: Case) -> tuple[float, float]:
+    with hosts(2, mbit=case.mbit) as found, tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run = folder / "run"
+        words = ["train", *case.words, f"data.path={make_text(folder)}", f"train.run_dir={run}"]
         counters = _over_a_cable(found, words, folder)
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        lines = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
     seconds = [line["seconds"] for line in lines if line.get("loss") and line["step"] > FIRST]
-    sent = (counters[LAST] - counters[FIRST]) / (LAST - FIRST) if counters else None
-    return median(seconds), sent
+    return median(seconds), (counters[LAST] - counters[FIRST]) / (LAST - FIRST)
 
 
 def _over_a_cable(found: Hosts, words: Sequence[str], folder: Path) -> dict[int, int]:
@@ -146,11 +155,24 @@ def _row(case: Case, step: Foreseen, seconds: float, sent: float | None) -> dict
     }
 
 
-def _profile(path: Path | None, folder: Path) -> Path:
-    if path is None:
-        path = folder / "profile.json"
-        subprocess.run(command("profile-device", str(path)), env=environment(), check=True)
-    return path
+class _Profiles:
+    """Of this machine, which is faster at times: none is older than some minutes."""
+
+    def __init__(self, given: Path | None, folder: Path) -> None:
+        self._given, self._folder = given, folder
+        self._newest = self._folder
+        self._taken = -FRESH
+
+    def newest(self) -> Path:
+        """What was given, or else one that is taken now if need be."""
+        if self._given is not None:
+            return self._given
+        if time.monotonic() - self._taken >= FRESH:
+            self._taken = time.monotonic()
+            self._newest = self._folder / f"{self._taken:.0f}.json"
+            words = command("profile-device", str(self._newest))
+            subprocess.run(words, env=environment(), check=True, capture_output=True)
+        return self._newest
 
 
 def main() -> None:
@@ -159,7 +181,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--only", default="", help="cases whose name has this in it")
-    parser.add_argument("--exact", action="store_true", help="whose name ends with it")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # two hosts that are one machine would both take all cores
     results: list[dict[str, Any]] = []
@@ -169,23 +190,15 @@ def main() -> None:
     foresight = Foresight()
     with tempfile.TemporaryDirectory() as kept:
         folder = Path(kept)
-        profile, text = _profile(args.profile, folder), make_text(folder)
-        ends = args.only if args.exact else ""
-        wanted = [
-            each
-            for each in cases()
-            if args.only in each.name and each.name.endswith(ends) and each.name not in done
-        ]
-        for number, case in enumerate(wanted):
-            step = foreseen(foresight, case, profile, text)
-            if case.mbit is None:
-                seconds, sent = measured(case, None, folder / str(number))
-            else:
-                with hosts(2, mbit=case.mbit) as found:
-                    seconds, sent = measured(case, found, folder / str(number))
-            results.append(_row(case, step, seconds, sent))
-            print(json.dumps(results[-1]), flush=True)
-            write_report(args.out, "foreseen_steps", results)
+        profiles, text = _Profiles(args.profile, folder), make_text(folder)
+        wanted = [each for each in cases() if args.only in each.name and each.name not in done]
+        for _, group in groupby(wanted, key=lambda case: case._replace(strategy="")):
+            rivals, profile = list(group), profiles.newest()
+            for case, (seconds, sent) in zip(rivals, measured(rivals, text), strict=True):
+                step = foreseen(foresight, case, profile, text)
+                results.append(_row(case, step, seconds, sent))
+                print(json.dumps(results[-1]), flush=True)
+                write_report(args.out, "foreseen_steps", results)
 
 
 if __name__ == "__main__":

@@ -62,13 +62,13 @@ def summarised(rows: Sequence[Row]) -> list[Row]:
     A round in which the machine was slower was slower for all. That is divided out of it: by the
     median, over the variants, of how fast each was in this round beside itself in all rounds.
     """
-    drifts = _drifts([[each.tokens_per_second for each in row.rounds] for row in rows])
+    drifts = drifts_between([[each.tokens_per_second for each in row.rounds] for row in rows])
     num_rows = sum(bool(row.rounds) for row in rows)
     return [_with_figures(row, drifts, num_rows) if row.rounds else row for row in rows]
 
 
-def _drifts(speeds: Sequence[Sequence[float]]) -> list[float]:
-    """How fast the machine was in each round, beside all of them."""
+def drifts_between(speeds: Sequence[Sequence[float]]) -> list[float]:
+    """How fast the machine was in each round, beside all of them, by each variant's speeds."""
     known = [each for each in speeds if each]
     whole = min(map(len, known), default=0)  # rounds that all have run in
     most = max(map(len, known), default=0)

@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,8 +19,7 @@ from fsdpctl.models.registry import build_model
 from fsdpctl.plan.work import Work
 from fsdpctl.timing.profile import Observed, Point
 
-_ROUNDS = 3  # passes of each model, of which the medians count
-_WARM_UP = 2
+_ROUNDS = 3  # of each model, of which the medians count
 _FEWEST, _MORE, _BYTES = 5, 40, 64 << 20  # rounds of a size: as many as make up so many bytes
 # Architecture, width, length of a sample, samples, vocabulary: of models with two blocks each. With
 # many words come tensors that the host's allocator takes from the system anew each time.
@@ -103,26 +103,28 @@ def observe_models(
         meet: returns when all ranks have called it, so that they compute at the same time.
         say: is told what comes next.
     """
+    seen: dict[Sized, list[list[tuple[Work, float]]]] = defaultdict(list)
+    timed: dict[Sized, list[float]] = defaultdict(list)
+    # In rounds: a moment in which the machine is slower is a part of what is known of each model.
+    for number, sized in product(range(_ROUNDS), models):
+        architecture, width, length, samples, _ = sized
+        about = f"{architecture}, width {width}, {samples} x {length} tokens"
+        say(f"operators of {about}, round {number + 1} of {_ROUNDS}")
+        run = _passes(_model(sized, device, dtype), samples, length, device)
+        run()
+        meet()
+        timed[sized].append(seconds_of(run, device))
+        meet()
+        with _Stopwatch(device) as watch:
+            seconds_of(run, device)
+        seen[sized].append([(work, seconds()) for work, seconds in watch.seen])
     found: list[Observed] = []
     overheads: list[float] = []
     for sized in models:
-        architecture, width, length, samples, _ = sized
-        say(f"operators of {architecture}, width {width}, {samples} x {length} tokens")
-        run = _passes(_model(sized, device, dtype), samples, length, device)
-        for _ in range(_WARM_UP):
-            run()
-        seen, timed = [], []
-        for _ in range(_ROUNDS):
-            meet()
-            timed.append(seconds_of(run, device))
-            meet()
-            with _Stopwatch(device) as watch:
-                seconds_of(run, device)
-            seen.append([(work, seconds()) for work, seconds in watch.seen])
-        operators = list(_medians(seen))
+        operators = list(_medians(seen[sized]))
         found += operators
         busy = sum(each.seconds for each in operators)
-        overheads.append((statistics.median(timed) - busy) / len(operators))
+        overheads.append((statistics.median(timed[sized]) - busy) / len(operators))
     return _merged(found), max(0.0, statistics.median(overheads))
 
 

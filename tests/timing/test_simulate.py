@@ -76,7 +76,7 @@ def test_what_was_started_goes_on_in_the_next_play():
 
 
 def test_ranks_drift_apart_with_the_root_of_the_time_since_they_met():
-    apart = [Compute(4.0, "x"), start(1, 1.0, drift=0.1), Wait(1)]
+    apart: list[Task] = [Compute(4.0, "x"), start(1, 1.0, drift=0.1), Wait(1)]
     found = played(*apart)
     assert found.seconds == pytest.approx(4.0 + 0.2 + 1.0)
     # They met in the wait: what is started right after it starts with the others.
