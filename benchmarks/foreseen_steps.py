@@ -1,9 +1,9 @@
 """Foreseen beside measured steps: `python -m benchmarks.foreseen_steps --out FILE.json`.
 
-With a profile of this machine (unless --profile names one, made first, and again): three models under every
-strategy, with and without prefetch and accumulation, on two ranks over gloo, strategies in turn;
-and runs over cables of 100, 300 and 1,000 Mbit/s between two hosts (network namespaces, which
-takes root). Goes on with what the file has.
+With a profile of this machine (made first, and again every few minutes, unless --profile gives it):
+three models under every strategy, with and without prefetch and accumulation, on two ranks over
+gloo, strategies in turn; and runs over cables of 100, 300 and 1,000 Mbit/s between two hosts
+(network namespaces, which takes root). Goes on with what the file has.
 """
 
 import argparse
