@@ -5,7 +5,8 @@
 Random small configurations with a planted limit of memory. For each, all combinations that fit by
 their estimate train in turn on two ranks, in rounds, beside what a run chooses by itself; the
 fastest few of them and what was chosen train again, more often, since the fastest of many is also
-the luckiest. Of what was chosen, a step is watched tensor by tensor on both ranks.
+the luckiest. Of what was chosen, a step is watched tensor by tensor on both ranks. Goes on with
+what the file has.
 """
 
 import argparse
@@ -47,7 +48,7 @@ OPEN = (
 )
 _GIB = 1 << 30
 _CLOSE = 1.1  # of the best that fits
-FINALISTS, FINAL_ROUNDS = 5, 8
+FINALISTS, FINAL_ROUNDS = 7, 6
 
 
 def drawn(seed: int) -> list[str]:
@@ -160,6 +161,8 @@ def measure(seed: int, words: argparse.Namespace) -> dict[str, Any]:
         "limit_bytes": case.limit,
         "combinations_that_fit": case.count,
         "measured": len(configs),
+        "rounds": words.rounds,
+        "steps": words.steps,
         "chosen": name,
         "best": best,
         "chosen_over_best": round(seconds[name] / seconds[best], 4),
@@ -186,18 +189,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="seed of the first")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--most", type=int, default=1000, help="combinations of a case that run")
     parser.add_argument("--profile", type=Path, help="what profile-device wrote")
     parser.add_argument("--out", type=Path)
     words = parser.parse_args()
     results: list[dict[str, Any]] = []
+    if words.out is not None and words.out.exists():
+        results = json.loads(words.out.read_text())["results"]
+    done = {each["seed"] for each in results}
     for seed in range(words.first, words.first + words.cases):
-        results.append(measure(seed, words))
-        print(json.dumps(results[-1]), flush=True)
-        about = {"rounds": words.rounds, "steps": words.steps, "summary": summary(results)}
-        write_report(words.out, "auto", results, **about)
+        if seed not in done:
+            results.append(measure(seed, words))
+            print(json.dumps(results[-1]), flush=True)
+            write_report(words.out, "auto", results, summary=summary(results))
     print(json.dumps(summary(results)))
 
 

@@ -1,7 +1,8 @@
 """Chooses what fits and is foreseen fastest.
 
-Note: what is not looked at. Memory grows with the micro-batch and with prefetch, and shrinks with
-recomputation; so of each strategy only the edges of what fits are searched, by halving. Time grows
+Note: what is not looked at. Memory grows with the micro-batch, but for all of a rank's share at
+once, which keeps no gradients between passes; it grows with prefetch, and shrinks with
+recomputation. So of each strategy only the edges of what fits are searched, by halving. Time grows
 with recomputation and shrinks with prefetch; so of what fits only the least recomputation and the
 most prefetch are foreseen, and less prefetch where that does not fit. Time shrinks with the
 micro-batch as far as a machine is described, and nearly so on one that was measured: of the sizes
@@ -157,7 +158,7 @@ class _Search:
         def fits(mode: str, place: int) -> bool:
             return self._fits(self.axes.point(strategy, mode, place, most=False))
 
-        if not fits(modes[0], last) and not fits(modes[-1], 0):
+        if not any(fits(*edge) for edge in ((modes[0], last), (modes[-1], 0), (modes[-1], last))):
             return
         low = -1
         for mode in modes:

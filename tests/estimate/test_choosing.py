@@ -92,6 +92,26 @@ def test_no_combination_that_fits_is_foreseen_faster_than_what_is_chosen(memory)
     assert found.ranked[0].seconds <= TIE * min(fitting)
 
 
+def test_what_takes_least_is_found_where_it_is_all_samples_at_once():
+    """Cut up, gradients would be kept between passes, which takes more than it saves."""
+    words = [
+        "model.num_layers=3", "model.num_heads=4", "model.num_kv_heads=1", "model.hidden_size=256",
+        "model.intermediate_size=768", "model.vocab_size=256", "train.seq_len=64",
+        "train.global_batch_size=4", *OPEN,
+    ]  # fmt: skip
+    estimator, axes = Estimator(), Axes.of(with_speed(placed(*words))[0])
+    last = len(axes.sizes) - 1
+    one, cut = (
+        estimator.estimate(axes.config(axes.point("full_shard", "full", place, most=False)))
+        for place in (last, 0)
+    )
+    assert one.peak_reserved < cut.peak_reserved
+    memory = (1.001 * one.peak_reserved + one.memory_bytes - one.available) / (1 << 30)
+    found = chosen(*words, f"cluster.memory={memory}")
+    assert found.estimate.verdict == "fits"
+    assert found.chosen.train.micro_batch_size == axes.sizes[last]
+
+
 def test_less_memory_is_met_by_another_choice():
     seen = [chosen(*OPEN, f"cluster.memory={memory}") for memory in (0.506, 0.5066, 0.512, 4)]
     assert not seen[0].ranked
