@@ -1,9 +1,9 @@
 """Foreseen beside measured steps: `python -m benchmarks.foreseen_steps --out FILE.json`.
 
 With a profile of this machine (made first, and again every few minutes, unless --profile gives it):
-three models under every strategy, with and without prefetch and accumulation, on two ranks over
-gloo, strategies in turn; and runs over cables of 100, 300 and 1,000 Mbit/s between two hosts
-(network namespaces, which takes root). Goes on with what the file has.
+runs of three models under every strategy, with and without prefetch and accumulation, on two ranks
+over gloo; and over cables of 100, 300 and 1,000 Mbit/s between two hosts (network namespaces, which
+takes root). Goes on with what the file has.
 """
 
 import argparse
@@ -19,20 +19,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.contest import step_seconds
 from benchmarks.report import write_report
+from fsdpctl.compare.figures import drifts_between
+from fsdpctl.compare.measure import in_turn
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import placed_for_estimate
 from fsdpctl.estimate.foresight import Foreseen, Foresight
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.machine import resolved_strategy
-from fsdpctl.resolve.run import resolve
 from fsdpctl.train.metrics import last_step
 from tests.cli.run import command, environment, make_text
 from tests.launch.hosts import Hosts, hosts
 
-FIRST, LAST = 4, 13  # over a cable; what comes before warms up
-ROUNDS, STEPS = 3, 4  # on one machine, of each case
+FIRST, LAST = 4, 13  # what comes before warms up
 FRESH = 240.0  # seconds
 MODELS = {
     "llama": "model.num_layers=6 model.hidden_size=256 model.intermediate_size=768 "
@@ -101,26 +100,38 @@ def foreseen(foresight: Foresight, case: Case, profile: Path, text: Path) -> For
     return foresight.step(replace(config, strategy=resolved_strategy(config, config.strategy)))
 
 
-def measured(rivals: Sequence[Case], text: Path) -> Iterator[tuple[float, float | None]]:
-    """Of each, seconds of a step, and over a cable the bytes that a host sends in one."""
-    if rivals[0].mbit is not None:
-        yield from map(_between_hosts, rivals)
-        return
-    composed = {each.name: compose_config([*each.words, f"data.path={text}"]) for each in rivals}
-    configs = {name: resolve(each).config for name, each in composed.items()}
-    for seconds in step_seconds(configs, rounds=ROUNDS, steps=STEPS).values():
-        yield seconds, None
+def measured(rivals: Sequence[Case], rounds: int) -> list[tuple[float, float | None]]:
+    """Of each, seconds of a step, and over a cable the bytes that a host sends in one.
+
+    They run in turn, and how fast the machine was in a round is divided out.
+    """
+    seconds: list[list[float]] = [[] for _ in rivals]
+    sent: list[float | None] = [None for _ in rivals]
+    for number in range(rounds):
+        for place in in_turn(range(len(rivals)), number, rounds):
+            took, sent[place] = _run(rivals[place])
+            seconds[place].append(took)
+    drifts = drifts_between([[1 / each for each in of] for of in seconds])
+    medians = (median(e * drift for e, drift in zip(of, drifts, strict=True)) for of in seconds)
+    return list(zip(medians, sent, strict=True))
 
 
-def _between_hosts(case: Case) -> tuple[float, float]:
-    with hosts(2, mbit=case.mbit) as found, tempfile.TemporaryDirectory() as name:
+def _run(case: Case) -> tuple[float, float | None]:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run = folder / "run"
         words = ["train", *case.words, f"data.path={make_text(folder)}", f"train.run_dir={run}"]
-        counters = _over_a_cable(found, words, folder)
+        counters: dict[int, int] = {}
+        if case.mbit is None:
+            subprocess.run(command(*words), cwd=folder, env=environment(), check=True,
+                           capture_output=True, timeout=300)  # fmt: skip
+        else:
+            with hosts(2, mbit=case.mbit) as found:
+                counters = _over_a_cable(found, words, folder)
         lines = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
     seconds = [line["seconds"] for line in lines if line.get("loss") and line["step"] > FIRST]
-    return median(seconds), (counters[LAST] - counters[FIRST]) / (LAST - FIRST)
+    sent = (counters[LAST] - counters[FIRST]) / (LAST - FIRST) if counters else None
+    return median(seconds), sent
 
 
 def _over_a_cable(found: Hosts, words: Sequence[str], folder: Path) -> dict[int, int]:
@@ -180,6 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--profile", type=Path)
+    parser.add_argument("--rounds", type=int, default=1, help="of runs, the strategies in turn")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # two hosts that are one machine would both take all cores
@@ -194,11 +206,12 @@ def main() -> None:
         wanted = [each for each in cases() if args.only in each.name and each.name not in done]
         for _, group in groupby(wanted, key=lambda case: case._replace(strategy="")):
             rivals, profile = list(group), profiles.newest()
-            for case, (seconds, sent) in zip(rivals, measured(rivals, text), strict=True):
+            found = measured(rivals, args.rounds)
+            for case, (seconds, sent) in zip(rivals, found, strict=True):
                 step = foreseen(foresight, case, profile, text)
                 results.append(_row(case, step, seconds, sent))
                 print(json.dumps(results[-1]), flush=True)
-                write_report(args.out, "foreseen_steps", results)
+                write_report(args.out, "foreseen_steps", results, rounds=args.rounds)
 
 
 if __name__ == "__main__":
