@@ -27,6 +27,18 @@ def published_steps_table() -> str:
     return "\n".join([*lines, "", errors])
 
 
+def choices_table() -> str:
+    """What `auto` chose beside all that fits."""
+    report = json.loads((_RESULTS / "auto.json").read_text())
+    found = report["summary"]
+    return (
+        f"Of {found['cases']} such configurations, {found['fit']} choices fit, by every tensor of a "
+        f"step; {found['within_a_tenth']} are within 10 % of the best that fits (median "
+        f"{found['median_over_best']:.2f} times its step, worst {found['worst_over_best']:.2f}); "
+        f"torch {report['torch']}, {report['machine']}, two ranks."
+    )
+
+
 def foreseen_steps_table() -> str:
     """Errors against measured steps on two ranks, by what lies between them."""
     report = json.loads((_RESULTS / "foreseen-steps.json").read_text())
