@@ -32,8 +32,8 @@ def choices_table() -> str:
     report = json.loads((_RESULTS / "auto.json").read_text())
     found = report["summary"]
     return (
-        f"Of {found['cases']} such configurations, {found['fit']} choices fit, by every tensor of a "
-        f"step; {found['within_a_tenth']} are within 10 % of the best that fits (median "
+        f"Of {found['cases']} such configurations, {found['fit']} choices fit, by every tensor of "
+        f"a step; {found['within_a_tenth']} are within 10 % of the best that fits (median "
         f"{found['median_over_best']:.2f} times its step, worst {found['worst_over_best']:.2f}); "
         f"torch {report['torch']}, {report['machine']}, two ranks."
     )

@@ -42,6 +42,7 @@ PAGES = tuple(
         "reliability",
         "clusters",
         "time-model",
+        "choosing",
     )
 )
 PICTURE = DOCS / "strategies.png"
