@@ -12,13 +12,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 train: $(VENV)/installed  ## train a small language model, now, on this machine
 	$(BIN)/fsdpctl train
 
-test: $(VENV)/developed  ## the fast tests
+test: $(VENV)/emulated  ## the fast tests
 	$(BIN)/python -m pytest -q
 
-test-slow: $(VENV)/developed  ## the whole matrices, half an hour; SAMPLE=0.7: so much of them
+test-slow: $(VENV)/emulated  ## the whole matrices, half an hour; SAMPLE=0.7: so much of them
 	$(BIN)/python -m pytest -q -m slow --sample $(SAMPLE) --seed "$(SEED)"
 
-check: $(VENV)/developed  ## what CI, the pre-commit hook and people run
+check: $(VENV)/emulated  ## what CI, the pre-commit hook and people run
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -38,9 +38,9 @@ bench: $(VENV)/developed  ## beside PyTorch's own engines on CPU ranks, about an
 	$(BIN)/python -m benchmarks.restarting --out $(RESULTS)/restarting.json
 	$(BIN)/python -m benchmarks.step_time --out $(RESULTS)/step-time-cpu.json
 
-gpu:  ## on a machine with a GPU, in ten minutes, with what is installed, or WHEELS=folder of wheels
+gpu:  ## on a machine with a GPU, HALF=1 or HALF=2 in five minutes each, with what is installed, or WHEELS=folder of wheels
 	$(if $(WHEELS),$(PYTHON) -m pip install --quiet --no-index --no-deps $(WHEELS)/*.whl)
-	$(PYTHON) -m benchmarks.gpu_session --out $(RESULTS)
+	$(PYTHON) -m benchmarks.gpu_session $(if $(HALF),--half $(HALF)) --out $(RESULTS)
 
 format: $(VENV)/developed
 	$(BIN)/ruff format .
@@ -56,4 +56,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/developed: $(VENV)/installed
 	$(PIP) --editable '.[dev]'
+	touch $@
+
+# A CUDA device in host memory, for tests: a minute, once per torch. Without a compiler they skip.
+$(VENV)/emulated: $(VENV)/developed $(wildcard tests/emulated/*.cpp tests/emulated/*.h)
+	$(BIN)/python -m tests.emulated
 	touch $@

@@ -1,4 +1,6 @@
-"""Runs a test body on several gloo ranks of this machine, in a tenth of a second.
+"""Runs a test body on several ranks of this machine, in a tenth of a second.
+
+They talk by gloo, and if the test asks for that on emulated CUDA devices by NCCL too.
 
 Ranks are forked from a server that has imported torch and never used it: as cheap as a fork of
 pytest itself, which would hang once pytest has used OpenMP.
@@ -15,30 +17,57 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.forkserver import ForkServer
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-_server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "pytest", "tests.preload"]
-)
+import pytest
+
+from tests import emulated
+
+_context = multiprocessing.get_context("forkserver")
+_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "tests.preload"]
+_context.set_forkserver_preload(_PRELOADED)
+_DEVICES = 4
 
 Body = Callable[..., None]
 
 
-def distributed(world_size: int | None = None, timeout: float = 60.0) -> Callable[[Body], Body]:
+@functools.cache
+def _emulated_server() -> ForkServer:
+    """A second server, whose torch has emulated CUDA devices."""
+    server = ForkServer()
+    server.set_forkserver_preload(_PRELOADED)
+    settings = emulated.environment(devices=_DEVICES, lag_us=500)
+    with mock.patch.dict(os.environ, settings):
+        server.ensure_running()
+    return server
+
+
+def distributed(
+    world_size: int | None = None, timeout: float = 60.0, *, on_devices: bool = False
+) -> Callable[[Body], Body]:
     """Run the decorated test on every rank, as `test(rank, world_size, **fixtures)`.
 
-    Without a `world_size` the test takes it from its parameters.
+    Without a `world_size` the test takes it from its parameters. With `on_devices` each rank has an
+    emulated CUDA device, the fixture `seed` orders its kernels, and a race fails the test.
     """
 
     def decorate(body: Body) -> Body:
         @functools.wraps(body)
         def test(**fixtures: Any) -> None:
             ranks = world_size or fixtures.pop("world_size")
-            _run(body, ranks, timeout, fixtures)
+            if not on_devices:
+                return _run(body, ranks, timeout, fixtures)
+            if reason := emulated.missing():
+                pytest.skip(reason)
+            connect = _emulated_server().connect_to_new_process
+            with mock.patch.object(forkserver, "connect_to_new_process", connect):
+                return _run(body, ranks, timeout, fixtures)
 
         hidden = {"rank"} if world_size is None else {"rank", "world_size"}
         signature = inspect.signature(body)
@@ -54,9 +83,9 @@ def _run(body: Body, world_size: int, timeout: float, fixtures: dict[str, Any]) 
         ranks: list[BaseProcess] = []
         reports: dict[Connection, int] = {}
         for rank in range(world_size):
-            ours, theirs = _server.Pipe(duplex=False)
+            ours, theirs = _context.Pipe(duplex=False)
             where = (body.__module__, body.__qualname__)
-            process: BaseProcess = _server.Process(
+            process: BaseProcess = _context.Process(
                 target=_rank_main,
                 args=(theirs, where, (rank, world_size), Path(scratch), fixtures),
                 daemon=True,
@@ -115,16 +144,28 @@ def _rank_main(
     from torch._C._distributed_c10d import FileStore
 
     rank, world_size = place
+    on_device = "EMULATED_CUDA" in os.environ
+    os.environ["EMULATED_CUDA_SEED"] = str(fixtures.get("seed", 0))
     stack = (scratch / f"stack-{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     try:
         store = FileStore(str(scratch / "rendezvous"), world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        backend, device = "gloo", None
+        if on_device:
+            backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", rank)
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, device_id=device
+        )
         module, name = where
         body = getattr(importlib.import_module(module), name).__wrapped__
         body(rank=rank, world_size=world_size, **fixtures)
+        if on_device:
+            torch.cuda.synchronize()
+            problems = torch.cuda.emulated.problems()  # type: ignore[attr-defined]
+            assert not problems, problems
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:

@@ -40,8 +40,9 @@ def fsdpctl(*words: str, cwd: Path, timeout: float = 120) -> subprocess.Complete
 
 
 def environment() -> dict[str, str]:
-    root = str(Path(__file__).parent.parent.parent)
-    return {**os.environ, "PYTHONPATH": root, "PYTHONUNBUFFERED": "1"}
+    paths = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent.parent.parent)]
+    path = os.pathsep.join(filter(None, paths))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def make_text(folder: Path) -> Path:

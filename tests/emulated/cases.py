@@ -1,0 +1,164 @@
+"""Short trainings of the engine on CUDA devices, beside the same on CPU ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fsdpctl.checkpoint.tensors import Staging
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.precision import Precision
+from fsdpctl.engine.shard import shard_model
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.optim.record import record_step
+from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.resolve.blocks import checkpoint_block
+from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
+from tests.engine.odd import freeze_all_but_vectors
+
+BF16 = torch.bfloat16
+PRECISIONS = {
+    "fp32": Precision(),
+    "bf16": Precision(param_dtype=BF16, wire_dtype=torch.float32),
+    "bf16 wire": Precision(param_dtype=BF16, wire_dtype=BF16),
+    "bf16_true": Precision(BF16, BF16, BF16),  # of a model in bf16
+}
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    strategy: str = "full_shard"
+    depth: int = 1  # of prefetch, both ways
+    window: str = "one"  # one micro-batch a step, or two: reduced in "every" one, or the "last"
+    precision: str = "fp32"
+    recomputes: bool = False
+    in_part: bool = False  # trains its vectors alone: two buffers a unit
+    wide: bool = False  # an embedding that is reduced in pieces
+    owner_map: str = "even"
+    overlaps: bool = True  # updates arrive beside the next forward
+    saves: bool = False  # copies the masters as a checkpoint does, while training goes on
+
+    @property
+    def tolerance(self) -> float:
+        """Of losses: gloo and NCCL add up ranks in different orders."""
+        return 1e-6 if self.precision == "fp32" else 2e-2
+
+    def model(self, device: torch.device, world_size: int) -> ShardedModel:
+        net = OddNet(tied=False, vocab=401) if self.wide else make_net(tied=False)
+        if self.precision == "bf16_true":
+            net.bfloat16()
+        if self.in_part:
+            freeze_all_but_vectors(net)
+        for block in net.blocks if self.recomputes else ():
+            checkpoint_block(block, "full")
+        half = world_size // 2 if STRATEGIES[self.strategy].replicates else None
+        model = shard_model(
+            net.to(device),
+            self.strategy,
+            dp_shard_size=half or None,
+            owner_map=self.owner_map,
+            prefetch=Prefetch(self.depth, self.depth),
+            precision=PRECISIONS[self.precision],
+        )
+        model.overlap_param_gather = self.overlaps
+        return model
+
+    def train(self, rank: int, world_size: int, device: torch.device) -> Tensor:
+        """Losses and gradient norms of each step, and the loss afterwards; the host never waits."""
+        torch.manual_seed(0)
+        model = self.model(device, world_size)
+        optimizer = ShardedAdamW(model, lr=1e-2)
+        count = 1 if self.window == "one" else 2
+        found: list[Tensor] = []
+        of_steps = [
+            [to_device(batch, device) for batch in of_ranks[rank]]
+            for of_ranks in token_batches(STEPS + 1, world_size, count)
+        ]
+        records = []
+        for step, batches in enumerate(of_steps[:STEPS]):
+            with refusing_host_waits(device) if step else nullcontext():
+                loss_sum = torch.zeros((), device=device)
+                for number, batch in enumerate(batches, start=1):
+                    holds = self.window == "last" and number < count
+                    with model.no_sync() if holds else nullcontext():
+                        loss = next_token_loss(model, batch).float()
+                        (loss / count).backward()
+                    loss_sum += loss.detach() * 15
+                tokens = torch.full((), 15 * count, device=device)
+                record = record_step(
+                    model,
+                    loss_sum=loss_sum,
+                    tokens=tokens,
+                    nominal_tokens=15 * count * world_size,
+                    max_grad_norm=0.05,
+                )
+                optimizer.step(grad_scale=record.grad_scale, found_inf=record.found_inf)
+                optimizer.zero_grad()
+                if model.can_prefetch:
+                    model.prefetch_forward_params()
+                with torch.no_grad():
+                    found.append(next_token_loss(model, batches[0]).detach().float())
+                records.append(record)
+        for record in records:
+            figures = record.figures()
+            found += [torch.tensor(figures.loss), torch.tensor(figures.grad_norm)]
+        found.append(torch.tensor(float(model.gathered_nbytes())))
+        if self.saves:
+            found += saved(model, optimizer)
+        last = next_token_loss(model, of_steps[STEPS][0]).detach().float()
+        return torch.stack([each.cpu() for each in (*found, last)])
+
+    def check(self, rank: int, world_size: int) -> None:
+        """A device gives what the CPU gives, and holds as much."""
+        found = self.train(rank, world_size, torch.device("cuda", rank))
+        expected = self.train(rank, world_size, torch.device("cpu"))
+        torch.testing.assert_close(found, expected, rtol=self.tolerance, atol=self.tolerance)
+
+
+def to_device(batch: Tensor, device: torch.device) -> Tensor:
+    """As the trainer does it."""
+    if device.type == "cpu":
+        return batch
+    return batch.pin_memory().to(device, non_blocking=True)
+
+
+def saved(model: ShardedModel, optimizer: ShardedAdamW) -> list[Tensor]:
+    """What a saver reads of the masters, after the optimizer has gone on."""
+    masters = [shard.master for shard in model.flat_shards()]
+    copies = Staging().copies(masters)
+    for master in masters:
+        master.mul_(2.0)
+    optimizer.zero_grad()
+    return [copy.float().sum() for copy in copies]
+
+
+@contextmanager
+def refusing_host_waits(device: torch.device) -> Iterator[None]:
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def every_case() -> list[Case]:
+    """Each strategy with each value of everything else, and what meets only there."""
+    found = []
+    for name, row in STRATEGIES.items():
+        plain = Case(name)
+        found += [replace(plain, precision=each) for each in PRECISIONS]
+        found += [replace(plain, window=each) for each in ("every", "last")]
+        found += [replace(plain, recomputes=True), replace(plain, in_part=True)]
+        found += [replace(plain, overlaps=False), replace(plain, wide=True)]
+        if row.shards_params:
+            found += [replace(plain, depth=depth) for depth in (0, 2)]
+            found += [replace(plain, precision="bf16 wire", wide=True, window="last")]
+    maps = ("round_robin", "contiguous", "balanced")
+    return found + [Case("shard_optimizer", owner_map=each) for each in maps]

@@ -1,0 +1,313 @@
+"""Mistakes planted into the CUDA path, by name: what a run does with them, and where they show."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdpctl.checkpoint.tensors import Staging
+from fsdpctl.comm.arriving import Arriving
+from fsdpctl.comm.base import Handle, InPlace
+from fsdpctl.comm.nccl import NcclCollectives
+from fsdpctl.engine.buffer import UnitBuffer
+from fsdpctl.engine.collecting import Collector
+from fsdpctl.engine.reduction import GradientReducer
+from fsdpctl.engine.renewal import Renewal
+from fsdpctl.engine.slots import Slot
+from fsdpctl.engine.unit import ShardedUnit
+from fsdpctl.optim import record
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.plan.layout import Span
+from tests.emulated import cases
+from tests.emulated.cases import Case
+
+Plant = Callable[[], None]
+HYBRID, ZERO1 = Case("hybrid_shard"), Case("shard_optimizer")
+MAPPED, HPZ = replace(ZERO1, owner_map="balanced"), Case("hybrid_shard_optimizer")
+WIRE, DDP, SAVES = Case(precision="bf16 wire"), Case("no_shard"), Case(saves=True)
+FAULTS: dict[str, tuple[Case, Plant]] = {}
+
+
+def fault(*of: Case) -> Callable[[Plant], Plant]:
+    def named(plant: Plant) -> Plant:
+        for case in of:
+            FAULTS[f"{plant.__name__}, {case.strategy}"] = case, plant
+        return plant
+
+    return named
+
+
+def _within(owner: type, name: str, target: Any, attribute: str, instead: Any) -> None:
+    """While `owner.name` runs, `target.attribute` is `instead`."""
+    right = getattr(owner, name)
+
+    @wraps(right)
+    def wrong(*given: Any, **more: Any) -> Any:
+        with mock.patch.object(target, attribute, instead):
+            return right(*given, **more)
+
+    setattr(owner, name, wrong)
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    setattr(owner, name, value)
+
+
+def _nothing(*given: Any, **more: Any) -> None:
+    return None
+
+
+def _done_at_once(self: NcclCollectives, done: torch.cuda.Event, result: Tensor) -> Handle:
+    return Handle(lambda: result)
+
+
+# ---- Waits that are missing before and after each kind of collective
+
+KINDS = {
+    "gather_together": (Case(), MAPPED, DDP),
+    "reduce_scatter": (Case(), MAPPED),
+    "_exchange": (WIRE,),
+    "start_all_reduce": (HYBRID, DDP),
+    "chain": (HYBRID, HPZ),
+}
+for _name, _cases in KINDS.items():
+    for _case in _cases:
+
+        def _before(name: str = _name) -> None:
+            _within(NcclCollectives, name, torch.cuda.Stream, "wait_stream", _nothing)
+
+        def _after(name: str = _name) -> None:
+            _within(NcclCollectives, name, NcclCollectives, "_after", _done_at_once)
+            if name == "_exchange":
+                _within(NcclCollectives, name, NcclCollectives, "_wait", _nothing)
+
+        if (_name, _case.strategy) not in {("gather_together", "no_shard")}:
+            FAULTS[f"no wait before {_name}, {_case.strategy}"] = _case, _before
+            FAULTS[f"no wait after {_name}, {_case.strategy}"] = _case, _after
+
+
+# ---- Streams and memory
+
+
+@fault(Case())
+def own_part_is_copied_on_another_stream() -> None:
+    right = NcclCollectives.gather_together
+
+    def wrong(self: NcclCollectives, buffers: Sequence[Any]) -> Handle:
+        for each in buffers:
+            if each.shard is not None:
+                with torch.cuda.stream(self.reduce_stream):
+                    self._own(each).copy_(each.shard)
+        return right(self, [replace(each, shard=None) for each in buffers])
+
+    _replace(NcclCollectives, "gather_together", wrong)
+
+
+@fault(Case(), ZERO1)
+def the_optimizer_runs_on_a_stream_of_its_own() -> None:
+    right = ShardedAdamW.step
+
+    def wrong(self: ShardedAdamW, *given: Any, **more: Any) -> Any:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return right(self, *given, **more)
+
+    _replace(ShardedAdamW, "step", wrong)
+
+
+@fault(Case())
+def a_unit_is_used_before_its_gather_ends() -> None:
+    right = ShardedUnit.finish_gather
+
+    def wrong(self: ShardedUnit) -> None:
+        self._gather = None
+        right(self)
+
+    _replace(ShardedUnit, "finish_gather", wrong)
+
+
+@fault(HYBRID)
+def gradients_go_before_the_second_collective_has_read_them() -> None:
+    right = NcclCollectives.chain
+
+    def wrong(self: NcclCollectives, *given: Any) -> tuple[Handle, Handle]:
+        return Handle(lambda: torch.empty(0)), right(self, *given)[1]
+
+    _replace(NcclCollectives, "chain", wrong)
+
+
+@fault(DDP)
+def a_collective_works_on_memory_that_goes_at_once() -> None:
+    def wrong(self: NcclCollectives, values: Tensor, *, at_once: bool = True) -> Handle:
+        copy = values.clone()
+        self.reduce_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.reduce_stream):
+            dist.all_reduce(copy, group=self.reduce_group)
+        return Handle(lambda: values)
+
+    _replace(NcclCollectives, "start_all_reduce", wrong)
+
+
+@fault(Case())
+def a_slot_lies_on_another_device() -> None:
+    right = Slot.__init__
+
+    def wrong(self: Slot, name: str, nbytes: int, device: torch.device, **more: Any) -> None:
+        other = torch.device("cuda", (device.index or 0) + 1) if device.type == "cuda" else device
+        right(self, name, nbytes, other, **more)
+
+    _replace(Slot, "__init__", wrong)
+
+
+@fault(HPZ)
+def a_gather_does_not_wait_for_what_replicas_send() -> None:
+    _replace(Renewal, "begin_gather", _nothing)
+
+
+@fault(ZERO1)
+def a_unit_runs_before_its_update_has_arrived() -> None:
+    _replace(Renewal, "begin_forward", _nothing)
+    _replace(Renewal, "begin_unit", _nothing)
+
+
+@fault(Case())
+def streams_never_wait() -> None:
+    _replace(torch.cuda.Stream, "wait_stream", _nothing)
+
+
+@fault(Case())
+def events_are_never_waited_for() -> None:
+    _replace(torch.cuda.Stream, "wait_event", _nothing)
+
+
+# ---- The host
+
+
+@fault(Case())
+def figures_are_read_before_they_have_arrived() -> None:
+    right = Arriving.__init__
+
+    def wrong(self: Arriving, values: Tensor) -> None:
+        right(self, values)
+        self._ready = None
+
+    _replace(Arriving, "__init__", wrong)
+
+
+@fault(Case())
+def pinned_memory_is_written_while_it_is_sent() -> None:
+    pinned = torch.empty((3, 6), dtype=torch.int64, pin_memory=True)
+    vars(cases)["to_device"] = lambda batch, device: (
+        pinned.copy_(batch).to(device, non_blocking=True) if device.type == "cuda" else batch
+    )
+
+
+@fault(SAVES)
+def a_saver_reads_before_its_copies_are_done() -> None:
+    _within(Staging, "copies", torch.cuda, "synchronize", _nothing)
+
+
+@fault(SAVES)
+def a_saver_copies_while_the_optimizer_writes() -> None:
+    right = Staging.copies
+
+    def wrong(self: Staging, tensors: Sequence[Tensor]) -> list[Tensor]:
+        if not tensors[0].is_cuda:
+            return right(self, tensors)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            copies = [each.to("cpu", non_blocking=True) for each in tensors]
+        for each in tensors:
+            each.mul_(1.0)
+        return copies
+
+    _replace(Staging, "copies", wrong)
+
+
+@fault(Case(), DDP)
+def the_host_waits_in_a_step() -> None:
+    right = record.sum_of_squares
+
+    def wrong(model: Any) -> Tensor:
+        found = right(model)
+        found.item()
+        return found
+
+    _replace(record, "sum_of_squares", wrong)
+
+
+@fault(Case())
+def the_record_is_made_on_the_host() -> None:
+    right = record.sum_of_squares
+    _replace(record, "sum_of_squares", lambda model: right(model).cpu())
+
+
+# ---- Values
+
+
+@fault(Case(), HYBRID)
+def a_gradient_counts_twice() -> None:
+    right = GradientReducer._add_gradient
+
+    def wrong(self: Any, started: Any, number: int, share: Span | None, gradient: Tensor) -> None:
+        right(self, started, number, share, gradient.mul_(2) if gradient.is_cuda else gradient)
+
+    _replace(GradientReducer, "_add_gradient", wrong)
+
+
+@fault(Case())
+def gradients_are_not_reduced() -> None:
+    def wrong(self: NcclCollectives, gradients: Any, parts: Any, dtype: torch.dtype) -> InPlace:
+        ((_, whole),) = gradients
+        own = parts[self.rank]
+        return InPlace(Handle(lambda: whole[own.start : own.stop]))
+
+    _replace(NcclCollectives, "reduce_scatter", wrong)
+
+
+@fault(Case())
+def gradients_are_summed_instead_of_averaged() -> None:
+    right = Collector.scales
+
+    def wrong(self: Collector, buffer: UnitBuffer) -> tuple[float, float]:
+        return (1.0, 1.0) if buffer.whole.is_cuda else right(self, buffer)
+
+    _replace(Collector, "scales", wrong)
+
+
+@fault(Case())
+def parts_lie_off_by_some_elements() -> None:
+    right = NcclCollectives.gather_together
+
+    def wrong(self: NcclCollectives, buffers: Sequence[Any]) -> Handle:
+        moved = [None if each.shard is None else each.shard.roll(1) for each in buffers]
+        rolled = [replace(each, shard=shard) for each, shard in zip(buffers, moved, strict=True)]
+        return right(self, rolled)
+
+    _replace(NcclCollectives, "gather_together", wrong)
+
+
+@fault(Case(precision="bf16"))
+def gathers_are_in_fp32() -> None:
+    right = Case.model
+
+    def wrong(self: Case, device: torch.device, world_size: int) -> Any:
+        on_device = device.type == "cuda"
+        return right(replace(self, precision="fp32") if on_device else self, device, world_size)
+
+    _replace(Case, "model", wrong)
+
+
+@fault(Case(window="every"))
+def the_second_micro_batch_is_forgotten() -> None:
+    right = GradientReducer._add_gradient
+
+    def wrong(self: Any, started: Any, number: int, share: Span | None, gradient: Tensor) -> None:
+        shard = started.unit.trained_buffers[number].shard
+        if shard.grad is None or not gradient.is_cuda:
+            right(self, started, number, share, gradient)
+
+    _replace(GradientReducer, "_add_gradient", wrong)

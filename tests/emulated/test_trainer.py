@@ -1,0 +1,121 @@
+"""The command line on CUDA devices, as a user types it."""
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import emulated
+from tests.cli.run import command, figures
+from tests.cli.run import environment as usual_environment
+from tests.train.ranks import words
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(emulated.missing() is not None, reason=str(emulated.missing())),
+]
+FP32 = "precision=fp32"
+
+
+def environment(folder: Path, **settings: object) -> dict[str, str]:
+    """Of a process with devices; their reports go to a file in `folder`."""
+    usual = usual_environment()
+    found = emulated.environment(problems=folder / "problems", **settings)
+    return {**usual, **found, "PYTHONPATH": f"{found['PYTHONPATH']}:{usual['PYTHONPATH']}"}
+
+
+def run(
+    folder: Path, *typed: str, code: int = 0, **settings: object
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command(*typed), cwd=folder, env=environment(folder, **settings),
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    assert not (folder / "problems").exists(), (folder / "problems").read_text()
+    return done
+
+
+def train(folder: Path, name: str, device: str, *more: str, ranks: int = 2, code: int = 0) -> str:
+    given = [FP32, f"train.run_dir={folder / name}", f"launch.device={device}", *more]
+    return run(folder, "train", *words(folder, ranks, "train.steps=8", *given), code=code).stdout
+
+
+def assert_close(found: Path, expected: Path) -> None:
+    ours, theirs = (
+        [(step, loss or 0.0, val_loss or 0.0) for step, loss, val_loss in figures(each)]
+        for each in (found, expected)
+    )
+    assert len(ours) == len(theirs) > 0
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["strategy=full_shard", "checkpoint.mode=async", "checkpoint.every=2"],
+        ["strategy=shard_optimizer", "strategy.owner_map=balanced"],
+        ["strategy=shard_grad_op", "activation_checkpointing=full", "accumulation=last",
+         "train.micro_batch_size=2"],
+        ["model.lora.rank=4", "optimizer.max_grad_norm=1"],
+        ["engine=fsdp2"],
+        ["engine=ddp", "strategy=no_shard"],
+    ],
+    ids=lambda more: more[0],
+)  # fmt: skip
+def test_a_run_has_the_losses_of_cpu_ranks(tmp_path: Path, more: list[str]) -> None:
+    for device in ("cuda", "cpu"):
+        train(tmp_path, device, device, *more)
+    assert_close(tmp_path / "cuda", tmp_path / "cpu")
+
+
+def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    train(tmp_path, "cuda", "cuda", "train.steps=4")
+    train(tmp_path, "cuda", "cuda", ranks=1)
+    train(tmp_path, "cpu", "cpu")
+    assert_close(tmp_path / "cuda", tmp_path / "cpu")
+
+
+def test_a_stopped_run_is_saved_and_goes_on(tmp_path: Path) -> None:
+    given = [FP32, f"train.run_dir={tmp_path / 'run'}", "launch.device=cuda", "train.steps=200"]
+    process = subprocess.Popen(
+        command("train", *words(tmp_path, 2, *given)), env=environment(tmp_path), cwd=tmp_path
+    )
+    metrics, until = tmp_path / "run/metrics.jsonl", time.monotonic() + 90
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 4):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=90) == 75
+    stopped = figures(tmp_path / "run")[-1][0]
+    train(tmp_path, "run", "cuda", f"train.steps={stopped + 3}")
+    train(tmp_path, "cpu", "cpu", f"train.steps={stopped + 3}")
+    assert_close(tmp_path / "run", tmp_path / "cpu")
+
+
+def test_a_run_is_evaluated_and_sampled(tmp_path: Path) -> None:
+    train(tmp_path, "run", "cuda")
+    sampled = run(tmp_path, "sample", "run", "--prompt", "line", "--tokens", "4", "--greedy")
+    assert sampled.stdout.startswith("line")
+    evaluated = run(tmp_path, "evaluate", "run", "data.val_fraction=0.1", "--json")
+    assert json.loads(evaluated.stdout)["val_loss"] > 0
+
+
+def test_a_device_without_room_is_answered_with_advice(tmp_path: Path) -> None:
+    wide = ["model.hidden_size=256", "model.intermediate_size=1024", "train.seq_len=256"]
+    given = [FP32, "launch.device=cuda", "train.steps=3", "train.run_dir=run", *wide]
+    done = run(tmp_path, "train", *words(tmp_path, 1, *given), code=1, memory_mb=24)
+    assert "out of memory" in done.stderr
+
+
+def test_variants_are_compared(tmp_path: Path) -> None:
+    given = words(tmp_path, 2, FP32, "launch.device=cuda")
+    given = [each for each in given if not each.startswith(("train.run_dir", "checkpoint."))]
+    varied = ["strategy=full_shard,no_shard", "--steps", "3", "--json"]
+    rows = json.loads(run(tmp_path, "compare", *given, *varied).stdout)
+    losses = [row["final_loss"] for row in rows]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
