@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from fsdpctl.config.keys import key
+from fsdpctl.plan.attention import KERNELS
 
 MOST_TOKENS = 1 << 24  # of a vocabulary; the largest published have a 64th of it
 MOST_LAYERS, _MOST_WIDTH = 2000, 1 << 20  # twice the deepest, twenty times the widest published
@@ -106,6 +107,13 @@ class ModelConfig:
     mlp_bias: bool = key(False, "llama: biases in the MLP")
     tie_embeddings: bool = key(True, "the output head shares the input embedding's weight")
     init_std: float = key(0.02, "standard deviation of the initial weights", minimum=0)
+    attention: str | None = key(
+        None,
+        "attention kernel; auto: on CUDA the fastest of those that run, timed at the start",
+        choices=KERNELS,
+        auto=True,
+        is_later=True,
+    )
 
     trainable: str | None = key(
         None,

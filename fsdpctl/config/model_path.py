@@ -21,7 +21,9 @@ SHAPE_KEYS = tuple(
 )  # fmt: skip
 LORA_KEYS = ("model.lora.rank", "model.lora.alpha", "model.lora.rslora", "model.lora.targets")
 # But of the run that saved it.
-_NOT_THE_MODELS = ("model.path", "model.init", "model.trainable", "model.lora.path")
+_NOT_THE_MODELS = (
+    "model.path", "model.init", "model.trainable", "model.lora.path", "model.attention"
+)  # fmt: skip
 
 
 def model_words(path: str) -> dict[str, str]:

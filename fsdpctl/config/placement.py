@@ -1,8 +1,10 @@
 """What runs where: engine, launch, and the hardware that estimates assume."""
 
+import os
 from dataclasses import dataclass
 
 from fsdpctl.config.keys import key
+from fsdpctl.plan.attention import ARCHITECTURES
 
 _MOST_RANKS, _MOST_NODES = 1 << 10, 1 << 17  # of a node; ten times the largest there are
 
@@ -71,6 +73,13 @@ class LaunchConfig:
         optional=True,
     )
 
+    @property
+    def allocator_environment(self) -> dict[str, str]:
+        """What a rank on CUDA needs in its environment before torch is imported."""
+        if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # torch's older name for the same
+            return {}
+        return {"PYTORCH_ALLOC_CONF": f"expandable_segments:{self.allocator == 'expandable'}"}
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
@@ -122,11 +131,23 @@ class ClusterConfig:
         maximum=1e6,
         is_later=True,
     )
+    architecture: str | None = key(
+        None,
+        "generation of the GPUs, by the attention kernels that run on them",
+        choices=ARCHITECTURES,
+        auto=True,
+        is_later=True,
+    )
     matmul_efficiency: float = key(
         0.73, "of flops: what large products reach", minimum=0.01, maximum=1, is_later=True
     )
-    attention_efficiency: float = key(
-        0.34, "of flops: what long attention reaches", minimum=0.01, maximum=1, is_later=True
+    attention_efficiency: float | None = key(
+        None,
+        "of flops: what long attention reaches; auto: by cluster.architecture and model.attention",
+        minimum=0.01,
+        maximum=1,
+        auto=True,
+        is_later=True,
     )
     step_efficiency: float = key(
         0.863, "of each operator's own speed, within a step", minimum=0.01, maximum=1, is_later=True

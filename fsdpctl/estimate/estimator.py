@@ -14,6 +14,7 @@ from fsdpctl.memory.step_estimate import estimate_steps
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.plan.engines import OURS, has_strategy
 from fsdpctl.plan.strategy import STRATEGIES, get_strategy
+from fsdpctl.resolve.attention import assumed_of, check_attention
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import (
     check_length,
@@ -70,6 +71,7 @@ class Estimator:
             config.activation_checkpointing.name,
             config.launch.device,
             config.data.holds_documents,
+            assumed_of(config),
         )
         if alike not in self._traced:
             self._traced[alike] = TracedModel(config)
@@ -112,6 +114,7 @@ def placed_for_estimate(config: Config) -> Config:
     """
     check_length(config)
     placed = with_batch_size(placed_on_cluster(config))
+    check_attention(placed)
     if config.model.vocab_size is not None:
         return placed
     vocab_size = open_data(config.data, config.train.seed).vocab_size

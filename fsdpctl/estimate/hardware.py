@@ -1,16 +1,20 @@
 """What a configuration computes on and sends over: its cluster's figures, or its profile's."""
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
+from fsdpctl.plan.attention import CUDNN, EFFICIENT, FLASH, FLASHES, KERNELS, SHARES
+from fsdpctl.resolve.attention import assumed_of
 from fsdpctl.timing.hardware import DataSheet, Device
 from fsdpctl.timing.network import Network, RingNetwork
 from fsdpctl.timing.profile import MeasuredDevice, MeasuredNetwork, Profile, read_profile
 
 _TERA, _GIGA = 1e12, 1e9
 _PER_STEP = 0.015  # seconds: loading, hooks and what the host waits for
+_USUAL = "hopper"  # of GPUs whose generation is not known
 _FP32_SHARE = 1 / 16  # of bf16's arithmetic, where nothing else is said
 
 
@@ -32,11 +36,22 @@ def device_of(config: Config) -> Device:
         {2: bf16, 4: fp32},
         cluster.memory_bandwidth * _GIGA,
         matmul=cluster.matmul_efficiency,
-        attention=cluster.attention_efficiency,
+        attention=_attention(config),
         in_step=cluster.step_efficiency,
         fuses=config.train.compile,
         per_step=_PER_STEP,
     )
+
+
+def _attention(config: Config) -> Mapping[str, float]:
+    """Return the shares of peak FLOP/s that torch's attention operators reach."""
+    cluster, kernel = config.cluster, assumed_of(config)
+    shares = dict(SHARES[cluster.architecture or _USUAL])
+    if cluster.attention_efficiency is not None:
+        shares = dict.fromkeys(KERNELS, cluster.attention_efficiency)
+    if kernel in FLASHES and kernel in shares:
+        shares[FLASH] = shares[kernel]
+    return {name: shares[name] for name in (FLASH, CUDNN, EFFICIENT)}
 
 
 def network_of(config: Config) -> Network:

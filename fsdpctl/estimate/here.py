@@ -31,6 +31,7 @@ _FIGURES = (
     "inter_bandwidth",
     "matmul_efficiency",
     "attention_efficiency",
+    "architecture",
     "step_efficiency",
 )
 # What profile-device wrote of two cores, a rank each. Other CPUs are faster or slower, but mostly

@@ -15,6 +15,7 @@ from fsdpctl.models.documents import assumed_documents
 from fsdpctl.models.registry import build_model
 from fsdpctl.models.rope import rotation
 from fsdpctl.plan.units import UnitSpec
+from fsdpctl.resolve.attention import assumed_of
 from fsdpctl.resolve.blocks import checkpoint_block
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -32,6 +33,7 @@ class TracedModule:
         checkpointing: str,
         dtype: torch.dtype | None,
         device: str,
+        kernel: str | None = None,
     ) -> None:
         """Take blocks away, and do to the others what is done before training.
 
@@ -42,13 +44,14 @@ class TracedModule:
             checkpointing: what is done to its blocks: none, selective or full.
             dtype: what is computed in; None: what its parameters have.
             device: whose operators are assumed, `cpu` or `cuda`.
+            kernel: of attention there; None: torch's usual one.
         """
         self._make = make
         self._names = [unit.name for unit in units[1:]]
         self._blocks = [unit.name for unit in units if unit.kind == "block"]
         self._checkpointing = checkpointing
         self._dtype = dtype
-        self._device = device
+        self._device, self._kernel = device, kernel
         self._prepare(module, shortens=True)
 
     def program(self, run: Callable[[nn.Module], object]) -> Program:
@@ -73,7 +76,9 @@ class TracedModule:
             param.data = param.data.to(self._dtype or param.dtype)
 
     def _trace(self, run: Callable[[nn.Module], object]) -> Pass:
-        return trace(self._module, self._traced, lambda: run(self._module), self._device)
+        return trace(
+            self._module, self._traced, lambda: run(self._module), self._device, self._kernel
+        )
 
 
 class TracedModel:
@@ -98,8 +103,11 @@ class TracedModel:
             checkpointing=config.activation_checkpointing.name,
             dtype=_DTYPES[str(config.precision.param_dtype)],
             device=str(config.launch.device),
+            kernel=assumed_of(config),
         )
         self._holds_documents = config.data.holds_documents
+        # Layers with a window are sequences in a row too.
+        self._needs_kernels = self._holds_documents or config.model.sliding_window is not None
         self._device = str(config.launch.device)
         self._programs: dict[tuple[int, int, int], Program] = {}
 
@@ -119,7 +127,7 @@ class TracedModel:
         key = (micro_batch_size, seq_len, chunk_tokens)
         if key not in self._programs:
             rotation.cache_clear()  # its tables are part of what a first pass allocates
-            if self._holds_documents:
+            if self._needs_kernels:
                 import_kernels(self._device)
             self._programs[key] = self._traced_module.program(run)
         return self._programs[key]

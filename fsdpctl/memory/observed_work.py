@@ -15,11 +15,13 @@ _MATMULS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1,
 _FORWARDS = {
     _aten._scaled_dot_product_flash_attention.default: 4,
     _aten._scaled_dot_product_efficient_attention.default: 6,
+    _aten._scaled_dot_product_cudnn_attention.default: 6,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: 4,
 }  # with where each is told whether it is causal
 _BACKWARDS = {
     _aten._scaled_dot_product_flash_attention_backward.default: 11,
     _aten._scaled_dot_product_efficient_attention_backward.default: 11,
+    _aten._scaled_dot_product_cudnn_attention_backward.default: 14,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 7,
 }
 _FREE = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.detach.default}
@@ -79,17 +81,26 @@ def _attention(func: Any, query: Tensor, key: Tensor, is_causal: bool, products:
 
 def _documents(func: Any, is_backward: bool, args: Sequence[Any]) -> Work:
     """Documents one after another in a row: as if there were as few as offsets say, alike long."""
-    query, key, offsets = (
-        (args[1], args[2], args[6]) if is_backward else (args[0], args[1], args[3])
+    query, key, offsets, window = (
+        (args[1], args[2], args[6], args[13])
+        if is_backward
+        else (args[0], args[1], args[3], args[9])
     )
     products = _OF_A_BACKWARD if is_backward else _OF_A_FORWARD
     total, heads, width = query.shape
     count = max(1, len(offsets) - 1) if isinstance(offsets, Tensor) and offsets.ndim == 1 else 1
     length = -(-total // count)
-    flops = products * total * heads * length * width
+    flops = 2 * products * total * heads * _seen(length, window) * width
     kind = WorkKind.ATTENTION_BACKWARD if is_backward else WorkKind.ATTENTION
     nbytes = (4 if is_backward else 2) * (_bytes_of(query) + _bytes_of(key))
     return Work(_name(func), kind, flops, nbytes, query.itemsize, (count, heads, length, width))
+
+
+def _seen(length: int, window: Sequence[int] | None) -> int:
+    """Tokens that each one sees on average: all before it, or those in its window."""
+    most = window[0] + 1 if window and window[0] >= 0 else length
+    most = min(most, length)
+    return max(1, round(most - most * most / (2 * length)))
 
 
 def _is_causal(args: Sequence[Any], index: int) -> bool:

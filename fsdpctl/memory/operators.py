@@ -12,9 +12,18 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fsdpctl.models.kernels import assuming
+from fsdpctl.plan.attention import CUDNN, EFFICIENT, FLASH3, FLASH4, MATH
+
 _aten = torch.ops.aten
 _SORTED_FROM, _ROWS_OF_A_THREAD = 3072, 10  # of the embedding's backward
 _FLASH = 1  # of torch.nn.attention.SDPBackend, whose import is slow
+
+_aten_flash_backward = _aten._scaled_dot_product_flash_attention_backward.default
+_BACKWARDS_OF_ROWS = (
+    _aten_flash_backward,
+    _aten._scaled_dot_product_cudnn_attention_backward.default,
+)
 
 Attention = Callable[..., Tensor]
 
@@ -33,23 +42,29 @@ class _Asked(NamedTuple):
     enable_gqa: bool = False
 
 
-def _cuda_attention(plain: Attention) -> Attention:
-    """Flash attention in two bytes without a mask, else the memory-efficient kernel.
+def _cuda_attention(plain: Attention, kernel: str | None) -> Attention:
+    """Dispatch as torch does on CUDA with `kernel` preferred; None: flash attention.
 
-    The latter knows no heads that share keys and values: with these, plain products. On Hopper
-    torch may prefer cuDNN's kernel, which saves what flash attention does.
+    In float32, with a mask or with wide heads the memory-efficient kernel serves. It knows no heads
+    that share keys and values: with these torch computes plain products.
     """
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         asked = _Asked(*args, **kwargs)
         rest = (asked.dropout_p, asked.is_causal)
+        in_two_bytes = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
         out: Tensor
-        if asked.attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+        if kernel not in (EFFICIENT, MATH) and asked.attn_mask is None and in_two_bytes:
+            if kernel == CUDNN:
+                out = _aten._scaled_dot_product_cudnn_attention(
+                    query, key, value, None, query.requires_grad, *rest, scale=asked.scale
+                )[0]
+                return out
             out = _aten._scaled_dot_product_flash_attention(
                 query, key, value, *rest, scale=asked.scale
             )[0]
             return out
-        if query.shape[1] != key.shape[1]:
+        if kernel == MATH or query.shape[1] != key.shape[1]:
             return plain(query, key, value, *args, **kwargs)
         bias = None if asked.attn_mask is None else _as_bias(asked.attn_mask, query)
         out = _aten._scaled_dot_product_efficient_attention(
@@ -68,12 +83,12 @@ def _as_bias(mask: Tensor, like: Tensor) -> Tensor:
     return torch.where(mask, zero, never)
 
 
-def _cpu_attention(plain: Attention) -> Attention:
-    """What torch chooses for CPU tensors of the same shapes."""
+def _cpu_attention(plain: Attention, kernel: str | None) -> Attention:
+    """Dispatch as torch does for CPU tensors of the same shapes."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         asked = _Asked(*args, **kwargs)
-        if not _uses_flash_on_cpu(query, key, value, asked):
+        if kernel == MATH or not _uses_flash_on_cpu(query, key, value, asked):
             return plain(query, key, value, *args, **kwargs)
         bias = None if asked.attn_mask is None else _as_bias(asked.attn_mask, query)
         rest = (asked.dropout_p, asked.is_causal)
@@ -137,8 +152,8 @@ def _cuda_rms_norm(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @contextmanager
-def operators_of(device: str) -> Iterator[None]:
-    """Inside, tensors on the meta device are computed with as on `device`.
+def operators_of(device: str, kernel: str | None) -> Iterator[None]:
+    """Inside, tensors on the meta device are computed with as on `device`, attention in `kernel`.
 
     Functions are replaced, because a mode would not be active where checkpointed parts are computed
     again in backward.
@@ -146,33 +161,42 @@ def operators_of(device: str) -> Iterator[None]:
     attention, rms_norm = F.scaled_dot_product_attention, F.rms_norm
     try:
         if device == "cuda":
-            F.scaled_dot_product_attention = _cuda_attention(attention)
+            F.scaled_dot_product_attention = _cuda_attention(attention, kernel)
             F.rms_norm = _cuda_rms_norm(rms_norm)
         else:
-            F.scaled_dot_product_attention = _cpu_attention(attention)
-        yield
+            F.scaled_dot_product_attention = _cpu_attention(attention, kernel)
+        with assuming(device, kernel):
+            yield
     finally:
         F.scaled_dot_product_attention = attention
         F.rms_norm = rms_norm
 
 
-def cuda_workspace(op: Any, inputs: Sequence[Any]) -> int:
+def cuda_workspace(op: Any, inputs: Sequence[Any], kernel: str | None) -> int:
     """Bytes that a CUDA kernel has at once while it runs, besides its results.
 
-    Of FlashAttention 2's backward: the softmax's sums, the query's gradient in float32, and where
-    heads share keys and values, their gradients per query head. Of the embedding's backward for
-    more than a few tokens (EmbeddingBackwardKernel.cu): what sorts them, and partial sums.
+    Of attention's backward: the softmax's sums, the query's gradient in float32, and where heads
+    share keys and values, their gradients: in FlashAttention 2 per query head, in later ones in
+    float32. cuDNN reports its workspace only when it plans; it is taken for that of
+    FlashAttention 3. Of the embedding's backward for more than a few tokens
+    (EmbeddingBackwardKernel.cu): what sorts them, and partial sums.
     """
-    if op is _aten._scaled_dot_product_flash_attention_backward.default:
+    if op in _BACKWARDS_OF_ROWS:
         query, key = inputs[1], inputs[2]
         batch, heads, length, width = query.shape
-        shared = key.shape[2] if key.shape[1] != heads else 0
-        return _flash_workspace(query, batch * heads, _round_up(length, 128), width, batch * shared)
+        shared = batch * key.shape[2] if key.shape[1] != heads else 0
+        rows = batch * heads * _round_up(length, 128)
+        is_later = kernel in (FLASH3, FLASH4) or op is not _aten_flash_backward
+        return _flash_workspace(query, rows, width, shared * _shared(query, key, 1, is_later))
+    if op is _aten._scaled_dot_product_efficient_attention_backward.default:
+        return _efficient_workspace(inputs[1])
     if op.name() == "torch_attn::_varlen_attn_backward":
         query, key, offsets = inputs[1], inputs[2], inputs[6]
         total, heads, width = query.shape
         shared = len(key) if key.shape[1] != heads else 0
-        return _flash_workspace(query, heads, total + 128 * (len(offsets) - 1), width, shared)
+        rows = heads * (total + 128 * (len(offsets) - 1))
+        is_later = kernel in (FLASH3, FLASH4)
+        return _flash_workspace(query, rows, width, shared * _shared(query, key, 1, is_later))
     if op is _aten.embedding_dense_backward.default:
         tokens, rows, width = inputs[1].numel(), inputs[2], inputs[0].shape[-1]
         if tokens <= _SORTED_FROM:
@@ -182,11 +206,22 @@ def cuda_workspace(op: Any, inputs: Sequence[Any]) -> int:
     return 0
 
 
-def _flash_workspace(query: Tensor, heads: int, rows: int, width: int, shared: int) -> int:
-    """Of `heads` with so many rows, and so many of keys and values that several heads share."""
+def _shared(query: Tensor, key: Tensor, heads: int, is_later: bool) -> int:
+    """Bytes for each element of a shared key, and of its value, in all heads."""
+    if is_later:
+        return 4 * int(key.shape[heads])
+    return query.itemsize * int(query.shape[heads])
+
+
+def _flash_workspace(query: Tensor, rows: int, width: int, shared: int) -> int:
+    """Of so many rows of all heads, and `shared` bytes of a column of keys, and of values."""
     columns = _round_up(width, 32 if width <= 128 else 64)
-    taken = heads * rows * 4 * (1 + columns)
-    return int(taken + 2 * shared * query.shape[1] * width * query.dtype.itemsize)
+    return int(rows * 4 * (1 + columns) + 2 * shared * width)
+
+
+def _efficient_workspace(query: Tensor) -> int:
+    """In float32 a product that is summed by rows; in two bytes the query's gradient in float32."""
+    return 4 * (query.numel() + query.numel() // query.shape[-1])
 
 
 def cpu_nbytes(op: Any, inputs: Sequence[Any], made: Tensor) -> int:

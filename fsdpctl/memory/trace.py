@@ -34,14 +34,14 @@ from fsdpctl.plan.work import Work
 class _Recorder(TorchDispatchMode):
     """Writes down which storages come and go."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, kernel: str | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.place = Place(Part.BEFORE)
         self.number = 0  # of the pass
         self.parts: dict[Place, list[Happening]] = {}
         self.work: dict[Place, list[Work]] = {}
         self._made: dict[tuple[int, Place], list[Made]] = {}  # by pass and place
-        self._is_cuda = device == "cuda"
+        self._is_cuda, self._kernel = device == "cuda", kernel
         self._known: dict[int, tuple[int, Place, int]] = {}  # by storage: pass, place, number
         self._watches: dict[int, weakref.ref[Any]] = {}
         self._muted: set[int] = set()
@@ -75,7 +75,7 @@ class _Recorder(TorchDispatchMode):
             for each in result if isinstance(result, tuple | list) else tree_leaves(result):
                 if isinstance(each, Tensor):
                     self._see(each, func, args)
-        if self._is_cuda and (nbytes := cuda_workspace(func, args)):
+        if self._is_cuda and (nbytes := cuda_workspace(func, args, self._kernel)):
             self.parts[self.place].append(Passing(nbytes, str(func)))
         return result
 
@@ -259,7 +259,13 @@ def _without_compiler() -> Iterator[None]:
             function.__dict__.pop("__dynamo_disable", None)
 
 
-def trace(module: nn.Module, units: Sequence[str], run: Callable[[], object], device: str) -> Pass:
+def trace(
+    module: nn.Module,
+    units: Sequence[str],
+    run: Callable[[], object],
+    device: str,
+    kernel: str | None = None,
+) -> Pass:
     """What one pass allocates, once the first has been.
 
     Args:
@@ -267,8 +273,9 @@ def trace(module: nn.Module, units: Sequence[str], run: Callable[[], object], de
         units: names of the modules that are cut at.
         run: does a forward and its backward; what it returns lives until it has returned again.
         device: `cpu` or `cuda`, whose operators are assumed.
+        kernel: the attention kernel that is assumed there; None: torch's usual one.
     """
-    recorder = _Recorder(device)
+    recorder = _Recorder(device, kernel)
     for tensor in (*module.parameters(), *module.buffers()):
         recorder.mute(tensor)
     hooks = _Hooks(recorder, module, units)
@@ -276,7 +283,7 @@ def trace(module: nn.Module, units: Sequence[str], run: Callable[[], object], de
         with (
             without_collection(),
             _without_compiler(),
-            operators_of(device),
+            operators_of(device, kernel),
             torch.device("meta"),
             recorder,
         ):

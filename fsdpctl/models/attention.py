@@ -8,56 +8,54 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fsdpctl.models.documents import Documents
+from fsdpctl.models.kernels import computed_dtype, must_repeat
+from fsdpctl.models.sight import Sight, window_mask
 
-_FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    window: int | None = None,
-    documents: Documents | None = None,
-) -> Tensor:
-    """What each token makes of those before it and itself, `window` of them at most.
+def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight | None = None) -> Tensor:
+    """Mix the values of the tokens that each token sees: by default those before it and itself.
 
     Shapes are (batch, heads, length, head_dim); several heads of `q` may share one of `k` and
-    `v`. With `documents` a token sees those of its own alone.
+    `v`.
     """
-    if documents is None:
-        return _attend_rows(q, k, v, window)
-    if documents.device_type == "cuda" and q.dtype in _FLASH_DTYPES:
-        return _attend_flat(q, k, v, window, documents)
-    if documents.device_type == "cpu" and not torch.compiler.is_compiling():
-        return _attend_each(q, k, v, window, documents)
-    return _attention(q, k, v, mask=documents.mask(window))
+    if sight is None:
+        return _attention(q, k, v)
+    if sight.offsets is not None:
+        return _attend_flat(q, k, v, sight, sight.offsets)
+    if sight.bias is not None:
+        return _attention(q, k, v, mask=sight.bias)
+    assert sight.documents is not None
+    if torch.compiler.is_compiling():
+        return _attention(q, k, v, mask=sight.documents.mask(sight.window))
+    return _attend_each(q, k, v, sight.window, sight.documents)
 
 
 def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What one token makes of all that it is shown."""
+    """Mix the values of all tokens, for each token of `q`."""
     return _attention(q, k, v, causal=False)
 
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = True
 ) -> Tensor:
+    shares = q.shape[1] != k.shape[1]
+    if shares and must_repeat(q, masked=mask is not None):
+        k, v, shares = _repeated(k, q), _repeated(v, q), False
     return F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=causal and mask is None,
-        enable_gqa=q.shape[1] != k.shape[1],
+        q, k, v, attn_mask=mask, is_causal=causal and mask is None, enable_gqa=shares
     )
+
+
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values for each head of `q`."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def _attend_rows(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     length = q.shape[2]
     if window is None or length <= window:
         return _attention(q, k, v)
-    everything = torch.ones(length, length, dtype=torch.bool, device=q.device)
-    return _attention(q, k, v, mask=everything.tril().triu(1 - window))
+    return _attention(q, k, v, mask=window_mask(length, window, q.device))
 
 
 def _attend_each(
@@ -75,36 +73,34 @@ def _attend_each(
     return torch.cat([torch.cat([next(mixed) for _ in each], 2) for each in documents.lengths])
 
 
-def _attend_flat(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, documents: Documents
-) -> Tensor:
-    """All rows as one, by the kernel for documents of different lengths."""
+def _attend_flat(q: Tensor, k: Tensor, v: Tensor, sight: Sight, offsets: Tensor) -> Tensor:
+    """All rows as one, by the kernel for sequences of different lengths."""
     from torch.nn.attention.varlen import varlen_attn  # its import takes a third of a second
 
     batch, heads, length, width = q.shape
+    dtype = computed_dtype(q)
     shares = k.shape[1] != heads
     if shares and not _shares_heads():
-        k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
-        shares = False
+        k, v, shares = _repeated(k, q), _repeated(v, q), False
 
     def flat(x: Tensor) -> Tensor:
-        return x.transpose(1, 2).reshape(batch * length, -1, width)
+        return x.transpose(1, 2).reshape(batch * length, -1, width).to(dtype)
 
-    call = partial(varlen_attn, max_q=documents.longest, max_k=documents.longest)
+    call = partial(varlen_attn, max_q=sight.longest, max_k=sight.longest)
     mixed = (partial(call, enable_gqa=True) if shares else call)(
         flat(q),
         flat(k),
         flat(v),
-        documents.offsets,
-        documents.offsets,
-        window_size=(-1 if window is None else window - 1, 0),
+        offsets,
+        offsets,
+        window_size=(-1 if sight.window is None else sight.window - 1, 0),
     )
     assert isinstance(mixed, Tensor)
     return mixed.view(batch, length, heads, width).transpose(1, 2)
 
 
 def import_kernels(device_type: str) -> None:
-    """What attention within documents needs there is imported, as that cannot be while watched."""
+    """Import what attention over sequences in a row needs there: that cannot be while watched."""
     if device_type == "cuda":
         _shares_heads()
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor, cat
 
-from fsdpctl.models.documents import Documents
+from fsdpctl.models.sight import Sight
 
 
 class LayerCache:
@@ -39,9 +39,10 @@ class Cache:
 
 
 def beside(
-    cache: Cache | None, index: int, documents: Documents | None
-) -> tuple[LayerCache | Documents | None, ...]:
+    cache: Cache | None, index: int, sight: Sight | None
+) -> tuple[LayerCache | Sight | None, ...]:
     """What a layer is given beside tensors: nothing in training on whole rows."""
-    if documents is not None:
-        return None, documents
-    return () if cache is None else (cache.layer(index),)
+    layer = None if cache is None else cache.layer(index)
+    if sight is not None:
+        return layer, sight
+    return () if layer is None else (layer,)

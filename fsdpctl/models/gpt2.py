@@ -9,6 +9,7 @@ from fsdpctl.models.attention import attend, attend_all
 from fsdpctl.models.cache import Cache, LayerCache, beside
 from fsdpctl.models.documents import Documents
 from fsdpctl.models.parts import Head, activation_of, embedding
+from fsdpctl.models.sight import Sight, sight
 
 
 class Projection(nn.Module):
@@ -34,7 +35,7 @@ class Attention(nn.Module):
         self.c_proj = Projection(config.hidden_size, config.hidden_size)
 
     def forward(
-        self, x: Tensor, cache: LayerCache | None = None, documents: Documents | None = None
+        self, x: Tensor, cache: LayerCache | None = None, sight: Sight | None = None
     ) -> Tensor:
         """Shape (batch, length, hidden_size) in and out."""
         batch, length, width = x.shape
@@ -45,7 +46,7 @@ class Attention(nn.Module):
         is_next = cache is not None and len(cache) > 0  # the one token that follows what was seen
         if cache is not None:
             k, v = cache.extended(k, v)
-        mixed = attend_all(q, k, v) if is_next else attend(q, k, v, documents=documents)
+        mixed = attend_all(q, k, v) if is_next else attend(q, k, v, sight)
         out: Tensor = self.c_proj(mixed.transpose(1, 2).reshape(batch, length, width))
         return out
 
@@ -76,10 +77,10 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, cache: LayerCache | None = None, documents: Documents | None = None
+        self, x: Tensor, cache: LayerCache | None = None, sight: Sight | None = None
     ) -> Tensor:
         """Shape (batch, length, hidden_size) in and out."""
-        x = x + self.attn(self.ln_1(x), cache, documents)
+        x = x + self.attn(self.ln_1(x), cache, sight)
         out: Tensor = x + self.mlp(self.ln_2(x))
         return out
 
@@ -87,6 +88,7 @@ class Block(nn.Module):
 class _Backbone(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
+        self.head_dim = config.hidden_size // config.num_heads
         self.wte = embedding(vocab_size, config.hidden_size)
         self.wpe = embedding(config.max_seq_len, config.hidden_size)
         self.h = nn.ModuleList(Block(config) for _ in range(config.num_layers))
@@ -100,8 +102,9 @@ class _Backbone(nn.Module):
         if documents is not None:
             positions = documents.positions
         x = self.wte(tokens) + self.wpe(positions)
+        seen = sight(x, self.head_dim, None, documents)
         for index, block in enumerate(self.h):
-            x = block(x, *beside(cache, index, documents))
+            x = block(x, *beside(cache, index, seen))
         out: Tensor = self.ln_f(x)
         return out
 

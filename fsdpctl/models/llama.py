@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from fsdpctl.models.cache import Cache, LayerCache, beside
 from fsdpctl.models.documents import Documents
 from fsdpctl.models.parts import Head, activation_of, embedding
 from fsdpctl.models.rope import rotate, rotation
+from fsdpctl.models.sight import Sight, sights
 
 
 class RMSNorm(nn.Module):
@@ -78,7 +80,7 @@ class Attention(nn.Module):
         cos: Tensor,
         sin: Tensor,
         cache: LayerCache | None = None,
-        documents: Documents | None = None,
+        sight: Sight | None = None,
     ) -> Tensor:
         """Shape (batch, length, hidden_size) in and out.
 
@@ -99,7 +101,7 @@ class Attention(nn.Module):
             seen = 0 if self.window is None else -self.window
             mixed = attend_all(q, k[:, :, seen:], v[:, :, seen:])
         else:
-            mixed = attend(q, k, v, window=self.window, documents=documents)
+            mixed = attend(q, k, v, sight)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
 
@@ -154,10 +156,10 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         cache: LayerCache | None = None,
-        documents: Documents | None = None,
+        sight: Sight | None = None,
     ) -> Tensor:
         """Shape (batch, length, hidden_size) in and out; the rest as `Attention` takes it."""
-        others = (cos, sin, cache, documents)
+        others = (cos, sin, cache, sight)
         out: Tensor
         if self.norms_results:
             x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), *others))
@@ -192,9 +194,12 @@ class _Backbone(nn.Module):
         local = turns
         if self.config.architecture == "gemma3_text":
             local = self._turns(self.local, x, cache, documents)
-        for index, layer in enumerate(self.layers):
-            angles = turns if self.config.window_of(index) is None else local
-            x = layer(x, *angles, *beside(cache, index, documents))
+        blocks = cast("list[Block]", list(self.layers))
+        windows = [block.self_attn.window for block in blocks]
+        seen = sights(x, self.head_dim, windows, documents)
+        for index, layer in enumerate(blocks):
+            angles = turns if windows[index] is None else local
+            x = layer(x, *angles, *beside(cache, index, seen[index]))
         out: Tensor = self.norm(x)
         return out
 

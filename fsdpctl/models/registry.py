@@ -14,6 +14,9 @@ from fsdpctl.models.gpt2 import Gpt2Decoder
 from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.lora import choose_trained, draw_adapter
 
+DRAWN_ON_DEVICE = 1 << 24  # elements of a matrix from which a GPU draws it
+_DRAWN_AT_ONCE = 1 << 24
+
 # What only some architectures have, and its value where there is none.
 _ONLY = {
     "sliding_window": (("mistral", "qwen2", "qwen3", "gemma3_text", "phi3"), None),
@@ -98,7 +101,9 @@ def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelCo
     """Fill a parameter in place, from the seed and its name alone; of adapters see `draw_adapter`.
 
     Vectors are norm weights, which become 1 (Gemma's, to which 1 is added, 0), or biases, which
-    become 0. Projections into the
+    become 0. On CUDA the device draws matrices of DRAWN_ON_DEVICE elements and more: one core takes
+    an hour for 405B. So models with such matrices begin elsewhere on a GPU than on a CPU, though
+    the same with any number of ranks. Projections into the
     residual stream are scaled down by the root of their number in GPT-2, as its authors do; in the
     Llama family, which is normalised before each projection, they are not.
     """
@@ -106,13 +111,20 @@ def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelCo
         whole.fill_(0.0 if name.endswith(".bias") or config.is_gemma else 1.0)
         return
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    number = int.from_bytes(digest[:8], "little") >> 1
+    generator = torch.Generator().manual_seed(number)
     if is_adapter(name):
         draw_adapter(name, whole, generator)
         return
     std = config.init_std
     if config.architecture == "gpt2" and name.endswith("c_proj.weight"):
         std /= math.sqrt(2 * config.num_layers)
+    if whole.is_cuda and whole.numel() >= DRAWN_ON_DEVICE:
+        generator = torch.Generator(whole.device).manual_seed(number)
+        for part in whole.view(-1).split(_DRAWN_AT_ONCE):
+            values = torch.empty(len(part), dtype=torch.float32, device=whole.device)
+            part.copy_(values.normal_(0.0, std, generator=generator))
+        return
     # Drawn on the CPU in float32, so that device and precision do not change the draw.
     values = torch.empty(whole.shape, dtype=torch.float32)
     whole.copy_(values.normal_(0.0, std, generator=generator))

@@ -15,6 +15,11 @@ from fsdpctl.resolve.launchers import place_of
 HERE = "here"
 _GIB = 1 << 30
 _CPU_RANKS = 2
+# By CUDA's capability. The GeForce cards of 12.x run what Ada runs, not what the B200 does.
+_ARCHITECTURES = {
+    (8, 0): "ampere", (8, 6): "ampere", (8, 7): "ampere", (8, 9): "ada", (9, 0): "hopper",
+    (10, 0): "blackwell", (10, 3): "blackwell", (12, 0): "ada", (12, 1): "ada",
+}  # fmt: skip
 
 
 def placed_here(config: Config, known: LaunchConfig | None = None) -> Config:
@@ -71,9 +76,26 @@ def placed_on_cluster(config: Config) -> Config:
     placed = replace(
         config,
         launch=replace(launch, device=device, nproc_per_node=ranks),
-        cluster=replace(cluster, memory=memory, ranks_per_node=ranks),
+        cluster=replace(
+            cluster,
+            memory=memory,
+            ranks_per_node=ranks,
+            architecture=cluster.architecture or (architecture_here() if found else None),
+        ),
     )
     return _with_precision(placed)
+
+
+def architecture_here() -> str | None:
+    """Return the generation of this machine's first GPU, if its attention kernels are known."""
+    return _ARCHITECTURES.get(torch.cuda.get_device_capability(0))
+
+
+def with_architecture(config: Config) -> Config:
+    """`config`, placed here, with the generation of this machine's GPUs."""
+    if config.launch.device != "cuda":
+        return config
+    return replace(config, cluster=replace(config.cluster, architecture=architecture_here()))
 
 
 def with_batch_size(config: Config) -> Config:

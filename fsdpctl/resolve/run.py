@@ -24,6 +24,7 @@ from fsdpctl.data.source import DataSet
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.batch import BatchPlan, plan_batches
+from fsdpctl.resolve.attention import check_attention
 from fsdpctl.resolve.besides import check_besides
 from fsdpctl.resolve.blocks import missing_compiler
 from fsdpctl.resolve.data import DATE, checked_data, date_of_run, notes_on_data, on_date, with_data
@@ -32,6 +33,7 @@ from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import (
     placed_here,
     resolved_strategy,
+    with_architecture,
     with_batch_size,
     world_size,
 )
@@ -55,7 +57,9 @@ class ResolvedRun:
 
 
 def decides_losses(name: str) -> bool:
-    """Whether a key decides the losses of a run."""
+    """Whether a key decides the losses of a run, but for their last digits."""
+    if name == "model.attention":
+        return False
     return name.split(".")[0] in _DECIDES or name in _DECIDING_KEYS
 
 
@@ -78,6 +82,7 @@ def resolve(
     check_besides(composed.config)
     config = placed_here(composed.config, launch)
     check_engine(config)
+    check_attention(with_architecture(config), here=True)
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
     config, notes = _with_compiler(config)
     notes += notes_on_engine(config, composed.automatic)

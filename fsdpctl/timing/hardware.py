@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from fsdpctl.plan.attention import FLASH
 from fsdpctl.plan.work import Work, WorkKind
 
 _ATTENTION = (WorkKind.ATTENTION, WorkKind.ATTENTION_BACKWARD)
@@ -46,7 +47,7 @@ class DataSheet:
     flops: Mapping[int, float]  # FLOP/s by bytes of an element
     bandwidth: float  # bytes/s of its memory
     matmul: float  # share of FLOP/s that large products reach within a step
-    attention: float  # the same of attention over long sequences
+    attention: Mapping[str, float]  # the same of attention over long sequences, by kernel
     in_step: float  # of each operator's speed when it runs alone
     fuses: bool = False  # whether a compiler brings operators that read and write together
     per_step: float = 0.0
@@ -73,16 +74,22 @@ class DataSheet:
         """In one kernel: reads master, gradient and moments, writes all but the gradient."""
         return self.copying((3 + 2 * moments) * nbytes)
 
+    def _attention(self, work: Work) -> float:
+        """Of the kernel that torch's operator runs; float32 has a peak of its own."""
+        kernel = next((name for name in self.attention if name in work.name), FLASH)
+        return self.attention[kernel if work.itemsize == _TWO_BYTES else FLASH]
+
     def _share(self, work: Work) -> float:
         if work.kind in _ATTENTION:
             _, _, length, width = work.dims
             # Narrower heads keep fewer units busy, by the fourth root of their width.
             by_width = math.sqrt(math.sqrt(min(1.0, width / 128)))
-            return self.attention * length / (length + _HALF_LENGTH) * by_width
+            return self._attention(work) * length / (length + _HALF_LENGTH) * by_width
         _, rows, columns, length = work.dims
         return self.matmul * length / (length + _HALF_SUM) * _alignment(rows, columns, length)
 
 
+_TWO_BYTES = 2
 _FUSED = 0.4  # of the bytes that operators move one by one: what a compiler leaves of them
 _ISSUING = 9e-6  # seconds
 _LAUNCH = 2e-6  # seconds: the least that a kernel takes

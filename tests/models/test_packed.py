@@ -16,6 +16,7 @@ from fsdpctl.models import attention
 from fsdpctl.models.attention import attend
 from fsdpctl.models.documents import make_documents, spans
 from fsdpctl.models.registry import build_model
+from fsdpctl.models.sight import sight
 from tests.models.families import FAMILIES, LENGTH, VOCABULARY, save_model
 
 LENGTHS = ((5, 1, 17, 25), (30, 1, 1, 16))  # rows of 48
@@ -122,8 +123,10 @@ def test_the_kernel_for_cuda_is_asked_for_the_same(monkeypatch, window, kv_heads
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, heads, LENGTH, 8) for heads in (4, kv_heads, kv_heads)]
     q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
-    flat = attend(q, k, v, window=window, documents=make_documents(LENGTHS, CPU, like="cuda"))
-    each = attend(q, k, v, window=window, documents=make_documents(LENGTHS, CPU))
+    seen = [
+        sight(q[:, 0], 8, window, make_documents(LENGTHS, CPU, like=x)) for x in ("cuda", "cpu")
+    ]
+    flat, each = (attend(q, k, v, one) for one in seen)
     torch.testing.assert_close(flat, each, rtol=2e-2, atol=2e-2)
     assert flat.transpose(1, 2).is_contiguous()
 

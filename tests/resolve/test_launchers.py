@@ -142,3 +142,12 @@ def test_steps_that_are_not_understood_are_refused():
 )
 def test_the_first_host_of_a_list(listed, first):
     assert first_host({"SLURM_STEP_NODELIST": listed}) == first
+
+
+@pytest.mark.parametrize(("allocator", "grows"), [("expandable", "True"), ("native", "False")])
+def test_a_rank_of_any_launcher_gets_its_allocator(monkeypatch, allocator, grows):
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    found = LaunchConfig(allocator=allocator).allocator_environment
+    assert found == {"PYTORCH_ALLOC_CONF": f"expandable_segments:{grows}"}
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
+    assert LaunchConfig(allocator=allocator).allocator_environment == {}

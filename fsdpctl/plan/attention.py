@@ -1,0 +1,30 @@
+"""The attention kernels that can be selected, and what each of them supports."""
+
+FLASH, FLASH3, FLASH4 = "flash", "flash3", "flash4"
+CUDNN, EFFICIENT, MATH = "cudnn", "efficient", "math"
+KERNELS = (FLASH, FLASH3, FLASH4, CUDNN, EFFICIENT, MATH)
+FLASHES = (FLASH, FLASH3, FLASH4)  # they share torch's operator
+ON_CPU = (FLASH, MATH)
+TWO_BYTES = (*FLASHES, CUDNN)  # they take no float32; their heads may share keys and values
+# Torch excludes its cuDNN kernel under `use_deterministic_algorithms`, the others have a mode.
+NOT_DETERMINISTIC = (CUDNN,)
+PACKAGES = {FLASH3: "flash_attn_interface", FLASH4: "flash_attn.cute"}
+
+# The share of a GPU's peak FLOP/s that long causal attention reaches, forward and backward,
+# by the architecture of `cluster.architecture`; docs/time-model.md has the sources.
+SHARES = {
+    "ampere": {FLASH: 0.61, CUDNN: 0.50, EFFICIENT: 0.31},
+    "ada": {FLASH: 0.61, CUDNN: 0.61, EFFICIENT: 0.31},
+    "hopper": {FLASH: 0.34, FLASH3: 0.59, FLASH4: 0.59, CUDNN: 0.545, EFFICIENT: 0.17},
+    "blackwell": {FLASH: 0.18, FLASH4: 0.40, CUDNN: 0.34, EFFICIENT: 0.09},
+}
+ARCHITECTURES = tuple(SHARES)
+
+
+def assumed_kernel(architecture: str | None, *, deterministic: bool) -> str:
+    """Return what `auto` selects on such GPUs with only torch installed, in two bytes."""
+    shares = SHARES.get(architecture or "", {})
+    can = [name for name in (FLASH, CUDNN) if name in shares]
+    if deterministic:
+        can = [name for name in can if name not in NOT_DETERMINISTIC]
+    return max(can, key=lambda name: shares[name], default=FLASH)

@@ -1,0 +1,220 @@
+"""Attention runs in the kernel that is selected, and in no slower one where that cannot run."""
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdpctl.config.model import ModelConfig
+from fsdpctl.errors import UsageError
+from fsdpctl.memory.operators import cuda_workspace, operators_of
+from fsdpctl.models.attention import attend, attend_all, import_kernels
+from fsdpctl.models.documents import assumed_documents
+from fsdpctl.models.kernels import assuming, can_undo, must_repeat, using
+from fsdpctl.models.registry import build_model
+from fsdpctl.models.sight import sight
+from fsdpctl.train.generate import Sampling, generate
+
+LAYERS, LENGTH, WINDOW = 3, 64, 16
+FLASH = "_scaled_dot_product_flash_attention"
+CUDNN, EFFICIENT = "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention"
+VARLEN = "_varlen_attn"
+ATTENTION = (FLASH, CUDNN, EFFICIENT, VARLEN, "bmm")
+
+
+class Seen(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func._schema.name.rpartition("::")[2]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def seen_on_cuda(
+    dtype: torch.dtype,
+    kernel: str | None = None,
+    *,
+    window: int | None = None,
+    packs: bool = False,
+    kv_heads: int = 2,
+) -> Counter[str]:
+    """The operators of a forward, as a GPU would run them."""
+    config = ModelConfig(
+        num_layers=LAYERS,
+        num_kv_heads=kv_heads,
+        vocab_size=50,
+        architecture="mistral",
+        sliding_window=window,
+    )
+    model = build_model(config).to(dtype)
+    import_kernels("cuda")
+    with torch.device("meta"):
+        tokens = torch.empty(2, LENGTH, dtype=torch.int64)
+        about = {"documents": assumed_documents(2, LENGTH, "cuda")} if packs else {}
+        with operators_of("cuda", kernel), Seen() as seen:
+            model(tokens, **about)
+    names: Counter[str] = seen.names
+    return names
+
+
+def kernels_of(names: Counter[str]) -> dict[str, int]:
+    return {name: names[name] for name in ATTENTION if names[name]}
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_float32_never_falls_to_plain_products(window, packs, kv_heads):
+    names = seen_on_cuda(torch.float32, window=window, packs=packs, kv_heads=kv_heads)
+    assert kernels_of(names) == {EFFICIENT: LAYERS}
+    assert names["masked_fill_"] == int(packs or window is not None)  # one for all layers
+
+
+@pytest.mark.parametrize(
+    ("kernel", "window", "packs", "expected"),
+    [
+        (None, None, False, FLASH),
+        (None, WINDOW, False, VARLEN),
+        (None, None, True, VARLEN),
+        (None, WINDOW, True, VARLEN),
+        ("flash3", None, False, FLASH),
+        ("cudnn", None, False, CUDNN),
+        ("cudnn", WINDOW, False, VARLEN),
+        ("cudnn", None, True, VARLEN),
+        ("efficient", None, False, EFFICIENT),
+        ("efficient", WINDOW, False, EFFICIENT),
+        ("efficient", None, True, EFFICIENT),
+    ],
+)
+def test_two_bytes_run_in_the_selected_kernel_or_the_next_best(kernel, window, packs, expected):
+    names = seen_on_cuda(torch.bfloat16, kernel, window=window, packs=packs)
+    assert kernels_of(names) == {expected: LAYERS}
+    if expected == VARLEN:
+        assert not names["tril"]
+
+
+def test_plain_products_run_where_they_are_selected():
+    assert set(kernels_of(seen_on_cuda(torch.bfloat16, "math"))) == {"bmm"}
+
+
+def inputs(dtype: torch.dtype = torch.float32, heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    counts = (4, heads, heads)
+    drawn = [torch.randn(2, count, LENGTH, 8, generator=generator) for count in counts]
+    q, k, v = (each.to(dtype).requires_grad_() for each in drawn)
+    return q, k, v
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("kernel", ["flash", "math"])
+def test_kernels_agree_on_the_cpu(kernel, window):
+    results = []
+    for name in (None, kernel):
+        q, k, v = inputs()
+        seen = sight(q.transpose(1, 2), 8, window, None)
+        with using(name), Seen() as ran:
+            out = attend(q, k, v, seen)
+            grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+        results.append((out, *grads))
+    assert bool(ran.names["bmm"]) == (kernel == "math")
+    torch.testing.assert_close(*results, rtol=0, atol=1e-5)
+
+
+def test_repeated_heads_compute_the_same():
+    q, k, v = inputs()
+    with assuming("cuda", "efficient"):
+        assert must_repeat(q.to("meta"), masked=False)
+    assert not must_repeat(q, masked=True)
+    expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(attend_all(q, k, v), expected)
+
+
+def preferred() -> list[SDPBackend]:
+    from torch.nn.attention import _cur_sdpa_kernel_backends
+
+    found: list[SDPBackend] = _cur_sdpa_kernel_backends(with_priority=True)
+    return found
+
+
+def test_only_what_is_behind_a_kernel_serves_in_its_place():
+    before = preferred()
+    flash, efficient, math = (
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    )
+    with using("cudnn"):
+        assert preferred() == [SDPBackend.CUDNN_ATTENTION, flash, efficient, math]
+    with using("flash"):
+        assert preferred() == [flash, efficient, math]
+    with using("efficient"):
+        assert preferred() == [efficient, math]
+    with using("cudnn", alone=True):
+        assert preferred() == [SDPBackend.CUDNN_ATTENTION]
+    assert preferred() == before
+
+
+def test_a_later_flash_attention_is_activated_and_restored(monkeypatch):
+    from torch.nn import attention
+
+    impls = dict(attention._registry._FLASH_ATTENTION_IMPLS)
+    monkeypatch.setattr(attention._registry, "_FLASH_ATTENTION_IMPLS", impls)
+    handle = SimpleNamespace(remove=lambda: None)
+    attention.register_flash_attention_impl("FA3", register_fn=lambda: handle)
+    with using("flash3"):
+        assert ("FA3", handle) == attention._registry._FLASH_ATTENTION_ACTIVE
+    if can_undo("flash3"):
+        assert attention._registry._FLASH_ATTENTION_ACTIVE is None
+
+
+def test_a_missing_package_is_one_line():
+    with (
+        pytest.raises(UsageError, match=r"model\.attention=flash3: not available: .*") as caught,
+        using("flash3"),
+    ):
+        pass
+    assert "\n" not in str(caught.value)
+
+
+def test_text_is_generated_without_cudnn():
+    asked = []
+
+    class Model(torch.nn.Module):
+        def forward(self, tokens: Tensor, **about: Any) -> Tensor:
+            asked.append(torch.backends.cuda.cudnn_sdp_enabled())
+            return torch.zeros(1, tokens.shape[1], 5)
+
+    about: dict[str, Any] = {"context": 4, "sampling": Sampling(0), "device": torch.device("cpu")}
+    generate(Model(), [1], range(3), **about, caches=False)
+    assert asked == [False] * 3
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def workspace(kernel: str, dtype: torch.dtype, kv_heads: int) -> int:
+    op = {
+        "cudnn": torch.ops.aten._scaled_dot_product_cudnn_attention_backward,
+        "efficient": torch.ops.aten._scaled_dot_product_efficient_attention_backward,
+    }.get(kernel, torch.ops.aten._scaled_dot_product_flash_attention_backward)
+    query = torch.empty(1, 8, 256, 128, dtype=dtype, device="meta")
+    key = torch.empty(1, kv_heads, 256, 128, dtype=dtype, device="meta")
+    return cuda_workspace(op.default, [query, query, key], kernel)
+
+
+def test_each_kernel_has_its_own_workspace():
+    rows, bf16 = 8 * 256, torch.bfloat16
+    alone = rows * 4 * (1 + 128)
+    assert workspace("flash", bf16, 8) == workspace("flash3", bf16, 8) == alone
+    assert workspace("flash", bf16, 2) == alone + 2 * 2 * rows * 128
+    later = alone + 2 * 4 * 2 * 256 * 128
+    assert workspace("flash3", bf16, 2) == workspace("cudnn", bf16, 2) == later
+    assert workspace("efficient", torch.float32, 8) == alone
