@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from fsdpctl.plan.schedule import Prefetch
     from fsdpctl.plan.strategy import Strategy
 
+__version__ = "0.1.0"  # the only place; not from metadata, which a checkout may lack
+
 __all__ = [
     "Assumed",
     "GradAccumulator",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
+from fsdpctl import __version__
 from fsdpctl.checkpoint.manifest import BaseInfo, FileInfo, Manifest, Progress, TensorInfo
 from fsdpctl.checkpoint.spans import checksum
 from fsdpctl.checkpoint.tensor_file import sync, write_synced
@@ -55,7 +56,7 @@ def publish(
         name: FileInfo(len(content), checksum(content))
         for name, content in about.attachments.items()
     }
-    versions = {name: version(name) for name in ("fsdpctl", "torch")}
+    versions = {"fsdpctl": __version__, "torch": version("torch")}
     manifest = Manifest(
         files=dict(files),
         attachments=attached,

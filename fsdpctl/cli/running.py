@@ -135,7 +135,10 @@ def _silence_torch_of_lost_peers() -> None:
 def _as_rank(composed: "Composed", typed: list[str], resume: str, place: "RankPlace") -> None:
     """Meet the other ranks, then be the worker itself: this process ends with it."""
     cores = (os.cpu_count() or 1) // place.local_world_size
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores)))  # before torch is imported
+    own = {"OMP_NUM_THREADS": str(max(1, cores))}
+    if composed.config.launch.device != "cpu":
+        own |= composed.config.launch.allocator_environment
+    os.environ.update({**own, **os.environ})  # before torch is imported
     from fsdpctl.comm.stores import PrefixStore
     from fsdpctl.launch.interface import own_address, split_endpoint
     from fsdpctl.launch.meeting import Meeting

@@ -1,10 +1,10 @@
 """`fsdpctl --version`."""
 
 import sys
-from importlib.metadata import version
 
 import typer
 
+from fsdpctl import __version__
 from fsdpctl.cli.console import say
 
 
@@ -15,7 +15,7 @@ def print_version(wanted: bool) -> None:
     import torch
     from torch.cuda import nccl
 
-    say(f"fsdpctl {version('fsdpctl')}")
+    say(f"fsdpctl {__version__}")
     say(f"python {sys.version.split()[0]}")
     say(f"torch {torch.__version__}")
     if torch.cuda.is_available():

@@ -19,18 +19,12 @@ class Contributions:
         own: Span,
         rows: Sequence[Tensor | None],
         wait: Callable[[], None],
-        *,
-        apart: bool = False,
     ) -> None:
-        """`rows` are the contributions in rank order; None is this rank's, in `gradients`.
-
-        `apart`: what `finish` writes to is none of them.
-        """
+        """`rows` are the contributions in rank order; None is this rank's, in `gradients`."""
         self.workspace_nbytes = sum(row.nbytes for row in rows if row is not None)
         self._gradients = gradients
         self._own = own
         self._rows = rows
-        self._apart = apart
         self.wait = wait
 
     def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
@@ -47,8 +41,27 @@ class Contributions:
                     for row in self._rows
                 ]
                 into = within(out, self._own, both)
-                _add_up(contributions, into, scale, dtype, apart=self._apart)
+                _add_up(contributions, into, scale, dtype)
         out[end - self._own.start :].zero_()
+
+
+class Received:
+    """Contributions in one tensor, (ranks, elements), which one kernel adds up.
+
+    The kernel accumulates in fp32 at least, in an order that depends on the number of ranks alone.
+    """
+
+    def __init__(self, sent: Tensor, rows: Tensor, wait: Callable[[], None]) -> None:
+        """`rows` are what arrives; `sent` must live as long as that is under way."""
+        self.workspace_nbytes = rows.nbytes
+        self._sent, self._rows = sent, rows
+        self.wait = wait
+
+    def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
+        """Add into `out`, without a copy in `dtype` if that differs."""
+        self.wait()
+        torch.sum(self._rows, 0, dtype=out.dtype, out=out)
+        out.mul_(scale)
 
 
 def within(values: Tensor | None, span: Span, wanted: Span) -> Tensor:
@@ -57,19 +70,9 @@ def within(values: Tensor | None, span: Span, wanted: Span) -> Tensor:
     return values[wanted.start - span.start : wanted.stop - span.start]
 
 
-def _add_up(
-    contributions: Sequence[Tensor], out: Tensor, scale: float, dtype: torch.dtype, *, apart: bool
-) -> None:
-    if apart and out.dtype == dtype:
-        first, *others = contributions
-        out.copy_(first)
-        for each in others:
-            out.add_(each)
-        out.mul_(scale)
-        return
-    at_a_time = ADDED_AT_A_TIME if out.device.type == "cpu" else max(1, len(out))
-    for start in range(0, len(out), at_a_time):
-        chunk = slice(start, start + at_a_time)
+def _add_up(contributions: Sequence[Tensor], out: Tensor, scale: float, dtype: torch.dtype) -> None:
+    for start in range(0, len(out), ADDED_AT_A_TIME):
+        chunk = slice(start, start + ADDED_AT_A_TIME)
         first, *others = (each[chunk] for each in contributions)
         total = first.to(dtype)
         for each in others:

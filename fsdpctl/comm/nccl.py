@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdpctl.comm.base import Gathering, Handle, InPlace, Reduction, Stretches
-from fsdpctl.comm.contributions import Contributions
+from fsdpctl.comm.contributions import Received
 from fsdpctl.comm.process_group import (
     ProcessGroupCollectives,
     all_gather_single,
@@ -124,7 +124,7 @@ class NcclCollectives(ProcessGroupCollectives):
         return InPlace(self._after(done, part))
 
     def _exchange(self, gradients: Stretches, parts: Sequence[Span]) -> Reduction:
-        """Each rank gets what the others have of its part, and adds in rank order."""
+        """Each rank receives the others' contributions to its part, and adds them."""
         ((_, whole),) = gradients
         own = parts[self.rank]
         received = whole.new_empty(self.size * own.numel)
@@ -138,8 +138,8 @@ class NcclCollectives(ProcessGroupCollectives):
                 group=self.reduce_group,
             )
             done = self.reduce_stream.record_event()
-        rows = received.view(self.size, own.numel).unbind()
-        return Contributions(gradients, own, rows, partial(self._wait, done), apart=True)
+        rows = received.view(self.size, own.numel)
+        return Received(whole, rows, partial(self._wait, done))
 
     def chain(
         self,

@@ -14,6 +14,7 @@ PAGE = 256  # bytes of a rank
 _HEAD = struct.Struct("<qqqH")  # beats, step, whether it waits, bytes of text
 _TEXT = PAGE - _HEAD.size
 _NO_STEP = -1
+LOADING = "drawing weights"  # a place: takes long where models are large
 READING = "reading a checkpoint"  # a place: others may take longer for it
 FINISHING = "finishing"  # a place: waits for the user's commands, as long as those may take
 

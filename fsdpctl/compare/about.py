@@ -6,12 +6,12 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
+from fsdpctl import __version__
 from fsdpctl.compare.row import Row
 from fsdpctl.config.schema import KEYS, Config
 
@@ -111,7 +111,7 @@ def _cluster(configs: Sequence[Config]) -> _Where:
 def _versions() -> dict[str, str]:
     import torch
 
-    return {"fsdpctl": version("fsdpctl"), "torch": torch.__version__}
+    return {"fsdpctl": __version__, "torch": torch.__version__}
 
 
 def subject_of(configs: Sequence[Config]) -> str:

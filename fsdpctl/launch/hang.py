@@ -53,10 +53,19 @@ def culprits(states: Sequence[RankState]) -> list[int]:
     return busy if len(busy) < len(states) else []
 
 
-def report(states: Sequence[RankState], limit: float) -> str:
-    """One line: who stands still, and where."""
+def report(states: Sequence[RankState], limit: float, *, is_usual: bool = True) -> str:
+    """Describe in one line which ranks hang, and where.
+
+    Args:
+        states: of all ranks.
+        limit: seconds without a heartbeat after which a rank hangs.
+        is_usual: whether that is launch.hang_timeout; before the first step it may be longer.
+    """
     found = culprits(states)
     shown = [each for each in states if each.rank in found] or list(states)
     named = "; ".join(map(str, shown[:4]))
     more = f"; and {len(shown) - 4} more" if len(shown) > 4 else ""
-    return f"stood still for more than launch.hang_timeout={limit:g} s: {named}{more}"
+    setting = (
+        f"launch.hang_timeout={limit:g} s" if is_usual else f"{limit:g} s before its first step"
+    )
+    return f"stood still for more than {setting}: {named}{more}"

@@ -191,16 +191,16 @@ def _environment(launch: LaunchConfig, interface: str | None, *, is_alone: bool)
     """
     assert launch.nproc_per_node is not None
     values = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // launch.nproc_per_node))}
-    if launch.device == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        grows = launch.allocator == "expandable"
-        values["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{grows}"
+    if launch.device == "cuda":
+        values |= launch.allocator_environment
     forced = {
         "FSDPCTL_LAUNCHER": str(os.getpid()),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": _NO_SIGNAL,
     }
     if interface is not None:
         forced["GLOO_SOCKET_IFNAME"] = interface
-        (forced if is_alone else values)["NCCL_SOCKET_IFNAME"] = f"={interface}"
+        if is_alone or launch.interface is not None:  # else NCCL knows its own interfaces best
+            (forced if is_alone else values)["NCCL_SOCKET_IFNAME"] = f"={interface}"
     before = dict(os.environ)
     os.environ.update({**values, **before, **forced})
     try:

@@ -212,8 +212,8 @@ def difference(plan: Plan, launch: LaunchConfig) -> str:
 
 
 def _versions() -> str:
-    packages = ", ".join(f"{name} {version(name)}" for name in ("fsdpctl", "torch"))
-    return f"{packages}, Python {platform.python_version()}"
+    python = platform.python_version()
+    return f"fsdpctl {fsdpctl.__version__}, torch {version('torch')}, Python {python}"
 
 
 def _code() -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from fsdpctl.comm.pulse import FINISHING, READING, Beat, make_pages, read_beats
+from fsdpctl.comm.pulse import FINISHING, LOADING, READING, Beat, make_pages, read_beats
 from fsdpctl.comm.recorder import Recorded
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.launch.hang import RankState, report
@@ -55,7 +55,7 @@ class Watch:
         self._folder, self._pids, self._nodes, self._number = folder, pids, nodes, number
         self._count = launch.nproc_per_node
         self._first_rank = (0 if nodes is None else nodes.place()[0]) * self._count
-        self._limit = launch.hang_timeout or launch.timeout / 2
+        self._limit, self._timeout = launch.hang_timeout or launch.timeout / 2, launch.timeout
         self._beats = [Beat(0, None, waits=False, place="")] * self._count
         self._still = [0.0] * self._count  # seconds that each was seen at the same beat
         self._since: dict[str, float] = {}
@@ -113,10 +113,19 @@ class Watch:
         return self._nodes is not None and self._nodes.has_failed_elsewhere(self._number)
 
     def _is_late(self, local: int) -> bool:
+        return self._still[local] > self._limit_of(local)
+
+    def _limit_of(self, local: int) -> float:
+        """Seconds without a beat after which a rank hangs.
+
+        Once it has read what it begins with, collectives run, and NCCL's watchdog would end the
+        process after `launch.timeout` without naming anybody.
+        """
         beat = self._beats[local]
-        is_slow = beat.step is None or beat.place == READING
-        limit = self._limit * _START_FACTOR if is_slow else self._limit
-        return self._still[local] > limit
+        if beat.step is not None and beat.place != READING:
+            return self._limit
+        slow = self._limit * _START_FACTOR
+        return slow if beat.place in (READING, LOADING, "") else min(slow, 0.8 * self._timeout)
 
     def _lasts(self, what: str, is_so: bool) -> bool:
         """Whether it has been so for longer than others have time to end by themselves."""
@@ -129,7 +138,8 @@ class Watch:
         """Have all ranks write down where they are, compare, and end them."""
         own = self._states(ranks)
         states = own if self._nodes is None else self._nodes.share_states(self._number, own)
-        self.hang = report(states, self._limit)
+        limit = max(map(self._limit_of, range(self._count)))
+        self.hang = report(states, limit, is_usual=limit == self._limit)
         self.failed_at = time.time()
         _kill(ranks)
 

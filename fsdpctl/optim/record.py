@@ -91,7 +91,9 @@ def sum_of_squares(model: Sharded) -> Tensor:
     if not grads:
         device = shards[0].master.device if shards else None
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack(torch._foreach_norm(grads, 2)).double()
+    # In bf16 a norm would have 8 bits, and decide on clipping with them.
+    dtype = torch.promote_types(grads[0].dtype, torch.float32)
+    norms = torch.stack(torch._foreach_norm(grads, 2, dtype=dtype)).double()
     total = norms.dot(norms)
     owners = shards[0].num_owners  # of all the same
     return total if owners == 1 else total / owners

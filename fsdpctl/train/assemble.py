@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from fsdpctl.checkpoint.manifest import BaseInfo, Progress
 from fsdpctl.checkpoint.pretrained import open_base, open_weights, weights_folder, whole_weights
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.comm.collectives import ObjectExchange, collectives_for
+from fsdpctl.comm.pulse import LOADING, PULSE
 from fsdpctl.comm.world import World
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
@@ -88,8 +88,13 @@ def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> 
 
 
 def _draw(config: Config) -> Callable[[str, Tensor], None]:
-    """What gives a parameter its first values."""
-    return partial(initialize_parameter, seed=config.train.seed, config=config.model)
+    """What gives a parameter its first values, and shows the launcher that this rank gets on."""
+
+    def draw(name: str, whole: Tensor) -> None:
+        PULSE.at(LOADING)
+        initialize_parameter(name, whole, seed=config.train.seed, config=config.model)
+
+    return draw
 
 
 def make_module(config: Config) -> nn.Module:
@@ -121,7 +126,9 @@ def make_optimizer(config: Config, model: TrainedModel) -> Optimizer:
     )
 
 
-def make_trainer(config: Config, world: World, outside: Outside, *, shows: bool) -> Trainer:
+def make_trainer(
+    config: Config, world: World, outside: Outside, *, shows: bool, lines: tuple[str, ...] = ()
+) -> Trainer:
     """Everything for a run, brought to where its newest checkpoint was. Collective.
 
     Args:
@@ -129,15 +136,22 @@ def make_trainer(config: Config, world: World, outside: Outside, *, shows: bool)
         world: the ranks.
         outside: who asks for an end, and since when this runs.
         shows: whether rank 0 shows the progress, and tells others of it.
+        lines: what it prints first.
     """
     run_dir = Path(str(config.train.run_dir))
     watch = RunWatch(config, run_dir, ObjectExchange(), world.device, is_on=shows)
     with watch.keeping_snapshot():
-        return _make_trainer(config, world, outside, watch, shows=shows)
+        return _make_trainer(config, world, outside, watch, shows=shows, lines=lines)
 
 
 def _make_trainer(
-    config: Config, world: World, outside: Outside, watch: RunWatch, *, shows: bool
+    config: Config,
+    world: World,
+    outside: Outside,
+    watch: RunWatch,
+    *,
+    shows: bool,
+    lines: tuple[str, ...],
 ) -> Trainer:
     run_dir, data = watch.run_dir, _data(config)
     plan = plan_batches(
@@ -151,6 +165,7 @@ def _make_trainer(
     model = make_trained_model(config, world.device, empty=is_read)
     optimizer = make_optimizer(config, model)
     done, base = _fill(config, model, optimizer, data, newest)
+    _meet(watch)
     train = config.train
     parts = TrainingParts(
         config=config,
@@ -164,9 +179,16 @@ def _make_trainer(
         outside=outside,
         watch=watch,
         shows=shows,
+        lines=lines,
         base=base,
     )
     return Trainer(parts, done)
+
+
+def _meet(watch: RunWatch) -> None:
+    """All ranks have read: the slowest may take longer than NCCL waits in a first collective."""
+    watch.ranks.gather_objects(None)
+    PULSE.at("ready")
 
 
 def _data(config: Config) -> DataSet:

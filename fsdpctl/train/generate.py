@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.models.cache import Cache
+from fsdpctl.models.kernels import without_cudnn
 from fsdpctl.models.parts import Decoder, evaluating
 
 
@@ -46,7 +47,7 @@ def generate(
     generator = torch.Generator().manual_seed(sampling.seed)
     tokens, cache = list(prompt), Cache()
     for _ in turns:
-        with evaluating(model):
+        with evaluating(model), without_cudnn():
             if caches and len(tokens) <= context:
                 logits = model(torch.tensor([tokens[len(cache) :]], device=device), cache=cache)
             else:  # every token's place has changed, and with it all that was computed of it

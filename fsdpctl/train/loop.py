@@ -66,7 +66,7 @@ class Trainer:
         """
         watched = self.parts.watch.over(self.step, self._teller.say, self._teller.metrics)
         with self._teller, watched, self._tracing:
-            for line in self._requests.remove_left_over():
+            for line in (*self.parts.lines, *self._requests.remove_left_over()):
                 self._teller.say(line)
             if self._is_validation_missing():
                 self._begin_to_heed()

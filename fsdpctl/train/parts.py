@@ -45,6 +45,7 @@ class TrainingParts:
     outside: Outside
     watch: RunWatch
     shows: bool  # whether rank 0 shows the progress
+    lines: tuple[str, ...]  # printed first
     base: BaseInfo | None  # what has the weights that checkpoints leave out; None: they leave none
 
 

@@ -27,6 +27,7 @@ from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
 from fsdpctl.errors import NO_ROOM, CheckpointError, FsdpctlError, UsageError
+from fsdpctl.resolve.attention import with_kept_kernel
 from fsdpctl.resolve.run import decides_losses
 from fsdpctl.train.assets import write_assets
 from fsdpctl.train.metrics import was_validated
@@ -36,8 +37,10 @@ from fsdpctl.watch.files import LOGS as LOGS
 from fsdpctl.watch.files import METRICS as METRICS
 
 _WHERE = ("train.run_dir", "launch.node_rank", "launch.rdzv_endpoint")  # of a start, not the run
-# But of its first weights.
-_NOT_THE_MODELS = ("model.path", "model.init", "model.init_std", "model.lora.path")
+# But of its first weights, and of what computes with them.
+_NOT_THE_MODELS = (
+    "model.path", "model.init", "model.init_std", "model.lora.path", "model.attention"
+)  # fmt: skip
 _NOT_SET = "not set"
 
 
@@ -132,6 +135,7 @@ def _go_on(config: Config) -> Start:
                 f"train.run_dir={run_dir}: not empty, and not a run of fsdpctl; choose another"
             )
         return Start(config, Standing.NEW, 0, notes=_beside(run_dir, config))
+    config = with_kept_kernel(config, read_config(run_dir).model.attention)
     differences = _differences(run_dir, config)
     incomplete = passed_over(run_dir / CHECKPOINTS)
     newest = newest_checkpoint(run_dir / CHECKPOINTS)
@@ -239,6 +243,19 @@ def prepare_run_dir(start: Start, words: Sequence[str], assets: Mapping[str, byt
             point_to(run_dir.parent / LATEST, run_dir)
     except OSError as error:
         raise UsageError(f"train.run_dir={run_dir}: {error.strerror or error}") from None
+
+
+def rewrite_config(config: Config) -> None:
+    """Write down what rank 0 has selected of a configuration that is in use.
+
+    Raises:
+        FsdpctlError: If the file cannot be written.
+    """
+    path = Path(str(config.train.run_dir)) / RUN_CONFIG
+    try:
+        _replace_text(path, config_to_yaml(config))
+    except OSError as error:
+        raise FsdpctlError(f"{path}: {error.strerror or error}") from None
 
 
 def prepare_restart(start: Start, number: int) -> None:

@@ -111,7 +111,9 @@ def _train(run_dir: Path, store: "Store | None", *, only_measures: bool) -> None
     import torch
 
     from fsdpctl.comm.world import joined_world
+    from fsdpctl.models.kernels import using
     from fsdpctl.train.assemble import make_trainer
+    from fsdpctl.train.attention import settled
     from fsdpctl.train.parts import Outside
     from fsdpctl.train.run_dir import read_config
     from fsdpctl.train.run_lock import RunLock
@@ -130,11 +132,13 @@ def _train(run_dir: Path, store: "Store | None", *, only_measures: bool) -> None
     with joined_world(str(config.launch.device), config.launch.timeout, store) as world:
         trainer = None
         try:
-            trainer = make_trainer(config, world, outside, shows=not only_measures)
-            if only_measures:
-                trainer.measure()
-            else:
-                trainer.run()
+            config, lines = settled(config, world)
+            with using(config.model.attention):
+                trainer = make_trainer(config, world, outside, shows=not only_measures, lines=lines)
+                if only_measures:
+                    trainer.measure()
+                else:
+                    trainer.run()
             _ignore_stops()
         except Exception as error:
             report(error)  # before anything that may have to wait

@@ -9,13 +9,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.cuda import nccl
 
+from fsdpctl import __version__
 from fsdpctl.errors import UsageError
 from fsdpctl.watch.files import ENVIRONMENT, OVERRIDES, replace_text
 from fsdpctl.watch.git import revision
@@ -52,7 +52,7 @@ def describe_start(run_dir: Path, places: Sequence[Place]) -> dict[str, Any]:
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": _typed(run_dir),
-        "fsdpctl": version("fsdpctl"),
+        "fsdpctl": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdpctl.comm.pulse import PAGE, Beat, Pulse, make_pages, read_beats
+from fsdpctl.comm.pulse import LOADING, PAGE, READING, Beat, Pulse, make_pages, read_beats
 from fsdpctl.comm.recorder import recorded
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.launch.hang import RankState, culprits, report
@@ -203,3 +203,19 @@ def test_kills_for_want_of_memory_are_counted(tmp_path, line, file, count):
     (root / file).write_text(f"low 0\noom_kill {count}\n")
     (tmp_path / "own").write_text(line + "\n")
     assert kills_so_far(root, tmp_path / "own") == count
+
+
+@pytest.mark.parametrize(
+    ("place", "step", "seconds"),
+    [("forward head", 3, 300), ("ready", None, 480), (LOADING, None, 1200), (READING, 3, 1200)],
+)
+def test_a_hang_is_named_before_nccl_ends_the_process(tmp_path, place, step, seconds):
+    watch = Watch(tmp_path, LaunchConfig(nproc_per_node=1, timeout=600), dict)
+    watch._pages.close()
+    watch._beats = [Beat(1, step, waits=False, place=place)]
+    assert watch._limit_of(0) == seconds
+
+
+def test_a_report_before_the_first_step_has_the_seconds_that_passed():
+    said = report([state(0), state(1, waits=False)], 32, is_usual=False)
+    assert "for more than 32 s before its first step" in said

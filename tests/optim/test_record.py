@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
-from fsdpctl.optim.record import record_step
+from fsdpctl.optim.record import record_step, sum_of_squares
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.engine.models import OddNet, make_net
@@ -89,3 +90,14 @@ def test_the_gradient_is_that_of_the_mean_over_all_target_tokens(
                     whole_grad = expected[piece.param.name].flatten()
                     theirs = whole_grad[piece.in_param.start : piece.in_param.stop]
                     assert float((ours - theirs).abs().max()) <= 1e-12
+
+
+def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16() -> None:
+    net = make_net(tied=False).bfloat16()
+    model = shard_model(net, "no_shard", precision=Precision(master_dtype=torch.bfloat16))
+    model(torch.zeros((3, 5), dtype=torch.int64)).square().mean().backward()
+    grads = [grad for shard in model.flat_shards() if (grad := shard.owned_grad) is not None]
+    exact = torch.cat([grad.double() for grad in grads])
+    assert {grad.dtype for grad in grads} == {torch.bfloat16}
+    found = sum_of_squares(model)
+    assert float(found) == pytest.approx(float(exact.square().sum()), rel=1e-5)
