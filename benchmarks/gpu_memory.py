@@ -2,31 +2,33 @@
 
     python -m benchmarks.gpu_memory --out benchmarks/results/gpu-memory.json
 
-Over torch's fake process group, whose collectives do nothing: compute, kernels and allocations are
-real. Random configurations, each in a process of its own, four steps.
+Random configurations over torch's fake process group (benchmarks/one_gpu.py), four steps each. Each
+has a process of its own. Processes import beside one another, and take turns on the device.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import random
 import subprocess
 import sys
+import tempfile
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.gpu import collectives_on
+from benchmarks.one_gpu import DEVICE, draw, joined
 from benchmarks.report import write_report
 from benchmarks.training import train_step
 from fsdpctl.comm.mesh import make_mesh
+from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
@@ -34,7 +36,6 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.models.registry import initialize_parameter
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.plan.units import lay_out
@@ -43,12 +44,12 @@ from fsdpctl.train.assemble import make_module, make_optimizer
 
 _GIB = 1 << 30
 _STEPS = 4
-_SMALLEST = 1 * _GIB  # of an estimate: below, what does not belong to a model weighs too much
+_AT_ONCE = 4  # processes that import while one computes
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def draw_words(draw: random.Random, models: list[str]) -> list[str]:
-    """A configuration as it is typed."""
+def draw_words(draw: random.Random, models: list[str], lengths: list[str]) -> list[str]:
+    """Draw the settings of one configuration."""
     model, micro = draw.choice(models), draw.choice([1, 2, 4])
     passes = draw.choice([1, 1, 2])
     ranks = draw.choice([8, 16, 64, 256, 1024])
@@ -65,95 +66,104 @@ def draw_words(draw: random.Random, models: list[str]) -> list[str]:
         f"accumulation={draw.choice(['every', 'last'])}",
         f"accumulation.steps={passes}",
         f"activation_checkpointing={draw.choice(['none', 'selective', 'full'])}",
-        f"train.seq_len={draw.choice([512, 1024])}",
+        f"train.seq_len={draw.choice(lengths)}",
         f"train.micro_batch_size={micro}",
         f"train.global_batch_size={ranks * micro * passes}",
         f"train.loss_chunk_tokens={draw.choice(['auto', '0', '1024'])}",
     ]
 
 
-def resolved(words: list[str], device: str) -> Config:
-    """Of a configuration that is placed."""
-    given = [f"launch.device={device}" if w.startswith("launch.device") else w for w in words]
-    placed = placed_for_estimate(compose_config([*given, "cluster=h200"]).config)
+def resolved(words: list[str]) -> Config:
+    """Return the configuration as it is placed on H200s."""
+    placed = placed_for_estimate(compose_config([*words, "cluster=h200"]).config)
     return replace(placed, strategy=resolved_strategy(placed, placed.strategy))
 
 
-def measure(words: list[str], device: torch.device) -> dict[str, int | None]:
-    """What the steps of one configuration take."""
-    config = resolved(words, device.type)
-    ranks, row = world_size(config), get_strategy(config.strategy.name)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+def measure(words: list[str]) -> dict[str, int]:
+    """Return the memory that the steps of one configuration take."""
+    config = resolved(words)
+    with joined(world_size(config), fake=True) as nccl:
+        _train(config, nccl)
+    return {
+        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "peak_reserved": torch.cuda.max_memory_reserved(),
+    }
+
+
+def _train(config: Config, nccl: NcclCollectives) -> None:
+    row = get_strategy(config.strategy.name)
     module = make_module(config)
     specs = divide_module(module, None)
-    collectives = collectives_on(device)
-    precision = config.precision
-    dtypes = precision.dtypes
     runtime = build_runtime(
         module,
-        Division(specs, lay_out(specs, collectives.size)),
-        make_mesh(collectives, device, collectives.size),
-        Source(device, partial(initialize_parameter, seed=0, config=config.model)),
+        Division(specs, lay_out(specs, nccl.size)),
+        make_mesh(nccl, DEVICE, nccl.size),
+        Source(DEVICE, draw),
         strategy=row,
         prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
-        precision=Precision(*(_DTYPES[str(name)] for name in dtypes)),
+        precision=Precision(*(_DTYPES[str(name)] for name in config.precision.dtypes)),
     )
     model = ShardedModel(module, runtime, row)
     optimizer = make_optimizer(config, model)
     for _ in range(_STEPS):
-        train_step(config, model, optimizer, device)
-    dist.destroy_process_group()
-    if device.type != "cuda":
-        return {"peak_allocated": None, "peak_reserved": None}
-    return {
-        "peak_allocated": torch.cuda.max_memory_allocated(device),
-        "peak_reserved": torch.cuda.max_memory_reserved(device),
-    }
+        train_step(config, model, optimizer, DEVICE)
 
 
-def _measured(words: list[str], found: RunEstimate, device: str) -> dict[str, Any]:
+def _measured(turn: str, words: list[str], found: RunEstimate) -> dict[str, Any]:
     grows = found.config.launch.allocator == "expandable"
     environment = {**os.environ, "PYTORCH_ALLOC_CONF": f"expandable_segments:{grows}"}
-    command = [sys.executable, "-m", "benchmarks.gpu_memory", "--device", device, "--child", *words]
+    command = [sys.executable, "-m", "benchmarks.gpu_memory", "--turn", turn, "--child", *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
     if done.returncode:
         return {"words": words, "failed": done.returncode}
     answer = json.loads(done.stdout.splitlines()[-1])
     estimated = {"peak_allocated": found.allocated, "peak_reserved": found.peak_reserved}
-    errors = {
-        f"{name}_error": round(estimated[name] / answer[name] - 1, 5)
-        for name in estimated
-        if answer[name]
-    }
+    errors = {f"{name}_error": round(estimated[name] / answer[name] - 1, 5) for name in estimated}
     return {"words": words, "measured": answer, "estimated": estimated, **errors}
 
 
+def drawn(words: argparse.Namespace) -> Iterator[tuple[list[str], RunEstimate]]:
+    """Draw configurations that the device has room for, with their estimates."""
+    chance, estimator, count = random.Random(0), Estimator(), 0
+    room = 0.9 * torch.cuda.get_device_properties(DEVICE).total_memory
+    while count < words.count:
+        typed = draw_words(chance, words.models.split(","), words.lengths.split(","))
+        found = estimator.estimate(resolved(typed))
+        if words.smallest * _GIB <= found.peak_reserved <= room:
+            count += 1
+            yield typed, found
+
+
 def measure_all(words: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Random configurations that the device has room for."""
-    draw, estimator, found_so_far = random.Random(0), Estimator(), 0
-    room = words.gib * _GIB
-    while found_so_far < words.count:
-        typed = draw_words(draw, words.models.split(","))
-        found = estimator.estimate(resolved(typed, words.device))
-        if _SMALLEST * (words.device == "cuda") <= found.peak_reserved <= room:
-            found_so_far += 1
-            yield _measured(typed, found, words.device)
+    """Measure random configurations, as each is done."""
+    with tempfile.NamedTemporaryFile() as turn, ThreadPoolExecutor(_AT_ONCE) as pool:
+        pending: deque[Future[dict[str, Any]]] = deque()
+        for each in drawn(words):
+            pending.append(pool.submit(_measured, turn.name, *each))
+            while pending and pending[0].done():
+                yield pending.popleft().result()
+        for left in pending:
+            yield left.result()
 
 
 def main() -> None:
-    """Run what the command line asks for."""
+    """Run the configurations of the command line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--models", default="llama3_1b,llama3_8b,qwen3_4b,gpt2")
+    parser.add_argument("--lengths", default="512,1024", help="tokens of a sample")
     parser.add_argument("--count", type=int, default=24)
-    parser.add_argument("--gib", type=int, default=110, help="what a configuration may take")
+    # Below, memory that does not belong to a model weighs too much.
+    parser.add_argument("--smallest", type=float, default=1.0, help="GiB of an estimate")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     words = parser.parse_args()
     if words.child:
-        print(json.dumps(measure(words.child, torch.device(words.device))))
+        # Never closed: the turn, and the device's memory, are given back when the process ends.
+        fcntl.flock(os.open(words.turn, os.O_RDONLY), fcntl.LOCK_EX)
+        print(json.dumps(measure(words.child)))
         return
-    chip = torch.cuda.get_device_name() if words.device == "cuda" else "cpu"
+    chip = torch.cuda.get_device_name()
     results = []
     for each in measure_all(words):
         results.append(each)

@@ -1,29 +1,39 @@
-"""All that a GPU is asked, in the order in which ten minutes of it answer most.
+"""All measurements on one GPU, in two halves of less than five minutes.
 
-    python -m benchmarks.gpu_session --out benchmarks/results
+    python -m benchmarks.gpu_session --half 1
+    python -m benchmarks.gpu_session --half 2
 
-Each part is a process of its own with a limit of time, and writes its figures at once. One that
-fails or takes too long is noted in gpu-session.json, and the others go on. What is installed
-serves: torch 2.11 or newer, and what pyproject.toml names.
+Each part has processes of its own and a time limit. If a part fails or takes too long, the others
+still run. After each part its output is printed and gpu-session.json is written. `--small` runs the
+same parts on sizes that take no time.
 """
 
 import argparse
+import importlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 
-import torch
-
-from benchmarks.report import write_report
-
-_TOO_LATE = 124  # as timeout(1) says it
+ROOT = Path(__file__).parent.parent
+_TOO_LATE = 124  # as timeout(1) has it
+_PATIENCE = 300  # seconds of a small part
 _TAIL = 12  # lines of a part's output that are kept
+# Not named by pyproject.toml: the tests' runner, and a requirement of omegaconf without a wheel.
+_BESIDES = ("pytest", "antlr4-python3-runtime==4.9.3")
+
+
+Command = tuple[str, ...]  # a module and its arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,90 +41,171 @@ class Part:
     """A question, as commands that follow one another."""
 
     name: str
-    commands: tuple[tuple[str, ...], ...]
+    commands: tuple[Command, ...]
     seconds: int  # for all of them
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def parts(device: str, out: Path, runs: Path) -> list[Part]:
-    """In their order. On the CPU fewer and small ones, to see that this runs."""
-    on = ("--device", device)
-    train = ("fsdpctl", "train", f"train.run_dir={runs / 'run'}", f"launch.device={device}")
-    small = ("launch.nproc_per_node=1", "train.eval_every=0", "train.sample_tokens=0")
-    memory = ("benchmarks.gpu_memory", *on, "--out", str(out / "gpu-memory.json"))
-    speed = ("benchmarks.gpu", *on, "--modes", "fake8", "--out", str(out / "gpu.json"))
-    if device == "cpu":
-        return [
-            Part("a run", ((*train, *small, "train.steps=2"),), 60),
-            Part("memory", ((*memory, "--models", "llama_tiny", "--count", "1"),), 60),
-            Part("speed", ((*speed, "--sizes", "tiny", "--rounds", "1"),), 60),
-        ]
-    tests = ("pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", "tests/engine/test_cuda.py")
-    room = int(0.9 * torch.cuda.get_device_properties(0).total_memory / 2**30)
-    largest = (
-        "benchmarks.gpu",
-        "--sizes",
-        "8B",
-        "--rounds",
-        "8",
-        "--out",
-        str(out / "gpu-8b.json"),
-    )
-    resumed = tuple((*train, *small, f"train.steps={steps}") for steps in (100, 200))
-    return [
-        Part("tests", (tests,), 60),
-        Part("tests with the stream sanitizer", (tests,), 60, {"TORCH_CUDA_SANITIZER": "1"}),
-        Part("a run and its resume", resumed, 60),
-        Part("memory", ((*memory, "--gib", str(room), "--count", "24"),), 180),
-        Part("speed", ((*speed, "--sizes", "364M,1.4B", "--rounds", "8"),), 150),
-        Part("the largest model", (largest,), 90),
+def halves(scratch: Path, *, small: bool) -> tuple[list[Part], list[Part]]:
+    """Return the parts of both halves, most important first.
+
+    A part writes what is kept as JSON files into `scratch`.
+    """
+
+    def out(name: str) -> tuple[str, str]:
+        return "--out", str(scratch / f"{name}.json")
+
+    def sized(small_words: str, words: str) -> Command:
+        return tuple((small_words if small else words).split())
+
+    train = ("fsdpctl", "train", f"train.run_dir={scratch / 'run'}", "launch.device=cuda")
+    alone = ("launch.nproc_per_node=1", "train.eval_every=0", "train.sample_tokens=0")
+    model = sized("model.num_layers=1 train.seq_len=16 train.global_batch_size=2", "")
+    steps = sized("train.steps=2 train.steps=4", "train.steps=100 train.steps=200")
+    resumed = tuple((*train, *alone, *model, upto) for upto in steps)
+    gpu = ("benchmarks.gpu", *sized("--rounds 1", "--rounds 8"), "--sizes")
+    speed = (*gpu, *sized("tiny", "364M,1.4B"), "--modes")
+    largest = (*gpu, *sized("tiny8B", "8B"), *out("gpu-largest"))
+    tiny = sized("--models llama_tiny --lengths 16 --smallest 0 --count 2", "")
+    memory = ("benchmarks.gpu_memory", *tiny, *out("gpu-memory"))
+    asleep = ("--device", "cuda", "--blocks", "4", "--world-sizes", "8")
+    rounds = sized("--rounds 1", "--rounds 30")
+    host = ("benchmarks.host_time", *asleep, *rounds, *out("gpu-host-time"))
+    sizes = sized("--small", "")
+    engine, others = _tests(small=small)
+    sanitized = {"TORCH_CUDA_SANITIZER": "1"}
+    first = [
+        Part("tests of the engine", (engine,), 35),
+        Part("tests with the stream sanitizer", (engine,), 45, sanitized),
+        Part("a run and its resume", resumed, 45),
+        Part("other tests", (others,), 60),
+        Part("speed, 8 fake ranks", ((*speed, "fake8", *out("gpu-fake8")),), 75),
     ]
+    second = [
+        Part("memory", (memory,), 90),
+        Part("speed, NCCL", ((*speed, "nccl1", *out("gpu-nccl1")),), 45),
+        Part("the largest model", (largest,), 40),
+        Part("attention", (("benchmarks.gpu_attention", *sizes, *out("gpu-attention")),), 20),
+        Part("host time", (host,), 20),
+        Part("profile", (("benchmarks.gpu_profile", *sizes, *out("gpu-profile")),), 40),
+    ]
+    return first, second
+
+
+def _tests(*, small: bool) -> tuple[Command, Command]:
+    """Return the commands for the engine's tests that need a device, and for all others."""
+    engine = "tests/engine/test_cuda.py"
+    files = (str(each.relative_to(ROOT)) for each in sorted((ROOT / "tests").rglob("test_*.py")))
+    others = [
+        each
+        for each in files
+        if each != engine and "pytest.mark.cuda" in (ROOT / each).read_text(encoding="utf-8")
+    ]
+    # tests/conftest.py needs packages for tests alone; a warning must not end a test.
+    calm = ("-q", "--noconftest", "-p", "no:cacheprovider", "-W", "default")
+    command = ("pytest", *calm, "--continue-on-collection-errors", "-m", "cuda and not slow")
+    few = ("-k", "unsharded or snapshot") if small else ()
+    return (*command, *few, engine), (*command, *few, *others)
+
+
+def missing() -> Iterator[str]:
+    """Yield a line for each package that is required and not installed, and for a missing GPU."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lacking = False
+    for requirement in (*project["dependencies"], *_BESIDES):
+        name = re.split(r"[<>=\[]", requirement)[0]
+        try:
+            metadata.version(name)
+        except metadata.PackageNotFoundError:
+            lacking = True
+            yield f"{name}: not installed; run: {sys.executable} -m pip install '{requirement}'"
+    if lacking:
+        return
+    try:
+        importlib.import_module("fsdpctl.cli.app")
+    except ImportError as error:
+        yield f"fsdpctl: import failed: {error}"
+    torch = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        yield f"torch {torch.__version__}: no CUDA device available; expected a GPU"
 
 
 def answer(part: Part) -> dict[str, object]:
-    """Run a part; what it said last, how it ended and how long it took."""
-    began, said, code = time.monotonic(), "", 0
-    for command in part.commands:
-        left = part.seconds - (time.monotonic() - began)
-        process = subprocess.Popen(
-            [sys.executable, "-m", *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, **part.environment},
-            start_new_session=True,
-        )
-        try:
-            said += process.communicate(timeout=max(1.0, left))[0]
-            code = process.returncode
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
-            said += process.communicate()[0]
-            code = _TOO_LATE
-        if code:
-            break
+    """Run a part; return its exit code, seconds and last lines of output."""
+    began, code = time.monotonic(), 0
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        for command in part.commands:
+            left = part.seconds - (time.monotonic() - began)
+            # A file, not a pipe: a process that survives its group would keep a pipe open.
+            process = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env={**_environment(), **part.environment},
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(timeout=max(1.0, left))
+            except subprocess.TimeoutExpired:
+                code = _TOO_LATE
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+                    process.wait()
+            if code:
+                break
+        said.seek(0)
+        lines = said.read().splitlines()[-_TAIL:]
     seconds = round(time.monotonic() - began, 1)
-    lines = said.splitlines()[-_TAIL:]
     return {"part": part.name, "code": code, "seconds": seconds, "last_lines": lines}
 
 
+def _environment() -> dict[str, str]:
+    """Where this checkout is not installed, ranks find it by PYTHONPATH alone."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def run(parts: list[Part], scratch: Path, out: Path) -> None:
+    """Run parts; keep the answers of parts that another call has run."""
+    import torch
+
+    from benchmarks.report import write_report
+
+    file = out / "gpu-session.json"
+    known = json.loads(file.read_text())["results"] if file.exists() else []
+    answers = {each["part"]: each for each in known}
+    out.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        found = answer(part)
+        for each in scratch.glob("*.json"):
+            shutil.move(each, out / each.name)
+        answers[part.name] = found
+        print(json.dumps(found, indent=2), flush=True)
+        chip = torch.cuda.get_device_name()
+        write_report(file, "gpu_session", list(answers.values()), device=chip)
+
+
 def main() -> None:
-    """Ask everything, or the parts that are named."""
+    """Run both halves, one of them, or single parts."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--only", help="parts whose names have this in them")
+    parser.add_argument("--half", type=int, choices=[1, 2], help="default: both")
+    parser.add_argument("--small", action="store_true", help="sizes that take no time")
+    parser.add_argument("--only", default="", help="text in the names of the parts to run")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     words = parser.parse_args()
-    chip = torch.cuda.get_device_name() if words.device == "cuda" else "cpu"
-    answers: list[dict[str, object]] = []
-    with tempfile.TemporaryDirectory() as runs:
-        for part in parts(words.device, words.out, Path(runs)):
-            if words.only and words.only not in part.name:
-                continue
-            found = answer(part)
-            answers.append(found)
-            print(json.dumps(found, indent=2), flush=True)
-            write_report(words.out / "gpu-session.json", "gpu_session", answers, device=chip)
+    lines = list(missing())
+    if lines:
+        print(*lines, sep="\n", file=sys.stderr)
+        raise SystemExit(2)
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = halves(Path(folder), small=words.small)
+        chosen = {1: first, 2: second}.get(words.half, [*first, *second])
+        chosen = [each for each in chosen if words.only in each.name]
+        if words.small:  # an emulated device has no time to be measured
+            chosen = [replace(each, seconds=_PATIENCE) for each in chosen]
+        run(chosen, Path(folder), words.out)
 
 
 if __name__ == "__main__":

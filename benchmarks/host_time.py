@@ -3,15 +3,19 @@
     python -m benchmarks.host_time --out benchmarks/results/host-time.json
 
 One process is rank 0 of many over torch's fake process group, whose collectives do nothing. The
-blocks are tiny, so that what is left of a step is the engine's own time. Each collective is one
-call, as over NCCL; streams and events of CUDA are not there. Engines take turns of three steps, of
+blocks are tiny, so that what is left of a step is the engine's own time. On the CPU each collective
+is one call, as over NCCL, without CUDA's streams and events. Engines take turns of three steps, of
 which the first is not counted: it finds the processor's caches full of what another engine left.
+
+With `--device cuda` the device sleeps while the host works, so that only the host is timed. Then a
+step must have fewer than the 1,024 launches that a stream queues: pass `--blocks 4`.
 """
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +28,9 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdpctl
+from benchmarks.one_gpu import DEVICE, FakeNccl
 from benchmarks.report import write_report
-from fsdpctl.comm.base import Gathering, Handle, InPlace, Reduction, Stretches
+from fsdpctl.comm.base import Collectives, Gathering, Handle, InPlace, Reduction, Stretches
 from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.comm.process_group import (
     ProcessGroupCollectives,
@@ -38,7 +43,8 @@ from fsdpctl.plan.layout import Span
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.plan.units import lay_out
 
-BLOCKS, WIDTH = 12, 64
+WIDTH = 64
+_CYCLES = 200_000_000  # about a tenth of a second
 WARM_UP = 5  # rounds
 TURN = 3  # steps
 Timings = dict[str, float]  # seconds: "passes" of forward and backward, "update" of clip and step
@@ -60,12 +66,12 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """The blocks between an embedding and a head: 197 parameters."""
+    """The blocks between an embedding and a head: 197 parameters with 12 blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WIDTH)
 
@@ -117,10 +123,24 @@ class OneCallEach(ProcessGroupCollectives):
         return Handle(lambda: values.mul_(self.size))
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all engines have in common."""
+
+    device: torch.device
+    blocks: int
+
+    def net(self) -> Net:
+        """Return the model, on the device."""
+        with self.device:
+            return Net(self.blocks)
+
+
 def _timed(
     model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[], object]
 ) -> Callable[[Tensor], Timings]:
     def step(tokens: Tensor) -> Timings:
+        woken = _put_to_sleep() if tokens.is_cuda else None
         began = time.perf_counter()
         logits = model(tokens)
         F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
@@ -128,21 +148,30 @@ def _timed(
         clip()
         optimizer.step()
         ended = time.perf_counter()
+        asleep = 0.0 if woken is None or woken.query() else 1.0
         optimizer.zero_grad()
-        return {"passes": passed - began, "update": ended - passed}
+        return {"passes": passed - began, "update": ended - passed, "asleep": asleep}
 
     return step
 
 
-def _plain() -> Callable[[Tensor], Timings]:
-    model = Net()
+def _put_to_sleep() -> torch.cuda.Event:
+    """Make the device sleep; the event is over once it wakes up."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_CYCLES)
+    woken: torch.cuda.Event = torch.cuda.current_stream().record_event()
+    return woken
+
+
+def _plain(setting: Setting) -> Callable[[Tensor], Timings]:
+    model = setting.net()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     return _timed(model, optimizer, lambda: None)
 
 
-def _fsdp2() -> Callable[[Tensor], Timings]:
-    model = Net()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def _fsdp2(setting: Setting) -> Callable[[Tensor], Timings]:
+    model = setting.net()
+    mesh = init_device_mesh(setting.device.type, (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -150,14 +179,15 @@ def _fsdp2() -> Callable[[Tensor], Timings]:
     return _timed(model, optimizer, lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
 
 
-def _ours() -> Callable[[Tensor], Timings]:
-    net, row, collectives = Net(), get_strategy("full_shard"), OneCallEach()
+def _ours(setting: Setting) -> Callable[[Tensor], Timings]:
+    net, row, device = setting.net(), get_strategy("full_shard"), setting.device
+    collectives: Collectives = FakeNccl(device) if device.type == "cuda" else OneCallEach()
     specs = divide_module(net, ["Block"])
     runtime = build_runtime(
         net,
         Division(specs, lay_out(specs, collectives.size)),
-        make_mesh(collectives, torch.device("cpu"), collectives.size),
-        Source(torch.device("cpu")),
+        make_mesh(collectives, device, collectives.size),
+        Source(device),
         strategy=row,
         prefetch=fsdpctl.Prefetch(),
         precision=fsdpctl.Precision(),
@@ -167,11 +197,11 @@ def _ours() -> Callable[[Tensor], Timings]:
     return _timed(model, optimizer, lambda: fsdpctl.clip_grad_norm_(model, 1.0))
 
 
-def measure(world_size: int, rounds: int) -> dict[str, Any]:
-    """Medians over interleaved rounds, as rank 0 of `world_size`."""
+def measure(world_size: int, rounds: int, setting: Setting) -> dict[str, Any]:
+    """Return medians over interleaved rounds, as rank 0 of `world_size`."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    steps = {"plain": _plain(), "fsdp2": _fsdp2(), "fsdpctl": _ours()}
-    tokens = torch.randint(0, WIDTH, (1, 8))
+    steps = {"plain": _plain(setting), "fsdp2": _fsdp2(setting), "fsdpctl": _ours(setting)}
+    tokens = torch.randint(0, WIDTH, (1, 8), device=setting.device)
     seconds: dict[str, list[Timings]] = {name: [] for name in steps}
     for number in range(WARM_UP + rounds):
         for name, step in steps.items():
@@ -185,10 +215,11 @@ def measure(world_size: int, rounds: int) -> dict[str, Any]:
         }
         for name, of_name in seconds.items()
     }
+    on_device = {} if setting.device.type == "cpu" else _on_device(seconds, medians, setting)
     added = {name: each["passes"] - medians["plain"]["passes"] for name, each in medians.items()}
     return {
         "world_size": world_size,
-        "parameters": sum(1 for _ in Net().parameters()),
+        "parameters": sum(1 for _ in Net(setting.blocks).parameters()),
         "parameters_per_unit": sum(1 for _ in Block().parameters()),
         "passes_added_over_fsdp2_added": round(added["fsdpctl"] / added["fsdp2"], 4),
         "update_over_fsdp2_update": round(
@@ -197,6 +228,21 @@ def measure(world_size: int, rounds: int) -> dict[str, Any]:
         "passes_added_over_plain": {
             name: round(each / medians["plain"]["passes"], 4) for name, each in added.items()
         },
+        **on_device,
+    }
+
+
+def _on_device(
+    seconds: dict[str, list[Timings]], medians: dict[str, Timings], setting: Setting
+) -> dict[str, Any]:
+    """Return host seconds, and the share of steps that ended before the device woke up."""
+    every = [each["asleep"] for of_name in seconds.values() for each in of_name]
+    return {
+        "passes_seconds_per_unit": {
+            name: round(each["passes"] / setting.blocks, 7) for name, each in medians.items()
+        },
+        "update_seconds": {name: round(each["update"], 7) for name, each in medians.items()},
+        "asleep": round(statistics.mean(every), 4),
     }
 
 
@@ -205,13 +251,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--world-sizes", default="8,64")
     parser.add_argument("--rounds", type=int, default=150)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--out", type=Path)
     words = parser.parse_args()
     torch.set_num_threads(1)
-    results = [measure(int(size), words.rounds) for size in words.world_sizes.split(",")]
+    if words.device == "cuda":
+        torch.cuda.set_device(DEVICE)
+    setting = Setting(DEVICE if words.device == "cuda" else torch.device("cpu"), words.blocks)
+    results = [measure(int(size), words.rounds, setting) for size in words.world_sizes.split(",")]
     for each in results:
         print(each, flush=True)
-    write_report(words.out, "host_time", results, backend="fake", rounds=words.rounds)
+    about = {"backend": "fake", "rounds": words.rounds}
+    if words.device == "cuda":
+        about["device"] = torch.cuda.get_device_name()
+    write_report(words.out, "host_time", results, **about)
 
 
 if __name__ == "__main__":

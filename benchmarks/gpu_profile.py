@@ -1,0 +1,41 @@
+"""A profile of one GPU, as `fsdpctl profile-device` writes it for step-time predictions.
+
+    python -m benchmarks.gpu_profile --out benchmarks/results/gpu-profile.json
+
+`--small` observes a single small model.
+"""
+
+import argparse
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from fsdpctl.comm.world import joined_world
+from fsdpctl.examine import profile_worker
+from fsdpctl.examine.observe import LARGE, SMALL
+
+
+def main() -> None:
+    """Measure the device with one rank, and write the profile."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--small", action="store_true", help="one small model")
+    parser.add_argument("--out", type=Path, required=True)
+    words = parser.parse_args()
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    models = SMALL[:1] if words.small else LARGE
+    with (
+        joined_world("cuda", 600.0, HashStore()) as world,
+        patch.object(profile_worker, "LARGE", models),
+    ):
+        name = torch.cuda.get_device_name()
+        found = profile_worker.measure(world.device, name, lambda line: print(line, flush=True))
+        words.out.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
