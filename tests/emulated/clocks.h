@@ -42,8 +42,8 @@ class Accesses {
  public:
   struct Conflict { Moment earlier; bool wrote; };
 
-  // Note an access by an operation that comes after all in `clock`; returns one that it is not ordered after.
-  std::optional<Conflict> add(const Range& range, const Moment& now, const Clock& clock) {
+  // Note an access by an operation that comes after all in `clock`; returns those that it is not ordered after.
+  std::vector<Conflict> add(const Range& range, const Moment& now, const Clock& clock) {
     if (range.begin == range.end) return {};
     auto found = unordered(range, clock);
     if (range.writes) {
@@ -63,14 +63,15 @@ class Accesses {
     }
     return found;
   }
-  std::optional<Conflict> unordered(const Range& range, const Clock& clock) {
+  std::vector<Conflict> unordered(const Range& range, const Clock& clock) {
+    std::vector<Conflict> found;
     for (auto it = first(range.begin, range.end); it != bytes.end() && it->first < range.end; ++it) {
       auto& [_, part] = *it;
-      if (part.write && !part.write->is_before(clock)) return Conflict{*part.write, true};
+      if (part.write && !part.write->is_before(clock)) found.push_back({*part.write, true});
       for (auto& read : part.reads)
-        if (range.writes && !read.is_before(clock)) return Conflict{read, false};
+        if (range.writes && !read.is_before(clock)) found.push_back({read, false});
     }
-    return {};
+    return found;
   }
   void forget(uintptr_t begin, uintptr_t end) {
     auto it = first(begin, end);

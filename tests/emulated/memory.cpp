@@ -141,11 +141,13 @@ struct Memory final : c10::DeviceAllocator {
       for (auto each : {&st.allocated_bytes, &st.active_bytes}) count(*each, size);
       count(st.requested_bytes, n), count(st.allocation, 1), count(st.active, 1);
     }
+    TRACE(memory_allocation, (uintptr_t)p);
     if (POISON) enqueue(s, "an allocation", {{(uintptr_t)p, (uintptr_t)p + size, true}}, [to = visible(p), size] { memset(to, 0xFF, size); return true; });
     return {p, p, &done_with, device};
   }
   static void done_with(void* p) { if (p) one().gone((char*)p); }
   void gone(char* p) {
+    TRACE(memory_deallocation, (uintptr_t)p);
     auto block = [&] { std::lock_guard lock(mutex); return used.at(p); }();
     std::vector<c10::Stream> others;
     std::vector<EventPtr> events;

@@ -36,6 +36,7 @@ struct Queue {
   uint64_t given = 0, done = 0;
   uint64_t rank = 0;  // the lowest that can go goes
   Clock clock;
+  std::vector<Accesses::Conflict> freed;  // uses of memory that was freed, by others that it did not wait for
 };
 
 struct Executor {
@@ -85,10 +86,11 @@ struct Executor {
     q.clock.advance(now.stream, now.time);
     std::string found;
     for (auto& range : memory) {
-      if (auto other = accesses.add(range, now, q.clock))
-        found = conflict("race: " + op + " on " + q.name + (range.writes ? " writes memory" : " reads memory"), *other);
+      for (auto& other : accesses.add(range, now, q.clock))
+        found = conflict("race: " + op + " on " + q.name + (range.writes ? " writes memory" : " reads memory"), other);
       guard_pinned(range, now);
     }
+    if (!memory.empty()) check_freed(q);
     q.steps.push_back(std::move(step));
     last_given = Time::now();
     to_do.notify_one();
@@ -103,8 +105,14 @@ struct Executor {
     auto clock = q.clock;
     clock.merge(host);
     for (auto& other : others) clock.merge(queue(other).clock);
-    if (auto found = accesses.unordered(range, clock)) problem(conflict("memory of " + q.name + " is freed too early", *found));
+    for (auto& each : accesses.unordered(range, clock)) q.freed.push_back(each);
     accesses.forget(range.begin, range.end);
+  }
+  // The stream may use again what it had: other streams must be done with it.
+  void check_freed(Queue& q) {
+    for (auto& each : q.freed)
+      if (!each.earlier.is_before(q.clock)) problem(conflict("memory of " + q.name + " is freed too early", each));
+    q.freed.clear();
   }
   // Have the host wait; after that it is ordered after `clock`.
   template <class F> void wait(std::unique_lock<std::mutex>& lock, const Clock& clock, F ready) {
@@ -189,18 +197,27 @@ void set_current_device(int d) {
 }
 c10::Stream current_stream(int d) { if (d < 0) d = device_now; return stream(d, streams_now[d]); }
 void set_current_stream(c10::Stream s) { streams_now[s.device_index()] = s.id(); }
-c10::Stream new_stream(int d) { return stream(d < 0 ? device_now : d, stream_ids++); }
+c10::Stream new_stream(int d) {
+  auto made = stream(d < 0 ? device_now : d, stream_ids++);
+  TRACE(stream_creation, made.id());
+  return made;
+}
 
 void enqueue(c10::Stream s, const std::string& op, const std::vector<Range>& memory, Step step) { executor().enqueue(s, op, memory, std::move(step)); }
 EventPtr record(c10::Stream s) {
   auto event = std::make_shared<Event>();
   enqueue(s, "an event", {}, [event] { event->when = Time::now(), event->done = true; return true; });
-  std::lock_guard lock(executor().mutex);
-  event->clock = executor().queue(s).clock;
+  {
+    std::lock_guard lock(executor().mutex);
+    event->clock = executor().queue(s).clock;
+  }
+  TRACE(event_creation, (uintptr_t)event.get());
+  TRACE(event_record, (uintptr_t)event.get(), s.id());
   return event;
 }
 void block(c10::Stream s, const EventPtr& event) {
   enqueue(s, "a wait", {}, [event] { return event->done.load(); });
+  TRACE(event_wait, (uintptr_t)event.get(), s.id());
   std::lock_guard lock(executor().mutex);
   executor().queue(s).clock.merge(event->clock);
 }
@@ -209,10 +226,17 @@ bool query(const EventPtr& event) {
   return executor().poll([&] { return event->done.load(); }, event->clock);
 }
 void synchronize(const EventPtr& event) {
+  TRACE(event_synchronization, (uintptr_t)event.get());
   executor().synchronize([&](auto& lock) { executor().wait(lock, event->clock, [&] { return event->done.load(); }); });
 }
-void synchronize(c10::Stream s) { executor().synchronize(s); }
-void synchronize() { executor().synchronize(); }
+void synchronize(c10::Stream s) {
+  TRACE(stream_synchronization, s.id());
+  executor().synchronize(s);
+}
+void synchronize() {
+  TRACE(device_synchronization);
+  executor().synchronize();
+}
 bool is_idle(c10::Stream s) {
   std::lock_guard lock(executor().mutex);
   auto& q = executor().queue(s);

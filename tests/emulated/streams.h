@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/Stream.h>
+#include <c10/core/impl/GPUTrace.h>
 
 #include <atomic>
 #include <chrono>
@@ -11,6 +12,10 @@
 #include <memory>
 
 #include "clocks.h"
+
+// Tells torch's stream sanitizer, where it is on. Not under a lock: it takes the GIL.
+#define TRACE(what, ...) \
+  if (auto* interpreter = c10::impl::GPUTrace::get_trace()) (*interpreter)->trace_gpu_##what(at::kCUDA __VA_OPT__(,) __VA_ARGS__)
 
 namespace emulated {
 using Time = std::chrono::steady_clock;
