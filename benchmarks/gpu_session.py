@@ -60,14 +60,15 @@ def halves(scratch: Path, *, small: bool) -> tuple[list[Part], list[Part]]:
 
     train = ("fsdpctl", "train", f"train.run_dir={scratch / 'run'}", "launch.device=cuda")
     alone = ("launch.nproc_per_node=1", "train.eval_every=0", "train.sample_tokens=0")
-    model = sized("model.num_layers=1 train.seq_len=16 train.global_batch_size=2", "")
+    tiny = "model.num_layers=1 train.seq_len=16 train.global_batch_size=2 data.val_fraction=0"
+    model = sized(tiny, "")
     steps = sized("train.steps=2 train.steps=4", "train.steps=100 train.steps=200")
     resumed = tuple((*train, *alone, *model, upto) for upto in steps)
     gpu = ("benchmarks.gpu", *sized("--rounds 1", "--rounds 8"), "--sizes")
     speed = (*gpu, *sized("tiny", "364M,1.4B"), "--modes")
     largest = (*gpu, *sized("tiny8B", "8B"), *out("gpu-largest"))
-    tiny = sized("--models llama_tiny --lengths 16 --smallest 0 --count 2", "")
-    memory = ("benchmarks.gpu_memory", *tiny, *out("gpu-memory"))
+    few = sized("--models llama_tiny --lengths 16 --smallest 0 --count 2", "")
+    memory = ("benchmarks.gpu_memory", *few, *out("gpu-memory"))
     asleep = ("--device", "cuda", "--blocks", "4", "--world-sizes", "8")
     rounds = sized("--rounds 1", "--rounds 30")
     host = ("benchmarks.host_time", *asleep, *rounds, *out("gpu-host-time"))

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.pairs import PAIRS
 from docs import measured
+from tests import emulated
 from tests.cli.run import environment
 
 ROOT = Path(__file__).parent.parent
@@ -35,7 +36,6 @@ def run(module: str, out: Path, *words: str) -> dict[str, object]:
         ("consolidate", ["--rounds", "1", "--gigabytes", "0.2"]),
         ("estimates", ["--count", "1"]),
         ("auto", ["--cases", "1", "--rounds", "1", "--steps", "8", "--most", "1"]),
-        ("gpu_memory", ["--device", "cpu", "--models", "llama_tiny", "--count", "2"]),
         ("gpu", ["--device", "cpu", "--sizes", "tiny", "--rounds", "1"]),
     ],
 )
@@ -46,15 +46,17 @@ def test_a_benchmark_writes_what_it_measured(tmp_path: Path, module: str, words:
 
 
 @pytest.mark.slow
-def test_what_a_gpu_is_asked_is_asked_on_the_cpu_in_small(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu_session", "--device", "cpu"]
-    subprocess.run(
-        [*command, "--out", str(tmp_path)], cwd=ROOT, check=True, timeout=300, env=environment()
-    )
+@pytest.mark.skipif(emulated.missing() is not None, reason=str(emulated.missing()))
+def test_all_parts_that_a_gpu_runs_run_in_small_on_an_emulated_device(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_session", "--small", "--out", str(tmp_path)]
+    given = {**environment(), **emulated.environment()}
+    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     parts = json.loads((tmp_path / "gpu-session.json").read_text())["results"]
-    assert [each["code"] for each in parts] == [0, 0, 0], parts
-    for name in ("gpu", "gpu-memory"):
-        assert json.loads((tmp_path / f"{name}.json").read_text())["results"]
+    assert len(parts) == 11
+    assert {each["code"] for each in parts} == {0}, parts
+    for name in ("fake8", "memory", "nccl1", "largest", "attention", "host-time", "profile"):
+        assert json.loads((tmp_path / f"gpu-{name}.json").read_text())["results"]
 
 
 @pytest.mark.parametrize(("name", "groups"), [("step-time-cpu", 2), ("step-time-cpu-ddp", 1)])

@@ -14,8 +14,8 @@ from fsdpctl.plan.sizes import Itemsizes
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
+from tests.engine.nccl import nccl_path
 from tests.engine.odd import freeze_all_but_vectors, freeze_below
-from tests.engine.races import nccl_path
 from tests.engine.test_trace import planned_events, recorded_events
 from tests.matrix import WHOLE, cases
 

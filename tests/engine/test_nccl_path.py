@@ -8,6 +8,8 @@ import torch
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
+from fsdpctl.engine.streams import ComputeStream
+from fsdpctl.errors import EngineError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import Itemsizes
@@ -15,30 +17,15 @@ from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.plan.transport import Transport
 from tests.distributed import distributed
 from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
+from tests.engine.nccl import Stream, nccl_path
 from tests.engine.odd import KINDS
-from tests.engine.races import nccl_path
-from tests.engine.test_parity import STEPS, WINDOWS, largest_difference, train
+from tests.engine.test_parity import STEPS, largest_difference, train
 from tests.engine.test_trace import planned_events, recorded_events
 from tests.matrix import WHOLE, cases
 from tests.reference import train_reference
 
 STRATEGY_NAMES = list(STRATEGIES)
 WIRES = [None, torch.bfloat16, torch.float32]
-
-
-@WHOLE
-@distributed(world_size=4)
-def test_it_trains_as_one_process_does(rank: int, world_size: int, whole: bool) -> None:
-    kind = KINDS["odd shapes"]
-    windows = list(WINDOWS) if whole else ["last"]
-    for strategy, window in cases(STRATEGY_NAMES, windows, whole=whole):
-        batches = kind.batches(STEPS, world_size, WINDOWS[window])
-        expected = train_reference(kind.make(), kind.loss, batches)
-        with nccl_path():
-            model = shard_model(kind.make(), strategy, dp_shard_size=_half(strategy))
-            train(model, rank, batches, kind, window)
-            difference = largest_difference(model.state_dict(), expected)
-        assert difference <= 1e-6, (strategy, window)
 
 
 def _half(strategy: str) -> int | None:
@@ -161,3 +148,13 @@ def test_bytes_on_the_wire_are_halved(rank: int, world_size: int) -> None:
                 model(tokens).square().mean().backward()
             sent[wire] = sum(event.nbytes for event in events if event.kind == "reduce")
     assert sent[None] == sent[torch.float32] == 2 * sent[torch.bfloat16] > 0
+
+
+def test_another_stream_than_that_of_sharding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = [Stream(), Stream()]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[0])
+    stream = ComputeStream(torch.device("cuda", 0))
+    stream.refuse_another()
+    streams.reverse()
+    with pytest.raises(EngineError, match="another CUDA stream"):
+        stream.refuse_another()

@@ -29,7 +29,7 @@ from fsdpctl.plan.transport import Transport
 from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
 from fsdpctl.train.assemble import make_model, make_optimizer
 from tests.distributed import distributed
-from tests.engine.races import nccl_path
+from tests.engine.nccl import nccl_path
 from tests.matrix import WHOLE, fast
 from tests.memory.watch import watched_step
 

@@ -1,0 +1,50 @@
+"""The collectives of CUDA over gloo, for what depends on them and not on streams."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fsdpctl.comm import collectives, nccl
+from fsdpctl.engine.collecting import Collector
+
+
+class Stream:
+    """Stands for torch.cuda.Stream and for its events: nothing here runs beside anything."""
+
+    def __init__(self, *about: Any, **more: Any) -> None:
+        pass
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+    def record_event(self, event: object = None) -> None:
+        pass
+
+
+class NcclOnCpu(nccl.NcclCollectives):
+    """The collectives of CUDA on tensors of the CPU."""
+
+    _device_type = "cpu"
+
+
+@contextmanager
+def nccl_path() -> Iterator[None]:
+    """Within the block, models are sharded over the collectives of CUDA."""
+    stream, device = Stream(), torch.device("cpu")
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (torch.cuda, "Stream", Stream),
+            (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "current_stream", lambda *device: stream),
+            (torch.cuda, "stream", lambda stream: nullcontext()),
+            (Collector, "_keeps", lambda *about: False),
+            (collectives, "GlooCollectives", lambda groups=None: NcclOnCpu(device, groups)),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
