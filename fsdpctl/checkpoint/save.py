@@ -91,7 +91,7 @@ def take_snapshot(
     With `staging` a copy, which the next one overwrites; else it may share the model's memory, and
     is good until that changes.
     """
-    pieces = list(_rank_pieces(model, optimizer, rank, trained_only=about.base is not None))
+    pieces = list(rank_pieces(model, optimizer, rank, trained_only=about.base is not None))
     values = [each.values.detach() for each in pieces]
     copies = [each.cpu() for each in values] if staging is None else staging.copies(values)
     pieces = [replace(each, values=copy) for each, copy in zip(pieces, copies, strict=True)]
@@ -150,9 +150,10 @@ def _reason(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or repr(error))
 
 
-def _rank_pieces(
+def rank_pieces(
     model: Sharded, optimizer: ShardedOptimizer | None, rank: int, *, trained_only: bool
 ) -> Iterator[StatePiece]:
+    """Yield what `rank` writes of a checkpoint; the values share the model's memory."""
     yield from model_pieces(model, written=True, trained_only=trained_only)
     if rank == 0:
         yield from _empty_pieces(model, trained_only=trained_only)

@@ -34,6 +34,8 @@ LARGE = (
     ("qwen3", 2048, 4096, 1, 32768), ("llama", 4096, 4096, 1, 16384),
     ("llama", 4096, 8192, 1, 131072),
 )  # fmt: skip
+LAUNCHES, _PASS_LAUNCHES = 0.005, 0.1  # seconds in which the host launches a few kernels, or a pass
+_CYCLES = 2e9  # of a GPU's clock in a second, about
 Sized = tuple[str, int, int, int, int]
 
 
@@ -116,7 +118,7 @@ def observe_models(
         timed[sized].append(seconds_of(run, device))
         meet()
         with _Stopwatch(device) as watch:
-            seconds_of(run, device)
+            device_seconds(run, device, _PASS_LAUNCHES)
         seen[sized].append([(work, seconds()) for work, seconds in watch.seen])
     found: list[Observed] = []
     overheads: list[float] = []
@@ -146,7 +148,7 @@ def _merged(observed: Sequence[Observed]) -> list[Observed]:
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    """How long it takes until the device has done it."""
+    """Return the seconds until the device has done it, its launches by the host included."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()
@@ -154,6 +156,24 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - began
+
+
+def device_seconds(
+    run: Callable[[], object], device: torch.device, ahead: float = LAUNCHES
+) -> float:
+    """Return the seconds that the device takes, once the host has launched it all.
+
+    A GPU idles for `ahead` seconds first, so that the host's launches are hidden.
+    """
+    if device.type != "cuda":
+        return seconds_of(run, device)
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(int(ahead * _CYCLES))
+    before = mark(on_cuda=True)
+    run()
+    after = mark(on_cuda=True)
+    torch.cuda.synchronize(device)
+    return seconds_between(before, after)
 
 
 def observe_sizes(
@@ -173,6 +193,6 @@ def observe_sizes(
         times = []
         for _ in range(_FEWEST + _BYTES // max(size, _BYTES // _MORE)):
             meet()
-            times.append(seconds_of(run, device))
+            times.append(device_seconds(run, device))
         points.append(Point(size, statistics.median(times)))
     return points

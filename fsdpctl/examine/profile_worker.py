@@ -11,11 +11,18 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.comm.world import joined_world
-from fsdpctl.examine.observe import LARGE, SMALL, observe_models, observe_sizes, seconds_of
+from fsdpctl.examine.observe import (
+    LARGE,
+    SMALL,
+    device_seconds,
+    observe_models,
+    observe_sizes,
+)
 from fsdpctl.plan.layout import EvenParts, Span
 from fsdpctl.timing.network import CollectiveKind
 from fsdpctl.timing.profile import VERSION, Point, Profile
@@ -25,14 +32,15 @@ MODULE = "fsdpctl.examine.profile_worker"
 _KIB, _MIB = 1 << 10, 1 << 20
 _SIZES = [4 * _KIB, 64 * _KIB, 256 * _KIB, _MIB, 4 * _MIB, 16 * _MIB, 64 * _MIB]
 _BESIDE = 16 * _MIB  # of a collective that is measured beside arithmetic
-_SIDE, _ROUNDS = 256, 15
+_SIDES = {"cpu": 256, "cuda": 4096}  # of matrices whose products take longer than their launches
+_ROUNDS = 15
 _APART, _MEETINGS = (0.004, 0.008, 0.016), 8  # seconds between meetings, and how many
 
 
 def measure(device: torch.device, name: str, say: Callable[[str], None]) -> Profile:
     """What this machine's ranks can do at the same time. Collective."""
     world = collectives_for(device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = _dtype(device)
     models = LARGE if device.type == "cuda" else SMALL
     operators, per_operator = observe_models(models, device, dtype, world.barrier, say)
     say("copies and the optimizer")
@@ -110,9 +118,18 @@ _COLLECTIVES = {
 }
 
 
+def _matrix(device: torch.device) -> Tensor:
+    side, dtype = _SIDES[device.type], _dtype(device)
+    return torch.randn(side, side, device=device, dtype=dtype)
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def _beside(world: Collectives, device: torch.device) -> tuple[float, float]:
     """The shares of arithmetic, and of a collective, that are lost beside each other."""
-    left = torch.randn(_SIDE, _SIDE, device=device)
+    left = _matrix(device)
     whole = torch.zeros(_BESIDE // 4, device=device)
     parts = EvenParts(whole.numel() // world.size, world.size)
     gather = partial(world.all_gather, whole, parts, None)
@@ -135,7 +152,7 @@ def _beside(world: Collectives, device: torch.device) -> tuple[float, float]:
 
 def _drift(world: Collectives, device: torch.device) -> float:
     """Seconds that another rank comes later, for each root of a second since they met."""
-    left = torch.randn(_SIDE, _SIDE, device=device)
+    left = _matrix(device)
     whole = torch.zeros(_SIZES[0] // 4, device=device)
     parts = EvenParts(whole.numel() // world.size, world.size)
 
@@ -164,7 +181,7 @@ def _timed(world: Collectives, device: torch.device, run: Callable[[], object]) 
     times = []
     for _ in range(_ROUNDS):
         world.barrier()
-        times.append(seconds_of(run, device))
+        times.append(device_seconds(run, device))
     return median(times)
 
 

@@ -40,6 +40,10 @@ class Keeper:
         """Of this rank's part of the checkpoint on its way; None where there is none."""
         return self._saver.share_written
 
+    def prepare(self) -> None:
+        """Have what the first save needs made while training continues."""
+        self._saver.prepare(self._parts.model, self._parts.optimizer)
+
     def save(self, done: Progress, *, was_asked: bool = False) -> None:
         """Save the state as it is now, unless that was done. Collective.
 

@@ -169,6 +169,7 @@ class Trainer:
         """From now on there is something to save. Collective, once."""
         if not self._has_begun:
             self._has_begun = True
+            self._keeper.prepare()
             self.parts.outside.on_begun(self._ranks.barrier)
 
     # ---- bad numbers ---------------------------------------------------------------------

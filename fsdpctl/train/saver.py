@@ -16,7 +16,13 @@ from fsdpctl.checkpoint.folders import (
 )
 from fsdpctl.checkpoint.manifest import BaseInfo, Progress
 from fsdpctl.checkpoint.publish import About
-from fsdpctl.checkpoint.save import Ranks, Snapshot, take_snapshot, write_checkpoint
+from fsdpctl.checkpoint.save import (
+    Ranks,
+    Snapshot,
+    rank_pieces,
+    take_snapshot,
+    write_checkpoint,
+)
 from fsdpctl.checkpoint.tensors import Staging
 from fsdpctl.comm.pulse import PULSE
 from fsdpctl.config.model_path import CHECKPOINTS
@@ -107,6 +113,13 @@ class Saver:
         self._assets: Mapping[str, bytes] = read_run_assets(run_dir) if ranks.rank == 0 else {}
         self._current: _Write | None = None
         self._note = ""  # of the thread, about a checkpoint that is complete
+
+    def prepare(self, model: TrainedModel, optimizer: Optimizer) -> None:
+        """Pin host memory for the copies of the first save, in a thread."""
+        if self._staging is not None:
+            trained_only = self._base is not None
+            pieces = rank_pieces(model, optimizer, self._ranks.rank, trained_only=trained_only)
+            self._staging.prepare([each.values.detach() for each in pieces])
 
     def save(
         self, model: TrainedModel, optimizer: Optimizer, progress: Progress, began: float

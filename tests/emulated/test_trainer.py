@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from tests import emulated
 from tests.cli.run import command, figures
 from tests.cli.run import environment as usual_environment
+from tests.train.chats import make_chat_model, make_chats
 from tests.train.ranks import words
 
 pytestmark = [
@@ -102,7 +104,43 @@ def test_a_run_is_evaluated_and_sampled(tmp_path: Path) -> None:
     sampled = run(tmp_path, "sample", "run", "--prompt", "line", "--tokens", "4", "--greedy")
     assert sampled.stdout.startswith("line")
     evaluated = run(tmp_path, "evaluate", "run", "data.val_fraction=0.1", "--json")
-    assert json.loads(evaluated.stdout)["val_loss"] > 0
+    assert json.loads(evaluated.stdout)["loss"] > 0
+
+
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_a_fine_tune_on_chats_has_the_losses_of_cpu_ranks(tmp_path: Path, packing: str) -> None:
+    make_chat_model(tmp_path / "model", "llama")
+    make_chats(tmp_path / "chat.jsonl")
+    for device in ("cuda", "cpu"):
+        run(
+            tmp_path, "train", "model=hf", "model.path=model", "data=chat", "data.path=chat.jsonl",
+            f"data.packing={packing}", "train.seq_len=64", "train.global_batch_size=6",
+            "train.steps=6", "train.sample_tokens=8", f"train.run_dir={device}", FP32,
+            "launch.nproc_per_node=2", f"launch.device={device}", "data.val_fraction=0.1",
+        )  # fmt: skip
+    assert_close(tmp_path / "cuda", tmp_path / "cpu")
+
+
+def test_torchrun_starts_ranks_on_devices(tmp_path: Path) -> None:
+    for device in ("cuda", "cpu"):
+        given = [FP32, f"launch.device={device}", f"train.run_dir={device}", "train.steps=6"]
+        typed = [each for each in words(tmp_path, 2, *given) if "nproc_per_node" not in each]
+        start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+        done = subprocess.run(
+            [*start, "-m", "fsdpctl", "train", "launch=env", *typed], cwd=tmp_path,
+            env=environment(tmp_path), capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert not (tmp_path / "problems").exists(), (tmp_path / "problems").read_text()
+    assert_close(tmp_path / "cuda", tmp_path / "cpu")
+
+
+def test_a_machine_is_measured_and_a_strategy_chosen_by_it(tmp_path: Path) -> None:
+    run(tmp_path, "profile-device", "profile.json", "launch.device=cuda", "--nproc-per-node", "2")
+    by = ["strategy=auto", "prefetch=auto", f"cluster.profile={tmp_path / 'profile.json'}"]
+    train(tmp_path, "cuda", "cuda", *by)
+    train(tmp_path, "cpu", "cpu")
+    assert_close(tmp_path / "cuda", tmp_path / "cpu")
 
 
 def test_a_device_without_room_is_answered_with_advice(tmp_path: Path) -> None:
@@ -115,7 +153,7 @@ def test_a_device_without_room_is_answered_with_advice(tmp_path: Path) -> None:
 def test_variants_are_compared(tmp_path: Path) -> None:
     given = words(tmp_path, 2, FP32, "launch.device=cuda")
     given = [each for each in given if not each.startswith(("train.run_dir", "checkpoint."))]
-    varied = ["strategy=full_shard,no_shard", "--steps", "3", "--json"]
+    varied = ["strategy=full_shard,no_shard", "--steps", "4", "--json"]
     rows = json.loads(run(tmp_path, "compare", *given, *varied).stdout)
     losses = [row["final_loss"] for row in rows]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)

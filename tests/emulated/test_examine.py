@@ -1,0 +1,41 @@
+"""Parts of the package that only do something on CUDA devices."""
+
+import time
+
+import pytest
+import torch
+
+from fsdpctl.checkpoint.tensors import Staging
+from fsdpctl.examine.observe import device_seconds, seconds_of
+from tests.distributed import distributed
+
+
+@pytest.mark.slow
+@distributed(world_size=1, on_devices=True)
+def test_the_seconds_of_a_device_leave_out_the_launches_of_the_host(
+    rank: int, world_size: int
+) -> None:
+    device = torch.device("cuda", 0)
+    values = torch.ones(4, device=device)
+
+    def run() -> None:
+        values.add_(1)
+        time.sleep(0.3)
+        values.add_(1)
+
+    assert device_seconds(run, device, ahead=1.0) < 0.2 < seconds_of(run, device)
+
+
+@distributed(world_size=1, on_devices=True)
+def test_memory_for_the_first_save_is_pinned_beforehand(rank: int, world_size: int) -> None:
+    tensors = [torch.randn(n, device="cuda") for n in (700, 3)]
+    staging = Staging()
+    staging.prepare(tensors)
+    assert staging._preparing is not None
+    staging._preparing.join()
+    pinned = [each.data_ptr() for each in staging._chunks]
+    copies = staging.copies(tensors)
+    assert copies[0].is_pinned()
+    assert copies[0].data_ptr() == pinned[0]
+    assert [each.data_ptr() for each in staging._chunks] == pinned
+    assert all(torch.equal(one, other.cpu()) for one, other in zip(copies, tensors, strict=True))
