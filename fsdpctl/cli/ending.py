@@ -113,7 +113,7 @@ def _hint(cause: "Failure") -> str:
     if "inductor" in cause.message.lower() or "dynamo" in cause.message.lower():
         return "torch.compile failed: another compiler in CXX, or train.compile=false"
     if "out of memory" in cause.message.lower():
-        return "a smaller train.micro_batch_size, or a strategy that shards more"
+        return "with more ranks, each holds less of a sharded model"
     if "timed out" in cause.message.lower():
         return f"a rank hung or died: see {os.path.join('logs', 'rank-*.log')}; {AGAIN}"
     return AGAIN

@@ -142,3 +142,12 @@ def test_a_selection_is_kept_while_it_can_run(monkeypatch, cluster, kept):
 def test_an_old_run_without_the_key_is_read(tmp_path: Path):
     (tmp_path / RUN_CONFIG).write_text(config_to_yaml(placed("launch.device=cpu")))
     assert read_config(tmp_path).model.attention is None
+
+
+def test_a_kernel_without_room_is_not_a_kernel_that_does_not_run(monkeypatch):
+    def seconds(shape: Shape, device: torch.device, rounds: int) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(attention, "_seconds", seconds)
+    with pytest.raises(torch.OutOfMemoryError):
+        timings(SHAPE, ["flash", "math"], CPU)
