@@ -1,5 +1,6 @@
 """From a configuration to what its fullest rank holds: observed, planned, and played."""
 
+from collections import OrderedDict
 from dataclasses import replace
 
 from fsdpctl.chats.data import open_data
@@ -25,11 +26,12 @@ from fsdpctl.resolve.machine import (
 )
 
 
-class Estimator:
-    """Estimates configurations; what was observed of a model serves all that compute alike."""
+_MOST_TRACED = 64  # models that a process keeps
+_traced: OrderedDict[tuple[object, ...], TracedModel] = OrderedDict()
 
-    def __init__(self) -> None:
-        self._traced: dict[tuple[object, ...], TracedModel] = {}
+
+class Estimator:
+    """Estimates configurations. A process traces each model once, for all its estimators."""
 
     def estimate(self, config: Config) -> RunEstimate:
         """The estimate for a resolved configuration.
@@ -73,9 +75,11 @@ class Estimator:
             config.data.holds_documents,
             assumed_of(config),
         )
-        if alike not in self._traced:
-            self._traced[alike] = TracedModel(config)
-        return self._traced[alike]
+        if alike not in _traced:
+            _traced[alike] = TracedModel(config)
+            if len(_traced) > _MOST_TRACED:
+                _traced.popitem(last=False)
+        return _traced[alike]
 
 
 def batches_of(config: Config) -> BatchPlan:
