@@ -25,7 +25,6 @@ from fsdpctl.resolve.machine import (
     world_size,
 )
 
-
 _MOST_TRACED = 64  # models that a process keeps
 _traced: OrderedDict[tuple[object, ...], TracedModel] = OrderedDict()
 
