@@ -1,8 +1,12 @@
 """Settings of the whole suite."""
 
+import functools
 import os
 import random
 import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -15,8 +19,41 @@ os.environ.update(NO_COLOR="1", TERM="dumb", TERMINAL_WIDTH="100", HF_HUB_OFFLIN
 # Whoever runs tests in the background may have it ignored, and so would all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from fsdpctl.chats import workers  # noqa: E402  # after the environment
+from fsdpctl.data.files import standard_library  # noqa: E402
+
 settings.register_profile("fsdpctl", derandomize=True, deadline=None)
 settings.load_profile("fsdpctl")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _what_many_tests_need_once() -> Iterator[None]:
+    """Read the standard library once, and start each process for templates ahead of its use."""
+    spare = Spare(workers._start)
+    with (
+        mock.patch("fsdpctl.data.source.standard_library", functools.cache(standard_library)),
+        mock.patch.object(workers, "_start", spare.take),
+    ):
+        yield
+    spare.close()
+
+
+class Spare:
+    """A process that has started before it is needed."""
+
+    def __init__(self, start: Callable[[], subprocess.Popen[bytes]]) -> None:
+        self._start = start
+        self._next: subprocess.Popen[bytes] | None = None
+
+    def take(self) -> subprocess.Popen[bytes]:
+        taken = self._next or self._start()
+        self._next = self._start()
+        return taken
+
+    def close(self) -> None:
+        if self._next is not None:
+            self._next.kill()
+            self._next.communicate()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,7 +6,6 @@ Hydra composes the choices. Values never pass its grammar, so any file name arri
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -193,10 +192,10 @@ def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
 
 def _values_of_choices(choices: dict[str, str], config_dir: Path | None) -> dict[str, Value]:
     """The values that files of choices give, checked like typed ones; defaults elsewhere."""
-    ours = tuple(pair for pair in sorted(choices.items()) if pair[1] in choices_of(pair[0]))
+    ours = {group: choice for group, choice in choices.items() if choice in choices_of(group)}
     pairs = list(_texts(_composed_by_hydra(ours)))
     for section, choice in choices.items():
-        if (section, choice) not in ours:
+        if section not in ours:
             assert config_dir is not None
             file = config_dir / section / f"{choice}.yaml"
             pairs += ((f"{section}.{word}", text) for word, text in own_choice(file))
@@ -212,23 +211,28 @@ def _values_of_choices(choices: dict[str, str], config_dir: Path | None) -> dict
     return values
 
 
-def _texts(composed: Mapping[str, Any]) -> Iterator[Pair]:
+def _texts(composed: Mapping[str, Mapping[str, Any]]) -> Iterator[Pair]:
     for section, content in composed.items():
-        for word, value in (content or {}).items():
+        for word, value in content.items():
             if word != "name":
                 text = str(value).lower() if isinstance(value, bool) else str(value)
                 yield f"{section}.{word}", text
 
 
-@lru_cache(maxsize=64)
-def _composed_by_hydra(choices: tuple[Pair, ...]) -> Mapping[str, Any]:
-    """The contents of the chosen files; a command that composes often reads them once."""
-    conf = str(package_folder("conf").resolve())
-    with initialize_config_dir(conf, version_base="1.3"):
-        overrides = [f"{group}={choice}" for group, choice in choices]
-        composed: Any = OmegaConf.to_container(compose("config", overrides))
-    assert isinstance(composed, dict)
-    return composed
+# The content of an option's file, by group and option; None: the group's default option.
+_contents: dict[tuple[str, str | None], Mapping[str, Any]] = {}
+
+
+def _composed_by_hydra(choices: Mapping[str, str]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the content of each group's selected file. A process reads each file once."""
+    options = [(group, choices.get(group)) for group in GROUPS]
+    if not all(each in _contents for each in options):
+        conf = str(package_folder("conf").resolve())
+        with initialize_config_dir(conf, version_base="1.3"):
+            overrides = [f"{group}={choice}" for group, choice in choices.items()]
+            composed: Any = OmegaConf.to_container(compose("config", overrides))
+        _contents.update({each: composed.get(each[0]) or {} for each in options})
+    return {group: _contents[group, option] for group, option in options}
 
 
 def _settle(what: str, names: Sequence[str], values: dict[str, Value], *given: set[str]) -> None:
