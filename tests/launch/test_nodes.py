@@ -124,6 +124,7 @@ def test_failures_and_silence_are_known_on_all_nodes(monkeypatch: pytest.MonkeyP
     assert first.result() == third.result() == ((failure,), (1,), True)
 
 
+@pytest.mark.slow
 def test_nodes_that_are_left_are_renumbered_in_the_next_round() -> None:
     def act(nodes: Nodes) -> object:
         if nodes.own == 0:

@@ -107,6 +107,7 @@ def test_ranks_that_stand_still_are_named_and_ended(tmp_path, monkeypatch):
     assert codes == [-signal.SIGUSR2, -signal.SIGKILL]
 
 
+@pytest.mark.slow
 def test_a_page_that_is_being_written_is_no_hang(tmp_path, monkeypatch):
     monkeypatch.setattr("fsdpctl.launch.watch._LOOKS_EVERY", 0.0002)
     beats = (
@@ -129,6 +130,7 @@ def test_a_page_that_is_being_written_is_no_hang(tmp_path, monkeypatch):
     assert watch.hang == ""
 
 
+@pytest.mark.slow
 def test_who_stood_still_itself_has_seen_nobody_stand_still(tmp_path, monkeypatch):
     """A launcher that was stopped for a while, and its ranks with it."""
     monkeypatch.setattr("fsdpctl.launch.watch._LOOKS_EVERY", 0.6)
