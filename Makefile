@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 RESULTS := benchmarks/results
 SAMPLE ?= 1
 SEED ?= $(shell git rev-parse --short HEAD)
+FAST := $(BIN)/python -m pytest -q --numprocesses logical --maxprocesses 4 --dist worksteal
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: train test test-slow check docs bench gpu format clean
@@ -13,7 +14,7 @@ train: $(VENV)/installed  ## train a small language model, now, on this machine
 	$(BIN)/fsdpctl train
 
 test: $(VENV)/emulated  ## the fast tests
-	$(BIN)/python -m pytest -q
+	$(FAST)
 
 test-slow: $(VENV)/emulated  ## the whole matrices, half an hour; SAMPLE=0.7: so much of them
 	$(BIN)/python -m pytest -q -m slow --sample $(SAMPLE) --seed "$(SEED)"
@@ -22,7 +23,7 @@ check: $(VENV)/emulated  ## what CI, the pre-commit hook and people run
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q
+	$(FAST)
 
 docs: $(VENV)/developed  ## the tables and the picture that come from the code
 	$(BIN)/python -m docs.generate
