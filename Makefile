@@ -31,6 +31,7 @@ docs: $(VENV)/developed  ## the tables and the picture that come from the code
 bench: $(VENV)/developed  ## beside PyTorch's own engines on CPU ranks, about an hour; then `make docs`
 	$(BIN)/python -m benchmarks.planning --out $(RESULTS)/planning.json
 	$(BIN)/python -m benchmarks.estimates --out $(RESULTS)/estimates.json
+	$(BIN)/python -m benchmarks.startup --out $(RESULTS)/startup.json
 	$(BIN)/python -m benchmarks.host_time --out $(RESULTS)/host-time.json
 	$(BIN)/python -m benchmarks.peak_memory --out $(RESULTS)/peak-memory-cpu.json
 	$(BIN)/python -m benchmarks.consolidate --out $(RESULTS)/consolidate.json

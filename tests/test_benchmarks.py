@@ -32,6 +32,7 @@ def run(module: str, out: Path, *words: str) -> dict[str, object]:
     [
         ("step_time", ["--sizes", "8M", "--dtypes", "fp32", "--starts", "1", "--rounds", "1"]),
         ("host_time", ["--rounds", "1"]),
+        ("startup", ["--rounds", "1"]),
         ("planning", ["--rounds", "1"]),
         ("consolidate", ["--rounds", "1", "--gigabytes", "0.2"]),
         ("estimates", ["--count", "1"]),
