@@ -10,11 +10,10 @@ from fsdpctl.cli.console import say
 from fsdpctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from fsdpctl.config.compose import Composed
     from fsdpctl.config.placement import LaunchConfig
+    from fsdpctl.config.schema import Config
     from fsdpctl.launch.nodes import Nodes, Round
     from fsdpctl.launch.outcome import Outcome
-    from fsdpctl.resolve.run import ResolvedRun
     from fsdpctl.train.run_lock import RunLock
 
 _FINAL = (2, 4, 75, 76)  # another start would end in the same way, or somebody asked for it
@@ -25,10 +24,15 @@ class Started:
     """A run whose directory is locked and prepared."""
 
     run_dir: Path
-    launch: "LaunchConfig"  # of the round that runs
     lock: "RunLock"
-    composed: "Composed"  # what was asked for
+    asked: "Config"  # as requested, with everything selected
+    config: "Config"  # resolved for the ranks of the current round
     step: int  # of the checkpoint that the round begins with
+
+    @property
+    def launch(self) -> "LaunchConfig":
+        """The ranks of the current round."""
+        return self.config.launch
 
 
 def train_in_rounds(started: Started, nodes: "Nodes | None" = None) -> "Outcome":
@@ -94,13 +98,13 @@ def _following(
     is_stuck = number > 0 and not went_on(metrics, number)
     reached = started.step if is_stuck else last_step(metrics)
     members = [0] if nodes is None else [n for n in nodes.members if n not in outcome.silent_nodes]
-    run = _resolved_for(started, members, is_stuck=is_stuck)
-    if run is None:
+    config = _resolved_for(started, members, is_stuck=is_stuck)
+    if config is None:
         return None
-    start = plan_start(run.config, "auto")
+    start = plan_start(config, "auto")
     prepare_restart(start, number + 1)
-    started.launch, started.step = run.config.launch, start.step
-    ranks = run.config.launch.nproc_per_node
+    started.config, started.step = config, start.step
+    ranks = config.launch.nproc_per_node
     assert ranks is not None
     say(
         f"restart {number + 1} of {started.launch.max_restarts}: {outcome.reason}; "
@@ -111,11 +115,11 @@ def _following(
     return Round(members, ranks)
 
 
-def _resolved_for(started: Started, members: list[int], *, is_stuck: bool) -> "ResolvedRun | None":
-    """The run on the machines that are left; with a rank less on each where the last try stuck."""
-    from fsdpctl.resolve.run import resolve
+def _resolved_for(started: Started, members: list[int], *, is_stuck: bool) -> "Config | None":
+    """Return the run on the nodes that are left, with one rank less per node if it was stuck."""
+    from fsdpctl.resolve.run import on_ranks
 
-    launch, asked = started.launch, started.composed.config
+    launch = started.launch
     least_nodes = launch.nnodes_min or launch.nnodes
     if len(members) < least_nodes:
         say(f"{len(members)} of {launch.nnodes} nodes are left: launch.nnodes_min={least_nodes}")
@@ -123,12 +127,11 @@ def _resolved_for(started: Started, members: list[int], *, is_stuck: bool) -> "R
     ranks = launch.nproc_per_node
     assert ranks is not None
     least = min(launch.nproc_min or ranks, ranks)
-    train = replace(asked.train, run_dir=str(started.run_dir))
-    composed = replace(started.composed, config=replace(asked, train=train))
     refused = ""
     for count in range(max(ranks - is_stuck, least), least - 1, -1):
         try:
-            return resolve(composed, replace(launch, nnodes=len(members), nproc_per_node=count))
+            fewer = replace(launch, nnodes=len(members), nproc_per_node=count)
+            return on_ranks(started.config, started.asked, fewer)
         except UsageError as error:
             refused = str(error)
     say(f"no restart with the ranks that are left: {refused}")

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -208,4 +209,6 @@ def _begin(
         say(line)
     prepare_run_dir(start, typed, collect_assets(run.config, run.data))
     write_estimate(start.run_dir, run, estimate, estimator)
-    return Started(start.run_dir, run.config.launch, lock, composed, start.step)
+    train = replace(run.config.train, run_dir=str(start.run_dir))
+    config = replace(run.config, train=train)
+    return Started(start.run_dir, lock, composed.config, config, start.step)

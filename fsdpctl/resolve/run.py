@@ -106,15 +106,30 @@ def resolve(
 
 
 def resolved_again(run: ResolvedRun, asked: Config) -> ResolvedRun:
-    """The same run with strategy, recomputation, prefetch and micro-batches as they are in `asked`.
+    """Return the same run with strategy, recomputation, prefetch and micro-batches of `asked`.
 
     Raises:
-        UsageError: they cannot work.
+        UsageError: If they cannot work.
     """
-    config = asked_again(run.config, asked)
+    config = on_ranks(run.config, asked, run.config.launch)
+    return replace(run, config=config, batches=_batches(config))
+
+
+def on_ranks(config: Config, asked: Config, launch: LaunchConfig) -> Config:
+    """Return a resolved configuration on other ranks; opens neither data nor model.
+
+    Args:
+        config: As resolved at the start of the run.
+        asked: As requested, with everything selected: what follows from the number of ranks.
+        launch: The ranks.
+
+    Raises:
+        UsageError: If the ranks cannot run it.
+    """
+    config = replace(asked_again(config, asked), launch=launch)
+    check_engine(config)
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
-    batches = _batches(config)
-    return replace(run, config=_with_batches(config, batches), batches=batches)
+    return _with_batches(config, _batches(config))
 
 
 def _batches(config: Config) -> BatchPlan:
