@@ -32,7 +32,7 @@ LEFT: dict[str, int] = {
     "fsdpctl/peers": 18,
     "fsdpctl/plan": 46,
     "fsdpctl/reading": 19,
-    "fsdpctl/resolve": 60,
+    "fsdpctl/resolve": 61,
     "fsdpctl/shards.py": 4,
     "fsdpctl/timing": 50,
     "fsdpctl/train": 198,
