@@ -132,7 +132,7 @@ def test_from_a_directory_to_a_model_that_answers(tmp_path, monkeypatch):
     make_chat_model(tmp_path / "my_model", "qwen3")
     make_chats(tmp_path / "chats.jsonl")
     page = (ROOT / "docs" / "fine-tune.md").read_text()
-    block = page[: page.index("The first line trains nothing")]
+    block = page[: page.index("The first command does not train")]
     commands = [shlex.split(line)[1:] for line in block.splitlines() if line.startswith("    ")]
     said = []
     for words in commands:
