@@ -17,7 +17,7 @@ _OUTCOMES = {  # by exit code
 
 
 def faults_table() -> str:
-    """Return a row per kind of fault: the number of cases, and the outcomes of the disturbed starts."""
+    """Return the number of cases and the outcomes of the disturbed starts, by kind of fault."""
     report = json.loads(RESULTS.read_text())
     cases: list[dict[str, Any]] = report["results"]
     rows = defaultdict(list)

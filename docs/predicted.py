@@ -1,4 +1,4 @@
-"""Tables of foreseen steps beside published and measured ones."""
+"""Tables that compare predicted steps with published and measured ones."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -8,14 +8,14 @@ from statistics import median
 from typing import Any
 
 _RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
-_APART = 0.10  # of the faster: what makes an order worth foreseeing
+_APART = 0.10  # of the faster step: pairs that are closer have no meaningful order
 
 
 def published_steps_table() -> str:
-    """Tokens per second that others measured, and that data sheets foresee."""
+    """Return published tokens per second and those predicted from data sheets."""
     report = json.loads((_RESULTS / "published-steps.json").read_text())
     lines = [
-        "| step | published, tokens/s a GPU | foreseen | error | source |",
+        "| step | published, tokens/s per GPU | predicted | error | source |",
         "|---|---:|---:|---:|---|",
     ]
     lines += [
@@ -27,51 +27,51 @@ def published_steps_table() -> str:
     return "\n".join([*lines, "", errors])
 
 
-def choices_table() -> str:
-    """What `auto` chose beside all that fits."""
+def selections_line() -> str:
+    """Return a sentence that compares the selection of `auto` with all that fits."""
     report = json.loads((_RESULTS / "auto.json").read_text())
     found = report["summary"]
     return (
-        f"Of {found['cases']} such configurations, {found['fit']} choices fit, by every tensor of "
-        f"a step; {found['within_a_tenth']} are within 10 % of the best that fits (median "
+        f"Of {found['cases']} such configurations, {found['fit']} selections fit, by every tensor "
+        f"of a step; {found['within_a_tenth']} are within 10% of the best that fits (median "
         f"{found['median_over_best']:.2f} times its step, worst {found['worst_over_best']:.2f}); "
         f"torch {report['torch']}, {report['machine']}, two ranks."
     )
 
 
-def foreseen_steps_table() -> str:
-    """Errors against measured steps on two ranks, by what lies between them."""
+def predicted_steps_table() -> str:
+    """Return prediction errors for measured steps on two ranks, by the link between them."""
     report = json.loads((_RESULTS / "foreseen-steps.json").read_text())
     rows = sorted(report["results"], key=lambda row: row["mbit"] or 0)
     lines = [
-        "| between two ranks | steps | median error | worst | order of strategies right | "
-        "bytes sent, worst |",
+        "| link between two ranks | steps | median error | worst | strategy pairs in the right "
+        "order | worst error of sent bytes |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for mbit, found in groupby(rows, key=lambda row: row["mbit"]):
         lines.append(_line("one machine" if mbit is None else f"{mbit:,} Mbit/s", list(found)))
     machine = f"torch {report['torch']}, {report['machine']}"
     about = (
-        f"Strategies, prefetch and accumulation of three models, over gloo; {machine}. The order "
-        f"is that of every two strategies whose steps differ by more than {_APART:.0%}, all "
-        "else being equal. One and the same program (on two ranks `hybrid_shard` is `full_shard`, "
-        "`hybrid_shard_grad_op` is `shard_grad_op`) was measured up to "
-        f"{max(_apart(rows)):.0%} apart on one machine."
+        f"Strategies, prefetch and accumulation of three models, over gloo; {machine}. Pairs are "
+        f"two strategies whose steps differ by more than {_APART:.0%}, all else being equal. On "
+        f"one machine, two measurements of the same program differ by up to "
+        f"{max(_apart(rows)):.0%} (on two ranks `hybrid_shard` is `full_shard`, and "
+        "`hybrid_shard_grad_op` is `shard_grad_op`)."
     )
     return "\n".join([*lines, "", about])
 
 
 def _apart(rows: Sequence[dict[str, Any]]) -> Iterator[float]:
-    """How far two measurements of the same are apart on one machine."""
-    here = {_alike(row) + (row["strategy"],): row for row in rows if row["mbit"] is None}
-    for (*others, name), row in here.items():
-        twin = here.get((*others, f"hybrid_{name}".replace("hybrid_full", "hybrid")))
+    """Yield by how much two measurements of the same program differ on one machine."""
+    local = {_settings(row) + (row["strategy"],): row for row in rows if row["mbit"] is None}
+    for (*others, name), row in local.items():
+        twin = local.get((*others, f"hybrid_{name}".replace("hybrid_full", "hybrid")))
         if twin is not None:
             ratio = row["measured_seconds"] / twin["measured_seconds"]
             yield max(ratio, 1 / ratio) - 1
 
 
-def _alike(row: dict[str, Any]) -> tuple[str, ...]:
+def _settings(row: dict[str, Any]) -> tuple[str, ...]:
     return (row["model"], row["prefetch"], row["passes"])
 
 
@@ -87,8 +87,8 @@ def _line(name: str, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _orders(rows: Sequence[dict[str, Any]]) -> Iterator[bool]:
-    """Whether the order is right, of every two that differ enough."""
-    for _, group in groupby(sorted(rows, key=_alike), key=_alike):
+    """Yield whether the predicted order is right, for every pair that differs enough."""
+    for _, group in groupby(sorted(rows, key=_settings), key=_settings):
         for one, other in combinations(group, 2):
             fast, slow = sorted((one, other), key=lambda row: float(row["measured_seconds"]))
             if slow["measured_seconds"] > (1 + _APART) * fast["measured_seconds"]:
