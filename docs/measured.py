@@ -232,7 +232,7 @@ def estimate_time_table() -> str:
     ]
     header = ["estimate", "time / `import torch`", "seconds", "s per further strategy", "MiB"]
     about = (
-        f"Measured after `import torch`, including everything else; medians of {report['rounds']} processes, "
-        f"{_measured_on(report)}."
+        "Measured after `import torch`, including everything else; medians of "
+        f"{report['rounds']} processes, {_measured_on(report)}."
     )
     return _table(header, rows, about)
