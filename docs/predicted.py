@@ -32,10 +32,10 @@ def selections_line() -> str:
     report = json.loads((_RESULTS / "auto.json").read_text())
     found = report["summary"]
     return (
-        f"Of {found['cases']} such configurations, {found['fit']} selections fit, by every tensor "
-        f"of a step; {found['within_a_tenth']} are within 10% of the best that fits (median "
-        f"{found['median_over_best']:.2f} times its step, worst {found['worst_over_best']:.2f}); "
-        f"torch {report['torch']}, {report['machine']}, two ranks."
+        f"The selection fits in {found['fit']} of {found['cases']} configurations, counting all "
+        f"tensors of a step. In {found['within_a_tenth']}, its step takes at most 10% longer than "
+        f"the best that fits (median {found['median_over_best']:.2f} times as long, worst "
+        f"{found['worst_over_best']:.2f}); torch {report['torch']}, {report['machine']}, two ranks."
     )
 
 
