@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -264,8 +265,15 @@ void resize_storage(at::Storage storage, size_t size) {  // untyped_storage().re
   storage.unsafeGetStorageImpl()->set_nbytes(size);
 }
 
+// As a CPU build, also where torch knows kernels for CUDA: attention by its math.
+int64_t math_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>, bool) { return 0; }
+struct Silent : c10::WarningHandler { void process(const c10::Warning&) override {} };
+
 // Operators of `names` run by the CPU's kernels; those below have their own.
 void install_operators(const std::vector<std::string>& names) {
+  Silent silent;  // a CUDA build has kernels, which are replaced
+  c10::WarningUtils::WarningHandlerGuard guard(&silent);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&math_attention);
   static auto* lib = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   auto& m = *lib;
   const std::set<std::string> own{"empty.memory_format", "empty_strided", "copy_", "_local_scalar_dense", "resize_", "record_stream", "native_dropout",
