@@ -211,6 +211,7 @@ def install():
     cuda.is_bf16_supported = lambda including_emulation=True: True
     cuda.is_current_stream_capturing = cuda.graphs.is_current_stream_capturing = lambda: False
     cuda.nccl.version = lambda: (2, 28, 9)
+    torch.backends.cudnn.version.__globals__["_init"] = lambda: False  # there is no cuDNN
     torch.version.cuda = "13.0"
     importlib.import_module("torch._meta_registrations")  # kernels that tell shapes
 

@@ -265,8 +265,9 @@ void resize_storage(at::Storage storage, size_t size) {  // untyped_storage().re
   storage.unsafeGetStorageImpl()->set_nbytes(size);
 }
 
-// As a CPU build, also where torch knows kernels for CUDA: attention by its math.
+// A CUDA build does as a CPU build: attention by its math, and norms by operators that the CPU has.
 int64_t math_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>, bool) { return 0; }
+void composite(const c10::OperatorHandle& op, Stack* stack) { op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, *stack); }
 struct Silent : c10::WarningHandler { void process(const c10::Warning&) override {} };
 
 // Operators of `names` run by the CPU's kernels; those below have their own.
@@ -296,6 +297,8 @@ void install_operators(const std::vector<std::string>& names) {
   m.impl("set_.source_Storage", static_cast<Tensor& (*)(Tensor&, at::Storage)>(at::native::set_));
   m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
   for (auto& name : names) if (!own.count(name)) m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run>());
+  static auto* by_autograd = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradCUDA, __FILE__, __LINE__);
+  by_autograd->impl("_fused_rms_norm", torch::CppFunction::makeFromBoxedFunction<&composite>());
   static auto* others = new torch::Library(torch::Library::IMPL, "_", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   others->fallback(torch::CppFunction::makeFromBoxedFunction<&run>());
 }
