@@ -114,6 +114,9 @@ def test_torchrun_starts_ranks_on_devices(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
     assert not (tmp_path / "problems").exists(), (tmp_path / "problems").read_text()
     assert_close(tmp_path / "cuda", tmp_path / "cpu")
+    (start,) = json.loads((tmp_path / "cuda/environment.json").read_text())["starts"]
+    allocator = "expandable_segments:True"  # launch.allocator's default, under any launcher
+    assert start["variables"]["PYTORCH_ALLOC_CONF"] == allocator
 
 
 def test_a_strategy_is_chosen(tmp_path: Path) -> None:
