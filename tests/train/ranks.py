@@ -67,7 +67,11 @@ def resolved(typed: list[str]) -> Config:
     return resolve(compose_config(typed)).config
 
 
-def made(typed: list[str], stop_requested: Callable[[], bool] = lambda: False) -> Trainer:
+def made(
+    typed: list[str],
+    stop_requested: Callable[[], bool] = lambda: False,
+    device: torch.device = CPU,
+) -> Trainer:
     """On every rank, where the run's directory stands; collective."""
     run = resolve(compose_config(typed))
     start = plan_start(run.config, "auto")
@@ -76,7 +80,7 @@ def made(typed: list[str], stop_requested: Callable[[], bool] = lambda: False) -
         start.run_dir.mkdir(exist_ok=True)
         prepare_run_dir(start, typed, collect_assets(run.config, run.data))
     dist.barrier()
-    world = World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), CPU)
+    world = World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), device)
     outside = Outside(stop_requested, time.time(), lambda wait_for_all: wait_for_all())
     return make_trainer(start.config, world, outside, shows=False)
 
