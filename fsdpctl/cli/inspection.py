@@ -118,7 +118,7 @@ def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
     from fsdpctl.checkpoint.base import check_base
     from fsdpctl.checkpoint.pretrained import open_base
     from fsdpctl.checkpoint.reader import CheckpointReader
-    from fsdpctl.comm.base import LocalCollectives
+    from fsdpctl.comm.base import Collectives
 
     reader = CheckpointReader(found_checkpoint(source))
     with bytes_bar(reader.num_bytes) as advance:
@@ -126,7 +126,7 @@ def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
             advance(count)
     base = reader.manifest.base
     if base is not None:
-        check_base(base, open_base(base, reader), LocalCollectives(), str(reader))
+        check_base(base, open_base(base, reader), Collectives(), str(reader))
     tensors = len(reader.manifest.tensors)
     if as_json:
         about = {"path": str(reader.folder), "tensors": tensors, "bytes": reader.num_bytes}

@@ -140,7 +140,7 @@ def _as_rank(composed: "Composed", typed: list[str], resume: str, place: "RankPl
     if composed.config.launch.device != "cpu":
         own |= composed.config.launch.allocator_environment
     os.environ.update({**own, **os.environ})  # before torch is imported
-    from fsdpctl.comm.stores import PrefixStore
+    from fsdpctl.comm.world import PrefixStore
     from fsdpctl.launch.interface import own_address, split_endpoint
     from fsdpctl.launch.meeting import Meeting
     from fsdpctl.launch.nodes import reached_store

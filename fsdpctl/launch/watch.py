@@ -15,7 +15,14 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from fsdpctl.comm.pulse import FINISHING, LOADING, READING, Beat, make_pages, read_beats
+from fsdpctl.comm.rank_status import (
+    FINISHING,
+    LOADING,
+    READING,
+    RankStatus,
+    make_status_file,
+    read_rank_statuses,
+)
 from fsdpctl.comm.recorder import Recorded
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.launch.hang import RankState, report
@@ -56,12 +63,12 @@ class Watch:
         self._count = launch.nproc_per_node
         self._first_rank = (0 if nodes is None else nodes.place()[0]) * self._count
         self._limit, self._timeout = launch.hang_timeout or launch.timeout / 2, launch.timeout
-        self._beats = [Beat(0, None, waits=False, place="")] * self._count
+        self._beats = [RankStatus(0, None, waits=False, place="")] * self._count
         self._still = [0.0] * self._count  # seconds that each was seen at the same beat
         self._since: dict[str, float] = {}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        make_pages(folder / PAGES, self._count)
+        make_status_file(folder / PAGES, self._count)
         self._pages = (folder / PAGES).open("rb")  # also once somebody has tidied up there
 
     def __enter__(self) -> "Watch":
@@ -96,7 +103,7 @@ class Watch:
 
     def _look(self, passed: float) -> None:
         """At all ranks, so many seconds after the last look."""
-        beats = read_beats(self._pages)
+        beats = read_rank_statuses(self._pages)
         for local, beat in enumerate(beats):
             moved = beat.count != self._beats[local].count or beat.place == FINISHING
             self._still[local] = 0.0 if moved else self._still[local] + passed

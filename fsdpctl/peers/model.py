@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.collectives import collectives_for
-from fsdpctl.comm.copies import as_integers, compare_copies
 from fsdpctl.comm.mesh import Mesh
-from fsdpctl.comm.pulse import PULSE
+from fsdpctl.comm.rank_status import RANK_STATUS
+from fsdpctl.comm.replica_check import as_integers, compare_replicas
 from fsdpctl.comm.waits import Seconds
 from fsdpctl.errors import EngineError
 from fsdpctl.peers.fully import FullyShard
@@ -118,7 +118,7 @@ class PeerModel(nn.Module):
         names = [local.name for local in self._runner.locals]
         found = torch.stack(sums).tolist()
         checksums = {name: (value,) for name, value in zip(names, found, strict=True)}
-        compare_copies(self.collectives, self._runner.place, checksums)
+        compare_replicas(self.collectives, self._runner.place, checksums)
 
     def prefetch_forward_params(self) -> None:
         """Refused: there is nothing to gather ahead of a forward."""
@@ -156,10 +156,10 @@ def _tell_of(name: str, block: nn.Module) -> None:
     """Have it said that this rank gets on, as our engine says it."""
 
     def backward(gradient: Tensor) -> None:
-        PULSE.at(f"backward {name}")
+        RANK_STATUS.at(f"backward {name}")
 
     def forward(module: nn.Module, args: Any, output: Any) -> None:
-        PULSE.at(f"forward {name}")
+        RANK_STATUS.at(f"forward {name}")
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(backward)
 

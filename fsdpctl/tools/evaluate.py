@@ -10,7 +10,7 @@ import torch
 
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.pretrained import open_weights
-from fsdpctl.comm.base import LocalCollectives
+from fsdpctl.comm.base import Collectives
 from fsdpctl.config.model_path import model_words
 from fsdpctl.config.sealed import MANIFEST, read_sealed
 from fsdpctl.data.batches import Batches
@@ -73,7 +73,7 @@ def evaluate_run(run: ResolvedRun, on_batch: Callable[[int, int], None]) -> Eval
     loss = validation_loss(
         model,
         batches,
-        LocalCollectives(),
+        Collectives(),
         device,
         at_most=0,
         chunk_tokens=config.train.loss_chunk_tokens or 0,

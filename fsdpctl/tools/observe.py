@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdpctl.comm.marks import mark, seconds_between
+from fsdpctl.comm.waits import mark, seconds_between
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.estimate.observed_work import work_of
 from fsdpctl.models.registry import build_model

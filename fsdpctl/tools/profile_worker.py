@@ -13,7 +13,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.base import Collectives, Gathering
 from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.comm.world import joined_world
 from fsdpctl.plan.layout import EvenParts, Span
@@ -91,7 +91,7 @@ def _adamw(device: torch.device, nbytes: int) -> Callable[[], object]:
 def _gather(world: Collectives, device: torch.device, nbytes: int) -> Callable[[], object]:
     whole = torch.zeros(nbytes // 4, device=device)
     parts = EvenParts(whole.numel() // world.size, world.size)
-    return lambda: world.all_gather(whole[: parts[-1].stop], parts, None).wait()
+    return lambda: world.all_gather([Gathering(whole[: parts[-1].stop], parts)]).wait()
 
 
 def _reduce_scatter(world: Collectives, device: torch.device, nbytes: int) -> Callable[[], object]:
@@ -132,7 +132,7 @@ def _beside(world: Collectives, device: torch.device) -> tuple[float, float]:
     left = _matrix(device)
     whole = torch.zeros(_BESIDE // 4, device=device)
     parts = EvenParts(whole.numel() // world.size, world.size)
-    gather = partial(world.all_gather, whole, parts, None)
+    gather = partial(world.all_gather, [Gathering(whole, parts)])
     gather().wait()
     alone = _timed(world, device, lambda: gather().wait())
     one = _timed(world, device, lambda: torch.mm(left, left))
@@ -157,7 +157,7 @@ def _drift(world: Collectives, device: torch.device) -> float:
     parts = EvenParts(whole.numel() // world.size, world.size)
 
     def meet() -> None:
-        world.all_gather(whole, parts, None).wait()
+        world.all_gather([Gathering(whole, parts)]).wait()
 
     def apart(seconds: float, *, meets: bool) -> None:
         for _ in range(_MEETINGS):

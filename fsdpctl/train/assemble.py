@@ -15,7 +15,7 @@ from fsdpctl.checkpoint.manifest import BaseInfo, Progress
 from fsdpctl.checkpoint.pretrained import open_base, open_weights, weights_folder, whole_weights
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.comm.collectives import ObjectExchange, collectives_for
-from fsdpctl.comm.pulse import LOADING, PULSE
+from fsdpctl.comm.rank_status import LOADING, RANK_STATUS
 from fsdpctl.comm.world import World
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
@@ -91,7 +91,7 @@ def _draw(config: Config) -> Callable[[str, Tensor], None]:
     """What gives a parameter its first values, and shows the launcher that this rank gets on."""
 
     def draw(name: str, whole: Tensor) -> None:
-        PULSE.at(LOADING)
+        RANK_STATUS.at(LOADING)
         initialize_parameter(name, whole, seed=config.train.seed, config=config.model)
 
     return draw
@@ -188,7 +188,7 @@ def _make_trainer(
 def _meet(watch: RunWatch) -> None:
     """All ranks have read: the slowest may take longer than NCCL waits in a first collective."""
     watch.ranks.gather_objects(None)
-    PULSE.at("ready")
+    RANK_STATUS.at("ready")
 
 
 def _data(config: Config) -> DataSet:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fsdpctl.comm.arriving import Arriving, raised
-from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.base import AsyncHostCopy, Collectives, raised
 from fsdpctl.run.metrics import finite
 from fsdpctl.train.generate import Sampling, generate
 from fsdpctl.train.loss import describe_validation, validation_loss
@@ -27,7 +26,7 @@ class Hearing:
         """`look()` is this rank's own; the last `lag` answers are not waited for."""
         self.heard = Asked()
         self._look, self._ranks, self._device, self._lag = look, ranks, device, lag
-        self._arriving: deque[Arriving] = deque()
+        self._arriving: deque[AsyncHostCopy] = deque()
 
     def goes_on(self) -> bool:
         """Whether nobody was asked to end, as far as all ranks know. Collective."""

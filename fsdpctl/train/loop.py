@@ -4,9 +4,9 @@ import time
 from collections import deque
 
 from fsdpctl.checkpoint.manifest import Progress
-from fsdpctl.comm.pulse import PULSE
+from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.errors import NonFiniteError, StoppedError
-from fsdpctl.optim.record import OwnWord
+from fsdpctl.optim.record import LocalStepStats
 from fsdpctl.run.directory import METRICS
 from fsdpctl.run.metrics import was_validated
 from fsdpctl.train.bad_numbers import BadNumbers, BadStep
@@ -125,10 +125,10 @@ class Trainer:
     def _train_step(self) -> None:
         """Launch a step; what came of it is reported later."""
         began = time.perf_counter()
-        PULSE.at("data", self.step + 1 if self._has_begun else None)
+        RANK_STATUS.at("data", self.step + 1 if self._has_begun else None)
 
-        def own() -> OwnWord:
-            return OwnWord(self._look(time.perf_counter() - began).flags, self._probe.take())
+        def own() -> LocalStepStats:
+            return LocalStepStats(self._look(time.perf_counter() - began).flags, self._probe.take())
 
         launched = launch_step(
             self.parts,
@@ -152,7 +152,7 @@ class Trainer:
         """
         asked = Asked()
         while len(self._launched) > keep:
-            PULSE.at("figures of the step")
+            RANK_STATUS.at("figures of the step")
             done = self._launched.popleft()
             figures = done.record.figures()
             asked |= Asked(*figures.flags)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from fsdpctl.comm.collectives import ObjectExchange
-from fsdpctl.comm.pulse import FINISHING, PULSE
+from fsdpctl.comm.rank_status import FINISHING, RANK_STATUS
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
 from fsdpctl.resolve.besides import command_words
@@ -120,7 +120,7 @@ class RunWatch:
 
     def _finish(self) -> None:
         """Wait for the command and the other tools, all ranks together: collectives time out."""
-        PULSE.at(FINISHING)
+        RANK_STATUS.at(FINISHING)
         if self._is_main:
             self.after_save.wait(self._say)
         self._let_loggers_go(well=True)

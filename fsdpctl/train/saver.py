@@ -24,7 +24,7 @@ from fsdpctl.checkpoint.save import (
     write_checkpoint,
 )
 from fsdpctl.checkpoint.tensors import Staging
-from fsdpctl.comm.pulse import PULSE
+from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import words_for_others
@@ -208,7 +208,7 @@ class Saver:
                     since = time.perf_counter()
                 waits = self.share_written == 1 and time.perf_counter() - since < _OTHERS_SECONDS
                 if waits or self.share_written != shown:
-                    PULSE.at("saving")
+                    RANK_STATUS.at("saving")
                 shown = self.share_written
                 tell(self.share_written or 0.0, time.perf_counter() - began)
 
@@ -221,5 +221,5 @@ class Saver:
         while current.thread.is_alive() and time.perf_counter() - since < _LEAVING_SECONDS:
             current.thread.join(_TELLING_SECONDS)
             if current.written != written:
-                PULSE.at("completing a checkpoint")
+                RANK_STATUS.at("completing a checkpoint")
                 written, since = current.written, time.perf_counter()

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from fsdpctl.comm.stores import Store
+    from fsdpctl.comm.world import Store
 
 MODULE = "fsdpctl.train.worker"
 MEASURE = "measure"  # as last argument: only steps, and nothing is shown

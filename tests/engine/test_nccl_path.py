@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdpctl.comm.contributions import Received
 from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.parameters import ShardedParameters
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
-from fsdpctl.engine.streams import ComputeStream
 from fsdpctl.errors import EngineError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.schedule import Prefetch
@@ -179,8 +179,8 @@ def test_bytes_on_the_wire_are_halved(rank: int, world_size: int) -> None:
 def test_another_stream_than_that_of_sharding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = [Stream(), Stream()]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[0])
-    stream = ComputeStream(torch.device("cuda", 0))
-    stream.refuse_another()
+    parameters = ShardedParameters([], torch.device("cuda", 0))
+    parameters.check()
     streams.reverse()
     with pytest.raises(EngineError, match="another CUDA stream"):
-        stream.refuse_another()
+        parameters.check()

@@ -85,7 +85,7 @@ def _threads_let_go() -> Iterator[None]:
         return started
 
     with ExitStack() as patches:
-        for name in ("start_all_reduce", "gather_together"):
+        for name in ("start_all_reduce", "all_gather"):
             patched = until_let_go(getattr(GlooCollectives, name))
             patches.enter_context(mock.patch.object(GlooCollectives, name, patched))
         yield

@@ -1,7 +1,7 @@
-"""Where a rank is, for who watches it: a few words in memory that its launcher reads.
+"""The status of each rank in a file that its launcher maps and reads.
 
-Written by the thread that trains, at every unit, so that it stands still when that thread does; a
-helper thread would live on. Without a system call: a store into a mapped page costs a microsecond.
+The training thread writes it at every unit, so the count stops when that thread hangs; a helper
+thread would keep running. There is no system call: a store into a mapped page takes a microsecond.
 """
 
 import mmap
@@ -10,27 +10,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-PAGE = 256  # bytes of a rank
-_HEAD = struct.Struct("<qqqH")  # beats, step, whether it waits, bytes of text
+PAGE = 256  # bytes per rank
+_HEAD = struct.Struct("<qqqH")  # number of updates, step, whether it waits, bytes of text
 _TEXT = PAGE - _HEAD.size
 _NO_STEP = -1
-LOADING = "drawing weights"  # a place: takes long where models are large
-READING = "reading a checkpoint"  # a place: others may take longer for it
-FINISHING = "finishing"  # a place: waits for the user's commands, as long as those may take
+LOADING = "drawing weights"  # a place: takes long for large models
+READING = "reading a checkpoint"  # a place: may take other ranks longer
+FINISHING = "finishing"  # a place: waits for the user's commands as long as they take
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """What a rank has last said of itself."""
+class RankStatus:
+    """The last status that a rank wrote."""
 
-    count: int  # 0: nothing so far
-    step: int | None  # it works on; None until the first one
+    count: int  # updates; 0: none so far
+    step: int | None  # the step in progress; None before the first one
     waits: bool  # for other ranks
     place: str
 
 
-class Pulse:
-    """This rank's page; without one nothing is written."""
+class RankStatusPage:
+    """This rank's page of the file; without an open file, updates do nothing."""
 
     def __init__(self) -> None:
         self._page: memoryview | None = None
@@ -43,7 +43,7 @@ class Pulse:
         self._page = memoryview(whole)[index * PAGE : (index + 1) * PAGE]
 
     def at(self, place: str, step: int | None = None) -> None:
-        """It has come to `place`, in the step that it said last or in `step`."""
+        """Record that the rank has reached `place`, in the previous step or in `step`."""
         if self._page is None:
             return
         self._place = place.encode()[:_TEXT]
@@ -52,7 +52,7 @@ class Pulse:
         self._write(self._page)
 
     def wait(self, *, begins: bool) -> None:
-        """It begins or ends to wait for other ranks."""
+        """Record that the rank begins or ends to wait for other ranks."""
         self._waits = begins
         if self._page is not None:
             self._write(self._page)
@@ -63,18 +63,18 @@ class Pulse:
         page[: len(head) + len(self._place)] = head + self._place
 
 
-PULSE = Pulse()  # of this process
+RANK_STATUS = RankStatusPage()  # of this process
 
 
-def make_pages(path: Path, count: int) -> None:
-    """A file for so many ranks, of which none has said anything."""
+def make_status_file(path: Path, count: int) -> None:
+    """Create a file of empty pages for `count` ranks."""
     path.write_bytes(bytes(PAGE * count))
 
 
-def read_beats(pages: BinaryIO) -> list[Beat]:
-    """What every rank has last said, or words that it is just writing.
+def read_rank_statuses(pages: BinaryIO) -> list[RankStatus]:
+    """Return the status of every rank; the text may be half written.
 
-    So that a count is another one says that a rank moves, and nothing else does.
+    Only a changed `count` shows that a rank makes progress.
     """
     pages.seek(0)
     content = pages.read()
@@ -83,5 +83,5 @@ def read_beats(pages: BinaryIO) -> list[Beat]:
         count, step, waits, length = _HEAD.unpack_from(content, start)
         text = content[start + _HEAD.size :][: min(length, _TEXT)].decode(errors="replace")
         known = step if count and step != _NO_STEP else None
-        found.append(Beat(count, known, bool(waits), text))
+        found.append(RankStatus(count, known, bool(waits), text))
     return found

@@ -1,4 +1,4 @@
-"""Whether copies of the same values are the same."""
+"""Comparison of values that several ranks hold."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -13,22 +13,22 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_integers(values: Tensor) -> Tensor:
-    """The bits of floating point values; their sum is a checksum in which order does not matter."""
+    """Return the bits of floating-point values; their sum is a checksum in any order."""
     return values.view(_INTEGERS[values.itemsize])
 
 
-def compare_copies(
+def compare_replicas(
     world: Collectives, place: int, checksums: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Compare by checksums what several ranks hold alike. Collective.
+    """Compare the replicas of parameters by their checksums. Collective.
 
     Args:
-        world: all ranks.
-        place: which part of the parameters this rank has; ranks with the same one are alike.
-        checksums: of each parameter, as far as it lies in that part.
+        world: All ranks.
+        place: The part of the parameters that this rank has; ranks with an equal part are replicas.
+        checksums: Of each parameter within that part.
 
     Raises:
-        EngineError: a parameter differs; the message names it and the rank.
+        EngineError: If a parameter differs; the message names it and the rank.
     """
     places = world.gather_objects(place)
     answers = world.gather_objects(dict(checksums))
@@ -44,6 +44,6 @@ def compare_copies(
             odd = [str(rank) for rank, checksum in found.items() if checksum != usual]
             if odd:
                 raise EngineError(
-                    f"{name} on rank {', '.join(odd)} differs from its other copies: a replica has "
-                    "gone astray, by a hardware fault or a write to parameters of one rank only"
+                    f"{name} on rank {', '.join(odd)} differs from the other replicas, because of "
+                    "a hardware fault or a write to the parameters of one rank only"
                 )
