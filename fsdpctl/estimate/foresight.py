@@ -2,24 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from fsdpctl.config.schema import Config
+from fsdpctl.estimate.engines import steps_of
 from fsdpctl.estimate.estimator import Estimator, batches_of
 from fsdpctl.estimate.hardware import device_of, network_of
-from fsdpctl.estimate.run_plan import kept_states, plan_run
+from fsdpctl.estimate.run_plan import plan_run
 from fsdpctl.estimate.traced import TracedModel
-from fsdpctl.plan.engines import FSDP2, OURS
 from fsdpctl.plan.sizes import RankPlace
-from fsdpctl.plan.units import UnitSpec, unit_order
+from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.predict.compute import Program
-from fsdpctl.predict.engine_bytes import TrainingPlan, held_masters, planned_step, planned_update
 from fsdpctl.predict.network import Group
-from fsdpctl.predict.own_time import OwnStep, OwnTasks
-from fsdpctl.predict.peers_time import DataParallelTasks, FullyShardTasks, PeerStep
 from fsdpctl.predict.player import Played, Player
-from fsdpctl.predict.tasks import Task
-from fsdpctl.predict.writer import Machine, TaskWriter, Works
+from fsdpctl.predict.recorder import RankGroup
+from fsdpctl.predict.task_recorder import Machine, TaskRecorder
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import world_size
 
@@ -83,13 +79,14 @@ def _extended(shown: Foreseen, before: Foreseen, more: int) -> Foreseen:
 
 
 def _simulated(config: Config, traced: TracedModel, program: Program, passes: int) -> Foreseen:
-    works: Works = {(part.value, unit): work for (part, unit), work in program.work.items()}
     plan, place = plan_run(config, traced.units, passes)
-    writer = TaskWriter(works, _machine(config, place))
-    tasks = _tasks(config, traced.units, writer, plan, place)
+    recorder = TaskRecorder(program.work, _machine(config, place))
+    strategy = get_strategy(config.strategy.name)
+    steps = steps_of(config.engine.name, strategy, traced.units, plan, place, recorder)
     player = Player()
-    player.play(tasks.step())  # what it leaves to be waited for belongs to the next
-    played = player.play(tasks.step())
+    for _ in range(2):  # collectives that the first leaves in flight end in the second
+        steps.step()
+        played = player.play(recorder.take())
     return Foreseen(
         seconds=played.seconds,
         compute=played.computing["compute"],
@@ -101,71 +98,14 @@ def _simulated(config: Config, traced: TracedModel, program: Program, passes: in
     )
 
 
-class _Tasks(Protocol):
-    """A step of some engine."""
-
-    def step(self) -> list[Task]:
-        """What a rank does."""
-        ...
-
-
-def _tasks(
-    config: Config,
-    units: tuple[UnitSpec, ...],
-    writer: TaskWriter,
-    plan: TrainingPlan,
-    place: RankPlace,
-) -> _Tasks:
-    if config.engine.name != OURS:
-        return _tasks_of_peer(config, units, writer, plan)
-    owned = sum(
-        held_masters(plan, place, layout).numel
-        for of_unit in plan.layouts.values()
-        for layout in of_unit
-        if layout.trainable
-    )
-    step = OwnStep(
-        order=plan.order,
-        strategy=plan.strategy,
-        sizes=plan.sizes,
-        events=planned_step(plan, place),
-        update=planned_update(plan, place),
-        transport=place.transport,
-        owned=owned,
-        moments=kept_states(config).moments,
-    )
-    return OwnTasks(step, writer)
-
-
-def _tasks_of_peer(
-    config: Config, units: tuple[UnitSpec, ...], writer: TaskWriter, plan: TrainingPlan
-) -> _Tasks:
-    root, *others = units
-    numel = {unit.name: sum(param.numel for param in unit.params) for unit in units}
-    if config.engine.name == FSDP2:
-        blocks = {unit.name for unit in others if unit.kind == "block"}
-        rest = sum(count for name, count in numel.items() if name not in blocks)
-        numel = {root.name: rest, **{name: numel[name] for name in numel if name in blocks}}
-    step = PeerStep(
-        root=root.name,
-        units=unit_order(units).forward,
-        numel=numel,
-        sizes=plan.sizes,
-        reduces=plan.reduces,
-        reshards=plan.strategy.reshard_after_forward,
-        overlaps=config.launch.device == "cuda",
-        moments=kept_states(config).moments,
-    )
-    return (
-        FullyShardTasks(step, writer)
-        if config.engine.name == FSDP2
-        else DataParallelTasks(step, writer)
-    )
-
-
 def _machine(config: Config, place: RankPlace) -> Machine:
     ranks, nodes = world_size(config), config.launch.nnodes
     size, on_node = place.size, ranks // nodes
     shard = Group(size, -(-size // on_node))
     copies = Group(place.num_replicas, place.num_replicas if size >= on_node else nodes)
-    return Machine(device_of(config), network_of(config), shard, copies, Group(ranks, nodes))
+    groups = {
+        RankGroup.SHARD: shard,
+        RankGroup.REPLICAS: copies,
+        RankGroup.WORLD: Group(ranks, nodes),
+    }
+    return Machine(device_of(config), network_of(config), groups)

@@ -18,7 +18,7 @@ from fsdpctl.plan.schedule import Event, EventKind, Prefetch, step_events, updat
 from fsdpctl.plan.sizes import Itemsizes, RankPlace, unit_bytes
 from fsdpctl.plan.slots import SlotSpec, slots_of
 from fsdpctl.plan.strategy import Strategy
-from fsdpctl.predict.script import CATEGORY_OF
+from fsdpctl.predict.recorder import CATEGORY_OF
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -155,7 +155,8 @@ def planned_step(plan: TrainingPlan, place: RankPlace) -> list[Event]:
 
 def planned_update(plan: TrainingPlan, place: RankPlace) -> list[Event]:
     """The same of what follows the optimizer's step."""
-    return _replay(plan, place)[0].play(update_events(plan.order, plan.strategy))
+    events = update_events(plan.order, plan.strategy)
+    return _replay(plan, place)[0].play(events) if events else []
 
 
 def _replay(plan: TrainingPlan, place: RankPlace) -> tuple[Replay, Reductions]:

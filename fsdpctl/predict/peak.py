@@ -4,27 +4,15 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from fsdpctl.predict.allocator import CachingAllocator, DeviceFullError, PlainAllocator
 from fsdpctl.predict.compute import Operation
-from fsdpctl.predict.script import Category, Item, When, Writer
+from fsdpctl.predict.recorder import Category, Steps
+from fsdpctl.predict.script import Item, MemoryRecorder, When
 
 _MOST_STEPS = 5  # after which an allocator that still grows is taken as it is
 _USUAL = 2  # the number of a step like all that follow
 _LARGEST = 8  # how many kinds of tensors are named
-
-
-class Steps(Protocol):
-    """Writes what a rank does, under some engine."""
-
-    def setup(self, *, draws: bool) -> None:
-        """Build the model."""
-        ...
-
-    def step(self) -> None:
-        """A step."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +47,17 @@ class Script:
     """Everything that a rank does: building the model, then steps."""
 
     def __init__(
-        self, writer: Writer, steps: Steps, *, draws: bool, constants: Sequence[Constant] = ()
+        self,
+        writer: MemoryRecorder,
+        steps: Steps,
+        *,
+        draws: bool,
+        constants: Sequence[Constant] = (),
     ) -> None:
         """`constants` are made with the model, and stay; so do tables that the first pass makes."""
         self._writer = writer
         self._steps = steps
+        writer.begin()
         steps.setup(draws=draws)
         for each in constants:
             writer.allocate(each.category, "", each.what, each.nbytes)
@@ -75,6 +69,7 @@ class Script:
     def operations(self, number: int) -> Sequence[Operation]:
         """Of a step; 0: of building the model."""
         while len(self._lists) <= number:
+            self._writer.begin()
             self._steps.step()
             self._lists.append(self._writer.operations)
             self._moments.append(self._writer.moments)

@@ -1,34 +1,11 @@
-"""A step written down as operations on an allocator, with what each of them is for."""
+"""Records a training step as operations on an allocator, with the purpose of each."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
-from fsdpctl.plan.schedule import Buffer
+from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.predict.compute import Operation, Part, Place, Program
-
-
-class Category(StrEnum):
-    """What memory is for."""
-
-    PARAMETERS = "parameters"  # at rest: master weights, and what is gathered in another dtype
-    GRADIENTS = "gradients"  # reduced, or as autograd made them
-    OPTIMIZER_STATES = "optimizer_states"
-    GATHERED_UNITS = "gathered_units"  # parameters that compute
-    REDUCE_BUFFERS = "reduce_buffers"
-    ACTIVATIONS = "activations"
-    LOGITS_AND_LOSS = "logits_and_loss"
-    WORKSPACES = "workspaces"  # of kernels
-
-
-CATEGORY_OF = {
-    Buffer.PARAMS: Category.GATHERED_UNITS,
-    Buffer.WHOLE_GRADS: Category.REDUCE_BUFFERS,
-    Buffer.WORKSPACE: Category.REDUCE_BUFFERS,
-    Buffer.SUM: Category.REDUCE_BUFFERS,
-    Buffer.COMBINING: Category.REDUCE_BUFFERS,
-    Buffer.GRADS: Category.GRADIENTS,
-}
+from fsdpctl.predict.recorder import Category, Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +40,16 @@ _DOING = {
 }
 
 
-class Writer:
-    """Writes operations down; parts of the computation as they are, the engine's one by one."""
+class MemoryRecorder(Recorder):
+    """The allocations and frees of one rank.
+
+    Args:
+        program: the computation, whose operations are copied.
+        last: the unit after which the loss is computed.
+        last_is_head: whether that unit makes the logits itself.
+    """
 
     def __init__(self, program: Program, last: str, *, last_is_head: bool) -> None:
-        """`last`: the unit after which the loss is computed; it may make the logits itself."""
         self.program = program
         self._last = last
         self._last_is_head = last_is_head
@@ -106,8 +88,10 @@ class Writer:
             self._empty.add(key)
         return key
 
-    def free(self, key: int) -> None:
-        """Give memory back."""
+    def free(self, key: int | None) -> None:
+        """Free memory, if there is a key."""
+        if key is None:
+            return
         self._busy.discard(key)
         if key not in self._empty:
             self.operations.append((key, 0))
@@ -123,19 +107,23 @@ class Writer:
         if nbytes:
             self.operations.append((-1, -nbytes))
 
-    def play(self, place: Place) -> None:
-        """Compute a part of a pass."""
-        operations = self.program.parts.get(place)
-        if place.part is Part.BEFORE:
+    def compute(self, part: Part, unit: str = "") -> None:
+        """Copy the operations of a part of a pass."""
+        operations = self.program.parts.get(Place(part, unit))
+        if part is Part.BEFORE:
             self._instead.clear()
         if not operations:
             return
-        self.at(_DOING[place.part], place.unit)
+        self.at(_DOING[part], unit)
         special = self.program.held_over | self._busy
         if special and any(key in special for key, _ in operations):
             self.operations += self._with_new_keys(operations)
         else:
             self.operations += operations
+
+    def has_gradient(self, param: ParamSpec) -> bool:
+        """Return whether the traced backward makes a gradient of a parameter."""
+        return param.name in self.program.gradients
 
     def gradient(self, param: str) -> int | None:
         """The key of a parameter's gradient in this pass, if it has one."""

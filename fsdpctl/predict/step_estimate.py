@@ -5,8 +5,9 @@ from typing import Any
 
 from fsdpctl.predict.allocator import CachingAllocator, PlainAllocator
 from fsdpctl.predict.collection import without_collection
-from fsdpctl.predict.peak import Constant, Peak, Script, Steps, can_play, find_peak, settle
-from fsdpctl.predict.script import Category, Writer
+from fsdpctl.predict.peak import Constant, Peak, Script, can_play, find_peak, settle
+from fsdpctl.predict.recorder import Category, Steps
+from fsdpctl.predict.script import MemoryRecorder
 
 ALLOCATORS = ("expandable", "native")
 _MIB = 1 << 20
@@ -25,7 +26,7 @@ class StepEstimate:
     peak_reserved: int  # by that allocator
     peak: Peak
     script: Script
-    writer: Writer
+    writer: MemoryRecorder
 
     @property
     def reserved(self) -> dict[str, int]:
@@ -79,7 +80,7 @@ class StepEstimate:
 
 
 def estimate_steps(
-    writer: Writer, steps: Steps, *, device: str, allocator: str, draws: bool
+    writer: MemoryRecorder, steps: Steps, *, device: str, allocator: str, draws: bool
 ) -> StepEstimate:
     """Play what `steps` writes until nothing new is asked for.
 
@@ -100,7 +101,7 @@ def estimate_steps(
 
 
 def _played(
-    script: Script, writer: Writer, device: str, name: str
+    script: Script, writer: MemoryRecorder, device: str, name: str
 ) -> CachingAllocator | PlainAllocator:
     """An allocator that the script was played on."""
     allocator: CachingAllocator | PlainAllocator = PlainAllocator()
