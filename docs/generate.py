@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from docs import measured
 from docs.faults import faults_table
-from docs.foreseen import choices_table, foreseen_steps_table, published_steps_table
+from docs.predicted import predicted_steps_table, published_steps_table, selections_line
 from fsdpctl.cli.app import app
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.build import divide_module
@@ -169,8 +169,8 @@ TABLES = {
     "faults": faults_table,
     "slow_links": measured.slow_links_table,
     "published_steps": published_steps_table,
-    "foreseen_steps": foreseen_steps_table,
-    "choices": choices_table,
+    "predicted_steps": predicted_steps_table,
+    "selections": selections_line,
     "surviving": measured.surviving_lines,
 }
 

@@ -13,7 +13,7 @@ from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.plan.engines import OURS, has_strategy
 from fsdpctl.plan.strategy import STRATEGIES, get_strategy
-from fsdpctl.predict.script import MemoryRecorder
+from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.step_estimate import estimate_steps
 from fsdpctl.resolve.attention import assumed_of, check_attention
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens

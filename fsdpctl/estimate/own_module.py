@@ -22,7 +22,7 @@ from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy, ra
 from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import UnitSpec, lay_out
 from fsdpctl.predict.engine_bytes import TrainingPlan
-from fsdpctl.predict.script import MemoryRecorder
+from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.step_estimate import ALLOCATORS, StepEstimate, estimate_steps
 
 _CHOICES = {

@@ -16,6 +16,8 @@ from fsdpctl.plan.transport import (
     sends_in_place,
 )
 
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
 
 @dataclass(frozen=True, slots=True)
 class Itemsizes:

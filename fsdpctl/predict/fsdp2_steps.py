@@ -40,7 +40,7 @@ class Fsdp2Model:
     states: KeptStates = ADAMW
     replicates: bool = False  # gradients are then all-reduced over replicas
     fused: bool = True  # AdamW in one kernel, or tensor by tensor with a temporary each
-    overlaps: bool = True  # whether the next block is gathered beside a block's forward anyway
+    overlaps: bool = True  # whether the next block is gathered during a forward anyway
 
     @cached_property
     def groups(self) -> dict[str, tuple[ParamSpec, ...]]:
@@ -204,8 +204,7 @@ class Fsdp2Steps:
             self._after(name, reduces=reduces)
         for key in self._reductions:
             recorder.wait(key)
-        recorder.free(self._reducing)
-        for key in self._all_reduced:
+        for key in (self._reducing, *self._all_reduced):
             recorder.free(key)
         self._reducing = None
         self._reductions.clear()
@@ -251,9 +250,9 @@ class Fsdp2Steps:
 
     def _reduce(self, unit: str, nbytes: int) -> None:
         recorder, parts = self._recorder, self._model.num_parts
+        shard, replicas = RankGroup.SHARD, RankGroup.REPLICAS
         if parts > 1:
             recorder.copy(2 * nbytes, f"copy gradients of {unit}")
-        shard, replicas = RankGroup.SHARD, RankGroup.REPLICAS
         key = recorder.start(C.REDUCE_SCATTER, nbytes, shard, f"reduce {unit}", queue=_QUEUE)
         if self._model.replicates:
             label, own = f"sum over copies of {unit}", nbytes / parts

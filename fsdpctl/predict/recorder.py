@@ -14,12 +14,12 @@ GATHERS, REDUCTIONS, COPIES = "gathers", "reductions", "sums over copies"
 
 
 class Category(StrEnum):
-    """What memory is for."""
+    """The purpose of memory."""
 
-    PARAMETERS = "parameters"  # at rest: master weights, and what is gathered in another dtype
+    PARAMETERS = "parameters"  # at rest: master weights, and parts to be gathered in another dtype
     GRADIENTS = "gradients"  # reduced, or as autograd made them
     OPTIMIZER_STATES = "optimizer_states"
-    GATHERED_UNITS = "gathered_units"  # parameters that compute
+    GATHERED_UNITS = "gathered_units"  # parameters to compute with
     REDUCE_BUFFERS = "reduce_buffers"
     ACTIVATIONS = "activations"
     LOGITS_AND_LOSS = "logits_and_loss"

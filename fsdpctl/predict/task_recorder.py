@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdpctl.plan.transport import ALL_REDUCED_TOGETHER
-from fsdpctl.plan.work import Work
-from fsdpctl.predict.compute import Part, Place
+from fsdpctl.predict.compute import Part, Place, Work
 from fsdpctl.predict.hardware import Device
 from fsdpctl.predict.network import CollectiveKind, Group, Network
 from fsdpctl.predict.recorder import GATHERS, RankGroup, Recorder
-from fsdpctl.predict.tasks import Compute, Start, Task, Wait
+from fsdpctl.predict.simulator import Compute, Start, Task, Wait
 
 RECORD_BYTES = 64  # of the statistics that ranks exchange after a backward
 
@@ -46,7 +45,7 @@ class TaskRecorder(Recorder):
         if id(works) not in self._seconds:
             device = self._machine.device
             computing = sum(map(device.seconds, works))
-            self._seconds[id(works)] = max(computing, len(works) * device.issuing)
+            self._seconds[id(works)] = max(computing, len(works) * device.host_seconds)
         self._spend(self._seconds[id(works)], f"{part} {unit}".strip())
 
     def copy(self, nbytes: float, label: str) -> None:
@@ -93,12 +92,12 @@ class TaskRecorder(Recorder):
         if self._machine.groups[RankGroup.WORLD].ranks > 1:
             kind, world = CollectiveKind.ALL_REDUCE, RankGroup.WORLD
             self.wait(self.start(kind, RECORD_BYTES, world, "record", queue=GATHERS))
-        seconds = self._machine.device.stepping(numel * itemsize, moments)
+        seconds = self._machine.device.optimizer_seconds(numel * itemsize, moments)
         self._spend(seconds, "optimizer", "optimizer")
 
     def end_step(self) -> None:
         """Add the time of a step that no operator accounts for."""
-        self._spend(self._machine.device.per_step, "between steps")
+        self._spend(self._machine.device.step_overhead, "between steps")
 
     def _start_held(self) -> None:
         self._tasks += self._held
@@ -106,7 +105,7 @@ class TaskRecorder(Recorder):
 
     def _copy(self, nbytes: float, label: str, phase: str = "compute") -> None:
         if nbytes > 0:
-            self._spend(self._machine.device.copying(nbytes), label, phase)
+            self._spend(self._machine.device.copy_seconds(nbytes), label, phase)
 
     def _spend(self, seconds: float, label: str, phase: str = "compute") -> None:
         if seconds > 0:

@@ -38,7 +38,7 @@ def test_every_strategy_as_json():
 def test_for_people_it_says_why_and_how_much_is_left():
     code, text = invoke("estimate-memory", *H100)
     assert code == 0
-    for part in ("activations", "reserved by the allocator", "when: ", "to spare", "tokens"):
+    for part in ("activations", "reserved by the allocator", "peak at: ", "to spare", "tokens"):
         assert part in text
     code, text = invoke("estimate-memory", *H100, "--all-strategies")
     assert code == 0

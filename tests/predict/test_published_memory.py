@@ -19,9 +19,9 @@ from fsdpctl.plan.sizes import Itemsizes
 from fsdpctl.predict.allocator import CachingAllocator
 from fsdpctl.predict.compute import Program
 from fsdpctl.predict.fsdp2_steps import Fsdp2Model, Fsdp2Steps
-from fsdpctl.predict.peak import Constant, Script, settle
+from fsdpctl.predict.memory_recorder import MemoryRecorder
+from fsdpctl.predict.peak import Constant, Script, replay
 from fsdpctl.predict.recorder import Category
-from fsdpctl.predict.script import MemoryRecorder
 from fsdpctl.resolve.blocks import checkpoint_block
 from tests.predict.titan import LLAMA_7B, LLAMA_8B, Shape, Titan
 
@@ -50,7 +50,7 @@ def estimated(
     sharded = Fsdp2Model(units, 8, Itemsizes(2, 4, 4), True, 1, (True,), fused=False)
     script = Script(writer, Fsdp2Steps(sharded, writer), draws=False, constants=CUBLAS)
     allocator = CachingAllocator(streams=writer.streams)
-    settle(script, allocator)
+    replay(script, allocator)
     return allocator
 
 

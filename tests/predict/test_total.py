@@ -24,8 +24,8 @@ from fsdpctl.plan.transport import Transport
 from fsdpctl.predict.allocator import PlainAllocator
 from fsdpctl.predict.engine_bytes import planned_step
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
-from fsdpctl.predict.peak import Script, settle
-from fsdpctl.predict.script import MemoryRecorder
+from fsdpctl.predict.memory_recorder import MemoryRecorder
+from fsdpctl.predict.peak import Script, replay
 from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
 from fsdpctl.train.assemble import make_model, make_optimizer
 from tests.distributed import distributed
@@ -131,7 +131,7 @@ def predicted(
     program = traced.program(micro, config.train.seq_len, chunk)
     writer = MemoryRecorder(program, last.name, last_is_head=last.kind == "head")
     allocator = PlainAllocator()
-    settle(Script(writer, FsdpctlSteps(plan, place, writer), draws=False), allocator)
+    replay(Script(writer, FsdpctlSteps(plan, place, writer), draws=False), allocator)
     plan = replace(plan, reduces=(*plan.reduces[:1] * (steps - 1), True))
     return allocator.peak_allocated, planned_step(plan, place)
 

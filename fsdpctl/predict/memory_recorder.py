@@ -10,22 +10,22 @@ from fsdpctl.predict.recorder import Category, Recorder
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Something that takes memory."""
+    """The purpose of an allocation."""
 
     category: Category
-    unit: str  # "" where it belongs to none
+    unit: str  # "": none
     what: str
 
 
 @dataclass(frozen=True, slots=True)
 class When:
-    """Where in a step something happens."""
+    """A moment of a step."""
 
     doing: str
     unit: str
 
     def __str__(self) -> str:
-        """In words."""
+        """Return the moment as text."""
         return f"{self.doing} {self.unit}".strip()
 
 
@@ -56,9 +56,9 @@ class MemoryRecorder(Recorder):
         self.operations: list[Operation] = []
         self.moments: list[tuple[int, When]] = []  # where each begins
         self._items: list[Item] = []  # of the keys that are not the program's
-        self.streams: dict[int, int] = {}  # of the keys that are not of the first
-        self._empty: set[int] = set()  # keys that take nothing
-        # What outlives its pass, by the program's key: its own, and that of its forerunner.
+        self.streams: dict[int, int] = {}  # of the keys that are not on stream 0
+        self._empty: set[int] = set()  # keys of allocations without bytes
+        # What outlives its pass, by the program's key: its current and its previous key.
         self._held: dict[int, int] = {}
         self._old: dict[int, int | None] = {}
         self._busy: set[int] = set()  # the program's keys of gradients that are held
@@ -71,13 +71,13 @@ class MemoryRecorder(Recorder):
         self.moments = []
 
     def at(self, doing: str, unit: str = "") -> None:
-        """What comes now happens at this moment."""
+        """Name the moment of the operations that follow."""
         self.moments.append((len(self.operations), When(doing, unit)))
 
     def allocate(
         self, category: Category, unit: str, what: str, nbytes: int, *, stream: int = 0
     ) -> int:
-        """Take memory on a stream; returns the key to free it."""
+        """Allocate memory on a stream and return the key that frees it."""
         key = self.program.num_keys + len(self._items)
         self._items.append(Item(category, unit, what))
         if stream:
@@ -97,13 +97,13 @@ class MemoryRecorder(Recorder):
             self.operations.append((key, 0))
 
     def become(self, key: int, category: Category, what: str) -> None:
-        """The same memory is for something else from now on."""
+        """Change the purpose of allocated memory."""
         if key >= self.program.num_keys:
             unit = self._items[key - self.program.num_keys].unit
             self._items[key - self.program.num_keys] = Item(category, unit, what)
 
     def pass_through(self, nbytes: int) -> None:
-        """Take memory for a moment."""
+        """Allocate memory and free it at once."""
         if nbytes:
             self.operations.append((-1, -nbytes))
 
@@ -126,16 +126,16 @@ class MemoryRecorder(Recorder):
         return param.name in self.program.gradients
 
     def gradient(self, param: str) -> int | None:
-        """The key of a parameter's gradient in this pass, if it has one."""
+        """Return the key of a parameter's gradient in this pass, if it has one."""
         key = self.program.gradients.get(param)
         return None if key is None else self._instead.get(key, key)
 
     def keep(self, key: int) -> None:
-        """What has this key lives on when the pass is over."""
+        """Let a gradient of autograd outlive its pass."""
         self._busy.add(key)
 
     def _with_new_keys(self, operations: Sequence[Operation]) -> Iterator[Operation]:
-        """What is made while its like from the pass before is there has a key of its own."""
+        """Give what is made while that of the pass before still exists a key of its own."""
         for key, nbytes in operations:
             outlives = key in self.program.held_over
             if nbytes > 0 and (outlives or key in self._busy):
@@ -155,7 +155,7 @@ class MemoryRecorder(Recorder):
                 yield (self._instead.get(key, key), nbytes)
 
     def item(self, key: int) -> Item:
-        """What a key stands for."""
+        """Return the purpose of a key."""
         if key >= self.program.num_keys:
             return self._items[key - self.program.num_keys]
         tensor = self.program.tensor(key)
