@@ -51,7 +51,7 @@ class Fsdp2Model:
 
     @property
     def root(self) -> str:
-        """The unit of everything outside the blocks."""
+        """The name of the unit outside all blocks."""
         return self.units[0].name
 
 
@@ -204,8 +204,9 @@ class Fsdp2Steps:
             self._after(name, reduces=reduces)
         for key in self._reductions:
             recorder.wait(key)
-        for key in (self._reducing, *self._all_reduced):
-            recorder.free(key)
+        recorder.free(self._reducing)
+        for each in self._all_reduced:
+            recorder.free(each)
         self._reducing = None
         self._reductions.clear()
         self._all_reduced.clear()
@@ -270,11 +271,10 @@ class Fsdp2Steps:
             for key in self._held[unit]:
                 recorder.keep(key)
         else:
-            self._held[unit] = []
+            held = self._held[unit] = []
             for param, key in zip(params, keys, strict=True):
-                nbytes = param.numel * sizes.reduce
-                wide = recorder.allocate(Category.GRADIENTS, unit, "held gradients", nbytes)
-                self._held[unit].append(wide)
+                of, nbytes = Category.GRADIENTS, param.numel * sizes.reduce
+                held.append(recorder.allocate(of, unit, "held gradients", nbytes))
                 recorder.free(key)
 
     def _optimize(self) -> None:

@@ -97,7 +97,7 @@ def test_more_ranks_than_samples_are_no_mistake_here():
         (["cluster.memory=80QB"], "a size such as 80GB"),
         (["cluster.memory=GiB"], "cluster.memory=GiB"),
         (["cluster=h1000"], "did you mean h100?"),
-        (["engine=ddp"], "it can no_shard"),
+        (["engine=ddp"], "expected no_shard"),
         (["engine=fsdp2", "strategy=no_shard"], "full_shard"),
         (["--fit", "batch"], "micro_batch, seq_len, model"),
         (["launch.allocator=cuda"], "expandable, native"),

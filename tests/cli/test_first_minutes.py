@@ -173,8 +173,8 @@ def test_reshard_after_forward_chooses_the_strategy(words, ours):
 @pytest.mark.parametrize(
     ("words", "said"),
     [(["reshard_after_forward=maybe"], "allowed is true, false"),
-     (["strategy=no_shard", "reshard_after_forward=false"], "whole at all times"),
-     (["strategy=nonsense", "reshard_after_forward=false"], "no such strategy")],
+     (["strategy=no_shard", "reshard_after_forward=false"], "always unsharded"),
+     (["strategy=nonsense", "reshard_after_forward=false"], "expected one of")],
 )  # fmt: skip
 def test_reshard_after_forward_says_what_it_can(words, said):
     code, answer = invoke("train", *words, "--dry-run")
