@@ -20,7 +20,7 @@ def published_steps_table() -> str:
     ]
     lines += [
         f"| {each['name']} | {each['published_tokens_per_second']:,.0f} | "
-        f"{each['foreseen_tokens_per_second']:,.0f} | {each['error']:+.1%} | {each['source']} |"
+        f"{each['predicted_tokens_per_second']:,.0f} | {each['error']:+.1%} | {each['source']} |"
         for each in report["results"]
     ]
     errors = f"Median error {report['median_error']:.1%}, worst {report['worst_error']:.1%}."
@@ -41,7 +41,7 @@ def selections_line() -> str:
 
 def predicted_steps_table() -> str:
     """Return prediction errors for measured steps on two ranks, by the link between them."""
-    report = json.loads((_RESULTS / "foreseen-steps.json").read_text())
+    report = json.loads((_RESULTS / "predicted-steps.json").read_text())
     rows = sorted(report["results"], key=lambda row: row["mbit"] or 0)
     lines = [
         "| link between two ranks | steps | median error | worst | strategy pairs in the right "
@@ -92,4 +92,4 @@ def _orders(rows: Sequence[dict[str, Any]]) -> Iterator[bool]:
         for one, other in combinations(group, 2):
             fast, slow = sorted((one, other), key=lambda row: float(row["measured_seconds"]))
             if slow["measured_seconds"] > (1 + _APART) * fast["measured_seconds"]:
-                yield slow["foreseen_seconds"] > fast["foreseen_seconds"]
+                yield slow["predicted_seconds"] > fast["predicted_seconds"]

@@ -20,8 +20,8 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.candidates import Axes, Point
 from fsdpctl.estimate.choice import Candidate, Choice
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.foresight import Foresight
 from fsdpctl.estimate.here import with_speed
+from fsdpctl.estimate.prediction import StepPredictor
 from fsdpctl.estimate.run_estimate import RunEstimate
 
 KEPT = 6  # candidates: the chosen one, and what it is compared with
@@ -60,7 +60,7 @@ class _Search:
 
     def __init__(self, estimator: Estimator, axes: Axes) -> None:
         self.axes = axes
-        self._estimator, self._foresight = estimator, Foresight(estimator)
+        self._estimator, self._predictor = estimator, StepPredictor(estimator)
         self._estimates: dict[Point, RunEstimate | None] = {}
         self._seconds: dict[Point, float] = {}
         self._refusal: UsageError | None = None
@@ -145,7 +145,7 @@ class _Search:
 
     def _time(self, point: Point) -> float:
         if point not in self._seconds:
-            self._seconds[point] = self._foresight.step(self.axes.config(point)).seconds
+            self._seconds[point] = self._predictor.predict(self.axes.config(point)).seconds
         return self._seconds[point]
 
     # ---- memory --------------------------------------------------------------------------

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.foresight import Foresight
 from fsdpctl.estimate.here import with_speed
+from fsdpctl.estimate.prediction import StepPredictor
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import estimate_run
 from fsdpctl.io.documents import read_json
@@ -50,7 +50,7 @@ def write_estimate(
 def _foreseen(run: ResolvedRun, estimator: Estimator) -> dict[str, float | str]:
     described, whose = with_speed(placed_on_cluster(run.config))
     try:
-        seconds = Foresight(estimator).step(described).seconds
+        seconds = StepPredictor(estimator).predict(described).seconds
     except UsageError:
         return {}  # nothing depends on it
     return {"foreseen_step_seconds": seconds, "foreseen_by": whose}

@@ -38,7 +38,7 @@ def test_every_strategy_as_json():
 def test_for_people_it_says_why_and_how_much_is_left():
     code, text = invoke("estimate-memory", *H100)
     assert code == 0
-    for part in ("activations", "reserved by the allocator", "when: ", "to spare", "tokens"):
+    for part in ("activations", "reserved by the allocator", "peak at: ", "to spare", "tokens"):
         assert part in text
     code, text = invoke("estimate-memory", *H100, "--all-strategies")
     assert code == 0
@@ -97,7 +97,7 @@ def test_more_ranks_than_samples_are_no_mistake_here():
         (["cluster.memory=80QB"], "a size such as 80GB"),
         (["cluster.memory=GiB"], "cluster.memory=GiB"),
         (["cluster=h1000"], "did you mean h100?"),
-        (["engine=ddp"], "it can no_shard"),
+        (["engine=ddp"], "expected no_shard"),
         (["engine=fsdp2", "strategy=no_shard"], "full_shard"),
         (["--fit", "batch"], "micro_batch, seq_len, model"),
         (["launch.allocator=cuda"], "expandable, native"),

@@ -173,8 +173,8 @@ def test_reshard_after_forward_chooses_the_strategy(words, ours):
 @pytest.mark.parametrize(
     ("words", "said"),
     [(["reshard_after_forward=maybe"], "allowed is true, false"),
-     (["strategy=no_shard", "reshard_after_forward=false"], "whole at all times"),
-     (["strategy=nonsense", "reshard_after_forward=false"], "no such strategy")],
+     (["strategy=no_shard", "reshard_after_forward=false"], "always unsharded"),
+     (["strategy=nonsense", "reshard_after_forward=false"], "expected one of")],
 )  # fmt: skip
 def test_reshard_after_forward_says_what_it_can(words, said):
     code, answer = invoke("train", *words, "--dry-run")
@@ -241,12 +241,12 @@ def test_a_length_that_fits_is_a_round_one_and_nothing_that_fits_is_helped():
     found = json.loads(invoke("estimate-memory", *length, "--fit", "seq_len", "--json")[1])["fit"]
     assert found["value"] % 256 == 0
     assert found["estimate"]["verdict"] == "fits"
-    assert found["following"]["verdict"] != "fits"
-    assert found["following"]["seq_len"] == found["value"] + 256
+    assert found["next"]["verdict"] != "fits"
+    assert found["next"]["seq_len"] == found["value"] + 256
     small = [*length, "cluster.memory=40GiB", "--fit", "micro_batch"]
     code, said = invoke("estimate-memory", *small)
     assert code == 0
-    assert "nothing, train.micro_batch_size=1 is too large" in said
+    assert "nothing: train.micro_batch_size=1 does not fit" in said
     assert "to fit" in said
     assert "activation_checkpointing=full" in said.split("with ", 1)[1]
 

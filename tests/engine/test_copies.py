@@ -55,13 +55,13 @@ def test_what_runs_in_the_ends_is_a_row_without_copies(strategy, alone, whole_co
 
 
 def test_a_row_that_shares_out_what_is_whole_is_refused():
-    with pytest.raises(UsageError, match="strategy mine: only what copies share out"):
+    with pytest.raises(UsageError, match="strategy mine: shards_over_copies requires replicates"):
         Strategy("mine", "", True, True, True, True, replicates=False, shards_over_copies=True)
 
 
 def test_there_is_none_like_it_that_keeps_parameters_until_backward():
     assert with_resharding(SHARED, True).name == SHARED
-    with pytest.raises(UsageError, match="none like it that keeps them"):
+    with pytest.raises(UsageError, match="reshard_after_forward=false is not supported"):
         with_resharding(SHARED, False)
 
 

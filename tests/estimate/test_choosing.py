@@ -22,8 +22,8 @@ from fsdpctl.estimate.candidates import Axes, Point
 from fsdpctl.estimate.choice import Choice
 from fsdpctl.estimate.choosing import KEPT, choose
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
-from fsdpctl.estimate.foresight import Foresight
 from fsdpctl.estimate.here import cluster_of_device, with_speed
+from fsdpctl.estimate.prediction import StepPredictor
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.machine import resolved_strategy
 from fsdpctl.train.choices import describe_choice, with_share
@@ -86,7 +86,7 @@ def test_no_combination_that_fits_is_foreseen_faster_than_what_is_chosen(memory)
                 while point is not None:
                     config = axes.config(point)
                     if estimator.estimate(config).verdict == "fits":
-                        fitting.append(Foresight(estimator).step(config).seconds)
+                        fitting.append(StepPredictor(estimator).predict(config).seconds)
                     point = axes.less_prefetch(point)
     assert found.estimate.verdict == "fits"
     assert found.ranked[0].seconds <= TIE * min(fitting)
@@ -307,4 +307,4 @@ def test_figures_that_are_given_are_not_assumed():
     assert torch.cuda.is_available() or "assumed" in whose
     config = placed("strategy=full_shard")
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
-    assert Foresight().step(with_speed(config)[0]).seconds > 0
+    assert StepPredictor().predict(with_speed(config)[0]).seconds > 0

@@ -9,10 +9,10 @@ from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.choosing import choose
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
-from fsdpctl.estimate.foresight import Foreseen, Foresight
+from fsdpctl.estimate.prediction import StepPrediction, StepPredictor
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.traffic import sent_in_step
-from fsdpctl.predict.chrome import chrome_trace
+from fsdpctl.predict.simulator import chrome_trace
 from fsdpctl.resolve.machine import resolved_strategy, world_size
 from fsdpctl.run.flops import flops_per_token
 from fsdpctl.tools.compare.fitting import LargestModels, lacks_room, with_memory
@@ -29,7 +29,7 @@ class _Imagined:
 
     row: Row
     config: Config
-    step: Foreseen | None = None
+    step: StepPrediction | None = None
 
 
 class Foreseeing:
@@ -38,7 +38,7 @@ class Foreseeing:
     def __init__(self, variants: Sequence[Variant]) -> None:
         """Nothing is foreseen yet."""
         self._estimator = Estimator()
-        self._foresight = Foresight(self._estimator)
+        self._predictor = StepPredictor(self._estimator)
         self._imagined = [
             _Imagined(Row(each.varied, config.strategy.name, config.engine.name), config)
             for each in variants
@@ -77,7 +77,7 @@ class Foreseeing:
             (folder / TRACES).mkdir()
         for number, each in known:
             assert each.step is not None
-            text = chrome_trace(each.step.played, f"foreseen: {each.row.label}")
+            text = chrome_trace(each.step.simulated, f"foreseen: {each.row.label}")
             (folder / TRACES / f"{number:02d}.json").write_text(text, encoding="utf-8")
 
     def _foresee(self, each: _Imagined) -> None:
@@ -85,7 +85,7 @@ class Foreseeing:
         config = replace(config, strategy=resolved_strategy(config, config.strategy))
         each.row = replace(each.row, strategy=config.strategy.name)
         estimate = self._estimator.estimate(config)
-        step = self._foresight.step(config)
+        step = self._predictor.predict(config)
         each.config, each.step = config, step
         row = _with_times(each.row, config, step, estimate)
         units = self._estimator.traced_model(config).units
@@ -98,7 +98,7 @@ class Foreseeing:
         return choose(self._estimator, placed).chosen if left_open(placed) else placed
 
 
-def _with_times(row: Row, config: Config, step: Foreseen, estimate: RunEstimate) -> Row:
+def _with_times(row: Row, config: Config, step: StepPrediction, estimate: RunEstimate) -> Row:
     speed = step.tokens / step.seconds
     return replace(
         row,

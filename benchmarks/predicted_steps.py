@@ -1,9 +1,9 @@
-"""Foreseen beside measured steps: `python -m benchmarks.foreseen_steps --out FILE.json`.
+"""Compare predicted with measured steps: `python -m benchmarks.predicted_steps --out FILE.json`.
 
 With a profile of this machine (made first, and again every few minutes, unless --profile gives it):
 runs of three models under every strategy, with and without prefetch and accumulation, on two ranks
-over gloo; and over cables of 100, 300 and 1,000 Mbit/s between two hosts (network namespaces, which
-takes root). Goes on with what the file has.
+over gloo; and over network links of 100, 300 and 1,000 Mbit/s between two hosts (network
+namespaces, which need root). Continues with the results that the file has.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from benchmarks.report import write_report
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import placed_for_estimate
-from fsdpctl.estimate.foresight import Foreseen, Foresight
+from fsdpctl.estimate.prediction import StepPrediction, StepPredictor
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.machine import resolved_strategy
 from fsdpctl.run.metrics import last_step
@@ -31,7 +31,7 @@ from fsdpctl.tools.compare.measure import in_turn
 from tests.cli.run import command, environment, make_text
 from tests.launch.hosts import Hosts, hosts
 
-FIRST, LAST = 4, 13  # what comes before warms up
+FIRST, LAST = 4, 13  # earlier steps warm up
 FRESH = 240.0  # seconds
 MODELS = {
     "llama": "model.num_layers=6 model.hidden_size=256 model.intermediate_size=768 "
@@ -50,11 +50,11 @@ ALWAYS = (
     "train.sample_tokens=0 train.eval_every=0 train.final_eval_batches=1 checkpoint.every=0 "
     "data=text precision=fp32 launch.device=cpu"
 )
-CABLES = (100, 300, 1000)  # Mbit/s
+LINKS = (100, 300, 1000)  # Mbit/s
 
 
 class Case(NamedTuple):
-    """A configuration, on one machine or over a cable."""
+    """A configuration, on one machine or over a network link."""
 
     model: str
     strategy: str
@@ -64,13 +64,13 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the file knows it by."""
-        cable = "" if self.mbit is None else f", {self.mbit} Mbit/s"
-        return f"{self.model}, {self.strategy}, prefetch {self.prefetch}, {self.passes}{cable}"
+        """The name in the file."""
+        link = "" if self.mbit is None else f", {self.mbit} Mbit/s"
+        return f"{self.model}, {self.strategy}, prefetch {self.prefetch}, {self.passes}{link}"
 
     @property
     def words(self) -> list[str]:
-        """The configuration."""
+        """The settings."""
         nodes, ranks = (1, 2) if self.mbit is None else (2, 1)
         words = [
             *ALWAYS.split(), *MODELS[self.model].split(), *PASSES[self.passes].split(),
@@ -83,27 +83,27 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """All of them, a strategy beside the other; over cables without accumulation."""
+    """Yield all cases, strategy by strategy; over network links without accumulation."""
     names = [name for name in STRATEGIES if name != "hybrid_shard_optimizer"]
     for model, prefetch, passes, name in product(MODELS, ("none", "both"), PASSES, names):
         yield Case(model, name, prefetch, passes)
-    for mbit, model, name in product(CABLES, MODELS, names):
+    for mbit, model, name in product(LINKS, MODELS, names):
         yield Case(model, name, "both", "one pass", mbit)
 
 
-def foreseen(foresight: Foresight, case: Case, profile: Path, text: Path) -> Foreseen:
-    """By the profile, and the cable's rate."""
+def predicted(predictor: StepPredictor, case: Case, profile: Path, text: Path) -> StepPrediction:
+    """Predict a case from the profile and the rate of the link."""
     words = [*case.words, f"cluster.profile={profile}", f"data.path={text}"]
     if case.mbit is not None:
         words.append(f"cluster.inter_bandwidth={case.mbit / 8e3}")
     config = placed_for_estimate(compose_config(words).config)
-    return foresight.step(replace(config, strategy=resolved_strategy(config, config.strategy)))
+    return predictor.predict(replace(config, strategy=resolved_strategy(config, config.strategy)))
 
 
 def measured(rivals: Sequence[Case], rounds: int) -> list[tuple[float, float | None]]:
-    """Of each, seconds of a step, and over a cable the bytes that a host sends in one.
+    """Return the seconds per step of each case, and over a link the bytes that a host sends.
 
-    They run in turn, and how fast the machine was in a round is divided out.
+    The cases run in turn, and the speed of the machine in a round is divided out.
     """
     seconds: list[list[float]] = [[] for _ in rivals]
     sent: list[float | None] = [None for _ in rivals]
@@ -127,14 +127,14 @@ def _run(case: Case) -> tuple[float, float | None]:
                            capture_output=True, timeout=300)  # fmt: skip
         else:
             with hosts(2, mbit=case.mbit) as found:
-                counters = _over_a_cable(found, words, folder)
+                counters = _over_a_link(found, words, folder)
         lines = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
     seconds = [line["seconds"] for line in lines if line.get("loss") and line["step"] > FIRST]
     sent = (counters[LAST] - counters[FIRST]) / (LAST - FIRST) if counters else None
     return median(seconds), sent
 
 
-def _over_a_cable(found: Hosts, words: Sequence[str], folder: Path) -> dict[int, int]:
+def _over_a_link(found: Hosts, words: Sequence[str], folder: Path) -> dict[int, int]:
     endpoint = f"launch.rdzv_endpoint={found.addresses[0]}:29500"
     started = [
         found.start(host, *words, endpoint, f"launch.node_rank={host}", cwd=folder)
@@ -152,22 +152,22 @@ def _over_a_cable(found: Hosts, words: Sequence[str], folder: Path) -> dict[int,
     return counters
 
 
-def _row(case: Case, step: Foreseen, seconds: float, sent: float | None) -> dict[str, Any]:
+def _row(case: Case, step: StepPrediction, seconds: float, sent: float | None) -> dict[str, Any]:
     leaving = sum(step.sent.values())
     return {
         "case": case.name,
         **case._asdict(),
         "measured_seconds": round(seconds, 5),
-        "foreseen_seconds": round(step.seconds, 5),
+        "predicted_seconds": round(step.seconds, 5),
         "error": round(step.seconds / seconds - 1, 4),
-        "foreseen_sent_bytes": round(leaving),
+        "predicted_sent_bytes": round(leaving),
         "sent_bytes": sent if sent is None else round(sent),
         "sent_error": None if sent is None else round(leaving / sent - 1, 4),
     }
 
 
 class _Profiles:
-    """Of this machine, which is faster at times: none is older than some minutes."""
+    """Profiles of this machine, whose speed varies: none is older than some minutes."""
 
     def __init__(self, given: Path | None, folder: Path) -> None:
         self._given, self._folder = given, folder
@@ -175,7 +175,7 @@ class _Profiles:
         self._taken = -FRESH
 
     def newest(self) -> Path:
-        """What was given, or else one that is taken now if need be."""
+        """Return the given profile, or a new one if the last is too old."""
         if self._given is not None:
             return self._given
         if time.monotonic() - self._taken >= FRESH:
@@ -199,7 +199,7 @@ def main() -> None:
     if args.out is not None and args.out.exists():
         results = json.loads(args.out.read_text())["results"]
     done = {row["case"] for row in results}
-    foresight = Foresight()
+    predictor = StepPredictor()
     with tempfile.TemporaryDirectory() as kept:
         folder = Path(kept)
         profiles, text = _Profiles(args.profile, folder), make_text(folder)
@@ -208,10 +208,10 @@ def main() -> None:
             rivals, profile = list(group), profiles.newest()
             found = measured(rivals, args.rounds)
             for case, (seconds, sent) in zip(rivals, found, strict=True):
-                step = foreseen(foresight, case, profile, text)
+                step = predicted(predictor, case, profile, text)
                 results.append(_row(case, step, seconds, sent))
                 print(json.dumps(results[-1]), flush=True)
-                write_report(args.out, "foreseen_steps", results, rounds=args.rounds)
+                write_report(args.out, "predicted_steps", results, rounds=args.rounds)
 
 
 if __name__ == "__main__":

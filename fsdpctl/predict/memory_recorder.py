@@ -1,54 +1,31 @@
-"""A step written down as operations on an allocator, with what each of them is for."""
+"""Records a training step as operations on an allocator, with the purpose of each."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
-from fsdpctl.plan.schedule import Buffer
+from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.predict.compute import Operation, Part, Place, Program
-
-
-class Category(StrEnum):
-    """What memory is for."""
-
-    PARAMETERS = "parameters"  # at rest: master weights, and what is gathered in another dtype
-    GRADIENTS = "gradients"  # reduced, or as autograd made them
-    OPTIMIZER_STATES = "optimizer_states"
-    GATHERED_UNITS = "gathered_units"  # parameters that compute
-    REDUCE_BUFFERS = "reduce_buffers"
-    ACTIVATIONS = "activations"
-    LOGITS_AND_LOSS = "logits_and_loss"
-    WORKSPACES = "workspaces"  # of kernels
-
-
-CATEGORY_OF = {
-    Buffer.PARAMS: Category.GATHERED_UNITS,
-    Buffer.WHOLE_GRADS: Category.REDUCE_BUFFERS,
-    Buffer.WORKSPACE: Category.REDUCE_BUFFERS,
-    Buffer.SUM: Category.REDUCE_BUFFERS,
-    Buffer.COMBINING: Category.REDUCE_BUFFERS,
-    Buffer.GRADS: Category.GRADIENTS,
-}
+from fsdpctl.predict.recorder import Category, Recorder
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Something that takes memory."""
+    """The purpose of an allocation."""
 
     category: Category
-    unit: str  # "" where it belongs to none
+    unit: str  # "": none
     what: str
 
 
 @dataclass(frozen=True, slots=True)
 class When:
-    """Where in a step something happens."""
+    """A moment of a step."""
 
     doing: str
     unit: str
 
     def __str__(self) -> str:
-        """In words."""
+        """Return the moment as text."""
         return f"{self.doing} {self.unit}".strip()
 
 
@@ -63,20 +40,25 @@ _DOING = {
 }
 
 
-class Writer:
-    """Writes operations down; parts of the computation as they are, the engine's one by one."""
+class MemoryRecorder(Recorder):
+    """The allocations and frees of one rank.
+
+    Args:
+        program: the computation, whose operations are copied.
+        last: the unit after which the loss is computed.
+        last_is_head: whether that unit makes the logits itself.
+    """
 
     def __init__(self, program: Program, last: str, *, last_is_head: bool) -> None:
-        """`last`: the unit after which the loss is computed; it may make the logits itself."""
         self.program = program
         self._last = last
         self._last_is_head = last_is_head
         self.operations: list[Operation] = []
         self.moments: list[tuple[int, When]] = []  # where each begins
         self._items: list[Item] = []  # of the keys that are not the program's
-        self.streams: dict[int, int] = {}  # of the keys that are not of the first
-        self._empty: set[int] = set()  # keys that take nothing
-        # What outlives its pass, by the program's key: its own, and that of its forerunner.
+        self.streams: dict[int, int] = {}  # of the keys that are not on stream 0
+        self._empty: set[int] = set()  # keys of allocations without bytes
+        # What outlives its pass, by the program's key: its current and its previous key.
         self._held: dict[int, int] = {}
         self._old: dict[int, int | None] = {}
         self._busy: set[int] = set()  # the program's keys of gradients that are held
@@ -89,13 +71,13 @@ class Writer:
         self.moments = []
 
     def at(self, doing: str, unit: str = "") -> None:
-        """What comes now happens at this moment."""
+        """Name the moment of the operations that follow."""
         self.moments.append((len(self.operations), When(doing, unit)))
 
     def allocate(
         self, category: Category, unit: str, what: str, nbytes: int, *, stream: int = 0
     ) -> int:
-        """Take memory on a stream; returns the key to free it."""
+        """Allocate memory on a stream and return the key that frees it."""
         key = self.program.num_keys + len(self._items)
         self._items.append(Item(category, unit, what))
         if stream:
@@ -106,48 +88,54 @@ class Writer:
             self._empty.add(key)
         return key
 
-    def free(self, key: int) -> None:
-        """Give memory back."""
+    def free(self, key: int | None) -> None:
+        """Free memory, if there is a key."""
+        if key is None:
+            return
         self._busy.discard(key)
         if key not in self._empty:
             self.operations.append((key, 0))
 
     def become(self, key: int, category: Category, what: str) -> None:
-        """The same memory is for something else from now on."""
+        """Change the purpose of allocated memory."""
         if key >= self.program.num_keys:
             unit = self._items[key - self.program.num_keys].unit
             self._items[key - self.program.num_keys] = Item(category, unit, what)
 
     def pass_through(self, nbytes: int) -> None:
-        """Take memory for a moment."""
+        """Allocate memory and free it at once."""
         if nbytes:
             self.operations.append((-1, -nbytes))
 
-    def play(self, place: Place) -> None:
-        """Compute a part of a pass."""
-        operations = self.program.parts.get(place)
-        if place.part is Part.BEFORE:
+    def compute(self, part: Part, unit: str = "") -> None:
+        """Copy the operations of a part of a pass."""
+        operations = self.program.parts.get(Place(part, unit))
+        if part is Part.BEFORE:
             self._instead.clear()
         if not operations:
             return
-        self.at(_DOING[place.part], place.unit)
+        self.at(_DOING[part], unit)
         special = self.program.held_over | self._busy
         if special and any(key in special for key, _ in operations):
             self.operations += self._with_new_keys(operations)
         else:
             self.operations += operations
 
+    def has_gradient(self, param: ParamSpec) -> bool:
+        """Return whether the traced backward makes a gradient of a parameter."""
+        return param.name in self.program.gradients
+
     def gradient(self, param: str) -> int | None:
-        """The key of a parameter's gradient in this pass, if it has one."""
+        """Return the key of a parameter's gradient in this pass, if it has one."""
         key = self.program.gradients.get(param)
         return None if key is None else self._instead.get(key, key)
 
     def keep(self, key: int) -> None:
-        """What has this key lives on when the pass is over."""
+        """Let a gradient of autograd outlive its pass."""
         self._busy.add(key)
 
     def _with_new_keys(self, operations: Sequence[Operation]) -> Iterator[Operation]:
-        """What is made while its like from the pass before is there has a key of its own."""
+        """Give what is made while that of the pass before still exists a key of its own."""
         for key, nbytes in operations:
             outlives = key in self.program.held_over
             if nbytes > 0 and (outlives or key in self._busy):
@@ -167,7 +155,7 @@ class Writer:
                 yield (self._instead.get(key, key), nbytes)
 
     def item(self, key: int) -> Item:
-        """What a key stands for."""
+        """Return the purpose of a key."""
         if key >= self.program.num_keys:
             return self._items[key - self.program.num_keys]
         tensor = self.program.tensor(key)
