@@ -320,7 +320,7 @@ def test_values_of_torchtitan(tmp_path, section, lines, words):
         ("fsdp_config:\n  fsdp_auto_wrap_policy: NO_WRAP", "gathered at once"),
         ("dp_replicate_size: 3", "does not divide the 8 ranks"),
         ("deepspeed:\n  zero_optimization:\n    stage: 5", "allowed is 0 to 3"),
-        ("sequence_len: 8\nsequence_len: 9", "is there twice"),
+        ("sequence_len: 8\nsequence_len: 9", "appears twice"),
     ],
 )
 def test_what_the_figure_could_not_be_for_is_refused_in_a_line(tmp_path, lines, part):
