@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -178,18 +177,3 @@ def read_yaml(path: Path) -> object:
         raise UsageError(f"{path}: nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
         raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file.
-
-    Raises:
-        UsageError: If the file isn't TOML, is too large, or is nested too deeply.
-    """
-    text = read_text_file(path, _MOST_CONFIG_BYTES, follows=True)
-    try:
-        return tomllib.loads(text)
-    except RecursionError:
-        raise UsageError(f"{path}: nested too deeply") from None
-    except ValueError as error:
-        raise UsageError(f"{path}: not TOML: {error}") from None
