@@ -57,7 +57,7 @@ def estimate_memory(
         typer.Option(
             "--from",
             metavar="FILE",
-            help="Start from a configuration of axolotl, torchtitan or accelerate.",
+            help="Estimate the configuration of axolotl or accelerate in FILE.",
         ),
     ] = None,
 ) -> None:

@@ -84,20 +84,20 @@ def _dry_run(composed: "Composed", resume: str) -> None:
 
 def _show_samples(run: "ResolvedRun") -> None:
     """The first conversations as they are trained, and how long all are."""
-    from fsdpctl.data.chats.open import open_chats
+    from fsdpctl.data.chats.open import ChatSet
     from fsdpctl.data.chats.preview import histogram, preview
 
-    if not run.config.data.holds_documents:
+    if not isinstance(run.data, ChatSet):
         return
-    chats = open_chats(run.config.data)
+    chats = run.data.train
     marked = "in colour" if out.is_terminal and not out.no_color else "in brackets"
     for number, text in enumerate(
-        preview(chats.train, chats.tokenizer, colour=marked == "in colour"), start=1
+        preview(chats, run.data.tokenizer, color=marked == "in colour"), start=1
     ):
         say(f"\nsample {number}, what has a loss {marked}:")
         out.print(text)
     say("\nlengths of samples:")
-    for line in histogram(chats.train):
+    for line in histogram(chats):
         say(line)
 
 

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from dataclasses import replace
 
 from fsdpctl.config.schema import Config
-from fsdpctl.data.chats.data import open_data
+from fsdpctl.data.open import open_data
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.engines import fullest_rank, steps_of
 from fsdpctl.estimate.run_estimate import RunEstimate

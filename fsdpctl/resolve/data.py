@@ -12,11 +12,10 @@ from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words
-from fsdpctl.data.chats.data import open_data
 from fsdpctl.data.chats.files import absolute_paths
 from fsdpctl.data.documents import PackedRows
-from fsdpctl.data.source import DataSet
-from fsdpctl.data.tokens import check_tokens
+from fsdpctl.data.open import open_data
+from fsdpctl.data.tokens import DataSet, check_tokens
 from fsdpctl.errors import UsageError
 from fsdpctl.resolve.machine import check_length
 
@@ -75,7 +74,7 @@ def notes_on_data(config: Config, data: DataSet) -> tuple[str, ...]:
         return data.notes
     text = f"{len(rows):,} rows of {rows.seq_len:,} tokens, {rows.padding:.1%} of them empty"
     if rows.num_too_long:
-        what = "cut" if config.data.too_long == "cut" else "left out"
+        what = "truncated" if config.data.too_long == "truncate" else "dropped"
         text += f"; {rows.num_too_long:,} samples are longer: {what} (data.too_long)"
     if rows.num_untrained:
         text += f"; {rows.num_untrained:,} have no loss within a row, and are left out"

@@ -20,8 +20,8 @@ from fsdpctl.comm.world import World
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.chats.data import open_data
-from fsdpctl.data.source import DataSet
+from fsdpctl.data.open import open_data
+from fsdpctl.data.tokens import DataSet
 from fsdpctl.engine.build import Source, divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision

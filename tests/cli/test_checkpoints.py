@@ -176,7 +176,7 @@ MISTAKES = {
         "only with --format hf",
     ),
     "shard": (["shard-checkpoint", "org/name", "y"], "hf download org/name"),
-    "weights": (["train", "model.weights=x"], "here it is model.path"),
+    "weights": (["train", "model.weights=x"], "use model=hf and model.path"),
     "hub": (["estimate-memory", "model=Qwen/Qwen3-4B"], "model=hf model.path=Qwen/Qwen3-4B"),
     "mode": (["train", "checkpoint.mode=later"], "async, sync"),
 }

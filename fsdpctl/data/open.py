@@ -1,15 +1,15 @@
-"""From the data section of a configuration to token streams."""
+"""The data of a run: text, token files or chats, opened by the section `data`."""
 
 import gzip
-import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
-from fsdpctl.config.data import CHAT, DataConfig, refuse_keys_of_chats
+from fsdpctl.config.data import CHAT, DataConfig, check_chat_keys
+from fsdpctl.data.cache import read_cache, write_cache
+from fsdpctl.data.chats.building import OnRows
+from fsdpctl.data.chats.open import open_chats
 from fsdpctl.data.files import Text, hold_out, left_out, read_text, standard_library
-from fsdpctl.data.rows import Corpus
 from fsdpctl.data.tokenizer import (
     BYTES,
     TOKENIZER_JSON,
@@ -18,46 +18,29 @@ from fsdpctl.data.tokenizer import (
     open_tokenizer,
     tokenizer_checksum,
 )
-from fsdpctl.data.tokens import TokenFile, TokenStream, open_token_file, write_token_file
+from fsdpctl.data.tokens import DataSet, TokenFile, TokenStream, open_token_file
 from fsdpctl.errors import UsageError
 
-_ENCODING = 2  # counts the ways in which text was encoded: what another one cached is not used
-_GZIP_LEAST = 16 << 10  # below, gzip's header and empty window are most of the figure
-_GZIP_LIMIT = 64 << 20  # above, compressing for comparison takes longer than it is worth
+_ENCODING = 3  # increase it if the same text gives other tokens
+_GZIP_LEAST = 16 << 10  # bytes; below, gzip's header and empty window dominate the figure
+_GZIP_LIMIT = 64 << 20  # above, compressing for the comparison takes too long
 
 
-@dataclass(frozen=True, slots=True)
-class DataSet:
-    """What a run trains on and validates with."""
+def open_data(config: DataConfig, seed: int = 0, on_rows: OnRows = lambda count: None) -> DataSet:
+    """Read or map the data of a run.
 
-    train: Corpus
-    val: Corpus | None
-    tokenizer: Tokenizer
-    vocab_size: int
-    description: str
-    gzip_bits_per_byte: float | None  # what `gzip -9` needs for the validation text
-    token_files: tuple[TokenFile, ...] = ()  # that it is mapped from
-    notes: tuple[str, ...] = ()  # what is worth saying, a line each
-    date: str | None = None  # that it was made with, where that makes a difference
-    template: str | None = None  # of chats, where it is not the tokenizer's own
-    end_tokens: tuple[int, ...] = ()  # that end an answer, where that is trained
-    prompt: tuple[int, ...] = ()  # for a sample of what the model makes of it
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the content of both parts."""
-        return self.train.fingerprint + (self.val.fingerprint if self.val else "")
-
-
-def load_data(config: DataConfig) -> DataSet:
-    """Read (or map) the data of a run.
+    Args:
+        config: The section `data`.
+        seed: Determines which conversations share a sequence.
+        on_rows: Called with the number of conversations read since the last call; never called if
+            they are in the cache.
 
     Raises:
-        UsageError: it is missing, empty or not what it should be.
+        UsageError: If the data is missing, empty or corrupted, or if a key doesn't apply to it.
     """
     if config.name == CHAT:
-        raise UsageError("data=chat: chats are no text: fsdpctl.data.chats.open reads them")
-    refuse_keys_of_chats(config)
+        return open_chats(config, seed, on_rows)
+    check_chat_keys(config)
     if config.name == "tokens":
         return _from_token_files(config)
     tokenizer = open_tokenizer(config.tokenizer)
@@ -78,10 +61,10 @@ def load_data(config: DataConfig) -> DataSet:
 def _read(config: DataConfig) -> tuple[Text, str]:
     if config.name == "python_stdlib":
         if config.path is not None:
-            raise UsageError(f"data.path={config.path}: is read with data=text or data=tokens")
+            raise UsageError(f"data.path={config.path}: only valid with data=text or data=tokens")
         return standard_library(), "Python's standard library"
     if config.path is None:
-        raise UsageError("data=text: say which, as data.path=FILE, DIR or GLOB")
+        raise UsageError("data=text: data.path is required: a file, a directory or a glob")
     return read_text(config.path), config.path
 
 
@@ -96,15 +79,15 @@ def _split(text: Text, config: DataConfig) -> tuple[Text, Text | None]:
 
 def _from_token_files(config: DataConfig) -> DataSet:
     if config.path is None:
-        raise UsageError("data=tokens: say which, as data.path=FILE.bin")
+        raise UsageError("data=tokens: data.path is required, such as data.path=FILE.bin")
     file = open_token_file(Path(config.path))
     train, val, held = file.stream, None, None
     if config.val_path is not None:
         held = open_token_file(Path(config.val_path), "data.val_path")
         if held.vocab_size != file.vocab_size:
             raise UsageError(
-                f"data.val_path={config.val_path}: a vocabulary of {held.vocab_size}, where "
-                f"data.path has one of {file.vocab_size}"
+                f"data.val_path={config.val_path}: expected a vocabulary of {file.vocab_size}, as "
+                f"in data.path, got {held.vocab_size}"
             )
         val = held.stream
     elif config.val_fraction:
@@ -119,7 +102,7 @@ def _from_token_files(config: DataConfig) -> DataSet:
 
 
 def _tokenizer_of(file: TokenFile) -> Tokenizer:
-    """The one that the file names, where that is still what made it; else of bytes."""
+    """Return the tokenizer that the file names if it is unchanged, else the byte tokenizer."""
     if (Path(file.tokenizer) / TOKENIZER_JSON).is_file():
         found = open_tokenizer(file.tokenizer)
         if tokenizer_checksum(found) == file.tokenizer_xxh3:
@@ -128,24 +111,16 @@ def _tokenizer_of(file: TokenFile) -> Tokenizer:
 
 
 def _encode(tokenizer: Tokenizer, text: Text) -> TokenStream:
-    """Tokens of the text; those that cost time are kept in the user's cache, by content."""
+    """Tokenize text. The cache keeps tokens that take time to compute."""
     if tokenizer.name == BYTES:
         return TokenStream(tokenizer.encode(text), text.num_bytes)
     digest = xxhash.xxh3_128(f"{_ENCODING} {tokenizer_checksum(tokenizer)}".encode())
     for document in text.documents:
         digest.update(len(document).to_bytes(8, "little"))
         digest.update(document)
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdpctl"
-    path = folder / f"{digest.hexdigest()}.bin"
-    if path.with_suffix(".json").is_file():
-        return open_token_file(path).stream
-    tokens = tokenizer.encode(text)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_token_file(path, tokens, tokenizer, num_bytes=text.num_bytes)
-    except OSError:  # a cache that cannot be written only costs time
-        pass
-    return TokenStream(tokens, text.num_bytes)
+    name = f"text-{digest.hexdigest()}"
+    entry = read_cache(name) or write_cache(name, {"tokens": tokenizer.encode(text)}, {})
+    return TokenStream(entry.arrays["tokens"], text.num_bytes, entry.checksums["tokens"])
 
 
 def _gzip_bits(text: Text) -> float | None:
