@@ -137,9 +137,9 @@ def test_a_tokenizer_file_that_names_no_type_is_written_too(tmp_path):
 def test_what_llama_cpp_cannot_do_is_said(tmp_path):
     reader = sharded("mistral window", tmp_path)
     exported = write_gguf(reader, tmp_path / "m.gguf", dtype="F32", overwrite=False)
-    assert "beyond 9 tokens" in exported.notes[0]
+    assert "context length 9" in exported.notes[0]
     assert GGUFReader(exported.path).fields["llama.context_length"].contents() == 9
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="already exists"):
         write_gguf(reader, tmp_path / "m.gguf", dtype="F32", overwrite=False)
     before = exported.path.read_bytes()
     write_gguf(reader, tmp_path / "m.gguf", dtype="F32", overwrite=True)

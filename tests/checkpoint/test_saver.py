@@ -81,7 +81,7 @@ def test_a_disk_that_fills_up_is_an_error_on_every_rank_and_costs_nothing_else(
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     saver.save(model, optimizer, Progress(2), 0.0)
     saver.wait()
-    with pytest.raises(FsdpctlError, match=r"step-00000002 could not be written: rank-00001"):
+    with pytest.raises(FsdpctlError, match=r"step-00000002: could not be written: rank-00001"):
         saver.take_saved()
     names = sorted(each.name for each in (tmp_path / CHECKPOINTS).iterdir())
     assert names == [LATEST, "step-00000001"]
@@ -99,7 +99,7 @@ def test_space_is_asked_for_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 1 << 20))
     saver = make_saver(tmp_path, "sync")
     saver.save(model, optimizer, Progress(2), 0.0)
-    with pytest.raises(FsdpctlError, match=r"no space left: [\d,]+ bytes are needed, 1,048,576"):
+    with pytest.raises(FsdpctlError, match=r"no space left: [\d,]+ bytes needed, 1,048,576"):
         saver.take_saved()
     assert not list((tmp_path / CHECKPOINTS).iterdir())
 
@@ -137,20 +137,20 @@ def test_an_incomplete_newest_checkpoint_is_passed_over_and_said(tmp_path):
     assert passed_over(folder) == []
     (three / MANIFEST).unlink()
     (line,) = passed_over_in(tmp_path)
-    assert f"{three} is incomplete" in line
+    assert f"{three}: incomplete" in line
     assert line.endswith("the newest complete checkpoint is step-00000200")
     assert find_checkpoint(tmp_path) == newest_checkpoint(folder) == two
     shutil.rmtree(three)
     (line,) = passed_over_in(tmp_path)
-    assert "latest leads to no checkpoint" in line
+    assert "latest: does not point to a checkpoint" in line
     assert find_checkpoint(folder) == two
     assert passed_over_in(one) == []
     for each in (one, two):
         (each / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match="step-00000100 is incomplete"):
+    with pytest.raises(CheckpointError, match="step-00000100: incomplete"):
         find_checkpoint(tmp_path)
     shutil.rmtree(folder)
-    with pytest.raises(UsageError, match="no finished checkpoint"):
+    with pytest.raises(UsageError, match="no complete checkpoint"):
         find_checkpoint(tmp_path)
 
 

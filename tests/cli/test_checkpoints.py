@@ -95,7 +95,7 @@ def test_shard_and_consolidate_give_back_every_byte(trained, tmp_path):
     assert fsdpctl(*words, cwd=tmp_path).returncode == 0
     again = fsdpctl(*words, cwd=tmp_path)
     assert again.returncode == 2
-    assert "exists already" in again.stderr
+    assert "already exists" in again.stderr
     assert fsdpctl("verify-checkpoint", "sharded", cwd=tmp_path).returncode == 0
     shown = json.loads(fsdpctl("inspect-checkpoint", "sharded", "--json", cwd=tmp_path).stdout)
     spans = shown["tensors"]["model/lm_head.weight"]["spans"]
@@ -133,7 +133,7 @@ def test_a_run_whose_newest_checkpoint_is_incomplete_says_so_and_goes_on(run, tr
     checkpoints = run / "checkpoints"
     (checkpoints / "step-00000006" / "manifest.json").unlink()
     said = go_on(run, trained)
-    assert "step-00000006 is incomplete" in said
+    assert "step-00000006: incomplete" in said
     assert "resumes at step 4" in said
     assert [step for step, loss, _ in figures(run) if loss is not None] == list(range(1, 9))
     assert fsdpctl("verify-checkpoint", "run", cwd=run.parent).returncode == 0
@@ -144,14 +144,14 @@ def test_a_run_whose_newest_checkpoint_is_damaged_names_it_and_the_way_on(run, t
     newest = run / "checkpoints" / "step-00000006"
     flip(newest / "rank-00001.safetensors", "model/lm_head.weight")
     said = go_on(run, trained, code=4)
-    assert "rank-00001.safetensors: damaged: the checksum of model/lm_head.weight" in said
+    assert "rank-00001.safetensors: corrupted: the checksum of model/lm_head.weight" in said
     before = run / "checkpoints" / "step-00000004"
     assert "--resume run/checkpoints/step-00000004 starts a new run" in said
     assert before.is_dir()
     for command in (["verify-checkpoint", "run"], ["consolidate-checkpoint", "run", "out"]):
         result = fsdpctl(*command, cwd=run.parent)
         assert result.returncode == 4
-        assert "rank-00001.safetensors: damaged" in result.stderr
+        assert "rank-00001.safetensors: corrupted" in result.stderr
     assert not (run.parent / "out").exists()
 
 
@@ -173,7 +173,7 @@ MISTAKES = {
     "--format": (["consolidate-checkpoint", "x", "y", "--format", "ggf"], "did you mean gguf"),
     "--max-file-size": (
         ["consolidate-checkpoint", "x", "y", "--format", "gguf", "--max-file-size", "1GB"],
-        "only with --format hf",
+        "only valid with --format hf",
     ),
     "shard": (["shard-checkpoint", "org/name", "y"], "hf download org/name"),
     "weights": (["train", "model.weights=x"], "here it is model.path"),
