@@ -16,7 +16,7 @@ from fsdpctl.errors import FsdpctlError
 if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
     from fsdpctl.config.placement import LaunchConfig
-    from fsdpctl.launch.meeting import Meeting, Plan
+    from fsdpctl.launch.handshake import Meeting, Plan
     from fsdpctl.launch.nodes import Nodes
     from fsdpctl.launch.outcome import Outcome
     from fsdpctl.resolve.launchers import RankPlace
@@ -105,7 +105,7 @@ def _invite(meeting: "Meeting", begin: "Callable[[], Started | None]") -> "Start
 
 def _accept(meeting: "Meeting", launch: "LaunchConfig") -> "Plan | None":
     """What is to be done, or nothing; the others are told where this one goes away."""
-    from fsdpctl.launch.meeting import difference
+    from fsdpctl.launch.handshake import difference
 
     try:
         plan = meeting.accept(lambda plan: difference(plan, launch))
@@ -141,8 +141,8 @@ def _as_rank(composed: "Composed", typed: list[str], resume: str, place: "RankPl
         own |= composed.config.launch.allocator_environment
     os.environ.update({**own, **os.environ})  # before torch is imported
     from fsdpctl.comm.stores import PrefixStore
+    from fsdpctl.launch.handshake import Meeting
     from fsdpctl.launch.interface import own_address, split_endpoint
-    from fsdpctl.launch.meeting import Meeting
     from fsdpctl.launch.nodes import reached_store
     from fsdpctl.resolve.machine import placed_here
     from fsdpctl.train.worker import become_rank

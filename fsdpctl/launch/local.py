@@ -17,7 +17,7 @@ from fsdpctl.launch.interface import LOOPBACK, loopback_interface
 from fsdpctl.launch.out_of_memory import kills_so_far
 from fsdpctl.launch.outcome import Ended, Outcome, failure_of
 from fsdpctl.launch.stopping import StoppedEarlyError, passing_on
-from fsdpctl.launch.watch import FOLDER, Watch
+from fsdpctl.launch.watchdog import FOLDER, Watch
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec

@@ -9,12 +9,12 @@ from datetime import timedelta
 from fsdpctl.comm.stores import PrefixStore, Store, TCPStore
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.launch.bounded import BoundedStore, Noticed
+from fsdpctl.launch.handshake import Meeting, decode, encode, suppressing_losses
 from fsdpctl.launch.hang import RankState
 from fsdpctl.launch.interface import own_address, split_endpoint
-from fsdpctl.launch.meeting import Meeting, decode, encode, suppressing_losses
 from fsdpctl.launch.outcome import Ended, Outcome
 from fsdpctl.launch.rendezvous import bound_store
+from fsdpctl.launch.timeout_store import BoundedStore, Noticed
 
 _BEAT_SECONDS = 1.0
 _SILENCE_SECONDS = 30.0  # without a beat: a cable that was pulled for less does no harm

@@ -12,9 +12,9 @@ import pytest
 
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import UsageError
+from fsdpctl.launch.handshake import Plan, _looks_elsewhere, difference
 from fsdpctl.launch.interface import LOOPBACK, own_address, split_endpoint
 from fsdpctl.launch.local import launch_workers
-from fsdpctl.launch.meeting import Plan, _looks_elsewhere, difference
 from fsdpctl.launch.nodes import Nodes, Round
 from fsdpctl.launch.outcome import Ended, Failure
 from fsdpctl.launch.rendezvous import bound_store

@@ -15,7 +15,7 @@ from fsdpctl.comm.recorder import recorded
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.launch.hang import RankState, culprits, report
 from fsdpctl.launch.out_of_memory import kills_so_far
-from fsdpctl.launch.watch import PAGES, Watch
+from fsdpctl.launch.watchdog import PAGES, Watch
 from tests.distributed import distributed
 
 LAUNCH = LaunchConfig(nproc_per_node=2, hang_timeout=1)
@@ -96,7 +96,7 @@ def _watched(folder: Path, processes: list["subprocess.Popen[bytes]"], beats: in
 
 
 def test_ranks_that_stand_still_are_named_and_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("fsdpctl.launch.watch._REPORT_SECONDS", 0.1)
+    monkeypatch.setattr("fsdpctl.launch.watchdog._REPORT_SECONDS", 0.1)
     processes = [_sleeper(), _sleeper()]
     processes[1].send_signal(signal.SIGSTOP)
     with _watched(tmp_path, processes, beats=2) as watch:
@@ -109,7 +109,7 @@ def test_ranks_that_stand_still_are_named_and_ended(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_page_that_is_being_written_is_no_hang(tmp_path, monkeypatch):
-    monkeypatch.setattr("fsdpctl.launch.watch._LOOKS_EVERY", 0.0002)
+    monkeypatch.setattr("fsdpctl.launch.watchdog._LOOKS_EVERY", 0.0002)
     beats = (
         "import sys; from pathlib import Path; from fsdpctl.comm.pulse import Pulse\n"
         "pulse = Pulse(); pulse.open(Path(sys.argv[1]), 0)\n"
@@ -133,8 +133,8 @@ def test_a_page_that_is_being_written_is_no_hang(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_who_stood_still_itself_has_seen_nobody_stand_still(tmp_path, monkeypatch):
     """A launcher that was stopped for a while, and its ranks with it."""
-    monkeypatch.setattr("fsdpctl.launch.watch._LOOKS_EVERY", 0.6)
-    monkeypatch.setattr("fsdpctl.launch.watch._LONGEST_LOOK", 0.1)
+    monkeypatch.setattr("fsdpctl.launch.watchdog._LOOKS_EVERY", 0.6)
+    monkeypatch.setattr("fsdpctl.launch.watchdog._LONGEST_LOOK", 0.1)
     processes = [_sleeper(), _sleeper()]
     with _watched(tmp_path, processes, beats=2) as watch:
         time.sleep(2)
@@ -146,7 +146,7 @@ def test_who_stood_still_itself_has_seen_nobody_stand_still(tmp_path, monkeypatc
 
 
 def test_who_outlives_a_rank_that_died_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("fsdpctl.launch.watch._GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("fsdpctl.launch.watchdog._GRACE_SECONDS", 0.5)
     processes = [_sleeper(), _sleeper()]
     with _watched(tmp_path, processes, beats=0) as watch:
         processes[0].kill()
@@ -159,7 +159,7 @@ def test_who_outlives_a_rank_that_died_is_ended(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_who_still_does_something_is_let_be(tmp_path, monkeypatch):
     """Such as to complete a checkpoint, once another rank has failed."""
-    monkeypatch.setattr("fsdpctl.launch.watch._GRACE_SECONDS", 0.6)
+    monkeypatch.setattr("fsdpctl.launch.watchdog._GRACE_SECONDS", 0.6)
     processes = [_sleeper(), _sleeper()]
     with _watched(tmp_path, processes, beats=2):
         processes[0].kill()

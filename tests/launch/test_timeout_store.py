@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from fsdpctl.launch.bounded import BoundedStore, Noticed, StoreLostError
+from fsdpctl.launch.timeout_store import BoundedStore, Noticed, StoreLostError
 
 
 class DeadLink:
