@@ -1,7 +1,7 @@
-"""How launchers of several machines, or ranks of another launcher, come together before a run.
+"""The handshake of the launchers of several nodes, or of another launcher's ranks, before a run.
 
-The first of them decides and writes; the others see that they have the same program and the same
-directory. All of it is JSON in a store at the first one's address: nothing is unpickled.
+Node 0, or rank 0, decides and writes. The others check that they have the same program and the same
+directory. All messages are JSON in a store at node 0's address; nothing is unpickled.
 """
 
 import hashlib
@@ -24,53 +24,53 @@ from fsdpctl.comm.stores import DistStoreError, PrefixStore, Store
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import FsdpctlError, UsageError
 
-_TOKEN = "meeting"  # a file of the run directory
-_LOOKS_EVERY = timedelta(seconds=1)  # whether somebody has left
-_LEFT = "others did not come, are gone, or cannot be reached"
+_TOKEN = "handshake"  # a file in the run directory
+_POLL = timedelta(seconds=1)  # between checks whether a member has left
+_LEFT = "other members did not start, have exited, or are unreachable"
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What node 0 tells the others."""
+    """The message of node 0 to the others."""
 
     run_dir: str = ""
-    token: str = ""  # what a file in it says
-    versions: str = ""  # of what trains: fsdpctl, torch, Python
+    token: str = ""  # the contents of a file in it
+    versions: str = ""  # of fsdpctl, torch and Python
     code: str = ""  # a digest of the program's source
     nproc_per_node: int = 0
-    refusal: str = ""  # why it does not start
+    refusal: str = ""  # why the run does not start
     members: int = 0  # nodes or ranks
-    is_finished: bool = False  # the run is, so that there is nothing to do
+    is_finished: bool = False  # the run is finished, so that there is nothing to do
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
+class _Answer:
     refusal: str = ""
 
 
-class Meeting:
-    """The launchers of one run, or its ranks, of which this is one."""
+class Handshake:
+    """One member, a node or a rank, of the handshake before a run."""
 
     def __init__(self, store: Store, own: int, count: int, *, noun: str, patience: float) -> None:
-        """As number `own` of `count` nodes or ranks (`noun`), in a store that all of them reach.
+        """Join as number `own` of `count` nodes or ranks (`noun`) in a store that all reach.
 
         Raises:
-            UsageError: there is another one of that number.
+            UsageError: If another member has the same number.
         """
         self.own, self.count, self.noun = own, count, noun
-        self._words = PrefixStore("meeting", store)
+        self._store = PrefixStore("handshake", store)
         self._patience = patience
-        self._has_told = False
-        if self._words.add(f"here/{own}", 1) > 1:
-            raise UsageError(f"{noun} {own}: there is another one of this number")
+        self._has_invited = False
+        if self._store.add(f"here/{own}", 1) > 1:
+            raise UsageError(f"{noun} {own}: already in use by another {noun}")
 
     def invite(self, run_dir: Path, nproc_per_node: int) -> None:
-        """As the first, tell the others where, and wait until all are ready.
+        """Send the run directory to the others and wait until all are ready; only number 0 does.
 
         Raises:
-            UsageError: one of them cannot take part; then none does.
+            UsageError: If one of them cannot take part; then none does.
         """
         token = run_dir / _TOKEN
         plan = Plan(
@@ -78,113 +78,113 @@ class Meeting:
             nproc_per_node, members=self.count,
         )  # fmt: skip
         token.write_text(plan.token)
-        self._tell("plan", plan)
-        self._has_told = True
-        answers = [self._hear(key, _Ready) for key in self._of_others("ready")]
+        self._send("plan", plan)
+        self._has_invited = True
+        answers = [self._receive(key, _Answer) for key in self._of_others("ready")]
         refusals = [each.refusal for each in answers if each.refusal]
-        self._tell("go", _Ready("; ".join(refusals)))
+        self._send("go", _Answer("; ".join(refusals)))
         token.unlink(missing_ok=True)
         if refusals:
-            self._let_hear("heard")
+            self._wait_for_others("heard")
             raise UsageError("; ".join(refusals))
 
     def call_off(self, reason: str, *, is_finished: bool = False) -> None:
-        """As the first, tell those who are there that nothing starts, unless they were invited."""
-        if self._has_told:
+        """Tell the others that nothing starts, unless they were invited; only number 0 does."""
+        if self._has_invited:
             return
-        self._tell("plan", Plan(refusal=reason, is_finished=is_finished))
-        self._let_hear("ready")
+        self._send("plan", Plan(refusal=reason, is_finished=is_finished))
+        self._wait_for_others("ready")
 
     def accept(self, check: Callable[[Plan], str]) -> Plan:
-        """As another, hear what the first wants, and say whether this one can.
+        """Receive the plan of number 0, and answer whether this member can take part.
 
         Args:
-            check: why it cannot, or "".
+            check: Returns why it cannot, or an empty string.
 
         Raises:
-            UsageError: this one or another cannot, or the first does not want to.
+            UsageError: If this or another member cannot, or nothing starts.
         """
-        plan = self._hear("plan", Plan)
+        plan = self._receive("plan", Plan)
         if plan.refusal:
-            self._tell(f"ready/{self.own}", _Ready())
+            self._send(f"ready/{self.own}", _Answer())
             if not plan.is_finished:
                 raise UsageError(f"{self.noun} 0: {plan.refusal}")
             return plan
-        refusal = self._counts_otherwise(plan) or check(plan) or _looks_elsewhere(plan)
+        refusal = self._check_count(plan) or check(plan) or _check_directory(plan)
         where = f"{self.noun} {self.own} ({socket.gethostname()})"
-        self._tell(f"ready/{self.own}", _Ready(f"{where}: {refusal}" if refusal else ""))
-        answer = self._hear("go", _Ready)
-        self._tell(f"heard/{self.own}", _Ready())
+        self._send(f"ready/{self.own}", _Answer(f"{where}: {refusal}" if refusal else ""))
+        answer = self._receive("go", _Answer)
+        self._send(f"heard/{self.own}", _Answer())
         if answer.refusal:
             raise UsageError(answer.refusal)
         return plan
 
-    def _counts_otherwise(self, plan: Plan) -> str:
+    def _check_count(self, plan: Plan) -> str:
         if plan.members == self.count:
             return ""
-        return f"takes part as one of {self.count} {self.noun}s, and {plan.members} are invited"
+        return (
+            f"started as one of {self.count} {self.noun}s, but {self.noun} 0 expects {plan.members}"
+        )
 
     def leave(self, reason: str) -> None:
-        """Tell the others that this one does not take part after all, before they began."""
+        """Tell the others, before they begin, that this member does not take part after all."""
         with suppressing_losses():
-            self._tell("left", _Ready(f"{self.noun} {self.own}: {reason}"))
+            self._send("left", _Answer(f"{self.noun} {self.own}: {reason}"))
 
-    def _let_hear(self, answer: str) -> None:
-        """The store goes with the first: it leaves last, but does not wait for who is gone."""
+    def _wait_for_others(self, answer: str) -> None:
+        """Wait a moment for the others, because the store exits with number 0."""
         with suppressing_losses():
-            self._words.wait(self._of_others(answer), timedelta(seconds=2))
+            self._store.wait(self._of_others(answer), timedelta(seconds=2))
 
-    def _of_others(self, word: str) -> list[str]:
-        return [f"{word}/{each}" for each in range(1, self.count)]
+    def _of_others(self, key: str) -> list[str]:
+        return [f"{key}/{each}" for each in range(1, self.count)]
 
-    def _tell(self, key: str, value: object) -> None:
-        self._words.set(key, encode(value))
+    def _send(self, key: str, value: object) -> None:
+        self._store.set(key, encode(value))
 
-    def _hear(self, key: str, kind: type[T]) -> T:
+    def _receive(self, key: str, kind: type[T]) -> T:
         deadline = time.monotonic() + self._patience
         while True:
             try:
-                self._words.wait([key], _LOOKS_EVERY)
-                return decode(self._words.get(key), kind)
+                self._store.wait([key], _POLL)
+                return decode(self._store.get(key), kind)
             except DistStoreError:
-                self._check_left(key, is_late=time.monotonic() > deadline)
+                if self._store.check(["left"]):
+                    raise UsageError(decode(self._store.get("left"), _Answer).refusal) from None
+                if time.monotonic() > deadline:
+                    limit = f"{self._patience:g} s (launch.timeout)"
+                    raise UsageError(f"no {key!r} message within {limit}: {_LEFT}") from None
             except RuntimeError:
-                raise UsageError(f"waited in vain for {key}: {_LEFT}") from None
-
-    def _check_left(self, key: str, *, is_late: bool) -> None:
-        if self._words.check(["left"]):
-            raise UsageError(decode(self._words.get("left"), _Ready).refusal)
-        if is_late:
-            raise UsageError(f"waited {self._patience:g} s in vain for {key}: {_LEFT}")
+                raise UsageError(f"no {key!r} message: {_LEFT}") from None
 
 
 def encode(value: object) -> str:
-    """As what others decode."""
+    """Return a message that `decode` reads."""
     return msgspec.json.encode(value).decode()
 
 
 def decode(text: bytes, kind: type[T]) -> T:
-    """What another one has encoded.
+    """Return the value of another launcher's message.
 
     Raises:
-        FsdpctlError: it is of another form.
+        FsdpctlError: If it is not of type `kind`.
     """
     try:
         return msgspec.json.decode(text, type=kind)
     except msgspec.MsgspecError as error:
-        raise FsdpctlError(f"what another launcher said is damaged: {error}") from None
+        raise FsdpctlError(f"message of another launcher: corrupted: {error}") from None
 
 
 @contextmanager
 def suppressing_losses() -> Iterator[None]:
-    """Go on where the others, or the way to them, are gone."""
+    """Suppress the errors that are raised if the other launchers are unreachable."""
     try:
         yield
     except (FsdpctlError, RuntimeError):
         return
 
 
-def _looks_elsewhere(plan: Plan) -> str:
+def _check_directory(plan: Plan) -> str:
     token = Path(plan.run_dir) / _TOKEN
     try:
         if token.read_text() == plan.token:
@@ -192,21 +192,21 @@ def _looks_elsewhere(plan: Plan) -> str:
     except OSError:
         pass
     return (
-        f"train.run_dir={plan.run_dir}: what node 0 wrote there is not seen here; every node "
-        "needs the same directory, on a file system that all of them mount"
+        f"train.run_dir={plan.run_dir}: files of node 0 not found; all nodes need the same "
+        "directory, on a file system that they share"
     )
 
 
 def difference(plan: Plan, launch: LaunchConfig) -> str:
-    """In what this node's program or launch is not node 0's, in words; "" if in nothing."""
+    """Return how this node's program or launch differs from node 0's, or an empty string."""
     if _versions() != plan.versions:
-        return f"{_versions()}, and {plan.versions} on node 0"
+        return f"{_versions()} differs from {plan.versions} on node 0"
     if _code() != plan.code:
-        return "its source of fsdpctl differs from node 0's: install the same on every node"
+        return "fsdpctl's source differs from node 0's; install the same version on all nodes"
     if launch.nproc_per_node != plan.nproc_per_node:
         return (
-            f"launch.nproc_per_node={launch.nproc_per_node}, and {plan.nproc_per_node} on node 0: "
-            "every node needs as many ranks"
+            f"launch.nproc_per_node={launch.nproc_per_node}: expected {plan.nproc_per_node}, as on "
+            "node 0"
         )
     return ""
 
@@ -217,7 +217,7 @@ def _versions() -> str:
 
 
 def _code() -> str:
-    """A digest of the program's source."""
+    """Return a digest of the program's source."""
     root = Path(fsdpctl.__file__).parent
     found = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):

@@ -1,7 +1,7 @@
-"""A store of which nobody waits longer than so: torch's own time-outs do not hold on a dead link.
+"""Access to a store with a time limit, which torch's own timeouts do not enforce on a dead link.
 
-A host that is gone without a word, for want of power or a cable, holds each call for a quarter of
-an hour, until the kernel gives up its connection.
+If a host disappears without closing its connections, because its power or network fails, each call
+blocks for a quarter of an hour, until the kernel gives up the connection.
 """
 
 import queue
@@ -17,49 +17,49 @@ _MOMENT = 0.5  # seconds
 
 
 class StoreLostError(RuntimeError):
-    """It did not answer in time, and is not asked again."""
+    """The store did not answer in time, and is not used again."""
 
 
-class BoundedStore:
-    """Asks a store in threads that may be held up; one asker at a time."""
+class TimeoutStore:
+    """A store whose calls run in threads of their own; for one caller at a time."""
 
     def __init__(self, store: Store, seconds: float) -> None:
-        """Of `store`, which nobody else uses; waits at most so many seconds for an answer."""
+        """Wrap `store`, which has no other user; a call takes at most `seconds`."""
         self._store, self._seconds = store, seconds
         self._is_lost = False
 
     def set(self, key: str, value: str) -> None:
-        """As torch has it.
+        """Call torch's `set`.
 
         Raises:
-            StoreLostError: it did not answer; so in the others.
+            StoreLostError: If the store does not answer in time; likewise in the other methods.
         """
-        self._ask(lambda: self._store.set(key, value), self._seconds)
+        self._call(lambda: self._store.set(key, value), self._seconds)
 
     def get(self, key: str) -> bytes:
-        """As torch has it."""
-        return self._ask(lambda: self._store.get(key), self._seconds)
+        """Call torch's `get`."""
+        return self._call(lambda: self._store.get(key), self._seconds)
 
     def check(self, keys: list[str]) -> bool:
-        """As torch has it."""
-        return self._ask(lambda: self._store.check(keys), self._seconds)
+        """Call torch's `check`."""
+        return self._call(lambda: self._store.check(keys), self._seconds)
 
     def wait(self, keys: list[str], most: timedelta) -> None:
-        """As torch has it, and not longer."""
-        self._ask(lambda: self._store.wait(keys, most), most.total_seconds() + 1)
+        """Call torch's `wait`, which takes at most `most`."""
+        self._call(lambda: self._store.wait(keys, most), most.total_seconds() + 1)
 
-    def _ask(self, call: Callable[[], T], seconds: float) -> T:
+    def _call(self, call: Callable[[], T], seconds: float) -> T:
         if self._is_lost:
             raise StoreLostError("the store of the nodes does not answer")
         answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
-        def ask() -> None:
+        def run() -> None:
             try:
                 answers.put((call(), None))
             except Exception as error:
                 answers.put((None, error))
 
-        threading.Thread(target=ask, daemon=True).start()
+        threading.Thread(target=run, daemon=True).start()
         try:
             answer, error = answers.get(timeout=seconds)
         except queue.Empty:
@@ -71,25 +71,25 @@ class BoundedStore:
         return found
 
 
-class Noticed:
-    """Whether a key is there, by a thread of its own: who looks never waits."""
+class KeyWatcher:
+    """A thread that checks whether a key exists, so that the caller never blocks."""
 
-    def __init__(self, store: Store, *, otherwise: bool) -> None:
-        """Look in `store`, which nobody else uses; `otherwise`: what holds where that fails."""
-        self._store, self._otherwise = store, otherwise
+    def __init__(self, store: Store, *, default: bool) -> None:
+        """Check in `store`, which has no other user; return `default` if that fails."""
+        self._store, self._default = store, default
         self._found: dict[str, bool] = {}
-        self._asking: threading.Thread | None = None
+        self._checking: threading.Thread | None = None
 
     def has(self, key: str) -> bool:
-        """As far as is known by now; a moment is waited for the first answer."""
-        if not self._found.get(key) and (self._asking is None or not self._asking.is_alive()):
-            self._asking = threading.Thread(target=self._look, args=(key,), daemon=True)
-            self._asking.start()
-            self._asking.join(_MOMENT)
+        """Return whether the key is known to exist; wait a moment for the first answer."""
+        if not self._found.get(key) and (self._checking is None or not self._checking.is_alive()):
+            self._checking = threading.Thread(target=self._check, args=(key,), daemon=True)
+            self._checking.start()
+            self._checking.join(_MOMENT)
         return self._found.get(key, False)
 
-    def _look(self, key: str) -> None:
+    def _check(self, key: str) -> None:
         try:
             self._found[key] = self._store.check([key])
         except RuntimeError:
-            self._found[key] = self._otherwise
+            self._found[key] = self._default

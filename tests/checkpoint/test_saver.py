@@ -37,7 +37,7 @@ from tests.distributed import distributed
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @distributed(world_size=2)
-def test_a_checkpoint_is_of_the_step_it_was_asked_at(
+def test_a_checkpoint_has_the_state_of_the_step_it_was_requested_at(
     rank: int, world_size: int, strategy: str, tmp_path: Path
 ) -> None:
     """Training changes every weight and state while the thread has not written one."""
@@ -70,7 +70,7 @@ def test_a_checkpoint_is_of_the_step_it_was_asked_at(
 
 @pytest.mark.parametrize("mode", MODES)
 @distributed(world_size=2)
-def test_a_disk_that_fills_up_is_an_error_on_every_rank_and_costs_nothing_else(
+def test_a_full_disk_is_an_error_on_every_rank_and_keeps_older_checkpoints(
     rank: int, world_size: int, mode: str, tmp_path: Path
 ) -> None:
     model, optimizer = trained("full_shard")
@@ -91,7 +91,7 @@ def test_a_disk_that_fills_up_is_an_error_on_every_rank_and_costs_nothing_else(
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_space_is_asked_for_before_anything_is_written(tmp_path, monkeypatch):
+def test_free_space_is_checked_before_anything_is_written(tmp_path, monkeypatch):
     assert lack_of_space(tmp_path / "not" / "there", 1 << 20) == ""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 5 << 20))
     assert lack_of_space(tmp_path, 3 << 20) == ""
@@ -130,7 +130,7 @@ def test_which_checkpoints_are_kept(tmp_path, keep, left):
     assert (tmp_path / "step-00000070").is_dir()
 
 
-def test_an_incomplete_newest_checkpoint_is_passed_over_and_said(tmp_path):
+def test_an_incomplete_newest_checkpoint_is_skipped_and_reported(tmp_path):
     folder = tmp_path / CHECKPOINTS
     one, two, three = fake_checkpoints(folder, 100, 200, 100_000_000)
     (folder / LATEST).symlink_to(three.name)
@@ -154,7 +154,7 @@ def test_an_incomplete_newest_checkpoint_is_passed_over_and_said(tmp_path):
         find_checkpoint(tmp_path)
 
 
-def test_a_save_that_training_waits_for_is_seen_to_get_on(tmp_path, monkeypatch):
+def test_a_save_that_training_waits_for_reports_its_progress(tmp_path, monkeypatch):
     model, optimizer = trained("full_shard")
     beats: list[str] = []
     monkeypatch.setattr(PULSE, "at", beats.append)

@@ -109,7 +109,7 @@ def _summary(row: Row, drifts: Sequence[float], num_rows: int) -> Row:
 def _parts_of(seconds: float, times: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, Any]:
     """Divide `seconds` in the ratio of the sums of parts: medians of parts would not add up.
 
-    A part that is unknown, because another one includes it, is None.
+    A part that another one includes is unknown: None.
     """
     total = sum(step for step, _ in times)
     spent = {name: [parts[name] for _, parts in times] for name in _PARTS}

@@ -11,7 +11,8 @@ from fsdpctl.tools.compare.row import FAILED, Round, Row
 MIB = 1 << 20
 ABOUT = ComparisonInfo(
     "measured", "llama_tiny, 16 tokens per sample", "2 ranks of some CPU",
-    "3 rounds of 8 steps per variant", "fsdpctl compare strategy=a,b", {"torch": "9.9"}, {"processor": "<some> CPU"}, "2026-01-01",
+    "3 rounds of 8 steps per variant", "fsdpctl compare strategy=a,b", {"torch": "9.9"},
+    {"processor": "<some> CPU"}, "2026-01-01",
 )  # fmt: skip
 
 
