@@ -12,7 +12,7 @@ from fsdpctl.errors import UsageError
 if TYPE_CHECKING:
     from fsdpctl.config.placement import LaunchConfig
     from fsdpctl.config.schema import Config
-    from fsdpctl.launch.nodes import Nodes, Round
+    from fsdpctl.launch.nodes import Nodes, RestartRound
     from fsdpctl.launch.outcome import Outcome
     from fsdpctl.run.lock import RunLock
 
@@ -40,14 +40,14 @@ def train_in_rounds(started: Started, nodes: "Nodes | None" = None) -> "Outcome"
 
     Those of other machines are told by `nodes`, of which this is the first.
     """
-    from fsdpctl.launch.nodes import Round
+    from fsdpctl.launch.nodes import RestartRound
 
     most = started.launch.max_restarts
     for number in range(most + 1):
         outcome = _launch(started.run_dir, started.launch, nodes, number)
         following = None if number == most else _following(started, outcome, number, nodes)
         if nodes is not None:
-            nodes.order(number, following or Round())
+            nodes.order(number, following or RestartRound())
         if following is None:
             break
     started.lock.release()
@@ -81,9 +81,9 @@ def _launch(run_dir: Path, launch: "LaunchConfig", nodes: "Nodes | None", number
 
 def _following(
     started: Started, outcome: "Outcome", number: int, nodes: "Nodes | None"
-) -> "Round | None":
+) -> "RestartRound | None":
     """Prepare the next round, if there is to be one."""
-    from fsdpctl.launch.nodes import Round
+    from fsdpctl.launch.nodes import RestartRound
     from fsdpctl.run.directory import METRICS, plan_start, prepare_restart
     from fsdpctl.run.metrics import last_step, went_on
     from fsdpctl.train.requests import take_stop
@@ -112,7 +112,7 @@ def _following(
         f"{max(0, reached - start.step)} steps are lost"
     )
     _tell_workers(outcome, number + 1, max(0, reached - start.step))
-    return Round(members, ranks)
+    return RestartRound(members, ranks)
 
 
 def _resolved_for(started: Started, members: list[int], *, is_stuck: bool) -> "Config | None":

@@ -16,7 +16,7 @@ from fsdpctl.errors import FsdpctlError
 if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
     from fsdpctl.config.placement import LaunchConfig
-    from fsdpctl.launch.meeting import Meeting, Plan
+    from fsdpctl.launch.handshake import Handshake, Plan
     from fsdpctl.launch.nodes import Nodes
     from fsdpctl.launch.outcome import Outcome
     from fsdpctl.resolve.launchers import RankPlace
@@ -69,14 +69,14 @@ def _as_node(composed: "Composed", typed: list[str], resume: str) -> None:
 def _as_first_node(
     composed: "Composed", typed: list[str], resume: str, nodes: "Nodes"
 ) -> "tuple[Outcome, Path] | None":
-    started = _invite(nodes.meeting, lambda: _begin(composed, typed, resume))
+    started = _invite(nodes.handshake, lambda: _begin(composed, typed, resume))
     if started is None:
         return None
     return train_in_rounds(started, nodes), started.run_dir
 
 
 def _as_another_node(launch: "LaunchConfig", nodes: "Nodes") -> "tuple[Outcome, Path] | None":
-    plan = _accept(nodes.meeting, launch)
+    plan = _accept(nodes.handshake, launch)
     if plan is None:
         say("node 0: the run is finished; nothing to do")
         return None
@@ -84,7 +84,7 @@ def _as_another_node(launch: "LaunchConfig", nodes: "Nodes") -> "tuple[Outcome, 
     return follow_in_rounds(Path(plan.run_dir), launch, nodes), Path(plan.run_dir)
 
 
-def _invite(meeting: "Meeting", begin: "Callable[[], Started | None]") -> "Started | None":
+def _invite(meeting: "Handshake", begin: "Callable[[], Started | None]") -> "Started | None":
     """Begin, and have the others take part; they are told where that fails or there is no need."""
     try:
         started = begin()
@@ -103,9 +103,9 @@ def _invite(meeting: "Meeting", begin: "Callable[[], Started | None]") -> "Start
     return started
 
 
-def _accept(meeting: "Meeting", launch: "LaunchConfig") -> "Plan | None":
+def _accept(meeting: "Handshake", launch: "LaunchConfig") -> "Plan | None":
     """What is to be done, or nothing; the others are told where this one goes away."""
-    from fsdpctl.launch.meeting import difference
+    from fsdpctl.launch.handshake import difference
 
     try:
         plan = meeting.accept(lambda plan: difference(plan, launch))
@@ -141,8 +141,8 @@ def _as_rank(composed: "Composed", typed: list[str], resume: str, place: "RankPl
         own |= composed.config.launch.allocator_environment
     os.environ.update({**own, **os.environ})  # before torch is imported
     from fsdpctl.comm.world import PrefixStore
+    from fsdpctl.launch.handshake import Handshake
     from fsdpctl.launch.interface import own_address, split_endpoint
-    from fsdpctl.launch.meeting import Meeting
     from fsdpctl.launch.nodes import reached_store
     from fsdpctl.resolve.machine import placed_here
     from fsdpctl.train.worker import become_rank
@@ -153,7 +153,7 @@ def _as_rank(composed: "Composed", typed: list[str], resume: str, place: "RankPl
     is_first = place.rank == 0 and not place.store_is_there
     whole = reached_store(address, port, launch.timeout, is_first=is_first)
     store = PrefixStore(f"attempt-{place.attempt}", whole)
-    meeting = Meeting(store, place.rank, place.world_size, noun="rank", patience=launch.timeout)
+    meeting = Handshake(store, place.rank, place.world_size, noun="rank", patience=launch.timeout)
     # What `begun` has of a lock is held until this process ends.
     begun: Started | Plan | None
     if place.rank == 0:

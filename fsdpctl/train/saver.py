@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdpctl.checkpoint.base import Ranks
 from fsdpctl.checkpoint.folders import (
     LATEST,
     Retention,
@@ -17,7 +18,6 @@ from fsdpctl.checkpoint.folders import (
 from fsdpctl.checkpoint.manifest import BaseInfo, Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.save import (
-    Ranks,
     Snapshot,
     rank_pieces,
     take_snapshot,

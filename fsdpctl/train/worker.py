@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from fsdpctl.errors import STOP_SIGNALS
+
 if TYPE_CHECKING:
     from fsdpctl.comm.world import Store
 
@@ -21,7 +23,6 @@ MODULE = "fsdpctl.train.worker"
 MEASURE = "measure"  # as last argument: only steps, and nothing is shown
 
 _PR_SET_PDEATHSIG = 1
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 _LOOKS_EVERY, _MOMENT = 1.0, 0.3  # seconds
 _stop_signal: int | None = None
 _has_begun = threading.Event()  # there is something to save
@@ -39,7 +40,7 @@ def tie_to_launcher() -> None:
     rank may be stopped, or its peers gone, and the last checkpoint is complete. Until the first
     step is done a request to stop ends the worker at once, wherever it waits or compiles.
     """
-    for number in _STOPPING:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     _die_with_parent()
     os.register_at_fork(after_in_child=_die_with_parent)
@@ -58,7 +59,7 @@ def _heed_from_now_on(wait_for_all: Callable[[], None]) -> None:
     A rank that a signal has ended before it got here fails those that wait for it: they have had
     that signal too, or will in a moment, and end by it as well.
     """
-    for number in _STOPPING:
+    for number in STOP_SIGNALS:
         signal.signal(number, _request_stop)
     try:
         wait_for_all()
@@ -88,7 +89,7 @@ def _watch_the_start(run_dir: Path, seconds: float | None, started: float) -> No
 
 def _ignore_stops() -> None:
     """The work is done: whoever asks now comes too late, and must not make a failure of it."""
-    for number in _STOPPING:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -242,4 +242,4 @@ def test_few_open_files_are_raised_or_refused(tmp_path):
             env=environment(), capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         assert result.returncode == code, result.stderr
-    assert "needs 160 open files, where 24 are allowed" in result.stderr
+    assert "needs 160 open files, but the limit is 24" in result.stderr

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdpctl.comm.pulse import LOADING, PULSE
+from fsdpctl.comm.rank_status import LOADING, PULSE
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.models import registry
 from fsdpctl.train import assemble

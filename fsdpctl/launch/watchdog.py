@@ -1,7 +1,7 @@
-"""A launcher's watch over its ranks: one that stands still, one that died beside others that live.
+"""A launcher's watchdog: it detects ranks that hang, or that wait for ranks that have exited.
 
-A thread, since the main one waits in torch's agent. What it ends it kills: over gloo nothing else
-interrupts a rank that waits.
+It is a thread, because the main thread waits in torch's agent. It ends ranks by SIGKILL: with gloo,
+nothing else interrupts a rank that waits.
 """
 
 import contextlib
@@ -28,20 +28,20 @@ from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.launch.hang import RankState, report
 from fsdpctl.launch.nodes import Nodes
 
-FOLDER = "FSDPCTL_FOLDER"  # in the environment: where workers leave what they say to us
+FOLDER = "FSDPCTL_FOLDER"  # environment variable: the directory of workers' files for the launcher
 PAGES, ASK = "pulse", "ask"  # files there
-_LOOKS_EVERY = 0.25
-_LONGEST_LOOK = 1.0  # a launcher that stood still itself has seen nobody stand still
-_START_FACTOR = 4  # reading, compiling and the first collectives take longer than a step
-_GRACE_SECONDS = 10.0  # for ranks to end by themselves once another has
-_REPORT_SECONDS = 2.0  # for ranks to write down where they are
+_POLL_SECONDS = 0.25
+_LONGEST_POLL = 1.0  # a launcher that was suspended itself must not blame its ranks
+_START_FACTOR = 4  # loading, compiling and the first collectives take longer than a step
+_GRACE_SECONDS = 10.0  # for ranks to exit on their own after another one has
+_REPORT_SECONDS = 2.0  # for ranks to write their stacks
 
 
-Ranks = dict[int, psutil.Process]  # those alive, by their number on this node
+Ranks = dict[int, psutil.Process]  # running ones, by their number on this node
 
 
-class Watch:
-    """Over one round of workers; `hang` says in a line who stood still, if anybody did."""
+class Watchdog:
+    """Watches the workers of one round; `hang` describes the ranks that hung in one line."""
 
     def __init__(
         self,
@@ -51,27 +51,32 @@ class Watch:
         nodes: Nodes | None = None,
         number: int = 0,
     ) -> None:
-        """Over the processes `pids` of a node, once there are some.
+        """Watch the workers of a node.
 
-        `folder` is where workers leave what they say; `number` is the round's, for other nodes.
+        Args:
+            folder: The directory of the workers' files for the launcher.
+            launch: Resolved.
+            pids: Returns the process ids of running workers by local rank.
+            nodes: The launchers of all nodes, if there are several.
+            number: The number of the round.
         """
         assert launch.nproc_per_node is not None
         self.hang = ""
-        self.failed_at: float | None = None  # when the first of them was missed
-        self.follows = False  # whether it ended ranks only because those of another node failed
+        self.failed_at: float | None = None  # when the first worker was missing
+        self.follows = False  # whether it killed ranks only because those of another node failed
         self._folder, self._pids, self._nodes, self._number = folder, pids, nodes, number
         self._count = launch.nproc_per_node
         self._first_rank = (0 if nodes is None else nodes.place()[0]) * self._count
         self._limit, self._timeout = launch.hang_timeout or launch.timeout / 2, launch.timeout
         self._beats = [RankStatus(0, None, waits=False, place="")] * self._count
-        self._still = [0.0] * self._count  # seconds that each was seen at the same beat
+        self._still = [0.0] * self._count  # seconds since each rank's last heartbeat
         self._since: dict[str, float] = {}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         make_status_file(folder / PAGES, self._count)
-        self._pages = (folder / PAGES).open("rb")  # also once somebody has tidied up there
+        self._pages = (folder / PAGES).open("rb")  # readable even if the directory is deleted
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "Watchdog":
         self._thread.start()
         return self
 
@@ -81,28 +86,28 @@ class Watch:
         self._pages.close()
 
     def _run(self) -> None:
-        looked = time.monotonic()
-        while not self._done.wait(_LOOKS_EVERY):
-            passed, looked = time.monotonic() - looked, time.monotonic()
+        polled = time.monotonic()
+        while not self._done.wait(_POLL_SECONDS):
+            passed, polled = time.monotonic() - polled, time.monotonic()
             ranks = _alive(self._pids())
-            self._look(min(passed, _LONGEST_LOOK))
+            self._poll(min(passed, _LONGEST_POLL))
             if not ranks:
                 continue
-            is_whole = len(ranks) == self._count
-            if not is_whole:
+            all_run = len(ranks) == self._count
+            if not all_run:
                 self.failed_at = self.failed_at or time.time()
-            late = is_whole and any(map(self._is_late, range(self._count)))
+            late = all_run and any(map(self._is_late, range(self._count)))
             if late or self._hangs_elsewhere():
                 self._end_hang(ranks)
                 return
-            died = self._lasts("died", not is_whole)
+            died = self._lasts("died", not all_run)
             follows = self._lasts("elsewhere", self._fails_elsewhere())
             if (died or follows) and not any(map(self._has_moved, ranks)):
                 self.follows = not died
-                _kill(ranks)  # stopped, or deaf: the agent's own patience is longer
+                _kill(ranks)  # stopped, or blocked: the agent itself waits longer
 
-    def _look(self, passed: float) -> None:
-        """At all ranks, so many seconds after the last look."""
+    def _poll(self, passed: float) -> None:
+        """Read the heartbeats of all ranks, `passed` seconds after the last time."""
         beats = read_rank_statuses(self._pages)
         for local, beat in enumerate(beats):
             moved = beat.count != self._beats[local].count or beat.place == FINISHING
@@ -110,7 +115,7 @@ class Watch:
         self._beats = beats
 
     def _has_moved(self, local: int) -> bool:
-        """Whether it does something yet, such as to complete a checkpoint."""
+        """Return whether a rank still makes progress, such as completing a checkpoint."""
         return self._beats[local].count > 0 and self._still[local] < _GRACE_SECONDS
 
     def _hangs_elsewhere(self) -> bool:
@@ -123,10 +128,10 @@ class Watch:
         return self._still[local] > self._limit_of(local)
 
     def _limit_of(self, local: int) -> float:
-        """Seconds without a beat after which a rank hangs.
+        """Return the seconds without a heartbeat after which a rank hangs.
 
-        Once it has read what it begins with, collectives run, and NCCL's watchdog would end the
-        process after `launch.timeout` without naming anybody.
+        After a rank has loaded its weights, collectives run, and NCCL's watchdog would end the
+        process after `launch.timeout` without naming the ranks that cause the hang.
         """
         beat = self._beats[local]
         if beat.step is not None and beat.place != READING:
@@ -135,14 +140,14 @@ class Watch:
         return slow if beat.place in (READING, LOADING, "") else min(slow, 0.8 * self._timeout)
 
     def _lasts(self, what: str, is_so: bool) -> bool:
-        """Whether it has been so for longer than others have time to end by themselves."""
+        """Return whether a condition has held for longer than ranks need to exit on their own."""
         if not is_so:
             self._since.pop(what, None)
             return False
         return time.monotonic() - self._since.setdefault(what, time.monotonic()) > _GRACE_SECONDS
 
     def _end_hang(self, ranks: Ranks) -> None:
-        """Have all ranks write down where they are, compare, and end them."""
+        """Have all ranks write their stacks, find the cause of the hang, and kill them."""
         own = self._states(ranks)
         states = own if self._nodes is None else self._nodes.share_states(self._number, own)
         limit = max(map(self._limit_of, range(self._count)))
@@ -151,10 +156,10 @@ class Watch:
         _kill(ranks)
 
     def _states(self, ranks: Ranks) -> list[RankState]:
-        with contextlib.suppress(OSError):  # a full disk is no reason to let them hang
+        with contextlib.suppress(OSError):  # a full disk must not prevent the rest
             (self._folder / ASK).touch()
         for local, each in ranks.items():
-            if self._beats[local].count:  # before that it would die of it
+            if self._beats[local].count:  # before that, the signal would kill it
                 with contextlib.suppress(psutil.Error):
                     each.send_signal(signal.SIGUSR2)
         time.sleep(_REPORT_SECONDS)
@@ -166,8 +171,8 @@ class Watch:
             stat = Path(f"/proc/{process.pid}/stat").read_text()
             letter = stat.rpartition(")")[2].split()[0]
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            said = (self._folder / f"{ASK}-{index}").read_bytes()
-            found = msgspec.json.decode(said, type=Recorded)
+            written = (self._folder / f"{ASK}-{index}").read_bytes()
+            found = msgspec.json.decode(written, type=Recorded)
         beat = self._beats[index]
         return RankState(
             self._first_rank + index, socket.gethostname(), letter,

@@ -1,4 +1,4 @@
-"""Foresees variants side by side, on hardware that need not be here."""
+"""Comparison of variants by prediction, on hardware that need not exist."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,87 +15,77 @@ from fsdpctl.estimate.traffic import sent_in_step
 from fsdpctl.predict.simulator import chrome_trace
 from fsdpctl.resolve.machine import resolved_strategy, world_size
 from fsdpctl.run.flops import flops_per_token
-from fsdpctl.tools.compare.fitting import LargestModels, lacks_room, with_memory
-from fsdpctl.tools.compare.row import OK, REFUSED, Row
+from fsdpctl.tools.compare.fitting import LargestModels, with_memory
+from fsdpctl.tools.compare.row import REFUSED, Row
 from fsdpctl.tools.compare.vary import Variant
 
-TRACES = "traces"  # of the folder of a comparison
+TRACES = "traces"  # in the directory of a comparison
 _TERA = 1e12
 
 
 @dataclass(slots=True)
-class _Imagined:
-    """A variant, and what was foreseen of it."""
+class _SimulatedVariant:
+    """A variant and its prediction."""
 
     row: Row
     config: Config
     step: StepPrediction | None = None
 
 
-class Foreseeing:
-    """All variants; nothing runs."""
+class SimulatedComparison:
+    """A comparison in which nothing runs."""
 
     def __init__(self, variants: Sequence[Variant]) -> None:
-        """Nothing is foreseen yet."""
         self._estimator = Estimator()
         self._predictor = StepPredictor(self._estimator)
-        self._imagined = [
-            _Imagined(Row(each.varied, config.strategy.name, config.engine.name), config)
-            for each in variants
-            for config in [each.composed.config]
-        ]
+        self._variants = [_SimulatedVariant(each.row, each.composed.config) for each in variants]
 
     @property
     def rows(self) -> list[Row]:
         """A row for each variant, in their order."""
-        return [each.row for each in self._imagined]
+        return [each.row for each in self._variants]
 
     @property
     def configs(self) -> list[Config]:
-        """Of each variant, placed where that could be."""
-        return [each.config for each in self._imagined]
+        """The configuration of each variant, placed if that succeeded."""
+        return [each.config for each in self._variants]
 
     def run(self) -> None:
-        """Foresee all of them."""
-        for each in self._imagined:
+        """Predict all variants."""
+        for each in self._variants:
             try:
-                self._foresee(each)
+                self._predict(each)
             except UsageError as error:
                 each.row = replace(each.row, status=f"{REFUSED}{error}")
 
     def find_largest(self) -> None:
-        """For each engine and strategy the largest model that would fit there."""
+        """Find the largest model that would fit, for each engine and strategy."""
         largest = LargestModels(self._estimator)
-        for each in self._imagined:
+        for each in self._variants:
             if each.step is not None:
                 each.row = replace(each.row, largest=largest.under(each.config))
 
     def write_traces(self, folder: Path) -> None:
-        """The course of each foreseen step, for Perfetto, in a directory of its own."""
-        known = [(n, each) for n, each in enumerate(self._imagined, start=1) if each.step]
-        if known:
-            (folder / TRACES).mkdir()
-        for number, each in known:
-            assert each.step is not None
-            text = chrome_trace(each.step.simulated, f"foreseen: {each.row.label}")
-            (folder / TRACES / f"{number:02d}.json").write_text(text, encoding="utf-8")
+        """Write the timeline of each predicted step for Perfetto, in a directory of its own."""
+        for number, each in enumerate(self._variants, start=1):
+            if each.step is not None:
+                (folder / TRACES).mkdir(exist_ok=True)
+                text = chrome_trace(each.step.simulated, f"predicted: {each.row.label}")
+                (folder / TRACES / f"{number:02d}.json").write_text(text, encoding="utf-8")
 
-    def _foresee(self, each: _Imagined) -> None:
-        config = self._with_choice(placed_for_estimate(each.config))
+    def _predict(self, each: _SimulatedVariant) -> None:
+        config = placed_for_estimate(each.config)
+        if left_open(config):
+            config = choose(self._estimator, config).chosen
         config = replace(config, strategy=resolved_strategy(config, config.strategy))
         each.row = replace(each.row, strategy=config.strategy.name)
         estimate = self._estimator.estimate(config)
         step = self._predictor.predict(config)
         each.config, each.step = config, step
-        row = _with_times(each.row, config, step, estimate)
         units = self._estimator.traced_model(config).units
         sent = sent_in_step(config, units, estimate.batches.num_micro_batches).total
-        row = replace(row, sent_bytes_per_step=sent)
-        each.row = replace(with_memory(row, estimate), status=lacks_room(estimate) or OK)
-
-    def _with_choice(self, placed: Config) -> Config:
-        """With what is left open chosen, by the figures that this was chosen by."""
-        return choose(self._estimator, placed).chosen if left_open(placed) else placed
+        row = replace(_with_times(each.row, config, step, estimate), sent_bytes_per_step=sent)
+        each.row = with_memory(row, estimate)
 
 
 def _with_times(row: Row, config: Config, step: StepPrediction, estimate: RunEstimate) -> Row:
@@ -113,7 +103,7 @@ def _with_times(row: Row, config: Config, step: StepPrediction, estimate: RunEst
 
 
 def _utilization(config: Config, speed: float, estimate: RunEstimate) -> float | None:
-    """Model FLOPs utilisation, where the peak of the devices is known."""
+    """Return the model FLOPs utilization, or None if the peak of the devices is unknown."""
     peak = config.cluster.flops
     if config.precision.param_dtype != "bfloat16":
         peak = config.cluster.flops_fp32

@@ -23,7 +23,7 @@ from fsdpctl.comm.recorder import recorded
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.launch.hang import RankState, culprits, report
 from fsdpctl.launch.out_of_memory import kills_so_far
-from fsdpctl.launch.watch import PAGES, Watch
+from fsdpctl.launch.watchdog import PAGES, Watchdog
 from tests.distributed import distributed
 
 LAUNCH = LaunchConfig(nproc_per_node=2, hang_timeout=1)
@@ -39,7 +39,7 @@ def state(rank: int, **about: object) -> RankState:
     return RankState(rank, "host", **{**given, **about})  # type: ignore[arg-type]
 
 
-def test_a_launcher_reads_what_its_ranks_wrote(tmp_path):
+def test_a_launcher_reads_the_heartbeats_of_its_ranks(tmp_path):
     make_status_file(tmp_path / "pages", 3)
     pulse = RankStatusPage()
     pulse.at("nowhere")  # nobody reads it yet
@@ -67,16 +67,16 @@ def test_long_places_stay_on_their_page(tmp_path):
     assert second.count == 0
 
 
-def test_who_is_stopped_is_to_blame():
+def test_a_stopped_rank_is_the_culprit():
     assert culprits([state(0), state(1, state="T"), state(2, begun={"world": 1})]) == [1]
 
 
-def test_who_has_begun_fewer_collectives_is_to_blame():
+def test_a_rank_that_started_fewer_collectives_is_the_culprit():
     groups = [{"world": 5, "a": 2}, {"world": 5, "a": 2}, {"world": 4, "b": 7}]
     assert culprits([state(rank, begun=each) for rank, each in enumerate(groups)]) == [2]
 
 
-def test_who_does_not_wait_where_others_do_is_to_blame():
+def test_a_rank_that_does_not_wait_while_others_do_is_the_culprit():
     assert culprits([state(0), state(1, waits=False), state(2)]) == [1]
     assert culprits([state(0), state(1)]) == []
 
@@ -92,8 +92,8 @@ def _sleeper() -> "subprocess.Popen[bytes]":
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 
 
-def _watched(folder: Path, processes: list["subprocess.Popen[bytes]"], beats: int) -> Watch:
-    watch = Watch(folder, LAUNCH, lambda: {n: each.pid for n, each in enumerate(processes)})
+def _watched(folder: Path, processes: list["subprocess.Popen[bytes]"], beats: int) -> Watchdog:
+    watch = Watchdog(folder, LAUNCH, lambda: {n: each.pid for n, each in enumerate(processes)})
     for index in range(beats):
         pulse = RankStatusPage()
         pulse.open(folder / PAGES, index)
@@ -103,8 +103,8 @@ def _watched(folder: Path, processes: list["subprocess.Popen[bytes]"], beats: in
     return watch
 
 
-def test_ranks_that_stand_still_are_named_and_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("fsdpctl.launch.watch._REPORT_SECONDS", 0.1)
+def test_hung_ranks_are_named_and_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("fsdpctl.launch.watchdog._REPORT_SECONDS", 0.1)
     processes = [_sleeper(), _sleeper()]
     processes[1].send_signal(signal.SIGSTOP)
     with _watched(tmp_path, processes, beats=2) as watch:
@@ -116,8 +116,8 @@ def test_ranks_that_stand_still_are_named_and_ended(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_page_that_is_being_written_is_no_hang(tmp_path, monkeypatch):
-    monkeypatch.setattr("fsdpctl.launch.watch._LOOKS_EVERY", 0.0002)
+def test_a_page_that_is_being_written_is_not_a_hang(tmp_path, monkeypatch):
+    monkeypatch.setattr("fsdpctl.launch.watchdog._POLL_SECONDS", 0.0002)
     beats = (
         "import sys; from pathlib import Path; from fsdpctl.comm import rank_status\n"
         "pulse = rank_status.RankStatusPage(); pulse.open(Path(sys.argv[1]), 0)\n"
@@ -125,7 +125,7 @@ def test_a_page_that_is_being_written_is_no_hang(tmp_path, monkeypatch):
     )
     processes = [_sleeper()]
     launch = LaunchConfig(nproc_per_node=1, hang_timeout=2)
-    watch = Watch(tmp_path, launch, lambda: {0: processes[0].pid})
+    watch = Watchdog(tmp_path, launch, lambda: {0: processes[0].pid})
     processes.append(subprocess.Popen([sys.executable, "-c", beats, tmp_path / PAGES]))
     while not beats_in(tmp_path / PAGES)[0].count:
         time.sleep(0.05)
@@ -139,10 +139,10 @@ def test_a_page_that_is_being_written_is_no_hang(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_who_stood_still_itself_has_seen_nobody_stand_still(tmp_path, monkeypatch):
+def test_a_launcher_that_was_suspended_does_not_blame_its_ranks(tmp_path, monkeypatch):
     """A launcher that was stopped for a while, and its ranks with it."""
-    monkeypatch.setattr("fsdpctl.launch.watch._LOOKS_EVERY", 0.6)
-    monkeypatch.setattr("fsdpctl.launch.watch._LONGEST_LOOK", 0.1)
+    monkeypatch.setattr("fsdpctl.launch.watchdog._POLL_SECONDS", 0.6)
+    monkeypatch.setattr("fsdpctl.launch.watchdog._LONGEST_POLL", 0.1)
     processes = [_sleeper(), _sleeper()]
     with _watched(tmp_path, processes, beats=2) as watch:
         time.sleep(2)
@@ -153,8 +153,8 @@ def test_who_stood_still_itself_has_seen_nobody_stand_still(tmp_path, monkeypatc
     assert watch.hang == ""
 
 
-def test_who_outlives_a_rank_that_died_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("fsdpctl.launch.watch._GRACE_SECONDS", 0.5)
+def test_ranks_that_outlive_a_killed_rank_are_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("fsdpctl.launch.watchdog._GRACE_SECONDS", 0.5)
     processes = [_sleeper(), _sleeper()]
     with _watched(tmp_path, processes, beats=0) as watch:
         processes[0].kill()
@@ -165,9 +165,9 @@ def test_who_outlives_a_rank_that_died_is_ended(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_who_still_does_something_is_let_be(tmp_path, monkeypatch):
+def test_ranks_that_make_progress_are_not_killed(tmp_path, monkeypatch):
     """Such as to complete a checkpoint, once another rank has failed."""
-    monkeypatch.setattr("fsdpctl.launch.watch._GRACE_SECONDS", 0.6)
+    monkeypatch.setattr("fsdpctl.launch.watchdog._GRACE_SECONDS", 0.6)
     processes = [_sleeper(), _sleeper()]
     with _watched(tmp_path, processes, beats=2):
         processes[0].kill()
@@ -183,7 +183,7 @@ def test_who_still_does_something_is_let_be(tmp_path, monkeypatch):
 
 
 @distributed(world_size=2)
-def test_the_recorder_says_who_is_behind(rank, world_size):
+def test_the_recorder_identifies_the_rank_that_is_behind(rank, world_size):
     group = dist.new_group(list(range(world_size)), group_desc="gathers")
     for _ in range(3 - rank):  # rank 1 does not begin the last one
         work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
@@ -207,7 +207,7 @@ def test_the_recorder_says_who_is_behind(rank, world_size):
         ("4:memory:/a", "memory/a/memory.oom_control", 3),
     ],
 )
-def test_kills_for_want_of_memory_are_counted(tmp_path, line, file, count):
+def test_out_of_memory_kills_are_counted(tmp_path, line, file, count):
     root = tmp_path / "cgroup"
     (root / file).parent.mkdir(parents=True)
     (root / file).write_text(f"low 0\noom_kill {count}\n")
@@ -220,12 +220,12 @@ def test_kills_for_want_of_memory_are_counted(tmp_path, line, file, count):
     [("forward head", 3, 300), ("ready", None, 480), (LOADING, None, 1200), (READING, 3, 1200)],
 )
 def test_a_hang_is_named_before_nccl_ends_the_process(tmp_path, place, step, seconds):
-    watch = Watch(tmp_path, LaunchConfig(nproc_per_node=1, timeout=600), dict)
+    watch = Watchdog(tmp_path, LaunchConfig(nproc_per_node=1, timeout=600), dict)
     watch._pages.close()
     watch._beats = [RankStatus(1, step, waits=False, place=place)]
     assert watch._limit_of(0) == seconds
 
 
-def test_a_report_before_the_first_step_has_the_seconds_that_passed():
+def test_a_report_before_the_first_step_has_the_elapsed_seconds():
     said = report([state(0), state(1, waits=False)], 32, is_usual=False)
     assert "for more than 32 s before its first step" in said

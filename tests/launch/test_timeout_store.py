@@ -1,4 +1,4 @@
-"""A store on a dead link holds its asker for a quarter of an hour; nobody here waits for that."""
+"""A store on a dead link blocks its caller for a quarter of an hour; these wrappers do not."""
 
 import threading
 import time
@@ -6,31 +6,31 @@ from datetime import timedelta
 
 import pytest
 
-from fsdpctl.launch.bounded import BoundedStore, Noticed, StoreLostError
+from fsdpctl.launch.timeout_store import KeyWatcher, StoreLostError, TimeoutStore
 
 
 class DeadLink:
-    """Answers once somebody mends it."""
+    """A store that answers once its link is repaired."""
 
     def __init__(self) -> None:
-        self.mended = threading.Event()
+        self.repaired = threading.Event()
         self.error: Exception | None = None
 
     def check(self, keys: list[str]) -> bool:
-        self.mended.wait()
+        self.repaired.wait()
         if self.error is not None:
             raise self.error
         return keys == ["there"]
 
     def wait(self, keys: list[str], most: timedelta) -> None:
-        self.mended.wait()
+        self.repaired.wait()
 
     def set(self, key: str, value: str) -> None:
         raise RuntimeError("no room")
 
 
-def test_who_asks_waits_so_long_and_then_no_more():
-    store = BoundedStore(DeadLink(), 0.3)  # type: ignore[arg-type]
+def test_a_caller_waits_once_until_the_time_limit():
+    store = TimeoutStore(DeadLink(), 0.3)  # type: ignore[arg-type]
     began = time.monotonic()
     with pytest.raises(StoreLostError):
         store.check(["there"])
@@ -43,30 +43,30 @@ def test_who_asks_waits_so_long_and_then_no_more():
 
 def test_answers_and_errors_come_through():
     link = DeadLink()
-    link.mended.set()
-    store = BoundedStore(link, 5)  # type: ignore[arg-type]
+    link.repaired.set()
+    store = TimeoutStore(link, 5)  # type: ignore[arg-type]
     assert store.check(["there"])
     assert not store.check(["elsewhere"])
     with pytest.raises(RuntimeError, match="no room"):
         store.set("there", "")
 
 
-def test_who_looks_never_waits():
+def test_a_watcher_never_blocks():
     link = DeadLink()
-    noticed = Noticed(link, otherwise=True)  # type: ignore[arg-type]
+    watcher = KeyWatcher(link, default=True)  # type: ignore[arg-type]
     began = time.monotonic()
-    assert not noticed.has("there")
-    assert not noticed.has("there")
+    assert not watcher.has("there")
+    assert not watcher.has("there")
     assert time.monotonic() - began < 5
-    link.mended.set()
-    while not noticed.has("there"):
+    link.repaired.set()
+    while not watcher.has("there"):
         assert time.monotonic() - began < 20
-    assert noticed.has("there")
+    assert watcher.has("there")
 
 
-@pytest.mark.parametrize("otherwise", [False, True])
-def test_where_nobody_can_say_the_rest_holds(otherwise):
+@pytest.mark.parametrize("default", [False, True])
+def test_a_watcher_returns_the_default_if_the_store_fails(default):
     link = DeadLink()
     link.error = RuntimeError("gone")
-    link.mended.set()
-    assert Noticed(link, otherwise=otherwise).has("there") is otherwise  # type: ignore[arg-type]
+    link.repaired.set()
+    assert KeyWatcher(link, default=default).has("there") is default  # type: ignore[arg-type]
