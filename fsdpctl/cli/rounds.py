@@ -83,6 +83,7 @@ def _following(
     started: Started, outcome: "Outcome", number: int, nodes: "Nodes | None"
 ) -> "Round | None":
     """Prepare the next round, if there is to be one."""
+    from fsdpctl.config.model_path import RUN_CONFIG
     from fsdpctl.launch.nodes import Round
     from fsdpctl.run.directory import METRICS, plan_start, prepare_restart
     from fsdpctl.run.metrics import last_step, went_on
@@ -91,6 +92,8 @@ def _following(
     cause = outcome.cause
     if not outcome.has_failed or outcome.was_asked or (cause and cause.exit_code in _FINAL):
         return None
+    if not (started.run_dir / RUN_CONFIG).is_file():
+        return None  # deleted or moved: a restart would begin at step 0
     if take_stop(started.run_dir):
         say(f"{started.run_dir}: was asked to stop: no restart")
         return None

@@ -135,7 +135,7 @@ def timings(
     for kernel in kernels:
         try:
             with warnings.catch_warnings(), using(kernel, alone=True):
-                warnings.simplefilter("ignore")  # of torch, why a kernel does not run
+                warnings.simplefilter("ignore")  # torch warns why a kernel does not run
                 found[kernel] = _seconds(shape, device, rounds)
         except torch.OutOfMemoryError as error:
             no_room = error

@@ -1,56 +1,69 @@
-"""Other tools that are told the figures of a run: TensorBoard, Weights & Biases."""
+"""Experiment loggers that get the values of a run: TensorBoard and Weights & Biases."""
 
 import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import words_for_others
 from fsdpctl.errors import UsageError
 from fsdpctl.io.files import plain_name, read_text_file
 from fsdpctl.run.files import TENSORBOARD, WANDB_ID, replace_text
+from fsdpctl.train.callback import Callback, is_joint
 
-_LEAVING_SECONDS, _FAILING_SECONDS = 60.0, 5.0  # for what is still to be sent
-_FLUSH_SECONDS = 10  # so much a run that is killed may lose
+if TYPE_CHECKING:
+    from fsdpctl.train.trainer import Trainer
+
+_LEAVING_SECONDS, _FAILING_SECONDS = 60.0, 5.0  # to send the remaining values
+_FLUSH_SECONDS = 10  # a killed run may lose the values of this time
 _ID = r"[a-z0-9]{1,64}"
 _LONGEST = 300  # characters of a message
 
 
 class Logger(Protocol):
-    """One of them."""
+    """One experiment logger."""
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """These are the figures of a step; names come again at other steps."""
+        """Log the values of a step by name."""
         ...
 
     def cut_back(self, step: int) -> None:
-        """What came of later steps is to be forgotten."""
+        """Forget the values of later steps."""
         ...
 
     def close(self, *, well: bool) -> None:
-        """There are no more, as the run ended `well` or not; may take long."""
+        """Send the remaining values, which may take long; `well`: the run did not fail."""
         ...
 
 
-class Loggers:
-    """All that the configuration asks for. One that fails is let go of; the run goes on."""
+class Loggers(Callback):
+    """The configured experiment loggers. One that fails is dropped, and the run continues."""
 
     def __init__(
-        self, config: Config, run_dir: Path, step: int, warn: Callable[[str], None]
+        self,
+        config: Config,
+        run_dir: Path,
+        step: int,
+        warn: Callable[[str], None],
+        *,
+        is_on: bool = True,
     ) -> None:
-        """Begin.
+        """Start the loggers.
 
         Args:
-            config: of the run.
-            run_dir: where they keep what they write.
-            step: what they have of later steps is of before a resume, and to be forgotten.
-            warn: is told of one that fails, in a line.
+            config: Resolved configuration.
+            run_dir: Run directory, for their files.
+            step: Completed steps; values of later steps are from before a resume.
+            warn: Called with a message about a logger that fails.
+            is_on: Whether this rank logs.
         """
         self._warn = warn
         self._loggers: dict[str, Logger] = {}
+        if not is_on:
+            return
         if config.log.tensorboard:
             self._begin("tensorboard", lambda: _TensorBoard(run_dir, step))
         if config.log.wandb:
@@ -60,33 +73,41 @@ class Loggers:
         try:
             self._loggers[name] = make()
         except Exception as error:
-            self._let_go(name, error)
+            self._drop(name, error)
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """A line of metrics.jsonl; they are told the numbers in it."""
+        """Log the numbers in a line of metrics.jsonl."""
         figures = {
             name: value
             for name, value in line.items()
             if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
         }
         if figures:
-            self._tell(lambda each: each.log(line["step"], figures))
+            self._each(lambda each: each.log(line["step"], figures))
+
+    def went_back(self, run: "Trainer", step: int) -> None:
+        """Forget the values of later steps."""
+        self.cut_back(step)
+
+    def end(self, run: "Trainer", error: BaseException | None) -> None:
+        """Close the loggers."""
+        self.close(well=is_joint(error))
 
     def cut_back(self, step: int) -> None:
-        """What they were told of later steps is to be forgotten."""
-        self._tell(lambda each: each.cut_back(step))
+        """Forget the values of later steps."""
+        self._each(lambda each: each.cut_back(step))
 
-    def _tell(self, tell: Callable[[Logger], None]) -> None:
+    def _each(self, call: Callable[[Logger], None]) -> None:
         for name, each in list(self._loggers.items()):
             try:
-                tell(each)
+                call(each)
             except Exception as error:
-                self._let_go(name, error)
+                self._drop(name, error)
 
     def close(self, *, well: bool = True) -> None:
-        """Let them write and send what they still have, for a bounded time.
+        """Let them send the remaining values, for a limited time.
 
-        `well`: whether the run ended well; if not, its error waits to be heard of.
+        `well`: whether the run did not fail; after a failure its error waits to be reported.
         """
         patience = _LEAVING_SECONDS if well else _FAILING_SECONDS
         for name, each in list(self._loggers.items()):
@@ -94,23 +115,23 @@ class Loggers:
             thread.start()
             thread.join(patience)
             if thread.is_alive():
-                self._warn(f"log.{name}: not done after {patience:g} s; left so")
+                self._warn(f"log.{name}: not closed within {patience:g} s, values may be missing")
         self._loggers.clear()
 
     def _close(self, name: str, logger: Logger, well: bool) -> None:
         try:
             logger.close(well=well)
         except Exception as error:
-            self._let_go(name, error)
+            self._drop(name, error)
 
-    def _let_go(self, name: str, error: Exception) -> None:
+    def _drop(self, name: str, error: Exception) -> None:
         self._loggers.pop(name, None)
-        said = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
-        self._warn(f"log.{name}: {said}; the run goes on without it")
+        cause = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
+        self._warn(f"log.{name}: {cause}; the run continues without it")
 
 
 class _TensorBoard:
-    """Event files below the run's directory."""
+    """Event files in the run directory."""
 
     def __init__(self, run_dir: Path, step: int) -> None:
         self._folder = str(run_dir / TENSORBOARD)
@@ -127,17 +148,17 @@ class _TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def cut_back(self, step: int) -> None:
-        """Begin another file, which says from where on it takes the place of those before."""
+        """Start another file, which replaces the later steps of those before it."""
         self._writer.close()
         self._writer = self._begin(step)
 
     def close(self, *, well: bool) -> None:
-        """Write what is left."""
+        """Write the remaining values."""
         self._writer.close()
 
 
 class _Wandb:
-    """One run there for all starts of one here, by an id that lies in the run's directory."""
+    """One W&B run for all starts of a run, by an id in the run directory."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         import wandb
@@ -152,7 +173,7 @@ class _Wandb:
             config=words_for_others(config),
             settings=wandb.Settings(console="off", silent=True),
         )
-        # Not by the order of arrival: after a resume, steps come a second time.
+        # Not in order of arrival: after a resume, steps come a second time.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
@@ -160,10 +181,10 @@ class _Wandb:
         self._run.log({"step": step, **figures})
 
     def cut_back(self, step: int) -> None:
-        """What was sent was sent: the later points of a step are drawn over it."""
+        """Do nothing: W&B draws the later values of a step over the earlier ones."""
 
     def close(self, *, well: bool) -> None:
-        """Send what is left."""
+        """Send the remaining values."""
         self._run.finish(exit_code=0 if well else 1)
 
 
