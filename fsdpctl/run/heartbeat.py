@@ -1,17 +1,14 @@
-"""heartbeat.json, which rank 0 writes every few seconds, and whether a run is alive by it.
+"""heartbeat.json, which rank 0 writes every few seconds, and the liveness of a run by it.
 
 Note: the run's lock is not tried. Taking it, however briefly, may keep a launcher from starting,
 and not every network file system supports it. A launcher and its ranks keep the lock file open,
 which the kernel shows for processes of the same user.
 """
 
-import contextlib
-import json
 import os
 import socket
-import threading
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -20,12 +17,11 @@ import psutil
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import read_json
 from fsdpctl.io.files import read_regular
-from fsdpctl.run.files import HEARTBEAT, LOCK, replace_text
+from fsdpctl.run.files import HEARTBEAT, LOCK
 
 INTERVAL = 5.0  # seconds
 RUNNING, ENDED, STOPPED, FAILED = "running", "ended", "stopped", "failed"
 _MOST_BYTES = 1 << 16
-_LONGEST = 2000  # characters of a message
 _EXPIRES = 18 * INTERVAL  # seconds; a network file system may show the file of a minute ago
 _CLOCK_SKEW = 2.0  # seconds between the start of a process and the time that it recorded for it
 
@@ -68,58 +64,6 @@ def read_heartbeat(run_dir: Path) -> HeartbeatRecord | None:
     if not os.path.lexists(path):
         return None
     return read_json(path, HeartbeatRecord, most_bytes=_MOST_BYTES)
-
-
-class Heartbeat:
-    """A thread that writes heartbeat.json until the process ends, whatever training waits for.
-
-    A failure to write is ignored: readers then see the age of the last heartbeat.
-    """
-
-    def __init__(self, run_dir: Path, every: float = INTERVAL) -> None:
-        """Write the first heartbeat and start the thread."""
-        self._path = run_dir / HEARTBEAT
-        now = time.time()
-        pid, namespace = os.getpid(), pid_namespace()
-        self._record = HeartbeatRecord(socket.gethostname(), pid, namespace, now, now)
-        self._first: tuple[int, float] | None = None  # the first step, and when it was completed
-        self._every = every
-        self._has_ended = threading.Event()
-        self._writing = threading.Lock()
-        self._write()
-        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
-
-    def step(self, step: int) -> None:
-        """Record the number of completed steps."""
-        now = time.monotonic()
-        is_first = self._first is None
-        if self._first is None:
-            self._first = step, now
-        first, began = self._first
-        each = (now - began) / (step - first) if step > first else None
-        self._record = replace(self._record, step=step, seconds_per_step=each)
-        if is_first:  # readers shall see at once that the run is no longer starting
-            self._write()
-
-    def go_back(self, step: int) -> None:
-        """Record that the run resumed from `step`, and measure the time per step again."""
-        self._first = None
-        self.step(step)
-
-    def end(self, state: str, message: str = "") -> None:
-        """Write the last heartbeat."""
-        self._has_ended.set()
-        self._record = replace(self._record, state=state, message=message[:_LONGEST])
-        self._write()
-
-    def _run(self) -> None:
-        while not self._has_ended.wait(self._every):
-            self._write()
-
-    def _write(self) -> None:
-        with self._writing, contextlib.suppress(OSError):
-            record = replace(self._record, time=time.time())
-            replace_text(self._path, json.dumps(asdict(record)) + "\n")
 
 
 @dataclass(frozen=True, slots=True)

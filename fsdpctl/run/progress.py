@@ -1,4 +1,4 @@
-"""What rank 0 shows during a run: a progress bar on a terminal, plain lines elsewhere."""
+"""The progress display of rank 0: a bar on a terminal, plain lines elsewhere."""
 
 import math
 import time

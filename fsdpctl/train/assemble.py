@@ -38,11 +38,10 @@ from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import get_strategy, ranks_per_copy
 from fsdpctl.resolve.blocks import checkpoint_block, compile_block
 from fsdpctl.run.environment import add_start, describe_start, place_of
-from fsdpctl.run.heartbeat import Heartbeat
 from fsdpctl.shards import TrainedModel
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
 from fsdpctl.train.callbacks.checks import Checks
-from fsdpctl.train.callbacks.heartbeat import HeartbeatUpdates
+from fsdpctl.train.callbacks.heartbeat import Heartbeat
 from fsdpctl.train.callbacks.profiling import Profiling
 from fsdpctl.train.callbacks.reporting import RunReporter
 from fsdpctl.train.callbacks.sample import Sample
@@ -157,7 +156,7 @@ def make_trainer(
     """
     run_dir, ranks = Path(str(config.train.run_dir)), ObjectExchange()
     is_main = world.rank == 0
-    heartbeat = Heartbeat(run_dir) if shows and is_main else None
+    heartbeat = Heartbeat(run_dir, ranks, is_on=shows and is_main)
     if config.log.memory_snapshot:
         watch_allocations(world.device)
     if shows:
@@ -178,7 +177,7 @@ def make_trainer(
         Validation(config, has_data=parts.val_batches is not None),
         checkpoints,
         journal.loggers,
-        HeartbeatUpdates(heartbeat, ranks),
+        heartbeat,
         RunReporter(journal, checkpoints),
         Checks(run_dir, done.step),
         Sample(),

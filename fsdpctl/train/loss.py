@@ -46,8 +46,8 @@ def validation_loss(
     """Return the mean loss in nats per token over the validation data. Collective.
 
     Every rank runs the same number of passes, and losses are added in float64, so that the result
-    does not depend on the number of ranks beyond the rounding of single passes. The result is None
-    if `goes_on(NUMBER)`, called after each global batch, returns False, on all ranks alike.
+    does not depend on the number of ranks beyond the rounding of single passes. After each global
+    batch, `goes_on(NUMBER)` is called; if it returns False, as on all ranks, this returns None.
     """
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for number in range(batches.num_validation_batches(at_most)):

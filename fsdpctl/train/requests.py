@@ -91,8 +91,9 @@ class RequestCollector:
     def __init__(
         self,
         run_dir: Path,
-        limit: TimeLimit | None,
+        limit: TimeLimit,
         *,
+        is_main: bool,
         stop_requested: Callable[[], bool],
         check: Callable[[], None],
     ) -> None:
@@ -100,12 +101,13 @@ class RequestCollector:
 
         Args:
             run_dir: Run directory, with the files that request something.
-            limit: Time limit on rank 0; None on other ranks, which do not look at files.
+            limit: Time limit.
+            is_main: Whether this is rank 0; other ranks only look for signals.
             stop_requested: Returns whether a signal requested a stop.
             check: Called on rank 0 before each look at files.
         """
         self._run_dir = run_dir
-        self._limit = limit
+        self.limit, self._is_main = limit, is_main
         self._stop_requested, self._check = stop_requested, check
         self._passed_on: set[str] = set()  # files that all ranks know of, until they are removed
         self._looked = time.monotonic()
@@ -113,13 +115,13 @@ class RequestCollector:
     def look(self, seconds: float = 0.0) -> RequestFlags:
         """Return the current requests, `seconds` into the current step; each file only once."""
         by_signal = self._stop_requested()
-        if self._limit is None:
+        if not self._is_main:
             return RequestFlags(by_signal=by_signal)
         new = self._new_files()
         return RequestFlags(
             by_signal=by_signal,
             by_file=STOP in new,
-            by_clock=self._limit.is_near(seconds),
+            by_clock=self.limit.is_near(seconds),
             save=SAVE in new,
             profile=PROFILE in new,
         )
@@ -133,16 +135,6 @@ class RequestCollector:
         new = [name for name in found if name not in self._passed_on]
         self._passed_on |= set(new)
         return new
-
-    def step_took(self, seconds: float) -> None:
-        """Take a completed step into account for the time limit."""
-        if self._limit is not None:
-            self._limit.step_took(seconds)
-
-    def save_took(self, seconds: float) -> None:
-        """Take a complete checkpoint into account for the time limit."""
-        if self._limit is not None:
-            self._limit.save_took(seconds)
 
     def done(self, name: str) -> None:
         """Remove the file of a request that has been fulfilled."""
@@ -160,7 +152,7 @@ class RequestCollector:
         return self._remove(found, "came after the last step")
 
     def _remove(self, names: Sequence[str], why: str) -> list[str]:
-        if self._limit is None:
+        if not self._is_main:
             return []
         for name in names:
             _remove(self._run_dir / name)

@@ -64,10 +64,10 @@ class Trainer:
         self._rule = RejectionRule(config.train, done)
         self._probe = GradientProbe(parts.model.module)
         self._flops = model_flops(config, parts.model.module, parts.device, ranks.size)
-        limit = TimeLimit(config.launch.time_limit, context.started, journal.seconds_to_save)
         self.requests = RequestCollector(
             parts.run_dir,
-            limit if ranks.rank == 0 else None,
+            TimeLimit(config.launch.time_limit, context.started, journal.seconds_to_save),
+            is_main=ranks.rank == 0,
             stop_requested=context.stop_requested,
             check=journal.check_in_place,
         )
@@ -199,7 +199,7 @@ class Trainer:
             requested |= RequestFlags(*done.figures.flags)
             for each in self._callbacks:
                 each.step(self, done)
-            self.requests.step_took(done.times.total)
+            self.requests.limit.step_took(done.times.total)
             rejected = self._rule.judge(done.step, done.figures, launched.limits)
             if rejected is not None:
                 requested |= self._handle(rejected, launched)

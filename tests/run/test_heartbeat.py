@@ -4,9 +4,15 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from typing import cast
 
+from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.run.files import HEARTBEAT
-from fsdpctl.run.heartbeat import Heartbeat, read_heartbeat
+from fsdpctl.run.heartbeat import read_heartbeat
+from fsdpctl.train.callbacks.heartbeat import Heartbeat
+from fsdpctl.train.trainer import Trainer
+
+RANKS, RUN = cast(ObjectExchange, None), cast(Trainer, None)
 
 
 def wait_for(what: Callable[[], object], seconds: float = 20) -> None:
@@ -17,7 +23,7 @@ def wait_for(what: Callable[[], object], seconds: float = 20) -> None:
 
 
 def test_heartbeats_are_written_while_nothing_happens(tmp_path):
-    heartbeat = Heartbeat(tmp_path, every=0.01)
+    heartbeat = Heartbeat(tmp_path, RANKS, every=0.01)
     first = read_heartbeat(tmp_path)
     assert first is not None
     assert (first.pid, first.step, first.is_of_this_host) == (os.getpid(), None, True)
@@ -28,18 +34,18 @@ def test_heartbeats_are_written_while_nothing_happens(tmp_path):
         return record.time > first.time + 0.05
 
     wait_for(is_later)
-    heartbeat.end("ended")
+    heartbeat.close("ended")
 
 
 def test_a_heartbeat_has_the_step_and_the_time_per_step(tmp_path):
-    heartbeat = Heartbeat(tmp_path, every=1000)
-    heartbeat.step(10)
+    heartbeat = Heartbeat(tmp_path, RANKS, every=1000)
+    heartbeat.set_step(10)
     first = read_heartbeat(tmp_path)
     assert first is not None
     assert (first.step, first.seconds_per_step) == (10, None)
     time.sleep(0.02)
-    heartbeat.step(12)
-    heartbeat.end("failed", "x" * 10_000)
+    heartbeat.set_step(12)
+    heartbeat.close("failed", "x" * 10_000)
     record = read_heartbeat(tmp_path)
     assert record is not None
     assert (record.step, record.state, len(record.message)) == (12, "failed", 2000)
@@ -48,19 +54,19 @@ def test_a_heartbeat_has_the_step_and_the_time_per_step(tmp_path):
 
 
 def test_a_heartbeat_goes_back_with_the_run(tmp_path):
-    heartbeat = Heartbeat(tmp_path, every=1000)
-    heartbeat.step(10)
-    heartbeat.step(20)
-    heartbeat.go_back(12)
-    heartbeat.end("stopped")
+    heartbeat = Heartbeat(tmp_path, RANKS, every=1000)
+    heartbeat.set_step(10)
+    heartbeat.set_step(20)
+    heartbeat.went_back(RUN, 12)
+    heartbeat.close("stopped")
     record = read_heartbeat(tmp_path)
     assert record is not None
     assert (record.step, record.seconds_per_step) == (12, None)
 
 
 def test_after_the_end_there_is_no_more(tmp_path):
-    heartbeat = Heartbeat(tmp_path, every=0.01)
-    heartbeat.end("stopped")
+    heartbeat = Heartbeat(tmp_path, RANKS, every=0.01)
+    heartbeat.close("stopped")
     (tmp_path / HEARTBEAT).unlink()
     time.sleep(0.1)
     assert read_heartbeat(tmp_path) is None
@@ -69,9 +75,9 @@ def test_after_the_end_there_is_no_more(tmp_path):
 def test_a_folder_that_goes_and_comes_ends_nothing(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    heartbeat = Heartbeat(run, every=0.01)
+    heartbeat = Heartbeat(run, RANKS, every=0.01)
     shutil.rmtree(run, ignore_errors=True)
     time.sleep(0.05)
     run.mkdir(exist_ok=True)
     wait_for((run / HEARTBEAT).exists)
-    heartbeat.end("ended")
+    heartbeat.close("ended")

@@ -17,9 +17,9 @@ from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
 from fsdpctl.run.files import LOGS, METRICS
-from fsdpctl.run.heartbeat import Heartbeat, read_heartbeat
+from fsdpctl.run.heartbeat import read_heartbeat
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
-from fsdpctl.train.callbacks.heartbeat import HeartbeatUpdates
+from fsdpctl.train.callbacks.heartbeat import Heartbeat
 from fsdpctl.train.journal import Journal
 from fsdpctl.train.trainer import Trainer
 from tests.checkpoint.test_saver import fake_checkpoints
@@ -58,7 +58,7 @@ def test_ranks_end_together_once_the_command_is_done(
     config = configured(checkpoint=CheckpointConfig(after_save="test -d"))
     journal, ranks = journal_in(tmp_path, config, rank=rank), ObjectExchange()
     manager = CheckpointManager(config, tmp_path, ranks, journal, None, runs_command=rank == 0)
-    heartbeat = Heartbeat(tmp_path) if rank == 0 else None
+    heartbeat = Heartbeat(tmp_path, ranks, is_on=rank == 0)
     done = threading.Event()
 
     def then() -> None:
@@ -70,7 +70,7 @@ def test_ranks_end_together_once_the_command_is_done(
         journal.write({"step": 7, "loss": 1.0})
         folder = fake_checkpoints(tmp_path / "checkpoints", 7)[0]
         manager._after_save.add(folder, 7, then)
-    for each in (manager, journal.loggers, HeartbeatUpdates(heartbeat, ranks)):
+    for each in (manager, journal.loggers, heartbeat):
         each.end(RUN, error)
     assert time.monotonic() - began >= 0.5
     if rank == 0:
@@ -87,7 +87,7 @@ def test_a_rank_that_fails_alone_does_not_wait(rank: int, world_size: int, tmp_p
     ranks = ObjectExchange()
     if rank == 1:
         return
-    HeartbeatUpdates(Heartbeat(tmp_path), ranks).end(RUN, RuntimeError("planted"))
+    Heartbeat(tmp_path, ranks).end(RUN, RuntimeError("planted"))
     record = read_heartbeat(tmp_path)
     assert record is not None
     assert (record.state, record.message) == ("failed", "RuntimeError: planted")

@@ -43,21 +43,6 @@ def test_requests_survive_the_exchange_as_flags():
 # ---- the clock -------------------------------------------------------------------------------
 
 
-def test_a_signal_and_the_check_of_the_directory_do_not_depend_on_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(requests, "_INTERVAL", 0.0)
-    for is_main in (True, False):
-        found = collector(tmp_path, is_main=is_main, by_signal=True)
-        assert found.look() == RequestFlags(by_signal=True)
-
-    def missing() -> None:
-        raise FsdpctlError("deleted")
-
-    limit = TimeLimit(None, 0.0, 0.0)
-    checked = RequestCollector(tmp_path, limit, stop_requested=lambda: False, check=missing)
-    with pytest.raises(FsdpctlError, match="deleted"):
-        checked.look()
-
-
 def at(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(time, "time", lambda: 1000.0 + seconds)
 
@@ -108,8 +93,28 @@ def touch(path: Path, later: float) -> None:
 
 def collector(folder: Path, *, is_main: bool = True, by_signal: bool = False) -> RequestCollector:
     (folder / RUN_CONFIG).touch()
-    limit = TimeLimit(None, 0.0, 0.0) if is_main else None
-    return RequestCollector(folder, limit, stop_requested=lambda: by_signal, check=lambda: None)
+    return RequestCollector(
+        folder,
+        TimeLimit(None, 0.0, 0.0),
+        is_main=is_main,
+        stop_requested=lambda: by_signal,
+        check=lambda: None,
+    )
+
+
+def test_a_signal_and_the_check_of_the_directory_do_not_depend_on_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(requests, "_INTERVAL", 0.0)
+    for is_main in (True, False):
+        own = collector(tmp_path, is_main=is_main, by_signal=True)
+        assert own.look() == RequestFlags(by_signal=True)
+
+    def missing() -> None:
+        raise FsdpctlError("deleted")
+
+    checked = collector(tmp_path)
+    monkeypatch.setattr(checked, "_check", missing)
+    with pytest.raises(FsdpctlError, match="deleted"):
+        checked.look()
 
 
 def test_files_are_looked_for_once_a_second_and_reported_once(tmp_path, monkeypatch):

@@ -1,1 +1,1 @@
-"""What a run does besides its steps, one module per callback."""
+"""Callbacks of the training loop."""

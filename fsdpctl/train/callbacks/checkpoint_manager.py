@@ -109,7 +109,7 @@ class CheckpointManager(Callback):
             self._journal.check_in_place()  # a missing run directory is the cause
             raise
         if saved is not None:
-            run.requests.save_took(saved.write)
+            run.requests.limit.save_took(saved.write)
             run.write(saved.to_line())
             if saved.note:
                 run.say(f"step {saved.step}: saved, but {saved.note}")

@@ -5,7 +5,7 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import words_for_others
@@ -23,20 +23,65 @@ _ID = r"[a-z0-9]{1,64}"
 _LONGEST = 300  # characters of a message
 
 
-class Logger(Protocol):
-    """One experiment logger."""
+class _TensorBoard:
+    """An experiment logger that writes event files into the run directory."""
+
+    def __init__(self, run_dir: Path, step: int) -> None:
+        self._folder = str(run_dir / TENSORBOARD)
+        self._writer = self._begin(step)
+
+    def _begin(self, step: int) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(self._folder, purge_step=step + 1, flush_secs=_FLUSH_SECONDS)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Log the values of a step by name."""
-        ...
+        """Write the values of a step."""
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
 
     def cut_back(self, step: int) -> None:
-        """Forget the values of later steps."""
-        ...
+        """Start another file, which replaces the later steps of those before it."""
+        self._writer.close()
+        self._writer = self._begin(step)
 
     def close(self, *, well: bool) -> None:
-        """Send the remaining values, which may take long; `well`: the run did not fail."""
-        ...
+        """Write the remaining values, which may take long; `well`: the run did not fail."""
+        self._writer.close()
+
+
+class _Wandb:
+    """An experiment logger with one W&B run for all starts, by an id in the run directory."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        import wandb
+
+        project = config.log.wandb_project or os.environ.get("WANDB_PROJECT") or "fsdpctl"
+        self._run = wandb.init(
+            id=_wandb_id(run_dir),
+            resume="allow",
+            project=project,
+            name=run_dir.name,
+            dir=str(run_dir),
+            config=words_for_others(config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        # Not in order of arrival: after a resume, steps come a second time.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Send the values of a step."""
+        self._run.log({"step": step, **figures})
+
+    def cut_back(self, step: int) -> None:
+        """Do nothing: W&B draws the later values of a step over the earlier ones."""
+
+    def close(self, *, well: bool) -> None:
+        """Send the remaining values."""
+        self._run.finish(exit_code=0 if well else 1)
+
+
+Logger = _TensorBoard | _Wandb
 
 
 class Loggers(Callback):
@@ -128,64 +173,6 @@ class Loggers(Callback):
         self._loggers.pop(name, None)
         cause = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
         self._warn(f"log.{name}: {cause}; the run continues without it")
-
-
-class _TensorBoard:
-    """Event files in the run directory."""
-
-    def __init__(self, run_dir: Path, step: int) -> None:
-        self._folder = str(run_dir / TENSORBOARD)
-        self._writer = self._begin(step)
-
-    def _begin(self, step: int) -> Any:
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(self._folder, purge_step=step + 1, flush_secs=_FLUSH_SECONDS)
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write a point of each curve."""
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
-
-    def cut_back(self, step: int) -> None:
-        """Start another file, which replaces the later steps of those before it."""
-        self._writer.close()
-        self._writer = self._begin(step)
-
-    def close(self, *, well: bool) -> None:
-        """Write the remaining values."""
-        self._writer.close()
-
-
-class _Wandb:
-    """One W&B run for all starts of a run, by an id in the run directory."""
-
-    def __init__(self, config: Config, run_dir: Path) -> None:
-        import wandb
-
-        project = config.log.wandb_project or os.environ.get("WANDB_PROJECT") or "fsdpctl"
-        self._run = wandb.init(
-            id=_wandb_id(run_dir),
-            resume="allow",
-            project=project,
-            name=run_dir.name,
-            dir=str(run_dir),
-            config=words_for_others(config),
-            settings=wandb.Settings(console="off", silent=True),
-        )
-        # Not in order of arrival: after a resume, steps come a second time.
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Send a point of each curve."""
-        self._run.log({"step": step, **figures})
-
-    def cut_back(self, step: int) -> None:
-        """Do nothing: W&B draws the later values of a step over the earlier ones."""
-
-    def close(self, *, well: bool) -> None:
-        """Send the remaining values."""
-        self._run.finish(exit_code=0 if well else 1)
 
 
 def _wandb_id(run_dir: Path) -> str:
