@@ -84,6 +84,8 @@ def _following(
 ) -> "RestartRound | None":
     """Prepare the next round, if there is to be one."""
     from fsdpctl.launch.nodes import RestartRound
+    from fsdpctl.config.model_path import RUN_CONFIG
+
     from fsdpctl.run.directory import METRICS, plan_start, prepare_restart
     from fsdpctl.run.metrics import last_step, went_on
     from fsdpctl.train.requests import take_stop
@@ -91,6 +93,8 @@ def _following(
     cause = outcome.cause
     if not outcome.has_failed or outcome.was_asked or (cause and cause.exit_code in _FINAL):
         return None
+    if not (started.run_dir / RUN_CONFIG).is_file():
+        return None  # deleted or moved: a restart would begin at step 0
     if take_stop(started.run_dir):
         say(f"{started.run_dir}: was asked to stop: no restart")
         return None

@@ -30,7 +30,7 @@ from fsdpctl.errors import NO_ROOM, CheckpointError, FsdpctlError, UsageError
 from fsdpctl.resolve.attention import with_kept_kernel
 from fsdpctl.resolve.run import decides_losses
 from fsdpctl.run.assets import write_assets
-from fsdpctl.run.files import ALIVE, LOCK, OVERRIDES, RUNS
+from fsdpctl.run.files import HEARTBEAT, LOCK, OVERRIDES, RUNS
 from fsdpctl.run.files import LOG as LOG
 from fsdpctl.run.files import LOGS as LOGS
 from fsdpctl.run.files import METRICS as METRICS
@@ -227,7 +227,7 @@ def prepare_run_dir(start: Start, words: Sequence[str], assets: Mapping[str, byt
     checkpoints = run_dir / CHECKPOINTS
     try:
         _replace_text(run_dir / OVERRIDES, "".join(f"{word}\n" for word in words))
-        (run_dir / ALIVE).unlink(missing_ok=True)  # of the start before
+        (run_dir / HEARTBEAT).unlink(missing_ok=True)  # of the start before
         shutil.rmtree(run_dir / LOGS, ignore_errors=True)
         (run_dir / LOGS).mkdir(exist_ok=True)
         checkpoints.mkdir(exist_ok=True)
@@ -270,7 +270,7 @@ def prepare_restart(start: Start, number: int) -> None:
         kept.mkdir(parents=True, exist_ok=True)
         for each in logs.glob("rank-*.log"):
             each.replace(kept / each.name)
-        (start.run_dir / ALIVE).unlink(missing_ok=True)  # of the ranks that failed
+        (start.run_dir / HEARTBEAT).unlink(missing_ok=True)  # of the ranks that failed
         if start.standing is Standing.NEW and (start.run_dir / METRICS).is_file():
             with (start.run_dir / f"{METRICS}.old").open("ab") as old:
                 old.write((start.run_dir / METRICS).read_bytes())

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdpctl.comm.rank_status import LOADING, PULSE
+from fsdpctl.comm.rank_status import LOADING, RANK_STATUS
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.models import registry
 from fsdpctl.train import assemble
@@ -60,7 +60,7 @@ def test_a_rank_that_reads_longer_than_nccl_waits_ends_nobody(
         return fill(*given)
 
     monkeypatch.setattr(assemble, "_fill", slow_on_one)
-    monkeypatch.setattr(type(PULSE), "at", lambda self, place, step=None: beats.append(place))
+    monkeypatch.setattr(type(RANK_STATUS), "at", lambda self, place, step=None: beats.append(place))
     typed = words(tmp_path, 2, "launch.device=cuda", f"train.run_dir={tmp_path / 'run'}")
     trainer = made([*typed, "train.steps=2", "precision=fp32"], device=device)
     module = trainer.parts.model.module

@@ -1,4 +1,4 @@
-"""What a rank tells its launcher's watch: where it is, and on demand what it waits for."""
+"""The rank's side of the launcher's watchdog: its status, and on demand its collectives."""
 
 import contextlib
 import faulthandler
@@ -13,13 +13,13 @@ import msgspec
 from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.comm.recorder import recorded
 
-_LOOKS_EVERY = 0.5
+_POLL_SECONDS = 0.5
 
 
-def answer_to_watch() -> None:
-    """From now on beat, write stacks to standard error on SIGUSR2, and answer what is asked.
+def serve_watchdog() -> None:
+    """Publish this rank's status, write stacks to standard error on SIGUSR2, and answer queries.
 
-    Does nothing where no launcher of ours watches.
+    Does nothing without a watchdog of fsdpctl's launcher.
     """
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # also while a thread holds Python
     folder, local_rank = os.environ.get("FSDPCTL_FOLDER"), int(os.environ["LOCAL_RANK"])
@@ -31,9 +31,9 @@ def answer_to_watch() -> None:
 
 
 def _answer(folder: Path, local_rank: int) -> None:
-    """Once asked, write down which collectives this rank has begun."""
+    """On a query, write the collectives that this rank has started."""
     while not (folder / "ask").exists():
-        time.sleep(_LOOKS_EVERY)
+        time.sleep(_POLL_SECONDS)
     with contextlib.suppress(OSError):
         answer = folder / f"ask-{local_rank}"
         scratch = answer.with_suffix(".tmp")

@@ -1,4 +1,4 @@
-"""Numbers that go wrong on one rank: all do the same about it, and it is on record."""
+"""A non-finite or spiking step on one rank: all ranks reject it, and it is recorded."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,8 @@ from fsdpctl.data.tokens import TokenStream
 from fsdpctl.optim.record import Limits, StepFigures
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.train.assemble import make_model
-from fsdpctl.train.bad_numbers import BadNumbers
 from fsdpctl.train.loss import summed_loss
+from fsdpctl.train.rejected_steps import RejectionRule
 from tests.cli.run import invoke
 from tests.matrix import fast, matrix
 from tests.reference import train_reference
@@ -62,8 +62,8 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
-    found = [line for line in lines(folder) if "bad_numbers" in line]
-    return [{"step": each["step"], **each["bad_numbers"]} for each in found]
+    found = [line for line in lines(folder) if "rejected_step" in line]
+    return [{"step": each["step"], **each["rejected_step"]} for each in found]
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -87,7 +87,7 @@ SEEN = {
 # With a lag of 1, as on CUDA, the next step is under way when this one is looked at.
 @matrix(action=["skip", "rollback"], what=["loss", "gradient"], lag=[0, 1])
 @pytest.mark.parametrize("ranks", fast(2, slow=[3]))
-def test_the_weights_are_those_of_one_process_without_what_went_wrong(
+def test_the_weights_are_those_of_one_process_without_the_rejected_step(
     tmp_path, ranks, action, what, lag
 ):
     typed = typed_for(tmp_path, ranks, f"train.on_nonfinite={action}")
@@ -107,7 +107,7 @@ def test_the_weights_are_those_of_one_process_without_what_went_wrong(
 
 
 @pytest.mark.parametrize("strategy", fast("shard_grad_op", slow=["no_shard", "shard_optimizer"]))
-def test_every_strategy_goes_back_and_on(tmp_path, strategy):
+def test_every_strategy_rolls_back(tmp_path, strategy):
     about = [f"strategy={strategy}", "train.on_nonfinite=rollback", "precision=fp32"]
     typed = typed_for(tmp_path, 2, *about)
     weights, error = ran(tmp_path, typed, {BAD: ("gradient", 1)}, lag=1)
@@ -117,10 +117,11 @@ def test_every_strategy_goes_back_and_on(tmp_path, strategy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", fast("gradient", slow=["loss"]))
-def test_a_run_that_is_to_stop_stops_on_every_rank(tmp_path, what):
+def test_a_run_stops_on_every_rank(tmp_path, what):
     _, error = ran(tmp_path, typed_for(tmp_path, 2), {BAD: (what, 1)})
     assert error.startswith(f"76 step {BAD + 1}: ")
-    assert "on rank 1; the step was not applied" in error
+    assert "rejected, training stops" in error
+    assert "rank 1" in error
     assert [each["action"] for each in recorded(tmp_path)] == ["stop"]
     again = typed_for(tmp_path, 2, "train.on_nonfinite=skip")  # from step 4
     weights, error = ran(tmp_path, again, {BAD: (what, 1)})
@@ -130,15 +131,15 @@ def test_a_run_that_is_to_stop_stops_on_every_rank(tmp_path, what):
 
 
 @pytest.mark.slow
-def test_without_a_checkpoint_there_is_no_way_back(tmp_path):
+def test_a_rollback_without_a_checkpoint_is_an_error(tmp_path):
     typed = typed_for(tmp_path, 2, "train.on_nonfinite=rollback")
     _, error = ran(tmp_path, typed, {2: ("loss", 1)})
     assert error.startswith("76 step 3: ")
-    assert "but there is none yet" in error
+    assert "no checkpoint exists yet" in error
 
 
 @pytest.mark.slow
-def test_what_was_left_out_is_counted_over_starts(tmp_path):
+def test_rejected_steps_are_counted_over_starts(tmp_path):
     typed = typed_for(tmp_path, 2, "train.on_nonfinite=skip", "train.max_skips=2")
     plants: Plants = {2: ("loss", 0), 5: ("gradient", 1), 8: ("loss", 1)}
     _, error = ran(tmp_path, typed, plants, stops_at=8)
@@ -192,8 +193,8 @@ def figures(loss: float, norm: float = 1.0, *, was_applied: bool = True) -> Step
     return StepFigures(loss, norm, 1, was_applied, (), (loss, 1.0), (norm, 0.0))
 
 
-def after(losses: list[float], **about: Any) -> BadNumbers:
-    numbers = BadNumbers(TrainConfig(spike_factor=5.0, **about), Progress())
+def after(losses: list[float], **about: Any) -> RejectionRule:
+    numbers = RejectionRule(TrainConfig(spike_factor=5.0, **about), Progress())
     for step, loss in enumerate(losses, start=1):
         assert numbers.judge(step, figures(loss), Limits()) is None
     return numbers
@@ -208,11 +209,11 @@ def test_a_limit_needs_32_values_and_knows_none_of_the_last_step():
     assert later.limits(35).loss == pytest.approx(after(losses).limits(35).loss)
 
 
-def test_figures_that_stand_still_have_a_limit_above_them():
+def test_constant_values_have_a_limit_above_them():
     assert after([2.0] * 40).limits(41).loss == pytest.approx(2.0 + 5 * 1.4826 * 2e-3)
 
 
-def test_a_fall_is_no_spike_and_what_was_left_out_is_no_measure():
+def test_a_fall_is_not_a_spike_and_rejected_steps_do_not_count():
     numbers = after([2.0 + 0.01 * (step % 3) for step in range(64)], on_nonfinite="skip")
     before = numbers.accepted
     limits = numbers.limits(66)

@@ -1,68 +1,76 @@
-"""Steps whose loss or gradient is not finite, or far above those before: found, and dealt with.
+"""Rejection of steps with a non-finite or spiking loss or gradient norm.
 
-Note: whether a step is applied is decided on the device, from sums that are the same on every rank
-and limits that every rank knows beforehand; nothing waits for it. The limits of a step come from
-the steps up to the one before the last: on CUDA the host knows no more of them when it launches the
-step, and on the CPU, and after a resume, the decision must be the same.
+Note: the device decides whether a step is applied, from sums that are the same on every rank and
+limits that every rank knows in advance, so nothing waits for the decision. The limits of a step
+come from the steps up to the second to last: on CUDA the host knows no more when it launches the
+step, and the decision must be the same on the CPU and after a resume.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from fsdpctl.checkpoint.folders import newest_checkpoint
+from fsdpctl.checkpoint.load import load_checkpoint
 from fsdpctl.checkpoint.manifest import AcceptedStep, Progress
+from fsdpctl.checkpoint.pretrained import whole_weights
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.comm.rank_status import RANK_STATUS, READING
+from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.training import TrainConfig
 from fsdpctl.data.batches import Batches
 from fsdpctl.errors import NonFiniteError
 from fsdpctl.optim.record import Limits, StepFigures
+from fsdpctl.train.parts import TrainingParts
 
 Reason = Literal["nonfinite_loss", "nonfinite_grad", "loss_spike", "grad_spike"]
 Action = Literal["stop", "skip", "rollback"]
 
-_WINDOW, _LEAST = 128, 32  # accepted steps that count; so many must be there
+_WINDOW, _LEAST = 128, 32  # accepted steps that count; the number required for a limit
 _DEVIATION = 1.4826  # standard deviations in a median absolute deviation of normal values
-_FLOOR = 1e-3  # of the median: figures that stand still have no deviation
-_LAG = 1  # steps before this one that its limits do not know
-_MOST_LOG = 700.0  # of what a float holds
+_FLOOR = 1e-3  # of the median: constant values have no deviation
+_LAG = 1  # preceding steps that the limits of a step do not include
+_MOST_LOG = 700.0  # a float holds exp(700)
 _DONE: dict[Action, str] = {
-    "stop": "the step was not applied",
+    "stop": "rejected, training stops",
     "skip": "skipped",
-    "rollback": "back to the newest checkpoint",
+    "rollback": "rejected, rolling back to the newest checkpoint",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class BadStep:
-    """What is on record of a step that was not applied."""
+class RejectedStep:
+    """A step that was not applied."""
 
     step: int
     reason: Reason
-    rank: int | None  # whose value it was; None where only the sum shows it
+    rank: int | None  # the rank with the value; None if only the sum shows it
     loss: float
     grad_norm: float
-    threshold: float | None  # of a spike, what it was above
+    threshold: float | None  # the limit that a spike exceeded
     action: Action
-    number: int  # how many there have been in the run, with this one
+    number: int  # of rejected steps in the run, including this one
 
     @property
-    def in_words(self) -> str:
-        """What it was, and what was done."""
-        rank = "" if self.rank is None else f", on rank {self.rank}"
-        above = ""
+    def message(self) -> str:
+        """The action and its cause."""
+        cause = f"loss {self.loss:.6g}, gradient norm {self.grad_norm:.6g}"
         if self.threshold is not None:
             what = "loss" if self.reason == "loss_spike" else "gradient norm"
-            above = f": a spike of the {what}, above {self.threshold:.4g}"
-        figures = f"loss {self.loss:.6g}, gradient norm {self.grad_norm:.6g}"
-        return f"step {self.step}: {figures}{above}{rank}; {_DONE[self.action]}"
+            cause += f", {what} above {self.threshold:.4g}"
+        if self.rank is not None:
+            cause += f", rank {self.rank}"
+        return f"step {self.step}: {_DONE[self.action]} ({cause})"
 
     def to_line(self, batches: Batches, position: int) -> dict[str, Any]:
-        """The object in metrics.jsonl.
+        """Return the object for metrics.jsonl.
 
         Args:
-            batches: of training.
-            position: samples consumed before the step.
+            batches: Training batches.
+            position: Samples consumed before the step.
         """
         of_rank = [] if self.rank is None else batches.numbers(position, self.rank)
         about = {
@@ -76,25 +84,25 @@ class BadStep:
             "samples": batches.numbers(position),
             "rank_samples": of_rank,
         }
-        return {"step": self.step, "bad_numbers": about}
+        return {"step": self.step, "rejected_step": about}
 
 
 def _written(value: float) -> float | str:
-    """JSON has no NaN and no infinity."""
+    """Return a non-finite value as text: JSON has no NaN and no infinity."""
     return value if math.isfinite(value) else str(value)
 
 
-class BadNumbers:
-    """Decides what becomes of each step, alike on every rank."""
+class RejectionRule:
+    """The rule that accepts or rejects each step, with the same result on every rank."""
 
     def __init__(self, config: TrainConfig, done: Progress) -> None:
-        """Of a run that has come as far as `done`."""
+        """Continue with the accepted steps of `done`."""
         self._config = config
         self.number = done.num_skips
         self.accepted = tuple(done.accepted)
 
     def limits(self, step: int) -> Limits:
-        """Above which `step`, counted from 1, is not applied."""
+        """Return the limits above which `step`, counted from 1, is not applied."""
         factor = self._config.spike_factor
         known = [each for each in self.accepted if each.step < step - _LAG][-_WINDOW:]
         if factor is None or len(known) < _LEAST:
@@ -105,29 +113,29 @@ class BadNumbers:
             grad_norm=math.exp(min(log_norm, _MOST_LOG)),
         )
 
-    def judge(self, step: int, figures: StepFigures, limits: Limits) -> BadStep | None:
-        """What is wrong with a step that had these limits, which is counted; None: nothing."""
+    def judge(self, step: int, figures: StepFigures, limits: Limits) -> RejectedStep | None:
+        """Count and return a step that these limits rejected; None if it was applied."""
         if figures.was_applied:
             self._accept(step, figures)
             return None
         reason = _reason(figures, limits)
         self.number += 1
         thresholds = {"loss_spike": limits.loss, "grad_spike": limits.grad_norm}
-        return BadStep(
+        return RejectedStep(
             step,
             reason,
             _rank_of(reason, figures),
             figures.loss,
             figures.grad_norm,
             thresholds.get(reason),
-            "stop" if self.number > self._config.max_skips else self._wished,
+            "stop" if self.number > self._config.max_skips else self._action,
             self.number,
         )
 
     @property
-    def _wished(self) -> Action:
-        chosen: dict[str, Action] = {"skip": "skip", "rollback": "rollback"}
-        return chosen.get(self._config.on_nonfinite, "stop")
+    def _action(self) -> Action:
+        actions: dict[str, Action] = {"skip": "skip", "rollback": "rollback"}
+        return actions.get(self._config.on_nonfinite, "stop")
 
     def _accept(self, step: int, figures: StepFigures) -> None:
         if self._config.spike_factor is None:
@@ -137,23 +145,23 @@ class BadNumbers:
         self.accepted = (*kept, AcceptedStep(step, figures.loss, log_norm))
 
     def go_back(self, done: Progress) -> None:
-        """Know what was known at `done`, but for how many bad steps there were."""
+        """Restore the accepted steps of `done`; the number of rejected steps stays."""
         self.accepted = tuple(done.accepted)
 
-    def as_error(self, bad: BadStep) -> NonFiniteError:
-        """What ends the run."""
+    def as_error(self, rejected: RejectedStep) -> NonFiniteError:
+        """Return the error that ends the run."""
         if self._config.on_nonfinite == "stop":
             advice = (
-                "a lower optimizer.lr may help; train.on_nonfinite=skip goes on without such "
+                "a lower optimizer.lr may help; train.on_nonfinite=skip continues without such "
                 "steps, train.on_nonfinite=rollback from the newest checkpoint"
             )
         else:
-            advice = f"train.max_skips={self._config.max_skips}: there were as many before it"
-        return NonFiniteError(f"{bad.in_words}; {advice}")
+            advice = f"train.max_skips={self._config.max_skips} reached"
+        return NonFiniteError(f"{rejected.message}; {advice}")
 
 
 def _threshold(values: Sequence[float], factor: float) -> float:
-    """Above the median by `factor` robust standard deviations."""
+    """Return the median plus `factor` robust standard deviations."""
     middle = median(values)
     deviation = median(abs(each - middle) for each in values)
     return middle + factor * _DEVIATION * max(deviation, _FLOOR * abs(middle))
@@ -168,10 +176,27 @@ def _reason(figures: StepFigures, limits: Limits) -> Reason:
 
 
 def _rank_of(reason: Reason, figures: StepFigures) -> int | None:
-    """Whose value it was: the first that is not finite, of a spike the largest."""
+    """Return the first rank with a non-finite value, or the rank with the largest of a spike."""
     is_loss = reason in ("nonfinite_loss", "loss_spike")
     values = figures.rank_losses if is_loss else figures.rank_grad_norms
     if reason in ("nonfinite_loss", "nonfinite_grad"):
         return next((rank for rank, v in enumerate(values) if not math.isfinite(v)), None)
     largest = max(values, default=0.0)
     return values.index(largest) if largest > 0 else None
+
+
+def load_newest(parts: TrainingParts) -> Progress | None:
+    """Load the newest complete checkpoint, if any. Collective; none may be in progress.
+
+    Raises:
+        CheckpointError: If the checkpoint is corrupted.
+    """
+    newest = newest_checkpoint(parts.run_dir / CHECKPOINTS)
+    # Rank 0 decides: a network file system may not show all ranks the same.
+    (folder, *_) = parts.model.collectives.gather_objects("" if newest is None else str(newest))
+    if not folder:
+        return None
+    RANK_STATUS.at(READING)
+    parts.model.rest()
+    reader = CheckpointReader(Path(folder))
+    return load_checkpoint(reader, parts.model, parts.optimizer, whole_weights(reader))

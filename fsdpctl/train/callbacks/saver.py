@@ -1,4 +1,4 @@
-"""Saves a run's checkpoints, in the background where it can."""
+"""Writes the checkpoints of a run, in the background if configured."""
 
 import threading
 import time
@@ -30,35 +30,35 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import words_for_others
 from fsdpctl.run.assets import read_run_assets
 from fsdpctl.shards import TrainedModel
-from fsdpctl.train.after_save import AfterSave
+from fsdpctl.train.callbacks.after_save import AfterSave
 from fsdpctl.train.parts import Optimizer
 
-_TELLING_SECONDS = 0.5
-_OTHERS_SECONDS = 1800.0  # that others may take longer to write than this rank
-_LEAVING_SECONDS = 10.0  # what a failing run waits for a checkpoint that does not get on
+_POLL_SECONDS = 0.5
+_OTHERS_SECONDS = 1800.0  # that other ranks may take longer to write than this one
+_LEAVING_SECONDS = 10.0  # that a failing run waits for a checkpoint without progress
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint that is complete."""
+    """A complete checkpoint."""
 
     step: int
-    stall: float  # seconds that training stood still for it
+    stall: float  # seconds that training waited for it
     write: float  # seconds until it was complete
-    note: str  # what went wrong after that, on rank 0
+    note: str  # a failure after that, on rank 0
 
     def to_line(self) -> dict[str, Any]:
-        """The object in metrics.jsonl."""
+        """Return the object for metrics.jsonl."""
         line = {
             "step": self.step,
             "checkpoint_seconds": round(self.stall, 6),
             "checkpoint_write_seconds": round(self.write, 6),
         }
-        return {**line, "warning": f"saved; but {self.note}"} if self.note else line
+        return {**line, "warning": f"saved, but {self.note}"} if self.note else line
 
 
 class _Write:
-    """One checkpoint on its way to the disk."""
+    """A checkpoint in progress."""
 
     def __init__(self, step: int, num_bytes: int, began: float) -> None:
         self.step, self.num_bytes, self.began = step, num_bytes, began
@@ -80,10 +80,10 @@ class _Write:
 
 
 class Saver:
-    """Writes checkpoints of one run, one at a time. All ranks call it at the same steps.
+    """The writer of a run's checkpoints, one at a time. All ranks call it at the same steps.
 
-    In the background a step pays for the copy of this rank's part into host memory; a save that
-    comes before the last one is complete waits for it.
+    In the background, a save costs the step a copy of this rank's part into host memory. A save
+    waits until the previous one is complete.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class Saver:
         """Save into `run_dir`.
 
         Args:
-            config: resolved.
-            run_dir: of the run.
-            ranks: all of them, talking apart from training, so that a thread may.
-            after_save: on rank 0 what is run on each checkpoint.
-            base: what has the weights that are not trained, which are then not saved.
+            config: Resolved configuration.
+            run_dir: Run directory.
+            ranks: All ranks, with collectives that a thread may use during training.
+            after_save: Runner of the user's command on rank 0.
+            base: Model with the weights that are not trained and therefore not saved, if any.
         """
         self._checkpoints = run_dir / CHECKPOINTS
-        self._words = words_for_others(config)
+        self._settings = words_for_others(config)
         self._keep = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every)
         self._ranks = ranks
         self._after_save = after_save
@@ -112,10 +112,10 @@ class Saver:
         self._staging = Staging() if config.checkpoint.mode == "async" else None
         self._assets: Mapping[str, bytes] = read_run_assets(run_dir) if ranks.rank == 0 else {}
         self._current: _Write | None = None
-        self._note = ""  # of the thread, about a checkpoint that is complete
+        self._note = ""  # written by the thread about a complete checkpoint
 
     def prepare(self, model: TrainedModel, optimizer: Optimizer) -> None:
-        """Pin host memory for the copies of the first save, in a thread."""
+        """Allocate pinned host memory for the copies of the first save, in a thread."""
         if self._staging is not None:
             trained_only = self._base is not None
             pieces = rank_pieces(model, optimizer, self._ranks.rank, trained_only=trained_only)
@@ -124,16 +124,16 @@ class Saver:
     def save(
         self, model: TrainedModel, optimizer: Optimizer, progress: Progress, began: float
     ) -> None:
-        """Begin to write a checkpoint, in sync mode end it too; training has waited since `began`.
+        """Start to write a checkpoint, or write it in sync mode. Training has waited since `began`.
 
-        The one before must have been waited for and told of.
+        The previous checkpoint must have been taken by `take_saved`.
 
         Raises:
-            FsdpctlError: copies of the model have come apart.
+            FsdpctlError: If the replicas of the model differ.
         """
         assert self._current is None
-        model.check_replicas()  # each copy writes a share of the checkpoint
-        about = About(progress, self._words, self._assets, self._base)
+        model.check_replicas()  # each replica writes a share of the checkpoint
+        about = About(progress, self._settings, self._assets, self._base)
         snapshot = take_snapshot(model, optimizer, self._ranks.rank, about, self._staging)
         current = self._current = _Write(progress.step, snapshot.num_bytes, began)
 
@@ -145,7 +145,7 @@ class Saver:
         )
         current.thread.start()
         if self._staging is None:
-            self.wait()  # where it is seen whether it gets on
+            self.wait()  # detects a checkpoint without progress
         current.stall = time.perf_counter() - began
 
     def _write(self, snapshot: Snapshot, on_bytes: Callable[[int], None]) -> None:
@@ -157,7 +157,7 @@ class Saver:
             self._after_save.add(folder, step, self._remove_old)
 
     def _tidy(self, newest: Path) -> None:
-        """Of what fails here nothing is lost: it is told."""
+        """Update `latest` and remove old checkpoints. A failure is only noted: nothing is lost."""
         try:
             point_to(self._checkpoints / LATEST, newest)
             with self._after_save.deleting:
@@ -166,14 +166,14 @@ class Saver:
             self._note = f"{error.filename or self._checkpoints}: {error.strerror}"
 
     def _remove_old(self) -> None:
-        """Also once the command is done with one that was spared for it."""
+        """Remove old checkpoints; called again once the command no longer needs one."""
         remove_old(self._checkpoints, self._keep, self._after_save.busy)
 
     def take_saved(self) -> Saved | None:
-        """The checkpoint that has become complete since the last call, if one has.
+        """Return the checkpoint that has become complete since the last call, if any.
 
         Raises:
-            FsdpctlError: it could not be written.
+            FsdpctlError: If it could not be written.
         """
         current = self._current
         if current is None or current.ended is None:
@@ -186,40 +186,40 @@ class Saver:
 
     @property
     def share_written(self) -> float | None:
-        """Of this rank's part of the checkpoint on its way; None where there is none."""
+        """The fraction written of this rank's part of the checkpoint in progress, if any."""
         current = self._current
         if current is None:
             return None
         return current.written / current.num_bytes if current.num_bytes else 1.0
 
-    def wait(self, tell: Callable[[float, float], None] = lambda share, seconds: None) -> None:
-        """Until the checkpoint on its way is complete; `take_saved` tells of it.
+    def wait(self, report: Callable[[float, float], None] = lambda share, seconds: None) -> None:
+        """Wait until the checkpoint in progress is complete; `take_saved` returns it.
 
-        `tell` is called now and then, with the share of it that is written and the seconds waited.
+        `report` is called regularly with the fraction written and the seconds waited.
         """
         thread = None if self._current is None else self._current.thread
         began = since = time.perf_counter()
         shown: float | None = None
         while thread is not None and thread.is_alive():
-            thread.join(_TELLING_SECONDS)
+            thread.join(_POLL_SECONDS)
             if thread.is_alive():
-                # Who has written all waits for others, for a while; who gets nowhere is noticed.
+                # A rank that has written its part may wait for others; without progress it hangs.
                 if self.share_written != shown:
                     since = time.perf_counter()
                 waits = self.share_written == 1 and time.perf_counter() - since < _OTHERS_SECONDS
                 if waits or self.share_written != shown:
                     RANK_STATUS.at("saving")
                 shown = self.share_written
-                tell(self.share_written or 0.0, time.perf_counter() - began)
+                report(self.share_written or 0.0, time.perf_counter() - began)
 
     def close(self) -> None:
-        """Let the checkpoint on its way be completed, as long as it gets on."""
+        """Let the checkpoint in progress complete as long as it advances."""
         current = self._current
         if current is None or current.thread is None:
             return
         written, since = current.written, time.perf_counter()
         while current.thread.is_alive() and time.perf_counter() - since < _LEAVING_SECONDS:
-            current.thread.join(_TELLING_SECONDS)
+            current.thread.join(_POLL_SECONDS)
             if current.written != written:
                 RANK_STATUS.at("completing a checkpoint")
                 written, since = current.written, time.perf_counter()
