@@ -16,7 +16,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.files import choices_of
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.run import resolve
+from fsdpctl.resolve.run import open_run
 from tests.cli.run import environment, fsdpctl, invoke
 from tests.hostile import make_checkpoint, make_hugging_face
 from tests.train.chats import make_chat_model, make_chats
@@ -105,7 +105,7 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
 def test_commands_and_words_are_those_there_are(page):
     """What stands in code: lines and spans that begin with the command."""
-    commands = {name for name, _, _ in _COMMANDS}
+    commands = {name for name, *_ in _COMMANDS}
     typed = re.findall(r"(?:^    |^\$ |`)fsdpctl ([^`\n]*)", page.read_text(), re.MULTILINE)
     for line in typed:
         name, *words = shlex.split(line.split(" #")[0].replace("…", ""))
@@ -149,5 +149,5 @@ def test_from_a_directory_to_a_model_that_answers(tmp_path, monkeypatch):
 
 def test_the_run_in_the_readme_has_the_name_that_it_has_now():
     """Else the same command would begin anew beside runs from before."""
-    run = resolve(compose_config(["launch.device=cpu"]))
+    run = open_run(compose_config(["launch.device=cpu"]))
     assert f"{run.config.train.run_dir} (new)" in (ROOT / "README.md").read_text()

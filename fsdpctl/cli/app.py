@@ -1,4 +1,4 @@
-"""The command line: its commands, and what an error becomes."""
+"""The command line: its commands, and the exit codes of errors."""
 
 import contextlib
 import signal
@@ -26,7 +26,7 @@ from fsdpctl.cli.version import print_version
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 
 _STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
-# Mistakes on the command line itself; click's class, which newer versions of typer bring along.
+# Errors of the command line itself: click's class, which newer versions of typer include.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
@@ -36,30 +36,52 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Trains PyTorch models with fully sharded data parallelism.\n\n"
-    "`fsdpctl train` trains now, on this machine, on text that it finds there.",
+    help="Train PyTorch models with fully sharded data parallelism.\n\n"
+    "`fsdpctl train` needs no settings: it trains a small model on text from this machine.",
 )
 
-_SETTINGS = {"ignore_unknown_options": True}  # a word with dashes is answered by the configuration
-_COMMANDS: tuple[tuple[str, Callable[..., None], bool], ...] = (
-    ("train", train, True),
-    ("estimate-memory", estimate_memory, True),
-    ("status", status, False),
-    ("compare", compare, True),
-    ("profile-device", profile_device, True),
-    ("compare-runs", compare_runs, False),
-    ("sample", sample, False),
-    ("evaluate", evaluate, True),
-    ("consolidate-checkpoint", consolidate_checkpoint, False),
-    ("shard-checkpoint", shard_checkpoint, False),
-    ("inspect-checkpoint", inspect_checkpoint, False),
-    ("verify-checkpoint", verify_checkpoint, False),
-    ("tokenize", tokenize, False),
-    ("data", data, False),
-    ("list", list_choices, False),
+_SETTINGS = {"ignore_unknown_options": True}  # the configuration reports them
+# Name, function, whether it takes settings, and help in the table of commands: 50 characters fit.
+_COMMANDS: tuple[tuple[str, Callable[..., None], bool, str], ...] = (
+    ("train", train, True, "Train a model, or resume a run."),
+    ("estimate-memory", estimate_memory, True, "Estimate peak memory per rank before a run."),
+    ("status", status, False, "Show the state and progress of a run."),
+    ("compare", compare, True, "Compare variants by short runs or simulation."),
+    ("profile-device", profile_device, True, "Measure this machine for step-time predictions."),
+    ("compare-runs", compare_runs, False, "Show how two existing runs differ."),
+    ("sample", sample, False, "Generate text from a checkpoint or a model."),
+    ("evaluate", evaluate, True, "Compute loss, perplexity and bits per byte."),
+    (
+        "consolidate-checkpoint",
+        consolidate_checkpoint,
+        False,
+        "Export a checkpoint to Hugging Face, GGUF or PEFT.",
+    ),
+    (
+        "shard-checkpoint",
+        shard_checkpoint,
+        False,
+        "Convert a Hugging Face model to a checkpoint.",
+    ),
+    (
+        "inspect-checkpoint",
+        inspect_checkpoint,
+        False,
+        "Show a checkpoint's run, files and tensors.",
+    ),
+    (
+        "verify-checkpoint",
+        verify_checkpoint,
+        False,
+        "Verify all checksums of a checkpoint and its base.",
+    ),
+    ("tokenize", tokenize, False, "Tokenize text into a token file."),
+    ("data", data, False, "Show the training samples of one step."),
+    ("list", list_choices, False, "List settings, options and recipes."),
 )
-for _name, _command, _takes_words in _COMMANDS:
-    app.command(_name, context_settings=_SETTINGS if _takes_words else None)(_command)
+for _name, _command, _takes_settings, _help in _COMMANDS:
+    _context = _SETTINGS if _takes_settings else None
+    app.command(_name, context_settings=_context, short_help=_help)(_command)
 
 
 @app.callback()
@@ -72,7 +94,7 @@ def about(
         is_eager=True,
     ),
 ) -> None:
-    """Options that belong to no command."""
+    """Define the options that belong to no command."""
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -84,7 +106,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    """Run the command line; an error is one line, the exit code says of which kind."""
+    """Run the command line. An error is printed in one line; its kind sets the exit code."""
     for number, handler in ((signal.SIGINT, _interrupt), *((each, _stop) for each in _STOPPING)):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, handler)

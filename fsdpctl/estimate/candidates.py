@@ -3,16 +3,18 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fsdpctl.config.choosing import (
+from fsdpctl.config.auto import (
     MICRO_BATCH,
     PREFETCH,
     PREFETCHES,
     RECOMPUTATION,
     RECOMPUTATIONS,
     STRATEGY,
+    Selection,
+    filled,
     left_open,
 )
-from fsdpctl.config.schema import ActivationCheckpointingConfig, Config, PrefetchConfig
+from fsdpctl.config.schema import Config, PrefetchConfig
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.engines import has_strategy
 from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy
@@ -72,17 +74,16 @@ class Axes:
         """The same with less prefetch, if there is less."""
         return point._replace(prefetch=point.prefetch - 1) if point.prefetch else None
 
+    def selection(self, point: Point) -> Selection:
+        """Return the values of a point."""
+        prefetch = self._prefetches(point.strategy)[point.prefetch]
+        return Selection(point.strategy, point.recomputation, prefetch, point.size)
+
     def config(self, point: Point) -> Config:
-        """The configuration of a point."""
-        placed = self.placed
-        strategy = resolved_strategy(placed, placed.strategy.under(point.strategy))
-        return replace(
-            placed,
-            strategy=strategy,
-            activation_checkpointing=ActivationCheckpointingConfig(point.recomputation),
-            prefetch=self._prefetches(point.strategy)[point.prefetch],
-            train=replace(placed.train, micro_batch_size=point.size),
-        )
+        """Return the configuration of a point."""
+        config = filled(self.placed, self.selection(point))
+        strategy = resolved_strategy(config, config.strategy.under(config.strategy.name))
+        return replace(config, strategy=strategy)
 
     def _prefetches(self, strategy: str) -> tuple[PrefetchConfig, ...]:
         """Those that differ under a strategy, the least first."""

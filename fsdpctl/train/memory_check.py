@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from fsdpctl.estimate.kept import read_estimate
+from fsdpctl.estimate.saved import read_estimate
 from fsdpctl.run.metrics import peak_memory
 from fsdpctl.run.progress import format_bytes
 from fsdpctl.shards import TrainedModel

@@ -11,7 +11,7 @@ from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.comm.pulse import FINISHING, PULSE
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
-from fsdpctl.resolve.besides import command_words
+from fsdpctl.resolve.preflight import command_words
 from fsdpctl.run.environment import add_start, describe_start, place_of
 from fsdpctl.run.files import LOGS
 from fsdpctl.run.heartbeat import ENDED, FAILED, STOPPED, Heartbeat

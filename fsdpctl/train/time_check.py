@@ -4,7 +4,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fsdpctl.estimate.kept import read_estimate
+from fsdpctl.estimate.saved import read_estimate
 
 _STEPS = 3  # the first of which compiles and allocates
 
@@ -25,13 +25,13 @@ class TimeCheck:
         estimate = self._estimate
         if len(self._seconds) < _STEPS or estimate is None:
             return None
-        foreseen = estimate.foreseen_step_seconds
+        foreseen = estimate.predicted_step_seconds
         if foreseen is None:
             return None
         took = median(self._seconds[1:])
         off = foreseen / took - 1 if took else 0.0
         said = (
             f"time: {took:.3g} s a step (foreseen {foreseen:.3g} s, {off:+.0%}, by "
-            f"{estimate.foreseen_by})"
+            f"{estimate.prediction_source})"
         )
-        return said, {"step_seconds": took, "foreseen_step_seconds": foreseen}
+        return said, {"step_seconds": took, "predicted_step_seconds": foreseen}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpctl.estimate.kept import ESTIMATE
+from fsdpctl.estimate.saved import ESTIMATE
 from fsdpctl.train.time_check import TimeCheck
 
 
@@ -16,13 +16,13 @@ def kept(folder: Path, **about: object) -> Path:
 
 
 def test_three_steps_are_told_beside_what_was_foreseen_once(tmp_path):
-    check = TimeCheck(kept(tmp_path, foreseen_step_seconds=0.3, foreseen_by="a profile"))
+    check = TimeCheck(kept(tmp_path, predicted_step_seconds=0.3, prediction_source="a profile"))
     told = [check.after(seconds) for seconds in (9.0, 0.2, 0.28, 0.2)]
     assert [each is None for each in told] == [True, True, False, True]
     assert told[2] is not None
     said, figures = told[2]
     assert said == "time: 0.24 s a step (foreseen 0.3 s, +25%, by a profile)"
-    assert figures == {"step_seconds": pytest.approx(0.24), "foreseen_step_seconds": 0.3}
+    assert figures == {"step_seconds": pytest.approx(0.24), "predicted_step_seconds": 0.3}
 
 
 def test_nothing_is_told_where_nothing_was_foreseen(tmp_path):

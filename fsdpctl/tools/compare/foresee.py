@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fsdpctl.config.choosing import left_open
+from fsdpctl.config.auto import left_open
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.choosing import choose
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
 from fsdpctl.estimate.foresight import Foreseen, Foresight
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.search import choose
 from fsdpctl.estimate.traffic import sent_in_step
 from fsdpctl.predict.chrome import chrome_trace
 from fsdpctl.resolve.machine import resolved_strategy, world_size
@@ -95,7 +95,7 @@ class Foreseeing:
 
     def _with_choice(self, placed: Config) -> Config:
         """With what is left open chosen, by the figures that this was chosen by."""
-        return choose(self._estimator, placed).chosen if left_open(placed) else placed
+        return choose(self._estimator, placed).best.estimate.config if left_open(placed) else placed
 
 
 def _with_times(row: Row, config: Config, step: Foreseen, estimate: RunEstimate) -> Row:

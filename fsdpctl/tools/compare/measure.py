@@ -15,19 +15,19 @@ from typing import TypeVar
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import divide_module
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
-from fsdpctl.estimate.automatic import resolved_with_choice
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import estimate_run
 from fsdpctl.estimate.traffic import sent_in_step
 from fsdpctl.plan.engines import OURS
 from fsdpctl.resolve.machine import placed_on_cluster, world_size
-from fsdpctl.resolve.run import ResolvedRun
+from fsdpctl.resolve.run import Opened, Settled, open_run, settle
 from fsdpctl.run.assets import collect_assets
+from fsdpctl.start.decide import select
+from fsdpctl.start.short_run import short_run
 from fsdpctl.tools.compare.figures import round_of, summarised
 from fsdpctl.tools.compare.fitting import LargestModels, lacks_room, with_memory
 from fsdpctl.tools.compare.row import FAILED, NOT_REACHED, OK, REFUSED, Row
-from fsdpctl.tools.compare.short_run import short_run
 from fsdpctl.tools.compare.vary import Variant
 
 T = TypeVar("T")
@@ -119,18 +119,20 @@ class Measurement:
     def _prepare(self, each: _Contender) -> None:
         """Resolve it, and say what is expected of it."""
         try:
-            run = resolved_with_choice(each.variant.composed)
-            if run.notes:  # something else would be measured than was asked for
-                raise UsageError(run.notes[0])
+            opened = open_run(each.variant.composed)
+            settled = settle(opened.config, select(opened))
+            if opened.notes:  # something else would be measured than was asked for
+                raise UsageError(opened.notes[0])
         except UsageError as error:
             each.row = replace(each.row, status=f"{REFUSED}{error}")
             return
-        each.config, each.assets = run.config, collect_assets(run.config, run.data)
-        estimate = self._estimate(run.config)
+        config = settled.config
+        each.config, each.assets = config, collect_assets(config, opened.data)
+        estimate = self._estimate(config)
         each.row = replace(
-            _expected(each.row, run, estimate),
-            strategy=run.config.strategy.name,
-            world_size=world_size(run.config),
+            _expected(each.row, opened, settled, estimate),
+            strategy=config.strategy.name,
+            world_size=world_size(config),
         )
         each.row = replace(each.row, status=(estimate and lacks_room(estimate)) or OK)
 
@@ -172,15 +174,12 @@ def in_turn(contenders: Sequence[T], number: int, num_rounds: int) -> list[T]:
     return [*contenders[first:], *contenders[:first]]
 
 
-def _expected(row: Row, run: ResolvedRun, estimate: RunEstimate | None) -> Row:
-    units = divide_module(run.module, None)
-    row = replace(
-        row,
-        sent_bytes_per_step=sent_in_step(run.config, units, run.batches.num_micro_batches).total,
-    )
+def _expected(row: Row, opened: Opened, settled: Settled, estimate: RunEstimate | None) -> Row:
+    units, passes = divide_module(opened.module, None), settled.batches.num_micro_batches
+    row = replace(row, sent_bytes_per_step=sent_in_step(settled.config, units, passes).total)
     parts = None
-    if run.config.engine.name == OURS:
-        engine = estimate_run(run.config, run.module, run.batches.num_micro_batches)
+    if settled.config.engine.name == OURS:
+        engine = estimate_run(settled.config, opened.module, passes)
         parts = engine.breakdown.to_dict()
         row = replace(
             row, estimated_peak_allocated_bytes=engine.peak_bytes, estimated_breakdown=parts

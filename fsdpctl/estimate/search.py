@@ -12,33 +12,59 @@ memory.
 
 import heapq
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from fsdpctl.config.auto import left_open
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.candidates import Axes, Point
-from fsdpctl.estimate.choice import Candidate, Choice
-from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
 from fsdpctl.estimate.foresight import Foresight
-from fsdpctl.estimate.here import with_speed
+from fsdpctl.estimate.local_hardware import with_speed
+from fsdpctl.estimate.ranking import Candidate, Ranking
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.plan.engines import has_strategy
+from fsdpctl.plan.strategy import STRATEGIES
 
 KEPT = 6  # candidates: the chosen one, and what it is compared with
 _TIE = 0.01  # of a step's time: less than a foresight is worth
 _SIZES = 3  # of micro-batches, the largest that fit
 
 
-def choose(estimator: Estimator, placed: Config) -> Choice:
-    """The best that fit of what a placed configuration leaves open; the same for the same.
+def estimates_of(
+    estimator: Estimator, config: Config, *, every: bool
+) -> list[tuple[RunEstimate, Ranking | None]]:
+    """Estimate as `estimate_strategies` does, with every `auto` setting selected.
+
+    If nothing fits, the estimate is that of the closest combination.
 
     Raises:
-        UsageError: it cannot work, whatever is chosen, or too little is known of its hardware.
+        UsageError: If the configuration is invalid.
+    """
+    if not left_open(config):
+        return [(each, None) for each in estimate_strategies(estimator, config, every=every)]
+    placed, given = placed_for_estimate(config), [config.strategy]
+    if every:
+        can = (name for name, row in STRATEGIES.items() if has_strategy(config.engine.name, row))
+        given = [config.strategy.under(name) for name in can]
+    rankings = [choose(estimator, replace(placed, strategy=each)) for each in given]
+    return [(each.estimate, each if each.names else None) for each in rankings]
+
+
+def choose(estimator: Estimator, placed: Config) -> Ranking:
+    """Rank the candidates that fit, for the `auto` settings of a placed configuration.
+
+    The same configuration always gives the same ranking.
+
+    Raises:
+        UsageError: If no combination is valid, or the hardware specs are incomplete.
     """
     described, whose = with_speed(placed)
     search = _Search(estimator, Axes.of(described))
     ranked = search.ranked()
-    return Choice(
+    return Ranking(
         names=search.axes.names,
         ranked=tuple(ranked),
         count=search.axes.count,
@@ -182,7 +208,7 @@ class _Search:
     def _candidate(self, point: Point) -> Candidate:
         estimate = self._estimate(point)
         assert estimate is not None
-        return Candidate(self.axes.config(point), estimate, self._time(point))
+        return Candidate(self.axes.selection(point), estimate, self._time(point))
 
 
 def _kind(point: Point) -> _Kind:
