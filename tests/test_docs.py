@@ -105,7 +105,7 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.name)
 def test_commands_and_words_are_those_there_are(page):
     """What stands in code: lines and spans that begin with the command."""
-    commands = {name for name, *_ in _COMMANDS}
+    commands = {name for name, _, _ in _COMMANDS}
     typed = re.findall(r"(?:^    |^\$ |`)fsdpctl ([^`\n]*)", page.read_text(), re.MULTILINE)
     for line in typed:
         name, *words = shlex.split(line.split(" #")[0].replace("…", ""))

@@ -41,47 +41,26 @@ app = typer.Typer(
 )
 
 _SETTINGS = {"ignore_unknown_options": True}  # the configuration reports them
-# Name, function, whether it takes settings, and help in the table of commands: 50 characters fit.
-_COMMANDS: tuple[tuple[str, Callable[..., None], bool, str], ...] = (
-    ("train", train, True, "Train a model, or resume a run."),
-    ("estimate-memory", estimate_memory, True, "Estimate peak memory per rank before a run."),
-    ("status", status, False, "Show the state and progress of a run."),
-    ("compare", compare, True, "Compare variants by short runs or simulation."),
-    ("profile-device", profile_device, True, "Measure this machine for step-time predictions."),
-    ("compare-runs", compare_runs, False, "Show how two existing runs differ."),
-    ("sample", sample, False, "Generate text from a checkpoint or a model."),
-    ("evaluate", evaluate, True, "Compute loss, perplexity and bits per byte."),
-    (
-        "consolidate-checkpoint",
-        consolidate_checkpoint,
-        False,
-        "Export a checkpoint to Hugging Face, GGUF or PEFT.",
-    ),
-    (
-        "shard-checkpoint",
-        shard_checkpoint,
-        False,
-        "Convert a Hugging Face model to a checkpoint.",
-    ),
-    (
-        "inspect-checkpoint",
-        inspect_checkpoint,
-        False,
-        "Show a checkpoint's run, files and tensors.",
-    ),
-    (
-        "verify-checkpoint",
-        verify_checkpoint,
-        False,
-        "Verify all checksums of a checkpoint and its base.",
-    ),
-    ("tokenize", tokenize, False, "Tokenize text into a token file."),
-    ("data", data, False, "Show the training samples of one step."),
-    ("list", list_choices, False, "List settings, options and recipes."),
+# Name, function, and whether it takes settings. Help shows the first 50 characters of docstrings.
+_COMMANDS: tuple[tuple[str, Callable[..., None], bool], ...] = (
+    ("train", train, True),
+    ("estimate-memory", estimate_memory, True),
+    ("status", status, False),
+    ("compare", compare, True),
+    ("profile-device", profile_device, True),
+    ("compare-runs", compare_runs, False),
+    ("sample", sample, False),
+    ("evaluate", evaluate, True),
+    ("consolidate-checkpoint", consolidate_checkpoint, False),
+    ("shard-checkpoint", shard_checkpoint, False),
+    ("inspect-checkpoint", inspect_checkpoint, False),
+    ("verify-checkpoint", verify_checkpoint, False),
+    ("tokenize", tokenize, False),
+    ("data", data, False),
+    ("list", list_choices, False),
 )
-for _name, _command, _takes_settings, _help in _COMMANDS:
-    _context = _SETTINGS if _takes_settings else None
-    app.command(_name, context_settings=_context, short_help=_help)(_command)
+for _name, _command, _takes_settings in _COMMANDS:
+    app.command(_name, context_settings=_SETTINGS if _takes_settings else None)(_command)
 
 
 @app.callback()

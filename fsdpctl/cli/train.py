@@ -93,10 +93,10 @@ def _print_config(composed: "Composed", resume: str) -> None:
 def _decision_on_cluster(composed: "Composed") -> "Decision | None":
     """Select what is `auto` for a cluster other than this machine; return None for this machine."""
     from fsdpctl.config.auto import left_open
-    from fsdpctl.resolve.machine import HERE
+    from fsdpctl.resolve.machine import LOCAL
     from fsdpctl.start.decide import decide_on_cluster
 
-    if composed.config.cluster.name == HERE or not left_open(composed.config):
+    if composed.config.cluster.name == LOCAL or not left_open(composed.config):
         return None
     return decide_on_cluster(composed.config, note)
 

@@ -9,7 +9,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.files import package_folder
 from fsdpctl.config.placement import ClusterConfig
 from fsdpctl.config.schema import Config
-from fsdpctl.resolve.machine import HERE
+from fsdpctl.resolve.machine import LOCAL
 
 # Prefixes of the names that torch has for devices -> the cluster with their specs.
 _CLUSTERS = (
@@ -48,7 +48,7 @@ def with_speed(config: Config) -> tuple[Config, str]:
     cluster with the same GPUs, or assumptions that are only good enough to rank candidates.
     """
     cluster = config.cluster
-    if cluster.name != HERE:
+    if cluster.name != LOCAL:
         return config, f"specs of cluster={cluster.name}"
     if cluster.profile is not None:
         found, whose = cluster, f"profile {cluster.profile}"

@@ -1,4 +1,4 @@
-"""What `auto` selects, and the candidates that it was selected from."""
+"""The candidates for `auto`, ranked."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -12,7 +12,7 @@ from fsdpctl.plan.strategy import get_strategy, ranks_per_copy
 from fsdpctl.predict.engine_bytes import DTYPE_BYTES
 from fsdpctl.resolve.launchers import place_of
 
-HERE = "here"
+LOCAL = "local"
 _GIB = 1 << 30
 _CPU_RANKS = 2
 # By CUDA's compute capability. GeForce cards of 12.x run Ada's kernels, not those of the B200.
@@ -69,7 +69,7 @@ def _check_nodes(launch: LaunchConfig) -> None:
 def placed_on_cluster(config: Config) -> Config:
     """Fill in device, ranks and memory for `cluster`, which need not exist."""
     launch, cluster = config.launch, config.cluster
-    here = cluster.name == HERE
+    here = cluster.name == LOCAL
     has_cuda = torch.cuda.is_available() if here else True
     device = launch.device or ("cuda" if has_cuda else "cpu")
     found = torch.cuda.device_count() if here and device == "cuda" else None

@@ -45,7 +45,7 @@ _NOT_SET = "not set"
 
 
 class Standing(Enum):
-    """What a start does with a run directory."""
+    """The state of a run directory for a start."""
 
     NEW = auto()
     RESUMES = auto()

@@ -9,7 +9,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
 from fsdpctl.estimate.ranking import Candidate, Ranking
 from fsdpctl.estimate.search import choose
-from fsdpctl.resolve.machine import HERE, placed_on_cluster, world_size
+from fsdpctl.resolve.machine import LOCAL, placed_on_cluster, world_size
 from fsdpctl.resolve.run import Opened
 from fsdpctl.run.directory import Look
 from fsdpctl.run.progress import format_bytes
@@ -46,7 +46,7 @@ def decide(
         return Decision(kept, (f"{'auto':<8}{kept.text(names)}, {source}",))
     note("selecting the fastest configuration that fits")
     ranking = choose(Estimator(), placed_on_cluster(config))
-    if probes and config.auto.probe and config.cluster.name == HERE:
+    if probes and config.auto.probe and config.cluster.name == LOCAL:
         from fsdpctl.start.probe import probed  # imports the trainer
 
         ranking = probed(ranking, opened, note)

@@ -75,9 +75,9 @@ def test_a_key_with_dashes_is_checked_like_others():
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("quick", "a recipe is --recipe quick"),
+        ("quick", "to use the recipe, pass --recipe quick"),
         ("gpt2", "did you mean model=gpt2?"),
-        ("words.txt", "a text is data=text data.path=words.txt"),
+        ("words.txt", "to train on the text, pass data=text data.path=words.txt"),
         ("--strategy=full_shrad", "did you mean full_shard?"),
         ("none.yaml", "none.yaml: no such file"),
     ],
@@ -153,7 +153,7 @@ def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path):
     assert code == 2
     assert "base_model: no such key; here it is model.path" in said
     assert (
-        "nor are known: sequence_len (here it is train.seq_len), adapter (here it is model.lora"
+        "also unknown: sequence_len (here it is train.seq_len), adapter (here it is model.lora"
         in said
     )
 
@@ -172,7 +172,7 @@ def test_reshard_after_forward_chooses_the_strategy(words, ours):
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["reshard_after_forward=maybe"], "allowed is true, false"),
+    [(["reshard_after_forward=maybe"], "expected true, false"),
      (["strategy=no_shard", "reshard_after_forward=false"], "whole at all times"),
      (["strategy=nonsense", "reshard_after_forward=false"], "no such strategy")],
 )  # fmt: skip
@@ -392,7 +392,7 @@ def test_other_files_than_yaml_are_no_texts(tmp_path):
     file = tmp_path / "titan.toml"
     file.write_text("[job]\n")
     code, said = invoke("train", str(file), "--dry-run")
-    assert (code, "a recipe is a YAML file" in said) == (2, True)
+    assert (code, "recipes are YAML files" in said) == (2, True)
 
 
 @pytest.mark.parametrize(("text", "ours"), [("never", "shard_grad_op"), ("default", "full_shard")])

@@ -164,4 +164,4 @@ def test_pytorchs_engines_send_at_least_as_much(engine):
 
 def test_a_machine_that_nobody_knows_is_refused():
     with pytest.raises(UsageError, match="profile-device"):
-        step("cluster=here", "launch.device=cpu", "launch.nnodes=1")
+        step("cluster=local", "launch.device=cpu", "launch.nnodes=1")

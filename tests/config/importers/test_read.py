@@ -180,7 +180,7 @@ def test_hardware_is_assumed_where_there_is_none(monkeypatch):
     assert found.composed.config.cluster.name == "h100"
     assert any("assumed" in row.note for row in found.rows)
     found = completed(read("axolotl-full.yaml"), ["launch.device=cpu"], None)
-    assert found.composed.config.cluster.name == "here"
+    assert found.composed.config.cluster.name == "local"
 
 
 def test_a_directory_or_the_cache_of_the_hub_says_what_a_model_is(tmp_path):
