@@ -28,6 +28,7 @@ LAYERS = [
     {"estimate"},
     {"run"},
     {"train", "launch"},
+    {"start"},
     {"tools"},
     {"cli"},
 ]

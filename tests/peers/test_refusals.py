@@ -24,7 +24,7 @@ from tests.train.ranks import words
                 "precision=bf16",
                 "precision.reduce_dtype=bfloat16",
             ],
-            "precision.reduce_dtype=bfloat16 is not precision.master_dtype=float32",
+            "expected precision.reduce_dtype=float32, got bfloat16",
         ),
         (["engine=fsdp2", "model.lora.rank=4"], "engine=fsdp2: trains all parameters"),
         (["engine=fsdp3"], "did you mean fsdp2?"),

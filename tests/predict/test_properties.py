@@ -164,4 +164,4 @@ def test_pytorchs_engines_send_at_least_as_much(engine):
 
 def test_a_machine_without_specs_is_rejected():
     with pytest.raises(UsageError, match="profile-device"):
-        step("cluster=here", "launch.device=cpu", "launch.nnodes=1")
+        step("cluster=local", "launch.device=cpu", "launch.nnodes=1")

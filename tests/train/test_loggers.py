@@ -12,8 +12,8 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.keeping import CheckpointConfig, LogConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.resolve import besides
-from fsdpctl.resolve.besides import check_besides
+from fsdpctl.resolve import preflight as besides
+from fsdpctl.resolve.preflight import check_preflight
 from fsdpctl.run.files import TENSORBOARD, WANDB_ID
 from fsdpctl.train.callbacks import loggers
 from fsdpctl.train.callbacks.loggers import Loggers
@@ -102,8 +102,8 @@ def test_one_that_is_not_installed_is_said_before_anything_starts(monkeypatch, n
     for found in (None, SimpleNamespace(origin=None)):
         monkeypatch.setattr(besides, "find_spec", lambda package, found=found: found)
         with pytest.raises(UsageError, match=said):
-            check_besides(config)
-        check_besides(Config())
+            check_preflight(config)
+        check_preflight(Config())
 
 
 def test_wandb_is_given_one_id_for_all_starts(tmp_path, monkeypatch):

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fsdpctl.config.choosing import left_open
+from fsdpctl.config.auto import left_open
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.choosing import choose
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
 from fsdpctl.estimate.prediction import StepPrediction, StepPredictor
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.search import choose
 from fsdpctl.estimate.traffic import sent_in_step
 from fsdpctl.predict.simulator import chrome_trace
 from fsdpctl.resolve.machine import resolved_strategy, world_size
@@ -76,7 +76,7 @@ class SimulatedComparison:
     def _predict(self, each: _SimulatedVariant) -> None:
         config = placed_for_estimate(each.config)
         if left_open(config):
-            config = choose(self._estimator, config).chosen
+            config = choose(self._estimator, config).best.estimate.config
         config = replace(config, strategy=resolved_strategy(config, config.strategy))
         each.row = replace(each.row, strategy=config.strategy.name)
         estimate = self._estimator.estimate(config)

@@ -1,44 +1,69 @@
-"""Chooses what fits and is foreseen fastest.
+"""Search for the candidates that fit and are predicted to be fastest.
 
-Note: what is not looked at. Memory grows with the micro-batch, but for all of a rank's share at
-once, which keeps no gradients between passes; it grows with prefetch, and shrinks with
-recomputation. So of each strategy only the edges of what fits are searched, by halving. Time grows
-with recomputation and shrinks with prefetch; so of what fits only the least recomputation and the
-most prefetch are foreseen, and less prefetch where that does not fit. Time shrinks with the
-micro-batch as far as a machine is described, and nearly so on one that was measured: of the sizes
-that fit the largest few are foreseen. What differs by less than a foresight is worth is decided by
-memory.
+Note: the search skips most combinations. Memory grows with the micro-batch (except for a rank's
+whole share at once, which keeps no gradients between micro-batches) and with prefetch, and shrinks
+with recomputation. So for each strategy, it finds only the largest size that fits, by bisection.
+Time grows with recomputation and shrinks with prefetch, so it predicts only the least recomputation
+and the most prefetch that fit. On specified hardware, time shrinks with the micro-batch, and on
+profiled hardware nearly so: it predicts the largest few sizes that fit. Predictions that differ by
+less than their accuracy are a tie, which the lower memory decides.
 """
 
 import heapq
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from fsdpctl.config.auto import left_open
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.candidates import Axes, Point
-from fsdpctl.estimate.choice import Candidate, Choice
-from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.here import with_speed
+from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
+from fsdpctl.estimate.local_hardware import with_speed
+from fsdpctl.estimate.ranking import Candidate, Ranking
 from fsdpctl.estimate.prediction import StepPredictor
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.plan.engines import has_strategy
+from fsdpctl.plan.strategy import STRATEGIES
 
-KEPT = 6  # candidates: the chosen one, and what it is compared with
-_TIE = 0.01  # of a step's time: less than a foresight is worth
-_SIZES = 3  # of micro-batches, the largest that fit
+KEPT = 6  # candidates: the selected one and those that it is compared with
+_TIE = 0.01  # of the step time: less than the accuracy of a prediction
+_SIZES = 3  # micro-batch sizes per strategy and mode, the largest that fit
 
 
-def choose(estimator: Estimator, placed: Config) -> Choice:
-    """The best that fit of what a placed configuration leaves open; the same for the same.
+def estimates_of(
+    estimator: Estimator, config: Config, *, every: bool
+) -> list[tuple[RunEstimate, Ranking | None]]:
+    """Estimate as `estimate_strategies` does, with every `auto` setting selected.
+
+    If nothing fits, the estimate is that of the closest combination.
 
     Raises:
-        UsageError: it cannot work, whatever is chosen, or too little is known of its hardware.
+        UsageError: If the configuration is invalid.
+    """
+    if not left_open(config):
+        return [(each, None) for each in estimate_strategies(estimator, config, every=every)]
+    placed, given = placed_for_estimate(config), [config.strategy]
+    if every:
+        can = (name for name, row in STRATEGIES.items() if has_strategy(config.engine.name, row))
+        given = [config.strategy.under(name) for name in can]
+    rankings = [choose(estimator, replace(placed, strategy=each)) for each in given]
+    return [(each.estimate, each if each.names else None) for each in rankings]
+
+
+def choose(estimator: Estimator, placed: Config) -> Ranking:
+    """Rank the candidates that fit, for the `auto` settings of a placed configuration.
+
+    The same configuration always gives the same ranking.
+
+    Raises:
+        UsageError: If no combination is valid, or the hardware specs are incomplete.
     """
     described, whose = with_speed(placed)
     search = _Search(estimator, Axes.of(described))
     ranked = search.ranked()
-    return Choice(
+    return Ranking(
         names=search.axes.names,
         ranked=tuple(ranked),
         count=search.axes.count,
@@ -48,7 +73,7 @@ def choose(estimator: Estimator, placed: Config) -> Choice:
 
 
 class _Kind(NamedTuple):
-    """All that differs in prefetch only."""
+    """Points that differ only in prefetch."""
 
     strategy: str
     recomputation: str
@@ -56,41 +81,41 @@ class _Kind(NamedTuple):
 
 
 class _Search:
-    """What is known of the points so far."""
+    """A search, with the estimates and predictions made so far."""
 
     def __init__(self, estimator: Estimator, axes: Axes) -> None:
         self.axes = axes
         self._estimator, self._predictor = estimator, StepPredictor(estimator)
         self._estimates: dict[Point, RunEstimate | None] = {}
         self._seconds: dict[Point, float] = {}
-        self._refusal: UsageError | None = None
+        self._error: UsageError | None = None
 
     def ranked(self) -> list[Candidate]:
-        """The chosen candidate, then the fastest others."""
+        """Return the selected candidate, then the fastest others."""
         found = list(self._fastest())
         if not found:
             return []
-        chosen = self._chosen(found)
-        others = [each for each in found if _kind(each) != _kind(chosen)]
+        selected = self._selected(found)
+        others = [each for each in found if _kind(each) != _kind(selected)]
         if len(others) < KEPT - 1:
-            others += self._rest({chosen, *others}, {_kind(chosen), *map(_kind, others)})
-        return [self._candidate(each) for each in (chosen, *others[: KEPT - 1])]
+            others += self._rest({selected, *others}, {_kind(selected), *map(_kind, others)})
+        return [self._candidate(each) for each in (selected, *others[: KEPT - 1])]
 
     def closest(self) -> RunEstimate:
-        """Of what was estimated, what lacks least.
+        """Return the estimate of the point that lacks least.
 
         Raises:
-            UsageError: nothing could be estimated.
+            UsageError: If no point could be estimated.
         """
         found = [each for each in self._estimates.values() if each is not None]
         if not found:
-            raise self._refusal or UsageError("there is nothing to choose from")
+            raise self._error or UsageError("auto: no combination is supported")
         return max(found, key=lambda each: each.margin)
 
     # ---- time ----------------------------------------------------------------------------
 
     def _fastest(self) -> Iterator[Point]:
-        """What fits, the fastest first; no more than may be of interest."""
+        """Yield points that fit, the fastest first, until the rest cannot matter."""
         heap = [(self._time(point), point) for point in self._promising()]
         heapq.heapify(heap)
         count, best = 0, 0.0
@@ -105,16 +130,16 @@ class _Search:
                 heapq.heappush(heap, (self._time(less), less))
 
     def _promising(self) -> Iterator[Point]:
-        """Of each strategy, what may fit with the least recomputation and the most prefetch."""
+        """Yield, per strategy, points with the least recomputation and the most prefetch."""
         for strategy in self.axes.strategies:
-            below = -1  # the largest place of a size that fits with less recomputation
+            below = -1  # index of the largest size that fits with less recomputation
             for mode, edge in self._edges(strategy):
                 for place in range(max(below + 1, edge - _SIZES + 1), edge + 1):
                     yield self.axes.point(strategy, mode, place, most=True)
                 below = max(below, edge)
 
     def _rest(self, found: set[Point], kinds: set[_Kind]) -> list[Point]:
-        """What else fits, the fastest first; last what differs from what was found in prefetch."""
+        """Return other points that fit, the fastest first; last those that differ in prefetch."""
         points = set()
         for strategy in self.axes.strategies:
             for mode, edge in self._edges(strategy):
@@ -132,8 +157,8 @@ class _Search:
                 best.append(each)
         return best
 
-    def _chosen(self, found: list[Point]) -> Point:
-        """Of the fastest and those as fast, also with less prefetch, the one that holds least."""
+    def _selected(self, found: list[Point]) -> Point:
+        """Return the point with least memory among the fastest, also with less prefetch."""
         limit = self._time(found[0]) * (1 + _TIE)
         alike = [point for point in found if self._time(point) <= limit]
         for point in list(alike):
@@ -151,7 +176,7 @@ class _Search:
     # ---- memory --------------------------------------------------------------------------
 
     def _edges(self, strategy: str) -> Iterator[tuple[str, int]]:
-        """Each recomputation, from the least on, with the place of the largest size that fits."""
+        """Yield each recomputation mode, the least first, with the largest size that fits."""
         last = len(self.axes.sizes) - 1
         modes = self.axes.recomputations
 
@@ -175,14 +200,14 @@ class _Search:
             try:
                 self._estimates[point] = self._estimator.estimate(self.axes.config(point))
             except UsageError as error:
-                self._refusal = self._refusal or error
+                self._error = self._error or error
                 self._estimates[point] = None
         return self._estimates[point]
 
     def _candidate(self, point: Point) -> Candidate:
         estimate = self._estimate(point)
         assert estimate is not None
-        return Candidate(self.axes.config(point), estimate, self._time(point))
+        return Candidate(self.axes.selection(point), estimate, self._time(point))
 
 
 def _kind(point: Point) -> _Kind:
@@ -190,7 +215,7 @@ def _kind(point: Point) -> _Kind:
 
 
 def _edge(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """The largest place up to `high` that fits, where `low` is known to, or is below all."""
+    """Return the largest index up to `high` that fits; `low` is known to fit or below all."""
     if low == high or fits(high):
         return high
     while high - low > 1:

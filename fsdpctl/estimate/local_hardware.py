@@ -1,4 +1,4 @@
-"""What is known, or else assumed, of the speed of the machine at hand."""
+"""The specs of this machine, as known or assumed."""
 
 from dataclasses import replace
 from functools import cache
@@ -9,9 +9,9 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.files import package_folder
 from fsdpctl.config.placement import ClusterConfig
 from fsdpctl.config.schema import Config
-from fsdpctl.resolve.machine import HERE
+from fsdpctl.resolve.machine import LOCAL
 
-# What torch calls devices, or how that begins -> the cluster that has their figures.
+# Prefixes of the names that torch has for devices -> the cluster with their specs.
 _CLUSTERS = (
     ("NVIDIA A100-SXM4-40GB", "a100_40"),
     ("NVIDIA A100", "a100_80"),
@@ -23,7 +23,7 @@ _CLUSTERS = (
     ("NVIDIA GeForce RTX 5090", "rtx5090"),
 )
 _ANY_GPU = "h100"
-_FIGURES = (
+_SPECS = (
     "flops",
     "flops_fp32",
     "memory_bandwidth",
@@ -34,43 +34,43 @@ _FIGURES = (
     "architecture",
     "step_efficiency",
 )
-# What profile-device wrote of two cores, a rank each. Other CPUs are faster or slower, but mostly
-# at everything alike: operators, what they cost beside their arithmetic, and gloo.
+# A profile of two cores, a rank each. Other CPUs are faster or slower, but mostly by the same
+# factor in everything: operators, their overhead, and gloo.
 _ANY_CPU = "cpu.json"
-_GLOO = 1.0  # GB/s of a rank, roughly: it copies and adds
-_CABLE = 1.25  # GB/s of a machine, where there are several: Ethernet of 10 Gb/s
+_GLOO = 1.0  # GB/s per rank, roughly: gloo copies and adds
+_NODE_LINK = 1.25  # GB/s per node, if there are several: 10 Gb/s Ethernet
 
 
 def with_speed(config: Config) -> tuple[Config, str]:
-    """A placed configuration with the figures that its cluster lacks, and whose they are, in words.
+    """Return a placed configuration with complete hardware specs, and the source of these specs.
 
-    Those of a described cluster are its own. For this machine they are a profile's, what is typed,
-    what is known of a GPU of that name, or assumed: good enough to rank, and no more.
+    A specified cluster has its own. For this machine, they come from a profile, the settings, the
+    cluster with the same GPUs, or assumptions that are only good enough to rank candidates.
     """
     cluster = config.cluster
-    if cluster.name != HERE:
-        return config, f"the figures of cluster={cluster.name}"
+    if cluster.name != LOCAL:
+        return config, f"specs of cluster={cluster.name}"
     if cluster.profile is not None:
-        found, whose = cluster, f"the profile {cluster.profile}"
+        found, whose = cluster, f"profile {cluster.profile}"
     elif config.launch.device == "cpu" and cluster.flops is not None:
         intra = cluster.intra_bandwidth or _GLOO
-        found, whose = replace(cluster, intra_bandwidth=intra), "the figures that are given"
+        found, whose = replace(cluster, intra_bandwidth=intra), "specs as set"
     elif config.launch.device == "cpu":
         profile = str(package_folder("conf") / "cluster" / _ANY_CPU)
-        found, whose = replace(cluster, profile=profile), "assumed figures of CPU cores"
+        found, whose = replace(cluster, profile=profile), "assumed CPU specs"
     else:
         found, whose = _of_this_gpu()
         found = _filled(cluster, found)
     if found.inter_bandwidth is None:
-        inter = _CABLE / (config.launch.nproc_per_node or 1)
+        inter = _NODE_LINK / (config.launch.nproc_per_node or 1)
         found = replace(found, inter_bandwidth=inter)
     return replace(config, cluster=found), whose
 
 
 def _filled(given: ClusterConfig, found: ClusterConfig) -> ClusterConfig:
-    """What is given, and what is found of the rest."""
+    """Return `given`, with the specs of `found` where it has the defaults."""
     usual = ClusterConfig()
-    lacking = (name for name in _FIGURES if getattr(given, name) == getattr(usual, name))
+    lacking = (name for name in _SPECS if getattr(given, name) == getattr(usual, name))
     return replace(given, **{name: getattr(found, name) for name in lacking})
 
 
@@ -78,15 +78,15 @@ def _of_this_gpu() -> tuple[ClusterConfig, str]:
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
     known = cluster_of_device(name)
     if known is not None:
-        return _described(known), f"the figures of cluster={known}, for {name}"
-    return _described(_ANY_GPU), f"assumed figures, cluster={_ANY_GPU}'s, for {name}"
+        return _specified(known), f"specs of cluster={known}, for {name}"
+    return _specified(_ANY_GPU), f"assumed specs of cluster={_ANY_GPU}, for {name}"
 
 
 def cluster_of_device(name: str) -> str | None:
-    """The described cluster whose nodes have the device that torch calls `name`."""
+    """Return the cluster whose nodes have the device that torch calls `name`; None if unknown."""
     return next((cluster for begins, cluster in _CLUSTERS if name.startswith(begins)), None)
 
 
 @cache
-def _described(name: str) -> ClusterConfig:
+def _specified(name: str) -> ClusterConfig:
     return compose_config([f"cluster={name}"]).config.cluster

@@ -1,4 +1,4 @@
-"""One short run of a configuration, for its figures."""
+"""A short run of a configuration, to measure it."""
 
 import signal
 from collections.abc import Mapping
@@ -7,29 +7,29 @@ from pathlib import Path
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import InterruptError, StoppedError
 from fsdpctl.launch.local import launch_workers
-from fsdpctl.run.directory import LOGS, plan_start, prepare_run_dir
+from fsdpctl.run.directory import LOGS, look, prepare_run_dir
 from fsdpctl.run.lock import lock_run_dir
 from fsdpctl.train.worker import MEASURE, MODULE
 
 
-def short_run(config: Config, words: str, assets: Mapping[str, bytes], what: str) -> str | None:
-    """Run a resolved configuration: steps, and neither validation, checkpoint nor sample.
+def short_run(config: Config, settings: str, assets: Mapping[str, bytes], what: str) -> str | None:
+    """Run the steps of a settled configuration, without validation, checkpoints and samples.
 
     Args:
-        config: with a run directory that is not there yet, in one that is.
-        words: that it was made of, for the run directory.
-        assets: files beside its weights.
-        what: is not done where somebody asks to stop, for the message.
+        config: Its run directory does not exist yet, but the parent of that does.
+        settings: The settings that it was made of, for the run directory.
+        assets: Files to keep next to its weights.
+        what: What a stop request prevents, for the message.
 
     Returns:
-        Why it failed, if it did.
+        The reason of a failure; None if the run finished.
 
     Raises:
-        StoppedError, InterruptError: somebody asked to stop; its ranks are gone.
+        StoppedError, InterruptError: If a stop was requested; the ranks have exited.
     """
     run_dir = Path(str(config.train.run_dir))
     lock = lock_run_dir(run_dir, lambda: None)
-    prepare_run_dir(plan_start(config, "auto"), [words], assets)
+    prepare_run_dir(look(config, "auto"), config, [settings], assets)
     outcome = launch_workers(MODULE, [str(run_dir), MEASURE], config.launch, logs=run_dir / LOGS)
     lock.release()
     if outcome.stop_signal == signal.SIGINT:

@@ -1,4 +1,4 @@
-"""What a run needs beside itself: packages of other tools, and the command that its user gives."""
+"""Checks before a run: optional packages, optimizer settings, and the command after a save."""
 
 import shlex
 import shutil
@@ -7,14 +7,14 @@ from importlib.util import find_spec
 from fsdpctl.config.schema import Config, OptimizerConfig
 from fsdpctl.errors import UsageError
 
-_EXTRAS = ("tensorboard", "wandb")  # keys of `log`, packages, and extras of ours
+_EXTRAS = ("tensorboard", "wandb")  # keys of `log`, packages, and extras of fsdpctl
 
 
-def check_besides(config: Config) -> None:
-    """See that other tools that are to be told of the run are here, and a command can be run.
+def check_preflight(config: Config) -> None:
+    """Check that the packages for logging are installed, and that `after_save` is a command.
 
     Raises:
-        UsageError: one is not installed, or the command is none.
+        UsageError: If a package or the command is missing, or optimizer settings conflict.
     """
     for name in _EXTRAS:
         if getattr(config.log, name) and not _is_installed(name):
@@ -27,31 +27,31 @@ def check_besides(config: Config) -> None:
 
 
 def check_optimizer(config: Config) -> None:
-    """See that nothing is said of one optimizer that another one has no use for.
+    """Check that no setting is of an optimizer that is not used.
 
     Raises:
-        UsageError: it is, or a rate is missing that nobody can guess.
+        UsageError: If one is, or if the learning rate has no default and is not set.
     """
     about, usual = config.optimizer, OptimizerConfig()
     other = "adamw" if about.name == "sgd" else "sgd"
     for name in ("beta1", "beta2", "eps") if other == "adamw" else ("momentum",):
         if (value := getattr(about, name)) != getattr(usual, name):
-            raise UsageError(f"optimizer.{name}={value:g}: only with optimizer={other}")
+            raise UsageError(f"optimizer.{name}={value:g}: only valid with optimizer={other}")
     if about.name == "sgd" and about.lr is None:
-        raise UsageError("optimizer.lr=auto: optimizer=sgd has no usual one; give a number")
+        raise UsageError("optimizer.lr=auto: not supported with optimizer=sgd; set a number")
 
 
 def _is_installed(package: str) -> bool:
-    """Folders of that name, as wandb leaves them behind, are none: they have no source."""
+    """Return whether a package has source: wandb leaves directories of its name behind."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def command_words(command: str) -> list[str]:
-    """The words of `checkpoint.after_save`, split as a shell does; nothing is filled in.
+    """Split `checkpoint.after_save` as a shell does, without expansions.
 
     Raises:
-        UsageError: a quotation does not end, or there is no such program.
+        UsageError: If a quotation does not end, or the program is not found.
     """
     where = f"checkpoint.after_save={command}"
     try:
@@ -59,7 +59,7 @@ def command_words(command: str) -> list[str]:
     except ValueError as error:
         raise UsageError(f"{where}: {str(error).lower()}") from None
     if not words:
-        raise UsageError(f"{where}: no command")
+        raise UsageError(f"{where}: expected a command")
     if shutil.which(words[0]) is None:
-        raise UsageError(f"{where}: {words[0]} is no program that is found here")
+        raise UsageError(f"{where}: program {words[0]} not found")
     return words

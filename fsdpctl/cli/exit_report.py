@@ -1,4 +1,4 @@
-"""How a training ended, for the person who started it."""
+"""The report at the end of a training, and its exit code."""
 
 import os
 import signal
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from fsdpctl.launch.outcome import Failure, Outcome
 
 TOO_EARLY = "stopped before there was anything to save"
-AGAIN = "the same command goes on from the last checkpoint"
+AGAIN = "run the same command to resume from the last checkpoint"
 _SAVED = 75
-_SAID = (2, 4, 76)  # the message says it all
+_SELF_EXPLANATORY = (2, 4, 76)  # exit codes whose message needs no panel
 _LAST_LINES = 12
 
 
-def end(outcome: "Outcome", run_dir: Path) -> None:
-    """Say how it ended, and exit with the code for it."""
+def report_exit(outcome: "Outcome", run_dir: Path) -> None:
+    """Print how the training ended, and exit with the code for it."""
     cause = outcome.cause
     stopped = 130 if outcome.stop_signal == signal.SIGINT else _SAVED
     if outcome.was_stopped_at_start:
@@ -35,43 +35,43 @@ def end(outcome: "Outcome", run_dir: Path) -> None:
         _show_failure(cause, run_dir, outcome)
         raise typer.Exit(1)
     if cause.exit_code == _SAVED:
-        fail(f"{cause.message}; the same command goes on from there")
+        fail(f"{cause.message}; run the same command to resume")
         raise typer.Exit(stopped)
-    if cause.exit_code in _SAID:
+    if cause.exit_code in _SELF_EXPLANATORY:
         fail(cause.message)
         raise typer.Exit(cause.exit_code)
     if outcome.stop_signal is not None and cause.exit_code == -signal.SIGKILL:
-        fail("killed; the same command goes on from the last checkpoint")
+        fail(f"killed; {AGAIN}")
         raise typer.Exit(stopped)
     _show_failure(cause, run_dir, outcome)
     raise typer.Exit(1)
 
 
 def _show_failure(cause: "Failure | None", run_dir: Path, outcome: "Outcome") -> None:
-    title, lines = "ranks stood still", [f"cause  {outcome.reason}"]
+    title, lines = "ranks hang", [f"cause  {outcome.reason}"]
     if cause is None:
-        title = "ranks of other nodes are gone"
+        title = "other nodes are unreachable"
     elif not outcome.hang:
-        waited = "ranks waited in vain for others"
+        waited = "ranks timed out waiting for others"
         title = waited if cause.waited_in_vain else f"rank {cause.rank} on {cause.host} failed"
         lines = [f"cause  {cause.cause}"]
     if outcome.silent_nodes:
         nodes = listed(outcome.silent_nodes)
-        lines.append(f"seen   nothing was heard of the launcher of node {nodes}: gone, or cut off")
+        lines.append(f"detail launcher of node {nodes} unreachable: exited, or disconnected")
     if outcome.hang or cause is None:
-        lines += [f"hint   {AGAIN}", f"log    {run_dir / 'logs'}/rank-*.log have each rank's stack"]
+        lines += [f"hint   {AGAIN}", f"log    {run_dir / 'logs'}/rank-*.log (stack of each rank)"]
     else:
         lines += _about(cause, run_dir, outcome)
     show_panel(title, lines)
 
 
 def _about(cause: "Failure", run_dir: Path, outcome: "Outcome") -> list[str]:
-    """What is known of a rank that failed."""
+    """Return the lines about a failed rank."""
     log, lines = run_dir / "logs" / f"rank-{cause.rank:05d}.log", []
     if cause.waited_in_vain:
         silent = listed(outcome.silent_ranks)
-        lines.append(f"seen   rank {cause.rank} waited; it need not be the one that stood still")
-        lines += [f"       nothing was heard of rank {silent}"] if silent else []
+        lines.append(f"detail rank {cause.rank} waited; another rank may be the one that hangs")
+        lines += [f"       no message from rank {silent}"] if silent else []
     last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.is_file() else []
     if len(last) > 1:
         lines += ["", *last, ""]
@@ -82,7 +82,7 @@ def _about(cause: "Failure", run_dir: Path, outcome: "Outcome") -> list[str]:
 
 
 def _memory_report(run_dir: Path) -> list[str]:
-    """What was estimated, what there was, and the cheapest changes that fit."""
+    """Return the estimate, the available memory, and the cheapest changes that fit."""
     from fsdpctl.cli.estimate import change_lines
     from fsdpctl.estimate.advice import advice
     from fsdpctl.estimate.estimator import Estimator
@@ -94,26 +94,29 @@ def _memory_report(run_dir: Path) -> list[str]:
     try:
         found = estimator.estimate(placed_on_cluster(read_config(run_dir)))
     except UsageError:
-        return []  # its configuration is damaged; the failure itself is what matters
+        return []  # the configuration is corrupted; report the failure alone
     return [
         f"memory {format_bytes(found.allocated)} estimated, {format_bytes(found.peak_reserved)} "
-        f"with what the allocator keeps; a rank had {format_bytes(found.memory_bytes)}",
-        f"where  the most is held in: {found.step.peak.when}",
+        f"reserved; {format_bytes(found.memory_bytes)} available per rank",
+        f"peak   {found.step.peak.when}",
         *change_lines(advice(estimator, found.config, more_ranks=False)),
     ]
 
 
 def _hint(cause: "Failure") -> str:
     if cause.out_of_memory:
-        return f"fewer ranks on this machine, or a smaller micro-batch; {AGAIN}"
+        return f"use fewer ranks per node, or a smaller micro-batch; {AGAIN}"
     if cause.exit_code == -signal.SIGKILL:
-        return f"often the kernel, out of memory: fewer ranks or a smaller micro-batch; {AGAIN}"
+        return (
+            "often the kernel, out of memory: use fewer ranks per node, or a smaller micro-batch; "
+            f"{AGAIN}"
+        )
     if "could not be written" in cause.message:
-        return f"make room, or give another train.run_dir; then {AGAIN}"
+        return f"free disk space, or set another train.run_dir; {AGAIN}"
     if "inductor" in cause.message.lower() or "dynamo" in cause.message.lower():
-        return "torch.compile failed: another compiler in CXX, or train.compile=false"
+        return "torch.compile failed: set another compiler in CXX, or train.compile=false"
     if "out of memory" in cause.message.lower():
-        return "with more ranks, each holds less of a sharded model"
+        return "use more ranks: each holds a smaller shard of the model"
     if "timed out" in cause.message.lower():
-        return f"a rank hung or died: see {os.path.join('logs', 'rank-*.log')}; {AGAIN}"
+        return f"a rank hangs or exited: see {os.path.join('logs', 'rank-*.log')}; {AGAIN}"
     return AGAIN

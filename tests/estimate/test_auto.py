@@ -5,28 +5,28 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fsdpctl.config.choosing import (
+from fsdpctl.config.auto import (
     PREFETCHES,
     RECOMPUTATIONS,
+    Selection,
+    filled,
     left_open,
-    stood_in,
-    with_choice,
 )
 from fsdpctl.config.compose import Composed, compose_config
 from fsdpctl.config.files import choices_of
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.automatic import chosen_for_run, resolved_with_stand_ins
 from fsdpctl.estimate.candidates import Axes, Point
-from fsdpctl.estimate.choice import Choice
-from fsdpctl.estimate.choosing import KEPT, choose
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
-from fsdpctl.estimate.here import cluster_of_device, with_speed
 from fsdpctl.estimate.prediction import StepPredictor
+from fsdpctl.estimate.local_hardware import cluster_of_device, with_speed
+from fsdpctl.estimate.ranking import Ranking
+from fsdpctl.estimate.search import KEPT, choose
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.machine import resolved_strategy
-from fsdpctl.train.choices import describe_choice, with_share
+from fsdpctl.resolve.run import open_run, settle
+from fsdpctl.start.decide import describe_ranking, select
 
 OPEN = [
     "strategy=auto",
@@ -52,22 +52,22 @@ def placed(*words: str) -> Config:
     return placed_for_estimate(composed(*words).config)
 
 
-def chosen(*words: str) -> Choice:
+def ranking(*words: str) -> Ranking:
     return choose(Estimator(), placed(*words))
 
 
 def test_without_a_limit_nothing_is_recomputed_and_nothing_cut_up():
-    found = chosen(*OPEN)
-    assert found.chosen.activation_checkpointing.name == "none"
-    assert found.chosen.train.micro_batch_size == 4
+    found = ranking(*OPEN)
+    assert found.best.selection.activation_checkpointing == "none"
+    assert found.best.selection.micro_batch_size == 4
     assert found.names == left_open(compose_config(OPEN).config)
-    assert len({found.words(each.config) for each in found.ranked}) == len(found.ranked) == KEPT
+    assert len({found.text(each.selection) for each in found.ranked}) == len(found.ranked) == KEPT
 
 
 def test_the_choice_is_the_same_every_time():
-    first, second = chosen(*OPEN), chosen(*OPEN)
+    first, second = ranking(*OPEN), ranking(*OPEN)
     assert first.to_dict() == second.to_dict()
-    assert describe_choice(first) == describe_choice(second)
+    assert list(describe_ranking(first)) == list(describe_ranking(second))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_the_choice_is_the_same_every_time():
 def test_no_combination_that_fits_is_foreseen_faster_than_what_is_chosen(memory):
     """All of them are estimated and foreseen, whatever the search leaves out."""
     words = [*OPEN, f"cluster.memory={memory}"]
-    found, estimator = chosen(*words), Estimator()
+    found, estimator = ranking(*words), Estimator()
     axes = Axes.of(with_speed(placed(*words))[0])
     fitting = []
     for strategy in axes.strategies:
@@ -107,15 +107,15 @@ def test_what_takes_least_is_found_where_it_is_all_samples_at_once():
     )
     assert one.peak_reserved < cut.peak_reserved
     memory = (1.001 * one.peak_reserved + one.memory_bytes - one.available) / (1 << 30)
-    found = chosen(*words, f"cluster.memory={memory}")
+    found = ranking(*words, f"cluster.memory={memory}")
     assert found.estimate.verdict == "fits"
-    assert found.chosen.train.micro_batch_size == axes.sizes[last]
+    assert found.best.selection.micro_batch_size == axes.sizes[last]
 
 
 def test_less_memory_is_met_by_another_choice():
-    seen = [chosen(*OPEN, f"cluster.memory={memory}") for memory in (0.506, 0.5066, 0.512, 4)]
+    seen = [ranking(*OPEN, f"cluster.memory={memory}") for memory in (0.506, 0.5066, 0.512, 4)]
     assert not seen[0].ranked
-    words = [each.words(each.chosen) for each in seen[1:]]
+    words = [each.text(each.best.selection) for each in seen[1:]]
     assert len(set(words)) == 3
     seconds = [each.ranked[0].seconds for each in seen[1:]]
     assert seconds == sorted(seconds, reverse=True)
@@ -125,27 +125,30 @@ def test_what_is_as_fast_is_decided_by_memory():
     """Where links cost nothing, strategies differ in memory alone."""
     free = ["cluster=h100", "cluster.intra_bandwidth=1e6", "launch.device=cuda"]
     large = ["model.hidden_size=2048", "train.seq_len=1024"]
-    found = chosen(*free, *large, "strategy=auto", "prefetch=auto")
-    assert (found.chosen.strategy.name, found.chosen.prefetch.name) == ("full_shard", "none")
+    found = ranking(*free, *large, "strategy=auto", "prefetch=auto")
+    assert (found.best.selection.strategy, found.best.selection.prefetch.name) == (
+        "full_shard",
+        "none",
+    )
     fastest = min(found.ranked, key=lambda each: each.seconds)
     assert fastest is not found.ranked[0]
     assert fastest.estimate.peak_reserved > found.estimate.peak_reserved
     assert found.ranked[0].seconds <= TIE * fastest.seconds
-    assert "as fast as any that fits, and of least memory" in describe_choice(found)[1]
+    assert "least memory among the fastest of" in list(describe_ranking(found))[1]
 
 
 def test_what_is_given_stays():
     config = placed(*OPEN[1:], "strategy=no_shard")
     found = choose(Estimator(), config)
     assert found.names == ("activation_checkpointing", "prefetch", "train.micro_batch_size")
-    assert {each.config.strategy.name for each in found.ranked} == {"no_shard"}
-    found = chosen("strategy=auto", "train.micro_batch_size=2", "activation_checkpointing=full")
-    assert {each.config.train.micro_batch_size for each in found.ranked} == {2}
-    assert {each.config.activation_checkpointing.name for each in found.ranked} == {"full"}
-    found = chosen(*OPEN, "accumulation.steps=4")
-    assert found.chosen.train.micro_batch_size == 1
+    assert {each.selection.strategy for each in found.ranked} == {"no_shard"}
+    found = ranking("strategy=auto", "train.micro_batch_size=2", "activation_checkpointing=full")
+    assert {each.selection.micro_batch_size for each in found.ranked} == {2}
+    assert {each.selection.activation_checkpointing for each in found.ranked} == {"full"}
+    found = ranking(*OPEN, "accumulation.steps=4")
+    assert found.best.selection.micro_batch_size == 1
     with pytest.raises(UsageError, match="accumulation.steps=3: 8 samples"):
-        chosen(*OPEN, "accumulation.steps=3")
+        ranking(*OPEN, "accumulation.steps=3")
 
 
 def test_a_micro_batch_that_nobody_asked_for_is_all_of_a_ranks_share():
@@ -154,9 +157,9 @@ def test_a_micro_batch_that_nobody_asked_for_is_all_of_a_ranks_share():
     assert "train.micro_batch_size" not in config_to_yaml(config)
     assert left_open(compose_config([*TOY, "train.micro_batch_size=auto"]).config)
     assert compose_config([*TOY, "train.micro_batch_size=none"]).config == config
-    found = chosen("strategy=auto", "cluster.memory=4")
+    found = ranking("strategy=auto", "cluster.memory=4")
     assert found.estimate.batches.micro_batch_size == 4
-    assert "micro_batch" not in found.words(found.chosen)
+    assert "micro_batch" not in found.text(found.best.selection)
 
 
 def test_copies_are_thought_of_on_several_nodes_or_where_their_size_is_given():
@@ -167,7 +170,7 @@ def test_copies_are_thought_of_on_several_nodes_or_where_their_size_is_given():
     nodes = ["strategy=auto", "launch.nnodes=2", "cluster=h100", "launch.device=cuda"]
     assert hybrid <= set(Axes.of(placed(*nodes)).strategies)
     with pytest.raises(UsageError, match="must divide the 4 ranks"):
-        chosen(*four, "strategy.dp_shard_size=3")
+        ranking(*four, "strategy.dp_shard_size=3")
 
 
 def test_what_is_the_same_on_these_ranks_is_thought_of_once():
@@ -178,15 +181,15 @@ def test_what_is_the_same_on_these_ranks_is_thought_of_once():
 
 def test_an_engine_is_offered_what_it_has():
     assert Axes.of(placed("strategy=auto", "engine=ddp")).strategies == ("no_shard",)
-    found = chosen(*OPEN, "engine=fsdp2")
-    assert STRATEGIES[found.chosen.strategy.name].shards_params
+    found = ranking(*OPEN, "engine=fsdp2")
+    assert STRATEGIES[found.best.selection.strategy].shards_params
 
 
 def test_nothing_fits_is_one_line_that_says_what_comes_closest():
-    found = chosen(*OPEN, "cluster.memory=0.2")
+    found = ranking(*OPEN, "cluster.memory=0.2")
     with pytest.raises(UsageError, match="strategy=auto .*nothing fits; closest is") as error:
-        _ = found.chosen
-    assert "MiB more than it may use" in str(error.value)
+        _ = found.best
+    assert "MiB more than available" in str(error.value)
     assert "train.micro_batch_size=1" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -199,60 +202,64 @@ def test_samples_that_do_not_halve_are_shared_out_as_they_can_be():
 
 
 def test_a_choice_says_what_why_and_what_comes_next():
-    lines = describe_choice(chosen(*OPEN, "cluster=h100", "launch.device=cuda"))
-    assert [line.split()[0] for line in lines] == ["chosen", "why", "next"]
-    assert "foreseen by the figures of cluster=h100" in lines[1]
+    lines = list(describe_ranking(ranking(*OPEN, "cluster=h100", "launch.device=cuda")))
+    assert [line.split()[0] for line in lines] == ["auto", "reason", "next"]
+    assert "s/step predicted (specs of cluster=h100)" in lines[1]
     assert "%), " in lines[2]
 
 
 def test_there_is_a_runner_up_wherever_something_else_fits():
-    of_modes = chosen("activation_checkpointing=auto")
-    assert [c.config.activation_checkpointing.name for c in of_modes.ranked] == [
+    of_modes = ranking("activation_checkpointing=auto")
+    assert [c.selection.activation_checkpointing for c in of_modes.ranked] == [
         "none",
         "selective",
         "full",
     ]
-    of_prefetch = chosen("prefetch=auto")
-    assert {c.config.prefetch.name for c in of_prefetch.ranked} == {"none", "backward", "both"}
+    of_prefetch = ranking("prefetch=auto")
+    assert {c.selection.prefetch.name for c in of_prefetch.ranked} == {"none", "backward", "both"}
     seconds = [each.seconds for each in of_prefetch.ranked[1:]]
     assert seconds == sorted(seconds)
-    alone = chosen("prefetch=auto", "strategy=no_shard")
-    assert "nothing else fits" in describe_choice(alone)[2]
+    alone = ranking("prefetch=auto", "strategy=no_shard")
+    assert "nothing else fits" in list(describe_ranking(alone))[2]
 
 
-def test_a_run_is_chosen_for_by_the_ranks_that_it_has_here():
-    run = resolved_with_stand_ins(composed(*OPEN))
-    found = chosen_for_run(run, composed(*OPEN).config)
-    assert found.to_dict() == chosen(*OPEN).to_dict()
+def test_a_run_selects_for_the_ranks_that_it_has_here():
+    assert select(open_run(composed(*OPEN))) == ranking(*OPEN).best.selection
+    assert select(open_run(composed())) is None
 
 
-def test_the_name_of_a_run_does_not_depend_on_what_is_chosen():
-    runs = [resolved_with_stand_ins(each) for each in (composed(*OPEN), composed())]
+def test_the_name_of_a_run_does_not_depend_on_the_selection():
+    runs = [open_run(each) for each in (composed(*OPEN), composed())]
     assert runs[0].config.train.run_dir == runs[1].config.train.run_dir
 
 
-def test_what_was_chosen_for_other_ranks_is_no_more_than_a_share():
-    run = resolved_with_stand_ins(composed())
-    large = replace(run.config, train=replace(run.config.train, micro_batch_size=64))
-    assert with_share(large, run.batches).train.micro_batch_size == 4
-    small = replace(run.config, train=replace(run.config.train, micro_batch_size=2))
-    assert with_share(small, run.batches) == small
+def test_a_selected_micro_batch_is_limited_to_the_share_of_a_rank():
+    base = open_run(composed("train.micro_batch_size=auto")).config
+    kept = Selection.of(base)
+    assert settle(base, replace(kept, micro_batch_size=64)).batches.micro_batch_size == 4
+    assert settle(base, replace(kept, micro_batch_size=2)).batches.micro_batch_size == 2
+    one = replace(base.launch, nproc_per_node=1)
+    assert settle(base, replace(kept, micro_batch_size=64), one).batches.micro_batch_size == 8
 
 
-def test_what_is_chosen_takes_the_place_of_auto_and_of_nothing_else():
+def test_a_selection_fills_in_what_is_auto_and_nothing_else():
     config = compose_config([*OPEN, "strategy.dp_shard_size=2", "optimizer.lr=0.5"]).config
-    made = with_choice(config, compose_config(["strategy=hybrid_shard"]).config, left_open(config))
+    selection = Selection.of(compose_config(["strategy=hybrid_shard"]).config)
+    made = filled(config, selection)
     assert left_open(made) == ()
     assert (made.strategy.name, made.strategy.dp_shard_size) == ("hybrid_shard", 2)
     assert made.optimizer == config.optimizer
-    assert left_open(stood_in(config)) == ()
+    assert filled(made, Selection.of(Config())) == made
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["prefetch=auto", "prefetch.forward=2"], "prefetch.forward=2: prefetch=auto chooses it"),
-        (["strategy=auto", "reshard_after_forward=true"], "strategy=auto chooses that too"),
+        (
+            ["prefetch=auto", "prefetch.forward=2"],
+            "prefetch.forward=2: conflicts with prefetch=auto",
+        ),
+        (["strategy=auto", "reshard_after_forward=true"], "conflicts with strategy=auto"),
         (["train.micro_batch_size=0"], "allowed is whole number from 1 to"),
         (["auto.prob=false"], "did you mean auto.probe"),
     ],
@@ -298,9 +305,9 @@ def test_figures_that_are_given_are_not_assumed():
     config, whose = with_speed(placed(*by_hand))
     assert (config.cluster.flops, config.cluster.profile) == (7, None)
     assert "assumed" not in whose
-    assert chosen("prefetch=auto", *by_hand).ranked
-    assert "assumed figures of CPU cores" in with_speed(placed())[1]
-    found = chosen("strategy=auto", "launch.nnodes=2")
+    assert ranking("prefetch=auto", *by_hand).ranked
+    assert "assumed CPU specs" in with_speed(placed())[1]
+    found = ranking("strategy=auto", "launch.nnodes=2")
     assert "assumed" in found.whose
     on_gpu, whose = with_speed(placed("launch.device=cuda"))
     assert on_gpu.cluster.flops is not None

@@ -12,14 +12,17 @@ import psutil
 import pytest
 import yaml
 
-from fsdpctl.config.choosing import left_open
+from fsdpctl.config.auto import left_open
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import ActivationCheckpointingConfig
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.automatic import chosen_for_run, resolved_with_stand_ins
-from fsdpctl.tools.compare.probe import probed, worth_probing
-from fsdpctl.train.choices import describe_choice
+from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.ranking import Ranking
+from fsdpctl.estimate.search import choose
+from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.run import Opened, open_run, settle
+from fsdpctl.start.decide import describe_ranking
+from fsdpctl.start.probe import probed, worth_probing
 from tests.cli.run import TINY, command, environment, fsdpctl, invoke, make_text
 
 OPEN = [
@@ -40,10 +43,16 @@ def words(folder: Path, *more: str) -> list[str]:
     return [*TINY, *given, "launch.nproc_per_node=2", "launch.device=cpu", *more]
 
 
+def ranked(words: list[str]) -> tuple[Opened, Ranking]:
+    """Return an opened run, and the candidates for its ranks."""
+    opened = open_run(compose_config(words))
+    return opened, choose(Estimator(), placed_on_cluster(opened.config))
+
+
 def said(text: str) -> str:
     """The words that were chosen, of what a command printed."""
-    (line,) = (each for each in text.splitlines() if each.startswith("chosen  "))
-    return line.removeprefix("chosen  ").partition(",")[0]
+    (line,) = (each for each in text.splitlines() if each.startswith("auto    "))
+    return line.removeprefix("auto    ").partition(",")[0]
 
 
 def test_every_command_chooses_the_same_for_a_cluster_that_is_not_here():
@@ -53,7 +62,7 @@ def test_every_command_chooses_the_same_for_a_cluster_that_is_not_here():
     assert tuple(chosen) == CHOSEN
     code, text = invoke("estimate-memory", *H100, *OPEN, "--json")
     found = json.loads(text)
-    assert found["selected"]["ranked"][0]["words"] == " ".join(
+    assert found["selected"]["ranked"][0]["settings"] == " ".join(
         f"{k}={v}" for k, v in chosen.items()
     )
     assert found["strategy"] == chosen["strategy"]
@@ -72,10 +81,10 @@ def test_for_each_strategy_the_rest_is_chosen():
     found = json.loads(text)
     assert code == 0
     assert all("strategy" not in each["selected"]["names"] for each in found)
-    words = {each["strategy"]: each["selected"]["ranked"][0]["words"] for each in found}
+    words = {each["strategy"]: each["selected"]["ranked"][0]["settings"] for each in found}
     assert "prefetch=none" in words["no_shard"]
     code, text = invoke("estimate-memory", *H100, *OPEN[1:3], "--all-strategies")
-    assert f"full_shard: chosen  {' '.join(words['full_shard'].split()[:1])}" in text
+    assert f"full_shard: auto    {' '.join(words['full_shard'].split()[:1])}" in text
 
 
 def test_nothing_fits_is_a_mistake_to_train_and_a_verdict_to_estimate(tmp_path):
@@ -83,7 +92,7 @@ def test_nothing_fits_is_a_mistake_to_train_and_a_verdict_to_estimate(tmp_path):
     code, text = invoke("train", *words(tmp_path, *short))
     assert code == 2
     assert "nothing fits; closest is strategy=" in text
-    assert "MiB more than it may use" in text
+    assert "MiB more than available" in text
     assert not (tmp_path / "run").exists()
     code, text = invoke("estimate-memory", *TINY, "model.vocab_size=256", *short, "--require-fit")
     assert code == 3
@@ -94,38 +103,35 @@ def test_nothing_fits_is_a_mistake_to_train_and_a_verdict_to_estimate(tmp_path):
 def test_a_run_directory_that_is_there_keeps_what_its_configuration_says(tmp_path):
     given = words(tmp_path)
     chosen = ["strategy=shard_optimizer", "activation_checkpointing=full", "prefetch=both"]
-    kept = resolved_with_stand_ins(compose_config([*given, *chosen, "train.micro_batch_size=1"]))
+    kept = settle(open_run(compose_config([*given, *chosen, "train.micro_batch_size=1"])).config)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(config_to_yaml(kept.config))
     code, text = invoke("train", "--dry-run", *given, *OPEN)
     assert code == 0
     same = " ".join(chosen)
     assert said(text) == f"{same} train.micro_batch_size=1"
-    assert "config.yaml says" in text
+    assert f"as in {tmp_path / 'run' / 'config.yaml'}" in text
     assert "changed" not in text
     code, text = invoke("train", "--dry-run", *given, *OPEN, "auto.probe=false")
     assert said(text) == f"{same} train.micro_batch_size=1"
     code, text = invoke("train", "--dry-run", *given, *OPEN, "--resume", "never")
-    assert "foreseen by assumed figures" in text
+    assert "(assumed CPU specs)" in text
 
 
 def test_nothing_is_probed_where_there_is_no_choice():
-    run = resolved_with_stand_ins(compose_config(TINY[:-1]))
-    asked = compose_config([*TINY[:-1], "strategy=no_shard", "prefetch=auto"]).config
-    choice = chosen_for_run(run, asked)
-    assert worth_probing(choice) == []
-    assert probed(choice, run, asked, lambda line: None) is choice
+    opened, ranking = ranked([*TINY[:-1], "strategy=no_shard", "prefetch=auto"])
+    assert worth_probing(ranking) == []
+    assert probed(ranking, opened, lambda line: None) is ranking
 
 
 def test_what_is_probed_is_near_the_fastest_and_not_all_alike():
-    run = resolved_with_stand_ins(compose_config(TINY[:-1]))
-    choice = chosen_for_run(run, compose_config([*TINY[:-1], *OPEN]).config)
+    _, choice = ranked([*TINY[:-1], *OPEN])
     first, second, *_ = choice.ranked
     slow = replace(second, seconds=2 * first.seconds)
     assert worth_probing(replace(choice, ranked=(first, slow))) == []
     assert worth_probing(replace(choice, ranked=(first, second, slow))) == [first, second]
     alike = [replace(first, seconds=first.seconds * (1 + n / 100)) for n in range(4)]
-    other = replace(alike[3], config=_recomputing(first.config, "full"))
+    other = _recomputing(alike[3], "full")
     given = replace(choice, ranked=(*alike, other))
     assert worth_probing(given) == [alike[0], other, alike[1]]
     assert len(worth_probing(choice)) == 3
@@ -137,7 +143,7 @@ def test_a_run_says_what_was_chosen_and_goes_on_with_it(tmp_path):
     result = fsdpctl("train", *given, cwd=tmp_path, timeout=300)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("probing ") == 3
-    assert "s a step measured" in result.stdout
+    assert "s/step measured" in result.stdout
     assert "probed  " in result.stdout
     first = said(result.stdout)
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
@@ -153,22 +159,21 @@ def test_a_run_says_what_was_chosen_and_goes_on_with_it(tmp_path):
 @pytest.mark.slow
 def test_a_candidate_that_fails_is_left_out_with_its_reason(tmp_path):
     given = words(tmp_path)
-    run = resolved_with_stand_ins(compose_config(given))
-    asked = compose_config([*given, "activation_checkpointing=auto"]).config
-    choice = chosen_for_run(run, asked)
-    first = choice.ranked[0]
-    broken = replace(first, config=_recomputing(first.config, "broken"))
-    found = probed(replace(choice, ranked=(broken, first)), run, asked, lambda line: None)
-    assert [each.config.activation_checkpointing.name for each in found.ranked] == ["none"]
+    opened, choice = ranked([*given, "activation_checkpointing=auto"])
+    first = choice.best
+    broken = _recomputing(first, "broken")
+    found = probed(replace(choice, ranked=(broken, first)), opened, lambda line: None)
+    assert [each.selection.activation_checkpointing for each in found.ranked] == ["none"]
     assert "activation_checkpointing=broken failed: 'broken'" in found.failures[0]
-    assert found.failures[0] in describe_choice(found)[-1]
-    other = replace(first, config=_recomputing(first.config, "too"))
-    with pytest.raises(UsageError, match="nothing that fits by its estimate ran"):
-        probed(replace(choice, ranked=(broken, other)), run, asked, lambda line: None)
+    assert found.failures[0] in list(describe_ranking(found))[-1]
+    other = _recomputing(first, "too")
+    with pytest.raises(UsageError, match="no candidate that fits by its estimate ran"):
+        probed(replace(choice, ranked=(broken, other)), opened, lambda line: None)
 
 
-def _recomputing(config, mode):
-    return replace(config, activation_checkpointing=ActivationCheckpointingConfig(mode))
+def _recomputing(candidate, mode):
+    selection = replace(candidate.selection, activation_checkpointing=mode)
+    return replace(candidate, selection=selection)
 
 
 @pytest.mark.slow
