@@ -21,8 +21,8 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.candidates import Axes, Point
 from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
 from fsdpctl.estimate.local_hardware import with_speed
-from fsdpctl.estimate.ranking import Candidate, Ranking
 from fsdpctl.estimate.prediction import StepPredictor
+from fsdpctl.estimate.ranking import Candidate, Ranking
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.engines import has_strategy
 from fsdpctl.plan.strategy import STRATEGIES

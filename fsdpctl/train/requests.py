@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from fsdpctl.comm.base import AsyncHostCopy, raised
-from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.base import AsyncHostCopy, Collectives, raised
 from fsdpctl.config.model_path import RUN_CONFIG
 
 STOP, SAVE, PROFILE = "STOP", "SAVE", "PROFILE"

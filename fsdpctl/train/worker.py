@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from fsdpctl.errors import STOP_SIGNALS
 
 if TYPE_CHECKING:
-    from fsdpctl.comm.world import Store
-    from fsdpctl.comm.world import World
+    from fsdpctl.comm.world import Store, World
     from fsdpctl.config.schema import Config
 
 MODULE = "fsdpctl.train.worker"

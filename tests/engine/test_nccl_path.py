@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdpctl.comm.contributions import Received
+from fsdpctl.comm.nccl import _ReceivedRows
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.parameters import ShardedParameters
 from fsdpctl.engine.precision import Precision
@@ -113,7 +113,7 @@ def test_the_number_of_kernels_does_not_grow_with_the_ranks(out: torch.dtype) ->
         rows = torch.randn(ranks, 8).bfloat16()
         total = torch.empty(8, dtype=out)
         with _Operators() as operators:
-            Received(rows, rows, lambda: None).finish(total, 0.5, torch.float32)
+            _ReceivedRows(rows, rows, lambda: None).finish(total, 0.5, torch.float32)
         counts.add(operators.count)
         torch.testing.assert_close(total, (rows.float().sum(0) * 0.5).to(out), rtol=1e-2, atol=1e-2)
     assert counts == {2}  # a sum and a scaling

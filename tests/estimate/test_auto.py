@@ -19,8 +19,8 @@ from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.candidates import Axes, Point
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
-from fsdpctl.estimate.prediction import StepPredictor
 from fsdpctl.estimate.local_hardware import cluster_of_device, with_speed
+from fsdpctl.estimate.prediction import StepPredictor
 from fsdpctl.estimate.ranking import Ranking
 from fsdpctl.estimate.search import KEPT, choose
 from fsdpctl.plan.strategy import STRATEGIES

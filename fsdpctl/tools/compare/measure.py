@@ -22,10 +22,10 @@ from fsdpctl.plan.engines import OURS
 from fsdpctl.resolve.machine import placed_on_cluster, world_size
 from fsdpctl.resolve.run import Opened, Settled, open_run, settle
 from fsdpctl.run.assets import collect_assets
-from fsdpctl.tools.compare.figures import round_of, summarized
-from fsdpctl.tools.compare.fitting import LargestModels, with_memory
 from fsdpctl.start.decide import select
 from fsdpctl.start.short_run import short_run
+from fsdpctl.tools.compare.figures import round_of, summarized
+from fsdpctl.tools.compare.fitting import LargestModels, with_memory
 from fsdpctl.tools.compare.row import FAILED, NOT_REACHED, OK, REFUSED, Row
 from fsdpctl.tools.compare.vary import Variant
 

@@ -8,7 +8,7 @@ from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.comm.rank_status import FINISHING, RANK_STATUS
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError
-from fsdpctl.resolve.besides import command_words
+from fsdpctl.resolve.preflight import command_words
 from fsdpctl.run.files import LOGS
 from fsdpctl.run.progress import format_seconds
 from fsdpctl.train.callback import Callback, is_joint

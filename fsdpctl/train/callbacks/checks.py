@@ -4,7 +4,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from fsdpctl.estimate.kept import read_estimate
+from fsdpctl.estimate.saved import read_estimate
 from fsdpctl.run.progress import format_bytes
 from fsdpctl.run.step_metrics import StepMetrics, peak_memory
 from fsdpctl.shards import TrainedModel
