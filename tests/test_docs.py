@@ -16,7 +16,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.files import choices_of
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.run import resolve
+from fsdpctl.resolve.run import open_run
 from tests.cli.run import environment, fsdpctl, invoke
 from tests.hostile import make_checkpoint, make_hugging_face
 from tests.train.chats import make_chat_model, make_chats
@@ -158,5 +158,5 @@ def test_the_fine_tuning_commands_run_as_written(tmp_path, monkeypatch):
 
 def test_the_run_directory_in_the_readme_is_current():
     """A different name would mean that existing runs no longer resume."""
-    run = resolve(compose_config(["launch.device=cpu"]))
+    run = open_run(compose_config(["launch.device=cpu"]))
     assert f"{run.config.train.run_dir} (new)" in (ROOT / "README.md").read_text()
