@@ -38,7 +38,7 @@ from fsdpctl.estimate.here import with_speed
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.run import ResolvedRun, resolved_again
 from fsdpctl.train.assemble import make_model, make_optimizer
-from tests.memory.watch import watched_step
+from tests.predict.watch import watched_step
 
 OPEN = (
     "strategy=auto",

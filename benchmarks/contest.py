@@ -15,10 +15,10 @@ from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import spawn
 
 from fsdpctl.comm.world import World
-from fsdpctl.compare.figures import drifts_between
-from fsdpctl.compare.measure import in_turn
 from fsdpctl.config.schema import Config
 from fsdpctl.optim.record import Limits, OwnWord
+from fsdpctl.tools.compare.figures import drifts_between
+from fsdpctl.tools.compare.measure import in_turn
 from fsdpctl.train.assemble import make_trainer
 from fsdpctl.train.parts import Outside
 from fsdpctl.train.step import launch_step

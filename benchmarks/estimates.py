@@ -3,7 +3,8 @@
     python -m benchmarks.estimates --out benchmarks/results/estimates.json
 
 The peak of all tensors in a step of small random configurations on one to four gloo ranks, every
-rank of each; and the runs that others published, as tests/memory/test_published.py models them.
+rank of each; and the runs that others published, as tests/predict/test_published_memory.py
+models them.
 """
 
 import argparse
@@ -18,8 +19,8 @@ from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.report import write_report
-from tests.memory.test_published import PUBLISHED
-from tests.memory.test_total import peaks_of
+from tests.predict.test_published_memory import PUBLISHED
+from tests.predict.test_total import peaks_of
 
 _GIB = 1 << 30
 

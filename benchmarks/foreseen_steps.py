@@ -20,14 +20,14 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.report import write_report
-from fsdpctl.compare.figures import drifts_between
-from fsdpctl.compare.measure import in_turn
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import placed_for_estimate
 from fsdpctl.estimate.foresight import Foreseen, Foresight
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.machine import resolved_strategy
-from fsdpctl.train.metrics import last_step
+from fsdpctl.run.metrics import last_step
+from fsdpctl.tools.compare.figures import drifts_between
+from fsdpctl.tools.compare.measure import in_turn
 from tests.cli.run import command, environment, make_text
 from tests.launch.hosts import Hosts, hosts
 

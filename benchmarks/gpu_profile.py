@@ -16,8 +16,8 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from fsdpctl.comm.world import joined_world
-from fsdpctl.examine import profile_worker
-from fsdpctl.examine.observe import LARGE, SMALL
+from fsdpctl.tools import profile_worker
+from fsdpctl.tools.observe import LARGE, SMALL
 
 
 def main() -> None:

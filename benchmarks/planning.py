@@ -23,7 +23,7 @@ import torch
 imported = time.perf_counter()
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.build import divide_module
-from fsdpctl.memory.engine_bytes import timeline
+from fsdpctl.predict.engine_bytes import timeline
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.estimate.run_plan import plan_run

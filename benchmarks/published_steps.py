@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.report import write_report
-from tests.timing.published import PUBLISHED
-from tests.timing.test_published import foreseen
+from tests.predict.published import PUBLISHED
+from tests.predict.test_published_time import foreseen
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from benchmarks.report import write_report
-from fsdpctl.train.metrics import last_step
+from fsdpctl.run.metrics import last_step
 from fsdpctl.train.requests import STOP
 from tests.cli.run import TINY, environment, make_text
 

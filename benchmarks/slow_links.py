@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import write_report
-from fsdpctl.train.metrics import last_step
+from fsdpctl.run.metrics import last_step
 from tests.cli.run import make_text
 from tests.launch.hosts import Hosts, hosts
 

@@ -19,17 +19,17 @@ from fsdpctl.engine.build import divide_module
 from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
 from fsdpctl.estimate.run_plan import plan_run
 from fsdpctl.estimate.traffic import sent_by_plan
-from fsdpctl.memory.engine_bytes import (
+from fsdpctl.models.registry import build_model
+from fsdpctl.plan.schedule import EventKind
+from fsdpctl.plan.sizes import RankPlace
+from fsdpctl.plan.strategy import STRATEGIES, Strategy
+from fsdpctl.predict.engine_bytes import (
     Breakdown,
     Moment,
     TrainingPlan,
     estimate,
     timeline,
 )
-from fsdpctl.models.registry import build_model
-from fsdpctl.plan.schedule import EventKind
-from fsdpctl.plan.sizes import RankPlace
-from fsdpctl.plan.strategy import STRATEGIES, Strategy
 from fsdpctl.resolve.machine import resolved_strategy
 
 DOCS = Path(__file__).parent

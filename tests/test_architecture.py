@@ -19,37 +19,30 @@ PACKAGE = ROOT / "fsdpctl"
 # Bottom to top. A module imports from lower rows or its own package, never from a neighbour.
 LAYERS = [
     {"errors"},
-    {"plan", "reading"},
-    {"config"},
-    {"comm", "models", "data", "others"},
-    {"chats"},
-    {"shards", "passes"},
-    {"engine", "peers", "optim", "checkpoint", "memory", "timing"},
+    {"io", "plan"},
+    {"config", "predict"},
+    {"comm", "models", "data"},
+    {"shards"},
+    {"engine", "peers", "optim", "checkpoint"},
     {"resolve"},
     {"estimate"},
-    {"watch"},
+    {"run"},
     {"train", "launch"},
-    {"compare", "examine"},
+    {"tools"},
     {"cli"},
 ]
 HEIGHT = {name: height for height, row in enumerate(LAYERS) for name in row}
-WITHOUT_TORCH = [
-    "errors", "reading", "plan", "config", "others", "chats", "memory", "timing", "cli"
-]  # fmt: skip
-# What observes a module.
-WITH_TORCH = {
-    f"fsdpctl.memory.{name}" for name in ("observed_work", "operators", "shorten", "trace")
-}
-# What consolidating, inspecting and verifying a checkpoint takes, and a look at a run.
+WITHOUT_TORCH = ["errors", "io", "plan", "config", "predict", "cli"]
+# Modules that consolidate, inspect and verify a checkpoint, or look at a run.
 TOOLS_WITHOUT_TORCH = [
     "fsdpctl.checkpoint.consolidate",
     "fsdpctl.checkpoint.gguf_file",
     "fsdpctl.checkpoint.pretrained",
     "fsdpctl.checkpoint.reader",
     "fsdpctl.checkpoint.shard",
-    "fsdpctl.examine.two_runs",
-    "fsdpctl.train.progress",
-    "fsdpctl.watch.status",
+    "fsdpctl.tools.two_runs",
+    "fsdpctl.run.progress",
+    "fsdpctl.tools.status",
 ]
 SPEAKS_DISTRIBUTED = {"comm", "launch", "peers"}
 # The agent's protocol for a worker's error message is part of how it is launched.
@@ -208,8 +201,10 @@ def modules_without_torch() -> list[str]:
     return [
         module
         for module in package_sources()
-        if module == "fsdpctl" or layer_of(module) in WITHOUT_TORCH or module in TOOLS_WITHOUT_TORCH
-        if module not in WITH_TORCH
+        if module == "fsdpctl"
+        or layer_of(module) in WITHOUT_TORCH
+        or module.startswith("fsdpctl.data.chats")
+        or module in TOOLS_WITHOUT_TORCH
     ]
 
 

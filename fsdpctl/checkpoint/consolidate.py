@@ -25,7 +25,7 @@ from fsdpctl.config.hugging_face import CONFIG_JSON, config_json
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer import TOKENIZER_JSON
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.reading.documents import parse_json
+from fsdpctl.io.documents import parse_json
 
 OnBytes = Callable[[int], None]
 _MODEL = "model"  # the word that says which

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdpctl.data.tokenizer import TOKENIZER_JSON
 from fsdpctl.errors import UsageError
-from fsdpctl.reading.documents import parse_json
+from fsdpctl.io.documents import parse_json
 
 if TYPE_CHECKING:
     import gguf

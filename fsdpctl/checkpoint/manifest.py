@@ -11,8 +11,8 @@ from fsdpctl.checkpoint.tensor_file import ITEMSIZES
 from fsdpctl.config.sealed import MANIFEST, read_sealed, seal
 from fsdpctl.data.tokenizer import MOST_ASSET_BYTES
 from fsdpctl.errors import CheckpointError
-from fsdpctl.reading.documents import as_type
-from fsdpctl.reading.files import plain_name
+from fsdpctl.io.documents import as_type
+from fsdpctl.io.files import plain_name
 
 _MOST = 1 << 60  # bytes, elements, steps
 _MOST_ACCEPTED = 1 << 10

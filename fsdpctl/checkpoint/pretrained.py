@@ -17,9 +17,9 @@ from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG, is_hugging_face
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer import BYTES, TOKENIZER_FILES, TOKENIZER_JSON, read_files
 from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.io.documents import MIB, read_json
+from fsdpctl.io.files import plain_name
 from fsdpctl.plan.layout import Span
-from fsdpctl.reading.documents import MIB, read_json
-from fsdpctl.reading.files import plain_name
 
 _WHOLE, INDEX_JSON = "model.safetensors", "model.safetensors.index.json"
 RUN_ASSETS = "assets"  # a run directory's folder of what belongs to a model beside its weights

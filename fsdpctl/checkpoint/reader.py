@@ -16,8 +16,8 @@ from fsdpctl.checkpoint.tensor_file import (
 )
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import CheckpointError
+from fsdpctl.io.files import open_regular, read_regular
 from fsdpctl.plan.layout import Span, round_up
-from fsdpctl.reading.files import open_regular, read_regular
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ import xxhash
 
 from fsdpctl.checkpoint.tensor_file import CHUNK_BYTES
 from fsdpctl.errors import CheckpointError
+from fsdpctl.io.documents import parse_json
 from fsdpctl.plan.layout import Span
-from fsdpctl.reading.documents import parse_json
 
 SPANS = "fsdpctl.spans"  # the header's metadata key
 _DIGEST_BYTES = 16

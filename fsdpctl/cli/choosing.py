@@ -64,7 +64,7 @@ def _choose(composed: "Composed", run: "ResolvedRun", *, probes: bool) -> "Choic
     choice = chosen_for_run(run, config)
     if not (is_here and probes and config.auto.probe):
         return choice
-    from fsdpctl.compare.probe import probed
+    from fsdpctl.tools.compare.probe import probed
 
     return probed(choice, run, config, note)
 

@@ -12,16 +12,16 @@ from rich.table import Table
 
 from fsdpctl.cli.console import note, say, show_table
 from fsdpctl.cli.words import Asked, RanksPerNode, configured, settled
-from fsdpctl.compare.row import NOT_REACHED, OK, REFUSED
 from fsdpctl.config.keys import Key
 from fsdpctl.errors import UsageError
+from fsdpctl.tools.compare.row import NOT_REACHED, OK, REFUSED
 
 if TYPE_CHECKING:
-    from fsdpctl.compare.about import About
-    from fsdpctl.compare.foresee import Foreseeing
-    from fsdpctl.compare.measure import Measurement
-    from fsdpctl.compare.row import Row
-    from fsdpctl.compare.vary import Variant
+    from fsdpctl.tools.compare.about import About
+    from fsdpctl.tools.compare.foresee import Foreseeing
+    from fsdpctl.tools.compare.measure import Measurement
+    from fsdpctl.tools.compare.row import Row
+    from fsdpctl.tools.compare.vary import Variant
 
 _STEPS = Key("--steps", "whole number", 20, "", minimum=4, maximum=1_000_000)
 _ROUNDS = Key("--rounds", "whole number", 3, "", minimum=1, maximum=1_000)
@@ -53,7 +53,7 @@ def compare(  # noqa: PLR0913  # each is an option
     `strategy=full_shard,no_shard train.micro_batch_size=1,2`; without any, all strategies are
     compared. `--simulate cluster=h100 launch.nnodes=2,4,8` needs no GPU.
     """
-    from fsdpctl.compare.recipe import check_recipe_file
+    from fsdpctl.tools.compare.recipe import check_recipe_file
 
     length, number = int(str(_STEPS.parse(steps))), int(str(_ROUNDS.parse(rounds)))
     asked = settled(asked, nproc_per_node)
@@ -98,8 +98,8 @@ class _Comparison:
     def _contest(
         self, found: "list[Variant]", runs: Path, *, is_kept: bool
     ) -> "Measurement | Foreseeing":
-        from fsdpctl.compare.foresee import Foreseeing
-        from fsdpctl.compare.measure import Measurement
+        from fsdpctl.tools.compare.foresee import Foreseeing
+        from fsdpctl.tools.compare.measure import Measurement
 
         if self.simulates:
             return Foreseeing(found)
@@ -108,9 +108,9 @@ class _Comparison:
     def _tell(
         self, contest: "Measurement | Foreseeing", folder: Path | None, *, is_whole: bool
     ) -> None:
-        from fsdpctl.compare.about import about_comparison
-        from fsdpctl.compare.foresee import Foreseeing
-        from fsdpctl.compare.report import PAGE, as_json, write_report
+        from fsdpctl.tools.compare.about import about_comparison
+        from fsdpctl.tools.compare.foresee import Foreseeing
+        from fsdpctl.tools.compare.report import PAGE, as_json, write_report
 
         rows = contest.rows
         _refuse_if_none_could_run(rows)
@@ -143,7 +143,7 @@ class _Comparison:
         return f"{self.num_rounds} rounds of {self.length} steps each"
 
     def _command(self) -> str:
-        from fsdpctl.compare.about import command_of
+        from fsdpctl.tools.compare.about import command_of
 
         recipe, config_dir = self.asked.recipe, self.asked.config_dir
         options = ["--steps", str(self.length), "--rounds", str(self.num_rounds)]
@@ -155,8 +155,8 @@ class _Comparison:
 
     def write_recipe(self, path: Path, found: "list[Variant]", rows: "list[Row]") -> None:
         """The best of what ran, if anything did."""
-        from fsdpctl.compare.judge import recommend
-        from fsdpctl.compare.recipe import write_recipe
+        from fsdpctl.tools.compare.judge import recommend
+        from fsdpctl.tools.compare.recipe import write_recipe
 
         said = recommend(rows)
         if said.best is None or self.about is None:
@@ -175,7 +175,7 @@ class _Comparison:
 
 def _variants(asked: Asked, steps: int) -> "list[Variant]":
     """What is to be run; says what of what was asked for is not."""
-    from fsdpctl.compare.vary import distinct, possible, variants
+    from fsdpctl.tools.compare.vary import distinct, possible, variants
 
     found = variants(list(asked.words or []), asked.recipe, asked.config_dir, steps=steps)
     found, lacking = possible(found)
@@ -188,8 +188,8 @@ def _variants(asked: Asked, steps: int) -> "list[Variant]":
 
 
 def _show(rows: "list[Row]") -> None:
-    from fsdpctl.compare.judge import failures, losses, recommend
-    from fsdpctl.compare.table import columns
+    from fsdpctl.tools.compare.judge import failures, losses, recommend
+    from fsdpctl.tools.compare.table import columns
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     shown = columns(rows)

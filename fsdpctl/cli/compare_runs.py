@@ -11,12 +11,12 @@ from rich.text import Text
 
 from fsdpctl.cli.console import bytes_bar, emit, say, show_table
 from fsdpctl.errors import FsdpctlError
-from fsdpctl.train.console import printable
+from fsdpctl.io.console import printable
 
 if TYPE_CHECKING:
-    from fsdpctl.examine.series import Point
-    from fsdpctl.examine.tensors import CheckpointDifference, TensorDifference
-    from fsdpctl.examine.two_runs import TwoRuns
+    from fsdpctl.tools.series import Point
+    from fsdpctl.tools.tensors import CheckpointDifference, TensorDifference
+    from fsdpctl.tools.two_runs import TwoRuns
 
 _SHOWN = 20  # tensors
 _NOT_SET = "not set"
@@ -38,7 +38,7 @@ def compare_runs(
 
     Those of the newest checkpoints that both have of one step.
     """
-    from fsdpctl.examine.two_runs import compare_runs as compare
+    from fsdpctl.tools.two_runs import compare_runs as compare
 
     found = compare(run_a, run_b, bytes_bar)
     if as_json:

@@ -17,7 +17,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from fsdpctl.train.console import PatientConsole, printable
+from fsdpctl.io.console import PatientConsole, printable
 
 CONVERSATIONS = "conversations made into tokens"  # that are counted
 _WIDEST = 400  # columns

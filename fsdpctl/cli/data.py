@@ -52,7 +52,7 @@ def data(
 
     The samples of steps that were not applied, or from which the run went back, are on record.
     """
-    from fsdpctl.examine.samples import samples_of_step
+    from fsdpctl.tools.samples import samples_of_step
 
     found = samples_of_step(run, step)
     say(f"step {step}: {len(found.samples)} samples{found.about and '; '}{found.about}")

@@ -87,8 +87,8 @@ def _memory_report(run_dir: Path) -> list[str]:
     from fsdpctl.estimate.advice import advice
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.resolve.machine import placed_on_cluster
-    from fsdpctl.train.progress import format_bytes
-    from fsdpctl.train.run_dir import read_config
+    from fsdpctl.run.directory import read_config
+    from fsdpctl.run.progress import format_bytes
 
     estimator = Estimator()
     try:

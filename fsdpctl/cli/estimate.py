@@ -278,6 +278,6 @@ def change_lines(changes: list[tuple["Change", "RunEstimate"]]) -> list[str]:
 
 
 def _size(nbytes: int) -> str:
-    from fsdpctl.train.progress import format_bytes
+    from fsdpctl.run.progress import format_bytes
 
     return format_bytes(nbytes) if nbytes >= 0 else f"-{format_bytes(-nbytes)}"

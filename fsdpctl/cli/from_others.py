@@ -11,7 +11,7 @@ from rich.text import Text
 from fsdpctl.cli.console import say, show_table
 from fsdpctl.cli.words import Asked, settled
 from fsdpctl.errors import UsageError
-from fsdpctl.train.console import printable
+from fsdpctl.io.console import printable
 
 if TYPE_CHECKING:
     from fsdpctl.estimate.from_others import Asked as AskedFromOthers
@@ -25,7 +25,7 @@ def asked_from(file: Path, asked: Asked) -> "AskedFromOthers":
     Raises:
         UsageError: it cannot be estimated; or a recipe is given too.
     """
-    from fsdpctl.others.read import read_others
+    from fsdpctl.config.importers.read import read_others
 
     words, recipe, config_dir = settled(asked)
     if recipe is not None:

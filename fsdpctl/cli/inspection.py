@@ -11,7 +11,7 @@ from rich.text import Text
 
 from fsdpctl.cli.checkpoint import Source, found_checkpoint
 from fsdpctl.cli.console import bytes_bar, emit, say, show_table
-from fsdpctl.train.console import printable
+from fsdpctl.io.console import printable
 
 if TYPE_CHECKING:
     from fsdpctl.checkpoint.manifest import TensorInfo

@@ -80,7 +80,7 @@ def _limit(axes: Any, found: "RunEstimate") -> None:
 
 def _draw_step(found: "RunEstimate", path: Path) -> None:
     """What is held over the moments of a step, stacked."""
-    from fsdpctl.memory.simulate import course
+    from fsdpctl.predict.peak import course
 
     moments = course(found.step.script, found.step.writer.item)
     figure, axes = _figure(f"{_title(found)}: a step with {found.config.strategy.name}")

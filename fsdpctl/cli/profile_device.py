@@ -22,8 +22,8 @@ def profile_device(out: Out, words: Words = None, nproc_per_node: RanksPerNode =
     `fsdpctl compare --simulate cluster.profile=FILE …` knows it.
     """
     from fsdpctl.config.compose import compose_config
-    from fsdpctl.examine.profile_device import profile_device as measure
     from fsdpctl.resolve.machine import placed_here
+    from fsdpctl.tools.profile_device import profile_device as measure
 
     if out.exists():
         raise UsageError(f"{out}: exists already; name another file")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fsdpctl.config.schema import Config
     from fsdpctl.launch.nodes import Nodes, Round
     from fsdpctl.launch.outcome import Outcome
-    from fsdpctl.train.run_lock import RunLock
+    from fsdpctl.run.lock import RunLock
 
 _FINAL = (2, 4, 75, 76)  # another start would end in the same way, or somebody asked for it
 
@@ -69,7 +69,7 @@ def follow_in_rounds(run_dir: Path, launch: "LaunchConfig", nodes: "Nodes") -> "
 
 def _launch(run_dir: Path, launch: "LaunchConfig", nodes: "Nodes | None", number: int) -> "Outcome":
     from fsdpctl.launch.local import launch_workers
-    from fsdpctl.train.run_dir import LOGS
+    from fsdpctl.run.directory import LOGS
     from fsdpctl.train.worker import MODULE
 
     is_last = number == launch.max_restarts
@@ -84,9 +84,9 @@ def _following(
 ) -> "Round | None":
     """Prepare the next round, if there is to be one."""
     from fsdpctl.launch.nodes import Round
-    from fsdpctl.train.metrics import last_step, went_on
+    from fsdpctl.run.directory import METRICS, plan_start, prepare_restart
+    from fsdpctl.run.metrics import last_step, went_on
     from fsdpctl.train.requests import take_stop
-    from fsdpctl.train.run_dir import METRICS, plan_start, prepare_restart
 
     cause = outcome.cause
     if not outcome.has_failed or outcome.was_asked or (cause and cause.exit_code in _FINAL):

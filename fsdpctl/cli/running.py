@@ -183,10 +183,10 @@ def _begin(
     from fsdpctl.estimate.automatic import resolved_with_stand_ins
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.estimate.kept import estimate_here, write_estimate
-    from fsdpctl.train.assets import collect_assets
+    from fsdpctl.run.assets import collect_assets
+    from fsdpctl.run.directory import Standing, plan_start, prepare_run_dir
+    from fsdpctl.run.lock import lock_run_dir
     from fsdpctl.train.describe import describe_run
-    from fsdpctl.train.run_dir import Standing, plan_start, prepare_run_dir
-    from fsdpctl.train.run_lock import lock_run_dir
 
     with count_of(CONVERSATIONS) as advance:
         run = resolved_with_stand_ins(composed, on_rows=advance)

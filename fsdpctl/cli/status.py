@@ -13,10 +13,10 @@ from rich.text import Text
 
 from fsdpctl.cli.console import emit, show_table
 from fsdpctl.errors import UsageError
-from fsdpctl.train.console import printable
+from fsdpctl.io.console import printable
 
 if TYPE_CHECKING:
-    from fsdpctl.watch.status import Newest, Status
+    from fsdpctl.tools.status import Newest, Status
 
 _MOST_NAMED = 5  # runs
 
@@ -29,7 +29,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Tell how a run stands, from any machine that sees its directory."""
-    from fsdpctl.watch.status import read_status
+    from fsdpctl.tools.status import read_status
 
     found = read_status(_newest_run() if run is None else run)
     if as_json:
@@ -48,7 +48,7 @@ def _newest_run() -> Path:
         UsageError: there is none.
     """
     from fsdpctl.checkpoint.folders import LATEST
-    from fsdpctl.watch.files import RUNS
+    from fsdpctl.run.files import RUNS
 
     latest = Path(RUNS, LATEST)
     if latest.is_dir():
@@ -60,7 +60,7 @@ def _newest_run() -> Path:
 
 
 def _rows(found: "Status") -> Iterator[tuple[str, str]]:
-    from fsdpctl.train.progress import format_bytes
+    from fsdpctl.run.progress import format_bytes
 
     yield "run", found.run
     yield "state", _state(found)
@@ -97,7 +97,7 @@ def _speed(found: "Status") -> str:
 
 
 def _state(found: "Status") -> str:
-    from fsdpctl.train.progress import format_seconds
+    from fsdpctl.run.progress import format_seconds
 
     where = ""
     if found.seen != "nothing":
@@ -111,7 +111,7 @@ def _state(found: "Status") -> str:
 
 
 def _step(found: "Status") -> str:
-    from fsdpctl.train.progress import format_seconds
+    from fsdpctl.run.progress import format_seconds
 
     text = str(found.step)
     if found.total_steps:
@@ -124,7 +124,7 @@ def _step(found: "Status") -> str:
 
 
 def _checkpoint(newest: "Newest") -> str:
-    from fsdpctl.train.progress import format_bytes, format_seconds
+    from fsdpctl.run.progress import format_bytes, format_seconds
 
     return (
         f"step {newest.step}, {format_seconds(newest.age_seconds)} ago, "

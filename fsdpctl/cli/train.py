@@ -65,8 +65,8 @@ def _dry_run(composed: "Composed", resume: str) -> None:
     from fsdpctl.estimate.automatic import resolved_with_stand_ins
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.estimate.kept import estimate_here
+    from fsdpctl.run.directory import plan_start
     from fsdpctl.train.describe import describe_run, describe_units
-    from fsdpctl.train.run_dir import plan_start
 
     # Whoever starts it: it may be looked at from where no launcher is.
     with count_of(CONVERSATIONS) as advance:
@@ -84,8 +84,8 @@ def _dry_run(composed: "Composed", resume: str) -> None:
 
 def _show_samples(run: "ResolvedRun") -> None:
     """The first conversations as they are trained, and how long all are."""
-    from fsdpctl.chats.open import open_chats
-    from fsdpctl.chats.preview import histogram, preview
+    from fsdpctl.data.chats.open import open_chats
+    from fsdpctl.data.chats.preview import histogram, preview
 
     if not run.config.data.holds_documents:
         return

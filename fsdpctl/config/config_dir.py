@@ -6,7 +6,7 @@ from fsdpctl.config.files import choices_below, choices_of
 from fsdpctl.config.recipe import words_in
 from fsdpctl.config.schema import GROUPS
 from fsdpctl.errors import UsageError
-from fsdpctl.reading.documents import read_yaml
+from fsdpctl.io.documents import read_yaml
 
 _FREE_GROUPS = ("model", "prefetch", "precision", "cluster")  # whose choices are only values
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fsdpctl
-from fsdpctl.reading.documents import MIB
-from fsdpctl.reading.files import read_text_file
+from fsdpctl.io.documents import MIB
+from fsdpctl.io.files import read_text_file
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from fsdpctl.config.hugging_face import CONFIG_JSON
 from fsdpctl.errors import UsageError
-from fsdpctl.reading.documents import MIB, read_json
-from fsdpctl.reading.files import read_text_file
+from fsdpctl.io.documents import MIB, read_json
+from fsdpctl.io.files import read_text_file
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -8,7 +8,7 @@ from fsdpctl.config.families import NAMES
 from fsdpctl.config.model import ARCHITECTURES, ModelConfig
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
-from fsdpctl.reading.documents import read_json
+from fsdpctl.io.documents import read_json
 
 CONFIG_JSON = "config.json"
 _MODEL_CLASSES = {

@@ -7,7 +7,7 @@ from fsdpctl.config.hugging_face import CONFIG_JSON, model_words_of
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.sealed import MANIFEST, read_sealed
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.reading.documents import as_type
+from fsdpctl.io.documents import as_type
 
 RUN_CONFIG = "config.yaml"  # of a run of ours
 CHECKPOINTS = "checkpoints"

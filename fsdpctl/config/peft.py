@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.errors import UsageError
-from fsdpctl.reading.documents import as_type, read_json
+from fsdpctl.io.documents import as_type, read_json
 
 DOWN, UP = "lora_A", "lora_B"  # of an adapter, which is B(A(x))
 ADAPTER_CONFIG = "adapter_config.json"

@@ -8,7 +8,7 @@ from pathlib import Path
 from fsdpctl.config.files import package_folder
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.errors import UsageError, nearest
-from fsdpctl.reading.documents import read_yaml
+from fsdpctl.io.documents import read_yaml
 
 _MOST_WORDS = 10_000  # aliases make few lines into many
 _MOST_DEEP = 8

@@ -8,8 +8,8 @@ from typing import Any
 import xxhash
 
 from fsdpctl.errors import CheckpointError
-from fsdpctl.reading.documents import MIB, check_version, parse_json
-from fsdpctl.reading.files import read_text_file
+from fsdpctl.io.documents import MIB, check_version, parse_json
+from fsdpctl.io.files import read_text_file
 
 MANIFEST, FORMAT = "manifest.json", "fsdpctl-checkpoint"
 _VERSION = 2

@@ -56,7 +56,7 @@ def load_data(config: DataConfig) -> DataSet:
         UsageError: it is missing, empty or not what it should be.
     """
     if config.name == CHAT:
-        raise UsageError("data=chat: chats are no text: fsdpctl.chats.open reads them")
+        raise UsageError("data=chat: chats are no text: fsdpctl.data.chats.open reads them")
     refuse_keys_of_chats(config)
     if config.name == "tokens":
         return _from_token_files(config)

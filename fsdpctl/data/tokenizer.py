@@ -19,8 +19,8 @@ from tokenizers.models import BPE
 from fsdpctl.config.model import MOST_TOKENS
 from fsdpctl.data.files import Text, iter_documents
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.reading.documents import MIB, parse_json
-from fsdpctl.reading.files import read_regular
+from fsdpctl.io.documents import MIB, parse_json
+from fsdpctl.io.files import read_regular
 
 BYTES = "bytes"
 TOKENIZER_JSON, _CONFIG = "tokenizer.json", "tokenizer_config.json"

@@ -15,8 +15,8 @@ from fsdpctl.config.model import MOST_TOKENS
 from fsdpctl.data.rows import Sample
 from fsdpctl.data.tokenizer import Tokenizer, Tokens, tokenizer_checksum
 from fsdpctl.errors import UsageError
-from fsdpctl.reading.documents import MIB, as_type, check_version, read_json
-from fsdpctl.reading.files import open_regular
+from fsdpctl.io.documents import MIB, as_type, check_version, read_json
+from fsdpctl.io.files import open_regular
 
 _FORMAT, _VERSION = "fsdpctl-tokens", 1
 _CHECKED_AT_ONCE = 1 << 22  # tokens

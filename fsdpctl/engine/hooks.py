@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fsdpctl.engine.backward import in_backward
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import ShardedUnit
-from fsdpctl.passes.backward import in_backward
 
 
 def _made_from(outputs: object, inputs: "_Inputs") -> list[Tensor]:

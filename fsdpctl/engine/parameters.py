@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdpctl.engine.backward import in_backward
 from fsdpctl.errors import EngineError
-from fsdpctl.passes.backward import in_backward
 
 _GRAD: Any = Tensor.grad  # the descriptor
 arrived_gradient: Callable[[Tensor], Tensor | None] = _GRAD.__get__

@@ -14,6 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.agreement import agree_on_forwards
+from fsdpctl.engine.backward import OutermostBackward, in_backward
+from fsdpctl.engine.calls import Call, Calls
+from fsdpctl.engine.forward import Forward
 from fsdpctl.engine.gatherer import Gatherer
 from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.renewal import Renewal
@@ -21,9 +24,6 @@ from fsdpctl.engine.streams import ComputeStream
 from fsdpctl.engine.trained import Trained
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.errors import EngineError
-from fsdpctl.passes.backward import OutermostBackward, in_backward
-from fsdpctl.passes.calls import Call, Calls
-from fsdpctl.passes.forward import Forward
 from fsdpctl.plan.order import UnitOrder, all_following
 from fsdpctl.plan.schedule import EventKind, Prefetch
 from fsdpctl.plan.strategy import Strategy

@@ -2,16 +2,16 @@
 
 from dataclasses import replace
 
-from fsdpctl.memory.ddp_steps import DataParallel, DataParallelSteps
-from fsdpctl.memory.engine_bytes import TrainingPlan, estimate
-from fsdpctl.memory.fsdp2_steps import FullyShard, FullyShardSteps
-from fsdpctl.memory.own_steps import OwnSteps
-from fsdpctl.memory.script import Writer
-from fsdpctl.memory.simulate import Steps
 from fsdpctl.plan.engines import DDP, FSDP2, check_strategy
 from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitSpec
+from fsdpctl.predict.ddp_steps import DataParallel, DataParallelSteps
+from fsdpctl.predict.engine_bytes import TrainingPlan, estimate
+from fsdpctl.predict.fsdp2_steps import FullyShard, FullyShardSteps
+from fsdpctl.predict.own_steps import OwnSteps
+from fsdpctl.predict.peak import Steps
+from fsdpctl.predict.script import Writer
 
 _REPLAYED = 16  # ranks, up to which each is replayed to find the fullest
 

@@ -3,18 +3,18 @@
 from collections import OrderedDict
 from dataclasses import replace
 
-from fsdpctl.chats.data import open_data
 from fsdpctl.config.schema import Config
+from fsdpctl.data.chats.data import open_data
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.engines import steps_of
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import plan_run
 from fsdpctl.estimate.traced import TracedModel
-from fsdpctl.memory.script import Writer
-from fsdpctl.memory.step_estimate import estimate_steps
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.plan.engines import OURS, has_strategy
 from fsdpctl.plan.strategy import STRATEGIES, get_strategy
+from fsdpctl.predict.script import Writer
+from fsdpctl.predict.step_estimate import estimate_steps
 from fsdpctl.resolve.attention import assumed_of, check_attention
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import (

@@ -9,19 +9,19 @@ from fsdpctl.estimate.estimator import Estimator, batches_of
 from fsdpctl.estimate.hardware import device_of, network_of
 from fsdpctl.estimate.run_plan import kept_states, plan_run
 from fsdpctl.estimate.traced import TracedModel
-from fsdpctl.memory.compute import Program
-from fsdpctl.memory.engine_bytes import TrainingPlan, held_masters, planned_step, planned_update
 from fsdpctl.plan.engines import FSDP2, OURS
 from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.units import UnitSpec, unit_order
+from fsdpctl.predict.compute import Program
+from fsdpctl.predict.engine_bytes import TrainingPlan, held_masters, planned_step, planned_update
+from fsdpctl.predict.network import Group
+from fsdpctl.predict.own_time import OwnStep, OwnTasks
+from fsdpctl.predict.peers_time import DataParallelTasks, FullyShardTasks, PeerStep
+from fsdpctl.predict.player import Played, Player
+from fsdpctl.predict.tasks import Task
+from fsdpctl.predict.writer import Machine, TaskWriter, Works
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import world_size
-from fsdpctl.timing.network import Group
-from fsdpctl.timing.own import OwnStep, OwnTasks
-from fsdpctl.timing.peers import DataParallelTasks, FullyShardTasks, PeerStep
-from fsdpctl.timing.simulate import Played, Player
-from fsdpctl.timing.tasks import Task
-from fsdpctl.timing.writer import Machine, TaskWriter, Works
 
 
 @dataclass(frozen=True, slots=True)

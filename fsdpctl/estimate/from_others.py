@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from fsdpctl.config.compose import Composed, compose_config
+from fsdpctl.config.importers.translation import Batch, Degrees, Row, Translation
 from fsdpctl.config.schema import SIZES
 from fsdpctl.errors import UsageError
-from fsdpctl.others.translation import Batch, Degrees, Row, Translation
 from fsdpctl.plan.engines import has_strategy
 from fsdpctl.plan.strategy import STRATEGIES, get_strategy
 from fsdpctl.resolve.machine import placed_on_cluster, world_size

@@ -7,10 +7,10 @@ from pathlib import Path
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention import CUDNN, EFFICIENT, FLASH, FLASHES, KERNELS, SHARES
+from fsdpctl.predict.hardware import DataSheet, Device
+from fsdpctl.predict.network import Network, RingNetwork
+from fsdpctl.predict.profile import MeasuredDevice, MeasuredNetwork, Profile, read_profile
 from fsdpctl.resolve.attention import assumed_of
-from fsdpctl.timing.hardware import DataSheet, Device
-from fsdpctl.timing.network import Network, RingNetwork
-from fsdpctl.timing.profile import MeasuredDevice, MeasuredNetwork, Profile, read_profile
 
 _TERA, _GIGA = 1e12, 1e9
 _PER_STEP = 0.015  # seconds: loading, hooks and what the host waits for

@@ -10,8 +10,8 @@ from fsdpctl.estimate.foresight import Foresight
 from fsdpctl.estimate.here import with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import estimate_run
+from fsdpctl.io.documents import read_json
 from fsdpctl.plan.engines import OURS
-from fsdpctl.reading.documents import read_json
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.run import ResolvedRun
 

@@ -16,14 +16,14 @@ from fsdpctl.errors import UsageError, nearest
 from fsdpctl.estimate.engines import steps_of
 from fsdpctl.estimate.run_plan import REPEATING
 from fsdpctl.estimate.traced import TracedModule
-from fsdpctl.memory.engine_bytes import TrainingPlan
-from fsdpctl.memory.script import Writer
-from fsdpctl.memory.step_estimate import ALLOCATORS, StepEstimate, estimate_steps
 from fsdpctl.plan.engines import ENGINES
 from fsdpctl.plan.sizes import Itemsizes, RankPlace
 from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy, ranks_per_copy
 from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import UnitSpec, lay_out
+from fsdpctl.predict.engine_bytes import TrainingPlan
+from fsdpctl.predict.script import Writer
+from fsdpctl.predict.step_estimate import ALLOCATORS, StepEstimate, estimate_steps
 
 _CHOICES = {
     "device": ("cuda", "cpu"),

@@ -5,8 +5,8 @@ from typing import Any
 
 from fsdpctl.config.schema import Config
 from fsdpctl.estimate.run_plan import item_sizes, kept_states
-from fsdpctl.memory.step_estimate import StepEstimate
 from fsdpctl.plan.batch import BatchPlan
+from fsdpctl.predict.step_estimate import StepEstimate
 from fsdpctl.resolve.machine import world_size
 
 _GIB = 1 << 30

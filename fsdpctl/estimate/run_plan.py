@@ -6,7 +6,12 @@ from torch import nn
 
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import Division, divide_module
-from fsdpctl.memory.engine_bytes import (
+from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.sizes import Itemsizes, RankPlace
+from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy
+from fsdpctl.plan.transport import Transport
+from fsdpctl.plan.units import UnitSpec, lay_out
+from fsdpctl.predict.engine_bytes import (
     ADAMW,
     DTYPE_BYTES,
     Estimate,
@@ -14,11 +19,6 @@ from fsdpctl.memory.engine_bytes import (
     TrainingPlan,
     estimate,
 )
-from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.plan.sizes import Itemsizes, RankPlace
-from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy
-from fsdpctl.plan.transport import Transport
-from fsdpctl.plan.units import UnitSpec, lay_out
 from fsdpctl.resolve.machine import world_size
 
 REPEATING = 3  # micro-steps after which another one needs nothing new

@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import divide_module
-from fsdpctl.memory.compute import Pass, Program, Row
-from fsdpctl.memory.shorten import shorten
-from fsdpctl.memory.trace import trace
+from fsdpctl.estimate.shorten import shorten
+from fsdpctl.estimate.trace import trace
 from fsdpctl.models.attention import import_kernels
 from fsdpctl.models.documents import assumed_documents
 from fsdpctl.models.registry import build_model
 from fsdpctl.models.rope import rotation
 from fsdpctl.plan.units import UnitSpec
+from fsdpctl.predict.compute import Pass, Program, Row
 from fsdpctl.resolve.attention import assumed_of
 from fsdpctl.resolve.blocks import checkpoint_block
 

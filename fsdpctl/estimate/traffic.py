@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 from fsdpctl.config.schema import Config
 from fsdpctl.estimate.run_plan import item_sizes, plan_run
-from fsdpctl.memory.engine_bytes import TrainingPlan, planned_step, planned_update
-from fsdpctl.memory.fsdp2_steps import FullyShard
 from fsdpctl.plan.schedule import EventKind
 from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.plan.transport import adds_whole
 from fsdpctl.plan.units import UnitSpec
+from fsdpctl.predict.engine_bytes import TrainingPlan, planned_step, planned_update
+from fsdpctl.predict.fsdp2_steps import FullyShard
 from fsdpctl.resolve.machine import world_size
 
 

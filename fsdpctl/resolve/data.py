@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.chats.data import open_data
-from fsdpctl.chats.files import absolute_paths
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words
+from fsdpctl.data.chats.data import open_data
+from fsdpctl.data.chats.files import absolute_paths
 from fsdpctl.data.documents import PackedRows
 from fsdpctl.data.source import DataSet
 from fsdpctl.data.tokens import check_tokens

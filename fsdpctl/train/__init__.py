@@ -1,1 +1,1 @@
-"""One run: what it is made of, the loop, and the directory it lives in."""
+"""One training run: its parts, the loop, and what runs between steps."""

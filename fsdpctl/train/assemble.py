@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.chats.data import open_data
 from fsdpctl.checkpoint.adapters import first_weights
 from fsdpctl.checkpoint.base import base_info, check_base
 from fsdpctl.checkpoint.folders import newest_checkpoint, way_on
@@ -21,6 +20,7 @@ from fsdpctl.comm.world import World
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
+from fsdpctl.data.chats.data import open_data
 from fsdpctl.data.source import DataSet
 from fsdpctl.engine.build import Source, divide_module
 from fsdpctl.engine.model import ShardedModel
@@ -40,7 +40,7 @@ from fsdpctl.resolve.blocks import checkpoint_block, compile_block
 from fsdpctl.shards import TrainedModel
 from fsdpctl.train.loop import Trainer
 from fsdpctl.train.parts import Optimizer, Outside, TrainingParts
-from fsdpctl.watch.run_watch import RunWatch
+from fsdpctl.train.run_watch import RunWatch
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -20,7 +20,7 @@ from fsdpctl.models.sight import Sight, sights
 from fsdpctl.plan.attention import CUDNN, EFFICIENT, KERNELS, MATH
 from fsdpctl.resolve.attention import candidates, with_kernel
 from fsdpctl.resolve.machine import with_architecture
-from fsdpctl.train.run_dir import rewrite_config
+from fsdpctl.run.directory import rewrite_config
 
 _WARM_UP, _ROUNDS = 2, 5
 _TIE = 0.03  # of the fastest kernel's time: less than timings differ by themselves

@@ -9,8 +9,8 @@ from fsdpctl.config.schema import Config
 from fsdpctl.estimate.choice import Candidate, Choice
 from fsdpctl.plan.batch import BatchPlan
 from fsdpctl.resolve.machine import world_size
-from fsdpctl.train.progress import format_bytes
-from fsdpctl.train.run_dir import read_config
+from fsdpctl.run.directory import read_config
+from fsdpctl.run.progress import format_bytes
 
 
 def kept_choice(run_dir: Path) -> Config | None:

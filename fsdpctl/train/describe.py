@@ -13,9 +13,9 @@ from fsdpctl.optim.schedule import warmup_steps
 from fsdpctl.plan.engines import OURS
 from fsdpctl.plan.strategy import effective_strategy, get_strategy
 from fsdpctl.resolve.run import ResolvedRun
-from fsdpctl.train.flops import describe_flops
-from fsdpctl.train.progress import format_bytes
-from fsdpctl.train.run_dir import Standing, Start
+from fsdpctl.run.directory import Standing, Start
+from fsdpctl.run.flops import describe_flops
+from fsdpctl.run.progress import format_bytes
 
 _SHOWN_RANKS = 8
 _OWNED = 4  # master, gradient and two moments of each element

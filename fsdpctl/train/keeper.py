@@ -4,9 +4,9 @@ import time
 
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.errors import FsdpctlError
+from fsdpctl.run.progress import format_seconds
 from fsdpctl.train.kept import KeptFiles
 from fsdpctl.train.parts import TrainingParts
-from fsdpctl.train.progress import format_seconds
 from fsdpctl.train.requests import SAVE, Requests
 from fsdpctl.train.saver import Saver
 from fsdpctl.train.telling import Teller

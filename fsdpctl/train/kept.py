@@ -7,9 +7,9 @@ from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import FsdpctlError
-from fsdpctl.train.assets import read_run_assets, write_assets
-from fsdpctl.train.metrics import MetricsFile
-from fsdpctl.watch.files import ENVIRONMENT, LOGS, OVERRIDES, WANDB_ID
+from fsdpctl.run.assets import read_run_assets, write_assets
+from fsdpctl.run.files import ENVIRONMENT, LOGS, OVERRIDES, WANDB_ID
+from fsdpctl.run.metrics import MetricsFile
 
 _TEXTS = (OVERRIDES, ENVIRONMENT, WANDB_ID)  # those that there are
 _LOOKS_EVERY = 1.0  # seconds: a file system of a cluster is asked for it

@@ -10,9 +10,9 @@ import torch
 
 from fsdpctl.comm.arriving import Arriving, raised
 from fsdpctl.comm.base import Collectives
+from fsdpctl.run.metrics import finite
 from fsdpctl.train.generate import Sampling, generate
 from fsdpctl.train.loss import describe_validation, validation_loss
-from fsdpctl.train.metrics import finite
 from fsdpctl.train.parts import TrainingParts
 from fsdpctl.train.requests import Asked
 from fsdpctl.train.telling import Teller

@@ -7,6 +7,8 @@ from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.comm.pulse import PULSE
 from fsdpctl.errors import NonFiniteError, StoppedError
 from fsdpctl.optim.record import OwnWord
+from fsdpctl.run.directory import METRICS
+from fsdpctl.run.metrics import was_validated
 from fsdpctl.train.bad_numbers import BadNumbers, BadStep
 from fsdpctl.train.due import Due, due_after
 from fsdpctl.train.gradient_probe import GradientProbe
@@ -14,12 +16,10 @@ from fsdpctl.train.keeper import Keeper
 from fsdpctl.train.kept import KeptFiles
 from fsdpctl.train.looks import Hearing, sample, validate
 from fsdpctl.train.memory_check import MemoryCheck, engine_bytes
-from fsdpctl.train.metrics import was_validated
 from fsdpctl.train.parts import LaunchedStep, TrainingParts
 from fsdpctl.train.profiling import Tracing
 from fsdpctl.train.requests import PROFILE, STOP, Asked, Requests, TimeLimit
 from fsdpctl.train.rollback import load_newest
-from fsdpctl.train.run_dir import METRICS
 from fsdpctl.train.step import launch_step
 from fsdpctl.train.telling import Teller
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 
 from fsdpctl.estimate.kept import read_estimate
+from fsdpctl.run.metrics import peak_memory
+from fsdpctl.run.progress import format_bytes
 from fsdpctl.shards import TrainedModel
-from fsdpctl.train.metrics import peak_memory
 from fsdpctl.train.parts import Optimizer
-from fsdpctl.train.progress import format_bytes
 
 _SETTLED = 3  # steps after which the allocator holds what it will hold
 

@@ -13,9 +13,9 @@ from fsdpctl.data.source import DataSet
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import Limits, StepRecord
 from fsdpctl.optim.sgd import ShardedSGD
+from fsdpctl.run.clock import StepClock
 from fsdpctl.shards import TrainedModel
-from fsdpctl.train.clock import StepClock
-from fsdpctl.watch.run_watch import RunWatch
+from fsdpctl.train.run_watch import RunWatch
 
 Optimizer = ShardedAdamW | ShardedSGD
 

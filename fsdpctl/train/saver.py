@@ -28,10 +28,10 @@ from fsdpctl.comm.pulse import PULSE
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import words_for_others
+from fsdpctl.run.assets import read_run_assets
 from fsdpctl.shards import TrainedModel
-from fsdpctl.train.assets import read_run_assets
+from fsdpctl.train.after_save import AfterSave
 from fsdpctl.train.parts import Optimizer
-from fsdpctl.watch.after_save import AfterSave
 
 _TELLING_SECONDS = 0.5
 _OTHERS_SECONDS = 1800.0  # that others may take longer to write than this rank

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsdpctl.optim.record import Limits, OwnWord, record_step
 from fsdpctl.optim.schedule import lr_factor
-from fsdpctl.train.clock import StepClock
+from fsdpctl.run.clock import StepClock
 from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.parts import LaunchedStep, TrainingParts
 

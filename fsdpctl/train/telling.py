@@ -4,12 +4,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from fsdpctl.optim.record import StepFigures
-from fsdpctl.train.flops import model_flops
-from fsdpctl.train.metrics import MetricsFile, StepMetrics, peak_memory
+from fsdpctl.run.directory import LOG, METRICS
+from fsdpctl.run.flops import model_flops
+from fsdpctl.run.metrics import MetricsFile, StepMetrics, peak_memory
+from fsdpctl.run.progress import RunProgress
 from fsdpctl.train.parts import LaunchedStep, TrainingParts
-from fsdpctl.train.progress import RunProgress
 from fsdpctl.train.restart import restart_of
-from fsdpctl.train.run_dir import LOG, METRICS
 from fsdpctl.train.time_check import TimeCheck
 
 

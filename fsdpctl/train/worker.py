@@ -112,11 +112,11 @@ def _train(run_dir: Path, store: "Store | None", *, only_measures: bool) -> None
 
     from fsdpctl.comm.world import joined_world
     from fsdpctl.models.kernels import using
+    from fsdpctl.run.directory import read_config
+    from fsdpctl.run.lock import RunLock
     from fsdpctl.train.assemble import make_trainer
     from fsdpctl.train.attention import settled
     from fsdpctl.train.parts import Outside
-    from fsdpctl.train.run_dir import read_config
-    from fsdpctl.train.run_lock import RunLock
 
     config = read_config(run_dir)
     lock = RunLock(run_dir)

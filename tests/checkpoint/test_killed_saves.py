@@ -23,8 +23,8 @@ from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.train.after_save import AfterSave
 from fsdpctl.train.saver import Saver
-from fsdpctl.watch.after_save import AfterSave
 from tests.checkpoint.killer import Killer
 from tests.checkpoint.test_round_trip import read_everything, train_on, trained, whole_tensors
 from tests.distributed import distributed

@@ -12,13 +12,13 @@ import psutil
 import pytest
 import yaml
 
-from fsdpctl.compare.probe import probed, worth_probing
 from fsdpctl.config.choosing import left_open
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import ActivationCheckpointingConfig
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.automatic import chosen_for_run, resolved_with_stand_ins
+from fsdpctl.tools.compare.probe import probed, worth_probing
 from fsdpctl.train.choices import describe_choice
 from tests.cli.run import TINY, command, environment, fsdpctl, invoke, make_text
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from fsdpctl.compare.vary import possible, variants
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.tools.compare.vary import possible, variants
 from tests.cli.run import TINY, command, environment, fsdpctl, invoke, make_text
 from tests.cli.test_interruptions import heard, ranks_of, wait_for
 

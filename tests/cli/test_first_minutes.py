@@ -7,10 +7,10 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from fsdpctl.cli.words import completions
-from fsdpctl.compare.vary import distinct, variants
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import nearest
 from fsdpctl.optim.schedule import lr_factor
+from fsdpctl.tools.compare.vary import distinct, variants
 from tests.cli.run import TINY, fsdpctl, invoke, make_text
 from tests.hostile import make_checkpoint
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fsdpctl.checkpoint.tensors import Staging
-from fsdpctl.examine import profile_worker
-from fsdpctl.examine.observe import SMALL, device_seconds, seconds_of
-from fsdpctl.timing.profile import read_profile
+from fsdpctl.predict.profile import read_profile
+from fsdpctl.tools import profile_worker
+from fsdpctl.tools.observe import SMALL, device_seconds, seconds_of
 from tests.distributed import distributed
 
 

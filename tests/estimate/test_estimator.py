@@ -14,9 +14,9 @@ from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_fo
 from fsdpctl.estimate.fit import FITTED, _edge, largest_model, largest_that_fits
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.traced import TracedModel
-from fsdpctl.memory.compute import Part, Place, Program
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.predict.compute import Part, Place, Program
 from fsdpctl.resolve.machine import resolved_strategy
 from tests.matrix import matrix
 

@@ -9,7 +9,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.own_module import estimate_memory
 from tests.distributed import distributed
 from tests.engine.models import OddNet, next_token_loss
-from tests.memory.watch import watched_step
+from tests.predict.watch import watched_step
 
 ON_CPU = fsdpctl.Assumed(device="cpu")
 

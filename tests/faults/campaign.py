@@ -19,7 +19,7 @@ from benchmarks.report import write_report
 from fsdpctl.checkpoint.folders import LATEST, complete_checkpoints, newest_checkpoint
 from fsdpctl.checkpoint.manifest import tensor_key
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.train.metrics import last_step
+from fsdpctl.run.metrics import last_step
 from tests.faults.cases import STEPS, Case, case_of
 from tests.faults.running import Run, codes_of
 from tests.faults.strike import make_room, small_disk, strike

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from fsdpctl.checkpoint.folders import complete_checkpoints, newest_checkpoint
-from fsdpctl.train.metrics import last_step
+from fsdpctl.run.metrics import last_step
 from tests.faults.cases import STEPS, VALIDATES_EVERY, Case
 from tests.faults.running import Run
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdpctl.train.metrics import last_step
+from fsdpctl.run.metrics import last_step
 from tests.cli.run import TINY, environment, figures, fsdpctl, make_text
 from tests.launch.hosts import hosts
 from tests.launch.test_nodes import _ended, _start

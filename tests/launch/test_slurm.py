@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpctl.train.metrics import last_step
+from fsdpctl.run.metrics import last_step
 from tests.cli.run import figures, fsdpctl, make_text
 from tests.launch.slurm import Slurm, slurm
 from tests.launch.test_nodes import SMALL, free_endpoint

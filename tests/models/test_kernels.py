@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.memory.operators import cuda_workspace, operators_of
+from fsdpctl.estimate.operators import cuda_workspace, operators_of
 from fsdpctl.models.attention import attend, attend_all, import_kernels
 from fsdpctl.models.documents import assumed_documents
 from fsdpctl.models.kernels import assuming, can_undo, must_repeat, using

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from fsdpctl.chats.data import open_data
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
+from fsdpctl.data.chats.data import open_data
 from fsdpctl.data.rows import IGNORED, Rows
 from fsdpctl.models.documents import spans
 from fsdpctl.optim.schedule import lr_factor

@@ -15,13 +15,13 @@ from fsdpctl.config.schema import Config
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.resolve.run import resolve
+from fsdpctl.run.assets import collect_assets
+from fsdpctl.run.directory import plan_start, prepare_run_dir
 from fsdpctl.train import step
 from fsdpctl.train.assemble import make_trainer
-from fsdpctl.train.assets import collect_assets
 from fsdpctl.train.loop import Trainer
 from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.parts import Outside
-from fsdpctl.train.run_dir import plan_start, prepare_run_dir
 from tests.cli.run import TINY, make_text
 from tests.distributed import distributed
 

@@ -22,9 +22,9 @@ from fsdpctl.resolve.attention import (
     with_kernel,
 )
 from fsdpctl.resolve.run import decides_losses, run_identity
+from fsdpctl.run.directory import read_config
 from fsdpctl.train import attention
 from fsdpctl.train.attention import Shape, selected, settled, timings
-from fsdpctl.train.run_dir import read_config
 
 CPU = torch.device("cpu")
 SHAPE = Shape(1, 32, (4, 2), 8, torch.float32, (None, 16, 16))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from fsdpctl.train.run_dir import read_config
+from fsdpctl.run.directory import read_config
 from tests.cli.run import figures, fsdpctl
 from tests.train.chats import (
     make_chat_model,

@@ -10,7 +10,7 @@ import torch
 
 from fsdpctl.comm.waits import HostWaits
 from fsdpctl.engine.shard import shard_model
-from fsdpctl.train.clock import StepClock
+from fsdpctl.run.clock import StepClock
 from fsdpctl.train.profiling import Tracing
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches

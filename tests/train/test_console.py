@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fsdpctl.train.console import PatientConsole, journal, printable
+from fsdpctl.io.console import PatientConsole, journal, printable
 
 
 class Gone:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.train.metrics import MetricsFile, last_step, was_validated, went_on
+from fsdpctl.run.metrics import MetricsFile, last_step, was_validated, went_on
 
 
 def test_lines_after_the_checkpoint_are_cut_off(tmp_path: Path):

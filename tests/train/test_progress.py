@@ -7,17 +7,17 @@ import torch
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.optim.record import StepFigures
-from fsdpctl.train.assemble import make_model
-from fsdpctl.train.clock import StepTimes
-from fsdpctl.train.flops import (
+from fsdpctl.run.clock import StepTimes
+from fsdpctl.run.flops import (
     ModelFlops,
     describe_flops,
     flops_per_token,
     model_flops,
     peak_flops,
 )
-from fsdpctl.train.metrics import PeakMemory, StepMetrics
-from fsdpctl.train.progress import RunProgress
+from fsdpctl.run.metrics import PeakMemory, StepMetrics
+from fsdpctl.run.progress import RunProgress
+from fsdpctl.train.assemble import make_model
 
 
 def test_a_wait_for_a_checkpoint_is_told_every_ten_seconds_of_it(capsys):

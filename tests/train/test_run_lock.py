@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from fsdpctl.errors import UsageError
-from fsdpctl.train import run_lock
-from fsdpctl.train.run_lock import lock_run_dir
+from fsdpctl.run import lock as run_lock
+from fsdpctl.run.lock import lock_run_dir
 
 HOLD = (
     "import fcntl, os, sys, time\n"

@@ -1,1 +1,0 @@
-"""Conversations of others, made into tokens that have a loss and tokens that have none."""

@@ -1,0 +1,1 @@
+"""Settings of other tools translated to fsdpctl settings. No third-party code is executed."""

@@ -1,0 +1,1 @@
+"""Conversations as token sequences with a loss mask, rendered by chat templates."""

@@ -1,0 +1,299 @@
+"""Observes what a pass through a module allocates, on tensors that have no memory."""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.observed_work import work_of
+from fsdpctl.estimate.operators import cpu_nbytes, cuda_workspace, operators_of
+from fsdpctl.plan.work import Work
+from fsdpctl.predict.collection import without_collection
+from fsdpctl.predict.compute import (
+    Gone,
+    Gradient,
+    Happening,
+    Kept,
+    Made,
+    Part,
+    Pass,
+    Passing,
+    Place,
+)
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down which storages come and go."""
+
+    def __init__(self, device: str, kernel: str | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.place = Place(Part.BEFORE)
+        self.number = 0  # of the pass
+        self.parts: dict[Place, list[Happening]] = {}
+        self.work: dict[Place, list[Work]] = {}
+        self._made: dict[tuple[int, Place], list[Made]] = {}  # by pass and place
+        self._is_cuda, self._kernel = device == "cuda", kernel
+        self._known: dict[int, tuple[int, Place, int]] = {}  # by storage: pass, place, number
+        self._watches: dict[int, weakref.ref[Any]] = {}
+        self._muted: set[int] = set()
+        self._doubts: set[int] = set()  # storages of what `any` found
+
+    def begin_pass(self) -> None:
+        self.number += 1
+        self.parts, self.work = {}, {}
+        self.go_to(Place(Part.BEFORE))
+
+    def go_to(self, place: Place) -> None:
+        self.place = place
+        self.parts.setdefault(place, [])
+
+    def mute(self, tensor: Tensor) -> None:
+        self._muted.add(tensor.untyped_storage()._cdata)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._assumed(args[0])
+        result = func(*args, **(kwargs or {}))
+        if (work := work_of(func, args, kwargs, result)) is not None:
+            self.work.setdefault(self.place, []).append(work)
+        if isinstance(result, Tensor):
+            if func is torch.ops.aten.any.default:
+                self._doubts.add(result.untyped_storage()._cdata)
+            self._see(result, func, args)
+        elif result is not None:
+            for each in result if isinstance(result, tuple | list) else tree_leaves(result):
+                if isinstance(each, Tensor):
+                    self._see(each, func, args)
+        if self._is_cuda and (nbytes := cuda_workspace(func, args, self._kernel)):
+            self.parts[self.place].append(Passing(nbytes, str(func)))
+        return result
+
+    def _assumed(self, tensor: Tensor) -> bool:
+        """What a module is told that asks for a value: `all` is true, `any` is not.
+
+        That is how libraries ask whether a mask has something to mask, or a number is not finite.
+        """
+        if tensor.dtype != torch.bool:
+            raise UsageError(
+                "the module reads a value of a tensor, which has none before it runs: memory that "
+                "depends on it cannot be estimated"
+            )
+        return tensor.untyped_storage()._cdata not in self._doubts
+
+    def _see(self, tensor: Tensor, func: Any, inputs: Sequence[Any]) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known or key in self._muted or not storage.nbytes():
+            return
+        happenings = self.parts[self.place]
+        made = self._made.setdefault((self.number, self.place), [])
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        what = f"{func._schema.name.removeprefix('aten::')} {dtype} {list(tensor.shape)}"
+        nbytes = storage.nbytes() if self._is_cuda else cpu_nbytes(func, inputs, tensor)
+        entry = Made(len(made), nbytes, what)
+        made.append(entry)
+        happenings.append(entry)
+        self._known[key] = (self.number, self.place, entry.number)
+        self._watches[key] = weakref.ref(storage, partial(self._gone, key))
+
+    def _gone(self, key: int, _: object) -> None:
+        del self._watches[key]
+        number, place, index = self._known.pop(key)
+        self.parts[self.place].append(Gone(place, index, is_old=number != self.number))
+
+    def became_gradient(self, name: str, gradient: Tensor) -> None:
+        key = gradient.untyped_storage()._cdata
+        if key in self._known:
+            _, place, index = self._known[key]
+            self.parts[self.place].append(Gradient(place, index, name))
+
+    def disown(self, gradient: Tensor) -> None:
+        """It is the engine's to give back."""
+        key = gradient.untyped_storage()._cdata
+        if key in self._known:
+            del self._watches[key], self._known[key]
+
+    def passed(self) -> Pass:
+        """The last pass. What outlives a pass in its place in the next is one and the same."""
+        alive = sorted(self._known.values())
+        outliving: dict[tuple[Place, str], list[int]] = {}
+        for number, place, index in alive:
+            if number == self.number:
+                what = self._made[number, place][index].what
+                outliving.setdefault((place, what), []).append(index)
+
+        def renumbered(gone: Gone) -> Gone:
+            what = self._made[self.number - 1, gone.place][gone.number].what
+            return gone._replace(number=outliving[gone.place, what].pop(0))
+
+        parts = {
+            place: [
+                renumbered(each) if isinstance(each, Gone) and each.is_old else each
+                for each in happenings
+            ]
+            for place, happenings in self.parts.items()
+        }
+        kept = []
+        for number, place, index in alive:
+            if number != self.number:
+                entry = self._made[number, place][index]
+                kept.append(Kept(place, entry.nbytes, entry.what))
+        return Pass(parts, tuple(kept), self.work)
+
+
+class _Hooks:
+    """Tells the recorder where in the pass it is."""
+
+    def __init__(self, recorder: _Recorder, module: nn.Module, units: Sequence[str]) -> None:
+        self._recorder = recorder
+        self._params = dict(module.named_parameters())
+        self._seen: set[Place] = set()
+        self._handles = [
+            handle for name in units for handle in self._hook(name, module.get_submodule(name))
+        ]
+        self._handles += [
+            module.register_forward_pre_hook(lambda *_: self._enter(Place(Part.START))),
+            module.register_forward_hook(lambda *_: self._enter(Place(Part.LOSS))),
+        ]
+        for name, param in self._params.items():
+            if param.requires_grad:
+                hook = partial(self._arrived, name)
+                self._handles.append(param.register_post_accumulate_grad_hook(hook))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def begin_pass(self) -> None:
+        self._seen.clear()
+        self._recorder.begin_pass()
+
+    def _hook(self, name: str, module: nn.Module) -> list[Any]:
+        def before(module: nn.Module, args: Any) -> None:
+            self._enter(Place(Part.FORWARD, name))
+
+        def after(module: nn.Module, args: Any, outputs: Any) -> None:
+            for leaf in tree_leaves(outputs):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(lambda gradient: self._begin_backward(name))
+            self._enter(Place(Part.AROUND, name))
+
+        return [
+            module.register_forward_pre_hook(before),
+            module.register_forward_hook(after),
+        ]
+
+    def _enter(self, place: Place) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return
+        if place in self._seen:
+            raise UsageError(
+                f"{place.unit or 'the module'} runs more than once in a forward: its memory cannot "
+                "be estimated"
+            )
+        self._seen.add(place)
+        self._recorder.go_to(place)
+
+    def _begin_backward(self, name: str) -> None:
+        place = Place(Part.BACKWARD, name)
+        if place in self._seen:
+            return
+        if not any(each.part is Part.BACKWARD for each in self._seen):
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._seen.add(place)
+        self._recorder.go_to(place)
+
+    def end_pass(self) -> None:
+        """Where no backward came to a unit."""
+        if self._recorder.place.part is not Part.END:
+            self._end()
+
+    def _arrived(self, name: str, param: Tensor) -> None:
+        assert param.grad is not None
+        self._recorder.became_gradient(name, param.grad)
+
+    def _end(self) -> None:
+        self._recorder.go_to(Place(Part.END))
+        for param in self._params.values():
+            if param.grad is not None:
+                self._recorder.disown(param.grad)
+                param.grad = None
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Keep torch's meta kernels from importing its compiler, which takes most of a second.
+
+    They ask it that they themselves be not compiled, which nothing does here.
+    """
+    if "torch._dynamo" in sys.modules:
+        yield
+        return
+    told: list[Any] = []
+
+    def disable(function: Any, recursive: bool = True, *, wrapping: bool = True) -> Any:
+        told.append(function)
+        return function
+
+    stand_in = ModuleType("torch._dynamo")
+    config = SimpleNamespace(error_on_nested_fx_trace=False, patch=lambda **_: nullcontext())
+    stand_in.__dict__.update(disable=disable, config=config)
+    sys.modules["torch._dynamo"] = stand_in
+    torch.__dict__["_dynamo"] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules["torch._dynamo"], torch.__dict__["_dynamo"]
+        for function in told:
+            function.__dict__.pop("__dynamo_disable", None)
+
+
+def trace(
+    module: nn.Module,
+    units: Sequence[str],
+    run: Callable[[], object],
+    device: str,
+    kernel: str | None = None,
+) -> Pass:
+    """What one pass allocates, once the first has been.
+
+    Args:
+        module: on the meta device, its parameters in the dtype that is computed in.
+        units: names of the modules that are cut at.
+        run: does a forward and its backward; what it returns lives until it has returned again.
+        device: `cpu` or `cuda`, whose operators are assumed.
+        kernel: the attention kernel that is assumed there; None: torch's usual one.
+    """
+    recorder = _Recorder(device, kernel)
+    for tensor in (*module.parameters(), *module.buffers()):
+        recorder.mute(tensor)
+    hooks = _Hooks(recorder, module, units)
+    try:
+        with (
+            without_collection(),
+            _without_compiler(),
+            operators_of(device, kernel),
+            torch.device("meta"),
+            recorder,
+        ):
+            held = None
+            for _ in range(2):
+                hooks.begin_pass()
+                held = run()
+                hooks.end_pass()
+        passed = recorder.passed()
+        del held
+    finally:
+        hooks.remove()
+    return passed

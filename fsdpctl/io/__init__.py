@@ -1,0 +1,1 @@
+"""Bounded, safe reading of untrusted files, and text for terminals."""

@@ -1,1 +1,0 @@
-"""Bytes before a run, from the plan alone."""

@@ -1,1 +1,0 @@
-"""What configurations of other tools mean in our words. Nothing of theirs is executed."""

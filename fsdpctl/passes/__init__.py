@@ -1,1 +1,0 @@
-"""The forwards and backwards of a model: which there are, which autograd runs, which are over."""

@@ -1,0 +1,1 @@
+"""Memory and time of one step, computed from the plan without torch."""

@@ -1,0 +1,232 @@
+"""What a rank holds of the model and of what the engine needs to train it: exact, from the plan.
+
+Counted are master weights, gradients, optimizer states, gathered parameters and the buffers in
+which gradients are reduced, replayed event by event through a step. Not counted are activations,
+nor gradients that autograd has made and the engine has not collected yet.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from fsdpctl.plan.layout import FlatLayout, Span
+from fsdpctl.plan.order import UnitOrder
+from fsdpctl.plan.reductions import Reductions, plan_reductions
+from fsdpctl.plan.replay import Replay
+from fsdpctl.plan.runs import decay_group, optimizer_runs
+from fsdpctl.plan.schedule import Event, EventKind, Prefetch, step_events, update_events
+from fsdpctl.plan.sizes import Itemsizes, RankPlace, unit_bytes
+from fsdpctl.plan.slots import SlotSpec, slots_of
+from fsdpctl.plan.strategy import Strategy
+from fsdpctl.predict.script import CATEGORY_OF
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KeptStates:
+    """What an optimizer keeps for each tensor that it steps."""
+
+    moments: int = 2  # as large as the tensor, in the masters' dtype
+    counter: int = 4  # bytes: how often it was stepped
+
+    def of(self, nbytes: int) -> list[int]:
+        """Bytes of each, of a tensor whose master has so many."""
+        return [*[self.counter] * bool(self.counter), *[nbytes] * self.moments]
+
+
+ADAMW = KeptStates()
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Bytes of one rank at one moment, padding included."""
+
+    parameters: int  # at rest: masters, and parts in the dtype that computes
+    gradients: int  # reduced
+    optimizer_states: int
+    gathered_units: int  # slots of parameters that compute; masters that lie in them not again
+    reduce_buffers: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.to_dict().values())
+
+    def to_dict(self) -> dict[str, int]:
+        """By category."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the fullest rank holds."""
+
+    rank: int  # among those that share a copy
+    copy: int  # the copy that it belongs to
+    breakdown: Breakdown  # at the moment of a step when it is most
+    largest: Breakdown  # each category at its own most; these moments may differ
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes at that moment."""
+        return self.breakdown.total
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """Everything about a run that decides what the engine holds."""
+
+    order: UnitOrder
+    layouts: Mapping[str, Sequence[FlatLayout]]  # of every unit, root first
+    strategy: Strategy  # the one that runs
+    sizes: Itemsizes
+    prefetch: Prefetch
+    reduces: tuple[bool, ...]  # per micro-step, whether its backward reduces
+    states: KeptStates = ADAMW
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a rank holds after an event of a step; the first moment is before all events."""
+
+    event: Event | None
+    held: Breakdown
+
+
+def estimate(plan: TrainingPlan, place: RankPlace) -> Estimate:
+    """The peak of the rank that needs most; which one `place` is of is not looked at."""
+    candidates = _fullest_ranks(plan.layouts)
+    places = [replace(place, rank=rank, copy=copy) for rank, copy in candidates]
+    return max((_estimate_rank(plan, each) for each in places), key=lambda each: each.peak_bytes)
+
+
+def _estimate_rank(plan: TrainingPlan, place: RankPlace) -> Estimate:
+    moments = list(timeline(plan, place))
+    peak = max(moments, key=lambda moment: moment.held.total)
+    of_each = zip(*(moment.held.to_dict().values() for moment in moments), strict=True)
+    largest = Breakdown(*(max(values) for values in of_each))
+    return Estimate(place.rank, place.copy, peak.held, largest)
+
+
+def _fullest_ranks(layouts: Mapping[str, Sequence[FlatLayout]]) -> list[tuple[int, int]]:
+    """The ranks among which the one that needs most is found, each with its copy."""
+    flats = [layout for of_unit in layouts.values() for layout in of_unit]
+    if all(layout.is_even for layout in flats):
+        # They differ only by the counter of one more tensor, where two parameter groups meet.
+        meeting = {rank for layout in flats for rank in _meeting_ranks(layout)}
+        return [divmod(rank, flats[0].shares) for rank in sorted({0, *meeting})]
+    return [(rank, 0) for rank in range(len(flats[0].parts))]
+
+
+def _meeting_ranks(layout: FlatLayout) -> Iterator[int]:
+    """Which of the owned parts of an evenly cut buffer have parameters of two groups."""
+    size = layout.owned_parts[0].numel
+    for before, after in pairwise(layout.placements):
+        if decay_group(before.param) != decay_group(after.param):
+            yield after.span.start // size
+
+
+def plan_slots(plan: TrainingPlan) -> tuple[SlotSpec, ...]:
+    """What the units are gathered into."""
+    nbytes = {
+        name: sum(layout.numel for layout in of_unit) * plan.sizes.param
+        for name, of_unit in plan.layouts.items()
+    }
+    root, *others = nbytes
+    return slots_of(plan.strategy, nbytes, root, others, plan.prefetch.depth)
+
+
+def planned_step(plan: TrainingPlan, place: RankPlace) -> list[Event]:
+    """The events of a step with everything that has bytes."""
+    slots, combines = plan_slots(plan), place.combines(plan.strategy)
+    replay, reductions = _replay(plan, place)
+    events = step_events(
+        plan.order,
+        plan.strategy,
+        plan.prefetch,
+        reduces=plan.reduces,
+        reductions=reductions,
+        shared_slots=[slot.units for slot in slots if slot.resident],
+        combines=combines,
+    )
+    return replay.play(events)
+
+
+def planned_update(plan: TrainingPlan, place: RankPlace) -> list[Event]:
+    """The same of what follows the optimizer's step."""
+    return _replay(plan, place)[0].play(update_events(plan.order, plan.strategy))
+
+
+def _replay(plan: TrainingPlan, place: RankPlace) -> tuple[Replay, Reductions]:
+    reductions = plan_reductions(
+        plan.layouts,
+        lambda _: plan.sizes.reduce,
+        stays=place.stays(plan.strategy, plan.sizes),
+        blocks=plan.order.blocks if place.collects(plan.strategy) else (),
+        chained=place.chained(plan.strategy),
+    )
+    slots = plan_slots(plan)
+    units = unit_bytes(plan.layouts, slots, plan.strategy, plan.sizes, place, reductions)
+    combines = place.combines(plan.strategy)
+    return Replay(units, combines=combines, chained=reductions.chained > 0), reductions
+
+
+def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
+    """What one rank holds in the course of a step, once there are optimizer states."""
+    states = _states(plan, place)
+    stay = plan.strategy.keeps_whole_params
+    always = sum(slot.nbytes for slot in plan_slots(plan) if slot.resident or stay)
+    parameters = resting_bytes(plan)
+    for layout in (layout for of_unit in plan.layouts.values() for layout in of_unit):
+        nbytes = held_masters(plan, place, layout).numel * plan.sizes.kept(layout)
+        is_window = plan.sizes.kept(layout) == plan.sizes.param
+        if stay and is_window:
+            always -= nbytes  # it lies in the parameters
+        if layout.shares == 1 or not is_window:
+            parameters += nbytes
+    held = {"gathered_units": always, "gradients": 0, "reduce_buffers": 0}
+    now = Breakdown(parameters=parameters, optimizer_states=states, **held)
+    yield Moment(None, now)
+    for event in planned_step(plan, place):
+        if event.buffer is not None:
+            change = event.nbytes if event.kind is EventKind.ALLOCATE else -event.nbytes
+            held[CATEGORY_OF[event.buffer].value] += change
+            now = Breakdown(parameters=parameters, optimizer_states=states, **held)
+        yield Moment(event, now)
+
+
+def held_masters(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> Span:
+    """Of which elements of a flat buffer a rank has the masters."""
+    whole = Span(0, layout.numel)
+    return layout.owned(place.rank, place.copy) if plan.strategy.shards_optimizer else whole
+
+
+def resting_bytes(plan: TrainingPlan) -> int:
+    """Bytes of this rank's parts in the dtype that computes, where masters have less."""
+    layouts = (layout for of_unit in plan.layouts.values() for layout in of_unit)
+    return sum(each.parts[0].numel for each in layouts if each.shares > 1) * plan.sizes.param
+
+
+def _states(plan: TrainingPlan, place: RankPlace) -> int:
+    """Bytes of the optimizer's states."""
+    states = 0
+    for layout in (layout for of_unit in plan.layouts.values() for layout in of_unit):
+        if layout.trainable:
+            runs = optimizer_runs(layout, held_masters(plan, place, layout), decay_group)
+            numel = sum(run.span.numel for run in runs)
+            kept = plan.states
+            states += numel * kept.moments * plan.sizes.master + len(runs) * kept.counter
+    return states
+
+
+def pieces_before_the_last(events: Sequence[Event], root: str) -> Iterator[Event]:
+    """The reductions that another one of the same unit follows before the pass ends."""
+    later: set[str] = set()
+    for event in reversed(events):
+        if event.kind is EventKind.LEAVE and event.unit == root:
+            later.clear()
+        elif event.kind is EventKind.REDUCE:
+            if event.unit in later:
+                yield event
+            later.add(event.unit)

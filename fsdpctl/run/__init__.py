@@ -1,0 +1,1 @@
+"""The files of a run directory: configuration, lock, metrics, heartbeat and environment."""

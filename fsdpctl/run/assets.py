@@ -1,0 +1,60 @@
+"""What a model has beside its weights: tokenizer files, and the config.json it came with."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdpctl.checkpoint.pretrained import RUN_ASSETS, assets_beside, read_assets
+from fsdpctl.config.schema import Config
+from fsdpctl.data.chats.template import TEMPLATE_FILE
+from fsdpctl.data.source import DataSet
+from fsdpctl.data.tokenizer import TOKENIZER_FILES
+from fsdpctl.io.documents import parse_json
+
+_GENERATION = "generation_config.json"
+
+
+def collect_assets(config: Config, data: DataSet) -> dict[str, bytes]:
+    """The contents of the files, by name: the model's own, and those of the data's tokenizer."""
+    path = config.model.path
+    own = {} if path is None else assets_beside(Path(path))
+    found = {name: content for name, content in own.items() if name not in TOKENIZER_FILES}
+    if data.tokenizer.vocab_size == data.vocab_size:  # else nobody knows what made the tokens
+        found |= data.tokenizer.files()
+    if data.template is not None:
+        found[TEMPLATE_FILE] = data.template.encode()
+    if data.end_tokens:
+        found[_GENERATION] = _ended_by(data.end_tokens, found.get(_GENERATION, b"{}"))
+    return found
+
+
+def _ended_by(tokens: Sequence[int], content: bytes) -> bytes:
+    """A generation_config.json with these tokens among those that end generation.
+
+    Without the token that ends an answer, whoever asks the model has an answer without an end.
+    """
+    config = parse_json(content, dict[str, Any], _GENERATION)
+    known = ends_of({_GENERATION: content}, "the model")
+    config["eos_token_id"] = [*tokens, *(each for each in known if each not in tokens)]
+    return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def ends_of(files: Mapping[str, bytes], where: str) -> tuple[int, ...]:
+    """The tokens after which generation ends, as the files beside a model say."""
+    config = parse_json(files.get(_GENERATION, b"{}"), dict[str, Any], f"{where}: {_GENERATION}")
+    said = config.get("eos_token_id")
+    listed = said if isinstance(said, list) else [said]
+    return tuple(each for each in listed if isinstance(each, int))
+
+
+def write_assets(run_dir: Path, assets: Mapping[str, bytes]) -> None:
+    """Keep them with the run."""
+    (run_dir / RUN_ASSETS).mkdir(exist_ok=True)
+    for name, content in assets.items():
+        (run_dir / RUN_ASSETS / name).write_bytes(content)
+
+
+def read_run_assets(run_dir: Path) -> dict[str, bytes]:
+    """Those that the run keeps."""
+    return read_assets(run_dir / RUN_ASSETS)

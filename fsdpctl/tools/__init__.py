@@ -1,0 +1,1 @@
+"""Commands on models and runs: compare, evaluate, sample, inspect and profile."""

@@ -1,0 +1,1 @@
+"""Comparison of several configurations, measured or simulated."""

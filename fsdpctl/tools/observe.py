@@ -1,0 +1,198 @@
+"""Times the operators of real passes, and copies, on this device."""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdpctl.comm.marks import mark, seconds_between
+from fsdpctl.config.model import ModelConfig
+from fsdpctl.estimate.observed_work import work_of
+from fsdpctl.models.registry import build_model
+from fsdpctl.plan.work import Work
+from fsdpctl.predict.profile import Observed, Point
+
+_ROUNDS = 3  # of each model, of which the medians count
+_FEWEST, _MORE, _BYTES = 5, 40, 64 << 20  # rounds of a size: as many as make up so many bytes
+# Architecture, width, length of a sample, samples, vocabulary: of models with two blocks each. With
+# many words come tensors that the host's allocator takes from the system anew each time.
+SMALL = (
+    ("llama", 128, 64, 4, 512), ("llama", 128, 128, 8, 512), ("llama", 256, 128, 8, 1024),
+    ("gpt2", 256, 64, 16, 1024), ("qwen3", 256, 256, 4, 2048), ("llama", 512, 128, 4, 2048),
+    ("llama", 512, 256, 8, 4096), ("gpt2", 768, 256, 2, 4096), ("llama", 1024, 256, 2, 4096),
+    ("gpt2", 256, 128, 4, 32768), ("gpt2", 384, 256, 4, 49152),
+)  # fmt: skip
+LARGE = (
+    ("llama", 1024, 1024, 2, 8192), ("llama", 2048, 2048, 2, 32768), ("gpt2", 2048, 2048, 4, 8192),
+    ("qwen3", 2048, 4096, 1, 32768), ("llama", 4096, 4096, 1, 16384),
+    ("llama", 4096, 8192, 1, 131072),
+)  # fmt: skip
+LAUNCHES, _PASS_LAUNCHES = 0.005, 0.1  # seconds in which the host launches a few kernels, or a pass
+_CYCLES = 2e9  # of a GPU's clock in a second, about
+Sized = tuple[str, int, int, int, int]
+
+
+class _Stopwatch(TorchDispatchMode):
+    """Notes what each operator asks of the device, and how long it took."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.seen: list[tuple[Work, Callable[[], float]]] = []
+        self._on_cuda = device.type == "cuda"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        before = mark(on_cuda=self._on_cuda)
+        result = func(*args, **(kwargs or {}))
+        after = mark(on_cuda=self._on_cuda)
+        work = work_of(func, args, kwargs, result)
+        if work is not None:
+            self.seen.append((work, lambda: seconds_between(before, after)))
+        return result
+
+
+def _model(sized: Sized, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    architecture, width, _, _, vocab_size = sized
+    heads = max(2, width // 64)
+    config = ModelConfig(
+        name="profile", architecture=architecture, num_layers=2, hidden_size=width,
+        intermediate_size=3 * width, num_heads=heads, num_kv_heads=heads, vocab_size=vocab_size,
+        max_seq_len=8192, tie_embeddings=False,
+    )  # fmt: skip
+    if architecture != "gpt2" and width >= 512:
+        config = replace(config, num_kv_heads=heads // 2)
+    module = build_model(config).to_empty(device=device).to(dtype)
+    for param in module.parameters():
+        torch.nn.init.normal_(param, std=0.02)
+    return module
+
+
+def _passes(
+    module: nn.Module, samples: int, length: int, device: torch.device
+) -> Callable[[], None]:
+    tokens = torch.randint(0, 128, (samples, length), device=device)
+
+    def run() -> None:
+        loss: Tensor = module(tokens, tokens, None)
+        (loss / tokens.numel()).backward()
+        for param in module.parameters():
+            param.grad = None
+
+    return run
+
+
+def observe_models(
+    models: Sequence[Sized],
+    device: torch.device,
+    dtype: torch.dtype,
+    meet: Callable[[], object],
+    say: Callable[[str], None],
+) -> tuple[list[Observed], float]:
+    """What operators took in passes of `models`, and the host's part of each.
+
+    Args:
+        models: as in SMALL.
+        device: that computes.
+        dtype: of the parameters.
+        meet: returns when all ranks have called it, so that they compute at the same time.
+        say: is told what comes next.
+    """
+    seen: dict[Sized, list[list[tuple[Work, float]]]] = defaultdict(list)
+    timed: dict[Sized, list[float]] = defaultdict(list)
+    # In rounds: a moment in which the machine is slower is a part of what is known of each model.
+    for number, sized in product(range(_ROUNDS), models):
+        architecture, width, length, samples, _ = sized
+        about = f"{architecture}, width {width}, {samples} x {length} tokens"
+        say(f"operators of {about}, round {number + 1} of {_ROUNDS}")
+        run = _passes(_model(sized, device, dtype), samples, length, device)
+        run()
+        meet()
+        timed[sized].append(seconds_of(run, device))
+        meet()
+        with _Stopwatch(device) as watch:
+            device_seconds(run, device, _PASS_LAUNCHES)
+        seen[sized].append([(work, seconds()) for work, seconds in watch.seen])
+    found: list[Observed] = []
+    overheads: list[float] = []
+    for sized in models:
+        operators = list(_medians(seen[sized]))
+        found += operators
+        busy = sum(each.seconds for each in operators)
+        overheads.append((statistics.median(timed[sized]) - busy) / len(operators))
+    return _merged(found), max(0.0, statistics.median(overheads))
+
+
+def _medians(seen: Sequence[Sequence[tuple[Work, float]]]) -> Iterator[Observed]:
+    for same in zip(*seen, strict=True):
+        work = same[0][0]
+        seconds = statistics.median(each for _, each in same)
+        yield Observed(
+            work.name, work.kind.value, work.flops, work.nbytes, work.itemsize, work.dims, seconds
+        )
+
+
+def _merged(observed: Sequence[Observed]) -> list[Observed]:
+    """One of each kind and size, with the mean of their times."""
+    alike: dict[Observed, list[float]] = defaultdict(list)
+    for each in observed:
+        alike[each._replace(seconds=0.0)].append(each.seconds)
+    return [about._replace(seconds=sum(times) / len(times)) for about, times in alike.items()]
+
+
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds until the device has done it, its launches by the host included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def device_seconds(
+    run: Callable[[], object], device: torch.device, ahead: float = LAUNCHES
+) -> float:
+    """Return the seconds that the device takes, once the host has launched it all.
+
+    A GPU idles for `ahead` seconds first, so that the host's launches are hidden.
+    """
+    if device.type != "cuda":
+        return seconds_of(run, device)
+    torch.cuda.synchronize(device)
+    torch.cuda._sleep(int(ahead * _CYCLES))
+    before = mark(on_cuda=True)
+    run()
+    after = mark(on_cuda=True)
+    torch.cuda.synchronize(device)
+    return seconds_between(before, after)
+
+
+def observe_sizes(
+    sizes: Sequence[int],
+    make: Callable[[int], Callable[[], object]],
+    device: torch.device,
+    meet: Callable[[], object],
+) -> list[Point]:
+    """How long what `make(size)` makes takes, for each of `sizes` in bytes: medians.
+
+    Small ones run more often: what else goes on for a moment must not decide their time.
+    """
+    points = []
+    for size in sizes:
+        run = make(size)
+        run()
+        times = []
+        for _ in range(_FEWEST + _BYTES // max(size, _BYTES // _MORE)):
+            meet()
+            times.append(device_seconds(run, device))
+        points.append(Point(size, statistics.median(times)))
+    return points

@@ -1,0 +1,209 @@
+"""One of the ranks that measure a machine together; rank 0 writes what came of it."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from json import dumps
+from math import sqrt
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.collectives import collectives_for
+from fsdpctl.comm.world import joined_world
+from fsdpctl.plan.layout import EvenParts, Span
+from fsdpctl.predict.network import CollectiveKind
+from fsdpctl.predict.profile import VERSION, Point, Profile
+from fsdpctl.tools.observe import (
+    LARGE,
+    SMALL,
+    device_seconds,
+    observe_models,
+    observe_sizes,
+)
+from fsdpctl.train.worker import report, tie_to_launcher
+
+MODULE = "fsdpctl.tools.profile_worker"
+_KIB, _MIB = 1 << 10, 1 << 20
+_SIZES = [4 * _KIB, 64 * _KIB, 256 * _KIB, _MIB, 4 * _MIB, 16 * _MIB, 64 * _MIB]
+_BESIDE = 16 * _MIB  # of a collective that is measured beside arithmetic
+_SIDES = {"cpu": 256, "cuda": 4096}  # of matrices whose products take longer than their launches
+_ROUNDS = 15
+_APART, _MEETINGS = (0.004, 0.008, 0.016), 8  # seconds between meetings, and how many
+
+
+def measure(device: torch.device, name: str, say: Callable[[str], None]) -> Profile:
+    """What this machine's ranks can do at the same time. Collective."""
+    world = collectives_for(device)
+    dtype = _dtype(device)
+    models = LARGE if device.type == "cuda" else SMALL
+    operators, per_operator = observe_models(models, device, dtype, world.barrier, say)
+    say("copies and the optimizer")
+    sizes = [size for size in _SIZES if size >= 64 * _KIB]
+    copying = observe_sizes(sizes, partial(_copy, device), device, world.barrier)
+    stepping = observe_sizes(sizes, partial(_adamw, device), device, world.barrier)
+    collectives: dict[str, list[Point]] = {}
+    slows = yields = drift = 0.0
+    if world.size > 1:
+        for kind in CollectiveKind:
+            say(f"{kind.value} among {world.size} ranks")
+            run = partial(_COLLECTIVES[kind], world, device)
+            collectives[kind.value] = observe_sizes(_SIZES, run, device, world.barrier)
+        say("arithmetic beside a collective")
+        slows, yields = _beside(world, device)
+        say("how ranks drift apart")
+        drift = _drift(world, device)
+    return Profile(
+        version=VERSION,
+        device=name,
+        is_cuda=device.type == "cuda",
+        dtype=str(dtype).removeprefix("torch."),
+        ranks=world.size,
+        torch=torch.__version__,
+        operators=operators,
+        per_operator=per_operator,
+        copying=copying,
+        stepping=stepping,
+        collectives=collectives,
+        slows=slows,
+        yields=yields,
+        drift=drift,
+    )
+
+
+def _copy(device: torch.device, nbytes: int) -> Callable[[], object]:
+    """Half of the bytes are read, half written."""
+    source = torch.ones(nbytes // 8, device=device)
+    return partial(torch.empty_like(source).copy_, source)
+
+
+def _adamw(device: torch.device, nbytes: int) -> Callable[[], object]:
+    param = torch.nn.Parameter(torch.ones(nbytes // 4, device=device))
+    param.grad = torch.ones_like(param)
+    return torch.optim.AdamW([param], fused=True).step
+
+
+def _gather(world: Collectives, device: torch.device, nbytes: int) -> Callable[[], object]:
+    whole = torch.zeros(nbytes // 4, device=device)
+    parts = EvenParts(whole.numel() // world.size, world.size)
+    return lambda: world.all_gather(whole[: parts[-1].stop], parts, None).wait()
+
+
+def _reduce_scatter(world: Collectives, device: torch.device, nbytes: int) -> Callable[[], object]:
+    parts = EvenParts(nbytes // 4 // world.size, world.size)
+    whole = torch.zeros(parts[-1].stop, device=device)
+
+    def run() -> None:
+        stretches = [(Span(0, whole.numel()), whole)]
+        # Only sent; what adds up is counted where it is done.
+        world.reduce_scatter(stretches, parts, torch.float32).wait()
+
+    return run
+
+
+def _all_reduce(world: Collectives, device: torch.device, nbytes: int) -> Callable[[], object]:
+    values = torch.zeros(nbytes // 4, device=device)
+    return lambda: world.start_all_reduce(values).wait()
+
+
+_COLLECTIVES = {
+    CollectiveKind.GATHER: _gather,
+    CollectiveKind.REDUCE_SCATTER: _reduce_scatter,
+    CollectiveKind.ALL_REDUCE: _all_reduce,
+}
+
+
+def _matrix(device: torch.device) -> Tensor:
+    side, dtype = _SIDES[device.type], _dtype(device)
+    return torch.randn(side, side, device=device, dtype=dtype)
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _beside(world: Collectives, device: torch.device) -> tuple[float, float]:
+    """The shares of arithmetic, and of a collective, that are lost beside each other."""
+    left = _matrix(device)
+    whole = torch.zeros(_BESIDE // 4, device=device)
+    parts = EvenParts(whole.numel() // world.size, world.size)
+    gather = partial(world.all_gather, whole, parts, None)
+    gather().wait()
+    alone = _timed(world, device, lambda: gather().wait())
+    one = _timed(world, device, lambda: torch.mm(left, left))
+    # As long as the collective, by the first rank's clock: all must do the same.
+    products = max(1, int(world.gather_objects(alone / one)[0]))
+
+    def both() -> None:
+        handle = gather()
+        for _ in range(products):
+            torch.mm(left, left)
+        handle.wait()
+
+    together = _timed(world, device, both)
+    lost = min(0.9, max(0.0, 1.0 - max(alone, products * one) / together))
+    return lost, lost
+
+
+def _drift(world: Collectives, device: torch.device) -> float:
+    """Seconds that another rank comes later, for each root of a second since they met."""
+    left = _matrix(device)
+    whole = torch.zeros(_SIZES[0] // 4, device=device)
+    parts = EvenParts(whole.numel() // world.size, world.size)
+
+    def meet() -> None:
+        world.all_gather(whole, parts, None).wait()
+
+    def apart(seconds: float, *, meets: bool) -> None:
+        for _ in range(_MEETINGS):
+            for _ in range(max(1, int(seconds / one))):
+                torch.mm(left, left)
+            if meets:
+                meet()
+
+    one = float(world.gather_objects(_timed(world, device, lambda: torch.mm(left, left)))[0])
+    meeting = _timed(world, device, meet)
+    drifts = []
+    for seconds in _APART:
+        alone = _timed(world, device, partial(apart, seconds, meets=False))
+        together = _timed(world, device, partial(apart, seconds, meets=True))
+        lost = (together - alone) / _MEETINGS - meeting
+        drifts.append(max(0.0, lost) / sqrt(seconds))
+    return median(drifts)
+
+
+def _timed(world: Collectives, device: torch.device, run: Callable[[], object]) -> float:
+    times = []
+    for _ in range(_ROUNDS):
+        world.barrier()
+        times.append(device_seconds(run, device))
+    return median(times)
+
+
+def main() -> None:
+    """Measure; the arguments are the device's kind and the file to write."""
+    tie_to_launcher()
+    try:
+        _measure(sys.argv[1], Path(sys.argv[2]))
+    except Exception as error:
+        report(error)
+        raise
+
+
+def _measure(kind: str, out: Path) -> None:
+    rank = int(os.environ["RANK"])
+    with joined_world(kind, 600.0) as world:
+        name = torch.cuda.get_device_name(world.device) if kind == "cuda" else "cpu"
+        say = partial(print, file=sys.stderr, flush=True) if rank == 0 else lambda line: None
+        found = measure(world.device, name, say)
+        if rank == 0:
+            out.write_text(dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,397 @@
+"""Configurations of other tools, in our words."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.importers.read import read_others
+from fsdpctl.config.importers.translation import Translation
+from fsdpctl.config.schema import GROUPS
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.estimator import Estimator, estimate_strategies
+from fsdpctl.estimate.from_others import Asked, completed
+from tests.hostile import make_checkpoint, make_hugging_face
+
+FILES = Path(__file__).parent / "files"
+H100 = "cluster=h100"
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    """The Hub's cache of whoever runs the tests says nothing here."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def read(name: str) -> Translation:
+    return read_others(FILES / name)
+
+
+def asked(source: str | Path, *typed: str) -> Asked:
+    return completed(read_others(FILES / source), [H100, *typed], None)
+
+
+def written(folder: Path, text: str, name: str = "file.yaml") -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+AXOLOTL = "base_model: meta-llama/Llama-3.1-8B\nmicro_batch_size: 1\nfsdp: [full_shard]\n"
+TITAN = '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 4096\n'
+
+
+def test_an_axolotl_file_with_fsdp_is_read_whole():
+    found = asked("axolotl-full.yaml")
+    config, batches = found.composed.config, found.composed.config.train
+    assert (config.model.name, batches.seq_len, batches.micro_batch_size) == ("llama3_8b", 4096, 2)
+    assert (config.accumulation.name, config.accumulation.steps) == ("last", 4)
+    assert batches.global_batch_size == 2 * 4 * 8
+    assert (config.strategy.name, config.engine.name) == ("full_shard", "fsdp2")
+    assert (config.precision.name, config.activation_checkpointing.name) == ("bf16", "full")
+    assert (config.data.name, config.data.packing) == ("chat", True)
+    assert config.prefetch.name == "backward"
+    assert batches.loss_chunk_tokens == 0
+    assert found.translation.unknown == []
+    assert found.translation.unlike == []
+    assert {"learning_rate", "wandb_name", "datasets"} <= set(found.translation.idle)
+
+
+def test_what_a_quantized_file_leaves_out_of_the_figure_is_said():
+    found = asked("axolotl-qlora.yml")
+    config, lora = found.composed.config, found.composed.config.model.lora
+    assert (lora.rank, lora.alpha, lora.dropout, lora.rslora) == (32, 16, 0.05, True)
+    assert lora.targets == r"(^|\.)(q_proj|v_proj)$"
+    assert config.strategy.name == "shard_grad_op"
+    assert config.engine.name == "fsdpctl"
+    assert found.translation.own_engine
+    assert config.accumulation.name == "every"  # FSDP 2 has no no_sync
+    assert config.train.loss_chunk_tokens is None
+    without = {row.key: row.note for row in found.translation.unlike}
+    assert set(without) == {
+        "adapter", "gradient_checkpointing", "optimizer", "fsdp_config.offload_params",
+        "liger_rms_norm",
+    }  # fmt: skip
+    assert all("too high" in note for note in without.values())
+    assert found.translation.unknown == ["a_key_of_tomorrow"]
+
+
+def test_a_torchtitan_file_is_read_whole():
+    found = asked("torchtitan.toml", "launch.nnodes=2")
+    config = found.composed.config
+    assert (config.model.name, config.train.seq_len) == ("llama3_8b", 4096)
+    assert (config.strategy.name, config.strategy.dp_shard_size) == ("hybrid_shard", 8)
+    assert (config.train.micro_batch_size, config.train.global_batch_size) == (2, 64)
+    assert config.accumulation.name == "every"
+    assert config.activation_checkpointing.name == "selective"
+    assert (config.precision.name, config.engine.name) == ("bf16", "fsdp2")
+    assert [row.key for row in found.translation.unlike] == ["compile.enable"]
+    assert found.translation.unknown == []
+
+
+def test_a_published_run_is_estimated_from_its_file(tmp_path):
+    """Eight H100 measured 82.4 GiB: torchtitan's table for 8 B, with 2 samples of 8192."""
+    text = TITAN.replace("4096", "8192\nlocal_batch_size = 2") + (
+        "[parallelism]\ndata_parallel_shard_degree = 8\n"
+        "[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = 'op'\n"
+    )
+    found = asked(written(tmp_path, text, "llama3_8b.toml"), "launch.allocator=native")
+    (estimate,) = estimate_strategies(Estimator(), found.composed.config, every=False)
+    assert estimate.peak_reserved / 2**30 == pytest.approx(82.4, rel=0.01)
+
+
+def test_an_accelerate_file_takes_the_model_from_typed_words():
+    with pytest.raises(UsageError, match="says nothing of the model"):
+        asked("accelerate-fsdp.yaml")
+    found = asked("accelerate-fsdp.yaml", "model=qwen3_4b", "train.micro_batch_size=2")
+    config = found.composed.config
+    assert (config.launch.nproc_per_node, config.launch.nnodes) == (8, 2)
+    assert (config.model.name, config.strategy.name) == ("qwen3_4b", "hybrid_shard")
+    assert (config.prefetch.name, config.activation_checkpointing.name) == ("both", "full")
+    assert config.train.global_batch_size == 2 * 16
+    assert found.translation.unknown == []
+
+
+def test_a_stage_of_deepspeed_is_a_strategy():
+    found = asked("accelerate-deepspeed.yaml", "model=llama3_1b")
+    config = found.composed.config
+    assert (config.strategy.name, config.engine.name) == ("full_shard", "fsdpctl")
+    assert config.precision.name == "fp32"
+    assert (config.accumulation.steps, config.train.global_batch_size) == (8, 8 * 4)
+    (offload,) = found.translation.unlike
+    assert offload.key == "deepspeed_config.offload_optimizer_device"
+
+
+def test_the_json_that_a_file_names_is_read(tmp_path):
+    inner = {
+        "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}},
+        "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": "auto",
+    }
+    (tmp_path / "zero2.json").write_text(json.dumps(inner))
+    text = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
+    file = written(tmp_path, f"{text}  deepspeed_config_file: zero2.json\n")
+    config = asked(file, "model=llama3_1b").composed.config
+    assert (config.strategy.name, config.precision.name) == ("shard_grad_op", "bf16")
+    assert config.train.micro_batch_size == 4
+    file = written(tmp_path, AXOLOTL + "deepspeed: zero2.json\n")
+    assert asked(file).composed.config.strategy.name == "shard_grad_op"
+    file = written(tmp_path, AXOLOTL + "deepspeed: zero7.json\n")
+    with pytest.raises(UsageError, match="there is no such file here; say its stage"):
+        asked(file)
+    assert asked(file, "strategy=zero1").composed.config.strategy.name == "shard_optimizer"
+
+
+def test_typed_words_win_over_the_file():
+    typed = ["strategy=no_shard", "train.micro_batch_size=1", "model=llama3_1b", "precision=fp32"]
+    found = asked("axolotl-qlora.yml", *typed)
+    config = found.composed.config
+    assert (config.model.name, config.strategy.name) == ("llama3_1b", "no_shard")
+    assert (config.train.micro_batch_size, config.train.global_batch_size) == (1, 1 * 2 * 8)
+    assert config.model.lora.rank == 32  # adapters go with any model
+    assert "strategy=shard_grad_op" in found.overruled
+    sized = asked("axolotl-full.yaml", "train.global_batch_size=256").composed.config
+    assert (sized.train.global_batch_size, sized.accumulation.steps) == (256, None)
+    kept = asked("axolotl-full.yaml", "reshard_after_forward=false").composed.config
+    assert (kept.strategy.name, kept.engine.name) == ("shard_grad_op", "fsdp2")
+    ours = asked("axolotl-full.yaml", "strategy=shard_optimizer").composed.config
+    assert ours.engine.name == "fsdpctl"  # fully_shard has no such strategy
+
+
+def test_a_mistake_in_typed_words_is_not_laid_to_the_file():
+    with pytest.raises(UsageError) as caught:
+        asked("axolotl-full.yaml", "train.seq_length=3")
+    assert str(caught.value).startswith("train.seq_length:")
+
+
+def test_what_became_words_composes_by_itself():
+    for file, typed in (("axolotl-full.yaml", []), ("torchtitan.toml", ["launch.nnodes=2"])):
+        found = asked(file, *typed)
+        words = [word for row in found.rows for word in row.words]
+        again = compose_config([*words, *typed, H100]).config
+        assert again == found.composed.config
+
+
+def test_hardware_is_assumed_where_there_is_none(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    found = completed(read("axolotl-full.yaml"), [], None)
+    assert found.composed.config.cluster.name == "h100"
+    assert any("assumed" in row.note for row in found.rows)
+    found = completed(read("axolotl-full.yaml"), ["launch.device=cpu"], None)
+    assert found.composed.config.cluster.name == "here"
+
+
+def test_a_directory_or_the_cache_of_the_hub_says_what_a_model_is(tmp_path):
+    folder = make_hugging_face(make_checkpoint(tmp_path / "step-00000001"), tmp_path / "hf")
+    text = AXOLOTL.replace("meta-llama/Llama-3.1-8B", str(folder)) + "sequence_len: 16\n"
+    assert asked(written(tmp_path, text)).composed.config.model.path == str(folder)
+    snapshot = tmp_path / "hub" / "models--some--body" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text((folder / "config.json").read_text())
+    refs = snapshot.parent.parent / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("a" * 40)
+    text = AXOLOTL.replace("meta-llama/Llama-3.1-8B", "some/body") + "sequence_len: 16\n"
+    model = asked(written(tmp_path, text)).composed.config.model
+    assert (model.path, model.init) == (str(snapshot), "random")  # there are no weights
+    text = AXOLOTL.replace("meta-llama/Llama-3.1-8B", str(tmp_path))
+    with pytest.raises(UsageError, match=r"there is no config\.json in it"):
+        asked(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3_8b"),
+        ("NousResearch/Meta-Llama-3-8B", "llama3_8b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama3_70b"),
+        ("meta-llama/Llama-3.2-1B", "llama3_1b"),
+        ("NousResearch/Llama-2-7b-hf", "llama2_7b"),
+        ("Qwen/Qwen3-4B-Instruct-2507", "qwen3_4b"),
+        ("openai-community/gpt2", "gpt2"),
+        ("casperhansen/llama-3-70b-fp16", "llama3_70b"),
+        ("meta-llama/Llama-3.2-3B", None),
+        ("unsloth/Meta-Llama-3.1-8B-bnb-4bit", None),
+        ("openai-community/gpt2-xl", None),
+    ],
+)
+def test_names_on_the_hub_that_are_known(tmp_path, name, choice):
+    file = written(tmp_path, f"base_model: {name}\nmicro_batch_size: 1\nsequence_len: 512\n")
+    if choice is None:
+        with pytest.raises(UsageError, match="say which, as model="):
+            asked(file)
+    else:
+        assert asked(file).composed.config.model.name == choice
+
+
+def test_choices_that_files_become_exist():
+    from fsdpctl.config.files import choices_of
+    from fsdpctl.config.importers import models
+
+    named = {*models._ON_THE_HUB.values(), *models._IN_TORCHTITAN.values()}
+    assert named <= set(choices_of("model"))
+    assert "model" in GROUPS
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("", {"precision": "bf16", "activation_checkpointing": "none"}),
+        ("sample_packing: false", {"data": "python_stdlib"}),
+        ("bf16: false", {"precision": "fp32"}),
+        ("bfloat16: true", {"precision": "bf16_true"}),
+        ("fp16: true", {"precision": "bf16"}),
+        ("optimizer: sgd", {"optimizer": "sgd", "engine": "fsdpctl"}),
+        ("adapter: lora\nlora_r: 4", {"engine": "fsdpctl"}),
+        ("gradient_checkpointing: true", {"activation_checkpointing": "full"}),
+        ("batch_size: 8", {}),
+        ("fsdp_config:\n  sharding_strategy: '2'", {"strategy": "shard_grad_op"}),
+        ("fsdp_config:\n  fsdp_sharding_strategy: NO_SHARD", {"strategy": "no_shard"}),
+        ("dp_replicate_size: 4\ndp_shard_size: 2", {"strategy": "hybrid_shard"}),
+        ("deepspeed:\n  zero_optimization:\n    stage: 1", {"strategy": "shard_optimizer"}),
+    ],
+)
+def test_values_of_axolotl(tmp_path, lines, words):
+    config = asked(written(tmp_path, f"{AXOLOTL}{lines}\n")).composed.config
+    for section, name in words.items():
+        assert getattr(config, section).name == name
+    if lines == "batch_size: 8":
+        assert config.accumulation.steps == 8
+
+
+def test_without_fsdp_axolotl_keeps_all_on_each_rank(tmp_path):
+    text = AXOLOTL.replace("fsdp: [full_shard]\n", "")
+    config = asked(written(tmp_path, text)).composed.config
+    assert (config.strategy.name, config.engine.name) == ("no_shard", "ddp")
+    assert config.precision.name == "bf16_true"  # the weights are loaded so
+    config = asked(written(tmp_path, f"{text}adapter: lora\nlora_r: 8\n")).composed.config
+    assert config.precision.name == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("section", "lines", "words"),
+    [
+        ("parallelism", "data_parallel_shard_degree = 4", {"launch.nproc_per_node": 4}),
+        ("parallelism", "data_parallel_shard_degree = 32", {"launch.nnodes": 4}),
+        ("parallelism", 'fsdp_reshard_after_forward = "never"', {"strategy": "shard_grad_op"}),
+        (
+            "parallelism",
+            "data_parallel_replicate_degree = 8\ndata_parallel_shard_degree = 1",
+            {"strategy": "no_shard", "engine": "ddp"},
+        ),
+        ("activation_checkpoint", 'mode = "none"', {"activation_checkpointing": "none"}),
+        (
+            "activation_checkpoint",
+            'mode = "selective"\nselective_ac_option = "1"',
+            {"activation_checkpointing": "full"},
+        ),
+        ("training2", 'mixed_precision_param = "float32"', {"precision": "fp32"}),
+        ("training2", 'dtype = "bfloat16"', {"precision": "bf16_true"}),
+    ],
+)
+def test_values_of_torchtitan(tmp_path, section, lines, words):
+    both = 'mode = "full"\n'
+    text = TITAN + (f"{lines}\n" if section == "training2" else f"[{section}]\n{lines}\n")
+    if section != "activation_checkpoint":
+        text += f"[activation_checkpoint]\n{both}"
+    config = asked(written(tmp_path, text, "file.toml")).composed.config
+    for name, value in words.items():
+        section, _, key = name.partition(".")
+        assert getattr(getattr(config, section), key or "name") == value
+
+
+@pytest.mark.parametrize(
+    ("lines", "part"),
+    [
+        ("rl: dpo", "rl: dpo: trains on preferences"),
+        ("tensor_parallel_size: 2", "does not offer tensor parallelism"),
+        ("context_parallel_size: 2", "does not offer context parallelism"),
+        ("qat:\n  weight_dtype: int4", "quantization played in"),
+        ("adapter: lora\nlora_modules_to_save: [lm_head]", "trains whole layers besides"),
+        ("adapter: ia3", "only lora and qlora"),
+        ("optimizer: ademamix", "what it keeps is not known here"),
+        ("unfrozen_parameters: ['.*']", "model.trainable=REGEX"),
+        ("sequence_len: many", "train.seq_len=many"),
+        ("gradient_accumulation_steps: 0", "from 1 on"),
+        ("gradient_accumulation_steps: few", "a whole number is expected"),
+        ("fsdp_config:\n  fsdp_sharding_strategy: HALF", "allowed is full_shard"),
+        ("fsdp_config:\n  fsdp_auto_wrap_policy: NO_WRAP", "gathered at once"),
+        ("dp_replicate_size: 3", "does not divide the 8 ranks"),
+        ("deepspeed:\n  zero_optimization:\n    stage: 5", "allowed is 0 to 3"),
+        ("sequence_len: 8\nsequence_len: 9", "is there twice"),
+    ],
+)
+def test_what_the_figure_could_not_be_for_is_refused_in_a_line(tmp_path, lines, part):
+    file = written(tmp_path, f"{AXOLOTL}{lines}\n")
+    with pytest.raises(UsageError) as caught:
+        asked(file)
+    assert part in str(caught.value)
+    assert str(caught.value).startswith(str(file))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "part"),
+    [
+        ("run.py", "import os; os._exit(9)", "a program"),
+        ("run.json", "{}", "are read"),
+        ("run.toml", "[training", "not TOML"),
+        ("run.toml", "x = 1", "of none of the tools"),
+        ("run.toml", TITAN + "[parallelism]\ntensor_parallel_degree = 2\n", "tensor parallelism"),
+        ("run.toml", TITAN.replace("8B", "debugmodel"), "model.flavor: llama3 debugmodel"),
+        ("run.toml", TITAN, "activation_checkpointing=full"),  # theirs is every second block
+        ("run.toml", TITAN + '[optimizer]\nname = "Lion"\n[activation_checkpoint]\nmode = "full"',
+         "optimizer.name: Lion"),
+        ("run.yaml", "model: llama3_8b\nstrategy: full_shard\n", "--recipe"),
+        ("run.yaml", "model_name_or_path: x\nstage: sft\n", "of none of the tools"),
+        ("run.yaml", "- a\n- b\n", "no mapping"),
+        ("run.yaml", "distributed_type: MEGATRON_LM\n", "only NO, FSDP"),
+        ("run.yaml", "compute_environment: AMAZON_SAGEMAKER\n", "only LOCAL_MACHINE"),
+        ("run.yaml", "distributed_type: FSDP\nnum_processes: 3\nnum_machines: 2\n", "different"),
+        ("run.yaml", "distributed_type: FSDP\nparallelism_config:\n"
+         "  parallelism_config_tp_size: 2\n", "tensor parallelism"),
+        ("gone.yaml", None, "No such file"),
+    ],
+)  # fmt: skip
+def test_what_is_not_read_is_said_in_a_line(tmp_path, name, text, part):
+    file = tmp_path / name
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        asked(file)
+    assert part in str(caught.value)
+    assert str(caught.value).startswith(str(file))
+
+
+def test_degrees_of_accelerate_are_copies_and_shards(tmp_path):
+    text = (
+        "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\n"
+        "fsdp_config:\n  fsdp_version: 2\n  fsdp_reshard_after_forward: false\n"
+        "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n"
+        "  parallelism_config_dp_shard_size: 4\n  parallelism_config_tp_size: 1\n"
+    )
+    config = asked(written(tmp_path, text), "model=llama3_1b").composed.config
+    assert config.strategy.name == "hybrid_shard_grad_op"
+    assert config.strategy.dp_shard_size == 4
+
+
+def test_one_process_is_one_rank(tmp_path):
+    file = written(tmp_path, "compute_environment: LOCAL_MACHINE\nuse_cpu: true\n")
+    config = asked(file, "model=gpt2").composed.config
+    assert (config.launch.nproc_per_node, config.launch.device) == (1, "cpu")
+    assert config.precision.name == "fp32"
+
+
+def test_nothing_of_a_file_is_executed(tmp_path):
+    mark = tmp_path / "mark"
+    text = f"{AXOLOTL}foo: !!python/object/apply:os.system ['touch {mark}']\n"
+    asked(written(tmp_path, text))
+    assert not mark.exists()
+    many = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(f"k{n}: *a\n" for n in range(70))
+    with pytest.raises(UsageError, match="aliases"):
+        asked(written(tmp_path, many))
+    deep = "base_model: x\nfoo:\n" + "".join(f"{'  ' * n}a:\n" for n in range(1, 40)) + "\n"
+    with pytest.raises(UsageError, match="nested too deeply"):
+        asked(written(tmp_path, deep))

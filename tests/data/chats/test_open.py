@@ -1,0 +1,187 @@
+"""Conversations as data sets: kept, divided, weighed, and looked at."""
+
+import numpy as np
+import pytest
+
+from fsdpctl.config.data import DataConfig
+from fsdpctl.data.chats import building
+from fsdpctl.data.chats.cache import cache_folder
+from fsdpctl.data.chats.chosen import is_held_out, repeats
+from fsdpctl.data.chats.open import open_chats
+from fsdpctl.data.chats.preview import histogram, preview
+from fsdpctl.data.chats.tokens import ChatTokens
+from fsdpctl.data.source import load_data
+from fsdpctl.errors import UsageError
+from tests.data.chats.families import say, write_lines, write_tokenizer
+from tests.data.chats.opened import opened, trained_texts
+
+
+def numbered(count, first=0, word="ok"):
+    return [{"messages": say(f"say {n}", f"{word} {n}")} for n in range(first, first + count)]
+
+
+def said_in(part, tokenizer):
+    return [text for texts in trained_texts(part, tokenizer) for text in texts]
+
+
+def kept_folder():
+    (found,) = cache_folder("x").parent.glob("chats-*")
+    return found
+
+
+def test_what_was_read_once_is_mapped_from_the_cache(tmp_path, monkeypatch):
+    first = opened(tmp_path, "qwen3", numbered(20), val_fraction=0.3)
+    monkeypatch.setattr(building, "workers", None)  # would be called to render again
+    again = opened(tmp_path, "qwen3", numbered(20), val_fraction=0.3)
+    assert isinstance(again.train.tokens, np.memmap)
+    assert again.fingerprint == first.fingerprint
+    assert again.notes == first.notes
+    assert again.end_tokens == first.end_tokens
+    assert again.train.trained.dtype == np.bool_
+    assert again.train.starts.tolist() == first.train.starts.tolist()
+    with pytest.raises(TypeError):
+        opened(tmp_path, "qwen3", numbered(21), val_fraction=0.3)
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "header", "gone"])
+def test_what_is_damaged_in_the_cache_is_made_again(damage, tmp_path):
+    first = opened(tmp_path, "chatml", numbered(5))
+    file = kept_folder() / ("header.json" if damage == "header" else "train.tokens")
+    content = file.read_bytes()
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(content[:-2] if damage != "changed" else content[:-1] + b"\xff")
+    again = opened(tmp_path, "chatml", numbered(5))
+    assert again.fingerprint == first.fingerprint
+    assert (kept_folder() / file.name).read_bytes()[-2:] == content[-2:]
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch):
+    first = opened(tmp_path, "chatml", numbered(3))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    again = opened(tmp_path, "chatml", numbered(3))
+    assert again.fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize(
+    "change", [{"train_on": "all"}, {"rewritten_turns": "keep"}, {"date": "2026-02-01"}]
+)
+def test_what_decides_the_tokens_decides_which_are_kept(change, tmp_path):
+    rows = [{"messages": say("a", "b", "c", "d")}]
+    first = opened(tmp_path, "gpt_oss", rows)
+    assert opened(tmp_path, "gpt_oss", rows, **change).fingerprint != first.fingerprint
+
+
+def test_more_data_moves_no_conversation_to_the_other_part(tmp_path):
+    few = opened(tmp_path, "chatml", numbered(60), val_fraction=0.2)
+    more = opened(tmp_path, "chatml", [*numbered(60, 500), *numbered(60)], val_fraction=0.2)
+    held = set(said_in(few.val, few.tokenizer))
+    assert 0 < len(held) < 30
+    assert held <= set(said_in(more.val, more.tokenizer))
+    assert not held & set(said_in(more.train, more.tokenizer))
+    assert few.val is not None
+    assert few.train.num_samples + few.val.num_samples == 60
+
+
+def test_a_share_is_held_out_of_many():
+    held = sum(is_held_out(f"{number}".encode(), 0.1) for number in range(20_000))
+    assert 1900 < held < 2100
+
+
+def test_a_file_can_validate_instead(tmp_path):
+    write_lines(tmp_path / "held.jsonl", numbered(3, 900))
+    found = opened(tmp_path, "chatml", numbered(4), val_path=str(tmp_path / "held.jsonl"))
+    assert found.val is not None
+    assert (found.train.num_samples, found.val.num_samples) == (4, 3)
+    assert "ok 900" in said_in(found.val, found.tokenizer)[0]
+
+
+def test_shares_are_of_the_conversations_of_an_epoch(tmp_path):
+    a = write_lines(tmp_path / "a.jsonl", numbered(30, word="good"))
+    b = write_lines(tmp_path / "b.jsonl", numbered(10, 500, word="maybe"))
+    found = opened(tmp_path, "chatml", [], path=f"{a}:0.25,{b}:0.75")
+    texts = said_in(found.train, found.tokenizer)
+    assert len(texts) == 40
+    assert sum("good" in text for text in texts) == 10
+    assert sorted({texts.count(text) for text in texts if "good" in text}) == [1]
+    assert all(texts.count(text) == 3 for text in texts if "maybe" in text)
+    assert any("b.jsonl: messages, 75.0% of an epoch" in note for note in found.notes)
+
+
+def test_repeats_reach_their_shares_exactly():
+    hashes = [np.arange(count, dtype=np.uint64) for count in (100, 7)]
+    counts = repeats(hashes, [0.5, 0.5])
+    assert [int(each.sum()) for each in counts] == [54, 54]
+    assert counts[1].max() - counts[1].min() <= 1
+    with pytest.raises(UsageError, match="that is none"):
+        repeats(hashes, [0.999, 0.001])
+
+
+def test_rows_are_counted_while_they_are_read(tmp_path):
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", "chatml")
+    file = write_lines(tmp_path / "a.jsonl", numbered(70))
+    done: list[int] = []
+    config = DataConfig(name="chat", path=str(file), tokenizer=str(tokenizer), val_fraction=0)
+    found = open_chats(config, done.append)
+    assert sum(done) == found.train.num_samples == 70
+    # In the order of the file, however many processes there are.
+    assert [text.split()[1][:2].strip("<") for text in said_in(found.train, found.tokenizer)] == [
+        str(n) for n in range(70)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"path": None}, "data=chat: say which"),
+        ({"tokenizer": None}, "takes a model's tokenizer"),
+        ({"tokenizer": "bytes"}, "takes a model's tokenizer"),
+        ({"val_path": "x.jsonl"}, "data.val_path=x.jsonl: no such file"),
+        ({"template": "x.jinja"}, "x.jinja: No such file"),
+    ],
+)
+def test_what_is_missing_is_told(change, said, tmp_path):
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", "chatml")
+    file = write_lines(tmp_path / "a.jsonl", numbered(1))
+    about = {"path": str(file), "tokenizer": str(tokenizer), **change}
+    with pytest.raises(UsageError, match=said):
+        open_chats(DataConfig(name="chat", **about))
+
+
+def test_chats_are_not_read_as_text(tmp_path):
+    with pytest.raises(UsageError, match="chats are no text"):
+        load_data(DataConfig(name="chat", path=str(tmp_path)))
+    with pytest.raises(UsageError, match="data.train_on=all: only with data=chat"):
+        load_data(DataConfig(name="text", path=str(tmp_path), train_on="all"))
+
+
+def test_a_part_without_conversations_is_told(tmp_path):
+    found = opened(tmp_path, "chatml", numbered(2), val_fraction=0.0001)
+    assert found.val is None
+    assert any("held out none" in note for note in found.notes)
+
+
+def of_lengths(*lengths, trained=None):
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    flags = np.ones(starts[-1], bool) if trained is None else np.array(trained, bool)
+    return ChatTokens(np.arange(starts[-1], dtype=np.uint16), flags, starts, "")
+
+
+def test_a_preview_marks_what_has_a_loss(tmp_path):
+    found = opened(tmp_path, "chatml", numbered(3))
+    first, second = preview(found.train, found.tokenizer)
+    assert "ok 0<|im_end|>" in first.plain
+    assert [first.plain[span.start : span.end] for span in first.spans] == ["ok 0<|im_end|>"]
+    (bare,) = preview(found.train, found.tokenizer, count=1, colour=False)
+    assert "assistant\n⟦ok 0<|im_end|>⟧\n" in bare.plain
+    assert "say 1" in second.plain
+
+
+def test_lengths_are_counted_by_powers_of_two():
+    lines = histogram(of_lengths(3, 4, 9, 1))
+    counts = [int(line.split("tokens")[1].split()[0]) for line in lines]
+    assert counts == [1, 0, 2, 0, 1]
+    assert [line.split("tokens")[0].split()[-1] for line in lines] == ["1", "2", "4", "8", "16"]
+    assert lines[2].count("█") == 2 * lines[0].count("█")

@@ -1,0 +1,163 @@
+"""Where templates come from, what they see, and what they cannot do."""
+
+import json
+import time
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from fsdpctl.config.data import DataConfig
+from fsdpctl.data.chats import open as opening
+from fsdpctl.data.chats.render import Renderer, RenderError
+from fsdpctl.data.chats.template import open_template
+from fsdpctl.errors import UsageError
+from tests.data.chats.families import say, template_of, write_tokenizer
+from tests.data.chats.opened import DATE, opened
+
+TALK = say("hello", "good day")
+
+
+def rendered(source, messages=TALK, **about):
+    return Renderer(source, {"bos_token": "<s>"}, DATE).render(messages, **about).text
+
+
+def test_a_template_is_looked_for_where_transformers_looks(tmp_path):
+    folder = write_tokenizer(tmp_path, "chatml", "config")
+    about = json.loads((folder / "tokenizer_config.json").read_text())
+    cases: list[tuple[dict, str]] = [
+        ({}, "config"),
+        ({"chat_template": [{"name": "default", "template": "named"}]}, "named"),
+        ({"chat_template.jinja": "file\n"}, "file\n"),
+    ]
+    for change, expected in cases:
+        for name, content in change.items():
+            if name == "chat_template":
+                (folder / "tokenizer_config.json").write_text(json.dumps({**about, **change}))
+            else:
+                (folder / name).write_text(content)
+        theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+        found = open_template(folder, None)
+        assert found.text == theirs.get_chat_template() == expected
+        assert found.special_tokens == theirs.special_tokens_map
+
+
+def test_a_template_for_tools_is_used_where_there_are_tools(tmp_path):
+    folder = write_tokenizer(tmp_path, "chatml")
+    config = folder / "tokenizer_config.json"
+    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": named}))
+    assert (open_template(folder, None).text, open_template(folder, None).tool_text) == ("a", "b")
+
+
+def test_a_file_given_is_used_and_a_missing_template_is_asked_for(tmp_path):
+    with pytest.raises(UsageError, match="has no chat template .*data.template=FILE gives one"):
+        opened(tmp_path, "chatml", [{"messages": TALK}], template="")
+    file = tmp_path / "own.jinja"
+    file.write_text(template_of("chatml"))
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", "chatml", "")
+    config = DataConfig(
+        name="chat",
+        path=str(tmp_path / "chats.jsonl"),
+        tokenizer=str(tokenizer),
+        template=str(file),
+        val_fraction=0,
+    )
+    found = opening.open_chats(config)
+    assert found.train.num_samples == 1
+    assert any(str(file) in note for note in found.notes)
+
+
+def test_templates_see_what_transformers_gives_them():
+    assert rendered("{{ bos_token }}{{ tools }}{{ documents }}{{ add_generation_prompt }}") == (
+        "<s>NoneNoneFalse"
+    )
+    assert rendered("{{ eos_token is defined }}") == "False"
+    assert rendered("{{ {'a': '<é>'} | tojson }}") == '{"a": "<é>"}'
+    assert rendered("{{ strftime_now('%d %b %Y') }}") == "31 Jan 2026"
+    assert rendered("{% for m in messages %}{% break %}{% endfor %}x\n\n") == "x\n"
+    assert rendered("{{ enable_thinking }}", options={"enable_thinking": False}) == "False"
+    assert rendered("{% set n = namespace(a=1) %}{% set n.a = 2 %}{{ n.a }}") == "2"
+
+
+BREAKOUTS = [
+    "{{ messages.__class__ }}",
+    "{{ messages.__class__.__mro__ }}",
+    "{{ ''['__class__'] }}",
+    "{{ '{0.__class__}'.format(messages) }}",
+    "{{ messages | attr('__class__') }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ strftime_now.__self__ }}",
+    "{{ dict.__init__ }}",
+    "{{ namespace(__init__=1) }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update({'role': 'x'}) }}",
+    "{% include 'x' %}",
+    "{% import 'x' as y %}",
+    "{{ lipsum.__globals__ }}",
+    "{{ self.__init__ }}",
+    "{{ cycler.__init__.__globals__ }}",
+]
+
+
+@pytest.mark.parametrize("source", BREAKOUTS)
+def test_a_template_that_reaches_for_attributes_is_refused(source):
+    with pytest.raises(RenderError):
+        rendered(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{% for", "line 1 of the template"),
+        ("{% if x %}", "Unexpected end of template"),
+        ("{{ x | nothing }}", "nothing"),
+        ("{% break %}", "outside loop"),
+        ("{% do x %}", "unknown tag"),
+    ],
+)
+def test_what_is_no_template_is_told(source, said, tmp_path):
+    with pytest.raises(UsageError, match=f"tokenizer_config.json: chat_template: .*{said}"):
+        opened(tmp_path, "chatml", [{"messages": TALK}], source)
+
+
+ENDLESS = {
+    "time": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "memory": "{% set n = namespace(x='x' * 1000) %}{% for i in range(99999) %}"
+    "{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_without_an_end_is_ended(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(opening, "MOST_SECONDS", 1.0)
+    begun = time.monotonic()
+    said = "computes for longer than 1 s" if name == "time" else "more than 2048 MiB"
+    with pytest.raises(UsageError, match=f"chats.jsonl, line 1: the template .*{said}"):
+        opened(tmp_path, "chatml", [{"messages": TALK}], ENDLESS[name])
+    assert time.monotonic() - begun < 60
+
+
+def test_what_a_template_refuses_is_told_with_the_line(tmp_path):
+    rows = [{"messages": TALK}, {"messages": say("a", "b", system="no")}]
+    with pytest.raises(UsageError, match=r"line 2: System role not supported$"):
+        opened(tmp_path, "gemma2", rows)
+
+
+def test_the_date_is_the_one_asked_for_and_a_kept_one_holds(tmp_path):
+    rows = [{"messages": TALK}]
+    first = opened(tmp_path, "llama32", rows)
+    assert "31 Jan 2026" in first.tokenizer.decode_all(first.train.tokens.tolist())
+    other = opened(tmp_path, "llama32", rows, date="2025-06-01")
+    assert other.fingerprint != first.fingerprint
+    assert other.date == "2025-06-01"
+    undated = [opened(tmp_path, "chatml", rows, date=date) for date in (DATE, "2025-06-01", None)]
+    assert len({each.fingerprint for each in undated}) == 1
+    with pytest.raises(UsageError, match="data.date=today: allowed is a day"):
+        opened(tmp_path, "llama32", rows, date="today")
+
+
+def test_modules_in_the_current_folder_are_not_the_childs(tmp_path, monkeypatch):
+    (tmp_path / "jinja2.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    assert opened(tmp_path, "chatml", [{"messages": TALK}]).train.num_samples == 1

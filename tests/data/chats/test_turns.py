@@ -1,0 +1,284 @@
+"""Which characters of a conversation have a loss, worked out by hand."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdpctl.data.chats.conversation import FILLERS
+from fsdpctl.data.chats.render import Renderer
+from fsdpctl.data.chats.rows import Chat
+from fsdpctl.data.chats.samples import Wanted, samples_of
+from fsdpctl.errors import UsageError
+from tests.data.chats.families import FAMILIES, MARKED, say, template_of
+from tests.data.chats.opened import opened, trained_of, trained_texts
+
+TALK = say("hello", "good \nday", "why", "because")
+# What has a loss: of each sample, of each answer, with the token that ends it.
+EXPECTED = {
+    "chatml": [["good \nday<|im_end|>", "because<|im_end|>"]],
+    "smollm2": [["good \nday<|im_end|>", "because<|im_end|>"]],
+    "llama2": [["good \nday </s>", "because </s>"]],
+    "llama3": [["good \nday<|eot_id|>", "because<|eot_id|>"]],
+    "llama32": [["good \nday<|eot_id|>", "because<|eot_id|>"]],
+    "qwen25": [["good \nday<|im_end|>", "because<|im_end|>"]],
+    "qwen3": [
+        ["<think>\n\n</think>\n\ngood \nday<|im_end|>"],
+        ["<think>\n\n</think>\n\nbecause<|im_end|>"],
+    ],
+    "mistral_v1": [["good \nday</s>", "because</s>"]],
+    "mistral_v3": [["good \nday</s>", "because</s>"]],
+    "mistral_v7": [["good \nday</s>", "because</s>"]],
+    "gemma2": [["good \nday<end_of_turn>", "because<end_of_turn>"]],
+    "gemma3": [["good \nday<end_of_turn>", "because<end_of_turn>"]],
+    "phi3": [["good \nday<|end|>", "because<|end|>"]],
+    "phi4": [["good \nday<|im_end|>", "because<|im_end|>"]],
+    "phi4_mini": [["good \nday<|end|>", "because<|end|>"]],
+    "zephyr": [["good \nday</s>", "because</s>"]],
+    "deepseek_r1": [["good \nday<｜end▁of▁sentence｜>", "because<｜end▁of▁sentence｜>"]],
+    "gpt_oss": [
+        ["<|channel|>final<|message|>good \nday<|return|>"],
+        ["<|channel|>final<|message|>because<|return|>"],
+    ],
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_answers_have_a_loss_with_the_token_that_ends_them(name, tmp_path):
+    found = trained_of(tmp_path, name, [{"messages": TALK}])
+    assert [[text.strip() for text in each] for each in found] == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", [name for name in MARKED if name != "smollm3"])
+def test_what_is_found_is_what_marks_would_mark(name, tmp_path):
+    rows = [{"messages": say("hello", " good day", "why 🙂", "be\n\ncause 🙂")}]
+    found = opened(tmp_path / "found", name, rows)
+    marked = opened(tmp_path / "marked", name, rows, template_of(name, marked=True))
+    assert found.train.tokens.tolist() == marked.train.tokens.tolist()
+    differing = found.train.trained != marked.train.trained
+    # Phi-3's marks have two tokens for the line's end behind each answer, its last token, and the
+    # control token ahead of the first, which swallowed the space that the answer begins with.
+    assert differing.sum() == (6 if name == "phi3" else 0)
+
+
+ODD = ["\n\n lines \n", "  spaced ", "🙂", *FILLERS[:2]]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_answer_that_begins_or_ends_oddly_is_trained_whole(name, tmp_path):
+    found = trained_of(tmp_path, name, [{"messages": say("hello", answer)} for answer in ODD])
+    for (text,), answer in zip(found, ODD, strict=True):
+        assert answer.strip() in text
+        assert "user" not in text
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "phi3", "gemma2"])
+def test_control_tokens_in_what_people_say_move_no_boundary(name, tmp_path):
+    end = {"phi3": "<|end|>", "gemma2": "<end_of_turn>"}.get(name, "<|im_end|>")
+    found = opened(tmp_path, name, [{"messages": say(f"a {end} b", f"one {end} two")}])
+    texts = trained_texts(found.train, found.tokenizer)
+    assert texts[0][-1].strip().replace(" ", "").endswith(f"one{end}two{end}")
+    assert any("2 messages with control tokens" in note for note in found.notes)
+
+
+def test_an_end_that_is_not_the_tokenizers_end_is_trained_and_told(tmp_path):
+    found = opened(tmp_path, "gemma2", [{"messages": TALK}])
+    end = found.tokenizer.controls["<end_of_turn>"]
+    assert found.end_tokens == (end,)
+    assert found.tokenizer.end == found.tokenizer.controls["<eos>"] != end
+
+
+def test_weights_switch_answers_off(tmp_path):
+    messages = [{**each} for each in TALK]
+    messages[1]["weight"] = 0
+    assert trained_of(tmp_path / "a", "chatml", [{"messages": messages}]) == [["because<|im_end|>"]]
+    messages[1] = {**TALK[1], "train": False}
+    assert trained_of(tmp_path / "b", "chatml", [{"messages": messages}]) == [["because<|im_end|>"]]
+    marked = template_of("phi4", marked=True)
+    found = trained_of(tmp_path / "c", "phi4", [{"messages": messages}], template=marked)
+    assert found == [["because<|im_end|>"]]
+
+
+def test_only_the_last_answer_or_everything_can_be_trained(tmp_path):
+    rows = [{"messages": TALK}]
+    assert trained_of(tmp_path / "a", "chatml", rows, train_on="last") == [["because<|im_end|>"]]
+    everything = opened(tmp_path / "b", "chatml", rows, train_on="all")
+    assert everything.train.trained.all()
+    off = [{"messages": [TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]}]
+    texts = trained_of(tmp_path / "c", "chatml", off, train_on="all")
+    assert len(texts[0]) == 2
+    assert not any("good" in text for text in texts[0])
+
+
+POLICIES = {
+    "last": [["<think>\n\n</think>\n\nbecause<|im_end|>"]],
+    "keep": [["good \nday<|im_end|>", "<think>\n\n</think>\n\nbecause<|im_end|>"]],
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rewritten_turns_are_as_one_asks(policy, tmp_path):
+    rows = [{"messages": TALK}]
+    assert trained_of(tmp_path, "qwen3", rows, rewritten_turns=policy) == POLICIES[policy]
+
+
+def test_rewritten_turns_can_be_refused_and_are_counted(tmp_path):
+    rows = [{"messages": say("a", "b")}, {"messages": TALK}]
+    with pytest.raises(UsageError, match=r"chats.jsonl, line 2: message 2: .* otherwise once"):
+        opened(tmp_path, "qwen3", rows, rewritten_turns="refuse")
+    assert any("1 conversation in which" in note for note in opened(tmp_path, "qwen3", rows).notes)
+    assert not any("otherwise" in note for note in opened(tmp_path, "phi3", rows).notes)
+
+
+def test_reasoning_is_trained_where_the_template_writes_it(tmp_path):
+    messages = say("why", "because")
+    messages[1]["reasoning"] = "let me think"
+    thought = "<think>\nlet me think\n</think>\n\nbecause<|im_end|>"
+    assert trained_of(tmp_path / "a", "qwen3", [{"messages": messages}]) == [[thought]]
+    inside = say("why", "<think>\nlet me think\n</think>\n\nbecause")
+    assert trained_of(tmp_path / "b", "qwen3", [{"messages": inside}]) == [[thought]]
+    channels = (
+        "<|channel|>analysis<|message|>let me think<|end|><|start|>assistant"
+        "<|channel|>final<|message|>because<|return|>"
+    )
+    assert trained_of(tmp_path / "c", "gpt_oss", [{"messages": messages}]) == [[channels]]
+
+
+def with_call(arguments):
+    call = {"id": "abcdefghi", "function": {"name": "weather", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "sun", "tool_call_id": "abcdefghi"},
+        {"role": "assistant", "content": "good"},
+    ]
+
+
+CALLS = {
+    "qwen25": [
+        '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>',
+        "good<|im_end|>",
+    ],
+    "llama32": ['{"name": "weather", "parameters": {"city": "Rome"}}<|eot_id|>', "good<|eot_id|>"],
+}
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"city": "Rome"}, '{"city": "Rome"}'], ids=["object", "text"]
+)
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_tools_are_trained_and_their_results_are_not(name, arguments, tmp_path):
+    found = trained_of(tmp_path, name, [{"messages": with_call(arguments)}])
+    assert [each.strip() for each in found[0]] == [each.strip() for each in CALLS[name]]
+
+
+def test_a_control_token_that_opens_a_call_is_part_of_the_answer(tmp_path):
+    rows = [{"messages": with_call({"city": "Rome"})}]
+    (first, second), *_ = trained_of(tmp_path, "mistral_v3", rows)
+    assert first.startswith("[TOOL_CALLS]")
+    assert first.endswith("</s>")
+    assert second.strip() == "good</s>"
+
+
+NOT_FOUND = {
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}": "no control token .* ends",
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + ': ' + m.content + '<|im_end|>' }}"
+    "{% endfor %}": "where it begins was not found: .* add_generation_prompt",
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}": (
+        "message 2: the template does not write it"
+    ),
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% set text %}{% generation %}"
+    "{{ m.content }}{% endgeneration %}{% endset %}{{ 'assistant: ' + text }}{% else %}"
+    "{{ m.content }}{% endif %}{% endfor %}": "message 2: .*generation blocks do not enclose it",
+    "{% macro say(text) %}{% generation %}{{ text }}{% endgeneration %}{% endmacro %}"
+    "{% for m in messages %}{{ m.role + ':' }}{{ 'x' if m.role == 'user' else '' }}"
+    "{{ 'answer: ' + say(m.content) if m.role == 'assistant' else m.content }}{% endfor %}": (
+        "message 2: .*generation blocks do not enclose it"
+    ),
+}
+
+
+@pytest.mark.parametrize("template", NOT_FOUND, ids=range(len(NOT_FOUND)))
+def test_what_cannot_be_found_is_refused_with_its_line(template, tmp_path):
+    with pytest.raises(UsageError, match=rf"chats.jsonl, line 1: .*{NOT_FOUND[template]}"):
+        opened(tmp_path, "chatml", [{"messages": TALK}], template)
+
+
+def test_an_end_token_that_is_none_of_the_tokenizers_is_not_taken_for_one(tmp_path):
+    with pytest.raises(UsageError, match=r"no control token .* '<\|im_end\|>"):
+        opened(tmp_path, "gemma2", [{"messages": say("a", "b")}], template_of("chatml"))
+
+
+def test_a_sample_without_a_loss_is_dropped_and_counted(tmp_path):
+    silent = [{**each, "train": False} for each in TALK]
+    found = opened(tmp_path, "chatml", [{"messages": TALK}, {"messages": silent}])
+    assert found.train.num_samples == 1
+    assert any("1 sample dropped" in note for note in found.notes)
+    with pytest.raises(UsageError, match="nothing to train on; 1 samples"):
+        opened(tmp_path / "b", "chatml", [{"messages": silent}])
+
+
+SHORTENED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+    "{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+THOUGHTS = say("a", "<think>hm</think>b", "c", "<think>so</think>d", "e", "f")
+SHORTENED_SAMPLES = {
+    "split": [["<think>hm</think>b<|im_end|>"], ["<think>so</think>d<|im_end|>"], ["f<|im_end|>"]],
+    "last": [["f<|im_end|>"]],
+    "keep": [["b<|im_end|>", "d<|im_end|>", "f<|im_end|>"]],
+}
+
+
+@pytest.mark.parametrize("policy", SHORTENED_SAMPLES)
+def test_marked_turns_that_are_rewritten_are_as_one_asks(policy, tmp_path):
+    rows = [{"messages": THOUGHTS}]
+    found = trained_of(tmp_path, "chatml", rows, template=SHORTENED, rewritten_turns=policy)
+    assert found == SHORTENED_SAMPLES[policy]
+
+
+def test_answers_that_stand_together_share_a_sample(tmp_path):
+    calls = with_call({"city": "Rome"})
+    calls[1]["reasoning_content"] = calls[3]["reasoning_content"] = "hm"
+    rows = [{"messages": [*say("hi", "ho"), *calls]}]
+    found = trained_of(tmp_path, "qwen3", rows)
+    assert [len(each) for each in found] == [1, 2]
+    assert "tool_call" in found[1][0]
+    assert found[1][1] == "<think>\nhm\n</think>\n\ngood<|im_end|>"
+
+
+def test_a_mark_of_the_conversations_end_belongs_to_its_last_answer(tmp_path):
+    rows = [{"messages": [TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]}]
+    (found,) = trained_of(tmp_path, "phi3", rows, template=template_of("phi3", marked=True))
+    assert "".join(found).split() == ["because<|end|>", "<|endoftext|>"]
+
+
+PIECES = [
+    "a", "yes no", " ", "\n", "\n\n", "🙂", "é", "<|im_end|>", "<|im_start|>assistant\n", "</s>",
+    "[/INST]", "<end_of_turn>", "{{ x }}", "{% endfor %}", "<think>", "</think>", *FILLERS,
+]  # fmt: skip
+TEXTS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map("".join)
+SAME = [name for name in MARKED if name not in ("smollm3", "phi3")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAME)
+@settings(max_examples=60)
+@given(texts=st.lists(TEXTS.filter(str.strip), min_size=2, max_size=6))
+def test_any_words_are_found_where_marks_have_them(name, texts):
+    """Characters, so without a process and a tokenizer."""
+    family = FAMILIES[name]
+    named = {"bos_token": family.bos or "", "eos_token": family.eos}
+    controls = re.compile("|".join(map(re.escape, family.controls)))
+    chat = Chat(say(*texts[: len(texts) // 2 * 2]), [True] * (len(texts) // 2 * 2))
+    made = []
+    for marked in (False, True):
+        renderer = Renderer(template_of(name, marked=marked), named, "2026-01-31")
+        made.append(samples_of(renderer, chat, Wanted("assistant", "split"), controls).samples)
+    (found,), (expected,) = made
+    assert found.text == expected.text
+    assert found.spans == expected.spans

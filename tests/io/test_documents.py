@@ -1,0 +1,102 @@
+"""What JSON and YAML of others may be."""
+
+import json
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.io.documents import MOST_DEEP, parse_json, read_json, read_yaml
+
+BOMB = "a: &a {x: 1}\n" + "".join(f"b{n}: {{p: *a, q: *a}}\n" for n in range(64))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    width: int
+    name: str = ""
+
+
+def nested(levels: int) -> str:
+    return "[" * levels + "]" * levels
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (nested(100_000), "deeper than 64"),
+        (nested(MOST_DEEP + 1), "deeper than 64"),
+        ('{"a": ' * 70 + "1" + "}" * 70, "deeper than 64"),
+        ('{"a": 1, "a": 1}', "a is there twice"),
+        ('{"b": {"a": 1, "a": 2}}', "a is there twice"),
+        ("NaN", "no number"),
+        ("[-Infinity]", "no number"),
+        ("1e999", "too large a number"),
+        ("9" * 5000, "not JSON"),
+        ("{", "not JSON"),
+        (b"\xff", "not JSON"),
+        ("\ud800", "not as expected|not JSON"),
+    ],
+)
+def test_json_that_nobody_means_is_refused(text, said):
+    with pytest.raises(CheckpointError, match=said) as caught:
+        parse_json(text, dict, "where.json", CheckpointError)
+    assert str(caught.value).startswith("where.json: ")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"width": "3"}, {"width": 3.0}, {"width": True}, {"width": None}, {}, [], 3,
+        {"width": 1, "name": 2}, {"width": 1, "name": None},
+    ],
+)  # fmt: skip
+def test_types_are_not_made_of_others(content):
+    with pytest.raises(UsageError, match="not as expected"):
+        parse_json(json.dumps(content), Shape, "x")
+
+
+def test_what_is_right_comes_as_it_is():
+    assert parse_json('{"width": 3, "more": []}', Shape, "x") == Shape(3)
+    text = json.dumps({"text": "[" * 500 + '"\\"{', "deep": json.loads(nested(MOST_DEEP - 1))})
+    assert parse_json(text, dict, "x") == json.loads(text)
+    assert math.isinf(parse_json('{"a": Infinity}', dict, "x", finite=False)["a"])
+
+
+def test_a_file_may_not_be_larger_than_its_kind(tmp_path):
+    file = tmp_path / "x.json"
+    file.write_text('{"a": "' + "x" * 100 + '"}')
+    with pytest.raises(UsageError, match="larger than the 50 bytes"):
+        read_json(file, dict, most_bytes=50)
+    file.write_bytes(b'{"a": "\xe9"}')
+    with pytest.raises(UsageError, match="not UTF-8"):
+        read_json(file, dict)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "a is there twice"),
+        ("a: {b: 1, b: 2}\n", "b is there twice"),
+        ("a: &a [*a]\n", "recursive"),
+        (BOMB, "more than 64 aliases"),
+        ("a: " + nested(3000), "nested too deeply"),
+        ("a: [", "not YAML"),
+        ("a: \x01", "not YAML"),
+        ("a" * (1 << 18), "larger than"),
+    ],
+)
+def test_yaml_that_nobody_means_is_refused(tmp_path, text, said):
+    file = tmp_path / "x.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=said) as caught:
+        read_yaml(file)
+    assert str(caught.value).startswith(f"{file}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_scalars_of_yaml_stay_the_text_that_they_are(tmp_path):
+    (tmp_path / "x.yaml").write_text("a: 1e3\nb: true\nc: ${oc.env:HOME}\nd: !!python/name:os.x 1")
+    found = read_yaml(tmp_path / "x.yaml")
+    assert found == {"a": "1e3", "b": "true", "c": "${oc.env:HOME}", "d": "1"}

@@ -1,0 +1,59 @@
+"""Which files are opened, and which are not waited for."""
+
+import os
+
+import pytest
+
+from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.io.files import open_regular, plain_name, read_regular
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../x.json", "/etc/x.json", "a/b.json", "..", ".", "", ".hidden.json", "a\0b.json",
+        "a b.json",
+        "x" * 300 + ".json", "-rf.json", "x.JSON\n", "x.py", None, 3, "..json/..", "a\\b.json",
+    ],
+)  # fmt: skip
+def test_only_plain_names_of_the_form_are_taken(name):
+    with pytest.raises(CheckpointError, match="where: .* is not the name of such a file"):
+        plain_name(name, r".*\.json", "where", CheckpointError)
+
+
+def test_a_plain_name_comes_back():
+    assert plain_name("tokenizer_config.json", r".*\.json", "x", UsageError)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(UsageError, match="no regular file"):
+            open_regular(path)
+    with pytest.raises(UsageError, match="No such file"):
+        open_regular(tmp_path / "missing")
+
+
+def test_links_are_followed_within_the_folder_only(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "secret").write_text("s")
+    (folder / "there").write_text("t")
+    (folder / "inside").symlink_to("there")
+    (folder / "outside").symlink_to("../secret")
+    (tmp_path / "way").symlink_to(folder)
+    assert read_regular(folder / "inside", 9) == b"t"
+    assert read_regular(tmp_path / "way" / "inside", 9) == b"t"
+    with pytest.raises(UsageError, match="leads out of its folder"):
+        read_regular(folder / "outside", 9)
+    assert read_regular(folder / "outside", 9, follows=True) == b"s"
+
+
+def test_the_cache_of_the_hub_is_made_of_links(tmp_path):
+    blobs = tmp_path / "models--a--b" / "blobs"
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "1f"
+    for each in (blobs, snapshot):
+        each.mkdir(parents=True)
+    (blobs / "9e").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/9e")
+    assert read_regular(snapshot / "config.json", 9) == b"{}"

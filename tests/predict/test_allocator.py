@@ -1,0 +1,144 @@
+"""The model of CUDA's caching allocator, on sequences whose outcome follows from its rules."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdpctl.predict.allocator import CachingAllocator, DeviceFullError
+
+MIB = 1 << 20
+
+
+def test_small_requests_share_a_segment_and_are_rounded():
+    allocator = CachingAllocator()
+    for key in range(3):
+        allocator.allocate(key, 100)
+    assert allocator.allocated == 3 * 512
+    assert allocator.reserved == 2 * MIB
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "reserved"),
+    [(MIB, 2), (MIB + 1, 20), (9 * MIB, 20), (10 * MIB, 10), (11 * MIB, 12), (50 * MIB + 1, 52)],
+)
+def test_segments_depend_on_the_request(nbytes, reserved):
+    allocator = CachingAllocator()
+    allocator.allocate(0, nbytes)
+    assert allocator.reserved == reserved * MIB
+
+
+def test_the_smallest_block_that_is_large_enough_is_taken():
+    allocator = CachingAllocator()
+    for key, size in enumerate((64, 32, 128)):
+        allocator.allocate(key, size * MIB)
+    for key in range(3):
+        allocator.free(key)
+    allocator.allocate(3, 30 * MIB)
+    allocator.allocate(4, 128 * MIB)
+    allocator.allocate(5, 64 * MIB)
+    assert allocator.reserved == 224 * MIB
+
+
+def test_a_rest_of_up_to_a_mebibyte_stays_with_its_block():
+    allocator = CachingAllocator()
+    allocator.allocate(0, 12 * MIB)
+    allocator.free(0)
+    allocator.allocate(1, 11 * MIB)
+    assert allocator.allocated == 12 * MIB
+    allocator.free(1)
+    allocator.allocate(2, 11 * MIB - 512)
+    assert allocator.allocated == 11 * MIB - 512
+
+
+def test_neighbours_join_when_they_are_free():
+    allocator = CachingAllocator()
+    allocator.allocate(0, 60 * MIB)
+    allocator.free(0)
+    for key in range(1, 4):
+        allocator.allocate(key, 20 * MIB)
+    for key in (1, 3, 2):
+        allocator.free(key)
+    allocator.allocate(4, 60 * MIB)
+    assert allocator.reserved == 60 * MIB
+
+
+def test_a_hole_is_of_no_use_to_a_larger_request_but_an_expandable_segment_grows():
+    for expandable, reserved in ((False, 160), (True, 140)):
+        allocator = CachingAllocator(expandable=expandable)
+        allocator.allocate(0, 40 * MIB)
+        allocator.allocate(1, 40 * MIB)
+        allocator.free(1)
+        allocator.allocate(2, 80 * MIB)
+        allocator.allocate(3, 20 * MIB)
+        assert allocator.peak_reserved == reserved * MIB
+
+
+def test_streams_do_not_share_memory():
+    streams: dict[int, int] = {}
+    allocator = CachingAllocator(streams=streams)
+    allocator.allocate(0, 40 * MIB)
+    allocator.free(0)
+    streams[1] = 1
+    allocator.allocate(1, 40 * MIB)
+    assert allocator.reserved == 80 * MIB
+
+
+def test_a_full_device_has_its_cache_emptied_once():
+    allocator = CachingAllocator(capacity=100 * MIB)
+    allocator.allocate(0, 60 * MIB)
+    allocator.free(0)
+    allocator.allocate(1, 80 * MIB)
+    assert (allocator.retries, allocator.reserved) == (1, 80 * MIB)
+    with pytest.raises(DeviceFullError):
+        allocator.allocate(2, 30 * MIB)
+
+
+def test_an_expandable_segment_cannot_grow_beyond_the_device():
+    allocator = CachingAllocator(expandable=True, capacity=100 * MIB)
+    allocator.allocate(0, 40 * MIB)
+    allocator.free(0)
+    with pytest.raises(DeviceFullError):
+        allocator.allocate(1, 120 * MIB)
+    allocator.allocate(2, 90 * MIB)
+    assert allocator.reserved == 100 * MIB
+
+
+def test_only_whole_pages_of_a_segment_are_given_back():
+    allocator = CachingAllocator(expandable=True)
+    for key, size in enumerate((10, 20, 10)):
+        allocator.allocate(key, size * MIB)
+    allocator.free(1)
+    allocator.empty_cache()
+    assert allocator.reserved == 40 * MIB
+
+
+requests = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(1, 40 * MIB), st.integers(0, 1)), max_size=60
+)
+
+
+@given(requests, st.booleans(), st.sampled_from([None, 120 * MIB]))
+def test_whatever_happens_the_books_balance(sequence, expandable, capacity):
+    streams = {key: stream for key, _, stream in sequence}
+    allocator = CachingAllocator(expandable=expandable, capacity=capacity, streams=streams)
+    live: dict[int, int] = {}
+    for key, nbytes, _ in sequence:
+        if key in live:
+            allocator.free(key)
+            del live[key]
+        else:
+            try:
+                allocator.allocate(key, nbytes)
+            except DeviceFullError:
+                assert capacity is not None
+                assert allocator.reserved + nbytes > capacity - 20 * MIB
+                continue
+            live[key] = nbytes
+        assert capacity is None or allocator.reserved <= capacity
+        assert sum(live.values()) <= allocator.allocated <= allocator.reserved
+        assert allocator.allocated <= sum(live.values()) + len(live) * (MIB + 512)
+    for key in live:
+        allocator.free(key)
+    assert allocator.allocated == 0
+    allocator.empty_cache()
+    assert allocator.reserved < 20 * MIB * 4 if expandable else allocator.reserved == 0

@@ -1,0 +1,172 @@
+"""The estimated bytes are those that the engine held."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.engine.build import divide_module
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.precision import Precision
+from fsdpctl.engine.shard import shard_model
+from fsdpctl.estimate.estimator import batches_of, placed_for_estimate
+from fsdpctl.estimate.run_plan import estimate_run, plan_run
+from fsdpctl.models.registry import build_model
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.sizes import Itemsizes, RankPlace
+from fsdpctl.plan.strategy import STRATEGIES, effective_strategy
+from fsdpctl.plan.transport import Transport
+from fsdpctl.plan.units import lay_out, unit_order
+from fsdpctl.predict.engine_bytes import Estimate, TrainingPlan, estimate, timeline
+from fsdpctl.resolve.machine import resolved_strategy
+from tests.distributed import distributed
+from tests.engine.models import backward_window, make_net, next_token_loss, token_batches
+from tests.matrix import WHOLE, cases, fast
+
+SHARDINGS = [(name, "even") for name in STRATEGIES] + [
+    ("shard_optimizer", name) for name in ("round_robin", "contiguous", "balanced")
+]
+HYBRIDS = [name for name, row in STRATEGIES.items() if row.replicates]
+WINDOWS = [(True,), (True, True, True), (False, False, True)]
+SIZES = {False: Itemsizes(4, 4, 4), True: Itemsizes(2, 4, 4)}
+
+
+def planned(
+    strategy: str,
+    owner_map: str,
+    ranks: int,
+    reduces: tuple[bool, ...],
+    *,
+    tied: bool,
+    bf16: bool,
+    copies: int = 1,
+) -> Estimate:
+    units = divide_module(make_net(tied=tied), None)
+    row, size = effective_strategy(STRATEGIES[strategy], ranks // copies, ranks)
+    owner_map = owner_map if ranks > 1 else "even"
+    plan = TrainingPlan(
+        unit_order(units),
+        lay_out(units, size, owner_map, shares=row.shares(copies)),
+        row,
+        SIZES[bf16],
+        Prefetch(1, 1),
+        reduces,
+    )
+    return estimate(plan, RankPlace(0, size, copies, Transport.GLOO))
+
+
+def measured(model: ShardedModel, rank: int, reduces: tuple[bool, ...]) -> int:
+    """The most that this rank held in the second step, when there are optimizer states."""
+    optimizer = ShardedAdamW(model, lr=1e-2)
+    for of_ranks in token_batches(2, model.collectives.size, micro_steps=len(reduces)):
+        model.ledger.forget_peak()
+        backward_window(model, of_ranks[rank], reduces)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.peak_memory_bytes() + optimizer.memory_bytes()
+
+
+@WHOLE
+@pytest.mark.parametrize("world_size", fast(3, slow=[1, 2, 4]))
+@distributed()
+def test_the_estimate_is_what_the_fullest_rank_held(
+    rank: int, world_size: int, whole: bool
+) -> None:
+    both = [False, True]
+    for ranks, reduces, tied, bf16, (strategy, owner_map) in cases(
+        [1, 2, 3, 4], WINDOWS, both, both, SHARDINGS, whole=whole
+    ):
+        if ranks != world_size:
+            continue
+        owner_map = owner_map if world_size > 1 else "even"
+        precision = Precision(param_dtype=torch.bfloat16 if bf16 else None)
+        net = make_net(tied=tied)
+        model = shard_model(net, strategy, owner_map=owner_map, precision=precision)
+        held = model.collectives.gather_objects(measured(model, rank, reduces))
+        expected = planned(strategy, owner_map, world_size, reduces, tied=tied, bf16=bf16)
+        assert max(held) == held[expected.rank] == expected.peak_bytes
+
+
+@pytest.mark.slow
+@WHOLE
+@distributed(world_size=4)
+def test_with_copies_too(rank: int, world_size: int, whole: bool) -> None:
+    both = [False, True]
+    for reduces, tied, bf16, strategy in cases(WINDOWS, both, both, HYBRIDS, whole=whole):
+        precision = Precision(param_dtype=torch.bfloat16 if bf16 else None)
+        net = make_net(tied=tied)
+        model = shard_model(net, strategy, dp_shard_size=2, precision=precision)
+        held = model.collectives.gather_objects(measured(model, rank, reduces))
+        expected = planned(strategy, "even", 4, reduces, tied=tied, bf16=bf16, copies=2)
+        assert max(held) == held[expected.copy * 2 + expected.rank] == expected.peak_bytes
+
+
+@pytest.mark.slow
+@distributed(world_size=4)
+def test_gradients_and_states_are_as_sharded_as_the_table_says(rank: int, world_size: int) -> None:
+    for strategy in STRATEGIES:
+        check_shares(rank, world_size, strategy)
+
+
+def check_shares(rank: int, world_size: int, strategy: str) -> None:
+    """Measured from storage: 1/W, or the whole; two moments for each."""
+    row = STRATEGIES[strategy]
+    parts = 2 if row.replicates else 4
+    size = parts * row.shares(2)
+    model = shard_model(make_net(tied=True), strategy, dp_shard_size=2 if row.replicates else None)
+    optimizer = ShardedAdamW(model, lr=1e-2)
+    next_token_loss(model, token_batches(1, world_size)[0][rank][0]).backward()
+    whole = sum(shard.layout.numel for shard in model.flat_shards())
+    of_grads = [
+        s.grad.untyped_storage().nbytes() for s in model.flat_shards() if s.grad is not None
+    ]
+    assert sum(of_grads) == 4 * whole // (size if row.shards_grads else 1)
+    optimizer.step()
+    states = optimizer.memory_bytes() - 4 * len(optimizer.runs)
+    expected = 2 * 4 * whole // (size if row.shards_optimizer else 1)
+    assert expected - 2 * 4 * 64 * len(of_grads) <= states <= expected  # none for mere padding
+    masters = {s.master.untyped_storage().data_ptr(): s.master for s in model.flat_shards()}
+    taken = sum(master.untyped_storage().nbytes() for master in masters.values())
+    if row.shards_params:
+        assert taken == 4 * whole // parts  # of which masters in the same dtype are a window
+
+
+WORDS = ["model.vocab_size=1000", "launch.device=cpu"]
+
+
+def of_config(*words: str) -> Estimate:
+    config = placed_for_estimate(compose_config([*WORDS, *words]).config)
+    config = replace(config, strategy=resolved_strategy(config, config.strategy))
+    batches = batches_of(config)
+    return estimate_run(config, build_model(config.model), batches.num_micro_batches)
+
+
+def test_every_strategy_shards_what_it_says():
+    ranks = "launch.nproc_per_node=4"
+    whole = of_config("strategy=no_shard", ranks).largest
+    for name, row in STRATEGIES.items():
+        largest = of_config(f"strategy={name}", ranks).largest
+        assert (largest.gradients * 4 == whole.gradients) == row.shards_grads
+        share = largest.optimizer_states / whole.optimizer_states
+        assert share == pytest.approx(0.25 if row.shards_optimizer else 1.0, rel=0.01)
+
+
+def test_owner_maps_count_for_the_strategy_that_has_one():
+    words = ["strategy=shard_optimizer", "launch.nproc_per_node=4"]
+    uneven = of_config(*words, "strategy.owner_map=round_robin").breakdown
+    assert uneven.optimizer_states > of_config(*words).breakdown.optimizer_states
+
+
+def test_uneven_maps_are_searched_for_the_fullest_of_many_ranks():
+    words = ["model.num_layers=7", "model.hidden_size=32", "model.intermediate_size=48"]
+    words += ["strategy=shard_optimizer", "strategy.owner_map=balanced", "accumulation=last"]
+    words += ["launch.nproc_per_node=100", "train.global_batch_size=400", "accumulation.steps=4"]
+    config = placed_for_estimate(compose_config([*WORDS, *words]).config)
+    plan, place = plan_run(config, divide_module(build_model(config.model), None), 4)
+    peaks = [
+        max(moment.held.total for moment in timeline(plan, replace(place, rank=rank)))
+        for rank in range(100)
+    ]
+    assert of_config(*words).peak_bytes == max(peaks)

@@ -1,0 +1,167 @@
+"""What must hold of a foreseen step whatever the model and the machine."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.schema import Config
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.estimator import placed_for_estimate
+from fsdpctl.estimate.foresight import Foreseen, Foresight
+from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.plan.work import Work
+from fsdpctl.predict.network import NET, NODE, CollectiveKind, Group
+from fsdpctl.predict.tasks import Transfer
+from fsdpctl.resolve.machine import resolved_strategy
+
+TINY = (
+    "model.num_layers=6 model.hidden_size=512 model.intermediate_size=1536 model.num_heads=8 "
+    "model.num_kv_heads=8 model.vocab_size=4096 cluster=h100 launch.nnodes=2 train.seq_len=512 "
+    "train.micro_batch_size=1 train.global_batch_size=16"
+)
+FORESIGHT = Foresight()
+
+
+def placed(*words: str) -> Config:
+    named = {word.partition("=")[0]: word for word in [*TINY.split(), *words]}
+    config = placed_for_estimate(compose_config(list(named.values())).config)
+    return replace(config, strategy=resolved_strategy(config, config.strategy))
+
+
+def step(*words: str) -> Foreseen:
+    return FORESIGHT.step(placed(*words))
+
+
+@dataclass(frozen=True)
+class Free:
+    """A device that takes no time."""
+
+    per_step: float = 0.0
+    issuing: float = 0.0
+
+    def seconds(self, work: Work) -> float:
+        return 0.0
+
+    def copying(self, nbytes: float) -> float:
+        return 0.0
+
+    def stepping(self, nbytes: float, moments: int) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Instant:
+    """A network that takes no time."""
+
+    def transfer(self, kind: CollectiveKind, nbytes: float, group: Group) -> Transfer:
+        return Transfer(NODE, 0.0, 0.0, nbytes)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A network without latency, on which rings send nbytes (n - 1) / n at 1 GB/s."""
+
+    def transfer(self, kind: CollectiveKind, nbytes: float, group: Group) -> Transfer:
+        passes = 2 if kind is CollectiveKind.ALL_REDUCE else 1
+        sent = passes * nbytes * (group.ranks - 1) / group.ranks
+        return Transfer(NODE, 0.0, sent / 1e9, sent)
+
+
+def on(monkeypatch: pytest.MonkeyPatch, device: object = None, network: object = None) -> None:
+    if device is not None:
+        monkeypatch.setattr("fsdpctl.estimate.foresight.device_of", lambda config: device)
+    if network is not None:
+        monkeypatch.setattr("fsdpctl.estimate.foresight.network_of", lambda config: network)
+
+
+ALL = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+@ALL
+def test_without_communication_a_step_takes_what_is_computed(strategy, monkeypatch):
+    on(monkeypatch, network=Instant())
+    found = step(f"strategy={strategy}")
+    assert found.exposed_communication == 0.0
+    assert found.seconds == pytest.approx(found.compute + found.optimizer, rel=1e-9)
+
+
+@ALL
+def test_where_computing_is_free_a_step_takes_what_is_sent(strategy, monkeypatch):
+    on(monkeypatch, Free(), Plain())
+    found = step(f"strategy={strategy}")
+    assert found.seconds == pytest.approx(found.sent[NODE] / 1e9, rel=1e-6)
+    assert found.seconds == pytest.approx(found.exposed_communication, rel=1e-9)
+
+
+@ALL
+def test_more_bandwidth_is_never_slower(strategy):
+    slow, fast = (
+        step(
+            f"strategy={strategy}",
+            f"cluster.inter_bandwidth={rate}",
+            f"cluster.intra_bandwidth={9 * rate}",
+        )
+        for rate in (1, 10)
+    )
+    assert fast.seconds <= slow.seconds
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "shard_grad_op"])
+def test_more_prefetch_is_never_slower(strategy):
+    times = [
+        step(f"strategy={strategy}", f"prefetch.forward={n}", f"prefetch.backward={n}",
+             "cluster.inter_bandwidth=5").seconds
+        for n in (0, 1, 2)
+    ]  # fmt: skip
+    assert times[0] > times[1] * 1.01
+    assert times[2] <= times[1] * 1.001
+
+
+@ALL
+def test_fewer_bytes_are_never_slower(strategy):
+    wide = step(f"strategy={strategy}", "cluster.inter_bandwidth=2")
+    narrow = step(f"strategy={strategy}", "cluster.inter_bandwidth=2", "precision=bf16_true")
+    assert sum(narrow.sent.values()) < sum(wide.sent.values())
+    assert narrow.seconds <= wide.seconds
+
+
+@dataclass(frozen=True)
+class TwoSpeeds:
+    """A network without latency, whose rings are slower where they leave a node."""
+
+    inter: float  # times the rate within
+
+    def transfer(self, kind: CollectiveKind, nbytes: float, group: Group) -> Transfer:
+        plain = Plain().transfer(kind, nbytes, group)
+        share = self.inter * group.ranks_per_node if group.nodes > 1 else 1.0
+        return replace(plain, seconds=plain.seconds / min(1.0, share))
+
+
+@pytest.mark.parametrize("inter", [0.02, 0.05, 0.08, 0.1, 0.2, 0.8])
+def test_copies_win_exactly_where_the_links_say_so(inter, monkeypatch):
+    on(monkeypatch, Free(), TwoSpeeds(inter))
+    found = {name: step(f"strategy={name}") for name in ("full_shard", "hybrid_shard")}
+    # Of S bytes: two gathers and a reduction of twice as wide gradients; copies add an eighth up.
+    full = 4 * (15 / 16) / min(1.0, 8 * inter)
+    hybrid = 4 * (7 / 8) + 2 * 2 * (1 / 2) / 8 / min(1.0, inter)
+    assert (found["hybrid_shard"].seconds < found["full_shard"].seconds) == (hybrid < full)
+
+
+def test_micro_batches_beyond_the_third_are_counted():
+    few, more = (step(f"train.global_batch_size={16 * n}").seconds for n in (4, 8))
+    once = step("train.global_batch_size=48").seconds
+    assert more - few == pytest.approx(4 * (few - once), rel=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_pytorchs_engines_send_at_least_as_much(engine):
+    strategy = {"fsdp2": "full_shard", "ddp": "no_shard"}[engine]
+    ours, theirs = (step(f"engine={e}", f"strategy={strategy}") for e in ("fsdpctl", engine))
+    assert theirs.sent[NET] >= 0.95 * ours.sent[NET]
+    assert theirs.seconds >= 0.95 * ours.seconds
+
+
+def test_a_machine_that_nobody_knows_is_refused():
+    with pytest.raises(UsageError, match="profile-device"):
+        step("cluster=here", "launch.device=cpu", "launch.nnodes=1")

@@ -1,0 +1,113 @@
+"""Runs that others measured and published, estimated again.
+
+From torchtitan's repository: benchmarks/llama3_h100_202412_torchtitan.md, table 1 (8 B: reserved),
+and pull request 165 (7 B: allocated and reserved, as shares of 95.0396 GiB).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fsdpctl.engine.build import divide_module
+from fsdpctl.estimate.shorten import shorten
+from fsdpctl.estimate.trace import trace
+from fsdpctl.plan.sizes import Itemsizes
+from fsdpctl.predict.allocator import CachingAllocator
+from fsdpctl.predict.compute import Program
+from fsdpctl.predict.fsdp2_steps import FullyShard, FullyShardSteps
+from fsdpctl.predict.peak import Constant, Script, settle
+from fsdpctl.predict.script import Category, Writer
+from fsdpctl.resolve.blocks import checkpoint_block
+from tests.predict.titan import LLAMA_7B, LLAMA_8B, Shape, Titan
+
+GIB = 1 << 30
+CUBLAS = [Constant(Category.WORKSPACES, "cuBLAS workspace", 32 << 20)] * 2
+
+
+def estimated(
+    shape: Shape, length: int, checkpointing: str, run: Callable[[nn.Module], object]
+) -> CachingAllocator:
+    """On eight ranks, in bfloat16 with float32 reduction, and AdamW tensor by tensor."""
+    with torch.device("meta"):
+        model = Titan(shape, length)
+    units = divide_module(model, None)
+    rows = shorten(model, [unit.name for unit in units if unit.kind == "block"])
+    blocks = [name for row in rows for name in row.traced]
+    for name in blocks:
+        checkpoint_block(model.get_submodule(name), checkpointing)
+    for param in model.parameters():
+        param.data = param.data.to(torch.bfloat16)
+    others = [unit.name for unit in units[1:] if unit.kind != "block"]
+    passed = trace(model, [*blocks, *others], lambda: run(model), "cuda")
+    assert all(row.is_regular(passed) for row in rows)
+    program = Program(passed, [unit.name for unit in units[1:]], rows)
+    writer = Writer(program, units[-1].name, last_is_head=True)
+    sharded = FullyShard(units, 8, Itemsizes(2, 4, 4), True, 1, (True,), fused=False)
+    script = Script(writer, FullyShardSteps(sharded, writer), draws=False, constants=CUBLAS)
+    allocator = CachingAllocator(streams=writer.streams)
+    settle(script, allocator)
+    return allocator
+
+
+@dataclass(frozen=True)
+class Published:
+    """A run of torchtitan's on eight H100, and what it took, in GiB."""
+
+    name: str
+    shape: Shape
+    samples: int
+    length: int
+    checkpointing: str
+    keeps_logits: bool  # in float32, until the next forward has returned
+    measured: Mapping[str, float]
+
+    def estimate(self) -> CachingAllocator:
+        kept: list[Tensor] = []
+
+        def run(model: nn.Module) -> None:
+            shape = (self.samples, self.length)
+            predicted = model(torch.empty(shape, dtype=torch.int64))
+            if self.keeps_logits:
+                predicted = predicted.float()
+                kept[:] = [predicted]
+            wanted = torch.empty(shape, dtype=torch.int64)
+            loss = F.cross_entropy(predicted.flatten(0, 1).float(), wanted.flatten(0, 1))
+            del predicted
+            loss.backward()
+
+        return estimated(self.shape, self.length, self.checkpointing, run)
+
+
+PUBLISHED = [
+    Published(
+        "Llama 3.1 8B, 2 x 8192 tokens, selective checkpointing",
+        LLAMA_8B,
+        samples=2,
+        length=8192,
+        checkpointing="selective",
+        keeps_logits=False,
+        measured={"reserved": 82.4},
+    ),
+    Published(
+        "Llama 2 7B, 8 x 2048 tokens, full checkpointing",
+        LLAMA_7B,
+        samples=8,
+        length=2048,
+        checkpointing="full",
+        keeps_logits=True,
+        measured={"allocated": 22.73, "reserved": 31.02},
+    ),
+]
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=lambda each: each.name)
+def test_a_published_run_is_estimated(published):
+    found = published.estimate()
+    measured = published.measured
+    assert found.peak_reserved / GIB == pytest.approx(measured["reserved"], rel=0.05)
+    if "allocated" in measured:
+        assert found.peak_allocated / GIB == pytest.approx(measured["allocated"], rel=0.03)

@@ -1,0 +1,134 @@
+"""What is written down of each start."""
+
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdpctl.run import environment, starts
+from fsdpctl.run.environment import Place, add_start, describe_start, place_of, relevant
+from fsdpctl.run.files import ENVIRONMENT, OVERRIDES
+from fsdpctl.run.git import revision
+from fsdpctl.run.starts import read_starts
+
+
+def git(folder: Path, *words: str) -> str:
+    who = ["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(
+        ["git", *who, *words], cwd=folder, check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    git(folder, "init", "--quiet", "--initial-branch=main")
+    (folder / "file").write_text("one\n")
+    git(folder, "add", "file")
+    git(folder, "commit", "--quiet", "--message=one")
+    return folder
+
+
+def test_a_start_is_described(tmp_path, checkout, monkeypatch):
+    monkeypatch.chdir(checkout)
+    (tmp_path / OVERRIDES).write_text("model=gpt2\ntrain.steps=3\n")
+    places = [Place("a", "X"), Place("a", "X"), Place("b", "Y")]
+    found = describe_start(tmp_path, places)
+    assert json.loads(json.dumps(found)) == found
+    assert (found["ranks"], found["hosts"], found["devices"]) == (3, ["a", "b"], {"X": 2, "Y": 1})
+    assert found["command"] == ["model=gpt2", "train.steps=3"]
+    assert (found["torch"], found["python"]) == (torch.__version__, platform.python_version())
+    assert found["git"] == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": False}
+    assert place_of(torch.device("cpu")) == Place(platform.node(), "cpu")
+
+
+def test_of_variables_only_those_that_decide_how_ranks_compute():
+    kept = {"NCCL_DEBUG": "a", "CUDA_VISIBLE_DEVICES": "0", "PYTORCH_ALLOC_CONF": "c"}
+    secrets = {"WANDB_API_KEY": "s", "AWS_SECRET_ACCESS_KEY": "s", "MY_NCCL_": "s", "HOME": "/"}
+    assert relevant({**secrets, **kept}) == kept
+
+
+def test_starts_follow_one_another_up_to_a_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "MOST_STARTS", 3)
+    for number in range(5):
+        add_start(tmp_path, {"started": number})
+    assert [each["started"] for each in read_starts(tmp_path)] == [2, 3, 4]
+    assert starts.MOST_STARTS >= 100
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"starts": 1}'])
+def test_what_cannot_be_read_keeps_no_run_from_starting(tmp_path, content):
+    (tmp_path / ENVIRONMENT).write_text(content)
+    add_start(tmp_path, {"started": 1})
+    assert read_starts(tmp_path) == [{"started": 1}]
+    add_start(tmp_path / "not there", {})
+
+
+# ---- git -------------------------------------------------------------------------------------
+
+
+def test_the_commit_and_whether_files_differ(checkout):
+    commit = git(checkout, "rev-parse", "HEAD")
+    below = checkout / "a" / "b"
+    below.mkdir(parents=True)
+    found = revision(below)
+    assert found is not None
+    assert (found.commit, found.dirty) == (commit, False)
+    (checkout / "untracked").touch()
+    os.utime(checkout / "file")  # the same content
+    assert revision(checkout) == found
+    (checkout / "file").write_text("two\n")
+    changed = revision(checkout)
+    assert changed is not None
+    assert (changed.commit, changed.dirty) == (commit, True)
+
+
+def test_wherever_the_commit_is_written(checkout, tmp_path):
+    expected = revision(checkout)
+    git(checkout, "pack-refs", "--all")
+    assert not (checkout / ".git" / "refs" / "heads" / "main").exists()
+    assert revision(checkout) == expected
+    git(checkout, "checkout", "--quiet", "--detach")
+    assert revision(checkout) == expected
+    git(checkout, "worktree", "add", "--quiet", str(tmp_path / "other"), "main")
+    assert revision(tmp_path / "other") == expected
+
+
+@pytest.mark.parametrize(
+    "head", ["", "ref: refs/heads/none", "ref: ../../../etc/passwd", "x" * 10_000, "ref: refs/../x"]
+)
+def test_a_folder_without_a_commit_has_none(checkout, tmp_path, head):
+    (checkout / ".git" / "HEAD").write_text(head)
+    assert revision(checkout) is None
+    assert revision(tmp_path) is None
+
+
+def test_nothing_that_a_repository_names_is_executed(checkout, tmp_path):
+    """git itself would run all of these; one of them is tried, so that this is known."""
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\ncat\n")
+    program.chmod(0o755)
+    for key in ("core.fsmonitor", "filter.x.clean", "filter.x.smudge", "diff.x.textconv",
+                "diff.x.command", "diff.external", "core.sshCommand", "core.pager"):  # fmt: skip
+        git(checkout, "config", key, str(program))
+    (checkout / ".gitattributes").write_text("* filter=x diff=x\n")
+    (checkout / "file").write_text("two\n")
+    found = revision(checkout)
+    assert found is not None
+    assert found.dirty is True
+    assert not (tmp_path / "ran").exists()
+    git(checkout, "status")
+    assert (tmp_path / "ran").exists()
+
+
+def test_without_git_only_the_commit_is_known(checkout, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = revision(checkout)
+    assert found is not None
+    assert found.dirty is None

@@ -1,0 +1,60 @@
+"""Made-up variants, to report."""
+
+from dataclasses import replace
+from typing import Any
+
+from fsdpctl.estimate.fit import LargestModel
+from fsdpctl.tools.compare.about import About
+from fsdpctl.tools.compare.figures import summarised
+from fsdpctl.tools.compare.row import FAILED, Round, Row
+
+MIB = 1 << 20
+ABOUT = About(
+    "measured", "llama_tiny, 16 tokens a sample", "2 ranks of some CPU", "3 rounds of 8 steps each",
+    "fsdpctl compare strategy=a,b", {"torch": "9.9"}, {"processor": "<some> CPU"}, "2026-01-01",
+)  # fmt: skip
+
+
+def round_at(speed: float, **about: Any) -> Round:
+    """Of a run with so many tokens per second, of 1,000 tokens a step."""
+    seconds = 1000 / speed
+    figures: dict[str, Any] = {
+        "run_dir": None,
+        "tokens_per_second": speed,
+        "tokens_per_second_quartiles": (0.9 * speed, 1.1 * speed),
+        "step_seconds": seconds,
+        "compute_seconds": 0.7 * seconds,
+        "exposed_communication_seconds": 0.2 * seconds,
+        "optimizer_seconds": 0.08 * seconds,
+        "data_seconds": 0.02 * seconds,
+        "mfu": None,
+        "peak_allocated_bytes": 9 * MIB,
+        "peak_tensor_bytes": None,
+        "peak_reserved_bytes": None,
+        "final_loss": 2.5,
+    }
+    return Round(**{**figures, **about})
+
+
+def measured(name: str, *speeds: float, memory: float = 50, **about: Any) -> Row:
+    """A variant that ran at these speeds, before anything is made of them."""
+    breakdown = {"parameters": 4 * MIB, "gradients": 5 * MIB, "activations and the rest": 41 * MIB}
+    rounds = tuple(
+        round_at(speed, run_dir=f"runs/{name}/round-{at + 1}", **about)
+        for at, speed in enumerate(speeds)
+    )
+    return Row(
+        {"strategy": name}, name, world_size=2, sent_bytes_per_step=3 * MIB, rounds=rounds,
+        estimated_peak_allocated_bytes=9 * MIB, estimated_breakdown=breakdown,
+        estimated_peak_tensor_bytes=int(memory * MIB), memory_bytes=100 * MIB,
+        largest=LargestModel(12, 3_000_000),
+    )  # fmt: skip
+
+
+def failed(name: str) -> Row:
+    return replace(Row({"strategy": name}, name), status=f"{FAILED}<rank 1> is gone")
+
+
+def of(*rows: Row) -> list[Row]:
+    """With their figures."""
+    return summarised(rows)

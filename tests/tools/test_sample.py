@@ -1,0 +1,99 @@
+"""Text from a checkpoint, and what stands in its way."""
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.tools import sample
+from fsdpctl.tools.sample import sample_text
+from fsdpctl.train import assemble
+from fsdpctl.train.generate import Sampling, draw
+from tests.checkpoint.test_gguf import sharded
+from tests.cli.run import invoke
+from tests.hostile import make_checkpoint, make_hugging_face
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run with compiled blocks."""
+    folder = tmp_path_factory.mktemp("sample")
+    words = ["train.compile=true", "data.tokenizer=bytes", "train.seq_len=32"]
+    sharded("llama", folder, words)
+    return folder / "sharded"
+
+
+def test_nothing_is_compiled_for_it(checkpoint, monkeypatch):
+    def refuse(block: object) -> NoReturn:
+        raise AssertionError(block)
+
+    monkeypatch.setattr(assemble, "compile_block", refuse)
+    text = sample_text(checkpoint, "some ", 4, Sampling(0))
+    assert text.startswith("some ")
+    assert text == sample_text(checkpoint, "some ", 4, Sampling(0))
+
+
+def test_a_prompt_that_is_no_text_is_refused(checkpoint):
+    with pytest.raises(UsageError, match="--prompt: not UTF-8"):
+        sample_text(checkpoint, "caf\udce9", 4, Sampling(0))
+
+
+def allocate_too_much() -> None:
+    torch.empty(1 << 60)
+
+
+def run_out_of_device_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def fail_otherwise() -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize(
+    ("fail", "error", "said"),
+    [
+        (allocate_too_much, FsdpctlError, "sharded: does not fit into memory on "),
+        (run_out_of_device_memory, FsdpctlError, "sharded: does not fit into memory on "),
+        (fail_otherwise, RuntimeError, "illegal memory access"),
+    ],
+)
+def test_want_of_memory_is_said_in_one_line(checkpoint, monkeypatch, fail, error, said):
+    monkeypatch.setattr(sample, "generate", lambda *args, **kwargs: fail())
+    with pytest.raises(error, match=said):
+        sample_text(checkpoint, "some ", 4, Sampling(0))
+
+
+def test_tokens_are_drawn_as_asked():
+    logits = torch.tensor([1.0, 3.0, 2.0, -4.0])
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(**about: Any) -> set[int]:
+        return {draw(logits, Sampling(0, **about), generator) for _ in range(300)}
+
+    assert drawn(temperature=0.0) == {1}
+    assert drawn(temperature=1.0, top_p=0.6) == {1}  # which alone has two thirds of the odds
+    assert drawn(temperature=1.0, top_p=0.7) == {1, 2}
+    assert drawn(temperature=1.0) >= {0, 1, 2}
+    assert drawn(temperature=50.0) == {0, 1, 2, 3}
+
+
+def test_the_command_takes_them(checkpoint):
+    said = [
+        invoke("sample", str(checkpoint), "--tokens", "6", "--greedy", "--seed", seed)
+        for seed in ("1", "2")
+    ]
+    assert said[0] == said[1]
+    assert said[0][0] == 0
+    assert invoke("sample", str(checkpoint), "--top-p", "0")[0] == 2
+
+
+def test_an_export_says_the_same(tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "step-00000001")
+    folder = make_hugging_face(checkpoint, tmp_path / "hf")
+    words = ["--prompt", "line", "--tokens", "8", "--greedy"]
+    said = [invoke("sample", str(each), *words) for each in (checkpoint, folder)]
+    assert said[0] == said[1]
+    assert said[0][0] == 0

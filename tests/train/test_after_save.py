@@ -1,0 +1,190 @@
+"""The command that is run on each checkpoint."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fsdpctl.checkpoint.folders import Retention, complete_checkpoints, remove_old
+from fsdpctl.errors import UsageError
+from fsdpctl.resolve.besides import command_words
+from fsdpctl.train import after_save
+from fsdpctl.train.after_save import AfterSave, Told
+from tests.checkpoint.test_saver import fake_checkpoints
+from tests.cli.run import environment
+from tests.run.test_heartbeat import wait_for
+
+
+def script(folder: Path, text: str) -> list[str]:
+    """A program that does `text`."""
+    file = folder / "command.sh"
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+    return [str(file)]
+
+
+def made(folder: Path, words: list[str], timeout: float = 60) -> tuple[AfterSave, list[Told]]:
+    """The runner, and what it will have told."""
+    told: list[Told] = []
+    runner = AfterSave(words, timeout, folder)
+    runner.tell = told.append
+    return runner, told
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def nothing() -> None:
+    """Is to be done after a command."""
+
+
+def test_it_runs_on_each_checkpoint_in_order_one_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    out = tmp_path / "out"
+    text = (
+        f'mkdir {tmp_path}/alone || exit 9; echo "$FSDPCTL_STEP $FSDPCTL_CHECKPOINT $2" >> {out}; '
+        f'sleep 0.05; rmdir {tmp_path}/alone; test -z "$WORLD_SIZE$TORCHELASTIC_RUN_ID"'
+    )
+    runner, told = made(tmp_path, [*script(tmp_path, text), "a word"])
+    folders = fake_checkpoints(tmp_path / "checkpoints", 10, 20, 30)
+    began = time.monotonic()
+    for step, folder in zip((10, 20, 30), folders, strict=True):
+        runner.add(folder, step, nothing)
+    assert time.monotonic() - began < 0.1  # nobody waits for it
+    runner.wait(pytest.fail)
+    assert [(each.step, each.outcome, each.message) for each in told] == [
+        (10, "done", ""), (20, "done", ""), (30, "done", ""),
+    ]  # fmt: skip
+    lines = [f"{step} {each} {each}" for step, each in zip((10, 20, 30), folders, strict=True)]
+    assert out.read_text().splitlines() == lines
+    assert told[0].to_line() == {
+        "step": 10, "after_save": "done", "after_save_seconds": round(told[0].seconds, 6),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("echo first; echo ' no such bucket ' >&2; echo; exit 3", "exit code 3: no such bucket ("),
+        ("kill -9 $$", "killed by SIGKILL"),
+        ("exit 1", "exit code 1"),
+    ],
+)
+def test_a_failure_is_told_with_its_last_words_and_the_next_one_runs(tmp_path, text, said):
+    runner, told = made(tmp_path, script(tmp_path, f'test "$FSDPCTL_STEP" = 20 && exit 0\n{text}'))
+    for step, folder in zip((10, 20), fake_checkpoints(tmp_path / "c", 10, 20), strict=True):
+        runner.add(folder, step, nothing)
+    runner.wait(pytest.fail)
+    assert [each.outcome for each in told] == ["failed", "done"]
+    assert told[0].message.startswith(f"checkpoint.after_save: {said}")
+    assert told[0].to_line()["warning"] == told[0].message
+
+
+def test_one_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(after_save, "_GRACE_SECONDS", 0.3)
+    text = f"trap '' TERM; sleep 600 & echo $! > {tmp_path}/pid; wait; sleep 600"
+    runner, told = made(tmp_path, script(tmp_path, text), timeout=0.5)
+    runner.add(fake_checkpoints(tmp_path / "c", 10)[0], 10, nothing)
+    wait_for(lambda: told)
+    assert told[0].outcome == "timed out"
+    pid = int((tmp_path / "pid").read_text())
+    wait_for(lambda: has_ended(pid))
+
+
+def test_the_end_waits_only_so_long_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(after_save, "_TELLS_EVERY", 0.2)
+    runner, told = made(tmp_path, script(tmp_path, "sleep 600"), timeout=1.0)
+    for step, folder in zip((10, 20), fake_checkpoints(tmp_path / "c", 10, 20), strict=True):
+        runner.add(folder, step, nothing)
+    said: list[str] = []
+    began = time.monotonic()
+    runner.wait(said.append)
+    assert time.monotonic() - began < 10
+    assert said[0].startswith("waiting for checkpoint.after_save: 2 to go")
+    first, second = (each.outcome for each in told)
+    assert first == "timed out"
+    assert second in ("timed out", "passed over")  # its turn came in the last moment, or not
+
+
+def test_what_it_runs_on_is_not_deleted_before_it_is_done(tmp_path):
+    runner, told = made(tmp_path, script(tmp_path, f"cat {tmp_path}/gate; ls $1/manifest.json"))
+    os.mkfifo(tmp_path / "gate")
+    folder, keep = tmp_path / "c", Retention(1)
+    one, two, three = fake_checkpoints(folder, 10, 20, 30)
+
+    def tidy() -> None:
+        remove_old(folder, keep, runner.busy)
+
+    runner.add(one, 10, tidy)
+    wait_for(lambda: runner.busy == one)
+    runner.add(two, 20, tidy)
+    with runner.deleting:
+        tidy()
+    assert complete_checkpoints(folder) == [one, three]
+    (tmp_path / "gate").write_text("")
+    runner.wait(pytest.fail)
+    assert [(each.step, each.outcome) for each in told] == [(10, "done"), (20, "passed over")]
+    assert "deleted before its turn" in told[1].message
+    assert complete_checkpoints(folder) == [three]
+
+
+def test_without_a_command_nothing_is_done(tmp_path):
+    threads = threading.active_count()
+    runner, told = made(tmp_path, [])
+    runner.add(tmp_path, 10, nothing)
+    runner.wait(pytest.fail)
+    assert (told, threading.active_count()) == ([], threads)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_that_is_gone_is_a_failure_and_no_more(tmp_path):
+    words = script(tmp_path, "exit 0")
+    runner, told = made(tmp_path, words)
+    Path(words[0]).unlink()
+    runner.add(fake_checkpoints(tmp_path / "c", 10)[0], 10, nothing)
+    runner.wait(pytest.fail)
+    assert told[0].outcome == "failed"
+    assert "No such file" in told[0].message
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel has to see to it")
+def test_it_ends_with_the_rank_that_started_it(tmp_path):
+    words = script(tmp_path, f"echo $$ > {tmp_path}/pid; exec sleep 600")
+    folder = fake_checkpoints(tmp_path / "c", 10)[0]
+    code = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "from fsdpctl.train.after_save import AfterSave\n"
+        f"AfterSave({words!r}, 600, Path({str(tmp_path)!r})).add(Path({str(folder)!r}), 10, print)"
+        "\ntime.sleep(600)"
+    )
+    rank = subprocess.Popen([sys.executable, "-c", code], env=environment())
+    wait_for(lambda: (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text())
+    command = int((tmp_path / "pid").read_text())
+    assert not has_ended(command)
+    rank.kill()
+    rank.wait()
+    wait_for(lambda: has_ended(command))
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("rsync 'a", "no closing quotation"),
+        ("  ", "no command"),
+        ("no-such-program a b", "no-such-program is no program that is found here"),
+    ],
+)
+def test_a_command_that_cannot_be_one_is_refused_before_the_run(command, said):
+    with pytest.raises(UsageError, match=rf"checkpoint.after_save={command}: {said}"):
+        command_words(command)
+    assert command_words("echo 'a b' $HOME;") == ["echo", "a b", "$HOME;"]  # no shell

@@ -1,0 +1,184 @@
+"""Other tools that are told the figures."""
+
+import sys
+import threading
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.keeping import CheckpointConfig, LogConfig
+from fsdpctl.config.schema import Config
+from fsdpctl.errors import UsageError
+from fsdpctl.resolve import besides
+from fsdpctl.resolve.besides import check_besides
+from fsdpctl.run.files import TENSORBOARD, WANDB_ID
+from fsdpctl.train import loggers
+from fsdpctl.train.loggers import Loggers
+
+BOTH = replace(Config(), log=LogConfig(tensorboard=True, wandb=True))
+LINE = {"step": 3, "loss": 0.5, "mfu": None, "after_save": "done", "tokens": 7, "flag": True}
+
+
+class Heard:
+    """What stands in for either tool."""
+
+    def __init__(self, fails_at: str = "") -> None:
+        self.fails_at = fails_at
+        self.heard: list[Any] = []
+
+    def log(self, step: int, figures: Any) -> None:
+        self.heard.append((step, dict(figures)))
+        if self.fails_at == "log":
+            raise RuntimeError("lost the\nconnection")
+
+    def cut_back(self, step: int) -> None:
+        self.heard.append(f"back to {step}")
+
+    def close(self, *, well: bool) -> None:
+        self.heard.append("closed")
+        if self.fails_at == "close":
+            raise RuntimeError("lost")
+
+
+@pytest.fixture
+def tools(monkeypatch):
+    """Both tools, of which W&B may be made to fail."""
+    one, other = Heard(), Heard()
+    monkeypatch.setattr(loggers, "_TensorBoard", lambda run_dir, step: one)
+    monkeypatch.setattr(loggers, "_Wandb", lambda config, run_dir: other)
+    return one, other
+
+
+def test_they_are_told_the_numbers_of_each_line(tmp_path, tools):
+    both = Loggers(BOTH, tmp_path, 0, pytest.fail)
+    both.line(LINE)
+    both.line({"step": 4, "warning": "odd"})
+    both.close()
+    assert [each.heard for each in tools] == [[(3, {"loss": 0.5, "tokens": 7}), "closed"]] * 2
+
+
+@pytest.mark.parametrize("where", ["start", "log", "close"])
+def test_one_that_fails_is_said_once_and_the_other_goes_on(tmp_path, tools, monkeypatch, where):
+    one, other = tools
+    other.fails_at = where
+    if where == "start":
+        monkeypatch.setattr(loggers, "_Wandb", lambda config, run_dir: 1 / 0)
+    said: list[str] = []
+    both = Loggers(BOTH, tmp_path, 0, said.append)
+    both.line(LINE)
+    both.line(LINE)
+    both.close()
+    assert len(said) == 1
+    assert said[0].startswith("log.wandb: ")
+    assert said[0].endswith("; the run goes on without it")
+    assert "\n" not in said[0]
+    assert len(one.heard) == 3
+
+
+def test_one_that_does_not_end_is_left(tmp_path, tools, monkeypatch):
+    monkeypatch.setattr(loggers, "_LEAVING_SECONDS", 0.05)
+    never = threading.Event()
+    tools[1].close = lambda *, well: never.wait(5)
+    said: list[str] = []
+    Loggers(BOTH, tmp_path, 0, said.append).close()
+    assert said == ["log.wandb: not done after 0.05 s; left so"]
+    never.set()
+
+
+def test_nobody_is_told_unless_that_is_asked_for(tmp_path, tools):
+    Loggers(Config(), tmp_path, 0, pytest.fail).line(LINE)
+    assert [each.heard for each in tools] == [[], []]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_one_that_is_not_installed_is_said_before_anything_starts(monkeypatch, name):
+    config = compose_config([f"log.{name}=true"]).config
+    said = rf"log.{name}=true: {name} is not installed; pip install 'fsdpctl\[{name}\]'"
+    # As a folder `wandb` in the current one is found.
+    for found in (None, SimpleNamespace(origin=None)):
+        monkeypatch.setattr(besides, "find_spec", lambda package, found=found: found)
+        with pytest.raises(UsageError, match=said):
+            check_besides(config)
+        check_besides(Config())
+
+
+def test_wandb_is_given_one_id_for_all_starts(tmp_path, monkeypatch):
+    begun: list[dict[str, Any]] = []
+    ended: list[int] = []
+
+    def init(**about: Any) -> SimpleNamespace:
+        begun.append(about)
+        return SimpleNamespace(
+            define_metric=lambda *args, **about: None,
+            finish=lambda exit_code: ended.append(exit_code),
+        )
+
+    fake = ModuleType("wandb")
+    vars(fake).update(init=init, Settings=lambda **about: about)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    secret = CheckpointConfig(after_save="./upload.sh --token secret")
+    config = replace(Config(), log=LogConfig(wandb=True), checkpoint=secret)
+    for well in (True, False):
+        Loggers(config, tmp_path, 0, pytest.fail).close(well=well)
+    first, second = begun
+    assert ended == [0, 1]
+    assert "secret" not in str(begun)
+    assert first["id"] == second["id"] == (tmp_path / WANDB_ID).read_text().strip()
+    assert (first["resume"], first["project"], first["dir"]) == ("allow", "fsdpctl", str(tmp_path))
+    (tmp_path / WANDB_ID).write_text("../x")
+    said: list[str] = []
+    Loggers(config, tmp_path, 0, said.append)
+    assert "wandb-id.txt" in said[0]
+
+
+def test_tensorboard_has_no_points_of_before_a_resume(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = replace(Config(), log=LogConfig(tensorboard=True))
+    for begins, steps in ((0, range(1, 31)), (20, range(21, 26))):
+        board = Loggers(config, tmp_path, begins, pytest.fail)
+        for step in steps:
+            board.line({"step": step, "loss": float(begins + step)})
+        board.close()
+    found = EventAccumulator(str(tmp_path / TENSORBOARD))
+    found.Reload()
+    points = [(each.step, each.value) for each in found.Scalars("loss")]
+    assert points == [(s, s) for s in range(1, 21)] + [(s, 20 + s) for s in range(21, 26)]
+
+
+def test_tensorboard_has_no_points_of_before_going_back(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = Loggers(replace(Config(), log=LogConfig(tensorboard=True)), tmp_path, 0, pytest.fail)
+    for step in range(1, 11):
+        board.line({"step": step, "loss": float(step)})
+    board.cut_back(4)
+    board.line({"step": 5, "loss": 50.0})
+    board.close()
+    found = EventAccumulator(str(tmp_path / TENSORBOARD))
+    found.Reload()
+    points = [(each.step, each.value) for each in found.Scalars("loss")]
+    assert points == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 50.0)]
+
+
+@pytest.mark.slow
+def test_wandb_offline_keeps_all_starts_as_one_run(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = replace(Config(), log=LogConfig(wandb=True))
+    for begins in (0, 5):
+        board = Loggers(config, tmp_path, begins, pytest.fail)
+        board.line({"step": begins + 1, "loss": 1.0})
+        board.close()
+    number = (tmp_path / WANDB_ID).read_text().strip()
+    kept = [each.name for each in (tmp_path / "wandb").glob("offline-run-*")]
+    assert kept
+    assert all(name.endswith(f"-{number}") for name in kept)
+    assert any((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
