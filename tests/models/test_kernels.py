@@ -14,11 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.operators import cuda_workspace, operators_of
-from fsdpctl.models.attention import attend, attend_all, import_kernels
+from fsdpctl.models.attention import attend, attend_all, attention_mask, import_kernels
 from fsdpctl.models.documents import assumed_documents
 from fsdpctl.models.kernels import assuming, can_undo, must_repeat, using
 from fsdpctl.models.registry import build_model
-from fsdpctl.models.sight import sight
 from fsdpctl.train.generate import Sampling, generate
 
 LAYERS, LENGTH, WINDOW = 3, 64, 16
@@ -121,7 +120,7 @@ def test_kernels_agree_on_the_cpu(kernel, window):
     results = []
     for name in (None, kernel):
         q, k, v = inputs()
-        seen = sight(q.transpose(1, 2), 8, window, None)
+        seen = attention_mask(q.transpose(1, 2), 8, window, None)
         with using(name), Seen() as ran:
             out = attend(q, k, v, seen)
             grads = torch.autograd.grad(out.square().sum(), (q, k, v))

@@ -43,15 +43,15 @@ def test_targets_and_trainable_are_searched_for_in_names():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["model.trainable=q_prj"], "model.trainable=q_prj: is found in the name of no parameter; "
+        (["model.trainable=q_prj"], "model.trainable=q_prj: matches no parameter name; "
          "did you mean q_proj?"),
-        (["model.trainable=["], "model.trainable=[: no regular expression"),
-        (["model.trainable=norm", "model.lora.rank=2"], "not with model.lora.rank"),
-        (["model.lora.alpha=2"], "model.lora: say model.lora.rank=16"),
+        (["model.trainable=["], "model.trainable=[: not a regular expression"),
+        (["model.trainable=norm", "model.lora.rank=2"], "conflicts with model.lora.rank"),
+        (["model.lora.alpha=2"], "set model.lora.rank=16"),
         (["model.lora.rank=2", "model.lora.targets=q_prj"], "did you mean q_proj?"),
-        (["model.lora.rank=2", "model.lora.targets=("], "no regular expression"),
-        (["model.lora.rank=2", "model.lora.targets=lm_head"], "lm_head gets no adapter"),
-        (["model.lora.rank=2", "model.lora.targets=embed"], "embed_tokens gets no adapter"),
+        (["model.lora.rank=2", "model.lora.targets=("], "not a regular expression"),
+        (["model.lora.rank=2", "model.lora.targets=lm_head"], "lm_head cannot have an adapter"),
+        (["model.lora.rank=2", "model.lora.targets=embed"], "embed_tokens cannot have an adapter"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_refused(words, said):

@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.models import attention
-from fsdpctl.models.attention import attend
+from fsdpctl.models.attention import attend, attention_mask
 from fsdpctl.models.documents import make_documents, spans
 from fsdpctl.models.registry import build_model
-from fsdpctl.models.sight import sight
 from tests.models.families import FAMILIES, LENGTH, VOCABULARY, save_model
 
 LENGTHS = ((5, 1, 17, 25), (30, 1, 1, 16))  # rows of 48
@@ -124,7 +123,8 @@ def test_the_kernel_for_cuda_is_asked_for_the_same(monkeypatch, window, kv_heads
     shapes = [(2, heads, LENGTH, 8) for heads in (4, kv_heads, kv_heads)]
     q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
     seen = [
-        sight(q[:, 0], 8, window, make_documents(LENGTHS, CPU, like=x)) for x in ("cuda", "cpu")
+        attention_mask(q[:, 0], 8, window, make_documents(LENGTHS, CPU, like=x))
+        for x in ("cuda", "cpu")
     ]
     flat, each = (attend(q, k, v, one) for one in seen)
     torch.testing.assert_close(flat, each, rtol=2e-2, atol=2e-2)
