@@ -286,10 +286,6 @@ class ShardedModel(nn.Module):
         """The bytes of the engine's buffers without masters, now and at the peak."""
         return self._runtime.ledger
 
-    def unit_nbytes(self) -> dict[str, int]:
-        """Return the bytes of each unit's unsharded parameters, with padding."""
-        return {name: unit.nbytes for name, unit in self._runtime.units.items()}
-
     def gathered_nbytes(self) -> int:
         """Return the bytes that are allocated for gathered parameters now."""
         slots = {id(unit.slot): unit.slot for unit in self._runtime.units.values()}

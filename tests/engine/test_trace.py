@@ -187,7 +187,7 @@ def test_whole_parameters_alive_are_what_the_plan_says(
     """Bytes of the slots after every event: those of the plan's units, and never more than two
     blocks beside root, embedding and head."""
     model = shard_model(make_net(tied=tied), "full_shard")
-    nbytes = model.unit_nbytes()
+    nbytes = {name: unit.nbytes for name, unit in model._runtime.units.items()}
     blocks = [name for name in nbytes if name.startswith("blocks.")]
     block = max(nbytes[name] for name in blocks)
     two_blocks = 2 * block  # the resident slots, whether in use or not
