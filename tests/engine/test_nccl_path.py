@@ -74,7 +74,7 @@ def test_events_bytes_and_buffers_equal_the_plan(rank: int, world_size: int, who
 
 
 @distributed(world_size=4)
-def test_the_sum_over_copies_follows_a_reduction_at_once(rank: int, world_size: int) -> None:
+def test_the_sum_over_replicas_follows_a_reduction_at_once(rank: int, world_size: int) -> None:
     """Before the next unit's backward, and without waiting for the reduction."""
     tokens = token_batches(1, world_size)[0][rank][0]
     with nccl_path():
