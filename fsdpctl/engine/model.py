@@ -39,7 +39,7 @@ class ShardedModel(nn.Module):
         self._has_ended = False
         self._presence = GradPresence(runtime)
         self.take_waits = runtime.mesh.take_waits
-        self._shards = tuple(b.shard for unit in runtime.units.values() for b in unit.buffers)
+        self._shards = tuple(buffer.shard for buffer in runtime.buffers)
         guards.guard_module(module, runtime)
         if runtime.strategy.shards_params:
             guards.watch_first_forward(module, runtime)

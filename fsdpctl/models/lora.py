@@ -68,7 +68,8 @@ def choose_trained(module: nn.Module, config: ModelConfig) -> None:
         UsageError: If no parameter or layer matches, or the settings conflict.
     """
     if config.lora.rank is None:
-        _refuse_lora_without_rank(config.lora)
+        if config.lora != LoraConfig():
+            raise UsageError("model.lora: requires a rank; set model.lora.rank=16, or another one")
         if config.trainable is not None:
             _freeze_all_but(module, config.trainable)
         return
@@ -82,11 +83,6 @@ def choose_trained(module: nn.Module, config: ModelConfig) -> None:
     for name, base in targets:
         parent, _, key = name.rpartition(".")
         setattr(module.get_submodule(parent), key, LoraLinear(base, config.lora))
-
-
-def _refuse_lora_without_rank(lora: LoraConfig) -> None:
-    if lora != LoraConfig():
-        raise UsageError("model.lora: requires a rank; set model.lora.rank=16, or another one")
 
 
 def _freeze_all_but(module: nn.Module, text: str) -> None:
@@ -110,23 +106,12 @@ def _targets(module: nn.Module, text: str) -> list[tuple[str, nn.Linear | Projec
     pattern = _pattern("model.lora.targets", text)
     found = [(name, layer) for name, layer in layers.items() if pattern.search(name)]
     if not found:
-        refused = (n for n, each in module.named_modules() if n and pattern.search(n))
-        what = next((n for n in refused if _has_matrix(module.get_submodule(n))), None)
-        if what is not None:
-            raise UsageError(
-                f"model.lora.targets={text}: {what} cannot have an adapter; only linear layers "
-                "except the output head can"
-            )
         leaves = dict.fromkeys(name.rpartition(".")[2] for name in layers)
         raise UsageError(
-            f"model.lora.targets={text}: matches no linear layer{nearest(text, leaves)}; names are "
-            f"{', '.join(leaves)}"
+            f"model.lora.targets={text}: matches no linear layer{nearest(text, leaves)}; linear "
+            f"layers except the output head are {', '.join(leaves)}"
         )
     return found
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    return isinstance(module, Head | nn.Embedding)
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear | Projection]]:
