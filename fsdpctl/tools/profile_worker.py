@@ -42,20 +42,20 @@ def measure(device: torch.device, name: str, say: Callable[[str], None]) -> Prof
     world = collectives_for(device)
     dtype = _dtype(device)
     models = LARGE if device.type == "cuda" else SMALL
-    operators, per_operator = observe_models(models, device, dtype, world.barrier, say)
+    operators, host_seconds_per_operator = observe_models(models, device, dtype, world.barrier, say)
     say("copies and the optimizer")
     sizes = [size for size in _SIZES if size >= 64 * _KIB]
-    copying = observe_sizes(sizes, partial(_copy, device), device, world.barrier)
-    stepping = observe_sizes(sizes, partial(_adamw, device), device, world.barrier)
+    memory_copy = observe_sizes(sizes, partial(_copy, device), device, world.barrier)
+    optimizer_step = observe_sizes(sizes, partial(_adamw, device), device, world.barrier)
     collectives: dict[str, list[Point]] = {}
-    slows = yields = drift = 0.0
+    compute_slowdown = comm_slowdown = drift = 0.0
     if world.size > 1:
         for kind in CollectiveKind:
             say(f"{kind.value} among {world.size} ranks")
             run = partial(_COLLECTIVES[kind], world, device)
             collectives[kind.value] = observe_sizes(_SIZES, run, device, world.barrier)
         say("arithmetic beside a collective")
-        slows, yields = _beside(world, device)
+        compute_slowdown, comm_slowdown = _beside(world, device)
         say("how ranks drift apart")
         drift = _drift(world, device)
     return Profile(
@@ -66,12 +66,12 @@ def measure(device: torch.device, name: str, say: Callable[[str], None]) -> Prof
         ranks=world.size,
         torch=torch.__version__,
         operators=operators,
-        per_operator=per_operator,
-        copying=copying,
-        stepping=stepping,
+        host_seconds_per_operator=host_seconds_per_operator,
+        memory_copy=memory_copy,
+        optimizer_step=optimizer_step,
         collectives=collectives,
-        slows=slows,
-        yields=yields,
+        compute_slowdown=compute_slowdown,
+        comm_slowdown=comm_slowdown,
         drift=drift,
     )
 

@@ -57,13 +57,13 @@ def test_a_single_replica_runs_the_strategy_without_replicas(
 
 
 def test_a_strategy_that_shares_unsharded_states_is_rejected():
-    with pytest.raises(UsageError, match="strategy mine: only what copies share out"):
+    with pytest.raises(UsageError, match="strategy mine: shards_over_copies requires replicates"):
         Strategy("mine", "", True, True, True, True, replicates=False, shards_over_copies=True)
 
 
 def test_no_such_strategy_keeps_parameters_until_backward():
     assert with_resharding(SHARED, True).name == SHARED
-    with pytest.raises(UsageError, match="none like it that keeps them"):
+    with pytest.raises(UsageError, match="reshard_after_forward=false is not supported"):
         with_resharding(SHARED, False)
 
 

@@ -1,10 +1,13 @@
 """What NCCL's collectives are told, and what is made of their results: here gloo answers them."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdpctl.comm.nccl import Received
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.parameters import ShardedParameters
 from fsdpctl.engine.precision import Precision
@@ -91,6 +94,29 @@ def test_the_sum_over_replicas_follows_a_reduction_at_once(rank: int, world_size
     begun = [(str(each.kind), each.unit) for each in of_units]
     for unit in ("blocks.0", "blocks.3"):
         assert begun.index(("combine", unit)) < begun.index(("reduced", unit))
+
+
+class _Operators(TorchDispatchMode):
+    """Counts operators; on CUDA each launches a kernel."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
+def test_the_number_of_kernels_does_not_grow_with_the_ranks(out: torch.dtype) -> None:
+    counts = set()
+    for ranks in (2, 64):
+        rows = torch.randn(ranks, 8).bfloat16()
+        total = torch.empty(8, dtype=out)
+        with _Operators() as operators:
+            Received(rows, rows, lambda: None).finish(total, 0.5, torch.float32)
+        counts.add(operators.count)
+        torch.testing.assert_close(total, (rows.float().sum(0) * 0.5).to(out), rtol=1e-2, atol=1e-2)
+    assert counts == {2}  # a sum and a scaling
 
 
 WIDE = 401  # words: the embedding has 30 times what a block has

@@ -92,9 +92,10 @@ def _threads_let_go() -> Iterator[None]:
 
 
 def _uses(tensor: Tensor) -> int:
-    """How many references there are to its memory."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
+    """Count references to the memory: by views, and by threads that hold the tensor itself."""
+    views: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    holders: int = tensor._use_count()  # type: ignore[attr-defined]  # not in torch's stubs
+    return views + holders
 
 
 def watched_step(model: ShardedModel, step: Callable[[], None]) -> tuple[int, list[Event]]:
