@@ -1,4 +1,4 @@
-"""From a configuration to the memory that the engine will take on its fullest rank."""
+"""The training plan of a configuration."""
 
 from dataclasses import dataclass
 
@@ -20,12 +20,12 @@ from fsdpctl.predict.engine_bytes import (
 )
 from fsdpctl.resolve.machine import world_size
 
-REPEATING = 3  # micro-steps after which another one needs nothing new
+REPEATING = 3  # micro-steps; another one needs no more memory
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedLayout:
-    """How a model lies on the ranks under the strategy that runs."""
+    """A model's layout on the ranks under the effective strategy."""
 
     division: Division
     strategy: Strategy
@@ -33,7 +33,7 @@ class ShardedLayout:
 
 
 def divide(config: Config, units: tuple[UnitSpec, ...]) -> ShardedLayout:
-    """Cut the units of a model as the resolved `config` says."""
+    """Lay out the units of a model for a resolved configuration."""
     ranks = world_size(config)
     size = config.strategy.dp_shard_size or ranks
     strategy, parts = effective_strategy(get_strategy(config.strategy.name), size, ranks)
@@ -44,12 +44,12 @@ def divide(config: Config, units: tuple[UnitSpec, ...]) -> ShardedLayout:
 
 
 def item_sizes(config: Config) -> Itemsizes:
-    """Bytes of one element, for a configuration that is placed."""
+    """Return the bytes per element, for a placed configuration."""
     return Itemsizes(*(DTYPE_BYTES[str(name)] for name in config.precision.dtypes))
 
 
 def kept_states(config: Config) -> KeptStates:
-    """What the optimizer keeps."""
+    """Return the optimizer states."""
     if config.optimizer.name == "sgd":
         return KeptStates(moments=int(config.optimizer.momentum > 0), counter=0)
     return ADAMW
@@ -58,7 +58,7 @@ def kept_states(config: Config) -> KeptStates:
 def plan_run(
     config: Config, units: tuple[UnitSpec, ...], num_micro_batches: int
 ) -> tuple[TrainingPlan, RankPlace]:
-    """What a resolved configuration asks of the engine, and where its first rank stands."""
+    """Return the plan of a resolved configuration, and the position of its first rank."""
     cut = divide(config, units)
     shown = min(num_micro_batches, REPEATING)
     plan = TrainingPlan(
@@ -76,5 +76,5 @@ def plan_run(
 
 
 def estimate_run(config: Config, module: nn.Module, num_micro_batches: int) -> Estimate:
-    """The most that the fullest rank holds, for a resolved configuration."""
+    """Return the engine's memory on the fullest rank, for a resolved configuration."""
     return estimate(*plan_run(config, divide_module(module, None), num_micro_batches))
