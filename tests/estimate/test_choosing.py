@@ -144,7 +144,7 @@ def test_what_is_given_stays():
     assert {each.config.activation_checkpointing.name for each in found.ranked} == {"full"}
     found = chosen(*OPEN, "accumulation.steps=4")
     assert found.chosen.train.micro_batch_size == 1
-    with pytest.raises(UsageError, match="accumulation.steps=3: 8 samples"):
+    with pytest.raises(UsageError, match="accumulation.steps=3: expected 2 or auto for 8 samples"):
         chosen(*OPEN, "accumulation.steps=3")
 
 
