@@ -8,19 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.config.sizes import parse_bytes
-from fsdpctl.engine.build import Division, divide_module
+from fsdpctl.engine.build import divide_module
 from fsdpctl.engine.describe import dtype_name
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import Sharding
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.estimate.engines import fullest_rank, steps_of
-from fsdpctl.estimate.run_plan import REPEATING
+from fsdpctl.estimate.run_plan import REPEATING, lay_out_model, reducing_passes
 from fsdpctl.estimate.traced import TracedModule
 from fsdpctl.plan.engines import ENGINES
 from fsdpctl.plan.sizes import Itemsizes, RankPlace
-from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy, ranks_per_copy
-from fsdpctl.plan.transport import Transport
-from fsdpctl.plan.units import UnitSpec, lay_out
+from fsdpctl.plan.strategy import Strategy, get_strategy, ranks_per_copy
+from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.engine_bytes import TrainingPlan
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.step_estimate import ALLOCATORS, StepEstimate, estimate_steps
@@ -232,12 +231,8 @@ def _plan(
     strategy = given.strategy if isinstance(given.strategy, Strategy) else None
     strategy = strategy or get_strategy(str(given.strategy))
     size = ranks_per_copy(strategy, world_size, given.dp_shard_size)
-    row, parts = effective_strategy(strategy, size, world_size)
-    owner_map = given.owner_map if row.has_owner_map else "even"
-    shares = row.shares(world_size // parts)
-    division = Division(units, lay_out(units, parts, owner_map, shares=shares))
-    shown = min(assumed.num_micro_batches, REPEATING)
-    reduces = (*[assumed.reduce == "every"] * (shown - 1), True)
-    plan = TrainingPlan(division.order, division.layouts, row, sizes, given.prefetch, reduces)
-    transport = Transport.NCCL if assumed.device == "cuda" else Transport.GLOO
-    return strategy, plan, RankPlace(0, parts, world_size // parts, transport)
+    layout = lay_out_model(units, strategy, world_size, size, given.owner_map)
+    passes = min(assumed.num_micro_batches, REPEATING)
+    reduces = reducing_passes(passes, every=assumed.reduce == "every")
+    plan = layout.plan(sizes, given.prefetch, reduces)
+    return strategy, plan, layout.place(assumed.device)

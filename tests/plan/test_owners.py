@@ -55,7 +55,7 @@ def test_whole_blocks_are_never_cut(name, sizes, world_size):
     assert all(len(owners.owners(block)) == 1 for block in range(len(sizes)))
 
 
-def test_round_robin_and_contiguous_are_what_they_are_called():
+def test_round_robin_and_contiguous_assign_blocks_as_named():
     spread, packed = OwnerMap.round_robin(5, 2), OwnerMap.contiguous(5, 2)
     assert [spread.blocks_of(rank) for rank in (0, 1)] == [[0, 2, 4], [1, 3]]
     assert [packed.blocks_of(rank) for rank in (0, 1)] == [[0, 1, 2], [3, 4]]
