@@ -108,7 +108,7 @@ def test_the_estimate_shows_the_trained_parameters():
     )
     assert found["num_trained_parameters"] == expected
     code, said = invoke(*words, "model.lora.rank=4", "engine=fsdp2")
-    assert (code, "engine=fsdp2: is estimated for models that are trained whole" in said) == (
+    assert (code, "engine=fsdp2: model.lora and model.trainable are not supported" in said) == (
         2,
         True,
     ), said
