@@ -1,4 +1,4 @@
-"""Choices of one's own: the files in --config-dir, a folder per group."""
+"""Options that the user adds with --config-dir: a directory per group, a file per option."""
 
 from pathlib import Path
 
@@ -8,14 +8,14 @@ from fsdpctl.config.schema import GROUPS
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import read_yaml
 
-_FREE_GROUPS = ("model", "prefetch", "precision", "cluster")  # whose choices are only values
+_FREE_GROUPS = ("model", "prefetch", "precision", "cluster")  # whose options only set values
 
 
 def check_config_dir(config_dir: Path | None) -> None:
-    """See that it adds choices to groups that are free to have more, under names of their own.
+    """Check that a directory adds options only to free groups, under new names.
 
     Raises:
-        UsageError: it does not, or there is no such directory.
+        UsageError: If it doesn't, or if the directory doesn't exist.
     """
     if config_dir is None:
         return
@@ -24,26 +24,28 @@ def check_config_dir(config_dir: Path | None) -> None:
     for group in GROUPS:
         if group not in _FREE_GROUPS and any(choices_below(config_dir / group)):
             raise UsageError(
-                f"{config_dir / group}: the choices of {group} are fixed; files can add to "
+                f"{config_dir / group}: the options of {group} are fixed; expected files for "
                 f"{', '.join(_FREE_GROUPS)}"
             )
         ours = set(choices_of(group))
         for choice in sorted(ours.intersection(choices_below(config_dir / group))):
             raise UsageError(
-                f"{config_dir / group / choice}.yaml: {group}={choice} exists already; "
-                "name yours otherwise"
+                f"{config_dir / group / choice}.yaml: {group}={choice} already exists; rename "
+                "the file"
             )
 
 
 def own_choice(file: Path) -> list[tuple[str, str]]:
-    """The words and values in a file of a choice; one of comments alone has none.
+    """Read the settings of an option's file, which may have only comments.
 
     Raises:
-        UsageError: it is no mapping of plain values.
+        UsageError: If the file isn't a mapping of plain values.
     """
     content = read_yaml(file)
     words = words_in(file, content) if content else []
     for name, text in words:
         if "${" in text:
-            raise UsageError(f"{file}: {name}: {text}: values are plain; nothing is filled in")
+            raise UsageError(
+                f"{file}: {name}: {text}: interpolation is not supported; expected a plain value"
+            )
     return words

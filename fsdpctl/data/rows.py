@@ -26,7 +26,7 @@ class Rows(Protocol):
 
     @property
     def origin(self) -> str:
-        """Where the samples are from, for errors."""
+        """The source of the samples, for errors."""
         ...
 
     @property

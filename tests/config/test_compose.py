@@ -66,7 +66,7 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
         ("train.steps=nan", ["train.steps=nan"]),
         ("train.steps=inf", ["train.steps=inf"]),
         ("train.steps=", ["train.steps="]),
-        ("train.steps=-1", ["from 1"]),
+        ("train.steps=-1", ["a whole number of at least 1"]),
         ("optimizer.lr=fast", ["optimizer.lr=fast", "number"]),
         ("optimizer.lr=nan", ["optimizer.lr=nan"]),
         ("model.tie_embeddings=maybe", ["true or false"]),
@@ -86,8 +86,8 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
         ("lora=true", ["use model.lora.rank=16"]),
         ("model.lora=true", ["section", "fsdpctl list model"]),
         ("model.lora.ranks=3", ["did you mean model.lora.rank?"]),
-        ("model.lora.rank=0", ["whole number from 1"]),
-        ("model.lora.path=x", ["only with model=hf"]),
+        ("model.lora.rank=0", ["a whole number from 1"]),
+        ("model.lora.path=x", ["only valid with model=hf"]),
         ("train=3", ["section"]),
         ("steps", ["KEY=VALUE", "train.steps"]),
         ("=3", ["KEY=VALUE"]),
@@ -130,7 +130,7 @@ def test_what_a_recipe_says_can_be_unset(tmp_path):
         compose_config([*folder, "model.lora.rank=none"], "finetune_chat").config.model.lora.rank
         is None
     )
-    with pytest.raises(UsageError, match="model.num_layers=none: allowed is whole number"):
+    with pytest.raises(UsageError, match="model.num_layers=none: expected a whole number"):
         compose_config(["model.num_layers=none"])
 
 
@@ -180,7 +180,7 @@ def test_typed_values_win_over_the_recipe(recipe):
     ("content", "word"),
     [
         ("- a\n", "mapping"),
-        ("train.steps: [1, 2]\n", "no plain value"),
+        ("train.steps: [1, 2]\n", "expected a plain value"),
         ("a: b: c\n", "not YAML"),
         ("train.steps: null\n", "whole number"),
         ("a: &a {b: *a}\n", "not YAML"),

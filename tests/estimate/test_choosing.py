@@ -253,7 +253,7 @@ def test_what_is_chosen_takes_the_place_of_auto_and_of_nothing_else():
     [
         (["prefetch=auto", "prefetch.forward=2"], "prefetch.forward=2: prefetch=auto chooses it"),
         (["strategy=auto", "reshard_after_forward=true"], "strategy=auto chooses that too"),
-        (["train.micro_batch_size=0"], "allowed is whole number from 1 to"),
+        (["train.micro_batch_size=0"], "expected a whole number from 1 to"),
         (["auto.prob=false"], "did you mean auto.probe"),
     ],
 )

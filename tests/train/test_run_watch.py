@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fsdpctl.comm.collectives import ObjectExchange
-from fsdpctl.config.keeping import CheckpointConfig
+from fsdpctl.config.output import CheckpointConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import NonFiniteError, StoppedError
 from fsdpctl.run.files import ALIVE, ENVIRONMENT, LOGS, METRICS
