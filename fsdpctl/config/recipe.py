@@ -1,17 +1,18 @@
-"""Recipes: YAML files of settings, as `section.key: value` or nested."""
+"""YAML files of settings: recipes, and options that the user adds with --config-dir."""
 
 import shlex
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from fsdpctl.config.files import package_folder
+from fsdpctl.config.files import choices_below, choices_of, package_folder
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.io.documents import read_yaml
 
 _MOST_SETTINGS = 10_000  # aliases turn few lines into many
 _MOST_DEEP = 8
+_FREE_GROUPS = ("model", "prefetch", "precision", "cluster")  # whose options only set values
 
 
 def recipe_names() -> list[str]:
@@ -44,7 +45,7 @@ def read_recipe(path: Path) -> list[tuple[str, str]]:
     Raises:
         UsageError: If the file isn't a YAML mapping of keys to plain values.
     """
-    return words_in(path, read_yaml(path))
+    return _settings_in(path, read_yaml(path))
 
 
 def refuse_commands(
@@ -64,8 +65,7 @@ def refuse_commands(
             )
 
 
-def words_in(path: Path, content: object) -> list[tuple[str, str]]:
-    """Return the settings in `content`, the YAML of `path`, as `read_recipe`."""
+def _settings_in(path: Path, content: object) -> list[tuple[str, str]]:
     words = list(islice(_flatten(path, "", content), _MOST_SETTINGS + 1))
     if len(words) > _MOST_SETTINGS:
         raise UsageError(f"{path}: more than {_MOST_SETTINGS} settings")
@@ -90,3 +90,43 @@ def _flatten(path: Path, prefix: str, content: object) -> Iterator[tuple[str, st
             raise UsageError(f"{path}: {name}: expected a plain value")
         else:
             yield name, ""  # unknown; reported later
+
+
+def check_config_dir(config_dir: Path | None) -> None:
+    """Check that a directory adds options only to free groups, under new names.
+
+    Raises:
+        UsageError: If it doesn't, or if the directory doesn't exist.
+    """
+    if config_dir is None:
+        return
+    if not config_dir.is_dir():
+        raise UsageError(f"--config-dir {config_dir}: no such directory")
+    for group in GROUPS:
+        if group not in _FREE_GROUPS and any(choices_below(config_dir / group)):
+            raise UsageError(
+                f"{config_dir / group}: the options of {group} are fixed; expected files for "
+                f"{', '.join(_FREE_GROUPS)}"
+            )
+        ours = set(choices_of(group))
+        for choice in sorted(ours.intersection(choices_below(config_dir / group))):
+            raise UsageError(
+                f"{config_dir / group / choice}.yaml: {group}={choice} already exists; rename "
+                "the file"
+            )
+
+
+def own_choice(file: Path) -> list[tuple[str, str]]:
+    """Read the settings of an option's file, which may have only comments.
+
+    Raises:
+        UsageError: If the file isn't a mapping of plain values.
+    """
+    content = read_yaml(file)
+    words = _settings_in(file, content) if content else []
+    for name, text in words:
+        if "${" in text:
+            raise UsageError(
+                f"{file}: {name}: {text}: interpolation is not supported; expected a plain value"
+            )
+    return words

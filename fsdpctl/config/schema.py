@@ -4,7 +4,7 @@ Sections that are groups have a `name`: the selected option, which is a file in 
 for `auto` until a run resolves it.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from fsdpctl.config.data import DataConfig
 from fsdpctl.config.keys import Key, key, keys_of
@@ -161,22 +161,7 @@ class Config:
 
 
 SECTIONS: dict[str, type] = {
-    "model": ModelConfig,
-    "data": DataConfig,
-    "strategy": StrategyConfig,
-    "prefetch": PrefetchConfig,
-    "accumulation": AccumulationConfig,
-    "precision": PrecisionConfig,
-    "activation_checkpointing": ActivationCheckpointingConfig,
-    "optimizer": OptimizerConfig,
-    "lr_scheduler": LrSchedulerConfig,
-    "engine": EngineConfig,
-    "launch": LaunchConfig,
-    "cluster": ClusterConfig,
-    "train": TrainConfig,
-    "checkpoint": CheckpointConfig,
-    "log": LogConfig,
-    "auto": AutoConfig,
+    each.name: type(getattr(Config(), each.name)) for each in fields(Config)
 }
 GROUPS = tuple(name for name, schema in SECTIONS.items() if hasattr(schema, "name"))
 KEYS: dict[str, Key] = {

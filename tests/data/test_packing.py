@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.documents import DocumentSet, Packing
+from fsdpctl.data.documents import IGNORED, DocumentSet, Packing
 from fsdpctl.data.order import pack
-from fsdpctl.data.rows import IGNORED, documents_of
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
 
@@ -111,7 +110,7 @@ def test_a_micro_batch_says_where_documents_end_and_is_filled_up():
 
 def test_documents_of_a_row_are_told_apart_again():
     rows = some(9, 5, trained=1).rows(ROOM)
-    (first, second) = sorted(documents_of(rows[0]))
+    (first, second) = sorted(rows[0].documents())
     assert first == list(range(1, 10))
     assert second == list(range(10, 15))
 
