@@ -258,7 +258,7 @@ def test_a_directory_without_a_tokenizer_is_rejected(tmp_path):
 def test_truncation_and_padding_of_a_tokenizer_file_are_disabled(
     tmp_path, monkeypatch, word_tokenizer, limits
 ):
-    """As in transformers. The file itself is unchanged."""
+    """Compare with transformers. The file itself is unchanged."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     text = "a b a b a b a b"
     (tmp_path / "text").write_text(text)
