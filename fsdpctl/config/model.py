@@ -21,7 +21,10 @@ class LoraConfig:
         optional=True,
     )  # fmt: skip
     alpha: float | None = key(
-        None, "scale of LoRA adapters, as alpha / rank; auto: twice the rank", minimum=0, auto=True
+        None,
+        "LoRA alpha: adapters are scaled by alpha / rank; auto: twice the rank",
+        minimum=0,
+        auto=True,
     )
     rslora: bool = key(False, "scale LoRA adapters by alpha / sqrt(rank) instead of alpha / rank")
     dropout: float = key(0.0, "dropout of the inputs of LoRA adapters", minimum=0, maximum=0.99)

@@ -1,4 +1,4 @@
-"""The sections `engine`, `launch` and `cluster`: how and where a run is computed."""
+"""What runs where: engine, launch, and the hardware that estimates assume."""
 
 import os
 from dataclasses import dataclass
@@ -6,68 +6,68 @@ from dataclasses import dataclass
 from fsdpctl.config.keys import key
 from fsdpctl.plan.attention import ARCHITECTURES
 
-_MOST_RANKS, _MOST_NODES = 1 << 10, 1 << 17  # of a node; ten times the largest clusters
+_MOST_RANKS, _MOST_NODES = 1 << 10, 1 << 17  # of a node; ten times the largest there are
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The engine that shards: fsdpctl's, or for comparison one of PyTorch's."""
+    """Who shards: fsdpctl, or for comparison one of PyTorch's own."""
 
     name: str = "fsdpctl"
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """How the ranks of a run are started."""
+    """How workers are started."""
 
     name: str = "local"
     nproc_per_node: int | None = key(
-        None,
-        "ranks per node; auto: one per CUDA device, else 2",
-        minimum=1,
-        maximum=_MOST_RANKS,
-        auto=True,
+        None, "ranks; auto: one per CUDA device, else 2", minimum=1, maximum=_MOST_RANKS, auto=True
     )
-    nnodes: int = key(1, "number of nodes", minimum=1, maximum=_MOST_NODES)
+    nnodes: int = key(1, "machines", minimum=1, maximum=_MOST_NODES)
     node_rank: int | None = key(
-        None, "number of this node, starting at 0", minimum=0, maximum=_MOST_NODES - 1
+        None, "which of several machines this is", minimum=0, maximum=_MOST_NODES - 1
     )
-    rdzv_endpoint: str | None = key(None, "HOST:PORT of node 0, for the rendezvous of launchers")
+    rdzv_endpoint: str | None = key(
+        None, "HOST:PORT of machine 0, where the launchers of several meet"
+    )
     interface: str | None = key(
-        None, "network interface; auto: the one that reaches rdzv_endpoint", auto=True
+        None, "by which machines talk; auto: what reaches rdzv_endpoint", auto=True
     )
-    device: str | None = key(None, "device of the ranks", choices=("cpu", "cuda"), auto=True)
+    device: str | None = key(None, "where ranks compute", choices=("cpu", "cuda"), auto=True)
     allocator: str = key(
-        "expandable", "CUDA: kind of memory segments", choices=("expandable", "native")
+        "expandable", "CUDA: how its memory is kept", choices=("expandable", "native")
     )
     timeout: float = key(
         600.0, "seconds after which a stuck collective ends the run", minimum=1, maximum=1e6
     )
     hang_timeout: float | None = key(
         None,
-        "seconds after which a rank that hangs is reported; auto: half of launch.timeout",
+        "seconds after which a rank that stands still is reported; auto: half of launch.timeout",
         minimum=1,
         maximum=1e6,
         auto=True,
     )
-    max_restarts: int = key(0, "number of restarts after failures", minimum=0, maximum=1_000_000)
+    max_restarts: int = key(
+        0, "how often failed ranks are started again", minimum=0, maximum=1_000_000
+    )
     nproc_min: int | None = key(
         None,
-        "fewest ranks per node after a restart; auto: as many as before",
+        "fewest ranks of a machine to go on with; auto: no fewer than before",
         minimum=1,
         maximum=_MOST_RANKS,
         auto=True,
     )
     nnodes_min: int | None = key(
         None,
-        "fewest nodes after a restart; auto: as many as before",
+        "fewest machines to go on with; auto: no fewer than before",
         minimum=1,
         maximum=_MOST_NODES,
         auto=True,
     )
     time_limit: float | None = key(
         None,
-        "seconds from the start of the launch within which the run saves a checkpoint and stops",
+        "seconds from the start of the launch, in which the last step is done and saved",
         minimum=1,
         maximum=1e9,
         optional=True,
@@ -75,20 +75,20 @@ class LaunchConfig:
 
     @property
     def allocator_environment(self) -> dict[str, str]:
-        """The environment variables of a CUDA rank, to be set before torch is imported."""
-        if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # torch's older name
+        """What a rank on CUDA needs in its environment before torch is imported."""
+        if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # torch's older name for the same
             return {}
         return {"PYTORCH_ALLOC_CONF": f"expandable_segments:{self.allocator == 'expandable'}"}
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """The hardware of estimates and predictions; no run is started on it."""
+    """Hardware that estimates assume; nothing runs there."""
 
     name: str = "here"
     memory: float | None = key(
         None,
-        "memory that a rank may use, as reported by torch; auto: that of this machine",
+        "what a rank may use, as torch reports a device's",
         unit="GiB",
         minimum=0.001,
         maximum=1e6,
@@ -96,23 +96,28 @@ class ClusterConfig:
     )
     ranks_per_node: int | None = key(
         None,
-        "ranks per node in estimates, for launch.nproc_per_node=auto",
+        "what launch.nproc_per_node=auto becomes in estimates",
         minimum=1,
         maximum=_MOST_RANKS,
         auto=True,
     )
     flops: float | None = key(
-        None, "peak dense TFLOP/s in bf16", minimum=1e-3, maximum=1e6, is_later=True, optional=True
+        None,
+        "TFLOP/s of dense products in bf16",
+        minimum=1e-3,
+        maximum=1e6,
+        is_later=True,
+        optional=True,
     )
     flops_fp32: float | None = key(
-        None, "peak dense TFLOP/s in fp32", minimum=1e-3, maximum=1e6, is_later=True, optional=True
+        None, "the same in fp32", minimum=1e-3, maximum=1e6, is_later=True, optional=True
     )
     memory_bandwidth: float | None = key(
-        None, "memory bandwidth in GB/s", minimum=1e-3, maximum=1e6, is_later=True, optional=True
+        None, "GB/s of a device's memory", minimum=1e-3, maximum=1e6, is_later=True, optional=True
     )
     intra_bandwidth: float | None = key(
         None,
-        "bandwidth of a rank's link within its node in GB/s, per direction",
+        "GB/s of a rank's link within its node, each way",
         optional=True,
         minimum=1e-4,
         maximum=1e6,
@@ -120,7 +125,7 @@ class ClusterConfig:
     )
     inter_bandwidth: float | None = key(
         None,
-        "bandwidth of a rank's share of its node's network links in GB/s, per direction",
+        "GB/s of a rank's share of its node's network cards, each way",
         optional=True,
         minimum=1e-4,
         maximum=1e6,
@@ -128,33 +133,25 @@ class ClusterConfig:
     )
     architecture: str | None = key(
         None,
-        "GPU generation, which determines the attention kernels",
+        "generation of the GPUs, by the attention kernels that run on them",
         choices=ARCHITECTURES,
         auto=True,
         is_later=True,
     )
     matmul_efficiency: float = key(
-        0.73,
-        "share of cluster.flops in large matrix products",
-        minimum=0.01,
-        maximum=1,
-        is_later=True,
+        0.73, "of flops: what large products reach", minimum=0.01, maximum=1, is_later=True
     )
     attention_efficiency: float | None = key(
         None,
-        "share of cluster.flops in attention to long sequences; auto: by kernel and architecture",
+        "of flops: what long attention reaches; auto: by cluster.architecture and model.attention",
         minimum=0.01,
         maximum=1,
         auto=True,
         is_later=True,
     )
     step_efficiency: float = key(
-        0.863,
-        "speed of operators in a step, relative to alone",
-        minimum=0.01,
-        maximum=1,
-        is_later=True,
+        0.863, "of each operator's own speed, within a step", minimum=0.01, maximum=1, is_later=True
     )
     profile: str | None = key(
-        None, "file written by profile-device, in place of the other keys of cluster", is_later=True
+        None, "FILE of profile-device, which says all of this by measurement", is_later=True
     )

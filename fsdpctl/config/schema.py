@@ -114,7 +114,7 @@ class LrSchedulerConfig:
     warmup_ratio: float | None = key(
         None, "warmup as a fraction of all steps", minimum=0, maximum=1, optional=True
     )
-    min_lr_ratio: float = key(0.1, "final / peak learning rate", minimum=0, maximum=1)
+    min_lr_ratio: float = key(0.1, "final learning rate / peak", minimum=0, maximum=1)
     decay_ratio: float = key(0.2, "wsd: fraction of the steps that decay", minimum=0, maximum=1)
 
 
