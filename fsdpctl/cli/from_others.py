@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from fsdpctl.cli.config_args import ConfigArguments, normalized
 from fsdpctl.cli.console import say, show_table
-from fsdpctl.cli.words import Asked, settled
 from fsdpctl.errors import UsageError
 from fsdpctl.io.console import printable
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _WIDTH = 88
 
 
-def asked_from(file: Path, asked: Asked) -> "AskedFromOthers":
+def asked_from(file: Path, asked: ConfigArguments) -> "AskedFromOthers":
     """The configuration of another tool in `file`, with what was typed beside it.
 
     Raises:
@@ -27,7 +27,7 @@ def asked_from(file: Path, asked: Asked) -> "AskedFromOthers":
     """
     from fsdpctl.config.importers.read import read_others
 
-    words, recipe, config_dir = settled(asked)
+    words, recipe, config_dir = normalized(asked)
     if recipe is not None:
         raise UsageError(f"--from {file}: and the recipe {recipe}: one of them; words go with both")
     translation = read_others(file.expanduser())

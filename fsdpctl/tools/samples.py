@@ -16,7 +16,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.resolve.machine import world_size
 from fsdpctl.run.directory import METRICS, read_config
-from fsdpctl.run.metrics import whole_lines
+from fsdpctl.run.metrics import read_metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,10 @@ def samples_of_step(run_dir: Path, step: int) -> StepSamples:
 def _found(metrics: Path, step: int) -> tuple[dict[str, Any] | None, int]:
     """Return the record of a rejected step, or None, and the samples consumed after the step."""
     bad, after, last = None, 0, 0
-    for _, line in whole_lines(metrics):
+    for line in read_metrics(metrics):
         last = max(last, line.step)
         if line.step == step:
-            bad, after = line.bad_numbers or bad, line.samples or after
+            bad, after = line.rejected_step or bad, line.samples or after
     if bad is None and not after:
         raise UsageError(f"--step {step}: not found; {metrics.parent} has completed {last} steps")
     return bad, after

@@ -152,7 +152,7 @@ def test_hardware_is_assumed_without_a_gpu(monkeypatch):
     assert found.composed.config.cluster.name == "h100"
     assert any("assumed" in row.note for row in found.rows)
     found = completed(read("axolotl-full.yaml"), ["launch.device=cpu"], None)
-    assert found.composed.config.cluster.name == "here"
+    assert found.composed.config.cluster.name == "local"
 
 
 def test_models_are_found_in_directories_and_in_the_hub_cache(tmp_path):
