@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from fsdpctl.config.output import CheckpointConfig
 
 from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.config.model_path import RUN_CONFIG
+from fsdpctl.config.output import CheckpointConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
 from fsdpctl.run.files import LOGS, METRICS
