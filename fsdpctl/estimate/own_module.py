@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.config.sizes import parse_bytes
+from fsdpctl.config.keys import parse_bytes
 from fsdpctl.engine.build import divide_module
 from fsdpctl.engine.describe import dtype_name
 from fsdpctl.engine.precision import Precision

@@ -39,9 +39,9 @@ def script(folder: Path, text: str) -> Path:
     [
         ("checkpoint.after_save=no-such-program", "program no-such-program not found"),
         ("checkpoint.after_save=sh 'x", "no closing quotation"),
-        ("checkpoint.after_save=", "allowed is text"),
-        ("checkpoint.after_save_timeout=0", "allowed is number from 1 to 1000000"),
-        ("log.tensorboard=yes", "allowed is true or false"),
+        ("checkpoint.after_save=", "expected text"),
+        ("checkpoint.after_save_timeout=0", "expected a number from 1 to 1000000"),
+        ("log.tensorboard=yes", "expected true or false"),
         ("log=wandb", "a section, not a key"),
     ],
 )
@@ -59,8 +59,8 @@ def test_a_recipe_may_not_say_what_is_executed(tmp_path):
     code, answer = invoke("train", str(recipe), "--print-config")
     assert code == 2
     assert answer == (
-        f"{recipe}: checkpoint.after_save: what is executed is typed, not read from files; if it "
-        "is yours, type checkpoint.after_save='touch it'"
+        f"{recipe}: checkpoint.after_save: commands are only valid on the "
+        "command line; to run it, add checkpoint.after_save='touch it'"
     )
     code, printed = invoke("train", str(recipe), "checkpoint.after_save=true", "--print-config")
     assert (code, "checkpoint.after_save: 'true'" in printed) == (0, True), printed

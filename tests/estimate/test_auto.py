@@ -260,7 +260,7 @@ def test_a_selection_fills_in_what_is_auto_and_nothing_else():
             "prefetch.forward=2: conflicts with prefetch=auto",
         ),
         (["strategy=auto", "reshard_after_forward=true"], "conflicts with strategy=auto"),
-        (["train.micro_batch_size=0"], "allowed is whole number from 1 to"),
+        (["train.micro_batch_size=0"], "expected a whole number from 1 to"),
         (["auto.prob=false"], "did you mean auto.probe"),
     ],
 )

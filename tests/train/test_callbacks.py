@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 
 from fsdpctl.comm.collectives import ObjectExchange
-from fsdpctl.config.keeping import CheckpointConfig
 from fsdpctl.config.model_path import RUN_CONFIG
+from fsdpctl.config.output import CheckpointConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
 from fsdpctl.run.files import LOGS, METRICS

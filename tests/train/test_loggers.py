@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.keeping import CheckpointConfig, LogConfig
+from fsdpctl.config.output import CheckpointConfig, LogConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.resolve import preflight as besides

@@ -367,14 +367,14 @@ def test_training_goes_on_from_a_directory_of_peft(tmp_path, targets, named):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"use_dora": True}, "use_dora=True is not offered"),
-        ({"bias": "all"}, "bias=all: only none"),
-        ({"peft_type": "IA3"}, "peft_type=IA3: only LORA"),
+        ({"use_dora": True}, "use_dora=True is not supported"),
+        ({"bias": "all"}, "bias=all: expected none"),
+        ({"peft_type": "IA3"}, "peft_type=IA3: expected LORA"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"target_modules": ["q_proj"]}, "unexpected model.* that model.lora.targets includes"),
         ({"target_modules": ["nothing"]}, "matches no linear layer"),
-        ({"r": 0}, "model.lora.path=.*: model.lora.rank=0: allowed is"),
+        ({"r": 0}, "model.lora.path=.*: model.lora.rank=0: expected"),
         ({"r": "4"}, "adapter_config.json: not as expected"),
         ({"r": 2}, "expected shape \\[2, 48\\], got \\[4, 48\\]"),
         ({"tensor": "model.layers.0.self_attn.q_proj.lora_magnitude_vector"}, "DoRA"),
@@ -408,5 +408,5 @@ def write_adapters(folder: Path, config: Config) -> Path:
 def test_rank_and_path_that_contradict_are_refused(tmp_path):
     typed = words(tmp_path, 1)
     folder = write_adapters(tmp_path, resolved(typed))
-    with pytest.raises(UsageError, match="model.lora.rank=8: those in .* have 4"):
+    with pytest.raises(UsageError, match="model.lora.rank=8: model.lora.path=.* has 4"):
         resolved(words(tmp_path, 1, "model.lora.rank=8", f"model.lora.path={folder}"))
