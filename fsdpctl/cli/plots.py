@@ -1,4 +1,4 @@
-"""Pictures of estimates."""
+"""Charts of estimates."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,9 +25,12 @@ _COLORS = {
 def draw_estimates(
     estimates: Sequence["RunEstimate"], folder: Path, name: str = "step"
 ) -> Iterator[Path]:
-    """Draw memory over a step for each estimate, and all beside each other; the files' paths.
+    """Draw memory over a step for each estimate, and a comparison of all; yield the files' paths.
 
-    `name` is what those of single steps begin with.
+    Args:
+        estimates: One per strategy.
+        folder: The directory to write to.
+        name: The beginning of the names of single steps' files.
     """
     import matplotlib
 
@@ -49,7 +52,7 @@ def _figure(title: str) -> tuple[Any, Any]:
     figure = Figure(figsize=_INCHES, layout="constrained")
     axes = figure.subplots()
     axes.set_title(title, loc="left")
-    axes.set_ylabel("GiB on a rank")
+    axes.set_ylabel("GiB per rank")
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
@@ -60,7 +63,7 @@ def _title(found: "RunEstimate") -> str:
     config = found.config
     return (
         f"{config.model.name}, {config.model.num_layers} blocks, on {world_size(config)} ranks, "
-        f"{found.batches.micro_batch_size} x {config.train.seq_len} tokens a pass"
+        f"{found.batches.micro_batch_size} x {config.train.seq_len} tokens per micro-batch"
     )
 
 
@@ -70,7 +73,7 @@ def _limit(axes: Any, found: "RunEstimate") -> None:
     if limit < 2 * top:
         axes.axhline(limit, color="black", linewidth=1, linestyle="--")
         axes.annotate(
-            f"what the allocator may have ({found.config.cluster.name})",
+            f"available to the allocator ({found.config.cluster.name})",
             (0.01, limit),
             xycoords=("axes fraction", "data"),
             xytext=(0, 3),
@@ -79,7 +82,7 @@ def _limit(axes: Any, found: "RunEstimate") -> None:
 
 
 def _draw_step(found: "RunEstimate", path: Path) -> None:
-    """What is held over the moments of a step, stacked."""
+    """Draw the memory at each moment of a step, stacked by category."""
     from fsdpctl.predict.peak import course
 
     moments = course(found.step.script, found.step.writer.item)
@@ -108,7 +111,7 @@ def _labels(names: Sequence[str] | dict[str, Any]) -> list[str]:
 
 
 def _wrapped(name: str) -> str:
-    """On two lines where it is long."""
+    """Return a long name on two lines."""
     return name.replace("_shard_", "_shard\n_").replace("shard_opt", "shard\n_opt")
 
 
@@ -120,7 +123,7 @@ def draw_largest(fits: Sequence["Fit"], names: Sequence[str], folder: Path) -> P
     folder.mkdir(parents=True, exist_ok=True)
     first = next(each.estimate for each in fits if each.estimate is not None)
     config = first.config
-    figure, axes = _figure(f"{config.model.name}: the largest that fits ({config.cluster.name})")
+    figure, axes = _figure(f"{config.model.name}: largest size that fits ({config.cluster.name})")
     if fits[0].key == "model.num_layers":
         axes.set_ylabel("billions of parameters")
         counts = [each.estimate.num_params / 1e9 if each.estimate else 0.0 for each in fits]
@@ -137,7 +140,7 @@ def draw_largest(fits: Sequence["Fit"], names: Sequence[str], folder: Path) -> P
 
 
 def _draw_strategies(estimates: Sequence["RunEstimate"], path: Path) -> None:
-    """What is held at the peak, a bar for each strategy."""
+    """Draw the memory at the peak, a bar for each strategy."""
     figure, axes = _figure(f"{_title(estimates[0])}: at the peak")
     names = [_wrapped(each.config.strategy.name) for each in estimates]
     bottom = [0.0] * len(estimates)

@@ -11,24 +11,24 @@ from fsdpctl.cli.console import say
 from fsdpctl.cli.words import Asked, RanksPerNode, Words, settled
 from fsdpctl.errors import UsageError
 
-Out = Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it, as JSON.")]
+Out = Annotated[Path, typer.Argument(metavar="FILE", help="New JSON file to write the profile to.")]
 
 
 def profile_device(out: Out, words: Words = None, nproc_per_node: RanksPerNode = None) -> None:
-    """Measure this machine, so that the time of a step can be foreseen on it.
+    """Measure this machine for step-time predictions.
 
-    Operators of real models, copies, the optimizer, collectives between the ranks, and how they
-    slow each other down: two minutes, in which nothing else should run. Then
-    `fsdpctl compare --simulate cluster.profile=FILE …` knows it.
+    Measures operators of real models, copies, the optimizer, collectives between the ranks, and
+    their mutual slowdown. It takes two minutes, in which nothing else should run. Use the profile
+    with `fsdpctl compare --simulate cluster.profile=FILE …`.
     """
     from fsdpctl.config.compose import compose_config
     from fsdpctl.resolve.machine import placed_here
     from fsdpctl.tools.profile_device import profile_device as measure
 
     if out.exists():
-        raise UsageError(f"{out}: exists already; name another file")
+        raise UsageError(f"{out}: already exists; pass another file")
     if not out.absolute().parent.is_dir():
-        raise UsageError(f"{out}: its folder does not exist")
+        raise UsageError(f"{out}: directory {out.absolute().parent} not found")
     asked = settled(Asked(words), nproc_per_node)
     found = measure(placed_here(compose_config(list(asked.words or [])).config))
     with out.open("x", encoding="utf-8") as file:

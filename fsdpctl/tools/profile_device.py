@@ -1,4 +1,4 @@
-"""Measures this machine with all its ranks at once, into a file that time is foreseen with."""
+"""Measurement of this machine with all its ranks, for step-time predictions."""
 
 import signal
 import tempfile
@@ -12,23 +12,23 @@ from fsdpctl.tools.profile_worker import MODULE
 
 
 def profile_device(config: Config) -> Profile:
-    """What the device and the links between the ranks of `config` can do; takes two minutes.
+    """Measure the device and the links between the ranks of `config`; takes two minutes.
 
     Args:
-        config: placed on this machine.
+        config: Placed on this machine.
 
     Raises:
-        FsdpctlError: a rank failed.
-        StoppedError, InterruptError: somebody asked to stop.
+        FsdpctlError: If a rank fails.
+        StoppedError, InterruptError: If a stop was requested.
     """
     with tempfile.TemporaryDirectory(prefix="fsdpctl-") as kept:
         found = Path(kept) / "profile.json"
         words = [str(config.launch.device), str(found)]
         outcome = launch_workers(MODULE, words, config.launch, logs=Path(kept))
         if outcome.stop_signal == signal.SIGINT:
-            raise InterruptError("interrupted before all was measured")
+            raise InterruptError("interrupted before the measurement was complete")
         if outcome.stop_signal is not None:
-            raise StoppedError("stopped before all was measured")
+            raise StoppedError("stopped before the measurement was complete")
         if outcome.cause is not None:
             raise FsdpctlError(f"rank {outcome.cause.rank} failed: {outcome.cause.cause}")
         return read_profile(found)

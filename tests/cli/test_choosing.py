@@ -53,7 +53,9 @@ def test_every_command_chooses_the_same_for_a_cluster_that_is_not_here():
     assert tuple(chosen) == CHOSEN
     code, text = invoke("estimate-memory", *H100, *OPEN, "--json")
     found = json.loads(text)
-    assert found["chosen"]["ranked"][0]["words"] == " ".join(f"{k}={v}" for k, v in chosen.items())
+    assert found["selected"]["ranked"][0]["words"] == " ".join(
+        f"{k}={v}" for k, v in chosen.items()
+    )
     assert found["strategy"] == chosen["strategy"]
     assert found["verdict"] == "fits"
     code, text = invoke("train", "--dry-run", *H100, *OPEN)
@@ -69,8 +71,8 @@ def test_for_each_strategy_the_rest_is_chosen():
     code, text = invoke("estimate-memory", *H100, *OPEN[1:], "--all-strategies", "--json")
     found = json.loads(text)
     assert code == 0
-    assert all("strategy" not in each["chosen"]["names"] for each in found)
-    words = {each["strategy"]: each["chosen"]["ranked"][0]["words"] for each in found}
+    assert all("strategy" not in each["selected"]["names"] for each in found)
+    words = {each["strategy"]: each["selected"]["ranked"][0]["words"] for each in found}
     assert "prefetch=none" in words["no_shard"]
     code, text = invoke("estimate-memory", *H100, *OPEN[1:3], "--all-strategies")
     assert f"full_shard: chosen  {' '.join(words['full_shard'].split()[:1])}" in text
