@@ -15,7 +15,7 @@ from fsdpctl.checkpoint.manifest import PARAMETER, BaseInfo, TensorInfo, tensor_
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.spans import checksum
 from fsdpctl.checkpoint.tensor_file import ITEMSIZES
-from fsdpctl.comm.pulse import PULSE, READING
+from fsdpctl.comm.rank_status import RANK_STATUS, READING
 from fsdpctl.errors import CheckpointError
 from fsdpctl.plan.layout import Span
 
@@ -70,6 +70,6 @@ def _chunks(info: TensorInfo) -> Iterator[Span]:
 def _digest(weights: Tensors, name: str, span: Span) -> str:
     found = xxhash.xxh3_128()
     for _, data in weights.read(tensor_key(PARAMETER, name), span):
-        PULSE.at(READING)
+        RANK_STATUS.at(READING)
         found.update(data)
     return found.hexdigest()

@@ -10,7 +10,7 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.state import ShardedOptimizer, model_pieces, optimizer_pieces
 from fsdpctl.checkpoint.tensors import DTYPES, tensor_of
-from fsdpctl.comm.pulse import PULSE, READING
+from fsdpctl.comm.rank_status import RANK_STATUS, READING
 from fsdpctl.errors import CheckpointError
 from fsdpctl.plan.layout import Span
 from fsdpctl.shards import Sharded
@@ -83,7 +83,7 @@ def _read_into(source: Tensors, key: str, span: Span, target: Tensor) -> None:
     """Copy the elements `span` of a flattened tensor into `target`, cast to its dtype."""
     dtype = source.info(key).dtype
     for part, data in source.read(key, span):
-        PULSE.at(READING)
+        RANK_STATUS.at(READING)
         within = part.shift(-span.start)
         target[within.start : within.stop].copy_(tensor_of(data, dtype))
 

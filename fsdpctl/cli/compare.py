@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fsdpctl.cli.config_args import ConfigArguments, RanksPerNode, configured, normalized
 from fsdpctl.cli.console import add_row, new_table, note, say, show_table
-from fsdpctl.cli.words import Asked, RanksPerNode, configured, settled
 from fsdpctl.config.keys import Key
 from fsdpctl.errors import UsageError
 from fsdpctl.tools.compare.row import NOT_REACHED, OK, REFUSED
@@ -27,7 +27,7 @@ _ROUNDS = Key("--rounds", "whole number", 3, "", minimum=1, maximum=1_000)
 
 @configured
 def compare(  # noqa: PLR0913  # each is an option
-    asked: Asked,
+    asked: ConfigArguments,
     steps: Annotated[str, typer.Option(metavar="N", help="Steps of each run.")] = "20",
     rounds: Annotated[
         str, typer.Option(metavar="N", help="Runs of each variant, alternating with the others.")
@@ -56,7 +56,7 @@ def compare(  # noqa: PLR0913  # each is an option
     from fsdpctl.tools.compare.recipe import check_recipe_file
 
     length, number = int(str(_STEPS.parse(steps))), int(str(_ROUNDS.parse(rounds)))
-    asked = settled(asked, nproc_per_node)
+    asked = normalized(asked, nproc_per_node)
     found = _variants(asked, length)
     file = None if write_recipe is None else check_recipe_file(write_recipe)
     command = _Command(asked, length, number, as_json=as_json, simulates=simulate)
@@ -75,7 +75,7 @@ def compare(  # noqa: PLR0913  # each is an option
 class _Command:
     """One comparison and its report."""
 
-    asked: Asked  # settled
+    asked: ConfigArguments  # normalized
     length: int
     num_rounds: int
     as_json: bool = field(kw_only=True)
@@ -158,7 +158,7 @@ class _Command:
             options = ["--simulate"]
         options += ["--recipe", recipe] if recipe else []
         options += ["--config-dir", str(config_dir)] if config_dir else []
-        return command_of(self.asked.words or [], options)
+        return command_of(self.asked.settings or [], options)
 
     def write_recipe(self, path: Path, found: "list[Variant]", rows: "list[Row]") -> None:
         """Write the best variant, if any ran."""
@@ -180,11 +180,11 @@ class _Command:
         note(f"written: {path}")
 
 
-def _variants(asked: Asked, steps: int) -> "list[Variant]":
-    """Return the variants to compare, and print which settings and combinations are ignored."""
+def _variants(asked: ConfigArguments, steps: int) -> "list[Variant]":
+    """What is to be run; says what of what was asked for is not."""
     from fsdpctl.tools.compare.vary import distinct, possible, variants
 
-    found = variants(list(asked.words or []), asked.recipe, asked.config_dir, steps=steps)
+    found = variants(list(asked.settings or []), asked.recipe, asked.config_dir, steps=steps)
     found, lacking = possible(found)
     found, same = distinct(found)
     for line in (*lacking, *same):

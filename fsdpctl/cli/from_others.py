@@ -5,8 +5,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
+from fsdpctl.cli.config_args import ConfigArguments, normalized
 from fsdpctl.cli.console import add_row, new_table, say, show_table
-from fsdpctl.cli.words import Asked, settled
 from fsdpctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _WIDTH = 88
 
 
-def asked_from(file: Path, asked: Asked) -> "AskedFromOthers":
+def asked_from(file: Path, asked: ConfigArguments) -> "AskedFromOthers":
     """Return the configuration of another tool in `file`, with settings from the command line.
 
     Raises:
@@ -23,7 +23,7 @@ def asked_from(file: Path, asked: Asked) -> "AskedFromOthers":
     """
     from fsdpctl.config.importers.read import read_others
 
-    words, recipe, config_dir = settled(asked)
+    words, recipe, config_dir = normalized(asked)
     if recipe is not None:
         raise UsageError(f"--from {file}: conflicts with the recipe {recipe}; pass only one")
     translation = read_others(file.expanduser())
@@ -37,7 +37,7 @@ def show_translation(asked: "AskedFromOthers") -> None:
     found = asked.translation
     table = new_table(f"{found.tool}: {found.file}", "", "setting", "")
     for row in asked.rows:
-        words = [word for word in row.words if not (found.own_engine and word[:7] == "engine=")]
+        words = [word for word in row.settings if not (found.own_engine and word[:7] == "engine=")]
         lost = [word for word in words if word in asked.overruled]
         note = row.note
         if lost:
@@ -56,12 +56,12 @@ def _left_out(asked: "AskedFromOthers") -> Iterator[str]:
     found = asked.translation
     if found.own_engine:
         yield f"engine  fsdpctl: {found.own_engine}"
-    for row in found.unlike:
+    for row in found.excluded:
         yield f"differs {row.key}={row.value}: {row.note}"
-    if found.unknown:
-        yield from _listed("unknown", f"may change the estimate: {', '.join(found.unknown)}")
-    if found.idle:
-        yield from _listed("unused", f"no effect on memory: {', '.join(found.idle)}")
+    if found.unrecognized:
+        yield from _listed("unknown", f"may change the estimate: {', '.join(found.unrecognized)}")
+    if found.no_memory_effect:
+        yield from _listed("unused", f"no effect on memory: {', '.join(found.no_memory_effect)}")
     yield ""
 
 

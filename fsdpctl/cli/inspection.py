@@ -122,9 +122,9 @@ def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
     base = reader.manifest.base
     if base is not None:
         from fsdpctl.checkpoint.base import check_base
-        from fsdpctl.comm.base import LocalCollectives
+        from fsdpctl.comm.base import Collectives
 
-        check_base(base, open_base(base, reader), LocalCollectives(), str(reader))
+        check_base(base, open_base(base, reader), Collectives(), str(reader))
     tensors = len(reader.manifest.tensors)
     if as_json:
         about = {"path": str(reader.folder), "tensors": tensors, "bytes": reader.num_bytes}

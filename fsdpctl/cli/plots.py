@@ -75,9 +75,9 @@ def _title(found: "RunEstimate") -> str:
 
 def _step(found: "RunEstimate") -> Any:
     """Draw the memory at each moment of a step, stacked by category."""
-    from fsdpctl.predict.peak import course
+    from fsdpctl.predict.peak import peaks_by_moment
 
-    moments = course(found.step.script, found.step.writer.item)
+    moments = peaks_by_moment(found.step.script, found.step.recorder.item)
     heading = f"Memory of a step with {found.config.strategy.name}"
     figure, axes = new_figure(heading, _title(found), _HEIGHT)
     values = {

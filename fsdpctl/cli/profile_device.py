@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fsdpctl.cli.config_args import ConfigArguments, RanksPerNode, Settings, normalized
 from fsdpctl.cli.console import say
-from fsdpctl.cli.words import Asked, RanksPerNode, Words, settled
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Out = Annotated[Path, typer.Argument(metavar="FILE", help="New JSON file to write the profile to.")]
 
 
-def profile_device(out: Out, words: Words = None, nproc_per_node: RanksPerNode = None) -> None:
+def profile_device(out: Out, words: Settings = None, nproc_per_node: RanksPerNode = None) -> None:
     """Measure this machine for step-time predictions.
 
     Measures operators of real models, copies, the optimizer, collectives between the ranks, and
@@ -32,8 +32,8 @@ def profile_device(out: Out, words: Words = None, nproc_per_node: RanksPerNode =
         raise UsageError(f"{out}: already exists; pass another file")
     if not out.absolute().parent.is_dir():
         raise UsageError(f"{out}: directory {out.absolute().parent} not found")
-    asked = settled(Asked(words), nproc_per_node)
-    config = placed_here(compose_config(list(asked.words or [])).config)
+    asked = normalized(ConfigArguments(words), nproc_per_node)
+    config = placed_here(compose_config(list(asked.settings or [])).config)
     with tempfile.TemporaryDirectory(prefix="fsdpctl-") as kept:
         measured = Path(kept) / "profile.json"
         _measure(config, measured)

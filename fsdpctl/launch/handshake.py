@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 
 import fsdpctl
-from fsdpctl.comm.stores import DistStoreError, PrefixStore, Store
+from fsdpctl.comm.world import DistStoreError, PrefixStore, Store
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import FsdpctlError, UsageError
 

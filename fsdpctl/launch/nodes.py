@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from fsdpctl.comm.stores import PrefixStore, Store, TCPStore
+from fsdpctl.comm.world import PrefixStore, Store, TCPStore
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.launch.handshake import Handshake, decode, encode, suppressing_losses

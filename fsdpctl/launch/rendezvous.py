@@ -10,7 +10,7 @@ from datetime import timedelta
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from fsdpctl.comm.stores import PrefixStore, Store, TCPStore
+from fsdpctl.comm.world import PrefixStore, Store, TCPStore
 from fsdpctl.errors import UsageError
 from fsdpctl.launch.interface import LOOPBACK
 

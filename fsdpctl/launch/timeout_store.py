@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from fsdpctl.comm.stores import Store
+from fsdpctl.comm.world import Store
 
 T = TypeVar("T")
 _MOMENT = 0.5  # seconds

@@ -15,7 +15,14 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from fsdpctl.comm.pulse import FINISHING, LOADING, READING, Beat, make_pages, read_beats
+from fsdpctl.comm.rank_status import (
+    FINISHING,
+    LOADING,
+    READING,
+    RankStatus,
+    make_status_file,
+    read_rank_statuses,
+)
 from fsdpctl.comm.recorder import Recorded
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.launch.hang import RankState, report
@@ -61,12 +68,12 @@ class Watchdog:
         self._count = launch.nproc_per_node
         self._first_rank = (0 if nodes is None else nodes.place()[0]) * self._count
         self._limit, self._timeout = launch.hang_timeout or launch.timeout / 2, launch.timeout
-        self._beats = [Beat(0, None, waits=False, place="")] * self._count
+        self._beats = [RankStatus(0, None, waits=False, place="")] * self._count
         self._still = [0.0] * self._count  # seconds since each rank's last heartbeat
         self._since: dict[str, float] = {}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
-        make_pages(folder / PAGES, self._count)
+        make_status_file(folder / PAGES, self._count)
         self._pages = (folder / PAGES).open("rb")  # readable even if the directory is deleted
 
     def __enter__(self) -> "Watchdog":
@@ -101,7 +108,7 @@ class Watchdog:
 
     def _poll(self, passed: float) -> None:
         """Read the heartbeats of all ranks, `passed` seconds after the last time."""
-        beats = read_beats(self._pages)
+        beats = read_rank_statuses(self._pages)
         for local, beat in enumerate(beats):
             moved = beat.count != self._beats[local].count or beat.place == FINISHING
             self._still[local] = 0.0 if moved else self._still[local] + passed

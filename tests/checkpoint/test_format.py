@@ -42,7 +42,7 @@ def test_a_reader_that_knows_only_the_document_reads_the_same(tmp_path):
     (_, last), *_ = sorted(
         (entry.start, key) for key, entry in open_tensor_file(file).entries.items()
     )[::-1]
-    with pytest.raises(ValueError, match=rf"{last} in rank-00001.safetensors is damaged"):
+    with pytest.raises(ValueError, match=rf"{last} in rank-00001.safetensors is corrupted"):
         read_tensor(folder, last)
 
 

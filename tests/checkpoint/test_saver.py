@@ -25,7 +25,7 @@ from fsdpctl.checkpoint.folders import (
 )
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.publish import lack_of_space
-from fsdpctl.comm.pulse import PULSE
+from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
@@ -157,7 +157,7 @@ def test_an_incomplete_newest_checkpoint_is_skipped_and_reported(tmp_path):
 def test_a_save_that_training_waits_for_reports_its_progress(tmp_path, monkeypatch):
     model, optimizer = trained("full_shard")
     beats: list[str] = []
-    monkeypatch.setattr(PULSE, "at", beats.append)
+    monkeypatch.setattr(RANK_STATUS, "at", beats.append)
     written = vars(save)["write_tensor_file"]
 
     def write_slowly(path: Path, header: bytes, chunks: Iterator[memoryview]) -> int:

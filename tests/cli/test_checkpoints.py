@@ -48,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model("qwen2", folder / "in")
     give_tokenizer(folder / "in", make_text(folder))
     said = train(folder, "run", "model=hf", "model.path=in")
-    assert f"weights read from {folder / 'in'}" in said
+    assert f"weights from {folder / 'in'}" in said
     return folder
 
 
@@ -78,10 +78,10 @@ def test_a_pretrained_model_is_trained_and_exported_with_its_tokenizer(trained, 
 def test_a_run_starts_from_the_weights_of_another(trained):
     said = train(trained, "second", "model=hf", "model.path=run", "optimizer.lr=1e-9")
     newest = trained / "run" / "checkpoints" / "step-00000006"
-    assert f"weights read from {newest}" in said
+    assert f"weights from {newest}" in said
     assert f"({trained / 'run' / 'assets'})" in said
     random = train(trained, "third", "model=hf", "model.path=run", "model.init=random")
-    assert "weights drawn from seed 0" in random
+    assert "weights initialized from seed 0" in random
     first, second = (figures(trained / name)[0][1] for name in ("second", "third"))
     assert first is not None
     assert second is not None
@@ -176,7 +176,7 @@ MISTAKES = {
         "only valid with --format hf",
     ),
     "shard": (["shard-checkpoint", "org/name", "y"], "hf download org/name"),
-    "weights": (["train", "model.weights=x"], "here it is model.path"),
+    "weights": (["train", "model.weights=x"], "use model=hf and model.path"),
     "hub": (["estimate-memory", "model=Qwen/Qwen3-4B"], "model=hf model.path=Qwen/Qwen3-4B"),
     "mode": (["train", "checkpoint.mode=later"], "async, sync"),
 }

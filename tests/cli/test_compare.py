@@ -190,7 +190,7 @@ def test_a_variant_that_fails_or_does_not_fit_has_a_row_with_the_reason(tmp_path
     ran, broken = rows(tmp_path, *vary, code=1)
     assert (ran["status"], len(ran["rounds"])) == ("ok", 2)
     assert broken["status"].startswith("failed: ")
-    assert "the step was not applied" in broken["status"]
+    assert "rejected, training stops" in broken["status"]
     given = [*TINY, f"data.path={make_text(tmp_path)}", "strategy=full_shard"]
     needs = [
         json.loads(invoke("estimate-memory", *given, f"train.micro_batch_size={n}", "--json")[1])

@@ -97,7 +97,7 @@ def test_more_ranks_than_samples_are_supported():
         (["cluster.memory=80QB"], "a size such as 80GB"),
         (["cluster.memory=GiB"], "cluster.memory=GiB"),
         (["cluster=h1000"], "did you mean h100?"),
-        (["engine=ddp"], "it can no_shard"),
+        (["engine=ddp"], "expected no_shard"),
         (["engine=fsdp2", "strategy=no_shard"], "full_shard"),
         (["--fit", "batch"], "micro_batch, seq_len, model"),
         (["launch.allocator=cuda"], "expandable, native"),
@@ -126,9 +126,9 @@ def test_a_configuration_of_another_tool_is_translated_and_estimated():
     assert code == 0
     assert (found["strategy"], found["world_size"]) == ("no_shard", 8)
     assert found["from"]["tool"] == "axolotl"
-    assert "strategy=full_shard" in found["from"]["overruled"]
+    assert "strategy=full_shard" in found["from"]["overridden"]
     (row,) = (each for each in found["from"]["rows"] if each["key"] == "base_model")
-    assert row["words"] == ["model=llama3_8b"]
+    assert row["settings"] == ["model=llama3_8b"]
     code, text = invoke("estimate-memory", *words, "--json")
     by_hand = ["engine=fsdp2", "strategy=full_shard", "prefetch=backward", "accumulation=last"]
     by_hand += ["train.micro_batch_size=2", "train.global_batch_size=64", "precision=bf16"]
@@ -145,9 +145,9 @@ def test_settings_that_a_file_of_another_tool_lacks_are_reported():
     assert code == 0
     assert "differs optimizer=adamw_bnb_8bit: estimated with AdamW's two states" in text
     assert "unknown may change the estimate: a_key_of_tomorrow" in text
-    assert "engine  fsdpctl: PyTorch's own engines are estimated without adapters" in text
+    assert "engine  fsdpctl: the estimates of PyTorch's engines don't support adapters" in text
     code, said = invoke("estimate-memory", "--from", file, "--recipe", "shakespeare")
     assert (code, "pass only one" in said) == (2, True)
-    words = ["--from", str(OTHERS / "torchtitan.toml"), "cluster=h100", "--all-strategies"]
+    words = ["--from", str(OTHERS / "axolotl-full.yaml"), "cluster=h100", "--all-strategies"]
     code, text = invoke("estimate-memory", *words, "--json")
-    assert {each["from"]["tool"] for each in json.loads(text)} == {"torchtitan"}
+    assert {each["from"]["tool"] for each in json.loads(text)} == {"axolotl"}

@@ -73,5 +73,5 @@ def test_a_process_of_torchrun_requires_launch_env(tmp_path):
         timeout=_SECONDS, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert "say launch=env" in done.stderr
+    assert "set launch=env" in done.stderr
     assert not os.path.exists(tmp_path / "runs")

@@ -1,5 +1,6 @@
 """Several machines: they meet, train as one would, stop together, and say what happened."""
 
+import os
 import signal
 import subprocess
 import time
@@ -14,7 +15,7 @@ from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.launch.handshake import Plan, _check_directory, difference
 from fsdpctl.launch.interface import LOOPBACK, own_address, split_endpoint
-from fsdpctl.launch.local import launch_workers
+from fsdpctl.launch.local import _environment, launch_workers
 from fsdpctl.launch.nodes import Nodes, RestartRound
 from fsdpctl.launch.outcome import Ended, Failure
 from fsdpctl.launch.rendezvous import bound_store
@@ -172,6 +173,21 @@ def test_an_endpoint_is_a_host_and_a_port(endpoint: str) -> None:
 def test_an_unknown_interface_is_named() -> None:
     with pytest.raises(UsageError, match=r"launch.interface=eth99: .*expected one of .*lo"):
         own_address(LOOPBACK, "eth99")
+
+
+@pytest.mark.parametrize(
+    ("named", "is_alone", "expected"),
+    [(None, False, None), ("eth7", False, "=eth7"), (None, True, "=eth7")],
+)
+def test_nccl_gets_an_interface_only_if_the_user_names_one(
+    monkeypatch: pytest.MonkeyPatch, named: str | None, is_alone: bool, expected: str | None
+) -> None:
+    """On several nodes; otherwise nccl.conf and InfiniBand decide. A single node uses loopback."""
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    launch = LaunchConfig(nproc_per_node=1, interface=named)
+    with _environment(launch, "eth7", is_alone=is_alone):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+        assert os.environ.get("NCCL_SOCKET_IFNAME") == expected
 
 
 def test_other_commands_do_not_support_several_nodes(tmp_path: Path) -> None:

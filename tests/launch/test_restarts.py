@@ -60,7 +60,7 @@ def test_a_killed_rank_costs_only_steps(tmp_path):
     said, _ = started.communicate(timeout=_SECONDS)
     assert started.returncode == 0, said
     assert "restart 1 of 2: rank 1" in said
-    assert "killed by signal 9 (SIGKILL); 2 ranks go on from step 25" in said
+    assert "killed by signal 9 (SIGKILL); 2 ranks resume at step 25" in said
     assert (tmp_path / "run" / "logs" / "restart-1").is_dir()
     whole = _undisturbed(tmp_path, 2, "train.steps=120")
     assert sorted(figures(tmp_path / "run"), key=str) == sorted(figures(whole), key=str)
@@ -103,7 +103,7 @@ def test_a_restart_without_progress_uses_fewer_ranks(tmp_path):
     said, _ = started.communicate(timeout=_SECONDS)
     assert started.returncode == 0, said
     assert "restart 2 of 3" in said
-    assert "1 ranks go on from step 25" in said
+    assert "1 ranks resume at step 25" in said
     assert last_step(tmp_path / "run" / "metrics.jsonl") == 80
 
 
@@ -118,7 +118,7 @@ def test_a_run_continues_without_a_lost_node(tmp_path):
             each.kill()
         ends = _ended(started)
     assert [ends[0][0], ends[2][0]] == [0, 0], ends
-    assert "2 ranks go on from step 25" in ends[0][1]
+    assert "2 ranks resume at step 25" in ends[0][1]
     assert last_step(tmp_path / "run" / "metrics.jsonl") == 300
 
 

@@ -10,7 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdpctl.comm.pulse import LOADING, PAGE, READING, Beat, Pulse, make_pages, read_beats
+from fsdpctl.comm.rank_status import (
+    LOADING,
+    PAGE,
+    READING,
+    RankStatus,
+    RankStatusPage,
+    make_status_file,
+    read_rank_statuses,
+)
 from fsdpctl.comm.recorder import recorded
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.launch.hang import RankState, culprits, report
@@ -21,9 +29,9 @@ from tests.distributed import distributed
 LAUNCH = LaunchConfig(nproc_per_node=2, hang_timeout=1)
 
 
-def beats_in(file: Path) -> list[Beat]:
+def beats_in(file: Path) -> list[RankStatus]:
     with file.open("rb") as pages:
-        return read_beats(pages)
+        return read_rank_statuses(pages)
 
 
 def state(rank: int, **about: object) -> RankState:
@@ -32,8 +40,8 @@ def state(rank: int, **about: object) -> RankState:
 
 
 def test_a_launcher_reads_the_heartbeats_of_its_ranks(tmp_path):
-    make_pages(tmp_path / "pages", 3)
-    pulse = Pulse()
+    make_status_file(tmp_path / "pages", 3)
+    pulse = RankStatusPage()
     pulse.at("nowhere")  # nobody reads it yet
     pulse.open(tmp_path / "pages", 1)
     pulse.at("forward blocks.3", 7)
@@ -50,8 +58,8 @@ def test_a_launcher_reads_the_heartbeats_of_its_ranks(tmp_path):
 
 
 def test_long_places_stay_on_their_page(tmp_path):
-    make_pages(tmp_path / "pages", 2)
-    pulse = Pulse()
+    make_status_file(tmp_path / "pages", 2)
+    pulse = RankStatusPage()
     pulse.open(tmp_path / "pages", 0)
     pulse.at("ä" * PAGE)
     first, second = beats_in(tmp_path / "pages")
@@ -87,7 +95,7 @@ def _sleeper() -> "subprocess.Popen[bytes]":
 def _watched(folder: Path, processes: list["subprocess.Popen[bytes]"], beats: int) -> Watchdog:
     watch = Watchdog(folder, LAUNCH, lambda: {n: each.pid for n, each in enumerate(processes)})
     for index in range(beats):
-        pulse = Pulse()
+        pulse = RankStatusPage()
         pulse.open(folder / PAGES, index)
         pulse.at("forward blocks.0", 1)
         pulse._count = 0
@@ -111,8 +119,8 @@ def test_hung_ranks_are_named_and_killed(tmp_path, monkeypatch):
 def test_a_page_that_is_being_written_is_not_a_hang(tmp_path, monkeypatch):
     monkeypatch.setattr("fsdpctl.launch.watchdog._POLL_SECONDS", 0.0002)
     beats = (
-        "import sys; from pathlib import Path; from fsdpctl.comm.pulse import Pulse\n"
-        "pulse = Pulse(); pulse.open(Path(sys.argv[1]), 0)\n"
+        "import sys; from pathlib import Path; from fsdpctl.comm import rank_status\n"
+        "pulse = rank_status.RankStatusPage(); pulse.open(Path(sys.argv[1]), 0)\n"
         "while True: pulse.at('forward blocks.3', 7)"
     )
     processes = [_sleeper()]
@@ -164,7 +172,7 @@ def test_ranks_that_make_progress_are_not_killed(tmp_path, monkeypatch):
     with _watched(tmp_path, processes, beats=2):
         processes[0].kill()
         processes[0].wait(timeout=20)
-        pulse = Pulse()
+        pulse = RankStatusPage()
         pulse.open(tmp_path / PAGES, 1)
         until = time.monotonic() + 2
         while time.monotonic() < until:
@@ -214,7 +222,7 @@ def test_out_of_memory_kills_are_counted(tmp_path, line, file, count):
 def test_a_hang_is_named_before_nccl_ends_the_process(tmp_path, place, step, seconds):
     watch = Watchdog(tmp_path, LaunchConfig(nproc_per_node=1, timeout=600), dict)
     watch._pages.close()
-    watch._beats = [Beat(1, step, waits=False, place=place)]
+    watch._beats = [RankStatus(1, step, waits=False, place=place)]
     assert watch._limit_of(0) == seconds
 
 

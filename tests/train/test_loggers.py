@@ -12,11 +12,11 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.keeping import CheckpointConfig, LogConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.resolve import besides
-from fsdpctl.resolve.besides import check_besides
+from fsdpctl.resolve import preflight as besides
+from fsdpctl.resolve.preflight import check_preflight
 from fsdpctl.run.files import TENSORBOARD, WANDB_ID
-from fsdpctl.train import loggers
-from fsdpctl.train.loggers import Loggers
+from fsdpctl.train.callbacks import loggers
+from fsdpctl.train.callbacks.loggers import Loggers
 
 BOTH = replace(Config(), log=LogConfig(tensorboard=True, wandb=True))
 LINE = {"step": 3, "loss": 0.5, "mfu": None, "after_save": "done", "tokens": 7, "flag": True}
@@ -73,7 +73,7 @@ def test_one_that_fails_is_said_once_and_the_other_goes_on(tmp_path, tools, monk
     both.close()
     assert len(said) == 1
     assert said[0].startswith("log.wandb: ")
-    assert said[0].endswith("; the run goes on without it")
+    assert said[0].endswith("; the run continues without it")
     assert "\n" not in said[0]
     assert len(one.heard) == 3
 
@@ -84,7 +84,7 @@ def test_one_that_does_not_end_is_left(tmp_path, tools, monkeypatch):
     tools[1].close = lambda *, well: never.wait(5)
     said: list[str] = []
     Loggers(BOTH, tmp_path, 0, said.append).close()
-    assert said == ["log.wandb: not done after 0.05 s; left so"]
+    assert said == ["log.wandb: not closed within 0.05 s, values may be missing"]
     never.set()
 
 
@@ -102,8 +102,8 @@ def test_one_that_is_not_installed_is_said_before_anything_starts(monkeypatch, n
     for found in (None, SimpleNamespace(origin=None)):
         monkeypatch.setattr(besides, "find_spec", lambda package, found=found: found)
         with pytest.raises(UsageError, match=said):
-            check_besides(config)
-        check_besides(Config())
+            check_preflight(config)
+        check_preflight(Config())
 
 
 def test_wandb_is_given_one_id_for_all_starts(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.peft import ADAPTER_CONFIG
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.source import load_data
+from fsdpctl.data.open import open_data
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.models.registry import initialize_parameter
@@ -97,7 +97,7 @@ def losses_of_peft(config: Config, folder: Path) -> list[float]:
             ours = name.removeprefix(PREFIX).replace(".default", "")
             initialize_parameter(ours, param.data, seed=seed, config=config.model)
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    data = load_data(config.data)
+    data = open_data(config.data)
     batches = Batches(
         data.train.rows(config.train.seq_len), plan_batches(12, 1), seed, data.vocab_size
     )

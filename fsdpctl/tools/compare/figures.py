@@ -8,8 +8,8 @@ from statistics import geometric_mean, median, quantiles
 from typing import Any
 
 from fsdpctl.errors import FsdpctlError
-from fsdpctl.io.documents import parse_json
 from fsdpctl.run.files import METRICS
+from fsdpctl.run.metrics import read_metrics
 from fsdpctl.tools.compare.row import Round, Row
 
 _WARM_UP = 0.25  # share of the steps that are ignored
@@ -30,29 +30,28 @@ def round_of(run_dir: Path, kept: str | None) -> Round:
         UsageError: If its metrics are corrupted.
     """
     file = run_dir / METRICS
-    text = file.read_text(encoding="utf-8")
-    lines = [parse_json(line, dict[str, Any], str(file)) for line in text.splitlines()]
-    steps = [line for line in lines if "loss" in line]
+    lines = list(read_metrics(file))
+    steps = [line for line in lines if line.is_step]
     timed = steps[int(len(steps) * _WARM_UP) :]
     if len(timed) < 2:
         raise FsdpctlError(f"{file}: too few steps to measure their speed")
     low, middle, high = quantiles(
-        (line["tokens_per_second"] for line in timed), n=4, method="inclusive"
+        (line.tokens_per_second or 0.0 for line in timed), n=4, method="inclusive"
     )
-    step_seconds = median(line["seconds"] for line in timed)
+    step_seconds = median(line.seconds or 0.0 for line in timed)
     last, ending = steps[-1], lines[-1]
-    on_device = last["peak_allocated_bytes"] is not None
+    on_device = last.peak_allocated_bytes is not None
     return Round(
         run_dir=kept,
         tokens_per_second=middle,
         tokens_per_second_quartiles=(low, high),
         step_seconds=step_seconds,
-        mfu=_median([line["mfu"] for line in timed]),
-        peak_engine_bytes=ending.get("peak_engine_bytes"),
-        peak_tensor_bytes=last["peak_allocated_bytes"],
-        peak_reserved_bytes=last["peak_reserved_bytes"] if on_device else None,
-        final_loss=last["loss"],
-        **_parts_of(step_seconds, [(line["seconds"], line) for line in timed]),
+        mfu=_median([line.mfu for line in timed]),
+        peak_engine_bytes=ending.peak_engine_bytes,
+        peak_tensor_bytes=last.peak_allocated_bytes,
+        peak_reserved_bytes=last.peak_reserved_bytes if on_device else None,
+        final_loss=last.loss if isinstance(last.loss, float) else None,
+        **_parts_of(step_seconds, [(line.seconds or 0.0, asdict(line)) for line in timed]),
     )
 
 

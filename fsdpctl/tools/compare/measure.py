@@ -15,18 +15,18 @@ from typing import TypeVar
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import divide_module
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
-from fsdpctl.estimate.automatic import resolved_with_choice
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_plan import estimate_run
 from fsdpctl.estimate.traffic import sent_in_step
 from fsdpctl.plan.engines import OURS
 from fsdpctl.resolve.machine import placed_on_cluster, world_size
-from fsdpctl.resolve.run import ResolvedRun
+from fsdpctl.resolve.run import Opened, Settled, open_run, settle
 from fsdpctl.run.assets import collect_assets
+from fsdpctl.start.decide import select
+from fsdpctl.start.short_run import short_run
 from fsdpctl.tools.compare.figures import round_of, summarized
 from fsdpctl.tools.compare.fitting import LargestModels, with_memory
 from fsdpctl.tools.compare.row import FAILED, NOT_REACHED, OK, REFUSED, Row
-from fsdpctl.tools.compare.short_run import short_run
 from fsdpctl.tools.compare.vary import Variant
 
 T = TypeVar("T")
@@ -112,26 +112,28 @@ class MeasuredComparison:
     def _prepare(self, each: _VariantRuns) -> None:
         """Resolve a variant and estimate its memory and traffic."""
         try:
-            run = resolved_with_choice(each.variant.composed)
-            if run.notes:  # the run would differ from the requested variant
-                raise UsageError(run.notes[0])
+            opened = open_run(each.variant.composed)
+            settled = settle(opened.config, select(opened))
+            if opened.notes:  # the run would differ from the requested variant
+                raise UsageError(opened.notes[0])
         except UsageError as error:
             each.row = replace(each.row, status=f"{REFUSED}{error}")
             return
-        each.config, each.assets = run.config, collect_assets(run.config, run.data)
-        each.row = self._estimated(each.row, run)
+        each.config = settled.config
+        each.assets = collect_assets(settled.config, opened.data)
+        each.row = self._estimated(each.row, opened, settled)
 
-    def _estimated(self, row: Row, run: ResolvedRun) -> Row:
-        config, parts = run.config, None
-        units = divide_module(run.module, None)
+    def _estimated(self, row: Row, opened: Opened, settled: Settled) -> Row:
+        config, parts = settled.config, None
+        units, passes = divide_module(opened.module, None), settled.batches.num_micro_batches
         row = replace(
             row,
             strategy=config.strategy.name,
             world_size=world_size(config),
-            sent_bytes_per_step=sent_in_step(config, units, run.batches.num_micro_batches).total,
+            sent_bytes_per_step=sent_in_step(config, units, passes).total,
         )
         if config.engine.name == OURS:
-            engine = estimate_run(config, run.module, run.batches.num_micro_batches)
+            engine = estimate_run(config, opened.module, passes)
             parts, peak = engine.breakdown.to_dict(), engine.peak_bytes
             row = replace(row, estimated_peak_engine_bytes=peak, estimated_breakdown=parts)
         try:

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fsdpctl.config.choosing import left_open
+from fsdpctl.config.auto import left_open
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.choosing import choose
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
-from fsdpctl.estimate.foresight import Foreseen, Foresight
+from fsdpctl.estimate.prediction import StepPrediction, StepPredictor
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.search import choose
 from fsdpctl.estimate.traffic import sent_in_step
-from fsdpctl.predict.chrome import chrome_trace
+from fsdpctl.predict.simulator import chrome_trace
 from fsdpctl.resolve.machine import resolved_strategy, world_size
 from fsdpctl.run.flops import flops_per_token
 from fsdpctl.tools.compare.fitting import LargestModels, with_memory
@@ -29,7 +29,7 @@ class _SimulatedVariant:
 
     row: Row
     config: Config
-    step: Foreseen | None = None
+    step: StepPrediction | None = None
 
 
 class SimulatedComparison:
@@ -37,7 +37,7 @@ class SimulatedComparison:
 
     def __init__(self, variants: Sequence[Variant]) -> None:
         self._estimator = Estimator()
-        self._predictor = Foresight(self._estimator)
+        self._predictor = StepPredictor(self._estimator)
         self._variants = [_SimulatedVariant(each.row, each.composed.config) for each in variants]
 
     @property
@@ -70,17 +70,17 @@ class SimulatedComparison:
         for number, each in enumerate(self._variants, start=1):
             if each.step is not None:
                 (folder / TRACES).mkdir(exist_ok=True)
-                text = chrome_trace(each.step.played, f"predicted: {each.row.label}")
+                text = chrome_trace(each.step.simulated, f"predicted: {each.row.label}")
                 (folder / TRACES / f"{number:02d}.json").write_text(text, encoding="utf-8")
 
     def _predict(self, each: _SimulatedVariant) -> None:
         config = placed_for_estimate(each.config)
         if left_open(config):
-            config = choose(self._estimator, config).chosen
+            config = choose(self._estimator, config).best.estimate.config
         config = replace(config, strategy=resolved_strategy(config, config.strategy))
         each.row = replace(each.row, strategy=config.strategy.name)
         estimate = self._estimator.estimate(config)
-        step = self._predictor.step(config)
+        step = self._predictor.predict(config)
         each.config, each.step = config, step
         units = self._estimator.traced_model(config).units
         sent = sent_in_step(config, units, estimate.batches.num_micro_batches).total
@@ -88,7 +88,7 @@ class SimulatedComparison:
         each.row = with_memory(row, estimate)
 
 
-def _with_times(row: Row, config: Config, step: Foreseen, estimate: RunEstimate) -> Row:
+def _with_times(row: Row, config: Config, step: StepPrediction, estimate: RunEstimate) -> Row:
     speed = step.tokens / step.seconds
     return replace(
         row,
