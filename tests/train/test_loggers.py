@@ -52,7 +52,7 @@ def tools(monkeypatch):
     return one, other
 
 
-def test_they_are_told_the_numbers_of_each_line(tmp_path, tools):
+def test_loggers_get_the_numbers_of_each_line(tmp_path, tools):
     both = Loggers(BOTH, tmp_path, 0, pytest.fail)
     both.line(LINE)
     both.line({"step": 4, "warning": "odd"})
@@ -61,7 +61,9 @@ def test_they_are_told_the_numbers_of_each_line(tmp_path, tools):
 
 
 @pytest.mark.parametrize("where", ["start", "log", "close"])
-def test_one_that_fails_is_said_once_and_the_other_goes_on(tmp_path, tools, monkeypatch, where):
+def test_a_failing_logger_is_reported_once_and_the_other_continues(
+    tmp_path, tools, monkeypatch, where
+):
     one, other = tools
     other.fails_at = where
     if where == "start":
@@ -78,7 +80,7 @@ def test_one_that_fails_is_said_once_and_the_other_goes_on(tmp_path, tools, monk
     assert len(one.heard) == 3
 
 
-def test_one_that_does_not_end_is_left(tmp_path, tools, monkeypatch):
+def test_a_logger_that_does_not_close_is_abandoned(tmp_path, tools, monkeypatch):
     monkeypatch.setattr(loggers, "_LEAVING_SECONDS", 0.05)
     never = threading.Event()
     tools[1].close = lambda *, well: never.wait(5)
@@ -88,14 +90,14 @@ def test_one_that_does_not_end_is_left(tmp_path, tools, monkeypatch):
     never.set()
 
 
-def test_nobody_is_told_unless_that_is_asked_for(tmp_path, tools):
+def test_no_logger_starts_unless_configured(tmp_path, tools):
     Loggers(Config(), tmp_path, 0, pytest.fail).line(LINE)
     assert [each.heard for each in tools] == [[], []]
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_one_that_is_not_installed_is_said_before_anything_starts(monkeypatch, name):
+def test_a_logger_that_is_not_installed_is_reported_before_the_start(monkeypatch, name):
     config = compose_config([f"log.{name}=true"]).config
     said = rf"log.{name}=true: {name} is not installed; pip install 'fsdpctl\[{name}\]'"
     # As a folder `wandb` in the current one is found.
@@ -106,7 +108,7 @@ def test_one_that_is_not_installed_is_said_before_anything_starts(monkeypatch, n
         check_besides(Config())
 
 
-def test_wandb_is_given_one_id_for_all_starts(tmp_path, monkeypatch):
+def test_all_starts_have_the_same_wandb_id(tmp_path, monkeypatch):
     begun: list[dict[str, Any]] = []
     ended: list[int] = []
 
@@ -136,7 +138,7 @@ def test_wandb_is_given_one_id_for_all_starts(tmp_path, monkeypatch):
     assert "wandb-id.txt" in said[0]
 
 
-def test_tensorboard_has_no_points_of_before_a_resume(tmp_path):
+def test_tensorboard_drops_the_points_after_the_resumed_step(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -152,7 +154,7 @@ def test_tensorboard_has_no_points_of_before_a_resume(tmp_path):
     assert points == [(s, s) for s in range(1, 21)] + [(s, 20 + s) for s in range(21, 26)]
 
 
-def test_tensorboard_has_no_points_of_before_going_back(tmp_path):
+def test_tensorboard_drops_the_points_after_a_rollback(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -169,7 +171,7 @@ def test_tensorboard_has_no_points_of_before_going_back(tmp_path):
 
 
 @pytest.mark.slow
-def test_wandb_offline_keeps_all_starts_as_one_run(tmp_path, monkeypatch):
+def test_wandb_offline_has_one_run_for_all_starts(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = replace(Config(), log=LogConfig(wandb=True))
