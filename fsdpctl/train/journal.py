@@ -4,7 +4,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.run.files import LOG, METRICS
@@ -96,9 +95,7 @@ class Journal:
         Raises:
             FsdpctlError: If it was deleted or moved, or metrics.jsonl was.
         """
-        if self._metrics is None:
-            return
-        if not (self._run_dir / RUN_CONFIG).exists() or not self._metrics.is_in_place:
+        if self._metrics is not None and not self._metrics.is_in_place:
             raise FsdpctlError(
                 f"{self._run_dir}: deleted or moved during the run; training stopped without "
                 "saving. Restore the directory, and run the same command to resume"
