@@ -193,7 +193,7 @@ class Trainer:
         """
         requested = RequestFlags()
         while len(self._queue) > keep:
-            PULSE.at("figures of the step")
+            PULSE.at("step results")
             launched = self._queue.popleft()
             done = finish_step(launched, self.parts.device, self._flops, self.ranks.size)
             requested |= RequestFlags(*done.figures.flags)
