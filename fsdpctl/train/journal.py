@@ -18,14 +18,9 @@ class Journal:
     def __init__(
         self, config: Config, run_dir: Path, step: int, *, is_main: bool, shows: bool
     ) -> None:
-        """Continue the record of a run after `step`.
+        """Continue the record of a run, and remove entries after `step`.
 
-        Args:
-            config: Resolved configuration.
-            run_dir: Run directory.
-            step: Completed steps; later entries are removed.
-            is_main: Whether this is rank 0.
-            shows: Whether rank 0 shows the progress and writes to experiment loggers.
+        With `shows`, rank 0 (`is_main`) shows the progress and writes to experiment loggers.
 
         Raises:
             UsageError: If metrics.jsonl is corrupted or cannot be written.

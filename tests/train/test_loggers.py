@@ -4,7 +4,7 @@ import sys
 import threading
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,7 +17,9 @@ from fsdpctl.resolve.besides import check_besides
 from fsdpctl.run.files import TENSORBOARD, WANDB_ID
 from fsdpctl.train.callbacks import loggers
 from fsdpctl.train.callbacks.loggers import Loggers
+from fsdpctl.train.trainer import Trainer
 
+RUN = cast(Trainer, None)
 BOTH = replace(Config(), log=LogConfig(tensorboard=True, wandb=True))
 LINE = {"step": 3, "loss": 0.5, "mfu": None, "after_save": "done", "tokens": 7, "flag": True}
 
@@ -56,7 +58,7 @@ def test_loggers_get_the_numbers_of_each_line(tmp_path, tools):
     both = Loggers(BOTH, tmp_path, 0, pytest.fail)
     both.line(LINE)
     both.line({"step": 4, "warning": "odd"})
-    both.close()
+    both.end(RUN, None)
     assert [each.heard for each in tools] == [[(3, {"loss": 0.5, "tokens": 7}), "closed"]] * 2
 
 
@@ -72,7 +74,7 @@ def test_a_failing_logger_is_reported_once_and_the_other_continues(
     both = Loggers(BOTH, tmp_path, 0, said.append)
     both.line(LINE)
     both.line(LINE)
-    both.close()
+    both.end(RUN, None)
     assert len(said) == 1
     assert said[0].startswith("log.wandb: ")
     assert said[0].endswith("; the run continues without it")
@@ -85,7 +87,7 @@ def test_a_logger_that_does_not_close_is_abandoned(tmp_path, tools, monkeypatch)
     never = threading.Event()
     tools[1].close = lambda *, well: never.wait(5)
     said: list[str] = []
-    Loggers(BOTH, tmp_path, 0, said.append).close()
+    Loggers(BOTH, tmp_path, 0, said.append).end(RUN, None)
     assert said == ["log.wandb: not closed within 0.05 s, values may be missing"]
     never.set()
 
@@ -126,7 +128,7 @@ def test_all_starts_have_the_same_wandb_id(tmp_path, monkeypatch):
     secret = CheckpointConfig(after_save="./upload.sh --token secret")
     config = replace(Config(), log=LogConfig(wandb=True), checkpoint=secret)
     for well in (True, False):
-        Loggers(config, tmp_path, 0, pytest.fail).close(well=well)
+        Loggers(config, tmp_path, 0, pytest.fail).end(RUN, None if well else RuntimeError())
     first, second = begun
     assert ended == [0, 1]
     assert "secret" not in str(begun)
@@ -147,7 +149,7 @@ def test_tensorboard_drops_the_points_after_the_resumed_step(tmp_path):
         board = Loggers(config, tmp_path, begins, pytest.fail)
         for step in steps:
             board.line({"step": step, "loss": float(begins + step)})
-        board.close()
+        board.end(RUN, None)
     found = EventAccumulator(str(tmp_path / TENSORBOARD))
     found.Reload()
     points = [(each.step, each.value) for each in found.Scalars("loss")]
@@ -161,9 +163,9 @@ def test_tensorboard_drops_the_points_after_a_rollback(tmp_path):
     board = Loggers(replace(Config(), log=LogConfig(tensorboard=True)), tmp_path, 0, pytest.fail)
     for step in range(1, 11):
         board.line({"step": step, "loss": float(step)})
-    board.cut_back(4)
+    board.went_back(RUN, 4)
     board.line({"step": 5, "loss": 50.0})
-    board.close()
+    board.end(RUN, None)
     found = EventAccumulator(str(tmp_path / TENSORBOARD))
     found.Reload()
     points = [(each.step, each.value) for each in found.Scalars("loss")]
@@ -178,7 +180,7 @@ def test_wandb_offline_has_one_run_for_all_starts(tmp_path, monkeypatch):
     for begins in (0, 5):
         board = Loggers(config, tmp_path, begins, pytest.fail)
         board.line({"step": begins + 1, "loss": 1.0})
-        board.close()
+        board.end(RUN, None)
     number = (tmp_path / WANDB_ID).read_text().strip()
     kept = [each.name for each in (tmp_path / "wandb").glob("offline-run-*")]
     assert kept
