@@ -27,16 +27,15 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.contest import RANKS, joined, step_seconds
 from benchmarks.report import write_report
 from benchmarks.training import train_step
-from fsdpctl.config.choosing import asked_again, left_open, with_choice, words_of
+from fsdpctl.config.auto import Selection, left_open
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
-from fsdpctl.estimate.automatic import resolved_with_stand_ins
 from fsdpctl.estimate.candidates import Axes, Point
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.here import with_speed
+from fsdpctl.estimate.local_hardware import with_speed
 from fsdpctl.resolve.machine import placed_on_cluster
-from fsdpctl.resolve.run import ResolvedRun, resolved_again
+from fsdpctl.resolve.run import Opened, open_run, settle
 from fsdpctl.train.assemble import make_model, make_optimizer
 from tests.predict.watch import watched_step
 
@@ -88,7 +87,7 @@ class Case:
         self.words = drawn(seed)
         if profile is not None:
             self.words.append(f"cluster.profile={profile}")
-        self.run, axes = self._all()
+        self.opened, axes = self._all()
         draw, estimator = random.Random(f"limit {seed}"), Estimator()
         estimates = {p: estimator.estimate(axes.config(p)) for p in combinations(axes)}
         first = next(iter(estimates.values()))
@@ -101,15 +100,13 @@ class Case:
         draw.shuffle(fitting)
         self.configs = {self.named(axes.config(p)): axes.config(p) for p in fitting[:most]}
 
-    def _all(self) -> tuple[ResolvedRun, Axes]:
-        composed = compose_config([*self.words, *OPEN])
-        run = resolved_with_stand_ins(composed)
-        placed = placed_on_cluster(asked_again(run.config, composed.config))
-        return run, Axes.of(with_speed(placed)[0])
+    def _all(self) -> tuple[Opened, Axes]:
+        opened = open_run(compose_config([*self.words, *OPEN]))
+        return opened, Axes.of(with_speed(placed_on_cluster(opened.config))[0])
 
     def named(self, config: Config) -> str:
         """What is chosen in it, as it is typed."""
-        return words_of(config, left_open(compose_config([*self.words, *OPEN]).config))
+        return Selection.of(config).text(left_open(self.opened.config))
 
     def chosen(self, folder: Path) -> Config:
         """What a run chooses; it trains a step."""
@@ -121,8 +118,7 @@ class Case:
 
     def resolved(self, config: Config) -> Config:
         """The run with what is chosen in `config`."""
-        asked = compose_config([*self.words, *OPEN]).config
-        return resolved_again(self.run, with_choice(asked, config, left_open(asked))).config
+        return settle(self.opened.config, Selection.of(config)).config
 
 
 def _watched(rank: int, config: Config, folder: Path) -> None:

@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import spawn
 
 from fsdpctl.comm.world import World
 from fsdpctl.config.schema import Config
-from fsdpctl.optim.record import Limits, OwnWord
+from fsdpctl.optim.record import Limits, LocalStepStats
 from fsdpctl.tools.compare.figures import drifts_between
 from fsdpctl.tools.compare.measure import in_turn
 from fsdpctl.train.assemble import make_trainer
@@ -75,7 +75,7 @@ def _train(config: Config, world: World, run_dir: Path, steps: int) -> float:
     samples, seconds = 0, []
     for step in range(last):
         began = time.perf_counter()
-        done = launch_step(parts, step, samples, limits=Limits(), own=OwnWord)
+        done = launch_step(parts, step, samples, limits=Limits(), own=LocalStepStats)
         done.record.figures()
         samples = done.samples
         seconds.append(time.perf_counter() - began)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from inspect import CO_OPTIMIZED
 from pathlib import Path
 from statistics import median
 from types import FrameType
@@ -21,7 +22,7 @@ from benchmarks.report import write_report
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = str(ROOT / "fsdpctl")
-ONCE = ("open_data", "choose", "trace", "resolve", "plan_start", "build_model")
+ONCE = ("open_data", "choose", "trace", "open_run", "look", "settle", "build_model")
 DRY_RUN = ("train", "strategy=auto", "--dry-run", "data=text")
 LARGE = (
     "estimate-memory", "model=llama3_405b", "cluster=h100", "launch.nnodes=2048",
@@ -36,10 +37,11 @@ def counted(run: Callable[[], object]) -> tuple[set[str], Counter[str]]:
     calls: Counter[str] = Counter()
 
     def see(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and (name := frame.f_code.co_filename).startswith(PACKAGE):
-            if frame.f_code.co_name != "<module>":
-                files.add(name)
-            calls[frame.f_code.co_name] += 1
+        code = frame.f_code  # of a function if CO_OPTIMIZED is set, else of a class or a module
+        if event == "call" and code.co_filename.startswith(PACKAGE):
+            if code.co_flags & CO_OPTIMIZED:
+                files.add(code.co_filename)
+            calls[code.co_name] += 1
 
     sys.setprofile(see)
     try:

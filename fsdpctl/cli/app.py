@@ -1,4 +1,4 @@
-"""The command line: its commands, and what an error becomes."""
+"""The command line: its commands, and the exit codes of errors."""
 
 import contextlib
 import signal
@@ -23,10 +23,15 @@ from fsdpctl.cli.sample import sample
 from fsdpctl.cli.status import status
 from fsdpctl.cli.train import train
 from fsdpctl.cli.version import print_version
-from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
+from fsdpctl.errors import (
+    STOP_SIGNALS,
+    FsdpctlError,
+    InterruptError,
+    StoppedError,
+    UsageError,
+)
 
-_STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
-# Mistakes on the command line itself; click's class, which newer versions of typer bring along.
+# Errors of the command line itself: click's class, which newer versions of typer include.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
@@ -36,11 +41,12 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Trains PyTorch models with fully sharded data parallelism.\n\n"
-    "`fsdpctl train` trains now, on this machine, on text that it finds there.",
+    help="Train PyTorch models with fully sharded data parallelism.\n\n"
+    "`fsdpctl train` needs no settings: it trains a small model on text from this machine.",
 )
 
-_SETTINGS = {"ignore_unknown_options": True}  # a word with dashes is answered by the configuration
+_SETTINGS = {"ignore_unknown_options": True}  # the configuration reports them
+# Name, function, and whether it takes settings. Help shows the first 50 characters of docstrings.
 _COMMANDS: tuple[tuple[str, Callable[..., None], bool], ...] = (
     ("train", train, True),
     ("estimate-memory", estimate_memory, True),
@@ -58,8 +64,8 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], bool], ...] = (
     ("data", data, False),
     ("list", list_choices, False),
 )
-for _name, _command, _takes_words in _COMMANDS:
-    app.command(_name, context_settings=_SETTINGS if _takes_words else None)(_command)
+for _name, _command, _takes_settings in _COMMANDS:
+    app.command(_name, context_settings=_SETTINGS if _takes_settings else None)(_command)
 
 
 @app.callback()
@@ -72,7 +78,7 @@ def about(
         is_eager=True,
     ),
 ) -> None:
-    """Options that belong to no command."""
+    """Define the options that belong to no command."""
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -84,8 +90,9 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    """Run the command line; an error is one line, the exit code says of which kind."""
-    for number, handler in ((signal.SIGINT, _interrupt), *((each, _stop) for each in _STOPPING)):
+    """Run the command line. An error is printed in one line; its kind sets the exit code."""
+    for number in STOP_SIGNALS:
+        handler = _interrupt if number == signal.SIGINT else _stop
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, handler)
     args = sys.argv[1:] or ["--help"]

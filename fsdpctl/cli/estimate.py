@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from fsdpctl.cli.choosing import chosen_lines
+from fsdpctl.cli.config_args import ConfigArguments, composed_from, configured
 from fsdpctl.cli.console import note, say, show_table
 from fsdpctl.cli.from_others import asked_from, show_translation
-from fsdpctl.cli.words import Asked, composed_from, configured
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.plan.strategy import STRATEGIES
 
 if TYPE_CHECKING:
     from fsdpctl.estimate.advice import Change
-    from fsdpctl.estimate.choice import Choice
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.estimate.fit import Fit
+    from fsdpctl.estimate.ranking import Ranking
     from fsdpctl.estimate.run_estimate import RunEstimate
 
 _DOES_NOT_FIT = 3
@@ -29,11 +28,12 @@ _VERDICTS = {
     "thrashes": "fits only if the allocator empties its cache again and again, which is slow",
     "too_large": "does not fit",
 }
+_SHORT_VERDICTS = {"too_large": _VERDICTS["too_large"]}
 
 
 @configured
 def estimate_memory(
-    asked: Asked,
+    asked: ConfigArguments,
     all_strategies: Annotated[
         bool, typer.Option("--all-strategies", help="One line for each strategy.")
     ] = False,
@@ -56,7 +56,7 @@ def estimate_memory(
         typer.Option(
             "--from",
             metavar="FILE",
-            help="Start from a configuration of axolotl, torchtitan or accelerate.",
+            help="Estimate the configuration of axolotl or accelerate in FILE.",
         ),
     ] = None,
 ) -> None:
@@ -68,9 +68,10 @@ def estimate_memory(
     if fit is not None and fit not in _FITTED:
         raise UsageError(f"--fit {fit}: allowed is {', '.join(_FITTED)}{nearest(fit, _FITTED)}")
     others = None if source is None else asked_from(source, asked)
-    composed = others.composed if others else composed_from(*asked, quiet=as_json)
-    from fsdpctl.estimate.automatic import estimates_of
+    composed = others.composed if others else composed_from(asked, quiet=as_json)
     from fsdpctl.estimate.estimator import Estimator
+    from fsdpctl.estimate.search import estimates_of
+    from fsdpctl.start.decide import describe_ranking
 
     estimator = Estimator()
     found = estimates_of(estimator, composed.config, every=all_strategies)
@@ -87,11 +88,12 @@ def estimate_memory(
         say(json.dumps(entries if all_strategies else entries[0], indent=2))
     elif all_strategies:
         _show_all(estimates, fits)
-        for each, choice in found:
-            for line in chosen_lines(choice)[:1]:
-                say(f"{each.config.strategy.name}: {line}")
+        for each, ranking in found:
+            if ranking is not None:
+                say(f"{each.config.strategy.name}: {next(describe_ranking(ranking))}")
     else:
-        for line in chosen_lines(found[0][1]):
+        ranking = found[0][1]
+        for line in [] if ranking is None else describe_ranking(ranking):
             say(line)
         _show_one(estimator, estimates[0], fits)
     if require_fit and not any(each.verdict == "fits" for each in estimates):
@@ -108,12 +110,12 @@ def _fits(estimator: "Estimator", estimates: list["RunEstimate"], fit: str | Non
 
 
 def _entries(
-    found: "list[tuple[RunEstimate, Choice | None]]", fits: "list[Fit]"
+    found: "list[tuple[RunEstimate, Ranking | None]]", fits: "list[Fit]"
 ) -> list[dict[str, Any]]:
     """What `--json` prints of each."""
     entries = [
-        {**estimate.to_dict(), **({} if choice is None else {"chosen": choice.to_dict()})}
-        for estimate, choice in found
+        {**estimate.to_dict(), **({} if ranking is None else {"selected": ranking.to_dict()})}
+        for estimate, ranking in found
     ]
     for entry, largest in zip(entries, fits, strict=False):
         entry["fit"] = largest.to_dict()
@@ -216,8 +218,12 @@ def _strategies_table(estimates: list["RunEstimate"]) -> Table:
     for each in estimates:
         cells = [_size(each.step.breakdown[name]) for name in parts]
         totals = [_size(each.allocated), _size(each.peak_reserved), _size(each.margin)]
-        verdict = each.verdict.replace("_", " ")
-        table.add_row(each.config.strategy.name, *cells, *totals, verdict)
+        table.add_row(
+            each.config.strategy.name,
+            *cells,
+            *totals,
+            _SHORT_VERDICTS.get(each.verdict, each.verdict),
+        )
     return table
 
 
@@ -230,7 +236,7 @@ def _breakdown_table(found: "RunEstimate") -> Table:
         largest = [each for each in found.step.peak.largest if each.category == name]
         named = [f"{each.count} x {each.what}, {_size(each.nbytes)}" for each in largest[:2]]
         table.add_row(name.replace("_", " "), _size(nbytes), "; ".join(named))
-    table.add_row("allocated", _size(found.allocated), f"when: {found.step.peak.when}")
+    table.add_row("allocated", _size(found.allocated), f"peak at: {found.step.peak.when}")
     return table
 
 
@@ -256,14 +262,14 @@ def _conclusions(found: "RunEstimate") -> list[str]:
 
 def _fit_line(found: "Fit") -> str:
     if found.estimate is None:
-        return f"nothing, {found.key}=1 is too large"
+        return f"nothing: {found.key}=1 does not fit"
     held = _size(found.estimate.peak_reserved)
     if found.key == "model.num_layers":
         held += f", {found.estimate.num_params:,} parameters"
-    if found.following is None:
-        return f"{found.words} ({held}), the largest there is"
-    over = _size(found.following.peak_reserved)
-    return f"{found.words} ({held}); {found.value + found.multiple} does not fit ({over})"
+    if found.next is None:
+        return f"{found.settings} ({held}), the maximum"
+    over = _size(found.next.peak_reserved)
+    return f"{found.settings} ({held}); {found.value + found.multiple} does not fit ({over})"
 
 
 def change_lines(changes: list[tuple["Change", "RunEstimate"]]) -> list[str]:

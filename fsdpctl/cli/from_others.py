@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from fsdpctl.cli.config_args import ConfigArguments, normalized
 from fsdpctl.cli.console import say, show_table
-from fsdpctl.cli.words import Asked, settled
 from fsdpctl.errors import UsageError
 from fsdpctl.io.console import printable
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _WIDTH = 88
 
 
-def asked_from(file: Path, asked: Asked) -> "AskedFromOthers":
+def asked_from(file: Path, asked: ConfigArguments) -> "AskedFromOthers":
     """The configuration of another tool in `file`, with what was typed beside it.
 
     Raises:
@@ -27,7 +27,7 @@ def asked_from(file: Path, asked: Asked) -> "AskedFromOthers":
     """
     from fsdpctl.config.importers.read import read_others
 
-    words, recipe, config_dir = settled(asked)
+    words, recipe, config_dir = normalized(asked)
     if recipe is not None:
         raise UsageError(f"--from {file}: and the recipe {recipe}: one of them; words go with both")
     translation = read_others(file.expanduser())
@@ -43,7 +43,7 @@ def show_translation(asked: "AskedFromOthers") -> None:
     for name in (f"{found.tool}: {found.file}", "", "becomes", ""):
         table.add_column(Text(printable(name)))
     for row in asked.rows:
-        words = [word for word in row.words if not (found.own_engine and word[:7] == "engine=")]
+        words = [word for word in row.settings if not (found.own_engine and word[:7] == "engine=")]
         lost = [word for word in words if word in asked.overruled]
         note = row.note
         if lost:
@@ -62,12 +62,12 @@ def _left_out(asked: "AskedFromOthers") -> Iterator[str]:
     found = asked.translation
     if found.own_engine:
         yield f"engine  fsdpctl: {found.own_engine}"
-    for row in found.unlike:
+    for row in found.excluded:
         yield f"not so  {row.key}={row.value}: {row.note}"
-    if found.unknown:
-        yield from _listed("unknown", f"may change the figure: {', '.join(found.unknown)}")
-    if found.idle:
-        yield from _listed("unused", f"no influence on memory: {', '.join(found.idle)}")
+    if found.unrecognized:
+        yield from _listed("unknown", f"may change the figure: {', '.join(found.unrecognized)}")
+    if found.no_memory_effect:
+        yield from _listed("unused", f"no influence on memory: {', '.join(found.no_memory_effect)}")
     yield ""
 
 

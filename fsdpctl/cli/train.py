@@ -1,112 +1,164 @@
 """`fsdpctl train`."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdpctl.cli.choosing import decide, print_chosen
-from fsdpctl.cli.console import CONVERSATIONS, bytes_bar, count_of, out, say
-from fsdpctl.cli.ending import TOO_EARLY
-from fsdpctl.cli.running import run
-from fsdpctl.cli.words import (
-    Asked,
+from fsdpctl.cli.config_args import (
+    ConfigArguments,
     ConfigDir,
     RanksPerNode,
     Recipe,
-    Words,
+    Settings,
     composed_from,
-    settled,
+    normalized,
 )
+from fsdpctl.cli.console import CONVERSATIONS, bytes_bar, count_of, note, out, say
+from fsdpctl.cli.exit_report import TOO_EARLY, report_exit
 from fsdpctl.errors import StoppedError
 
 if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
-    from fsdpctl.resolve.run import ResolvedRun
+    from fsdpctl.resolve.run import Opened
+    from fsdpctl.run.directory import Look
+    from fsdpctl.start.decide import Decision
 
 
 def train(
-    words: Words = None,
+    settings: Settings = None,
     recipe: Recipe = None,
     config_dir: ConfigDir = None,
     resume: Annotated[
         str,
         typer.Option(
             metavar="auto|never|PATH",
-            help="auto: go on where the run was. never: start a new run beside it. PATH: start a "
-            "new run from the full state of that run or checkpoint.",
+            help="auto: resume the run if it exists. never: start a new run in a new directory. "
+            "PATH: start a new run from the full state of that run or checkpoint.",
         ),
     ] = "auto",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check that it would run, show units; train nothing.")
+        bool, typer.Option("--dry-run", help="Check the run and show its units; train nothing.")
     ] = False,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the configuration and end.")
+        bool, typer.Option("--print-config", help="Print the configuration and exit.")
     ] = False,
     nproc_per_node: RanksPerNode = None,
 ) -> None:
-    """Train a model. The same command again resumes where the last one ended."""
-    words, recipe, config_dir = settled(Asked(words, recipe, config_dir), nproc_per_node)
-    composed = composed_from(words, recipe, config_dir, quiet=print_config)
+    """Train a model, or resume a run."""
+    config = normalized(ConfigArguments(settings, recipe, config_dir), nproc_per_node)
+    composed = composed_from(config, quiet=print_config)
     if print_config:
-        from fsdpctl.config.serialize import config_to_yaml
-
-        say(config_to_yaml(print_chosen(composed, resume).config).rstrip())
+        _print_config(composed, resume)
     elif dry_run:
         _dry_run(composed, resume)
     else:
-        options = [f"--recipe {recipe}"] if recipe else []
-        try:
-            run(composed, [*options, *(words or [])], resume)
-        except StoppedError:
-            raise StoppedError(TOO_EARLY) from None
+        options = [f"--recipe {config.recipe}"] if config.recipe else []
+        _train(composed, [*options, *(config.settings or [])], resume)
+
+
+def _train(composed: "Composed", settings: list[str], resume: str) -> None:
+    from fsdpctl.start.run import run
+    from fsdpctl.start.talk import Talk
+
+    try:
+        found = run(composed, settings, resume, Talk(say, note, partial(count_of, CONVERSATIONS)))
+        if found is not None:
+            report_exit(*found)
+    except StoppedError:
+        raise StoppedError(TOO_EARLY) from None
+
+
+def _print_config(composed: "Composed", resume: str) -> None:
+    """Print the configuration; lines about the selection go to standard error."""
+    from fsdpctl.config.auto import Selection, filled, left_open
+    from fsdpctl.config.serialize import config_to_yaml
+
+    config = composed.config
+    if left_open(config):
+        decision = _decision_on_cluster(composed)
+        selection = decision and decision.selection
+        if decision is None:
+            from fsdpctl.resolve.run import settle
+
+            _, seen, decision = _opened(composed, resume)
+            selection = Selection.of(settle(seen.config, decision.selection).config)
+        for line in decision.lines:
+            note(line)
+        assert selection is not None
+        config = filled(config, selection)
+    say(config_to_yaml(config).rstrip())
+
+
+def _decision_on_cluster(composed: "Composed") -> "Decision | None":
+    """Select what is `auto` for a cluster other than this machine; return None for this machine."""
+    from fsdpctl.config.auto import left_open
+    from fsdpctl.resolve.machine import LOCAL
+    from fsdpctl.start.decide import decide_on_cluster
+
+    if composed.config.cluster.name == LOCAL or not left_open(composed.config):
+        return None
+    return decide_on_cluster(composed.config, note)
+
+
+def _opened(composed: "Composed", resume: str) -> "tuple[Opened, Look, Decision]":
+    """Open a run as if this were its launcher: it may be shown where no launcher runs."""
+    from fsdpctl.resolve.run import open_run
+    from fsdpctl.run.directory import look
+    from fsdpctl.start.decide import decide
+
+    with count_of(CONVERSATIONS) as advance:
+        opened = open_run(composed, composed.config.launch, advance)
+    seen = look(opened.config, resume)
+    decision = None if seen.kept else _decision_on_cluster(composed)
+    return opened, seen, decision or decide(opened, seen, note)
 
 
 def _dry_run(composed: "Composed", resume: str) -> None:
-    from fsdpctl.estimate.automatic import resolved_with_stand_ins
     from fsdpctl.estimate.estimator import Estimator
-    from fsdpctl.estimate.kept import estimate_here
-    from fsdpctl.run.directory import plan_start
-    from fsdpctl.train.describe import describe_run, describe_units
+    from fsdpctl.resolve.machine import placed_on_cluster
+    from fsdpctl.resolve.run import settle
+    from fsdpctl.start.describe import describe_run, describe_units
 
-    # Whoever starts it: it may be looked at from where no launcher is.
-    with count_of(CONVERSATIONS) as advance:
-        run = resolved_with_stand_ins(composed, composed.config.launch, advance)
-    composed, run, chosen = decide(composed, run, resume)
-    start = plan_start(run.config, resume)
-    estimate = estimate_here(run, Estimator())
-    for line in [*chosen, *describe_run(run, start, estimate), "", *describe_units(run)]:
+    opened, seen, decision = _opened(composed, resume)
+    settled = settle(seen.config, decision.selection)
+    estimate = Estimator().estimate(placed_on_cluster(settled.config))
+    for line in (*decision.lines, *describe_run(opened, settled, seen, estimate)):
         say(line)
-    _show_samples(run)
-    _check_large_token_files(run)
+    say()
+    for line in describe_units(settled.config, opened.module):
+        say(line)
+    _show_samples(opened)
+    _check_large_token_files(opened)
     would = "it would run" if estimate.verdict == "fits" else "it would run out of memory"
     say(f"\n{would}; nothing was trained")
 
 
-def _show_samples(run: "ResolvedRun") -> None:
-    """The first conversations as they are trained, and how long all are."""
-    from fsdpctl.data.chats.open import open_chats
+def _show_samples(opened: "Opened") -> None:
+    """Print the first conversations as they are trained, and the lengths of all."""
+    from fsdpctl.data.chats.open import ChatSet
     from fsdpctl.data.chats.preview import histogram, preview
 
-    if not run.config.data.holds_documents:
+    if not isinstance(opened.data, ChatSet):
         return
-    chats = open_chats(run.config.data)
-    marked = "in colour" if out.is_terminal and not out.no_color else "in brackets"
+    chats = opened.data.train
+    marked = "in color" if out.is_terminal and not out.no_color else "in brackets"
     for number, text in enumerate(
-        preview(chats.train, chats.tokenizer, colour=marked == "in colour"), start=1
+        preview(chats, opened.data.tokenizer, color=marked == "in color"), start=1
     ):
-        say(f"\nsample {number}, what has a loss {marked}:")
+        say(f"\nsample {number}, trained text {marked}:")
         out.print(text)
     say("\nlengths of samples:")
-    for line in histogram(chats.train):
+    for line in histogram(chats):
         say(line)
 
 
-def _check_large_token_files(run: "ResolvedRun") -> None:
-    """Those that are not read before every run."""
+def _check_large_token_files(opened: "Opened") -> None:
+    """Check the files that are too large to be read before every run."""
     from fsdpctl.data.tokens import check_tokens
     from fsdpctl.resolve.data import CHECKED_BYTES
 
-    large = [file for file in run.data.token_files if file.num_bytes > CHECKED_BYTES]
+    large = [file for file in opened.data.token_files if file.num_bytes > CHECKED_BYTES]
     with bytes_bar(sum(file.num_bytes for file in large)) as advance:
         for file in large:
             check_tokens(file, advance)

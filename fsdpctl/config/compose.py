@@ -1,6 +1,6 @@
-"""Builds a `Config` out of typed words, a recipe and the choices in conf/.
+"""Compose a `Config` from settings, a recipe and the options in conf/.
 
-Hydra composes the choices. Values never pass its grammar, so any file name arrives as typed.
+Hydra composes the options. Values never pass through its grammar, so any file name is safe.
 """
 
 import os
@@ -19,14 +19,14 @@ from fsdpctl.config.keys import AUTO, Value
 from fsdpctl.config.recipe import find_recipe, read_recipe, recipe_names, refuse_commands
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
 from fsdpctl.config.serialize import to_config
-from fsdpctl.config.words import hint
+from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE, with_resharding
 
 _OPTIONS = ("--recipe", "--config-dir", "--resume", "--dry-run", "--print-config", "--help")
 
 _RESHARDING = ("reshard_after_forward", "strategy.reshard_after_forward")
-# With torchtitan's words for it.
+# Including torchtitan's values.
 _RESHARDS = {"true": True, "false": False, "always": True, "default": True, "never": False}
 
 Pair = tuple[str, str]
@@ -34,21 +34,21 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """A configuration, and what is worth saying about how it came about."""
+    """A configuration, and where its values come from."""
 
     config: Config
-    recipe: str | None  # its name, without folder and ending
-    dropped: tuple[str, ...]  # recipe keys that a choice on the command line overruled
-    automatic: frozenset[str]  # keys that nobody gave a value
+    recipe: str | None  # its name, without directory and suffix
+    dropped: tuple[str, ...]  # recipe keys overridden by an option on the command line
+    automatic: frozenset[str]  # keys without a value
 
 
 def compose_config(
     words: Sequence[str], recipe: str | None = None, config_dir: Path | None = None
 ) -> Composed:
-    """The configuration that `words` (KEY=VALUE) and a recipe ask for.
+    """Return the configuration of `words` (KEY=VALUE settings) and a recipe.
 
     Raises:
-        UsageError: a word is unknown or given twice, or its value is not allowed.
+        UsageError: If a setting is unknown or given twice, or its value is invalid.
     """
     check_config_dir(config_dir)
     typed = [_split(word) for word in words]
@@ -62,7 +62,7 @@ def compose_config(
     chosen = {name for name, _ in typed if name in GROUPS}
     dropped = tuple(name for name, _ in base if "." in name and name.split(".")[0] in chosen)
     kept = [pair for pair in base if pair[0] not in chosen and pair[0] not in dropped]
-    pairs = with_model([_in_our_words(*pair) for pair in (*kept, *typed)])
+    pairs = with_model([_with_own_name(*pair) for pair in (*kept, *typed)])
     _check_known(pairs, config_dir)
     choices = {name: text for name, text in pairs if name in GROUPS}
     values = _values_of_choices(choices, config_dir)
@@ -70,34 +70,34 @@ def compose_config(
     values.update(values_of_adapters(choices, dict(pairs)))
     values.update({name: KEYS[name].parse(text) for name, text in pairs if name in KEYS})
     given = {name for name, _ in typed}
-    _settle("the length", LENGTHS, values, given, {name for name, _ in kept})
-    _settle("the size of a step", SIZES, values, given, {name for name, _ in kept})
+    _resolve_alternatives("the length", LENGTHS, values, given, {name for name, _ in kept})
+    _resolve_alternatives("the size of a step", SIZES, values, given, {name for name, _ in kept})
     automatic = frozenset(name for name, value in values.items() if value is None)
     config = to_config(values, choices)
     return Composed(config, path.stem if path else None, dropped, automatic)
 
 
 def _resharding(pairs: list[Pair], below: list[Pair]) -> list[Pair]:
-    """The strategy for FSDP's `reshard_after_forward`, which tells two of ours apart.
+    """Replace FSDP's `reshard_after_forward` by the strategy that it selects.
 
-    It changes the strategy that is named beside it, or `below`.
+    It modifies the strategy among `pairs`, else the one in `below`.
     """
     asked = [(name, text) for name, text in pairs if name in _RESHARDING]
     if not asked:
         return pairs
     name, text = asked[-1]
     if text.lower() not in _RESHARDS:
-        raise UsageError(f"{name}={text}: allowed is {', '.join(_RESHARDS)}")
+        raise UsageError(f"{name}={text}: expected {', '.join(_RESHARDS)}")
     named = dict([*below, *pairs]).get("strategy", "full_shard")
     if named == AUTO:
-        raise UsageError(f"{name}={text}: strategy=auto chooses that too; leave one of them out")
+        raise UsageError(f"{name}={text}: conflicts with strategy=auto; leave one of them out")
     strategy = with_resharding(named, _RESHARDS[text.lower()]).name
     kept = [pair for pair in pairs if pair[0] not in (*_RESHARDING, "strategy")]
     return [*kept, ("strategy", strategy)]
 
 
-def _in_our_words(name: str, text: str) -> Pair:
-    """A strategy by the name that other tools have for it."""
+def _with_own_name(name: str, text: str) -> Pair:
+    """Translate a strategy's name in other tools."""
     return name, STRATEGIES_ELSEWHERE.get(text.lower(), text) if name == "strategy" else text
 
 
@@ -107,41 +107,45 @@ def _split(word: str) -> Pair:
     if word.startswith("-"):
         known = hint(name.lstrip("-").replace("-", "_"), [*KEYS, *GROUPS])
         if name in _OPTIONS:
-            raise UsageError(f"{word}: written as {name} VALUE, or no option of this command")
+            raise UsageError(f"{word}: expected {name} VALUE, or not an option of this command")
         raise UsageError(
-            f"{word}: no such option; settings are typed KEY=VALUE"
+            f"{word}: no such option; settings have the form KEY=VALUE"
             f"{known or hint(name, list(_OPTIONS))}"
         )
     if name[:1] in ("+", "~") or "@" in name:
         raise UsageError(
-            f"{name}: keys are neither added nor removed here; `fsdpctl list` shows those there are"
+            f"{name}: adding and removing keys is not supported; `fsdpctl list` shows all keys"
         )
     if not name:
-        raise UsageError(f"{word!r}: write KEY=VALUE")
+        raise UsageError(f"{word!r}: expected KEY=VALUE")
     try:
         word.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"{word!r}: not UTF-8; rename the file") from None
+        raise UsageError(f"{word!r}: not valid UTF-8; rename the file") from None
     if name == "hydra" or name.startswith("hydra."):
-        raise UsageError(f"{name}: Hydra's own settings are not open; `fsdpctl list` shows ours")
+        raise UsageError(
+            f"{name}: settings of Hydra are not supported; `fsdpctl list` shows all keys"
+        )
     if not equals:
-        raise UsageError(f"{word}: write KEY=VALUE, without spaces around the ={_meant_by(word)}")
+        raise UsageError(
+            f"{word}: expected KEY=VALUE, without spaces around the ={_meant_by(word)}"
+        )
     return name, value
 
 
 def _meant_by(word: str) -> str:
-    """What a word without a value may have been meant for."""
+    """Return a suggestion for a word without a value."""
     if word in KEYS or word in GROUPS:
         return ""
     if word in recipe_names():
-        return f"; a recipe is --recipe {word}"
+        return f"; to use the recipe, pass --recipe {word}"
     for group in GROUPS:
         if word in choices_of(group):
             return f"; did you mean {group}={word}?"
     if word.endswith((".toml", ".json")):
-        return "; a recipe is a YAML file; what is another tool's, `estimate-memory --from` reads"
+        return "; recipes are YAML files; `estimate-memory --from` reads those of other tools"
     if os.path.exists(word):
-        return f"; a text is data=text data.path={word}"
+        return f"; to train on the text, pass data=text data.path={word}"
     return hint(word, [*KEYS, *GROUPS])
 
 
@@ -154,7 +158,7 @@ def _refuse_doubles(typed: Sequence[Pair]) -> None:
 
 
 def _check_known(pairs: Sequence[Pair], config_dir: Path | None) -> None:
-    """Refuse what is unknown, the first in full and the others by name."""
+    """Reject unknown settings: the first with its message, the others by name."""
     errors = {}
     for name, text in pairs:
         try:
@@ -163,9 +167,9 @@ def _check_known(pairs: Sequence[Pair], config_dir: Path | None) -> None:
             errors[name] = error
     if errors:
         first, *others = errors
-        known = [(name, hint(name, [])) for name in others]
-        told = [f"{name} ({said[2:]})" if said else name for name, said in known]
-        more = f"; nor are known: {', '.join(told)}" if told else ""
+        hints = [(name, hint(name, [])) for name in others]
+        listed = [f"{name} ({text[2:]})" if text else name for name, text in hints]
+        more = f"; also unknown: {', '.join(listed)}" if listed else ""
         raise UsageError(f"{errors[first]}{more}")
 
 
@@ -174,7 +178,7 @@ def _check_one(name: str, text: str, config_dir: Path | None) -> None:
         choices = choices_of(name, config_dir)
         if text not in choices:
             raise UsageError(
-                f"{name}={text}: no such choice{_choice_hint(name, text, choices)} "
+                f"{name}={text}: no such option{_choice_hint(name, text, choices)} "
                 f"({', '.join(choices)})"
             )
     elif name in SECTIONS or any(key.startswith(f"{name}.") for key in KEYS):
@@ -186,12 +190,12 @@ def _check_one(name: str, text: str, config_dir: Path | None) -> None:
 
 def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
     if group == "model" and ("/" in text or os.path.isdir(text)):
-        return f"; model={FROM_PATH} model.path={text} takes a directory"
+        return f"; model={FROM_PATH} model.path={text} loads a directory"
     return hint(text, list(choices))
 
 
 def _values_of_choices(choices: dict[str, str], config_dir: Path | None) -> dict[str, Value]:
-    """The values that files of choices give, checked like typed ones; defaults elsewhere."""
+    """Return the values in the files of the selected options, and defaults for other keys."""
     ours = {group: choice for group, choice in choices.items() if choice in choices_of(group)}
     pairs = list(_texts(_composed_by_hydra(ours)))
     for section, choice in choices.items():
@@ -235,13 +239,15 @@ def _composed_by_hydra(choices: Mapping[str, str]) -> Mapping[str, Mapping[str, 
     return {group: _contents[group, option] for group, option in options}
 
 
-def _settle(what: str, names: Sequence[str], values: dict[str, Value], *given: set[str]) -> None:
-    """One of several ways to say something: that of the first of those `given` that has any."""
+def _resolve_alternatives(
+    subject: str, names: Sequence[str], values: dict[str, Value], *given: set[str]
+) -> None:
+    """Unset the alternatives of the setting that the first of `given` has among `names`."""
     for source in given:
-        said = [name for name in names if name in source]
-        if len(said) > 1:
-            raise UsageError(f"{' and '.join(said)}: say {what} in one way only")
-        if said:
-            unset = (name for name in names if name != said[0] and KEYS[name].optional)
+        found = [name for name in names if name in source]
+        if len(found) > 1:
+            raise UsageError(f"{' and '.join(found)}: conflict; set {subject} with one of them")
+        if found:
+            unset = (name for name in names if name != found[0] and KEYS[name].optional)
             values.update(dict.fromkeys(unset))
             return

@@ -1,4 +1,4 @@
-"""What runs where: engine, launch, and the hardware that estimates assume."""
+"""Engine, launch, and the hardware that estimates assume."""
 
 import os
 from dataclasses import dataclass
@@ -6,68 +6,70 @@ from dataclasses import dataclass
 from fsdpctl.config.keys import key
 from fsdpctl.plan.attention import ARCHITECTURES
 
-_MOST_RANKS, _MOST_NODES = 1 << 10, 1 << 17  # of a node; ten times the largest there are
+_MOST_RANKS, _MOST_NODES = 1 << 10, 1 << 17  # per node, and nodes; ten times the largest clusters
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Who shards: fsdpctl, or for comparison one of PyTorch's own."""
+    """The engine that shards: fsdpctl, or one of PyTorch's own for comparison."""
 
     name: str = "fsdpctl"
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """How workers are started."""
+    """The start of the workers."""
 
     name: str = "local"
     nproc_per_node: int | None = key(
-        None, "ranks; auto: one per CUDA device, else 2", minimum=1, maximum=_MOST_RANKS, auto=True
+        None,
+        "ranks per node; auto: one per CUDA device, else 2",
+        minimum=1,
+        maximum=_MOST_RANKS,
+        auto=True,
     )
-    nnodes: int = key(1, "machines", minimum=1, maximum=_MOST_NODES)
+    nnodes: int = key(1, "nodes", minimum=1, maximum=_MOST_NODES)
     node_rank: int | None = key(
-        None, "which of several machines this is", minimum=0, maximum=_MOST_NODES - 1
+        None, "number of this node, from 0", minimum=0, maximum=_MOST_NODES - 1
     )
     rdzv_endpoint: str | None = key(
-        None, "HOST:PORT of machine 0, where the launchers of several meet"
+        None, "HOST:PORT of node 0, where the launchers of all nodes connect"
     )
     interface: str | None = key(
-        None, "by which machines talk; auto: what reaches rdzv_endpoint", auto=True
+        None, "network interface between nodes; auto: the one that reaches rdzv_endpoint", auto=True
     )
-    device: str | None = key(None, "where ranks compute", choices=("cpu", "cuda"), auto=True)
+    device: str | None = key(None, "device of the ranks", choices=("cpu", "cuda"), auto=True)
     allocator: str = key(
-        "expandable", "CUDA: how its memory is kept", choices=("expandable", "native")
+        "expandable", "CUDA: allocator of device memory", choices=("expandable", "native")
     )
     timeout: float = key(
-        600.0, "seconds after which a stuck collective ends the run", minimum=1, maximum=1e6
+        600.0, "seconds after which a stuck collective stops the run", minimum=1, maximum=1e6
     )
     hang_timeout: float | None = key(
         None,
-        "seconds after which a rank that stands still is reported; auto: half of launch.timeout",
+        "seconds after which a rank without progress is reported; auto: half of launch.timeout",
         minimum=1,
         maximum=1e6,
         auto=True,
     )
-    max_restarts: int = key(
-        0, "how often failed ranks are started again", minimum=0, maximum=1_000_000
-    )
+    max_restarts: int = key(0, "number of restarts after failures", minimum=0, maximum=1_000_000)
     nproc_min: int | None = key(
         None,
-        "fewest ranks of a machine to go on with; auto: no fewer than before",
+        "fewest ranks per node after a restart; auto: no fewer than before",
         minimum=1,
         maximum=_MOST_RANKS,
         auto=True,
     )
     nnodes_min: int | None = key(
         None,
-        "fewest machines to go on with; auto: no fewer than before",
+        "fewest nodes after a restart; auto: no fewer than before",
         minimum=1,
         maximum=_MOST_NODES,
         auto=True,
     )
     time_limit: float | None = key(
         None,
-        "seconds from the start of the launch, in which the last step is done and saved",
+        "seconds from launch to the last save; training stops in time for it",
         minimum=1,
         maximum=1e9,
         optional=True,
@@ -75,20 +77,20 @@ class LaunchConfig:
 
     @property
     def allocator_environment(self) -> dict[str, str]:
-        """What a rank on CUDA needs in its environment before torch is imported."""
-        if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # torch's older name for the same
+        """Variables that a rank on CUDA needs before torch is imported."""
+        if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # torch's older name of the variable
             return {}
         return {"PYTORCH_ALLOC_CONF": f"expandable_segments:{self.allocator == 'expandable'}"}
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """Hardware that estimates assume; nothing runs there."""
+    """The hardware that estimates and predictions assume."""
 
-    name: str = "here"
+    name: str = "local"
     memory: float | None = key(
         None,
-        "what a rank may use, as torch reports a device's",
+        "memory per rank, as torch reports that of a device",
         unit="GiB",
         minimum=0.001,
         maximum=1e6,
@@ -96,28 +98,33 @@ class ClusterConfig:
     )
     ranks_per_node: int | None = key(
         None,
-        "what launch.nproc_per_node=auto becomes in estimates",
+        "value of launch.nproc_per_node=auto in estimates",
         minimum=1,
         maximum=_MOST_RANKS,
         auto=True,
     )
     flops: float | None = key(
         None,
-        "TFLOP/s of dense products in bf16",
+        "TFLOP/s of dense matrix products in bf16",
         minimum=1e-3,
         maximum=1e6,
         is_later=True,
         optional=True,
     )
     flops_fp32: float | None = key(
-        None, "the same in fp32", minimum=1e-3, maximum=1e6, is_later=True, optional=True
+        None,
+        "TFLOP/s of dense matrix products in fp32",
+        minimum=1e-3,
+        maximum=1e6,
+        is_later=True,
+        optional=True,
     )
     memory_bandwidth: float | None = key(
-        None, "GB/s of a device's memory", minimum=1e-3, maximum=1e6, is_later=True, optional=True
+        None, "GB/s of device memory", minimum=1e-3, maximum=1e6, is_later=True, optional=True
     )
     intra_bandwidth: float | None = key(
         None,
-        "GB/s of a rank's link within its node, each way",
+        "GB/s per rank within a node, per direction",
         optional=True,
         minimum=1e-4,
         maximum=1e6,
@@ -125,7 +132,7 @@ class ClusterConfig:
     )
     inter_bandwidth: float | None = key(
         None,
-        "GB/s of a rank's share of its node's network cards, each way",
+        "GB/s per rank between nodes, per direction",
         optional=True,
         minimum=1e-4,
         maximum=1e6,
@@ -133,25 +140,33 @@ class ClusterConfig:
     )
     architecture: str | None = key(
         None,
-        "generation of the GPUs, by the attention kernels that run on them",
+        "GPU generation, which determines the supported attention kernels",
         choices=ARCHITECTURES,
         auto=True,
         is_later=True,
     )
     matmul_efficiency: float = key(
-        0.73, "of flops: what large products reach", minimum=0.01, maximum=1, is_later=True
+        0.73,
+        "share of flops that large matrix products reach",
+        minimum=0.01,
+        maximum=1,
+        is_later=True,
     )
     attention_efficiency: float | None = key(
         None,
-        "of flops: what long attention reaches; auto: by cluster.architecture and model.attention",
+        "share of flops that attention reaches; auto: by architecture and model.attention",
         minimum=0.01,
         maximum=1,
         auto=True,
         is_later=True,
     )
     step_efficiency: float = key(
-        0.863, "of each operator's own speed, within a step", minimum=0.01, maximum=1, is_later=True
+        0.863,
+        "speed of operators within a step, relative to each on its own",
+        minimum=0.01,
+        maximum=1,
+        is_later=True,
     )
     profile: str | None = key(
-        None, "FILE of profile-device, which says all of this by measurement", is_later=True
+        None, "FILE written by profile-device, with measured values for all of these", is_later=True
     )

@@ -1,51 +1,53 @@
-"""What there is to choose from."""
+"""The combinations that `auto` selects from."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fsdpctl.config.choosing import (
+from fsdpctl.config.auto import (
     MICRO_BATCH,
     PREFETCH,
     PREFETCHES,
     RECOMPUTATION,
     RECOMPUTATIONS,
     STRATEGY,
+    Selection,
+    filled,
     left_open,
 )
-from fsdpctl.config.schema import ActivationCheckpointingConfig, Config, PrefetchConfig
+from fsdpctl.config.schema import Config, PrefetchConfig
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.engines import has_strategy
 from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy
 from fsdpctl.resolve.machine import resolved_strategy, world_size
 
-_MOST_PASSES = 8  # up to which every number of passes is tried that shares samples out evenly
+_MOST_PASSES = 8  # micro-batches per step up to which every number that divides the share is tried
 
 
 class Point(NamedTuple):
-    """One of each."""
+    """One value per setting."""
 
     strategy: str
     recomputation: str
-    size: int | None  # of a micro-batch; None: all of a rank's share, as nobody asked for a choice
-    prefetch: int  # its place among those of the strategy
+    size: int | None  # of a micro-batch; None: a rank's whole share, if it is not `auto`
+    prefetch: int  # index among those of the strategy
 
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """The values of each, from what takes least memory or time on; what was given stands alone."""
+    """The values of each setting; a setting that is not `auto` has one."""
 
     placed: Config
-    names: tuple[str, ...]  # of what is chosen
+    names: tuple[str, ...]  # of the settings that are `auto`
     strategies: tuple[str, ...]
     recomputations: tuple[str, ...]  # the least first
     sizes: tuple[int | None, ...]  # the smallest first
 
     @staticmethod
     def of(placed: Config) -> "Axes":
-        """What a placed configuration leaves open.
+        """Return the combinations for a placed configuration.
 
         Raises:
-            UsageError: what is given contradicts itself.
+            UsageError: If its settings conflict.
         """
         names = left_open(placed)
         given = placed.activation_checkpointing.name
@@ -59,37 +61,36 @@ class Axes:
 
     @property
     def count(self) -> int:
-        """Of combinations."""
+        """The number of combinations."""
         prefetches = sum(len(self._prefetches(each)) for each in self.strategies)
         return prefetches * len(self.recomputations) * len(self.sizes)
 
     def point(self, strategy: str, recomputation: str, place: int, *, most: bool) -> Point:
-        """With the size in a place, and the most prefetch or the least."""
+        """Return a point with the size at index `place`, and the most prefetch or the least."""
         last = len(self._prefetches(strategy)) - 1
         return Point(strategy, recomputation, self.sizes[place], last if most else 0)
 
     def less_prefetch(self, point: Point) -> Point | None:
-        """The same with less prefetch, if there is less."""
+        """Return the point with less prefetch, or None."""
         return point._replace(prefetch=point.prefetch - 1) if point.prefetch else None
 
+    def selection(self, point: Point) -> Selection:
+        """Return the values of a point."""
+        prefetch = self._prefetches(point.strategy)[point.prefetch]
+        return Selection(point.strategy, point.recomputation, prefetch, point.size)
+
     def config(self, point: Point) -> Config:
-        """The configuration of a point."""
-        placed = self.placed
-        strategy = resolved_strategy(placed, placed.strategy.under(point.strategy))
-        return replace(
-            placed,
-            strategy=strategy,
-            activation_checkpointing=ActivationCheckpointingConfig(point.recomputation),
-            prefetch=self._prefetches(point.strategy)[point.prefetch],
-            train=replace(placed.train, micro_batch_size=point.size),
-        )
+        """Return the configuration of a point."""
+        config = filled(self.placed, self.selection(point))
+        strategy = resolved_strategy(config, config.strategy.under(config.strategy.name))
+        return replace(config, strategy=strategy)
 
     def _prefetches(self, strategy: str) -> tuple[PrefetchConfig, ...]:
-        """Those that differ under a strategy, the least first."""
+        """Return the prefetch settings that differ under a strategy, the least first."""
         if PREFETCH not in self.names:
             return (self.placed.prefetch,)
         if self.placed.engine.name != "fsdpctl":
-            return PREFETCHES[-1:]  # they do as they do
+            return PREFETCHES[-1:]  # other engines ignore it
         row, _ = _effective(self.placed, strategy)
         if not row.shards_params:
             return PREFETCHES[:1]
@@ -97,14 +98,14 @@ class Axes:
 
 
 def _strategies(placed: Config) -> tuple[str, ...]:
-    """Those that the engine has, and that are not the same as one before on these ranks.
+    """Return the strategies of the engine, without those that are equivalent on these ranks.
 
-    Copies make sense where there are several nodes, or somebody says how large they are.
+    Replicas make sense on several nodes, or if `strategy.dp_shard_size` is set.
     """
-    has_copies = placed.launch.nnodes > 1 or placed.strategy.dp_shard_size is not None
+    has_replicas = placed.launch.nnodes > 1 or placed.strategy.dp_shard_size is not None
     found: dict[tuple[Strategy, int], str] = {}
     for name, row in STRATEGIES.items():
-        if has_strategy(placed.engine.name, row) and (has_copies or not row.replicates):
+        if has_strategy(placed.engine.name, row) and (has_replicas or not row.replicates):
             found.setdefault(_effective(placed, name), name)
     return tuple(found.values())
 
@@ -116,7 +117,7 @@ def _effective(placed: Config, name: str) -> tuple[Strategy, int]:
 
 
 def _sizes(placed: Config) -> tuple[int, ...]:
-    """Sizes of micro-batches: all of a rank's share, halves of it on and on, and other divisors."""
+    """Return micro-batch sizes: a rank's whole share, repeated halves, and other divisors."""
     ranks, asked = world_size(placed), placed.accumulation.steps
     samples = max(placed.train.global_batch_size, ranks)
     share = -(-samples // ranks)

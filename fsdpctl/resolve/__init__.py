@@ -1,1 +1,1 @@
-"""What a configuration means on a machine."""
+"""Resolve a configuration on a machine."""

@@ -46,7 +46,7 @@ def candidates(config: Config) -> list[str]:
 
 
 def check_attention(config: Config, *, here: bool = False) -> None:
-    """See that the selected kernel can run a placed configuration; `here`: with its package.
+    """Check that the selected kernel can run a placed configuration; `here`: with its package.
 
     Raises:
         UsageError: If the kernel cannot run.
@@ -59,7 +59,7 @@ def check_attention(config: Config, *, here: bool = False) -> None:
 
 
 def _problem(config: Config, *, here: bool) -> str:
-    """Why the selected kernel cannot run, in words; empty if it can."""
+    """Return the reason why the selected kernel cannot run, or an empty text."""
     kernel, architecture = config.model.attention, config.cluster.architecture
     if kernel is None:
         return ""

@@ -1,4 +1,4 @@
-"""What is done to a model's blocks before it is sharded: recomputation, and compilation."""
+"""Activation checkpointing and compilation of a model's blocks, before it is sharded."""
 
 import os
 from shutil import which
@@ -22,7 +22,7 @@ _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-_VARLEN = "torch_attn"  # the namespace of attention within documents, which is loaded when used
+_VARLEN = "torch_attn"  # namespace of attention within documents, loaded on first use
 
 
 def _ops(names: tuple[str, ...]) -> frozenset[Any]:
@@ -31,19 +31,19 @@ def _ops(names: tuple[str, ...]) -> frozenset[Any]:
 
 
 class _SelectivePolicy:
-    """Keeps what attention gives, and every second matrix product; the rest is computed again.
+    """Save outputs of attention and of every second matrix product; recompute the others.
 
     The policy of torchtitan's selective checkpointing by operator.
     """
 
     def __init__(self) -> None:
         self._kept, self._products = _ops(_ATTENTION), _ops(_PRODUCTS)
-        self._counts = {False: 0, True: 0}  # in forward, and when computed again
+        self._counts = {False: 0, True: 0}  # in forward, and during recomputation
 
     def __call__(
         self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
-        """Whether the result of one operator is kept."""
+        """Return whether the output of one operator is saved."""
         if op in self._products:
             self._counts[context.is_recompute] += 1
             keeps = self._counts[context.is_recompute] % 2 == 1
@@ -74,25 +74,25 @@ _FORWARDS = {"full": _recomputed, "selective": _recomputed_selectively}
 
 
 def checkpoint_block(block: nn.Module, mode: str) -> None:
-    """Have `block` compute its activations again in backward; `mode` is full or selective.
+    """Make `block` recompute its activations in backward; `mode` is full or selective.
 
-    Its forward is replaced and its hooks stay outside, so that names and units are what they were.
+    The forward is replaced and hooks stay outside of it, so that names and units do not change.
     """
     block._plain_forward = block.forward  # type: ignore[assignment]  # a method, not a submodule
     block.forward = MethodType(_FORWARDS[mode], block)
 
 
 def compile_block(block: nn.Module) -> None:
-    """Have torch.compile make `block`'s forward; blocks that are alike share the result."""
+    """Compile the forward of `block` with torch.compile; equal blocks share the result."""
     block.forward = torch.compile(block.forward)
 
 
 def missing_compiler(device: str) -> str | None:
-    """Why torch.compile cannot work on this machine, or None.
+    """Return the reason why torch.compile cannot work on this machine, or None.
 
-    It generates C++ for the CPU; for CUDA, Triton needs a C compiler.
+    It generates C++ for the CPU. For CUDA, Triton needs a C compiler.
     """
     variable, names = ("CC", ["gcc", "clang"]) if device == "cuda" else ("CXX", ["g++"])
     given = os.environ.get(variable)
     wanted = [given] if given else names
-    return None if any(map(which, wanted)) else f"there is no compiler {' or '.join(wanted)} here"
+    return None if any(map(which, wanted)) else f"compiler {' or '.join(wanted)} not found"

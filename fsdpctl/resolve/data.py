@@ -1,4 +1,4 @@
-"""The data of a run: read, checked, and what is said of it."""
+"""The data of a run: read, checked, and described."""
 
 import contextlib
 import os
@@ -12,23 +12,22 @@ from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words
-from fsdpctl.data.chats.data import open_data
 from fsdpctl.data.chats.files import absolute_paths
 from fsdpctl.data.documents import PackedRows
-from fsdpctl.data.source import DataSet
-from fsdpctl.data.tokens import check_tokens
+from fsdpctl.data.open import open_data
+from fsdpctl.data.tokens import DataSet, check_tokens
 from fsdpctl.errors import UsageError
 from fsdpctl.resolve.machine import check_length
 
-CHECKED_BYTES = 1 << 30  # token files up to here are read whole before a run, in a second
-DATE = "data.date"  # a run that goes on on another day is the same
+CHECKED_BYTES = 1 << 30  # token files up to this size are checked before every run, in a second
+DATE = "data.date"  # a run that resumes on another day is the same run
 
 
 def checked_data(config: Config, on_rows: Callable[[int], None]) -> DataSet:
-    """The data, of which what is not too large was read whole.
+    """Open the data, and check the token files that are not too large.
 
     Raises:
-        UsageError: it is missing, damaged, or not what it should be.
+        UsageError: If the data is missing, corrupted, or of another kind.
     """
     data = open_data(config.data, config.train.seed, on_rows)
     for file in data.token_files:
@@ -38,15 +37,16 @@ def checked_data(config: Config, on_rows: Callable[[int], None]) -> DataSet:
 
 
 def with_data(config: Config, data: DataSet) -> Config:
-    """What follows from the data, and where it lies by absolute paths.
+    """Fill in what follows from the data, and make its paths absolute.
 
     Raises:
-        UsageError: the model does not take it.
+        UsageError: If the data does not match the model.
     """
     vocab_size = config.model.vocab_size or data.vocab_size
     if vocab_size < data.vocab_size:
         raise UsageError(
-            f"model.vocab_size={vocab_size}: the data has {data.vocab_size} different tokens"
+            f"model.vocab_size={vocab_size}: smaller than the vocabulary of the data, "
+            f"{data.vocab_size}"
         )
     check_length(config)
     given, name = config.data, data.tokenizer.name
@@ -67,32 +67,32 @@ def with_data(config: Config, data: DataSet) -> Config:
 
 
 def notes_on_data(config: Config, data: DataSet) -> tuple[str, ...]:
-    """What is worth saying about it, a line each."""
+    """Return notes about the data, a line each."""
     path, rows = str(config.data.path), data.train.rows(config.train.seq_len)
     if config.data.name == "text" and path.endswith((".jsonl", ".json")):
-        return (f"data.path={path}: is read as text, braces and all; data=chat reads chats",)
+        return (f"data.path={path}: read as plain text; to read chats, set data=chat",)
     if not isinstance(rows, PackedRows):
         return data.notes
-    text = f"{len(rows):,} rows of {rows.seq_len:,} tokens, {rows.padding:.1%} of them empty"
+    text = f"{len(rows):,} packed sequences of {rows.seq_len:,} tokens, {rows.padding:.1%} padding"
     if rows.num_too_long:
-        what = "cut" if config.data.too_long == "cut" else "left out"
+        what = "truncated" if config.data.too_long == "truncate" else "dropped"
         text += f"; {rows.num_too_long:,} samples are longer: {what} (data.too_long)"
     if rows.num_untrained:
-        text += f"; {rows.num_untrained:,} have no loss within a row, and are left out"
+        text += f"; {rows.num_untrained:,} dropped, without a trained token in a sequence"
     return (*data.notes, text)
 
 
 def date_of_run(config: Config, data: DataSet) -> str | None:
-    """The day on which a run that goes on was begun, where its data was made with another one."""
+    """Return the date of the run in the directory, if its data was made with another one."""
     file = Path(str(config.train.run_dir)) / RUN_CONFIG
     known = None
     if data.date is not None and file.is_file():
-        with contextlib.suppress(UsageError):  # is said where the run is looked at
+        with contextlib.suppress(UsageError):  # reported by `look`
             known = config_from_words(dict(read_recipe(file))).data.date
     return None if known == data.date else known
 
 
 def on_date(composed: Composed, day: str) -> Composed:
-    """The same as if it had been typed on that day."""
+    """Return the configuration as if it had been composed on that day."""
     data = replace(composed.config.data, date=day)
     return replace(composed, config=replace(composed.config, data=data))

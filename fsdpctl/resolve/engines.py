@@ -1,7 +1,8 @@
-"""What PyTorch's own engines cannot be asked for."""
+"""Limits of PyTorch's own engines."""
 
 from torch import nn
 
+from fsdpctl.config.keys import AUTO
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.engines import DDP, OURS, check_strategy
@@ -9,25 +10,27 @@ from fsdpctl.plan.strategy import get_strategy
 
 
 def check_engine(config: Config) -> None:
-    """See that the engine can do what a placed configuration asks of it.
+    """Check that the engine supports a placed configuration, whose strategy may be `auto`.
 
     Raises:
-        UsageError: it cannot; the message names the keys.
+        UsageError: If it does not; the message names the keys.
     """
     name, precision = config.engine.name, config.precision
-    check_strategy(name, get_strategy(config.strategy.name))
+    if config.strategy.name != AUTO:
+        check_strategy(name, get_strategy(config.strategy.name))
     if name == DDP and precision.reduce_dtype != precision.master_dtype:
         raise UsageError(
-            f"engine=ddp: reduces gradients in the dtype of the masters, and "
-            f"precision.reduce_dtype={precision.reduce_dtype} is not "
-            f"precision.master_dtype={precision.master_dtype}"
+            f"engine=ddp: reduces gradients in the dtype of the master weights; expected "
+            f"precision.reduce_dtype={precision.master_dtype}, got {precision.reduce_dtype}"
         )
 
 
 def notes_on_engine(config: Config, automatic: frozenset[str]) -> tuple[str, ...]:
-    """What the engine of a placed configuration does not heed of what was said.
+    """Return the settings that the engine of a placed configuration ignores, a line each.
 
-    `automatic` are the keys of which nothing was.
+    Args:
+        config: A placed configuration.
+        automatic: The keys that are not set.
     """
     name, precision = config.engine.name, config.precision
     wire, reduce = precision.wire_dtype, precision.reduce_dtype
@@ -37,14 +40,14 @@ def notes_on_engine(config: Config, automatic: frozenset[str]) -> tuple[str, ...
 
 
 def check_trained_whole(config: Config, module: nn.Module) -> None:
-    """See that the engine trains all of `module`, where it must.
+    """Check that no parameter of `module` is frozen if the engine does not support it.
 
     Raises:
-        UsageError: some is frozen.
+        UsageError: If one is.
     """
     if config.engine.name == OURS or all(each.requires_grad for each in module.parameters()):
         return
     raise UsageError(
-        f"engine={config.engine.name}: trains all parameters; model.lora and model.trainable are "
-        f"for engine={OURS}"
+        f"engine={config.engine.name}: trains all parameters; model.lora and model.trainable "
+        f"require engine={OURS}"
     )

@@ -1,7 +1,7 @@
-"""Who this process is among those that a launcher has started, from the launcher's own variables.
+"""The place of this process among those that a launcher has started, from its variables.
 
-Nothing is guessed: where the variables and `launch` do not go together, nothing starts. A process
-that took itself for the only one would train a world of its own beside the others'.
+Nothing is guessed: if the variables and `launch` contradict each other, nothing starts. A process
+that took itself for the only one would train a second model next to the others.
 """
 
 import os
@@ -15,38 +15,38 @@ from fsdpctl.errors import UsageError
 # Set by launchers: of ranks, of tasks, of several machines.
 _RANKS = ("RANK", "LOCAL_RANK")
 _TASKS = {
-    "WORLD_SIZE": "say launch=env",
-    "SLURM_STEP_NUM_TASKS": "say launch=slurm",
-    "OMPI_COMM_WORLD_SIZE": "mpirun is not understood; torchrun is, with launch=env",
+    "WORLD_SIZE": "set launch=env",
+    "SLURM_STEP_NUM_TASKS": "set launch=slurm",
+    "OMPI_COMM_WORLD_SIZE": "mpirun is not supported; use torchrun with launch=env",
 }
 _NODES = ("SKYPILOT_NUM_NODES", "PET_NNODES")
 _OF_ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_STEP = ("NUM_TASKS", "NUM_NODES", "NODELIST", "TASKS_PER_NODE")
 _SAME_EVERYWHERE = re.compile(r"\d+(\(x\d+\))?")
-_FIRST_PORT, _PORTS = 20000, 12000  # below those that systems give away
+_FIRST_PORT, _PORTS = 20000, 12000  # below the ephemeral ports
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """That this process is one rank, which somebody else has started."""
+    """The rank that this process is, if another launcher has started it."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    address: str  # of rank 0, name or number
+    address: str  # of rank 0, a name or an IP address
     port: int
-    attempt: int = 0  # of the launcher, to start all ranks
-    store_is_there: bool = False  # the launcher's; else rank 0 makes one
+    attempt: int = 0  # restarts of all ranks by the launcher
+    store_is_there: bool = False  # the launcher's; else rank 0 creates one
 
 
 def place_of(
     launch: LaunchConfig, environ: Mapping[str, str] = os.environ
 ) -> tuple[LaunchConfig, RankPlace | None]:
-    """`launch` with its nodes as the launcher says; and, where this is a rank, which one.
+    """Return `launch` with the nodes of the launcher, and the rank that this process is, if any.
 
     Raises:
-        UsageError: the variables are not there, contradict `launch`, or are of another launcher.
+        UsageError: If the variables are missing, contradict `launch`, or are another launcher's.
     """
     place: RankPlace | None = None
     if launch.name == "env":
@@ -76,12 +76,12 @@ def _check_node_count(launch: LaunchConfig, nodes: int, who: str) -> None:
 def _number(name: str, environ: Mapping[str, str]) -> int:
     text = environ[name]
     if not text.isdecimal():
-        raise UsageError(f"{name}={text:.40}: is no number")
+        raise UsageError(f"{name}={text:.40}: expected a number")
     return int(text)
 
 
 def _above_one(name: str, environ: Mapping[str, str]) -> bool:
-    """Whether there are several; what is no number says nothing."""
+    """Return whether the variable is a number above 1."""
     text = environ.get(name, "")
     return text.isdecimal() and int(text) > 1
 
@@ -90,20 +90,20 @@ def _check_alone(launch: LaunchConfig, environ: Mapping[str, str]) -> None:
     for name in _RANKS:
         if name in environ:
             raise UsageError(
-                f"launch=local: was started as one of several processes ({name}={environ[name]}), "
-                f"as by torchrun; it starts its ranks itself: say launch=env, or unset {name} and "
-                "run the command once"
+                f"launch=local: started as one of several processes ({name}={environ[name]}), as "
+                "by torchrun, but launch=local starts the ranks itself; set launch=env, or unset "
+                f"{name} and run the command once"
             )
     for name, choice in _TASKS.items():
         if _above_one(name, environ):
             raise UsageError(
-                f"launch=local: was started as one of several processes ({name}={environ[name]}): "
+                f"launch=local: started as one of several processes ({name}={environ[name]}); "
                 f"{choice}"
             )
     for name in _NODES:
         if launch.nnodes == 1 and _above_one(name, environ):
             raise UsageError(
-                f"launch.nnodes=1: this is one of several nodes ({name}={environ[name]}): say "
+                f"launch.nnodes=1: this is one of several nodes ({name}={environ[name]}); set "
                 f"launch.nnodes={environ[name]}, with launch.node_rank and launch.rdzv_endpoint"
             )
 
@@ -112,8 +112,8 @@ def _of_env(launch: LaunchConfig, environ: Mapping[str, str]) -> RankPlace:
     missing = [name for name in _OF_ENV if not environ.get(name)]
     if missing:
         raise UsageError(
-            f"launch=env: {', '.join(missing)} not set: is for processes that another launcher "
-            "starts, one for each rank, as `torchrun -m fsdpctl train launch=env` does"
+            f"launch=env: {', '.join(missing)} not set; start one process per rank with another "
+            "launcher, such as `torchrun -m fsdpctl train launch=env`"
         )
     _refuse_own_nodes(launch, "launch=env")
     rank, world, local, ranks = (_number(name, environ) for name in _OF_ENV[:4])
@@ -121,8 +121,8 @@ def _of_env(launch: LaunchConfig, environ: Mapping[str, str]) -> RankPlace:
     if not is_one or world % ranks or rank % ranks != local:
         raise UsageError(
             f"launch=env: RANK={rank} of WORLD_SIZE={world} and LOCAL_RANK={local} of "
-            f"LOCAL_WORLD_SIZE={ranks} do not go together: ranks of a node are neighbours, and "
-            "every node has as many"
+            f"LOCAL_WORLD_SIZE={ranks} are inconsistent; expected consecutive ranks on every node, "
+            "and as many on each"
         )
     attempt = "TORCHELASTIC_RESTART_COUNT"
     return RankPlace(
@@ -135,7 +135,8 @@ def _of_env(launch: LaunchConfig, environ: Mapping[str, str]) -> RankPlace:
 def _refuse_own_nodes(launch: LaunchConfig, choice: str) -> None:
     if launch.node_rank is not None:
         raise UsageError(
-            f"launch.node_rank={launch.node_rank}: {choice} has it from the launcher's variables"
+            f"launch.node_rank={launch.node_rank}: not supported with {choice}, which reads it "
+            "from the launcher"
         )
 
 
@@ -144,25 +145,25 @@ def _of_slurm(
 ) -> tuple[LaunchConfig, RankPlace | None]:
     if any(f"SLURM_STEP_{name}" not in environ for name in _OF_STEP):
         raise UsageError(
-            "launch=slurm: this is no step of a job: run it under srun, one task per node or one "
-            "per rank, as `srun fsdpctl train launch=slurm`"
+            "launch=slurm: not in a job step; run it with srun, one task per node or one per rank: "
+            "`srun fsdpctl train launch=slurm`"
         )
     if "SLURM_HET_SIZE" in environ:
-        raise UsageError("launch=slurm: heterogeneous jobs are not understood")
+        raise UsageError("launch=slurm: heterogeneous jobs are not supported")
     _refuse_own_nodes(launch, "launch=slurm")
     tasks, nodes = (_number(f"SLURM_STEP_{name}", environ) for name in _OF_STEP[:2])
-    _check_node_count(launch, nodes, "Slurm has given the step")
+    _check_node_count(launch, nodes, "Slurm has started the step on")
     each = environ["SLURM_STEP_TASKS_PER_NODE"]
     if not _SAME_EVERYWHERE.fullmatch(each) or tasks % nodes:
         raise UsageError(
-            f"SLURM_STEP_TASKS_PER_NODE={each}: every node needs as many tasks; say "
-            "srun --ntasks-per-node="
+            f"SLURM_STEP_TASKS_PER_NODE={each}: expected the same number of tasks on every "
+            "node; set srun --ntasks-per-node="
         )
     place = tuple(_number(f"SLURM_{name}", environ) for name in ("PROCID", "NODEID", "LOCALID"))
     task, node, local = place
     if task != node * (tasks // nodes) + local:
         raise UsageError(
-            f"SLURM_PROCID={task}: tasks of a node are to be neighbours; say srun -m block"
+            f"SLURM_PROCID={task}: expected consecutive tasks on every node; set srun -m block"
         )
     endpoint = launch.rdzv_endpoint or f"{first_host(environ)}:{_port_of_job(environ)}"
     if tasks == nodes:
@@ -171,17 +172,19 @@ def _of_slurm(
         return replace(launch, nnodes=nodes, node_rank=node, rdzv_endpoint=endpoint), None
     host, _, port = endpoint.rpartition(":")
     if not port.isdecimal():
-        raise UsageError(f"launch.rdzv_endpoint={endpoint}: is HOST:PORT of node 0")
+        raise UsageError(
+            f"launch.rdzv_endpoint={endpoint}: expected HOST:PORT of node 0, such as 10.0.0.1:29500"
+        )
     return launch, RankPlace(task, tasks, local, tasks // nodes, host, int(port))
 
 
 def first_host(environ: Mapping[str, str]) -> str:
-    """The first of the step's nodes, as in `gpu-a[003-005,9],b1`: gpu-a003."""
+    """Return the first node of the step: gpu-a003 for `gpu-a[003-005,9],b1`."""
     listed = environ["SLURM_STEP_NODELIST"]
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", listed).split(",")[0]
 
 
 def _port_of_job(environ: Mapping[str, str]) -> int:
-    """The same for all tasks of a step, and hardly ever that of another one."""
+    """Return a port that all tasks of a step agree on, and that hardly any other step uses."""
     job, step = (_number(f"SLURM_{name}_ID", environ) for name in ("JOB", "STEP"))
     return _FIRST_PORT + (7 * job + step) % _PORTS

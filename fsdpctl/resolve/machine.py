@@ -1,4 +1,4 @@
-"""What a run is placed on: this machine, or for estimates the machine that a cluster describes."""
+"""Place a configuration on this machine or, for estimates, on a specified cluster."""
 
 from dataclasses import replace
 
@@ -8,14 +8,14 @@ import torch
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config, PrecisionConfig, StrategyConfig
 from fsdpctl.errors import UsageError
+from fsdpctl.plan.sizes import DTYPE_BYTES
 from fsdpctl.plan.strategy import get_strategy, ranks_per_copy
-from fsdpctl.predict.engine_bytes import DTYPE_BYTES
 from fsdpctl.resolve.launchers import place_of
 
-HERE = "here"
+LOCAL = "local"
 _GIB = 1 << 30
 _CPU_RANKS = 2
-# By CUDA's capability. The GeForce cards of 12.x run what Ada runs, not what the B200 does.
+# By CUDA's compute capability. GeForce cards of 12.x run Ada's kernels, not those of the B200.
 _ARCHITECTURES = {
     (8, 0): "ampere", (8, 6): "ampere", (8, 7): "ampere", (8, 9): "ada", (9, 0): "hopper",
     (10, 0): "blackwell", (10, 3): "blackwell", (12, 0): "ada", (12, 1): "ada",
@@ -23,24 +23,24 @@ _ARCHITECTURES = {
 
 
 def placed_here(config: Config, known: LaunchConfig | None = None) -> Config:
-    """Device and ranks filled in for this machine, as the launcher's variables say or is `known`.
+    """Fill in device and ranks for this machine, from the launcher's variables or `known`.
 
     Raises:
-        UsageError: it cannot run so here.
+        UsageError: If this machine cannot run the configuration.
     """
     launch, place = (known, None) if known else place_of(config.launch)
     if known is None and place is None:
         _check_nodes(launch)
     has_cuda = torch.cuda.is_available()
     if launch.device == "cuda" and not has_cuda:
-        raise UsageError("launch.device=cuda: torch finds no CUDA device here; use cpu or auto")
+        raise UsageError("launch.device=cuda: torch finds no CUDA device; expected cpu or auto")
     device = launch.device or ("cuda" if has_cuda else "cpu")
     available = torch.cuda.device_count() if device == "cuda" else None
     ranks = launch.nproc_per_node or available or _CPU_RANKS
-    # A launcher of ranks may show each of them its own device alone.
+    # A launcher of ranks may make only its own device visible to each.
     if available is not None and ranks > available and not (place and available == 1):
         raise UsageError(
-            f"launch.nproc_per_node={ranks}: there are {available} CUDA devices, one for each rank"
+            f"launch.nproc_per_node={ranks}: expected at most {available}, the CUDA devices"
         )
     return _with_precision(
         replace(config, launch=replace(launch, device=device, nproc_per_node=ranks))
@@ -48,26 +48,28 @@ def placed_here(config: Config, known: LaunchConfig | None = None) -> Config:
 
 
 def _check_nodes(launch: LaunchConfig) -> None:
-    """See that a machine among several knows which one it is, and where they meet."""
+    """Check that one of several nodes has its number and the rendezvous endpoint."""
     nodes, node = launch.nnodes, launch.node_rank
     if nodes == 1 and (node or launch.rdzv_endpoint):
         raise UsageError(
-            "launch.node_rank and launch.rdzv_endpoint are for several machines: how many they are "
-            "is launch.nnodes"
+            "launch.node_rank and launch.rdzv_endpoint require several nodes; set launch.nnodes to "
+            "their number"
         )
     if nodes > 1 and (node is None or launch.rdzv_endpoint is None):
         raise UsageError(
-            f"launch.nnodes={nodes}: run the same command on each machine, with "
-            f"launch.node_rank=0 to {nodes - 1}, and launch.rdzv_endpoint=HOST:PORT of machine 0"
+            f"launch.nnodes={nodes}: run the command on each node, with launch.node_rank=0 to "
+            f"{nodes - 1}, and launch.rdzv_endpoint=HOST:PORT of node 0"
         )
     if node is not None and node >= nodes:
-        raise UsageError(f"launch.node_rank={node}: of launch.nnodes={nodes}, from 0 on")
+        raise UsageError(
+            f"launch.node_rank={node}: expected 0 to {nodes - 1} with launch.nnodes={nodes}"
+        )
 
 
 def placed_on_cluster(config: Config) -> Config:
-    """Device, ranks and memory filled in for `cluster`, which need not exist."""
+    """Fill in device, ranks and memory for `cluster`, which need not exist."""
     launch, cluster = config.launch, config.cluster
-    here = cluster.name == HERE
+    here = cluster.name == LOCAL
     has_cuda = torch.cuda.is_available() if here else True
     device = launch.device or ("cuda" if has_cuda else "cpu")
     found = torch.cuda.device_count() if here and device == "cuda" else None
@@ -99,10 +101,10 @@ def with_architecture(config: Config) -> Config:
 
 
 def with_batch_size(config: Config) -> Config:
-    """The size of a step in samples, where it was said in tokens.
+    """Convert the size of a step from tokens to samples, if it is set in tokens.
 
     Raises:
-        UsageError: they make no sample.
+        UsageError: If it is smaller than a sample.
     """
     train = config.train
     if train.global_batch_tokens is None:
@@ -117,10 +119,10 @@ def with_batch_size(config: Config) -> Config:
 
 
 def check_length(config: Config) -> None:
-    """See that samples are not longer than the model claims.
+    """Check that samples are not longer than the model supports.
 
     Raises:
-        UsageError: they are.
+        UsageError: If they are.
     """
     if config.train.seq_len > config.model.max_seq_len:
         raise UsageError(
@@ -130,13 +132,13 @@ def check_length(config: Config) -> None:
 
 
 def world_size(config: Config) -> int:
-    """Ranks of a configuration that is placed."""
+    """Return the number of ranks of a placed configuration."""
     assert config.launch.nproc_per_node is not None
     return config.launch.nproc_per_node * config.launch.nnodes
 
 
 def _memory_here(device: str, ranks: int) -> float:
-    """Bytes that a rank may use."""
+    """Return the bytes that a rank may use."""
     if device == "cuda" and torch.cuda.is_available():
         return float(torch.cuda.get_device_properties(0).total_memory)
     return float(psutil.virtual_memory().total) / ranks
@@ -145,7 +147,7 @@ def _memory_here(device: str, ranks: int) -> float:
 def _with_precision(config: Config) -> Config:
     given = config.precision
     on_cuda = config.launch.device == "cuda"
-    # Cards that only emulate it, V100 and T4, are many times slower with it.
+    # Cards that only emulate bf16, V100 and T4, are many times slower with it.
     bf16 = on_cuda and (
         not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
     )
@@ -154,8 +156,8 @@ def _with_precision(config: Config) -> Config:
     wire = given.wire_dtype or reduce_dtype
     if DTYPE_BYTES[wire] > DTYPE_BYTES[reduce_dtype]:
         raise UsageError(
-            f"precision.wire_dtype={wire}: gradients are added in precision.reduce_dtype="
-            f"{reduce_dtype}, which has fewer bytes"
+            f"precision.wire_dtype={wire}: wider than precision.reduce_dtype={reduce_dtype}, in "
+            "which gradients are added"
         )
     narrow = min(param_dtype, reduce_dtype, key=lambda dtype: DTYPE_BYTES[dtype])
     precision = PrecisionConfig(
@@ -169,16 +171,16 @@ def _with_precision(config: Config) -> Config:
 
 
 def resolved_strategy(config: Config, given: StrategyConfig) -> StrategyConfig:
-    """`given` with its sizes filled in for a configuration that is placed.
+    """Return `given` with its sizes filled in for a placed configuration.
 
     Raises:
-        UsageError: it does not fit the number of ranks.
+        UsageError: If it does not match the number of ranks.
     """
     row, ranks = get_strategy(given.name), world_size(config)
     if given.owner_map != "even" and not row.has_owner_map:
         raise UsageError(
-            f"strategy.owner_map={given.owner_map}: only shard_optimizer has one, and "
-            f"strategy={row.name} is another"
+            f"strategy.owner_map={given.owner_map}: only valid with strategy=shard_optimizer, got "
+            f"strategy={row.name}"
         )
     asked = given.dp_shard_size
     if row.replicates and asked is None:

@@ -1,4 +1,4 @@
-"""Fills in every `auto` of a configuration on this machine, and checks that the run can work."""
+"""Open a run on this machine, and settle the settings that depend on its number of ranks."""
 
 import hashlib
 import json
@@ -13,19 +13,18 @@ from torch import nn
 from fsdpctl.checkpoint.adapters import weights_in_model_path
 from fsdpctl.checkpoint.load import check_weights
 from fsdpctl.checkpoint.pretrained import tokenizer_beside
-from fsdpctl.config.choosing import asked_again
+from fsdpctl.config.auto import MICRO_BATCH, STRATEGY, Selection, filled, left_open
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config, OptimizerConfig
 from fsdpctl.config.serialize import config_words
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.source import DataSet
+from fsdpctl.data.tokens import DataSet
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.resolve.attention import check_attention
-from fsdpctl.resolve.besides import check_besides
 from fsdpctl.resolve.blocks import missing_compiler
 from fsdpctl.resolve.data import DATE, checked_data, date_of_run, notes_on_data, on_date, with_data
 from fsdpctl.resolve.engines import check_engine, check_trained_whole, notes_on_engine
@@ -37,53 +36,62 @@ from fsdpctl.resolve.machine import (
     with_batch_size,
     world_size,
 )
+from fsdpctl.resolve.preflight import check_preflight
 
-# What decides the losses; the rest may change from one start of a run to the next.
+# Settings that decide the losses; the others may change from one start of a run to the next.
 _DECIDES = ("model", "data", "optimizer", "lr_scheduler", "precision")
 _DECIDING_KEYS = ("train.seed", "train.seq_len", "train.global_batch_size")
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedRun:
-    """A configuration without `auto`, and what was loaded to find out."""
+class Opened:
+    """A run with its data and its model; settings that depend on its ranks are as requested."""
 
-    config: Config
-    automatic: frozenset[str]  # the keys that were `auto`
+    config: Config  # every setting that decides the losses is final, and so is the run directory
+    automatic: frozenset[str]  # keys that were `auto`
     data: DataSet
     module: nn.Module  # on the meta device
-    batches: BatchPlan
     total_steps: int
-    notes: tuple[str, ...]  # what cannot be as configured
+    notes: tuple[str, ...]  # settings that cannot be honored
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A configuration without `auto`, as config.yaml has it, and how it divides a step."""
+
+    config: Config
+    batches: BatchPlan
 
 
 def decides_losses(name: str) -> bool:
-    """Whether a key decides the losses of a run, but for their last digits."""
+    """Return whether a key decides the losses of a run, up to rounding."""
     if name == "model.attention":
         return False
     return name.split(".")[0] in _DECIDES or name in _DECIDING_KEYS
 
 
-def resolve(
+def open_run(
     composed: Composed,
     launch: LaunchConfig | None = None,
     on_rows: Callable[[int], None] = lambda count: None,
-) -> ResolvedRun:
-    """The run that `composed` describes, on this machine.
+) -> Opened:
+    """Open the data and the model of a run on this machine, and name its directory.
 
     Args:
-        composed: what was typed.
-        launch: how many ranks it has on how many machines where that is known already, whatever
-            the launcher's variables say.
-        on_rows: called with the conversations that have become tokens since the last call.
+        composed: The configuration as requested.
+        launch: The ranks, if they are known; by default, the launcher's variables are read.
+        on_rows: Called with the number of conversations tokenized since the last call.
 
     Raises:
-        UsageError: it cannot work; the message names the key.
+        UsageError: If the run is invalid; the message names the key.
     """
-    check_besides(composed.config)
+    left = left_open(composed.config)
+    check_preflight(composed.config)
     config = placed_here(composed.config, launch)
     check_engine(config)
     check_attention(with_architecture(config), here=True)
-    config = replace(config, strategy=resolved_strategy(config, config.strategy))
+    if STRATEGY not in left:
+        resolved_strategy(config, config.strategy)  # an error does not wait for the data
     config, notes = _with_compiler(config)
     notes += notes_on_engine(config, composed.automatic)
     config = _with_alpha(_with_model_path(config))
@@ -94,62 +102,54 @@ def resolve(
     if config.model.is_pretrained:
         check_weights(weights_in_model_path(config.model, module, config.train.seed), module)
     config = replace(config, optimizer=_with_lr(config.optimizer, config.model, module))
-    batches = _batches(config)
-    steps = _total_steps(config, data, batches)
-    length = replace(config.train, steps=steps, epochs=None, tokens=None)
-    config = _with_batches(replace(config, train=length), batches)
+    steps = _total_steps(config, data)
+    config = replace(config, train=replace(config.train, steps=steps, epochs=None, tokens=None))
+    if not left:
+        settle(config)
     config = _with_run_dir(config, composed.recipe)
     if (begun := date_of_run(config, data)) is not None:
-        return resolve(on_date(composed, begun), launch, on_rows)
+        return open_run(on_date(composed, begun), launch, on_rows)
     notes += notes_on_data(config, data)
-    return ResolvedRun(config, composed.automatic, data, module, batches, steps, notes)
+    return Opened(config, composed.automatic, data, module, steps, notes)
 
 
-def resolved_again(run: ResolvedRun, asked: Config) -> ResolvedRun:
-    """Return the same run with strategy, recomputation, prefetch and micro-batches of `asked`.
-
-    Raises:
-        UsageError: If they cannot work.
-    """
-    config = on_ranks(run.config, asked, run.config.launch)
-    return replace(run, config=config, batches=_batches(config))
-
-
-def on_ranks(config: Config, asked: Config, launch: LaunchConfig) -> Config:
-    """Return a resolved configuration on other ranks; opens neither data nor model.
+def settle(
+    base: Config, selection: Selection | None = None, launch: LaunchConfig | None = None
+) -> Settled:
+    """Fill in the settings that depend on the ranks; opens neither data nor model.
 
     Args:
-        config: As resolved at the start of the run.
-        asked: As requested, with everything selected: what follows from the number of ranks.
-        launch: The ranks.
+        base: The configuration of an opened run.
+        selection: The values of the settings that are `auto`. Its micro-batch may come from other
+            ranks: it is limited to a rank's share of the step.
+        launch: The ranks, if they differ from those that the run was opened with.
 
     Raises:
         UsageError: If the ranks cannot run it.
     """
-    config = replace(asked_again(config, asked), launch=launch)
+    config = base if launch is None else replace(base, launch=launch)
+    if selection is not None:
+        names, config = left_open(config), filled(config, selection)
+        if MICRO_BATCH in names:
+            share = -(-config.train.global_batch_size // world_size(config))
+            size = min(config.train.micro_batch_size or share, share)
+            config = replace(config, train=replace(config.train, micro_batch_size=size))
     check_engine(config)
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
-    return _with_batches(config, _batches(config))
-
-
-def _batches(config: Config) -> BatchPlan:
-    return plan_batches(
+    batches = plan_batches(
         config.train.global_batch_size,
         world_size(config),
         micro_batch_size=config.train.micro_batch_size,
         num_micro_batches=config.accumulation.steps,
     )
-
-
-def _with_batches(config: Config, batches: BatchPlan) -> Config:
-    """With what follows from how a step is shared out."""
     size = batches.micro_batch_size
     chunk = loss_chunk_tokens(config, size)
-    return replace(
+    config = replace(
         config,
         accumulation=replace(config.accumulation, steps=batches.num_micro_batches),
         train=replace(config.train, micro_batch_size=size, loss_chunk_tokens=chunk),
     )
+    return Settled(config, batches)
 
 
 def _with_compiler(config: Config) -> tuple[Config, tuple[str, ...]]:
@@ -161,7 +161,7 @@ def _with_compiler(config: Config) -> tuple[Config, tuple[str, ...]]:
 
 
 def _with_model_path(config: Config) -> Config:
-    """The path made absolute, and its tokenizer used if none is asked for."""
+    """Make the path absolute, and use its tokenizer if no other is set."""
     if config.model.path is None:
         return config
     lora = config.model.lora
@@ -183,7 +183,7 @@ def _with_alpha(config: Config) -> Config:
 
 
 def _with_length(config: Config, data: DataSet, composed: Composed) -> Config:
-    """Where nobody said the length of a sample, one that the data has."""
+    """Shorten samples whose length is not set to what the data has."""
     if config.data.holds_documents:
         return config
     parts = [data.train] if data.val is None else [data.train, data.val]
@@ -194,21 +194,22 @@ def _with_length(config: Config, data: DataSet, composed: Composed) -> Config:
 
 
 def _with_lr(optimizer: OptimizerConfig, model: ModelConfig, module: nn.Module) -> OptimizerConfig:
-    """The peak learning rate for the model's size.
+    """Set the peak learning rate for the model's size.
 
-    The rule meets what is published for Llama 3: 3e-4 at 8 B and 1.5e-4 at 70 B parameters. To
-    train pretrained weights on, a tenth of it is usual; adapters of theirs take ten times that.
+    The rule matches the values published for Llama 3: 3e-4 at 8 B and 1.5e-4 at 70 B parameters.
+    Pretrained weights are usually trained with a tenth of it, and LoRA adapters with the full rate.
     """
     if optimizer.lr is not None:
         return optimizer
     millions = sum(param.numel() for param in module.parameters()) / 1e6
-    trains_weights_on = model.is_pretrained and model.lora.rank is None
-    lr = (3e-4 if trains_weights_on else 3e-3) / max(1.0, millions) ** 0.25
+    tunes_all_weights = model.is_pretrained and model.lora.rank is None
+    lr = (3e-4 if tunes_all_weights else 3e-3) / max(1.0, millions) ** 0.25
     return replace(optimizer, lr=float(f"{lr:.2g}"))
 
 
-def _total_steps(config: Config, data: DataSet, plan: BatchPlan) -> int:
+def _total_steps(config: Config, data: DataSet) -> int:
     train = config.train
+    plan = plan_batches(train.global_batch_size, world_size(config))
     batches = Batches(data.train.rows(train.seq_len), plan, train.seed, data.vocab_size)
     if data.val is not None:
         _check_validation(data, train.seq_len)
@@ -217,7 +218,7 @@ def _total_steps(config: Config, data: DataSet, plan: BatchPlan) -> int:
     if train.tokens is not None:
         return math.ceil(train.tokens / (plan.global_batch_size * train.seq_len))
     if train.steps is None:
-        raise UsageError("train.steps: say how long, in steps, epochs or tokens")
+        raise UsageError("train.steps: required; or set train.epochs or train.tokens")
     return train.steps
 
 
@@ -226,12 +227,13 @@ def _check_validation(data: DataSet, seq_len: int) -> None:
     if not len(data.val.rows(seq_len)):
         raise UsageError(
             f"train.seq_len={seq_len}: longer than the validation data, which has "
-            f"{data.val.num_tokens} tokens; change data.val_fraction, 0 for no validation"
+            f"{data.val.num_tokens} tokens; change data.val_fraction, or set it to 0 to skip "
+            "validation"
         )
 
 
 def run_identity(config: Config) -> str:
-    """Six hexadecimal digits of what decides the losses."""
+    """Return six hexadecimal digits of the hash of the settings that decide the losses."""
     words = {
         name: text
         for name, text in config_words(config).items()

@@ -1,4 +1,4 @@
-"""What a model has beside its weights: tokenizer files, and the config.json it came with."""
+"""The files next to the weights of a model: tokenizer files, and the original config.json."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,19 +8,19 @@ from typing import Any
 from fsdpctl.checkpoint.pretrained import RUN_ASSETS, assets_beside, read_assets
 from fsdpctl.config.schema import Config
 from fsdpctl.data.chats.template import TEMPLATE_FILE
-from fsdpctl.data.source import DataSet
 from fsdpctl.data.tokenizer import TOKENIZER_FILES
+from fsdpctl.data.tokens import DataSet
 from fsdpctl.io.documents import parse_json
 
 _GENERATION = "generation_config.json"
 
 
 def collect_assets(config: Config, data: DataSet) -> dict[str, bytes]:
-    """The contents of the files, by name: the model's own, and those of the data's tokenizer."""
+    """Return the files by name: those of the model, and those of the data's tokenizer."""
     path = config.model.path
     own = {} if path is None else assets_beside(Path(path))
     found = {name: content for name, content in own.items() if name not in TOKENIZER_FILES}
-    if data.tokenizer.vocab_size == data.vocab_size:  # else nobody knows what made the tokens
+    if data.tokenizer.vocab_size == data.vocab_size:  # else the tokens may be of another one
         found |= data.tokenizer.files()
     if data.template is not None:
         found[TEMPLATE_FILE] = data.template.encode()
@@ -30,9 +30,9 @@ def collect_assets(config: Config, data: DataSet) -> dict[str, bytes]:
 
 
 def _ended_by(tokens: Sequence[int], content: bytes) -> bytes:
-    """A generation_config.json with these tokens among those that end generation.
+    """Add the tokens that end generation to the content of generation_config.json.
 
-    Without the token that ends an answer, whoever asks the model has an answer without an end.
+    Without the token that ends an assistant message, generation would not stop after it.
     """
     config = parse_json(content, dict[str, Any], _GENERATION)
     known = ends_of({_GENERATION: content}, "the model")
@@ -41,20 +41,20 @@ def _ended_by(tokens: Sequence[int], content: bytes) -> bytes:
 
 
 def ends_of(files: Mapping[str, bytes], where: str) -> tuple[int, ...]:
-    """The tokens after which generation ends, as the files beside a model say."""
+    """Return the tokens that end generation, from the files of a model."""
     config = parse_json(files.get(_GENERATION, b"{}"), dict[str, Any], f"{where}: {_GENERATION}")
-    said = config.get("eos_token_id")
-    listed = said if isinstance(said, list) else [said]
+    value = config.get("eos_token_id")
+    listed = value if isinstance(value, list) else [value]
     return tuple(each for each in listed if isinstance(each, int))
 
 
 def write_assets(run_dir: Path, assets: Mapping[str, bytes]) -> None:
-    """Keep them with the run."""
+    """Write the files to the run directory."""
     (run_dir / RUN_ASSETS).mkdir(exist_ok=True)
     for name, content in assets.items():
         (run_dir / RUN_ASSETS / name).write_bytes(content)
 
 
 def read_run_assets(run_dir: Path) -> dict[str, bytes]:
-    """Those that the run keeps."""
+    """Return the files that are in the run directory."""
     return read_assets(run_dir / RUN_ASSETS)

@@ -6,8 +6,7 @@ from typing import Literal
 
 import torch
 
-from fsdpctl.comm.marks import Mark, mark, seconds_between
-from fsdpctl.comm.waits import Seconds
+from fsdpctl.comm.waits import Mark, Seconds, mark, seconds_between
 
 Phase = Literal["data", "compute", "optimizer"]
 

@@ -1,10 +1,10 @@
-"""The directory of a run: whose it is, how far it has come, and who may write to it."""
+"""The directory of a run: which run it belongs to, how far that has come, and its files."""
 
 import itertools
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from pathlib import Path
 
@@ -30,14 +30,14 @@ from fsdpctl.errors import NO_ROOM, CheckpointError, FsdpctlError, UsageError
 from fsdpctl.resolve.attention import with_kept_kernel
 from fsdpctl.resolve.run import decides_losses
 from fsdpctl.run.assets import write_assets
-from fsdpctl.run.files import HEARTBEAT, LOCK, OVERRIDES, RUNS
+from fsdpctl.run.files import HEARTBEAT, LOCK, OVERRIDES, RUNS, replace_text
 from fsdpctl.run.files import LOG as LOG
 from fsdpctl.run.files import LOGS as LOGS
 from fsdpctl.run.files import METRICS as METRICS
 from fsdpctl.run.metrics import was_validated
 
 _WHERE = ("train.run_dir", "launch.node_rank", "launch.rdzv_endpoint")  # of a start, not the run
-# But of its first weights, and of what computes with them.
+# They change the first weights, or the kernel, but not what a checkpoint means.
 _NOT_THE_MODELS = (
     "model.path", "model.init", "model.init_std", "model.lora.path", "model.attention"
 )  # fmt: skip
@@ -45,7 +45,7 @@ _NOT_SET = "not set"
 
 
 class Standing(Enum):
-    """How a run directory stands to the run that is asked for."""
+    """The state of a run directory for a start."""
 
     NEW = auto()
     RESUMES = auto()
@@ -53,15 +53,16 @@ class Standing(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Where a run goes and from where it begins."""
+class Look:
+    """A run directory as it is: what a start of a run would do there."""
 
-    config: Config  # with its run directory
+    config: Config  # with the run directory, and the attention kernel that the run has selected
     standing: Standing
-    step: int  # of the checkpoint that it begins from
-    differences: tuple[str, ...] = ()  # from the last start, of what may differ, a line each
-    source: Path | None = None  # a checkpoint of another run, to begin from
-    notes: tuple[str, ...] = ()  # what is not as it should be, a line each
+    step: int  # of the checkpoint to start from
+    before: Mapping[str, str] = field(default_factory=dict)  # settings of the last start
+    kept: Config | None = None  # the configuration of the last start in this directory
+    source: Path | None = None  # a checkpoint of another run to start from
+    notes: tuple[str, ...] = ()  # warnings, a line each
 
     @property
     def run_dir(self) -> Path:
@@ -70,81 +71,97 @@ class Start:
 
 
 def read_config(run_dir: Path) -> Config:
-    """The configuration that the run in `run_dir` was last started with.
+    """Return the configuration of the last start in `run_dir`.
 
     Raises:
-        UsageError: it is damaged, or of another version of fsdpctl.
+        UsageError: If it is corrupted or of another version of fsdpctl.
     """
     try:
         return config_from_words(dict(read_recipe(run_dir / RUN_CONFIG)))
     except UsageError as error:
         raise UsageError(
-            f"{run_dir / RUN_CONFIG}: damaged, or of another version: {error}"
+            f"{run_dir / RUN_CONFIG}: corrupted, or written by another version: {error}"
         ) from None
 
 
-def plan_start(config: Config, resume: str, fresh: Path | None = None) -> Start:
-    """What `--resume RESUME` means for `config` and its run directory. Writes nothing.
+def look(config: Config, resume: str, fresh: Path | None = None) -> Look:
+    """Find out what `--resume RESUME` means for `config` and its run directory. Writes nothing.
 
     Args:
-        config: resolved.
+        config: The configuration of an opened run; it may have `auto` left.
         resume: auto, never, or a run or checkpoint.
-        fresh: the directory of a new run, where this was found before.
+        fresh: The directory of a new run, if an earlier look has named it.
 
     Raises:
-        UsageError: the directory belongs to something else, or the checkpoint to another model.
-        CheckpointError: the checkpoint is damaged.
+        UsageError: If the directory is not of this run, or the checkpoint is of another model.
+        CheckpointError: If the checkpoint is corrupted.
     """
     if resume == "auto":
-        return _go_on(config)
+        return _look_for_resume(config)
     fresh = fresh or _fresh_run_dir(Path(str(config.train.run_dir)))
     config = replace(config, train=replace(config.train, run_dir=str(fresh)))
     if resume == "never":
-        return Start(config, Standing.NEW, 0)
+        return Look(config, Standing.NEW, 0)
     source = find_checkpoint(Path(resume).expanduser())
     manifest = CheckpointReader(source).manifest
     before, now = manifest.config, config_words(config)
-    changed = [name for name in _changed(before, now) if name in before]
     of_model = [
         f"{name} {before[name]} -> {now.get(name, _NOT_SET)}"
-        for name in changed
-        if name.startswith("model.") and name not in _NOT_THE_MODELS
+        for name in _changed(before, now)
+        if name in before and name.startswith("model.") and name not in _NOT_THE_MODELS
     ]
     if of_model:
-        raise UsageError(f"--resume {resume}: is of another model ({', '.join(of_model)})")
-    lines = _lines([name for name in changed if name not in _NOT_THE_MODELS], before, now)
-    return Start(config, Standing.RESUMES, manifest.progress.step, lines, source=source)
+        raise UsageError(f"--resume {resume}: checkpoint of another model ({', '.join(of_model)})")
+    return Look(config, Standing.RESUMES, manifest.progress.step, before, source=source)
+
+
+def changes(seen: Look, config: Config) -> list[str]:
+    """Return the settings of a settled configuration that the last start had otherwise.
+
+    They do not decide the losses, unless the run starts from the state of another run.
+    """
+    now = config_words(config)
+    names = _changed(seen.before, now) if seen.before else []
+    if seen.source is not None:
+        names = [each for each in names if each in seen.before and each not in _NOT_THE_MODELS]
+    return [
+        f"{name} was {seen.before.get(name, _NOT_SET)}, is {now.get(name, _NOT_SET)}"
+        f"{', which changes the losses' if decides_losses(name) else ''}"
+        for name in names
+    ]
 
 
 def _fresh_run_dir(run_dir: Path) -> Path:
-    """The first of NAME, NAME-2, NAME-3 … that is not there."""
+    """Return the first of NAME, NAME-2, NAME-3 … that does not exist."""
     names = (run_dir.with_name(f"{run_dir.name}-{number}") for number in itertools.count(2))
     return next(each for each in itertools.chain([run_dir], names) if not each.exists())
 
 
-def _go_on(config: Config) -> Start:
+def _look_for_resume(config: Config) -> Look:
     run_dir = Path(str(config.train.run_dir))
     if run_dir.exists() and not run_dir.is_dir():
-        raise UsageError(f"train.run_dir={run_dir}: is a file")
+        raise UsageError(f"train.run_dir={run_dir}: expected a directory, got a file")
     nearest_folder = next(each for each in (run_dir, *run_dir.parents) if each.exists())
     if not (nearest_folder.is_dir() and os.access(nearest_folder, os.W_OK)):
-        raise UsageError(f"train.run_dir={run_dir}: {nearest_folder} cannot be written to")
+        raise UsageError(f"train.run_dir={run_dir}: {nearest_folder} is not writable")
     if not (run_dir / RUN_CONFIG).is_file():
         if run_dir.is_dir() and not all(map(_is_of_a_start, run_dir.iterdir())):
             raise UsageError(
                 f"train.run_dir={run_dir}: not empty, and not a run of fsdpctl; choose another"
             )
-        return Start(config, Standing.NEW, 0, notes=_beside(run_dir, config))
-    config = with_kept_kernel(config, read_config(run_dir).model.attention)
-    differences = _differences(run_dir, config)
+        return Look(config, Standing.NEW, 0, notes=_note_on_latest(run_dir, config))
+    kept = read_config(run_dir)
+    config = with_kept_kernel(config, kept.model.attention)
+    before = config_words(kept)
+    _check_same_run(run_dir, before, config_words(config))
     incomplete = passed_over(run_dir / CHECKPOINTS)
     newest = newest_checkpoint(run_dir / CHECKPOINTS)
     if newest is None and incomplete:
-        raise CheckpointError(f"{incomplete[0]}; move it away to begin anew")
+        raise CheckpointError(f"{incomplete[0]}; move it away to start the run again")
     if newest is None:
-        if (run_dir / METRICS).is_file():
-            differences += (f"{METRICS} is kept as {METRICS}.old: there is no checkpoint to it",)
-        return Start(config, Standing.NEW, 0, differences)
+        unused = f"{METRICS} is renamed to {METRICS}.old: no checkpoint belongs to it"
+        notes = (unused,) if (run_dir / METRICS).is_file() else ()
+        return Look(config, Standing.NEW, 0, before, kept, notes=notes)
     try:
         done = CheckpointReader(newest).manifest.progress
     except CheckpointError as error:
@@ -154,13 +171,13 @@ def _go_on(config: Config) -> Start:
     standing = Standing.RESUMES
     if done.step >= config.train.steps and not owes:
         standing = Standing.FINISHED
-    return Start(config, standing, done.step, differences, notes=tuple(incomplete))
+    return Look(config, standing, done.step, before, kept, notes=tuple(incomplete))
 
 
-def _beside(run_dir: Path, config: Config) -> tuple[str, ...]:
-    """That the newest run is of the same name and another configuration, and how to go on from it.
+def _note_on_latest(run_dir: Path, config: Config) -> tuple[str, ...]:
+    """Name the newest run if it has the same name and a different configuration.
 
-    A person who changes a value does not always mean to begin anew.
+    If you change a setting, you do not always mean to start from the beginning.
     """
     last = (run_dir.parent / LATEST).resolve()
     name = run_dir.name.rpartition("-")[0]
@@ -170,75 +187,70 @@ def _beside(run_dir: Path, config: Config) -> tuple[str, ...]:
         return ()
     before, now = config_words(read_config(last)), config_words(config)
     changed = [key for key in _changed(before, now) if decides_losses(key)]
-    if any(key.startswith("data") for key in changed):  # nobody goes on with that one
+    if any(key.startswith("data") for key in changed):  # hardly meant to continue that run
         return ()
     shown = ", ".join(f"{key} {before.get(key, _NOT_SET)}" for key in changed[:3])
-    there = run_dir.parent / last.name
-    return (f"{there} has {shown}: this is a new run; --resume {there} goes on from that one",)
+    other = run_dir.parent / last.name
+    return (f"new run: {other} has {shown}; to continue from its state, pass --resume {other}",)
 
 
 def _is_of_a_start(file: Path) -> bool:
-    """Whether a start that was cut short may have left it; a checkpoint is of more than that."""
+    """Return whether an interrupted start may have left the file; a complete checkpoint is more."""
     if file.name == CHECKPOINTS:
         return not complete_checkpoints(file)
     return file.name in (LOCK, LOGS, OVERRIDES, RUN_ASSETS) or ".tmp-" in file.name
 
 
-def _differences(run_dir: Path, config: Config) -> tuple[str, ...]:
-    before, now = config_words(read_config(run_dir)), config_words(config)
-    changed = _changed(before, now)
+def _check_same_run(run_dir: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
     deciding = [
         f"{name} {before.get(name, _NOT_SET)} -> {now.get(name, _NOT_SET)}"
-        for name in changed
+        for name in _changed(before, now)
         if decides_losses(name)
     ]
     if deciding:
         raise UsageError(
-            f"train.run_dir={run_dir}: holds a run with another configuration "
-            f"({', '.join(deciding)}); choose another train.run_dir=, or --resume never; "
-            f"--resume {run_dir} goes on from its state in a new run"
+            f"train.run_dir={run_dir}: contains a run with a different configuration "
+            f"({', '.join(deciding)}); set another train.run_dir, pass --resume never, or pass "
+            f"--resume {run_dir} to start a new run from its state"
         )
-    return _lines(changed, before, now)
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The words that differ, but for where the run lies and its machines meet."""
+    """Return the settings that differ, except for the run's directory and its rendezvous."""
     names = sorted({*before, *now} - {*_WHERE})
     return [name for name in names if before.get(name) != now.get(name)]
 
 
-def _lines(
-    names: Sequence[str], before: Mapping[str, str], now: Mapping[str, str]
-) -> tuple[str, ...]:
-    return tuple(
-        f"{name} was {before.get(name, _NOT_SET)}, is {now.get(name, _NOT_SET)}"
-        f"{', which changes the losses' if decides_losses(name) else ''}"
-        for name in names
-    )
+def prepare_run_dir(
+    seen: Look, config: Config, settings: Sequence[str], assets: Mapping[str, bytes]
+) -> None:
+    """Write the files that the workers read. The lock must be held.
 
-
-def prepare_run_dir(start: Start, words: Sequence[str], assets: Mapping[str, bytes]) -> None:
-    """Write down what will run, with the files beside its weights. The lock must be held.
+    Args:
+        seen: The directory as it is.
+        config: The settled configuration.
+        settings: The command line, for the record.
+        assets: Files to keep next to the weights, by name.
 
     Raises:
-        UsageError: the directory cannot be written.
+        UsageError: If the directory is not writable.
     """
-    run_dir = start.run_dir
+    run_dir = seen.run_dir
     checkpoints = run_dir / CHECKPOINTS
     try:
-        _replace_text(run_dir / OVERRIDES, "".join(f"{word}\n" for word in words))
-        (run_dir / HEARTBEAT).unlink(missing_ok=True)  # of the start before
+        replace_text(run_dir / OVERRIDES, "".join(f"{each}\n" for each in settings))
+        (run_dir / HEARTBEAT).unlink(missing_ok=True)  # of the last start
         shutil.rmtree(run_dir / LOGS, ignore_errors=True)
         (run_dir / LOGS).mkdir(exist_ok=True)
         checkpoints.mkdir(exist_ok=True)
-        if start.standing is Standing.NEW and (run_dir / METRICS).is_file():
+        if seen.standing is Standing.NEW and (run_dir / METRICS).is_file():
             (run_dir / METRICS).replace(run_dir / f"{METRICS}.old")
         remove_unfinished(checkpoints)
         write_assets(run_dir, assets)
-        if start.source is not None:
-            copy_checkpoint(start.source, step_folder(checkpoints, start.step))
-        # Last: without it a start that is cut short here is none.
-        _replace_text(run_dir / RUN_CONFIG, config_to_yaml(start.config))
+        if seen.source is not None:
+            copy_checkpoint(seen.source, step_folder(checkpoints, seen.step))
+        # Last: a start that is interrupted before this line does not count.
+        replace_text(run_dir / RUN_CONFIG, config_to_yaml(config), is_durable=True)
         if run_dir.parent.name == RUNS:
             point_to(run_dir.parent / LATEST, run_dir)
     except OSError as error:
@@ -246,46 +258,41 @@ def prepare_run_dir(start: Start, words: Sequence[str], assets: Mapping[str, byt
 
 
 def rewrite_config(config: Config) -> None:
-    """Write down what rank 0 has selected of a configuration that is in use.
+    """Write the configuration of a run in progress, in which rank 0 has selected a setting.
 
     Raises:
         FsdpctlError: If the file cannot be written.
     """
     path = Path(str(config.train.run_dir)) / RUN_CONFIG
     try:
-        _replace_text(path, config_to_yaml(config))
+        replace_text(path, config_to_yaml(config), is_durable=True)
     except OSError as error:
         raise FsdpctlError(f"{path}: {error.strerror or error}") from None
 
 
-def prepare_restart(start: Start, number: int) -> None:
-    """Let ranks begin again in a directory that is in use; what they said of a failure is kept.
+def prepare_restart(seen: Look, number: int) -> None:
+    """Prepare a directory in use for restarted ranks; the logs of the failure are kept.
+
+    Args:
+        seen: The directory as it is, with the configuration of the next round.
+        number: The number of the restart, from 1.
 
     Raises:
-        UsageError: the directory cannot be written.
+        UsageError: If the directory is not writable.
     """
-    logs = start.run_dir / LOGS
+    logs, run_dir = seen.run_dir / LOGS, seen.run_dir
     try:
         kept = logs / f"restart-{number}"
         kept.mkdir(parents=True, exist_ok=True)
         for each in logs.glob("rank-*.log"):
             each.replace(kept / each.name)
-        (start.run_dir / HEARTBEAT).unlink(missing_ok=True)  # of the ranks that failed
-        if start.standing is Standing.NEW and (start.run_dir / METRICS).is_file():
-            with (start.run_dir / f"{METRICS}.old").open("ab") as old:
-                old.write((start.run_dir / METRICS).read_bytes())
-            (start.run_dir / METRICS).unlink()
-        remove_unfinished(start.run_dir / CHECKPOINTS)
-        _replace_text(start.run_dir / RUN_CONFIG, config_to_yaml(start.config))
+        (run_dir / HEARTBEAT).unlink(missing_ok=True)  # of the failed ranks
+        if seen.standing is Standing.NEW and (run_dir / METRICS).is_file():
+            with (run_dir / f"{METRICS}.old").open("ab") as old:
+                old.write((run_dir / METRICS).read_bytes())
+            (run_dir / METRICS).unlink()
+        remove_unfinished(run_dir / CHECKPOINTS)
+        replace_text(run_dir / RUN_CONFIG, config_to_yaml(seen.config), is_durable=True)
     except OSError as error:
         refusal = FsdpctlError if error.errno in NO_ROOM else UsageError
-        raise refusal(f"train.run_dir={start.run_dir}: {error.strerror or error}") from None
-
-
-def _replace_text(path: Path, text: str) -> None:
-    scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
+        raise refusal(f"train.run_dir={run_dir}: {error.strerror or error}") from None

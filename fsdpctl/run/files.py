@@ -11,12 +11,21 @@ HEARTBEAT, ENVIRONMENT = "heartbeat.json", "environment.json"
 TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id.txt"
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replace the contents of `path` atomically: readers see the old or the new text.
+def replace_text(path: Path, text: str, *, is_durable: bool = False) -> None:
+    """Replace the file at `path` by one with `text`; readers see the old text or the new.
+
+    Args:
+        path: The file.
+        text: Its content.
+        is_durable: Write it to the disk before the replacement, so that it survives a power loss.
 
     Raises:
         OSError: If the file cannot be written.
     """
     scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    scratch.write_text(text, encoding="utf-8")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.write(text)
+        if is_durable:
+            file.flush()
+            os.fsync(file.fileno())
     scratch.replace(path)

@@ -1,10 +1,10 @@
-"""Who may write to a run directory."""
+"""The lock of a run directory: one launcher at a time writes to it."""
 
 import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -12,52 +12,60 @@ import psutil
 from fsdpctl.errors import UsageError
 from fsdpctl.run.files import LOCK
 
-_WIND_DOWN_SECONDS = 10.0  # the ranks of a launcher that was killed go within it
+_WIND_DOWN_SECONDS = 10.0  # in which the ranks of a killed launcher exit
 
 
 class RunLock:
-    """Held by a launcher and its workers; gone when the last of them is."""
+    """The lock file of a run, held by a launcher and its workers until the last of them exits."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / LOCK
         self._file = self._path.open("a+")
 
     def acquire(self, on_wait: Callable[[], None]) -> None:
-        """Become the only launcher of the run.
+        """Lock the run directory for this launcher.
 
-        What is left of a launcher that was killed is waited for, after `on_wait()` was called.
+        If processes of a killed launcher remain, call `on_wait()` and wait for them to exit.
 
         Raises:
-            UsageError: another launcher is alive, or a rank of one does not go.
+            UsageError: If another launcher is alive or one of its ranks does not exit.
         """
         deadline = time.monotonic() + _WIND_DOWN_SECONDS
-        said = False
+        has_called = False
         while not self._try(fcntl.LOCK_EX):
             self._file.seek(0)
             text = self._file.read().strip()
             launcher = int(text) if text.isdigit() else -1
             holders = self._holders()
-            # Where the kernel does not say who holds it, the launcher's own word must do.
-            lives = launcher in holders if holders else psutil.pid_exists(launcher)
-            if lives or time.monotonic() > deadline:
-                raise UsageError(self._in_use(launcher, holders, lives=lives))
-            if not said:
+            # Without access to the processes that hold it, trust the number in the file.
+            is_alive = launcher in holders if holders else psutil.pid_exists(launcher)
+            if is_alive or time.monotonic() > deadline:
+                raise UsageError(self._in_use(launcher, holders, is_alive=is_alive))
+            if not has_called:
                 on_wait()
-                said = True
+                has_called = True
             time.sleep(0.2)
         self._file.truncate(0)
         self._file.write(str(os.getpid()))
         self._file.flush()
         if not self._try(fcntl.LOCK_SH):
-            raise UsageError(f"train.run_dir={self._path.parent}: in use by a living run")
+            raise UsageError(f"train.run_dir={self._path.parent}: in use by a running launcher")
 
     def join(self) -> None:
-        """Hold the lock together with the launcher, as one of its workers."""
+        """Share the lock of the launcher, as one of its workers."""
         fcntl.flock(self._file, fcntl.LOCK_SH)
 
     def release(self) -> None:
-        """Let go; the file stays."""
+        """Unlock the run; the file remains."""
         self._file.close()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the file is still in the directory: a launcher that gives up removes its own."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            return False
 
     def _try(self, kind: int) -> bool:
         try:
@@ -67,7 +75,7 @@ class RunLock:
         return True
 
     def _holders(self) -> list[int]:
-        """Processes that have the lock file open, but for this one; those that may be looked at."""
+        """Return the other processes that have the lock file open, as far as /proc is readable."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(OSError, psutil.Error):
@@ -83,15 +91,15 @@ class RunLock:
             if each.exists()
         )
 
-    def _in_use(self, launcher: int, holders: list[int], *, lives: bool) -> str:
+    def _in_use(self, launcher: int, holders: list[int], *, is_alive: bool) -> str:
         where = f"train.run_dir={self._path.parent}"
-        if lives or not holders:
-            return f"{where}: in use by a living run (process {launcher})"
+        if is_alive or not holders:
+            return f"{where}: in use by a running launcher (process {launcher})"
         named = ", ".join(f"{pid} ({_state_of(pid)})" for pid in holders)
         ids = " ".join(map(str, holders))
         return (
-            f"{where}: its launcher is gone, but processes of it are not: {named}; "
-            f"`kill -9 {ids}` ends them"
+            f"{where}: in use by processes of an earlier launcher: {named}; to end them, run "
+            f"`kill -9 {ids}`"
         )
 
 
@@ -99,23 +107,53 @@ def _state_of(pid: int) -> str:
     try:
         return str(psutil.Process(pid).status())
     except psutil.Error:
-        return "gone by now"
+        return "exited"
 
 
 def lock_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> RunLock:
-    """Make the directory if need be, and lock it; `on_wait()` is called before a wait.
+    """Create the directory if it does not exist, and lock it.
+
+    Args:
+        run_dir: The directory of the run.
+        on_wait: Called before a wait for the ranks of a killed launcher.
 
     Raises:
-        UsageError: it cannot be written, or a living run uses it.
+        UsageError: If the directory is not writable or in use.
     """
+    while True:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            lock = RunLock(run_dir)
+        except OSError as error:
+            raise UsageError(f"train.run_dir={run_dir}: {error.strerror}") from None
+        try:
+            lock.acquire(on_wait)
+        except BaseException:
+            lock.release()
+            raise
+        if lock.is_current:
+            return lock
+        lock.release()
+
+
+@contextlib.contextmanager
+def claimed(run_dir: Path, on_wait: Callable[[], None]) -> Iterator[RunLock]:
+    """Lock a run directory, and keep it locked after the block.
+
+    An exception unlocks it, and removes the directory if it was created here and is still empty.
+
+    Raises:
+        UsageError: As `lock_run_dir`.
+    """
+    made = [each for each in (run_dir, *run_dir.parents) if not each.exists()]
+    lock = lock_run_dir(run_dir, on_wait)
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(run_dir)
-    except OSError as error:
-        raise UsageError(f"train.run_dir={run_dir}: {error.strerror}") from None
-    try:
-        lock.acquire(on_wait)
+        yield lock
     except BaseException:
+        with contextlib.suppress(OSError):
+            if os.listdir(run_dir) == [LOCK]:
+                (run_dir / LOCK).unlink()
+            for each in made:
+                each.rmdir()
         lock.release()
         raise
-    return lock

@@ -10,11 +10,15 @@ import torch
 
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.pretrained import open_weights
-from fsdpctl.comm.base import LocalCollectives
+from fsdpctl.comm.base import Collectives
+from fsdpctl.config.auto import Selection
 from fsdpctl.config.model_path import model_words
+from fsdpctl.config.schema import PrefetchConfig
 from fsdpctl.config.sealed import MANIFEST, read_sealed
 from fsdpctl.data.batches import Batches
-from fsdpctl.resolve.run import ResolvedRun
+from fsdpctl.plan.engines import has_strategy
+from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.resolve.run import Opened, settle
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.loss import validation_loss
 
@@ -49,21 +53,26 @@ def words_of(source: Path) -> list[str]:
     return words
 
 
-def evaluate_run(run: ResolvedRun, on_batch: Callable[[int, int], None]) -> Evaluation:
+def evaluate_run(opened: Opened, on_batch: Callable[[int, int], None]) -> Evaluation:
     """The loss over the held-out part of the data, or over all of it where nothing is held out.
 
     Args:
-        run: the model in `model.path` and the data, on one rank.
+        opened: the model in `model.path` and the data, on one rank.
         on_batch: called with the batches done, and how many there are.
 
     Raises:
         CheckpointError: the weights are damaged.
     """
-    config, stream = run.config, run.data.val or run.data.train
+    # One rank runs any strategy alike: what is `auto` need not be selected.
+    engine = opened.config.engine.name
+    strategy = next(name for name, row in STRATEGIES.items() if has_strategy(engine, row))
+    settled = settle(opened.config, Selection(strategy, "none", PrefetchConfig(), None))
+    config, data = settled.config, opened.data
+    stream = data.val or data.train
     device = torch.device(str(config.launch.device))
     model = make_model(config, device, strategy="no_shard", empty=True)
     load_weights(open_weights(config.model), model)
-    batches = Batches(stream.rows(config.train.seq_len), run.batches, 0, run.data.vocab_size)
+    batches = Batches(stream.rows(config.train.seq_len), settled.batches, 0, data.vocab_size)
     total = batches.num_validation_batches(0)
 
     def tell(number: int) -> bool:
@@ -73,7 +82,7 @@ def evaluate_run(run: ResolvedRun, on_batch: Callable[[int, int], None]) -> Eval
     loss = validation_loss(
         model,
         batches,
-        LocalCollectives(),
+        Collectives(),
         device,
         at_most=0,
         chunk_tokens=config.train.loss_chunk_tokens or 0,

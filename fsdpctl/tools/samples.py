@@ -10,9 +10,9 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.chats.data import open_data
+from fsdpctl.data.open import open_data
 from fsdpctl.data.rows import documents_of
-from fsdpctl.data.source import DataSet
+from fsdpctl.data.tokens import DataSet
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.resolve.machine import world_size

@@ -15,13 +15,13 @@ from fsdpctl.checkpoint.manifest import BaseInfo, Progress
 from fsdpctl.checkpoint.pretrained import open_base, open_weights, weights_folder, whole_weights
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.comm.collectives import ObjectExchange, collectives_for
-from fsdpctl.comm.pulse import LOADING, PULSE
+from fsdpctl.comm.rank_status import LOADING, RANK_STATUS
 from fsdpctl.comm.world import World
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.chats.data import open_data
-from fsdpctl.data.source import DataSet
+from fsdpctl.data.open import open_data
+from fsdpctl.data.tokens import DataSet
 from fsdpctl.engine.build import Source, divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
@@ -100,7 +100,7 @@ def _draw(config: Config) -> Callable[[str, Tensor], None]:
     """Return the initializer of a parameter, which also reports progress to the watchdog."""
 
     def draw(name: str, whole: Tensor) -> None:
-        PULSE.at(LOADING)
+        RANK_STATUS.at(LOADING)
         initialize_parameter(name, whole, seed=config.train.seed, config=config.model)
 
     return draw
@@ -207,7 +207,7 @@ def _load(
     done, base = _fill(config, model, optimizer, data, newest)
     # All ranks have read: the slowest may take longer than NCCL waits in a first collective.
     ranks.gather_objects(None)
-    PULSE.at("ready")
+    RANK_STATUS.at("ready")
     val = data.val
     parts = TrainingParts(
         config=config,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.comm.collectives import ObjectExchange
-from fsdpctl.comm.marks import mark, seconds_between
+from fsdpctl.comm.waits import mark, seconds_between
 from fsdpctl.comm.world import World
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError

@@ -8,7 +8,7 @@ import torch
 
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.source import DataSet
+from fsdpctl.data.tokens import DataSet
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import Limits, StepRecord
 from fsdpctl.optim.sgd import ShardedSGD

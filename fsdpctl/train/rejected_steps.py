@@ -18,7 +18,7 @@ from fsdpctl.checkpoint.load import load_checkpoint
 from fsdpctl.checkpoint.manifest import AcceptedStep, Progress
 from fsdpctl.checkpoint.pretrained import whole_weights
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.comm.pulse import PULSE, READING
+from fsdpctl.comm.rank_status import RANK_STATUS, READING
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.training import TrainConfig
 from fsdpctl.data.batches import Batches
@@ -196,7 +196,7 @@ def load_newest(parts: TrainingParts) -> Progress | None:
     (folder, *_) = parts.model.collectives.gather_objects("" if newest is None else str(newest))
     if not folder:
         return None
-    PULSE.at(READING)
+    RANK_STATUS.at(READING)
     parts.model.rest()
     reader = CheckpointReader(Path(folder))
     return load_checkpoint(reader, parts.model, parts.optimizer, whole_weights(reader))

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from fsdpctl.comm.arriving import Arriving, raised
-from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.base import AsyncHostCopy, Collectives, raised
 from fsdpctl.config.model_path import RUN_CONFIG
 
 STOP, SAVE, PROFILE = "STOP", "SAVE", "PROFILE"
@@ -172,7 +171,7 @@ class RequestSync:
         """Exchange the results of `look()`; the newest `lag` exchanges are not waited for."""
         self.received = RequestFlags()
         self._look, self._ranks, self._device, self._lag = look, ranks, device, lag
-        self._pending: deque[Arriving] = deque()
+        self._pending: deque[AsyncHostCopy] = deque()
 
     def goes_on(self) -> bool:
         """Exchange requests; return whether no rank is known to have to stop. Collective."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdpctl.optim.record import Limits, OwnWord, record_step
+from fsdpctl.optim.record import Limits, LocalStepStats, record_step
 from fsdpctl.optim.schedule import lr_factor
 from fsdpctl.run.clock import StepClock
 from fsdpctl.run.flops import ModelFlops
@@ -32,7 +32,7 @@ def launch_step(
     samples: int,
     *,
     limits: Limits,
-    own: Callable[[], OwnWord],
+    own: Callable[[], LocalStepStats],
     is_traced: bool = False,
 ) -> LaunchedStep:
     """Launch the step that follows `step` steps and `samples` samples. Collective.

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from fsdpctl.checkpoint.manifest import Progress
-from fsdpctl.comm.pulse import PULSE
+from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.errors import NonFiniteError, StoppedError
-from fsdpctl.optim.record import OwnWord
+from fsdpctl.optim.record import LocalStepStats
 from fsdpctl.run.flops import model_flops
 from fsdpctl.train.callback import Callback, is_joint
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
@@ -168,11 +168,11 @@ class Trainer:
     def _launch(self) -> None:
         """Launch a step; its results are reported later."""
         began = time.perf_counter()
-        PULSE.at("data", self.step + 1 if self._handles_requests else None)
+        RANK_STATUS.at("data", self.step + 1 if self._handles_requests else None)
 
-        def own() -> OwnWord:
+        def own() -> LocalStepStats:
             flags = self.requests.look(time.perf_counter() - began).flags
-            return OwnWord(flags, self._probe.take())
+            return LocalStepStats(flags, self._probe.take())
 
         launched = launch_step(
             self.parts,
@@ -193,7 +193,7 @@ class Trainer:
         """
         requested = RequestFlags()
         while len(self._queue) > keep:
-            PULSE.at("step results")
+            RANK_STATUS.at("step results")
             launched = self._queue.popleft()
             done = finish_step(launched, self.parts.device, self._flops, self.ranks.size)
             requested |= RequestFlags(*done.figures.flags)

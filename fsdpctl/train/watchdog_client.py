@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from fsdpctl.comm.pulse import PULSE
+from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.comm.recorder import recorded
 
 _POLL_SECONDS = 0.5
@@ -25,8 +25,8 @@ def serve_watchdog() -> None:
     folder, local_rank = os.environ.get("FSDPCTL_FOLDER"), int(os.environ["LOCAL_RANK"])
     if folder is None:
         return
-    PULSE.open(Path(folder) / "pulse", local_rank)
-    PULSE.at("starting")
+    RANK_STATUS.open(Path(folder) / "pulse", local_rank)
+    RANK_STATUS.at("starting")
     threading.Thread(target=_answer, args=(Path(folder), local_rank), daemon=True).start()
 
 

@@ -14,16 +14,17 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from fsdpctl.errors import STOP_SIGNALS
+
 if TYPE_CHECKING:
-    from fsdpctl.comm.stores import Store
-    from fsdpctl.comm.world import World
+    from fsdpctl.comm.world import Store, World
     from fsdpctl.config.schema import Config
 
 MODULE = "fsdpctl.train.worker"
 MEASURE = "measure"  # as last argument: only steps, without output
 
 _PR_SET_PDEATHSIG = 1
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
+
 _INTERVAL, _MOMENT = 1.0, 0.3  # seconds
 _stop_signal: int | None = None
 _can_save = threading.Event()  # a step is completed
@@ -41,7 +42,7 @@ def tie_to_launcher() -> None:
     the last checkpoint is complete. Until the first step is completed, a stop request ends the
     worker at once, wherever it waits or compiles.
     """
-    for number in _STOPPING:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     _die_with_parent()
     os.register_at_fork(after_in_child=_die_with_parent)
@@ -60,7 +61,7 @@ def _handle_signals(wait_for_all: Callable[[], None]) -> None:
     If a signal ended another rank before it got here, waiting for that rank fails. This rank has
     received the same signal or will in a moment, and also ends by it.
     """
-    for number in _STOPPING:
+    for number in STOP_SIGNALS:
         signal.signal(number, _request_stop)
     try:
         wait_for_all()
@@ -90,7 +91,7 @@ def _watch_start(run_dir: Path, seconds: float | None, started: float) -> None:
 
 def _ignore_stops() -> None:
     """Ignore stop signals: the run is complete, and must not fail because of a late one."""
-    for number in _STOPPING:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

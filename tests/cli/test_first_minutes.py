@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
-from fsdpctl.cli.words import completions
+from fsdpctl.cli.config_args import completions
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import nearest
 from fsdpctl.optim.schedule import lr_factor
@@ -44,7 +44,7 @@ def test_a_file_of_settings_is_a_recipe(tmp_path):
         found = printed(*typed, "model.num_layers=3")
         assert (found["train.steps"], found["model.num_layers"]) == ("7", "3")
     code, said = invoke("train", str(file), "--recipe", "quick")
-    assert (code, "a recipe was given already, quick" in said) == (2, True)
+    assert (code, "conflicts with the recipe quick" in said) == (2, True)
     code, said = invoke("estimate-memory", str(tmp_path / "none.yaml"))
     assert (code, "none.yaml: no such file" in said) == (2, True)
 
@@ -67,7 +67,7 @@ def test_a_key_with_dashes_is_checked_like_others():
     code, said = invoke("train", "--train.stepz", "7", "--print-config")
     assert (code, "did you mean train.steps?" in said) == (2, True)
     code, said = invoke("train", "--learning-rate", "7", "--print-config")
-    assert (code, "here it is optimizer.lr" in said) == (2, True)
+    assert (code, "use optimizer.lr" in said) == (2, True)
     code, said = invoke("train", "--train.steps")
     assert (code, "train.steps=: allowed is" in said) == (2, True)
 
@@ -75,9 +75,9 @@ def test_a_key_with_dashes_is_checked_like_others():
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("quick", "a recipe is --recipe quick"),
+        ("quick", "to use the recipe, pass --recipe quick"),
         ("gpt2", "did you mean model=gpt2?"),
-        ("words.txt", "a text is data=text data.path=words.txt"),
+        ("words.txt", "to train on the text, pass data=text data.path=words.txt"),
         ("--strategy=full_shrad", "did you mean full_shard?"),
         ("none.yaml", "none.yaml: no such file"),
     ],
@@ -90,7 +90,7 @@ def test_a_word_alone_is_answered_with_what_it_may_be(words, word, said):
 def test_files_of_other_tools_are_answered_by_their_words(tmp_path):
     (tmp_path / "axolotl.yaml").write_text("datasets:\n  - path: x\n    type: alpaca\n")
     code, said = invoke("train", str(tmp_path / "axolotl.yaml"))
-    assert (code, "datasets: no such key; here it is data=text" in said) == (2, True)
+    assert (code, "datasets: no such key; use data=text" in said) == (2, True)
 
 
 def test_the_bare_command_shows_what_there_is(tmp_path):
@@ -114,18 +114,18 @@ def test_ranks_are_said_as_in_torchrun():
         ("cutoff_len=8", "train.seq_len"),
         ("warmup_ratio=0.1", "lr_scheduler.warmup_ratio"),
         ("val_set_size=0.1", "data.val_fraction"),
-        ("base_model=x", "model.path, with model=hf"),
-        ("--activation_checkpoint.mode=full", "here it is activation_checkpointing"),
-        ("wandb_project=x", "here it is log.wandb_project"),
+        ("base_model=x", "use model=hf and model.path"),
+        ("--activation_checkpoint.mode=full", "use activation_checkpointing"),
+        ("wandb_project=x", "use log.wandb_project"),
         ("num_nodes=2", "launch.nnodes"),
         ("tp_size=2", "tensor parallelism"),
-        ("lora_r=8", "here it is model.lora.rank"),
-        ("lora_target_modules=x", "here it is model.lora.targets"),
-        ("unfrozen_parameters=x", "here it is model.trainable=REGEX"),
+        ("lora_r=8", "use model.lora.rank"),
+        ("lora_target_modules=x", "use model.lora.targets"),
+        ("unfrozen_parameters=x", "use model.trainable=REGEX"),
         ("qlora=true", "quantized training"),
         ("load_in_4bit=true", "quantized training"),
-        ("sample_packing=true", "here it is data.packing"),
-        ("report_to=wandb", "here it is log.wandb=true"),
+        ("sample_packing=true", "use data.packing"),
+        ("report_to=wandb", "use log.wandb=true"),
         ("push_to_hub=true", "uploads"),
         ("resume_from_checkpoint=x", "--resume PATH"),
         ("fp16=true", "precision=bf16"),
@@ -151,11 +151,8 @@ def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path):
     file.write_text("base_model: x\nsequence_len: 4\nadapter: lora\noptimizer.lr: 1\n")
     code, said = invoke("train", str(file), "--dry-run")
     assert code == 2
-    assert "base_model: no such key; here it is model.path" in said
-    assert (
-        "nor are known: sequence_len (here it is train.seq_len), adapter (here it is model.lora"
-        in said
-    )
+    assert "base_model: no such key; use model=hf and model.path" in said
+    assert "nor are known: sequence_len (use train.seq_len), adapter (use model.lora" in said
 
 
 @pytest.mark.parametrize(
@@ -173,8 +170,8 @@ def test_reshard_after_forward_chooses_the_strategy(words, ours):
 @pytest.mark.parametrize(
     ("words", "said"),
     [(["reshard_after_forward=maybe"], "allowed is true, false"),
-     (["strategy=no_shard", "reshard_after_forward=false"], "whole at all times"),
-     (["strategy=nonsense", "reshard_after_forward=false"], "no such strategy")],
+     (["strategy=no_shard", "reshard_after_forward=false"], "always unsharded"),
+     (["strategy=nonsense", "reshard_after_forward=false"], "expected one of")],
 )  # fmt: skip
 def test_reshard_after_forward_says_what_it_can(words, said):
     code, answer = invoke("train", *words, "--dry-run")
@@ -230,7 +227,7 @@ def test_an_estimate_is_of_a_real_length():
 def test_a_length_that_nobody_asked_for_follows_the_data(words):
     data = ["data=text", "data.path=words.txt"]
     said = dry_run(*data, "model=gpt2", "model.vocab_size=256")
-    assert "samples of 256 tokens (auto: no more than a part of the data has)" in said
+    assert "samples of 256 tokens (auto: limited by the data)" in said
     code, said = invoke("train", *data, "train.seq_len=1024")
     assert (code, "longer than the validation data" in said) == (2, True)
 
@@ -241,12 +238,12 @@ def test_a_length_that_fits_is_a_round_one_and_nothing_that_fits_is_helped():
     found = json.loads(invoke("estimate-memory", *length, "--fit", "seq_len", "--json")[1])["fit"]
     assert found["value"] % 256 == 0
     assert found["estimate"]["verdict"] == "fits"
-    assert found["following"]["verdict"] != "fits"
-    assert found["following"]["seq_len"] == found["value"] + 256
+    assert found["next"]["verdict"] != "fits"
+    assert found["next"]["seq_len"] == found["value"] + 256
     small = [*length, "cluster.memory=40GiB", "--fit", "micro_batch"]
     code, said = invoke("estimate-memory", *small)
     assert code == 0
-    assert "nothing, train.micro_batch_size=1 is too large" in said
+    assert "nothing: train.micro_batch_size=1 does not fit" in said
     assert "to fit" in said
     assert "activation_checkpointing=full" in said.split("with ", 1)[1]
 
@@ -263,7 +260,7 @@ def test_what_an_engine_does_not_have_is_said():
 def test_chats_are_not_read_as_text_without_a_word(words, tmp_path):
     Path("words.txt").rename("chat.jsonl")
     kept = [word for word in words if not word.startswith("data.path")]
-    assert "braces and all" in dry_run(*kept, "data.path=chat.jsonl")
+    assert "read as plain text" in dry_run(*kept, "data.path=chat.jsonl")
 
 
 def test_another_value_is_said_to_begin_a_new_run(tmp_path, monkeypatch):
@@ -277,7 +274,7 @@ def test_another_value_is_said_to_begin_a_new_run(tmp_path, monkeypatch):
     (first / "config.yaml").write_text(invoke("train", *words, *resolved, "--print-config")[1])
     Path("runs/latest").symlink_to("llama_tiny-abcdef")
     said = dry_run(*words, "optimizer.lr=0.5", "precision=fp32")
-    assert "this is a new run; --resume runs/llama_tiny-abcdef goes on from that one" in said
+    assert "to continue from its state, pass --resume runs/llama_tiny-abcdef" in said
     assert "has optimizer.lr 0.25, precision auto" in said
     assert "this is a new run" not in dry_run(*words, "train.run_dir=mine")
 
@@ -318,7 +315,7 @@ def test_nothing_is_compared_with_itself():
         "strategy=full_shard prefetch=both",
     ]
     assert same == [
-        "strategy=no_shard prefetch=both: is the same as strategy=no_shard prefetch=none"
+        "strategy=no_shard prefetch=both: skipped, runs the same as strategy=no_shard prefetch=none"
     ]
 
 
@@ -378,7 +375,7 @@ def test_keys_of_another_tools_file_are_translated_together(tmp_path):
     code, said = invoke("train", str(file), "--dry-run")
     assert code == 2
     assert "tpu_env: no such key" in said
-    assert "num_machines (here it is launch.nnodes), learning_rate (here it is optim" in said
+    assert "num_machines (use launch.nnodes), learning_rate (use optim" in said
 
 
 def test_a_value_that_is_a_list_is_refused_where_the_key_is_ours(tmp_path):
@@ -392,7 +389,7 @@ def test_other_files_than_yaml_are_no_texts(tmp_path):
     file = tmp_path / "titan.toml"
     file.write_text("[job]\n")
     code, said = invoke("train", str(file), "--dry-run")
-    assert (code, "a recipe is a YAML file" in said) == (2, True)
+    assert (code, "recipes are YAML files" in said) == (2, True)
 
 
 @pytest.mark.parametrize(("text", "ours"), [("never", "shard_grad_op"), ("default", "full_shard")])
@@ -406,7 +403,7 @@ def test_short_data_and_short_runs_are_told_what_follows(tmp_path):
     words = ["data=text", f"data.path={file}", "--dry-run", "launch.nproc_per_node=1"]
     code, said = invoke("train", *words, "train.steps=20")
     assert code == 0
-    assert "samples of 32 tokens (auto: no more than a part of the data has)" in said
+    assert "samples of 32 tokens (auto: limited by the data)" in said
     assert "not reached within lr_scheduler.warmup_steps=50" in said
     assert "not reached" not in invoke("train", *words, "train.steps=200")[1]
 

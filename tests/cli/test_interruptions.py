@@ -188,7 +188,7 @@ def test_a_suspended_rank_is_named_and_not_the_rank_that_waits(tmp_path):
     ranks_of(process)[1].suspend()
     code, said = ended(process, 120)
     assert code == 1
-    assert "ranks waited in vain for others" in said
+    assert "ranks timed out waiting for others" in said
     assert "rank 0 on" not in said
 
 
@@ -240,4 +240,4 @@ def test_a_low_limit_of_open_files_is_raised_or_rejected(tmp_path):
             env=environment(), capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         assert result.returncode == code, result.stderr
-    assert "needs 160 open files, where 24 are allowed" in result.stderr
+    assert "needs 160 open files, but the limit is 24" in result.stderr

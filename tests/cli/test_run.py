@@ -123,7 +123,7 @@ def test_a_damaged_checkpoint_ends_with_exit_code_4(finished, tmp_path):
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     result = fsdpctl("train", *changed, "train.steps=160", cwd=tmp_path)
     assert result.returncode == 4
-    assert "rank-00001.safetensors: damaged" in result.stderr
+    assert "rank-00001.safetensors: corrupted" in result.stderr
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
@@ -193,13 +193,13 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(finished, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_living_run_is_not_disturbed(tmp_path):
+def test_a_second_launcher_does_not_disturb_the_first(tmp_path):
     endless = [*words(tmp_path)[:-2], "train.steps=100000", "train.run_dir=run"]
     process = start(tmp_path, endless)
     try:
         second = fsdpctl("train", *endless, cwd=tmp_path)
         assert second.returncode == 2
-        assert "in use by a living run" in second.stderr
+        assert "in use by a running launcher" in second.stderr
     finally:
         process.terminate()
         process.communicate(timeout=60)

@@ -1,15 +1,18 @@
-"""A start does once what takes long."""
+"""A start does what takes long only once."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from benchmarks.startup import counted
-from fsdpctl.cli import rounds, running
-from fsdpctl.cli.rounds import Started
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
+from fsdpctl.errors import UsageError
 from fsdpctl.estimate import estimator
+from fsdpctl.start import restarts
+from fsdpctl.start.begin import Begun, begin
+from fsdpctl.start.talk import Talk
 from tests.cli.run import make_text
 
 SMALL = [
@@ -19,6 +22,7 @@ SMALL = [
     "launch.nproc_per_node=2",
     "launch.nproc_min=1",
 ]
+QUIET = Talk(lambda line: None, lambda line: None, lambda: nullcontext(lambda count: None))
 
 
 def test_a_start_opens_data_traces_and_chooses_once_and_a_restart_never(
@@ -28,15 +32,46 @@ def test_a_start_opens_data_traces_and_chooses_once_and_a_restart_never(
     estimator._traced.clear()
     words = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "strategy=auto"]
     composed = compose_config(words)
-    started: list[Started | None] = []
-    _, calls = counted(lambda: started.append(running._begin(composed, words, "auto")))
+    started: list[Begun | None] = []
+    _, calls = counted(lambda: started.append(begin(composed, words, "auto", QUIET)))
     begun = started[0]
     assert begun is not None
     begun.lock.release()
     assert (calls["open_data"], calls["trace"], calls["choose"]) == (1, 1, 1)
     following: list[Config | None] = []
-    _, calls = counted(lambda: following.append(rounds._resolved_for(begun, [0], is_stuck=True)))
+    _, calls = counted(
+        lambda: following.append(restarts.settled_on(begun, [0], QUIET.say, is_stuck=True))
+    )
     assert following[0] is not None
     assert following[0].launch.nproc_per_node == 1
     assert following[0].train.global_batch_size == begun.config.train.global_batch_size
     assert not {"open_data", "trace", "choose", "build_model"} & set(calls)
+
+
+def test_a_start_that_fails_leaves_no_directory_and_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    there = tmp_path / "there"
+    there.mkdir()
+    words = [*SMALL, f"data.path={make_text(tmp_path)}", "strategy=auto", "cluster.memory=0.2"]
+    for run_dir in ("some/new/run", "there"):
+        composed = compose_config([*words, f"train.run_dir={run_dir}"])
+        with pytest.raises(UsageError, match="nothing fits"):
+            begin(composed, words, "auto", QUIET)
+    assert not (tmp_path / "some").exists()
+    assert list(there.iterdir()) == []
+
+
+def test_a_run_in_use_is_rejected_before_anything_is_selected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [*SMALL, f"data.path={make_text(tmp_path)}", "train.run_dir=run", "strategy=auto"]
+    begun = begin(compose_config(words), words, "auto", QUIET)
+    assert begun is not None
+    monkeypatch.setattr("fsdpctl.start.begin.decide", None)
+    with pytest.raises(UsageError, match="in use by a running launcher"):
+        begin(compose_config(words), words, "auto", QUIET)
+    assert (tmp_path / "run" / "config.yaml").is_file()
+    begun.lock.release()

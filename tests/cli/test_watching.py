@@ -37,7 +37,7 @@ def script(folder: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("checkpoint.after_save=no-such-program", "no-such-program is no program that is found"),
+        ("checkpoint.after_save=no-such-program", "program no-such-program not found"),
         ("checkpoint.after_save=sh 'x", "no closing quotation"),
         ("checkpoint.after_save=", "allowed is text"),
         ("checkpoint.after_save_timeout=0", "allowed is number from 1 to 1000000"),

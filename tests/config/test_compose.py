@@ -76,14 +76,14 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
         ("~optimizer", ["neither added nor removed"]),
         ("++train.steps=3", ["neither added nor removed"]),
         ("model@x=llama_tiny", ["neither added nor removed"]),
-        ("hydra.run.dir=x", ["Hydra's own settings"]),
+        ("hydra.run.dir=x", ["settings of Hydra are not supported"]),
         ("strategy=full_shart", ["did you mean full_shard?", "no_shard"]),
         ("strategy=zero4", ["strategy=zero4", "full_shard"]),
-        ("learning_rate=1", ["here it is optimizer.lr"]),
-        ("gradient_accumulation_steps=4", ["here it is accumulation.steps"]),
+        ("learning_rate=1", ["use optimizer.lr"]),
+        ("gradient_accumulation_steps=4", ["use accumulation.steps"]),
         ("accumulation=4", ["no such choice", "every, last"]),
-        ("tensor_parallel_degree=2", ["does not offer tensor parallelism"]),
-        ("lora=true", ["here it is model.lora.rank=16"]),
+        ("tensor_parallel_degree=2", ["does not support tensor parallelism"]),
+        ("lora=true", ["use model.lora.rank=16"]),
         ("model.lora=true", ["section", "fsdpctl list model"]),
         ("model.lora.ranks=3", ["did you mean model.lora.rank?"]),
         ("model.lora.rank=0", ["whole number from 1"]),
@@ -92,7 +92,7 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
         ("steps", ["KEY=VALUE", "train.steps"]),
         ("=3", ["KEY=VALUE"]),
         ("", ["KEY=VALUE"]),
-        ("data.path=caf\udce9", ["not UTF-8"]),
+        ("data.path=caf\udce9", ["not valid UTF-8"]),
         ("--resume=x", ["--resume VALUE"]),
         ("train.seed=99999999999999999999", ["train.seed"]),
         ("train.epochs=0", ["train.epochs"]),
@@ -135,7 +135,7 @@ def test_what_a_recipe_says_can_be_unset(tmp_path):
 
 
 def test_the_size_of_a_step_is_said_in_one_way():
-    with pytest.raises(UsageError, match="say the size of a step in one way only"):
+    with pytest.raises(UsageError, match="set the size of a step with one of them"):
         compose_config(["train.global_batch_size=3", "train.global_batch_tokens=100"])
     config = compose_config(["train.global_batch_tokens=1000", "train.seq_len=300"]).config
     sized = with_batch_size(config).train

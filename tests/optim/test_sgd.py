@@ -12,7 +12,7 @@ from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import UsageError
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.besides import check_optimizer
+from fsdpctl.resolve.preflight import check_optimizer
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches
 from tests.engine.test_parity import largest_difference
@@ -88,9 +88,12 @@ def test_a_first_step_that_is_skipped_leaves_momenta_of_zero():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["optimizer=sgd"], "optimizer=sgd has no usual one"),
-        (["optimizer=sgd", "optimizer.lr=0.1", "optimizer.beta1=0.8"], "only with optimizer=adamw"),
-        (["optimizer.momentum=0.5"], "only with optimizer=sgd"),
+        (["optimizer=sgd"], "optimizer.lr=auto: not supported with optimizer=sgd"),
+        (
+            ["optimizer=sgd", "optimizer.lr=0.1", "optimizer.beta1=0.8"],
+            "only valid with optimizer=adamw",
+        ),
+        (["optimizer.momentum=0.5"], "only valid with optimizer=sgd"),
     ],
 )
 def test_what_another_optimizer_would_use_is_refused(words, said):

@@ -44,7 +44,7 @@ def test_a_process_alone_starts_its_ranks_itself():
         ({"RANK": "0"}, "launch=env"),
         ({"LOCAL_RANK": "1"}, "launch=env"),
         ({"SLURM_STEP_NUM_TASKS": "4"}, "launch=slurm"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun is not understood"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun is not supported"),
         ({"SKYPILOT_NUM_NODES": "2"}, "launch.nnodes=2"),
         ({"PET_NNODES": "3"}, "launch.nnodes=3"),
     ],
@@ -76,12 +76,12 @@ def test_env_needs_all_variables_that_a_rank_has():
     ],
 )
 def test_variables_that_do_not_go_together_are_refused(wrong):
-    assert "do not go together" in refused(ENV, of_torchrun(5, 8, 4) | wrong)
+    assert "are inconsistent" in refused(ENV, of_torchrun(5, 8, 4) | wrong)
 
 
 def test_what_is_no_number_is_named():
     assert refused(ENV, of_torchrun(0, 2, 2) | {"WORLD_SIZE": "two"}) == (
-        "WORLD_SIZE=two: is no number"
+        "WORLD_SIZE=two: expected a number"
     )
 
 
@@ -90,7 +90,7 @@ def test_nodes_that_were_asked_for_and_are_not_there_are_missed():
     assert "launch.nnodes=2: the launcher has started ranks on 1" in refused(
         two, of_torchrun(0, 2, 2)
     )
-    assert "nnodes=3: Slurm has given the step 2" in refused(
+    assert "nnodes=3: Slurm has started the step on 2" in refused(
         LaunchConfig("slurm", nnodes=3), of_slurm(0, 2, 2)
     )
     assert "nproc_per_node=8: the launcher has started 4" in refused(
@@ -121,11 +121,11 @@ def test_one_task_alone_starts_its_ranks_itself_under_slurm_too():
 
 def test_steps_that_are_not_understood_are_refused():
     outside = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}  # as in a batch script
-    assert "run it under srun" in refused(SLURM, outside)
+    assert "run it with srun" in refused(SLURM, outside)
     assert "heterogeneous" in refused(SLURM, of_slurm(0, 2, 2) | {"SLURM_HET_SIZE": "2"})
     assert "srun -m block" in refused(SLURM, of_slurm(1, 4, 2) | {"SLURM_NODEID": "1"})
     uneven = of_slurm(0, 3, 3) | {"SLURM_STEP_TASKS_PER_NODE": "2,1"}
-    assert "as many tasks" in refused(SLURM, uneven)
+    assert "the same number of tasks" in refused(SLURM, uneven)
     assert "launch.node_rank=1" in refused(LaunchConfig("slurm", node_rank=1), of_slurm(1, 2, 2))
 
 

@@ -14,9 +14,9 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import FsdpctlError
-from fsdpctl.resolve.run import resolve
+from fsdpctl.resolve.run import open_run, settle
 from fsdpctl.run.assets import collect_assets
-from fsdpctl.run.directory import plan_start, prepare_run_dir
+from fsdpctl.run.directory import look, prepare_run_dir
 from fsdpctl.train import step
 from fsdpctl.train.assemble import make_trainer
 from fsdpctl.train.loss import summed_loss
@@ -64,21 +64,26 @@ def words(folder: Path, ranks: int, *more: str) -> list[str]:
 
 
 def resolved(typed: list[str]) -> Config:
-    return resolve(compose_config(typed)).config
+    return settle(open_run(compose_config(typed)).config).config
 
 
-def made(typed: list[str], stop_requested: Callable[[], bool] = lambda: False) -> Trainer:
+def made(
+    typed: list[str],
+    stop_requested: Callable[[], bool] = lambda: False,
+    device: torch.device = CPU,
+) -> Trainer:
     """Return the trainer of this rank, and make the run directory. Collective."""
-    run = resolve(compose_config(typed))
-    start = plan_start(run.config, "auto")
+    opened = open_run(compose_config(typed))
+    config = settle(opened.config).config
+    seen = look(config, "auto")
     dist.barrier()
     if dist.get_rank() == 0:
-        start.run_dir.mkdir(exist_ok=True)
-        prepare_run_dir(start, typed, collect_assets(run.config, run.data))
+        seen.run_dir.mkdir(exist_ok=True)
+        prepare_run_dir(seen, config, typed, collect_assets(config, opened.data))
     dist.barrier()
-    world = World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), CPU)
+    world = World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), device)
     context = LaunchContext(stop_requested, time.time(), lambda wait_for_all: wait_for_all())
-    return make_trainer(start.config, world, context, shows=False)
+    return make_trainer(seen.config, world, context, shows=False)
 
 
 def plant(trainer: Trainer, plants: Plants) -> None:

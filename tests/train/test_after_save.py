@@ -12,7 +12,7 @@ import pytest
 
 from fsdpctl.checkpoint.folders import Retention, complete_checkpoints, remove_old
 from fsdpctl.errors import UsageError
-from fsdpctl.resolve.besides import command_words
+from fsdpctl.resolve.preflight import command_words
 from fsdpctl.train.callbacks import after_save
 from fsdpctl.train.callbacks.after_save import AfterSave, HookMessage
 from tests.checkpoint.test_saver import fake_checkpoints
@@ -182,7 +182,7 @@ def test_the_command_ends_with_the_rank_that_started_it(tmp_path):
     [
         ("rsync 'a", "no closing quotation"),
         ("  ", "no command"),
-        ("no-such-program a b", "no-such-program is no program that is found here"),
+        ("no-such-program a b", "program no-such-program not found"),
     ],
 )
 def test_an_invalid_command_is_rejected_before_the_run(command, said):

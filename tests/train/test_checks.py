@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpctl.estimate.kept import ESTIMATE
+from fsdpctl.estimate.saved import ESTIMATE
 from fsdpctl.train.callbacks.checks import Checks
 
 MIB = 1 << 20

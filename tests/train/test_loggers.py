@@ -12,8 +12,8 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.keeping import CheckpointConfig, LogConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.resolve import besides
-from fsdpctl.resolve.besides import check_besides
+from fsdpctl.resolve import preflight as besides
+from fsdpctl.resolve.preflight import check_preflight
 from fsdpctl.run.files import TENSORBOARD, WANDB_ID
 from fsdpctl.train.callbacks import loggers
 from fsdpctl.train.callbacks.loggers import Loggers
@@ -106,8 +106,8 @@ def test_a_logger_that_is_not_installed_is_reported_before_the_start(monkeypatch
     for found in (None, SimpleNamespace(origin=None)):
         monkeypatch.setattr(besides, "find_spec", lambda package, found=found: found)
         with pytest.raises(UsageError, match=said):
-            check_besides(config)
-        check_besides(Config())
+            check_preflight(config)
+        check_preflight(Config())
 
 
 def test_all_starts_have_the_same_wandb_id(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.registry import build_model, initialize_parameter
-from fsdpctl.resolve.run import resolve
+from fsdpctl.resolve.run import open_run, settle
 from tests.cli.run import TINY, make_text
 from tests.distributed import distributed
 
@@ -101,5 +101,5 @@ def test_a_sharded_model_computes_its_loss_in_chunks(rank: int, world_size: int)
 def test_large_logits_are_chunked_by_default(tmp_path: Path, words: list[str], chunk: int) -> None:
     usual = [*TINY, f"data.path={make_text(tmp_path)}", "launch.nproc_per_node=1"]
     usual += ["launch.device=cpu", "train.seq_len=64", "train.global_batch_size=4"]
-    run = resolve(compose_config(list({w.split("=")[0]: w for w in [*usual, *words]}.values())))
-    assert run.config.train.loss_chunk_tokens == chunk
+    composed = compose_config(list({w.split("=")[0]: w for w in [*usual, *words]}.values()))
+    assert settle(open_run(composed).config).config.train.loss_chunk_tokens == chunk

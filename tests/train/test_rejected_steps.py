@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fsdpctl.checkpoint.manifest import AcceptedStep, Progress
 from fsdpctl.config.training import TrainConfig
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.source import load_data
+from fsdpctl.data.open import open_data
 from fsdpctl.data.tokens import TokenStream
 from fsdpctl.optim.record import Limits, StepFigures
 from fsdpctl.plan.batch import plan_batches
@@ -40,7 +40,7 @@ def reference(typed: list[str], batches: list[int]) -> dict[str, Tensor]:
     """Of one process that sees these batches of the data, one a step, as so many ranks."""
     config = resolved(typed)
     ranks = config.launch.nproc_per_node or 0
-    data = load_data(config.data)
+    data = open_data(config.data)
     plan = plan_batches(config.train.global_batch_size, ranks)
     dealt = Batches(data.train.rows(config.train.seq_len), plan, config.train.seed, data.vocab_size)
     nominal = plan.micro_batch_size * config.train.seq_len
@@ -241,7 +241,7 @@ def test_the_samples_of_a_bad_step_are_shown_as_text(tmp_path):
     (found,) = recorded(tmp_path)
     assert "nonfinite_loss, on rank 1; rollback" in said
     config = resolved(typed)
-    stream = load_data(config.data).train
+    stream = open_data(config.data).train
     assert isinstance(stream, TokenStream)
     length = config.train.seq_len
     for sample in found["samples"]:

@@ -10,7 +10,7 @@ import pytest
 
 from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.source import load_data
+from fsdpctl.data.open import open_data
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.train import requests
@@ -176,7 +176,7 @@ def test_a_validation_ends_on_all_ranks_after_the_same_batch(
     own = tmp_path / str(rank)
     own.mkdir()
     config = resolved(words(own, world_size, "data.val_fraction=0.2"))
-    data, model = load_data(config.data), make_model(config, CPU)
+    data, model = open_data(config.data), make_model(config, CPU)
     assert data.val is not None
     plan = plan_batches(12, world_size)
     batches = Batches(data.val.rows(config.train.seq_len), plan, 0, data.vocab_size)

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 from fsdpctl.checkpoint.manifest import BaseInfo
 from fsdpctl.comm.collectives import ObjectExchange
-from fsdpctl.comm.pulse import FINISHING, PULSE
+from fsdpctl.comm.rank_status import FINISHING, RANK_STATUS
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError
-from fsdpctl.resolve.besides import command_words
+from fsdpctl.resolve.preflight import command_words
 from fsdpctl.run.files import LOGS
 from fsdpctl.run.progress import format_seconds
 from fsdpctl.train.callback import Callback, is_joint
@@ -121,7 +121,7 @@ class CheckpointManager(Callback):
         """Wait for the user's command, on ranks that end together."""
         if is_joint(error):
             self._journal.check_in_place()
-            PULSE.at(FINISHING)
+            RANK_STATUS.at(FINISHING)
             self._after_save.wait(self._journal.say)
 
     def leave(self) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from fsdpctl.estimate.kept import read_estimate
+from fsdpctl.estimate.saved import read_estimate
 from fsdpctl.run.progress import format_bytes
 from fsdpctl.run.step_metrics import StepMetrics, peak_memory
 from fsdpctl.shards import TrainedModel
@@ -40,10 +40,10 @@ class Checks(Callback):
     def time(self) -> tuple[str, dict[str, Any]] | None:
         """Return a message about the step time, and its values; None without a prediction."""
         estimate = self._estimate
-        if estimate is None or estimate.foreseen_step_seconds is None:
+        if estimate is None or estimate.predicted_step_seconds is None:
             return None
-        predicted, measured = estimate.foreseen_step_seconds, median(self._seconds[1:])
-        source = estimate.foreseen_by
+        predicted, measured = estimate.predicted_step_seconds, median(self._seconds[1:])
+        source = estimate.prediction_source
         message = (
             f"step time: {measured:.3g} s measured, {predicted:.3g} s predicted "
             f"({_deviation(predicted, measured)}; {source})"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fsdpctl.checkpoint.base import Ranks
 from fsdpctl.checkpoint.folders import (
     LATEST,
     Retention,
@@ -16,14 +17,13 @@ from fsdpctl.checkpoint.folders import (
 from fsdpctl.checkpoint.manifest import BaseInfo, Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.save import (
-    Ranks,
     Snapshot,
     rank_pieces,
     take_snapshot,
     write_checkpoint,
 )
 from fsdpctl.checkpoint.tensors import Staging
-from fsdpctl.comm.pulse import PULSE
+from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import words_for_others
@@ -190,7 +190,7 @@ class Saver:
                     since = time.perf_counter()
                 waits = self.share_written == 1 and time.perf_counter() - since < _OTHERS_SECONDS
                 if waits or self.share_written != shown:
-                    PULSE.at("saving")
+                    RANK_STATUS.at("saving")
                 shown = self.share_written
                 report(self.share_written or 0.0, time.perf_counter() - began)
 
@@ -203,5 +203,5 @@ class Saver:
         while thread.is_alive() and time.perf_counter() - since < _LEAVING_SECONDS:
             thread.join(_POLL_SECONDS)
             if current.written != written:
-                PULSE.at("completing a checkpoint")
+                RANK_STATUS.at("completing a checkpoint")
                 written, since = current.written, time.perf_counter()

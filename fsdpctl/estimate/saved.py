@@ -1,0 +1,69 @@
+"""The estimate of a run, saved in its directory."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.local_hardware import with_speed
+from fsdpctl.estimate.prediction import StepPredictor
+from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.run_plan import estimate_run
+from fsdpctl.io.documents import read_json
+from fsdpctl.plan.engines import OURS
+from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.run import Settled
+
+ESTIMATE = "estimate.json"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedEstimate:
+    """The estimated peak of the rank that needs most, and the predicted step time."""
+
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    peak_engine_bytes: int | None  # of the allocated bytes, those of fsdpctl's engine
+    predicted_step_seconds: float | None = None
+    prediction_source: str = ""  # of the hardware specs
+
+
+def write_estimate(
+    run_dir: Path,
+    settled: Settled,
+    module: nn.Module,
+    found: RunEstimate,
+    estimator: Estimator,
+) -> None:
+    """Write the estimate of a run, and the predicted time of its steps, to its directory."""
+    engine = None
+    if settled.config.engine.name == OURS:
+        passes = settled.batches.num_micro_batches
+        engine = estimate_run(settled.config, module, passes).peak_bytes
+    content = {
+        **found.to_dict(),
+        "peak_engine_bytes": engine,
+        **_prediction(settled, estimator),
+    }
+    text = json.dumps(content, indent=2)
+    (run_dir / ESTIMATE).write_text(text + "\n", encoding="utf-8")
+
+
+def _prediction(settled: Settled, estimator: Estimator) -> dict[str, float | str]:
+    described, source = with_speed(placed_on_cluster(settled.config))
+    try:
+        seconds = StepPredictor(estimator).predict(described).seconds
+    except UsageError:
+        return {}  # the run does not need it
+    return {"predicted_step_seconds": seconds, "prediction_source": source}
+
+
+def read_estimate(run_dir: Path) -> SavedEstimate | None:
+    """Return the saved estimate, or None if there is no valid one."""
+    try:
+        return read_json(run_dir / ESTIMATE, SavedEstimate)
+    except UsageError:
+        return None  # the run does not need it

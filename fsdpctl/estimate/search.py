@@ -1,0 +1,227 @@
+"""Search for the candidates that fit and are predicted to be fastest.
+
+Note: the search skips most combinations. Memory grows with the micro-batch (except for a rank's
+whole share at once, which keeps no gradients between micro-batches) and with prefetch, and shrinks
+with recomputation. So for each strategy, it finds only the largest size that fits, by bisection.
+Time grows with recomputation and shrinks with prefetch, so it predicts only the least recomputation
+and the most prefetch that fit. On specified hardware, time shrinks with the micro-batch, and on
+profiled hardware nearly so: it predicts the largest few sizes that fit. Predictions that differ by
+less than their accuracy are a tie, which the lower memory decides.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from fsdpctl.config.auto import left_open
+from fsdpctl.config.schema import Config
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.candidates import Axes, Point
+from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
+from fsdpctl.estimate.local_hardware import with_speed
+from fsdpctl.estimate.prediction import StepPredictor
+from fsdpctl.estimate.ranking import Candidate, Ranking
+from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.plan.engines import has_strategy
+from fsdpctl.plan.strategy import STRATEGIES
+
+KEPT = 6  # candidates: the selected one and those that it is compared with
+_TIE = 0.01  # of the step time: less than the accuracy of a prediction
+_SIZES = 3  # micro-batch sizes per strategy and mode, the largest that fit
+
+
+def estimates_of(
+    estimator: Estimator, config: Config, *, every: bool
+) -> list[tuple[RunEstimate, Ranking | None]]:
+    """Estimate as `estimate_strategies` does, with every `auto` setting selected.
+
+    If nothing fits, the estimate is that of the closest combination.
+
+    Raises:
+        UsageError: If the configuration is invalid.
+    """
+    if not left_open(config):
+        return [(each, None) for each in estimate_strategies(estimator, config, every=every)]
+    placed, given = placed_for_estimate(config), [config.strategy]
+    if every:
+        can = (name for name, row in STRATEGIES.items() if has_strategy(config.engine.name, row))
+        given = [config.strategy.under(name) for name in can]
+    rankings = [choose(estimator, replace(placed, strategy=each)) for each in given]
+    return [(each.estimate, each if each.names else None) for each in rankings]
+
+
+def choose(estimator: Estimator, placed: Config) -> Ranking:
+    """Rank the candidates that fit, for the `auto` settings of a placed configuration.
+
+    The same configuration always gives the same ranking.
+
+    Raises:
+        UsageError: If no combination is valid, or the hardware specs are incomplete.
+    """
+    described, whose = with_speed(placed)
+    search = _Search(estimator, Axes.of(described))
+    ranked = search.ranked()
+    return Ranking(
+        names=search.axes.names,
+        ranked=tuple(ranked),
+        count=search.axes.count,
+        whose=whose,
+        closest=None if ranked else search.closest(),
+    )
+
+
+class _Kind(NamedTuple):
+    """Points that differ only in prefetch."""
+
+    strategy: str
+    recomputation: str
+    size: int | None
+
+
+class _Search:
+    """A search, with the estimates and predictions made so far."""
+
+    def __init__(self, estimator: Estimator, axes: Axes) -> None:
+        self.axes = axes
+        self._estimator, self._predictor = estimator, StepPredictor(estimator)
+        self._estimates: dict[Point, RunEstimate | None] = {}
+        self._seconds: dict[Point, float] = {}
+        self._error: UsageError | None = None
+
+    def ranked(self) -> list[Candidate]:
+        """Return the selected candidate, then the fastest others."""
+        found = list(self._fastest())
+        if not found:
+            return []
+        selected = self._selected(found)
+        others = [each for each in found if _kind(each) != _kind(selected)]
+        if len(others) < KEPT - 1:
+            others += self._rest({selected, *others}, {_kind(selected), *map(_kind, others)})
+        return [self._candidate(each) for each in (selected, *others[: KEPT - 1])]
+
+    def closest(self) -> RunEstimate:
+        """Return the estimate of the point that lacks least.
+
+        Raises:
+            UsageError: If no point could be estimated.
+        """
+        found = [each for each in self._estimates.values() if each is not None]
+        if not found:
+            raise self._error or UsageError("auto: no combination is supported")
+        return max(found, key=lambda each: each.margin)
+
+    # ---- time ----------------------------------------------------------------------------
+
+    def _fastest(self) -> Iterator[Point]:
+        """Yield points that fit, the fastest first, until the rest cannot matter."""
+        heap = [(self._time(point), point) for point in self._promising()]
+        heapq.heapify(heap)
+        count, best = 0, 0.0
+        while heap:
+            seconds, point = heapq.heappop(heap)
+            if count >= KEPT and seconds > best * (1 + _TIE):
+                return
+            if self._fits(point):
+                count, best = count + 1, best or seconds
+                yield point
+            elif (less := self.axes.less_prefetch(point)) is not None:
+                heapq.heappush(heap, (self._time(less), less))
+
+    def _promising(self) -> Iterator[Point]:
+        """Yield, per strategy, points with the least recomputation and the most prefetch."""
+        for strategy in self.axes.strategies:
+            below = -1  # index of the largest size that fits with less recomputation
+            for mode, edge in self._edges(strategy):
+                for place in range(max(below + 1, edge - _SIZES + 1), edge + 1):
+                    yield self.axes.point(strategy, mode, place, most=True)
+                below = max(below, edge)
+
+    def _rest(self, found: set[Point], kinds: set[_Kind]) -> list[Point]:
+        """Return other points that fit, the fastest first; last those that differ in prefetch."""
+        points = set()
+        for strategy in self.axes.strategies:
+            for mode, edge in self._edges(strategy):
+                for place in range(edge + 1):
+                    point: Point | None = self.axes.point(strategy, mode, place, most=True)
+                    while point is not None:
+                        points.add(point)
+                        point = self.axes.less_prefetch(point)
+        fitting = [each for each in points - found if self._fits(each)]
+        best: list[Point] = []
+        for each in sorted(
+            fitting, key=lambda each: (_kind(each) in kinds, self._time(each), each)
+        ):
+            if _kind(each) in kinds or _kind(each) not in map(_kind, best):
+                best.append(each)
+        return best
+
+    def _selected(self, found: list[Point]) -> Point:
+        """Return the point with least memory among the fastest, also with less prefetch."""
+        limit = self._time(found[0]) * (1 + _TIE)
+        alike = [point for point in found if self._time(point) <= limit]
+        for point in list(alike):
+            less = self.axes.less_prefetch(point)
+            while less is not None and self._time(less) <= limit and self._fits(less):
+                alike.append(less)
+                less = self.axes.less_prefetch(less)
+        return min(alike, key=lambda point: self._candidate(point).estimate.peak_reserved)
+
+    def _time(self, point: Point) -> float:
+        if point not in self._seconds:
+            self._seconds[point] = self._predictor.predict(self.axes.config(point)).seconds
+        return self._seconds[point]
+
+    # ---- memory --------------------------------------------------------------------------
+
+    def _edges(self, strategy: str) -> Iterator[tuple[str, int]]:
+        """Yield each recomputation mode, the least first, with the largest size that fits."""
+        last = len(self.axes.sizes) - 1
+        modes = self.axes.recomputations
+
+        def fits(mode: str, place: int) -> bool:
+            return self._fits(self.axes.point(strategy, mode, place, most=False))
+
+        if not any(fits(*edge) for edge in ((modes[0], last), (modes[-1], 0), (modes[-1], last))):
+            return
+        low = -1
+        for mode in modes:
+            low = _edge(partial(fits, mode), low, last)
+            if low >= 0:
+                yield mode, low
+
+    def _fits(self, point: Point) -> bool:
+        estimate = self._estimate(point)
+        return estimate is not None and estimate.verdict == "fits"
+
+    def _estimate(self, point: Point) -> RunEstimate | None:
+        if point not in self._estimates:
+            try:
+                self._estimates[point] = self._estimator.estimate(self.axes.config(point))
+            except UsageError as error:
+                self._error = self._error or error
+                self._estimates[point] = None
+        return self._estimates[point]
+
+    def _candidate(self, point: Point) -> Candidate:
+        estimate = self._estimate(point)
+        assert estimate is not None
+        return Candidate(self.axes.selection(point), estimate, self._time(point))
+
+
+def _kind(point: Point) -> _Kind:
+    return _Kind(point.strategy, point.recomputation, point.size)
+
+
+def _edge(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the largest index up to `high` that fits; `low` is known to fit or below all."""
+    if low == high or fits(high):
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low

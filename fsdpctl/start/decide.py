@@ -1,0 +1,126 @@
+"""Decide the `auto` settings of a run: as in its directory, or the fastest candidate that fits."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from fsdpctl.config.auto import Selection, left_open
+from fsdpctl.config.model_path import RUN_CONFIG
+from fsdpctl.config.schema import Config
+from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
+from fsdpctl.estimate.ranking import Candidate, Ranking
+from fsdpctl.estimate.search import choose
+from fsdpctl.resolve.machine import LOCAL, placed_on_cluster, world_size
+from fsdpctl.resolve.run import Opened
+from fsdpctl.run.directory import Look
+from fsdpctl.run.progress import format_bytes
+
+
+class Decision(NamedTuple):
+    """The selected values, and the lines that explain them."""
+
+    selection: Selection | None = None  # None: no setting is `auto`
+    lines: tuple[str, ...] = ()
+
+
+def decide(
+    opened: Opened, seen: Look, note: Callable[[str], None], *, probes: bool = False
+) -> Decision:
+    """Select what is `auto` for the ranks of an opened run.
+
+    Args:
+        opened: The run.
+        seen: Its directory: a run that resumes keeps its selection.
+        note: Called with progress messages.
+        probes: Whether candidates may run here. With a specified cluster, none does.
+
+    Raises:
+        UsageError: If nothing fits, or the hardware specs are incomplete.
+    """
+    config = opened.config
+    names = left_open(config)
+    if not names:
+        return Decision()
+    if seen.kept is not None:
+        kept = Selection.of(seen.kept)
+        source = f"as in {seen.run_dir / RUN_CONFIG}"
+        return Decision(kept, (f"{'auto':<8}{kept.text(names)}, {source}",))
+    note("selecting the fastest configuration that fits")
+    ranking = choose(Estimator(), placed_on_cluster(config))
+    if probes and config.auto.probe and config.cluster.name == LOCAL:
+        from fsdpctl.start.probe import probed  # imports the trainer
+
+        ranking = probed(ranking, opened, note)
+    return Decision(ranking.best.selection, tuple(describe_ranking(ranking)))
+
+
+def select(opened: Opened) -> Selection | None:
+    """Select what is `auto` for the ranks of an opened run; return None if nothing is.
+
+    Raises:
+        UsageError: If nothing fits, or the hardware specs are incomplete.
+    """
+    if not left_open(opened.config):
+        return None
+    return choose(Estimator(), placed_on_cluster(opened.config)).best.selection
+
+
+def decide_on_cluster(config: Config, note: Callable[[str], None]) -> Decision:
+    """Select what is `auto` for a specified cluster. Opens no data if the vocabulary is set.
+
+    Raises:
+        UsageError: If nothing fits, or the configuration is invalid.
+    """
+    note("selecting the fastest configuration that fits")
+    ranking = choose(Estimator(), placed_for_estimate(config))
+    return Decision(ranking.best.selection, tuple(describe_ranking(ranking)))
+
+
+# ---- output ------------------------------------------------------------------------------
+
+
+def describe_ranking(ranking: Ranking) -> Iterator[str]:
+    """Yield the selection, its reason, and the runner-up; or what is missing if nothing fits."""
+    if not ranking.ranked:
+        yield f"{'auto':<8}{ranking.lacks}"
+        return
+    yield f"{'auto':<8}{ranking.text(ranking.best.selection)}"
+    yield f"{'reason':<8}{_reason(ranking)}"
+    yield f"{'next':<8}{_next(ranking)}"
+    if ranking.probing:
+        yield f"{'probed':<8}{_probed(ranking)}"
+
+
+def _reason(ranking: Ranking) -> str:
+    first = ranking.best
+    fastest = min(each.seconds for each in ranking.ranked)
+    ranks = world_size(first.estimate.config)
+    among = f"of {ranking.count} combinations on {ranks} rank{'' if ranks == 1 else 's'}"
+    reason = f"fastest {among} that fits"
+    if first.measured is not None:
+        reason = f"fastest of the probed candidates, {among}"
+    elif fastest < first.seconds:
+        reason = f"least memory among the fastest {among} that fit"
+    return f"{reason}: {first.seconds:.3g} s/step predicted ({ranking.whose}), {_held(first)}"
+
+
+def _next(ranking: Ranking) -> str:
+    if len(ranking.ranked) == 1:
+        return "nothing else fits"
+    first, second = ranking.ranked[:2]
+    seconds, than, how = second.seconds, first.seconds, "predicted"
+    if first.measured is not None and second.measured is not None:
+        seconds, than, how = second.measured, first.measured, "measured"
+    more = f"{seconds / than - 1:+.1%}"
+    return f"{ranking.text(second.selection)}: {seconds:.3g} s/step {how} ({more}), {_held(second)}"
+
+
+def _held(candidate: Candidate) -> str:
+    estimate = candidate.estimate
+    held, most = format_bytes(estimate.peak_reserved), format_bytes(max(0, estimate.available))
+    return f"{held} of {most} per rank"
+
+
+def _probed(ranking: Ranking) -> str:
+    count = sum(each.measured is not None for each in ranking.ranked) + len(ranking.failures)
+    results = [f"{ranking.best.measured:.3g} s/step measured, {count} candidates"]
+    return f"{'; '.join([*results, *ranking.failures])}; {ranking.probing:.0f} s in total"

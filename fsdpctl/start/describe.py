@@ -1,0 +1,228 @@
+"""The lines that describe a run before it starts."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import nn
+
+from fsdpctl.checkpoint.pretrained import weights_folder
+from fsdpctl.config.schema import Config
+from fsdpctl.config.serialize import usual_length
+from fsdpctl.data.tokens import DataSet
+from fsdpctl.engine.build import divide_module
+from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.run_plan import divide, item_sizes
+from fsdpctl.optim.schedule import warmup_steps
+from fsdpctl.plan.engines import OURS
+from fsdpctl.plan.strategy import effective_strategy, get_strategy
+from fsdpctl.resolve.run import Opened, Settled
+from fsdpctl.run.directory import Look, Standing, changes
+from fsdpctl.run.flops import describe_flops
+from fsdpctl.run.progress import format_bytes
+
+_SHOWN_RANKS = 8
+_OWNED = 4  # the master weight, the gradient and two moments of each element
+
+
+def _count(number: float) -> str:
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:.0f}"
+
+
+def describe_run(
+    opened: Opened, settled: Settled, seen: Look, estimate: RunEstimate
+) -> Iterator[str]:
+    """Yield the first lines of a run: every setting that matters, marked if it was `auto`."""
+    rows = [
+        ("model", _model(opened)),
+        ("ranks", _ranks(opened, settled)),
+        ("data", _data(opened.data)),
+        ("batch", _batch(opened, settled)),
+        ("length", _length(opened)),
+        ("memory", _memory(estimate)),
+        ("flops", describe_flops(settled.config, opened.module)),
+        ("run", _run(seen)),
+    ]
+    rows += [("blocks", text) for text in _blocks(settled.config)]
+    rows += [("note", text) for text in (*opened.notes, *seen.notes)]
+    rows += [("changed", text) for text in changes(seen, settled.config)]
+    for name, text in rows:
+        yield f"{name:<8}{text}"
+
+
+def _auto(opened: Opened, name: str) -> str:
+    return " (auto)" if name in opened.automatic else ""
+
+
+def _num_params(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _model(opened: Opened) -> str:
+    config, count = opened.config, _num_params(opened.module)
+    trained = sum(param.numel() for param in opened.module.parameters() if param.requires_grad)
+    in_part = "" if trained == count else f" ({_count(trained)} trained)"
+    weights = f"weights initialized from seed {config.train.seed}"
+    if config.model.is_pretrained:
+        weights = f"weights from {weights_folder(config.model)}"
+    return (
+        f"{config.model.name}, {_count(count)} parameters{in_part}, vocabulary "
+        f"{config.model.vocab_size}{_auto(opened, 'model.vocab_size')}, {weights}"
+    )
+
+
+def _ranks(opened: Opened, settled: Settled) -> str:
+    config, ranks = settled.config, settled.batches.world_size
+    precision = config.precision
+    dtypes = (
+        precision.param_dtype
+        if precision.param_dtype == precision.reduce_dtype == precision.master_dtype
+        else f"{precision.param_dtype} compute, {precision.reduce_dtype} reduction, "
+        f"{precision.master_dtype} master weights"
+    )
+    each, nodes = config.launch.nproc_per_node, config.launch.nnodes
+    total = "" if nodes == 1 else f"{ranks}, on each of {nodes} nodes "
+    engine = "" if config.engine.name == OURS else f"engine {config.engine.name}, "
+    return (
+        f"{total}{each}{_auto(opened, 'launch.nproc_per_node')} on "
+        f"{config.launch.device}{_auto(opened, 'launch.device')}, "
+        f"{engine}{_strategy(config, ranks)}, "
+        f"prefetch {config.prefetch.name}, {dtypes}{_auto(opened, 'precision.param_dtype')}"
+    )
+
+
+def _strategy(config: Config, ranks: int) -> str:
+    """Return the strategy, and what it is equivalent to on these ranks if that is another one."""
+    given = config.strategy
+    row, size = get_strategy(given.name), given.dp_shard_size or ranks
+    name = f"{row.name} ({row.known_as})"
+    if 1 < size < ranks:
+        name += f" in {ranks // size} replicas of {size} ranks"
+    if given.owner_map != "even":
+        name += f" with {given.owner_map} owners"
+    effective, _ = effective_strategy(row, size, ranks)
+    if effective.name == row.name:
+        return name
+    if ranks == 1:
+        return f"{name} (one rank: runs as {effective.name})"
+    replicas = "a replica per rank" if size == 1 else "one replica"
+    return f"{name} ({replicas}: runs as {effective.name})"
+
+
+def _data(data: DataSet) -> str:
+    text = f"{data.description}: {_count(data.train.num_tokens)} tokens ({data.tokenizer.name})"
+    if data.val is None:
+        return f"{text}, none for validation"
+    text += f", {_count(data.val.num_tokens)} for validation"
+    if data.gzip_bits_per_byte is not None:
+        text += f" (gzip -9: {data.gzip_bits_per_byte:.2f} bits per byte)"
+    return text
+
+
+def _batch(opened: Opened, settled: Settled) -> str:
+    plan, train, model = settled.batches, settled.config.train, settled.config.model
+    auto = _auto(opened, "train.seq_len")
+    if auto and train.seq_len < usual_length(model.name, model.max_seq_len):
+        auto = " (auto: limited by the data)"
+    passes = "micro-batch" if plan.num_micro_batches == 1 else "micro-batches"
+    ranks = "rank" if plan.world_size == 1 else "ranks"
+    return (
+        f"{plan.global_batch_size} samples of {train.seq_len} tokens{auto} "
+        f"per step: {plan.world_size} {ranks} x {plan.num_micro_batches} {passes} "
+        f"of {plan.micro_batch_size}"
+        f"{_auto(opened, 'train.micro_batch_size')}"
+    )
+
+
+def _length(opened: Opened) -> str:
+    config, train, steps = opened.config, opened.config.train, opened.total_steps
+    tokens = steps * train.global_batch_size * train.seq_len
+    epochs = steps * train.global_batch_size / len(opened.data.train.rows(train.seq_len))
+    warmup = warmup_steps(config.lr_scheduler, steps)
+    late = warmup >= steps > 0
+    reached = f", not reached within lr_scheduler.warmup_steps={warmup}" if late else ""
+    return (
+        f"{steps} steps, {_count(tokens)} tokens, {epochs:.2g} epochs; peak learning "
+        f"rate {config.optimizer.lr:g}{_auto(opened, 'optimizer.lr')}{reached}"
+    )
+
+
+def _memory(estimate: RunEstimate) -> str:
+    largest = sorted(estimate.step.breakdown.items(), key=lambda each: each[1], reverse=True)
+    parts = [f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in largest if size > 0]
+    text = f"{format_bytes(estimate.allocated)} peak per rank ({estimate.step.peak.when}): "
+    text += ", ".join(parts)
+    if estimate.config.launch.device == "cuda":
+        text += f"; {format_bytes(estimate.peak_reserved)} reserved"
+    if estimate.verdict != "fits":
+        text += f"; exceeds the available {format_bytes(estimate.memory_bytes)}: try `fsdpctl "
+        text += "estimate-memory` with the same settings"
+    return text
+
+
+def _blocks(config: Config) -> Iterator[str]:
+    parts = ["compiled"] if config.train.compile else []
+    if config.activation_checkpointing.name != "none":
+        parts.append(f"activation checkpointing {config.activation_checkpointing.name}")
+    if parts:
+        yield ", ".join(parts)
+
+
+def _run(seen: Look) -> str:
+    if seen.standing is Standing.NEW:
+        return f"{seen.run_dir} (new)"
+    if seen.standing is Standing.FINISHED:
+        return f"{seen.run_dir} (finished at step {seen.step})"
+    source = f" of {seen.source}" if seen.source else ""
+    return f"{seen.run_dir} (resumes at step {seen.step}{source})"
+
+
+def describe_units(config: Config, module: nn.Module) -> Iterator[str]:
+    """Yield the units and their layout over the ranks, a line each; then each rank's share.
+
+    Only for fsdpctl's engine: PyTorch's have no units that span parameters.
+    """
+    if config.engine.name != OURS:
+        return
+    division = divide(config, divide_module(module, None)).division
+    units, layouts = division.units, division.layouts
+    width = max(len(unit.name) for unit in units) + 2
+    yield f"{'unit':<{width}}{'kind':<11}{'parameters':>14}{'padding':>10}  elements of each rank"
+    totals: Counter[int] = Counter()
+    nbytes: Counter[int] = Counter()
+    sizes = item_sizes(config)
+    for unit in units:
+        numel = sum(param.numel for param in unit.params)
+        padded = sum(layout.numel for layout in layouts[unit.name])
+        owned = [
+            sum(part.numel for part in parts)
+            for parts in zip(*(layout.owned_parts for layout in layouts[unit.name]), strict=True)
+        ]
+        totals.update(dict(enumerate(owned)))
+        for layout in layouts[unit.name]:
+            copies = _OWNED if layout.trainable else 1
+            size = sizes.kept(layout) * copies
+            nbytes.update({i: part.numel * size for i, part in enumerate(layout.owned_parts)})
+        shown = _shares(owned)
+        yield f"{unit.name:<{width}}{unit.kind:<11}{numel:>14,}{padded - numel:>10,}  {shown}"
+    shares = [totals[rank] for rank in sorted(totals)]
+    mean = sum(shares) / len(shares)
+    yield f"{'all':<{width}}{'':<11}{_num_params(module):>14,}{'':>10}  {_shares(shares)}"
+    if mean:
+        held = "  ".join(map(format_bytes, _distinct([nbytes[rank] for rank in sorted(nbytes)])))
+        yield f"master weights, gradients and optimizer states owned by each rank: {held}"
+        yield f"the largest share is {max(shares) / mean:.3f} times the mean"
+
+
+def _distinct(owned: list[int]) -> list[int]:
+    """Return a number per rank; one number if all are equal, the extremes if there are many."""
+    if len(set(owned)) == 1:
+        return owned[:1]
+    return owned if len(owned) <= _SHOWN_RANKS else [min(owned), max(owned)]
+
+
+def _shares(owned: list[int]) -> str:
+    between = " to " if len(owned) > _SHOWN_RANKS else "  "
+    return between.join(f"{numel:,}" for numel in _distinct(owned))

@@ -1,0 +1,114 @@
+"""Probe the candidates that are predicted to be about as fast, by short runs on this machine."""
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fsdpctl.config.schema import Config
+from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
+from fsdpctl.estimate.ranking import Candidate, Ranking
+from fsdpctl.io.documents import parse_json
+from fsdpctl.resolve.run import Opened, settle
+from fsdpctl.run.assets import collect_assets
+from fsdpctl.run.files import METRICS
+from fsdpctl.start.short_run import short_run
+
+_COUNT = 3  # candidates that are probed
+_WITHIN = 0.3  # above the fastest prediction: slower candidates are not probed
+_LEAST, _MOST = 8, 200  # steps of a probe, a quarter of them to warm up
+_SECONDS = 3.0  # of a probe, within these numbers of steps
+
+
+def worth_probing(ranking: Ranking) -> list[Candidate]:
+    """Return the candidates that are predicted to be about as fast as the fastest, if several are.
+
+    The first; one that saves memory in another way, which is where predictions err most; one with
+    another strategy; then the next in the ranking.
+    """
+    if not ranking.ranked:
+        return []
+    limit = min(each.seconds for each in ranking.ranked) * (1 + _WITHIN)
+    near = [each for each in ranking.ranked if each.seconds <= limit]
+    picked = near[:1]
+    for differs in (_saving, _strategy, id):
+        left = (each for each in near if differs(each) not in map(differs, picked))
+        picked += islice(left, _COUNT - len(picked) if differs is id else 1)
+    return picked if len(picked) > 1 else []
+
+
+def _saving(candidate: Candidate) -> object:
+    selection = candidate.selection
+    return selection.activation_checkpointing, selection.micro_batch_size
+
+
+def _strategy(candidate: Candidate) -> object:
+    return candidate.selection.strategy
+
+
+def probed(ranking: Ranking, opened: Opened, note: Callable[[str], None]) -> Ranking:
+    """Run each candidate that is worth it, and rank those first, the fastest at the top.
+
+    A candidate that fails is removed.
+
+    Args:
+        ranking: The candidates for the ranks of the run.
+        opened: The run.
+        note: Called with progress messages.
+
+    Raises:
+        UsageError: If no candidate ran.
+        StoppedError, InterruptError: If a stop was requested.
+    """
+    candidates = worth_probing(ranking)
+    if not candidates:
+        return ranking
+    began = time.monotonic()
+    assets = collect_assets(opened.config, opened.data)
+    measured: list[Candidate] = []
+    failures: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="fsdpctl-") as folder:
+        for number, each in enumerate(candidates, start=1):
+            settings = ranking.text(each.selection)
+            note(f"probing {number}/{len(candidates)}  {settings}")
+            config = settle(opened.config, each.selection).config
+            config = _shortened(config, each.seconds, Path(folder) / str(number))
+            found = _probe(config, settings, assets)
+            if isinstance(found, str):
+                failures.append(f"{settings} failed: {found}")
+            else:
+                measured.append(replace(each, measured=found))
+    if not measured:
+        raise UsageError(f"no candidate that fits by its estimate ran: {'; '.join(failures)}")
+    measured.sort(key=lambda each: each.measured or 0.0)
+    others = [each for each in ranking.ranked if each not in candidates]
+    spent = time.monotonic() - began
+    return replace(ranking, ranked=(*measured, *others), failures=tuple(failures), probing=spent)
+
+
+def _shortened(config: Config, predicted: float, run_dir: Path) -> Config:
+    steps = min(_MOST, max(_LEAST, round(_SECONDS / predicted)))
+    train = replace(config.train, run_dir=str(run_dir), steps=steps, profile=False)
+    return replace(config, train=train)
+
+
+def _probe(config: Config, settings: str, assets: Mapping[str, bytes]) -> float | str:
+    """Return the seconds of a step, or the reason of a failure."""
+    try:
+        failure = short_run(config, settings, assets, "all candidates were probed")
+        return failure or _step_seconds(Path(str(config.train.run_dir)) / METRICS)
+    except (InterruptError, StoppedError):
+        raise
+    except FsdpctlError as error:
+        return str(error)
+
+
+def _step_seconds(metrics: Path) -> float:
+    lines = metrics.read_text(encoding="utf-8").splitlines()
+    parsed = (parse_json(line, dict[str, Any], str(metrics)) for line in lines)
+    seconds: list[float] = [line["seconds"] for line in parsed if "loss" in line]
+    return median(seconds[len(seconds) // 4 :])

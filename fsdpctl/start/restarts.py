@@ -1,0 +1,122 @@
+"""Train in rounds: after a failure, the remaining ranks resume from the newest checkpoint."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from fsdpctl.config.placement import LaunchConfig
+from fsdpctl.config.schema import Config
+from fsdpctl.errors import UsageError
+from fsdpctl.launch.local import launch_workers
+from fsdpctl.launch.nodes import Nodes, RestartRound
+from fsdpctl.launch.outcome import Outcome
+from fsdpctl.resolve.run import settle
+from fsdpctl.run.directory import LOGS, METRICS, look, prepare_restart
+from fsdpctl.run.metrics import last_step, went_on
+from fsdpctl.start.begin import Begun
+from fsdpctl.train.requests import take_stop
+from fsdpctl.train.restart import RESTART, Restart
+from fsdpctl.train.worker import MODULE
+
+_FINAL = (2, 4, 75, 76)  # exit codes after which a restart would not help, or was not wanted
+
+Say = Callable[[str], None]
+
+
+def train_with_restarts(begun: Begun, say: Say, nodes: Nodes | None = None) -> Outcome:
+    """Start the ranks, and restart them after failures; return the outcome of the last round.
+
+    Args:
+        begun: The run, which is unlocked at the end.
+        say: Called with a line for each restart.
+        nodes: The launchers of the other nodes, if any; this one is node 0.
+    """
+    most = begun.launch.max_restarts
+    for number in range(most + 1):
+        outcome = _launch(begun.run_dir, begun.launch, nodes, number)
+        following = None if number == most else _next_round(begun, outcome, number, nodes, say)
+        if nodes is not None:
+            nodes.order(number, following or RestartRound())
+        if following is None:
+            break
+    begun.lock.release()
+    return outcome
+
+
+def follow_restarts(run_dir: Path, launch: LaunchConfig, nodes: Nodes, say: Say) -> Outcome:
+    """Start and restart the ranks of another node, as node 0 orders."""
+    number = 0
+    while True:
+        outcome = _launch(run_dir, launch, nodes, number)
+        following = nodes.await_order(number)
+        if nodes.own not in following.nodes:
+            return outcome
+        number += 1
+        say(f"restart {number}: {following.nproc_per_node} ranks on this node")
+        launch = replace(launch, nproc_per_node=following.nproc_per_node)
+
+
+def _launch(run_dir: Path, launch: LaunchConfig, nodes: Nodes | None, number: int) -> Outcome:
+    is_last = number == launch.max_restarts
+    logs = run_dir / LOGS
+    return launch_workers(
+        MODULE, [str(run_dir)], launch, logs=logs, is_last=is_last, nodes=nodes, number=number
+    )
+
+
+def _next_round(
+    begun: Begun, outcome: Outcome, number: int, nodes: Nodes | None, say: Say
+) -> RestartRound | None:
+    """Prepare the next round; return None if there is none."""
+    cause = outcome.cause
+    if not outcome.has_failed or outcome.was_asked or (cause and cause.exit_code in _FINAL):
+        return None
+    if take_stop(begun.run_dir):
+        say(f"{begun.run_dir}: no restart (stop requested)")
+        return None
+    metrics = begun.run_dir / METRICS
+    is_stuck = number > 0 and not went_on(metrics, number)
+    reached = begun.step if is_stuck else last_step(metrics)
+    members = [0] if nodes is None else [n for n in nodes.members if n not in outcome.silent_nodes]
+    config = settled_on(begun, members, say, is_stuck=is_stuck)
+    if config is None:
+        return None
+    seen = look(config, "auto")
+    prepare_restart(seen, number + 1)
+    begun.config, begun.step = config, seen.step
+    ranks, lost = config.launch.nproc_per_node, max(0, reached - seen.step)
+    assert ranks is not None
+    say(
+        f"restart {number + 1} of {begun.launch.max_restarts}: {outcome.reason}; "
+        f"{len(members) * ranks} ranks resume at step {seen.step}, {lost} steps lost"
+    )
+    # The workers write it to metrics.jsonl after their first step.
+    restart = Restart(number + 1, outcome.reason, outcome.failed_at or time.time(), lost)
+    os.environ[RESTART] = restart.to_text()
+    return RestartRound(members, ranks)
+
+
+def settled_on(begun: Begun, members: list[int], say: Say, *, is_stuck: bool) -> Config | None:
+    """Settle the run on the remaining nodes, with one rank fewer per node if it was stuck."""
+    launch = begun.launch
+    least_nodes = launch.nnodes_min or launch.nnodes
+    if len(members) < least_nodes:
+        say(
+            f"no restart: {len(members)} of {launch.nnodes} nodes remain; launch.nnodes_min="
+            f"{least_nodes}"
+        )
+        return None
+    ranks = launch.nproc_per_node
+    assert ranks is not None
+    least = min(launch.nproc_min or ranks, ranks)
+    problem = ""
+    for count in range(max(ranks - is_stuck, least), least - 1, -1):
+        try:
+            fewer = replace(launch, nnodes=len(members), nproc_per_node=count)
+            return settle(begun.base, begun.selection, fewer).config
+        except UsageError as error:
+            problem = str(error)
+    say(f"no restart with the remaining ranks: {problem}")
+    return None

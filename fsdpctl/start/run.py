@@ -1,0 +1,172 @@
+"""Train on this node, together with the launchers of other nodes, or as one rank of many.
+
+Imports torch only inside functions: a rank sets torch's environment variables first.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdpctl.errors import FsdpctlError
+
+if TYPE_CHECKING:
+    from fsdpctl.config.compose import Composed
+    from fsdpctl.config.placement import LaunchConfig
+    from fsdpctl.launch.handshake import Handshake, Plan
+    from fsdpctl.launch.outcome import Outcome
+    from fsdpctl.resolve.launchers import RankPlace
+    from fsdpctl.start.begin import Begun
+    from fsdpctl.start.talk import Talk
+
+_STARTED = "FSDPCTL_STARTED"  # seconds since the epoch, for workers with a time limit
+
+
+def run(
+    composed: "Composed", settings: list[str], resume: str, talk: "Talk"
+) -> "tuple[Outcome, Path] | None":
+    """Train: start the ranks of this node, or become a rank that another launcher has started.
+
+    Returns:
+        The outcome and the run directory; None if the run was finished before.
+
+    Raises:
+        FsdpctlError: If the run cannot begin.
+    """
+    from fsdpctl.resolve.launchers import place_of
+
+    os.environ.setdefault(_STARTED, str(time.time()))
+    launch, place = place_of(composed.config.launch)
+    if place is not None:
+        _as_rank(composed, settings, resume, talk, place)
+        return None
+    if launch.nnodes > 1:
+        return _as_node(composed, settings, resume, talk)
+    from fsdpctl.start.begin import begin
+    from fsdpctl.start.restarts import train_with_restarts
+
+    begun = begin(composed, settings, resume, talk, probes=True)
+    return None if begun is None else (train_with_restarts(begun, talk.say), begun.run_dir)
+
+
+# ---- one of several nodes ----------------------------------------------------------------
+
+
+def _as_node(
+    composed: "Composed", settings: list[str], resume: str, talk: "Talk"
+) -> "tuple[Outcome, Path] | None":
+    _silence_torch_of_lost_peers()
+    from fsdpctl.launch.nodes import Nodes
+    from fsdpctl.resolve.machine import placed_here
+    from fsdpctl.start.begin import begin
+    from fsdpctl.start.restarts import follow_restarts, train_with_restarts
+
+    launch = placed_here(composed.config).launch
+    talk.say(f"node {launch.node_rank} of {launch.nnodes}: connecting to {launch.rdzv_endpoint}")
+    nodes = Nodes(launch)
+    try:
+        if nodes.own == 0:
+            begun = _invite(nodes.handshake, lambda: begin(composed, settings, resume, talk), talk)
+            if begun is None:
+                return None
+            return train_with_restarts(begun, talk.say, nodes), begun.run_dir
+        plan = _accept(nodes.handshake, launch)
+        if plan is None:
+            talk.say("node 0: the run is finished; nothing to do")
+            return None
+        talk.say(f"run     {plan.run_dir}: {launch.nproc_per_node} ranks on this node")
+        run_dir = Path(plan.run_dir)
+        return follow_restarts(run_dir, launch, nodes, talk.say), run_dir
+    finally:
+        nodes.leave()
+
+
+def _invite(
+    meeting: "Handshake", begin: "Callable[[], Begun | None]", talk: "Talk"
+) -> "Begun | None":
+    """Begin the run, and invite the other nodes or ranks; if it cannot begin, tell them why."""
+    try:
+        begun = begin()
+        if begun is None:
+            meeting.call_off("the run is finished; nothing to do", is_finished=True)
+            return None
+        others = f"the other {meeting.count - 1} of {meeting.count} {meeting.noun}s"
+        talk.say(f"waiting for {others}")
+        assert begun.launch.nproc_per_node is not None
+        meeting.invite(begun.run_dir, begun.launch.nproc_per_node)
+    except FsdpctlError as error:
+        meeting.call_off(str(error))
+        raise
+    except BaseException:
+        meeting.call_off("was stopped before it began")
+        raise
+    return begun
+
+
+def _accept(meeting: "Handshake", launch: "LaunchConfig") -> "Plan | None":
+    """Wait for the invitation; return None if the run is finished."""
+    from fsdpctl.launch.handshake import difference
+
+    try:
+        plan = meeting.accept(lambda plan: difference(plan, launch))
+    except FsdpctlError:
+        raise
+    except BaseException:
+        meeting.leave("was stopped before it began")
+        raise
+    return None if plan.is_finished else plan
+
+
+def _silence_torch_of_lost_peers() -> None:
+    """Keep torch from printing C++ stacks when another launcher exits: one line reports that.
+
+    Torch reads the variable once, on import; the logs of the workers keep the stacks.
+    """
+    name = "TORCH_CPP_LOG_LEVEL"
+    if name not in os.environ:
+        os.environ[name] = "ERROR"
+        import torch  # noqa: F401  # reads the variable
+
+        del os.environ[name]
+
+
+# ---- one rank of another launcher --------------------------------------------------------
+
+
+def _as_rank(
+    composed: "Composed", settings: list[str], resume: str, talk: "Talk", place: "RankPlace"
+) -> None:
+    """Meet the other ranks, then become the worker: this process exits with it."""
+    cores = (os.cpu_count() or 1) // place.local_world_size
+    own = {"OMP_NUM_THREADS": str(max(1, cores))}
+    if composed.config.launch.device != "cpu":
+        own |= composed.config.launch.allocator_environment
+    os.environ.update({**own, **os.environ})  # before torch is imported
+    from fsdpctl.comm.world import PrefixStore
+    from fsdpctl.launch.handshake import Handshake
+    from fsdpctl.launch.interface import own_address, split_endpoint
+    from fsdpctl.launch.nodes import reached_store
+    from fsdpctl.resolve.machine import placed_here
+    from fsdpctl.start.begin import begin
+    from fsdpctl.train.worker import become_rank
+
+    launch = placed_here(composed.config).launch
+    others = place.world_size > place.local_world_size
+    address, port = split_endpoint(f"{place.address}:{place.port}", for_others=others)
+    is_first = place.rank == 0 and not place.store_is_there
+    shared = reached_store(address, port, launch.timeout, is_first=is_first)
+    store = PrefixStore(f"attempt-{place.attempt}", shared)
+    meeting = Handshake(store, place.rank, place.world_size, noun="rank", patience=launch.timeout)
+    # The lock that `begun` holds is released when this process exits.
+    begun: Begun | Plan | None
+    if place.rank == 0:
+        begun = _invite(meeting, lambda: begin(composed, settings, resume, talk), talk)
+    else:
+        begun = _accept(meeting, launch)
+    if begun is None:
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", own_address(address, launch.interface)[1])
+    for name in ("rank", "world_size", "local_rank", "local_world_size"):
+        os.environ[name.upper()] = str(getattr(place, name))
+    become_rank(Path(begun.run_dir), store)

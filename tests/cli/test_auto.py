@@ -1,0 +1,237 @@
+"""`auto` in every command: what is chosen, what a run keeps, and what a probe does."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from fsdpctl.config.auto import left_open
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.serialize import config_to_yaml
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.ranking import Ranking
+from fsdpctl.estimate.search import choose
+from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.resolve.run import Opened, open_run, settle
+from fsdpctl.start.decide import describe_ranking
+from fsdpctl.start.probe import probed, worth_probing
+from tests.cli.run import TINY, command, environment, fsdpctl, invoke, make_text
+
+OPEN = [
+    "strategy=auto",
+    "activation_checkpointing=auto",
+    "prefetch=auto",
+    "train.micro_batch_size=auto",
+]
+H100 = [
+    *(word for word in TINY[:-1] if "batch_size" not in word), "model.vocab_size=256",
+    "cluster=h100", "launch.nnodes=2", "train.global_batch_size=64",
+]  # fmt: skip
+CHOSEN = ("strategy", "activation_checkpointing", "prefetch", "train.micro_batch_size")
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    given = [f"data.path={make_text(folder)}", "train.steps=6", f"train.run_dir={folder / 'run'}"]
+    return [*TINY, *given, "launch.nproc_per_node=2", "launch.device=cpu", *more]
+
+
+def ranked(words: list[str]) -> tuple[Opened, Ranking]:
+    """Return an opened run, and the candidates for its ranks."""
+    opened = open_run(compose_config(words))
+    return opened, choose(Estimator(), placed_on_cluster(opened.config))
+
+
+def said(text: str) -> str:
+    """The words that were chosen, of what a command printed."""
+    (line,) = (each for each in text.splitlines() if each.startswith("auto    "))
+    return line.removeprefix("auto    ").partition(",")[0]
+
+
+def test_every_command_chooses_the_same_for_a_cluster_that_is_not_here():
+    code, text = invoke("estimate-memory", *H100, *OPEN)
+    assert code == 0
+    chosen = dict(word.split("=") for word in said(text).split())
+    assert tuple(chosen) == CHOSEN
+    code, text = invoke("estimate-memory", *H100, *OPEN, "--json")
+    found = json.loads(text)
+    assert found["selected"]["ranked"][0]["settings"] == " ".join(
+        f"{k}={v}" for k, v in chosen.items()
+    )
+    assert found["strategy"] == chosen["strategy"]
+    assert found["verdict"] == "fits"
+    code, text = invoke("train", "--dry-run", *H100, *OPEN)
+    assert code == 0
+    assert said(text) == " ".join(f"{k}={v}" for k, v in chosen.items())
+    code, text = invoke("train", "--print-config", *H100, *OPEN)
+    assert code == 0
+    recipe = yaml.safe_load(text[text.index("model:") :])
+    assert {name: str(recipe[name]) for name in CHOSEN} == chosen
+
+
+def test_for_each_strategy_the_rest_is_chosen():
+    code, text = invoke("estimate-memory", *H100, *OPEN[1:], "--all-strategies", "--json")
+    found = json.loads(text)
+    assert code == 0
+    assert all("strategy" not in each["selected"]["names"] for each in found)
+    words = {each["strategy"]: each["selected"]["ranked"][0]["settings"] for each in found}
+    assert "prefetch=none" in words["no_shard"]
+    code, text = invoke("estimate-memory", *H100, *OPEN[1:3], "--all-strategies")
+    assert f"full_shard: auto    {' '.join(words['full_shard'].split()[:1])}" in text
+
+
+def test_nothing_fits_is_a_mistake_to_train_and_a_verdict_to_estimate(tmp_path):
+    short = [*OPEN, "cluster.memory=0.2"]
+    code, text = invoke("train", *words(tmp_path, *short))
+    assert code == 2
+    assert "nothing fits; closest is strategy=" in text
+    assert "MiB more than available" in text
+    assert not (tmp_path / "run").exists()
+    code, text = invoke("estimate-memory", *TINY, "model.vocab_size=256", *short, "--require-fit")
+    assert code == 3
+    assert "nothing fits; closest is strategy=" in text
+    assert "does not fit" in text
+
+
+def test_a_run_directory_that_is_there_keeps_what_its_configuration_says(tmp_path):
+    given = words(tmp_path)
+    chosen = ["strategy=shard_optimizer", "activation_checkpointing=full", "prefetch=both"]
+    kept = settle(open_run(compose_config([*given, *chosen, "train.micro_batch_size=1"])).config)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(config_to_yaml(kept.config))
+    code, text = invoke("train", "--dry-run", *given, *OPEN)
+    assert code == 0
+    same = " ".join(chosen)
+    assert said(text) == f"{same} train.micro_batch_size=1"
+    assert f"as in {tmp_path / 'run' / 'config.yaml'}" in text
+    assert "changed" not in text
+    code, text = invoke("train", "--dry-run", *given, *OPEN, "auto.probe=false")
+    assert said(text) == f"{same} train.micro_batch_size=1"
+    code, text = invoke("train", "--dry-run", *given, *OPEN, "--resume", "never")
+    assert "(assumed CPU specs)" in text
+
+
+def test_nothing_is_probed_where_there_is_no_choice():
+    opened, ranking = ranked([*TINY[:-1], "strategy=no_shard", "prefetch=auto"])
+    assert worth_probing(ranking) == []
+    assert probed(ranking, opened, lambda line: None) is ranking
+
+
+def test_what_is_probed_is_near_the_fastest_and_not_all_alike():
+    _, choice = ranked([*TINY[:-1], *OPEN])
+    first, second, *_ = choice.ranked
+    slow = replace(second, seconds=2 * first.seconds)
+    assert worth_probing(replace(choice, ranked=(first, slow))) == []
+    assert worth_probing(replace(choice, ranked=(first, second, slow))) == [first, second]
+    alike = [replace(first, seconds=first.seconds * (1 + n / 100)) for n in range(4)]
+    other = _recomputing(alike[3], "full")
+    given = replace(choice, ranked=(*alike, other))
+    assert worth_probing(given) == [alike[0], other, alike[1]]
+    assert len(worth_probing(choice)) == 3
+
+
+@pytest.mark.slow
+def test_a_run_says_what_was_chosen_and_goes_on_with_it(tmp_path):
+    given = words(tmp_path, *OPEN)
+    result = fsdpctl("train", *given, cwd=tmp_path, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("probing ") == 3
+    assert "s/step measured" in result.stdout
+    assert "probed  " in result.stdout
+    first = said(result.stdout)
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert first == " ".join(f"{name}={config[name]}" for name in CHOSEN)
+    longer = [word for word in given if not word.startswith("train.steps")]
+    result = fsdpctl("train", *longer, "train.steps=9", cwd=tmp_path, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert said(result.stdout) == first
+    assert "probing" not in result.stderr
+    assert "resumes at step 6" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_candidate_that_fails_is_left_out_with_its_reason(tmp_path):
+    given = words(tmp_path)
+    opened, choice = ranked([*given, "activation_checkpointing=auto"])
+    first = choice.best
+    broken = _recomputing(first, "broken")
+    found = probed(replace(choice, ranked=(broken, first)), opened, lambda line: None)
+    assert [each.selection.activation_checkpointing for each in found.ranked] == ["none"]
+    assert "activation_checkpointing=broken failed: 'broken'" in found.failures[0]
+    assert found.failures[0] in list(describe_ranking(found))[-1]
+    other = _recomputing(first, "too")
+    with pytest.raises(UsageError, match="no candidate that fits by its estimate ran"):
+        probed(replace(choice, ranked=(broken, other)), opened, lambda line: None)
+
+
+def _recomputing(candidate, mode):
+    selection = replace(candidate.selection, activation_checkpointing=mode)
+    return replace(candidate, selection=selection)
+
+
+@pytest.mark.slow
+def test_an_interrupted_probe_leaves_nobody_behind(tmp_path):
+    given = words(tmp_path, *OPEN)
+    process = subprocess.Popen(
+        command("train", *given),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("probing 1/"):
+            break
+    children = _children(process.pid)
+    os.kill(process.pid, signal.SIGINT)
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in rest
+    assert not [each for each in children if psutil.pid_exists(each)]
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def _children(pid: int) -> list[int]:
+    """Its ranks, once they are there."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = [each.pid for each in psutil.Process(pid).children(recursive=True)]
+        if len(found) >= 2:
+            return found
+        time.sleep(0.1)
+    raise AssertionError("no ranks came")
+
+
+@pytest.mark.slow
+def test_compare_measures_what_is_chosen_beside_the_others(tmp_path):
+    given = [w for w in words(tmp_path) if not w.startswith(("train.steps", "train.run_dir"))]
+    auto = ["strategy=auto,no_shard", "train.micro_batch_size=auto", "--json"]
+    result = fsdpctl(
+        "compare", *given, *auto, "--steps", "4", "--rounds", "1", cwd=tmp_path, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)
+    rows = rows["rows"] if isinstance(rows, dict) else rows
+    assert rows[0]["varied"] == {"strategy": "auto"}
+    assert rows[0]["strategy"] in ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
+    assert len({row["final_loss"] for row in rows}) == 1
+
+
+def test_what_is_open_may_stand_in_a_recipe(tmp_path):
+    file = tmp_path / "open.yaml"
+    file.write_text("strategy: auto\ntrain: {micro_batch_size: auto}\nauto.probe: false\n")
+    config = compose_config([], str(file)).config
+    assert left_open(config) == ("strategy", "train.micro_batch_size")
+    assert not config.auto.probe
+    assert left_open(compose_config(["strategy=full_shard"], str(file)).config) == (
+        "train.micro_batch_size",
+    )

@@ -1,0 +1,317 @@
+"""What is chosen where a configuration says `auto`."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fsdpctl.config.auto import (
+    PREFETCHES,
+    RECOMPUTATIONS,
+    Selection,
+    filled,
+    left_open,
+)
+from fsdpctl.config.compose import Composed, compose_config
+from fsdpctl.config.files import choices_of
+from fsdpctl.config.schema import Config
+from fsdpctl.config.serialize import config_to_yaml
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.candidates import Axes, Point
+from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
+from fsdpctl.estimate.local_hardware import cluster_of_device, with_speed
+from fsdpctl.estimate.prediction import StepPredictor
+from fsdpctl.estimate.ranking import Ranking
+from fsdpctl.estimate.search import KEPT, choose
+from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.resolve.machine import resolved_strategy
+from fsdpctl.resolve.run import open_run, settle
+from fsdpctl.start.decide import describe_ranking, select
+
+OPEN = [
+    "strategy=auto",
+    "activation_checkpointing=auto",
+    "prefetch=auto",
+    "train.micro_batch_size=auto",
+]
+TOY = [
+    "model.num_layers=2", "model.hidden_size=128", "model.intermediate_size=256",
+    "model.num_heads=2", "model.num_kv_heads=2", "model.vocab_size=512", "train.seq_len=128",
+    "train.global_batch_size=8", "launch.device=cpu", "launch.nproc_per_node=2",
+]  # fmt: skip
+TIE = 1.01
+LIMITS = (0.5066, 0.5074, 0.5101, 0.5106, 0.5158, 4)  # GiB, below which less and less fits
+
+
+def composed(*words: str) -> Composed:
+    named = {word.partition("=")[0] for word in words}
+    return compose_config([*(w for w in TOY if w.partition("=")[0] not in named), *words])
+
+
+def placed(*words: str) -> Config:
+    return placed_for_estimate(composed(*words).config)
+
+
+def ranking(*words: str) -> Ranking:
+    return choose(Estimator(), placed(*words))
+
+
+def test_without_a_limit_nothing_is_recomputed_and_nothing_cut_up():
+    found = ranking(*OPEN)
+    assert found.best.selection.activation_checkpointing == "none"
+    assert found.best.selection.micro_batch_size == 4
+    assert found.names == left_open(compose_config(OPEN).config)
+    assert len({found.text(each.selection) for each in found.ranked}) == len(found.ranked) == KEPT
+
+
+def test_the_choice_is_the_same_every_time():
+    first, second = ranking(*OPEN), ranking(*OPEN)
+    assert first.to_dict() == second.to_dict()
+    assert list(describe_ranking(first)) == list(describe_ranking(second))
+
+
+@pytest.mark.parametrize(
+    "memory", [0.5082, 0.512, *(pytest.param(m, marks=pytest.mark.slow) for m in LIMITS)]
+)
+def test_no_combination_that_fits_is_foreseen_faster_than_what_is_chosen(memory):
+    """All of them are estimated and foreseen, whatever the search leaves out."""
+    words = [*OPEN, f"cluster.memory={memory}"]
+    found, estimator = ranking(*words), Estimator()
+    axes = Axes.of(with_speed(placed(*words))[0])
+    fitting = []
+    for strategy in axes.strategies:
+        for mode in axes.recomputations:
+            for place in range(len(axes.sizes)):
+                point: Point | None = axes.point(strategy, mode, place, most=True)
+                while point is not None:
+                    config = axes.config(point)
+                    if estimator.estimate(config).verdict == "fits":
+                        fitting.append(StepPredictor(estimator).predict(config).seconds)
+                    point = axes.less_prefetch(point)
+    assert found.estimate.verdict == "fits"
+    assert found.ranked[0].seconds <= TIE * min(fitting)
+
+
+def test_what_takes_least_is_found_where_it_is_all_samples_at_once():
+    """Cut up, gradients would be kept between passes, which takes more than it saves."""
+    words = [
+        "model.num_layers=3", "model.num_heads=4", "model.num_kv_heads=1", "model.hidden_size=256",
+        "model.intermediate_size=768", "model.vocab_size=256", "train.seq_len=64",
+        "train.global_batch_size=4", *OPEN,
+    ]  # fmt: skip
+    estimator, axes = Estimator(), Axes.of(with_speed(placed(*words))[0])
+    last = len(axes.sizes) - 1
+    one, cut = (
+        estimator.estimate(axes.config(axes.point("full_shard", "full", place, most=False)))
+        for place in (last, 0)
+    )
+    assert one.peak_reserved < cut.peak_reserved
+    memory = (1.001 * one.peak_reserved + one.memory_bytes - one.available) / (1 << 30)
+    found = ranking(*words, f"cluster.memory={memory}")
+    assert found.estimate.verdict == "fits"
+    assert found.best.selection.micro_batch_size == axes.sizes[last]
+
+
+def test_less_memory_is_met_by_another_choice():
+    seen = [ranking(*OPEN, f"cluster.memory={memory}") for memory in (0.506, 0.5066, 0.512, 4)]
+    assert not seen[0].ranked
+    words = [each.text(each.best.selection) for each in seen[1:]]
+    assert len(set(words)) == 3
+    seconds = [each.ranked[0].seconds for each in seen[1:]]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_what_is_as_fast_is_decided_by_memory():
+    """Where links cost nothing, strategies differ in memory alone."""
+    free = ["cluster=h100", "cluster.intra_bandwidth=1e6", "launch.device=cuda"]
+    large = ["model.hidden_size=2048", "train.seq_len=1024"]
+    found = ranking(*free, *large, "strategy=auto", "prefetch=auto")
+    assert (found.best.selection.strategy, found.best.selection.prefetch.name) == (
+        "full_shard",
+        "none",
+    )
+    fastest = min(found.ranked, key=lambda each: each.seconds)
+    assert fastest is not found.ranked[0]
+    assert fastest.estimate.peak_reserved > found.estimate.peak_reserved
+    assert found.ranked[0].seconds <= TIE * fastest.seconds
+    assert "least memory among the fastest of" in list(describe_ranking(found))[1]
+
+
+def test_what_is_given_stays():
+    config = placed(*OPEN[1:], "strategy=no_shard")
+    found = choose(Estimator(), config)
+    assert found.names == ("activation_checkpointing", "prefetch", "train.micro_batch_size")
+    assert {each.selection.strategy for each in found.ranked} == {"no_shard"}
+    found = ranking("strategy=auto", "train.micro_batch_size=2", "activation_checkpointing=full")
+    assert {each.selection.micro_batch_size for each in found.ranked} == {2}
+    assert {each.selection.activation_checkpointing for each in found.ranked} == {"full"}
+    found = ranking(*OPEN, "accumulation.steps=4")
+    assert found.best.selection.micro_batch_size == 1
+    with pytest.raises(UsageError, match="accumulation.steps=3: 8 samples"):
+        ranking(*OPEN, "accumulation.steps=3")
+
+
+def test_a_micro_batch_that_nobody_asked_for_is_all_of_a_ranks_share():
+    config = compose_config(TOY).config
+    assert left_open(config) == ()
+    assert "train.micro_batch_size" not in config_to_yaml(config)
+    assert left_open(compose_config([*TOY, "train.micro_batch_size=auto"]).config)
+    assert compose_config([*TOY, "train.micro_batch_size=none"]).config == config
+    found = ranking("strategy=auto", "cluster.memory=4")
+    assert found.estimate.batches.micro_batch_size == 4
+    assert "micro_batch" not in found.text(found.best.selection)
+
+
+def test_copies_are_thought_of_on_several_nodes_or_where_their_size_is_given():
+    hybrid = {name for name, row in STRATEGIES.items() if row.replicates}
+    four = ["strategy=auto", "launch.nproc_per_node=4"]
+    assert not hybrid & set(Axes.of(placed(*four)).strategies)
+    assert hybrid <= set(Axes.of(placed(*four, "strategy.dp_shard_size=2")).strategies)
+    nodes = ["strategy=auto", "launch.nnodes=2", "cluster=h100", "launch.device=cuda"]
+    assert hybrid <= set(Axes.of(placed(*nodes)).strategies)
+    with pytest.raises(UsageError, match="must divide the 4 ranks"):
+        ranking(*four, "strategy.dp_shard_size=3")
+
+
+def test_what_is_the_same_on_these_ranks_is_thought_of_once():
+    assert Axes.of(placed("strategy=auto", "launch.nproc_per_node=1")).strategies == ("no_shard",)
+    axes = Axes.of(placed("strategy=auto", "prefetch=auto"))
+    assert axes.count == 1 + 1 + 2 + 3
+
+
+def test_an_engine_is_offered_what_it_has():
+    assert Axes.of(placed("strategy=auto", "engine=ddp")).strategies == ("no_shard",)
+    found = ranking(*OPEN, "engine=fsdp2")
+    assert STRATEGIES[found.best.selection.strategy].shards_params
+
+
+def test_nothing_fits_is_one_line_that_says_what_comes_closest():
+    found = ranking(*OPEN, "cluster.memory=0.2")
+    with pytest.raises(UsageError, match="strategy=auto .*nothing fits; closest is") as error:
+        _ = found.best
+    assert "MiB more than available" in str(error.value)
+    assert "train.micro_batch_size=1" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_samples_that_do_not_halve_are_shared_out_as_they_can_be():
+    sizes = Axes.of(placed("train.micro_batch_size=auto", "train.global_batch_size=26")).sizes
+    assert sizes == (1, 2, 4, 7, 13)
+    sizes = Axes.of(placed("train.micro_batch_size=auto", "train.global_batch_size=24")).sizes
+    assert sizes == (1, 2, 3, 4, 6, 12)
+
+
+def test_a_choice_says_what_why_and_what_comes_next():
+    lines = list(describe_ranking(ranking(*OPEN, "cluster=h100", "launch.device=cuda")))
+    assert [line.split()[0] for line in lines] == ["auto", "reason", "next"]
+    assert "s/step predicted (specs of cluster=h100)" in lines[1]
+    assert "%), " in lines[2]
+
+
+def test_there_is_a_runner_up_wherever_something_else_fits():
+    of_modes = ranking("activation_checkpointing=auto")
+    assert [c.selection.activation_checkpointing for c in of_modes.ranked] == [
+        "none",
+        "selective",
+        "full",
+    ]
+    of_prefetch = ranking("prefetch=auto")
+    assert {c.selection.prefetch.name for c in of_prefetch.ranked} == {"none", "backward", "both"}
+    seconds = [each.seconds for each in of_prefetch.ranked[1:]]
+    assert seconds == sorted(seconds)
+    alone = ranking("prefetch=auto", "strategy=no_shard")
+    assert "nothing else fits" in list(describe_ranking(alone))[2]
+
+
+def test_a_run_selects_for_the_ranks_that_it_has_here():
+    assert select(open_run(composed(*OPEN))) == ranking(*OPEN).best.selection
+    assert select(open_run(composed())) is None
+
+
+def test_the_name_of_a_run_does_not_depend_on_the_selection():
+    runs = [open_run(each) for each in (composed(*OPEN), composed())]
+    assert runs[0].config.train.run_dir == runs[1].config.train.run_dir
+
+
+def test_a_selected_micro_batch_is_limited_to_the_share_of_a_rank():
+    base = open_run(composed("train.micro_batch_size=auto")).config
+    kept = Selection.of(base)
+    assert settle(base, replace(kept, micro_batch_size=64)).batches.micro_batch_size == 4
+    assert settle(base, replace(kept, micro_batch_size=2)).batches.micro_batch_size == 2
+    one = replace(base.launch, nproc_per_node=1)
+    assert settle(base, replace(kept, micro_batch_size=64), one).batches.micro_batch_size == 8
+
+
+def test_a_selection_fills_in_what_is_auto_and_nothing_else():
+    config = compose_config([*OPEN, "strategy.dp_shard_size=2", "optimizer.lr=0.5"]).config
+    selection = Selection.of(compose_config(["strategy=hybrid_shard"]).config)
+    made = filled(config, selection)
+    assert left_open(made) == ()
+    assert (made.strategy.name, made.strategy.dp_shard_size) == ("hybrid_shard", 2)
+    assert made.optimizer == config.optimizer
+    assert filled(made, Selection.of(Config())) == made
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["prefetch=auto", "prefetch.forward=2"],
+            "prefetch.forward=2: conflicts with prefetch=auto",
+        ),
+        (["strategy=auto", "reshard_after_forward=true"], "conflicts with strategy=auto"),
+        (["train.micro_batch_size=0"], "allowed is whole number from 1 to"),
+        (["auto.prob=false"], "did you mean auto.probe"),
+    ],
+)
+def test_what_contradicts_itself_is_answered_in_a_line(words, said):
+    with pytest.raises(UsageError, match=said):
+        left_open(compose_config(words).config)
+
+
+def test_choices_are_those_that_are_listed():
+    named = {each.name: each for each in PREFETCHES}
+    assert {*named, "auto"} == set(choices_of("prefetch"))
+    for name, each in named.items():
+        assert compose_config([f"prefetch={name}"]).config.prefetch == each
+    assert {*RECOMPUTATIONS, "auto"} == set(choices_of("activation_checkpointing"))
+    assert {*STRATEGIES, "auto"} == set(choices_of("strategy"))
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100_40"),
+        ("NVIDIA A100-SXM4-80GB", "a100_80"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("Tesla T4", None),
+    ],
+)
+def test_devices_are_known_by_their_names(name, cluster):
+    assert cluster_of_device(name) == cluster
+    if cluster is not None:
+        described = compose_config([f"cluster={cluster}"]).config.cluster
+        for figure in ("flops", "memory_bandwidth", "intra_bandwidth", "inter_bandwidth"):
+            assert getattr(described, figure) > 0
+
+
+def test_figures_that_are_given_are_not_assumed():
+    by_hand = ("cluster.flops=7", "cluster.memory_bandwidth=90", "strategy=full_shard")
+    config, whose = with_speed(placed(*by_hand))
+    assert (config.cluster.flops, config.cluster.profile) == (7, None)
+    assert "assumed" not in whose
+    assert ranking("prefetch=auto", *by_hand).ranked
+    assert "assumed CPU specs" in with_speed(placed())[1]
+    found = ranking("strategy=auto", "launch.nnodes=2")
+    assert "assumed" in found.whose
+    on_gpu, whose = with_speed(placed("launch.device=cuda"))
+    assert on_gpu.cluster.flops is not None
+    assert torch.cuda.is_available() or "assumed" in whose
+    config = placed("strategy=full_shard")
+    config = replace(config, strategy=resolved_strategy(config, config.strategy))
+    assert StepPredictor().predict(with_speed(config)[0]).seconds > 0
