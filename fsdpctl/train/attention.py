@@ -40,7 +40,7 @@ class Shape:
 
     @staticmethod
     def of(config: Config) -> "Shape":
-        """The shape of a resolved configuration."""
+        """Return the shape of a resolved configuration."""
         model, size = config.model, config.train.micro_batch_size
         assert size is not None
         return Shape(
