@@ -72,10 +72,10 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
         ("model.tie_embeddings=maybe", ["true or false"]),
         ("train.stepz=3", ["train.stepz", "did you mean train.steps?"]),
         ("num_layers=3", ["did you mean model.num_layers?"]),
-        ("+train.extra=3", ["+train.extra", "neither added nor removed"]),
-        ("~optimizer", ["neither added nor removed"]),
-        ("++train.steps=3", ["neither added nor removed"]),
-        ("model@x=llama_tiny", ["neither added nor removed"]),
+        ("+train.extra=3", ["+train.extra", "adding and removing keys is not supported"]),
+        ("~optimizer", ["adding and removing keys is not supported"]),
+        ("++train.steps=3", ["adding and removing keys is not supported"]),
+        ("model@x=llama_tiny", ["adding and removing keys is not supported"]),
         ("hydra.run.dir=x", ["settings of Hydra are not supported"]),
         ("strategy=full_shart", ["did you mean full_shard?", "no_shard"]),
         ("strategy=zero4", ["strategy=zero4", "full_shard"]),
@@ -114,8 +114,8 @@ def test_a_key_given_twice_is_refused():
         compose_config(["train.steps=3", "train.steps=4"])
 
 
-def test_the_length_is_said_in_one_way():
-    with pytest.raises(UsageError, match="one way only"):
+def test_the_length_is_set_in_one_way():
+    with pytest.raises(UsageError, match="set the length with one of them"):
         compose_config(["train.steps=3", "train.epochs=1"])
     train = compose_config(["train.tokens=1e6"]).config.train
     assert (train.steps, train.epochs, train.tokens) == (None, None, 1_000_000)

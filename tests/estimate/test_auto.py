@@ -24,9 +24,9 @@ from fsdpctl.estimate.local_hardware import cluster_of_device, with_speed
 from fsdpctl.estimate.ranking import Ranking
 from fsdpctl.estimate.search import KEPT, choose
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.machine import resolved_strategy
+from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
 from fsdpctl.resolve.run import open_run, settle
-from fsdpctl.start.decide import describe_ranking, select
+from fsdpctl.start.decide import describe_ranking
 
 OPEN = [
     "strategy=auto",
@@ -224,8 +224,8 @@ def test_there_is_a_runner_up_wherever_something_else_fits():
 
 
 def test_a_run_selects_for_the_ranks_that_it_has_here():
-    assert select(open_run(composed(*OPEN))) == ranking(*OPEN).best.selection
-    assert select(open_run(composed())) is None
+    config = placed_on_cluster(open_run(composed(*OPEN)).config)
+    assert choose(Estimator(), config).to_dict() == ranking(*OPEN).to_dict()
 
 
 def test_the_name_of_a_run_does_not_depend_on_the_selection():

@@ -12,19 +12,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+from fsdpctl.config.auto import Selection, left_open
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import divide_module
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import estimate_run
+from fsdpctl.estimate.search import choose
 from fsdpctl.estimate.traffic import sent_in_step
 from fsdpctl.plan.engines import OURS
 from fsdpctl.resolve.machine import placed_on_cluster, world_size
 from fsdpctl.resolve.run import Opened, Settled, open_run, settle
 from fsdpctl.run.assets import collect_assets
-from fsdpctl.start.decide import select
-from fsdpctl.start.short_run import short_run
+from fsdpctl.start.probe import short_run
 from fsdpctl.tools.compare.figures import round_of, summarised
 from fsdpctl.tools.compare.fitting import LargestModels, lacks_room, with_memory
 from fsdpctl.tools.compare.row import FAILED, NOT_REACHED, OK, REFUSED, Row
@@ -120,7 +121,7 @@ class Measurement:
         """Resolve it, and say what is expected of it."""
         try:
             opened = open_run(each.variant.composed)
-            settled = settle(opened.config, select(opened))
+            settled = settle(opened.config, self._selection(opened.config))
             if opened.notes:  # something else would be measured than was asked for
                 raise UsageError(opened.notes[0])
         except UsageError as error:
@@ -135,6 +136,11 @@ class Measurement:
             world_size=world_size(config),
         )
         each.row = replace(each.row, status=(estimate and lacks_room(estimate)) or OK)
+
+    def _selection(self, config: Config) -> Selection | None:
+        if not left_open(config):
+            return None
+        return choose(self._estimator, placed_on_cluster(config)).best.selection
 
     def _estimate(self, config: Config) -> RunEstimate | None:
         try:
