@@ -101,7 +101,7 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
         ("launch.nproc_per_node=0", ["from 1"]),
     ],
 )
-def test_a_mistake_is_answered_in_one_line(word, parts):
+def test_a_mistake_is_reported_in_one_line(word, parts):
     with pytest.raises(UsageError) as caught:
         compose_config([word])
     for part in parts:
@@ -109,7 +109,7 @@ def test_a_mistake_is_answered_in_one_line(word, parts):
     assert "\n" not in str(caught.value)
 
 
-def test_a_key_given_twice_is_refused():
+def test_a_key_given_twice_is_rejected():
     with pytest.raises(UsageError, match=r"train.steps: given twice, as 3 and as 4"):
         compose_config(["train.steps=3", "train.steps=4"])
 
@@ -121,7 +121,7 @@ def test_the_length_is_set_in_one_way():
     assert (train.steps, train.epochs, train.tokens) == (None, None, 1_000_000)
 
 
-def test_what_a_recipe_says_can_be_unset(tmp_path):
+def test_a_setting_of_a_recipe_can_be_unset(tmp_path):
     folder = [f"model.path={tmp_path}"]
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.yaml").write_text("model.num_layers: 2\n")
@@ -134,7 +134,7 @@ def test_what_a_recipe_says_can_be_unset(tmp_path):
         compose_config(["model.num_layers=none"])
 
 
-def test_the_size_of_a_step_is_said_in_one_way():
+def test_the_size_of_a_step_is_set_in_one_way():
     with pytest.raises(UsageError, match="set the size of a step with one of them"):
         compose_config(["train.global_batch_size=3", "train.global_batch_tokens=100"])
     config = compose_config(["train.global_batch_tokens=1000", "train.seq_len=300"]).config
@@ -155,7 +155,7 @@ def recipe(tmp_path):
     return str(file)
 
 
-def test_a_recipe_is_the_words_one_types(recipe):
+def test_a_recipe_equals_its_settings_on_the_command_line(recipe):
     config = compose_config([], recipe).config
     assert config.model.num_layers == 3
     assert config.strategy.name == "no_shard"
@@ -163,14 +163,14 @@ def test_a_recipe_is_the_words_one_types(recipe):
     assert (config.data.name, config.data.path) == ("text", "a, b")
 
 
-def test_a_choice_on_the_command_line_drops_the_recipes_values_below_it(recipe):
+def test_an_option_on_the_command_line_drops_the_recipes_values_of_its_group(recipe):
     composed = compose_config(["model=llama3_1b"], recipe)
     assert composed.config.model == compose_config(["model=llama3_1b"]).config.model
     assert composed.config.model.num_layers == 16
     assert composed.dropped == ("model.num_layers",)
 
 
-def test_typed_values_win_over_the_recipe(recipe):
+def test_the_command_line_overrides_the_recipe(recipe):
     config = compose_config(["model.num_layers=5", "train.steps=7"], recipe).config
     assert config.model.num_layers == 5
     assert (config.train.steps, config.train.epochs) == (7, None)
@@ -189,7 +189,7 @@ def test_typed_values_win_over_the_recipe(recipe):
         ("defaults: {model: x}\n", "defaults.model"),
     ],
 )
-def test_a_broken_recipe_is_refused(tmp_path, content, word):
+def test_an_invalid_recipe_is_rejected(tmp_path, content, word):
     file = tmp_path / "r.yaml"
     file.write_text(content)
     with pytest.raises(UsageError) as caught:
@@ -198,12 +198,12 @@ def test_a_broken_recipe_is_refused(tmp_path, content, word):
     assert "\n" not in str(caught.value)
 
 
-def test_an_unknown_recipe_lists_those_there_are():
+def test_an_unknown_recipe_lists_all_recipes():
     with pytest.raises(UsageError, match="quick"):
         compose_config([], "quik")
 
 
-def test_a_directory_of_ones_own_adds_choices(tmp_path):
+def test_a_config_directory_adds_options(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("num_layers: 7\n")
     config = compose_config(["model=mine"], config_dir=tmp_path).config
@@ -214,7 +214,7 @@ def test_a_directory_of_ones_own_adds_choices(tmp_path):
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_choice_composes_and_says_what_it_is(group, tmp_path):
+def test_every_option_composes_and_has_a_comment(group, tmp_path):
     from fsdpctl.config.files import first_comment, package_folder
 
     (tmp_path / "checkpoints").mkdir()  # a run's

@@ -66,7 +66,7 @@ def test_a_rank_that_is_killed_costs_only_steps(tmp_path):
     assert sorted(figures(tmp_path / "run"), key=str) == sorted(figures(whole), key=str)
 
 
-def test_a_rank_that_stands_still_is_named_and_started_again(tmp_path):
+def test_a_hanging_rank_is_named_and_restarted(tmp_path):
     started = _begin(tmp_path, "train.steps=60", "launch.max_restarts=1", "launch.hang_timeout=6")
     _wait_for_step(tmp_path, 2)
     _workers(started)[0].send_signal(signal.SIGSTOP)
@@ -78,14 +78,14 @@ def test_a_rank_that_stands_still_is_named_and_started_again(tmp_path):
     assert "fsdpctl/train/loop.py" in stacks  # where the other one waited
 
 
-def test_a_configuration_that_cannot_work_is_not_tried_again(tmp_path):
+def test_a_non_finite_step_is_not_restarted(tmp_path):
     started = _begin(tmp_path, "optimizer.lr=1e30", "train.steps=60", "launch.max_restarts=3")
     said, _ = started.communicate(timeout=_SECONDS)
     assert started.returncode == 76, said
     assert "restart" not in said
 
 
-def test_fewer_ranks_go_on_where_all_get_nowhere(tmp_path):
+def test_a_restart_without_progress_is_followed_by_one_with_fewer_ranks(tmp_path):
     started = _begin(
         tmp_path, "train.steps=80", "launch.max_restarts=3", "launch.nproc_per_node=2",
         "launch.nproc_min=1",
@@ -107,7 +107,7 @@ def test_fewer_ranks_go_on_where_all_get_nowhere(tmp_path):
     assert last_step(tmp_path / "run" / "metrics.jsonl") == 80
 
 
-def test_a_run_goes_on_without_a_node_that_is_gone(tmp_path):
+def test_a_run_resumes_without_a_lost_node(tmp_path):
     with hosts(3) as found:
         started = _start(
             found, tmp_path, "launch.nproc_per_node=1", "train.steps=300",
@@ -122,7 +122,7 @@ def test_a_run_goes_on_without_a_node_that_is_gone(tmp_path):
     assert last_step(tmp_path / "run" / "metrics.jsonl") == 300
 
 
-def test_a_restart_is_written_down(tmp_path):
+def test_a_restart_is_recorded_in_the_metrics(tmp_path):
     started = _begin(tmp_path, "train.steps=60", "launch.max_restarts=1")
     _wait_for_step(tmp_path, 30)
     _workers(started)[0].kill()
