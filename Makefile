@@ -1,4 +1,4 @@
-# Everything a fresh machine needs is Python 3.11 or newer and make.
+# Needs only Python 3.11 or newer and make.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,25 +10,25 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 .PHONY: train test test-slow check docs bench gpu format clean
 
-train: $(VENV)/installed  ## train a small language model, now, on this machine
+train: $(VENV)/installed  ## train a small language model on this machine
 	$(BIN)/fsdpctl train
 
-test: $(VENV)/emulated  ## the fast tests
+test: $(VENV)/emulated  ## run the fast tests
 	$(FAST)
 
-test-slow: $(VENV)/emulated  ## the whole matrices, half an hour; SAMPLE=0.7: so much of them
+test-slow: $(VENV)/emulated  ## run the slow tests, half an hour; SAMPLE=0.7: that share of them
 	$(BIN)/python -m pytest -q -m slow --sample $(SAMPLE) --seed "$(SEED)"
 
-check: $(VENV)/emulated  ## what CI, the pre-commit hook and people run
+check: $(VENV)/emulated  ## format, lint, types and fast tests, as in CI and the pre-commit hook
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(FAST)
 
-docs: $(VENV)/developed  ## the tables and the picture that come from the code
+docs: $(VENV)/developed  ## regenerate the tables and the picture in docs/
 	$(BIN)/python -m docs.generate
 
-bench: $(VENV)/developed  ## beside PyTorch's own engines on CPU ranks, about an hour; then `make docs`
+bench: $(VENV)/developed  ## compare with PyTorch's engines on CPU ranks, about an hour; then run `make docs`
 	$(BIN)/python -m benchmarks.planning --out $(RESULTS)/planning.json
 	$(BIN)/python -m benchmarks.estimates --out $(RESULTS)/estimates.json
 	$(BIN)/python -m benchmarks.startup --out $(RESULTS)/startup.json
@@ -40,7 +40,7 @@ bench: $(VENV)/developed  ## beside PyTorch's own engines on CPU ranks, about an
 	$(BIN)/python -m benchmarks.restarting --out $(RESULTS)/restarting.json
 	$(BIN)/python -m benchmarks.step_time --out $(RESULTS)/step-time-cpu.json
 
-gpu:  ## on a machine with a GPU, HALF=1 or HALF=2 in five minutes each, with what is installed, or WHEELS=folder of wheels
+gpu:  ## test and measure on a GPU; HALF=1 or HALF=2: half of it, five minutes; WHEELS=DIR: install these wheels first
 	$(if $(WHEELS),$(PYTHON) -m pip install --quiet --no-index --no-deps $(WHEELS)/*.whl)
 	$(PYTHON) -m benchmarks.gpu_session $(if $(HALF),--half $(HALF)) --out $(RESULTS)
 
@@ -60,7 +60,7 @@ $(VENV)/developed: $(VENV)/installed
 	$(PIP) --editable '.[dev]'
 	touch $@
 
-# A CUDA device in host memory, for tests: a minute, once per torch. Without a compiler they skip.
+# The emulated CUDA device for tests: a minute, once per torch version. Without a compiler, these tests are skipped.
 $(VENV)/emulated: $(VENV)/developed $(wildcard tests/emulated/*.cpp tests/emulated/*.h)
 	$(BIN)/python -m tests.emulated
 	touch $@

@@ -16,11 +16,11 @@ from torch.multiprocessing.spawn import spawn
 
 from fsdpctl.comm.world import World
 from fsdpctl.config.schema import Config
-from fsdpctl.optim.record import Limits, OwnWord
+from fsdpctl.optim.record import Limits, LocalStepStats
 from fsdpctl.tools.compare.figures import drifts_between
 from fsdpctl.tools.compare.measure import in_turn
 from fsdpctl.train.assemble import make_trainer
-from fsdpctl.train.parts import Outside
+from fsdpctl.train.parts import LaunchContext
 from fsdpctl.train.step import launch_step
 
 RANKS, WARM_UP = 2, 2
@@ -70,12 +70,12 @@ def _train(config: Config, world: World, run_dir: Path, steps: int) -> float:
     run_dir.mkdir(exist_ok=True)
     last = WARM_UP + steps
     train = replace(config.train, run_dir=str(run_dir), steps=last)
-    outside = Outside(lambda: False, time.time(), lambda barrier: None)
-    parts = make_trainer(replace(config, train=train), world, outside, shows=False).parts
+    context = LaunchContext(lambda: False, time.time(), lambda barrier: None)
+    parts = make_trainer(replace(config, train=train), world, context, shows=False).parts
     samples, seconds = 0, []
     for step in range(last):
         began = time.perf_counter()
-        done = launch_step(parts, step, samples, limits=Limits(), own=OwnWord)
+        done = launch_step(parts, step, samples, limits=Limits(), own=LocalStepStats)
         done.record.figures()
         samples = done.samples
         seconds.append(time.perf_counter() - began)

@@ -89,7 +89,7 @@ class OneCallEach(ProcessGroupCollectives):
 
     adds_whole = True
 
-    def gather_together(self, buffers: Sequence[Gathering]) -> Handle:
+    def all_gather(self, buffers: Sequence[Gathering]) -> Handle:
         """Into the whole of each."""
         for each in buffers:
             own: Span = each.parts[self.rank]
@@ -98,10 +98,6 @@ class OneCallEach(ProcessGroupCollectives):
                 source.copy_(each.shard)
             all_gather_single(each.whole, source, group=self.gather_group)
         return Handle(lambda: buffers[0].whole)
-
-    def all_gather(self, whole: Tensor, parts: Any, shard: Tensor | None) -> Handle:
-        """Into `whole`."""
-        return self.gather_together([Gathering(whole, parts, shard)])
 
     exchanges = False
 

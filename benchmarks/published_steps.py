@@ -1,4 +1,4 @@
-"""Published steps of GPUs beside what data sheets foresee:
+"""Compare published steps of GPUs with predictions from data sheets:
 
 python -m benchmarks.published_steps --out benchmarks/results/published-steps.json
 """
@@ -9,17 +9,17 @@ from statistics import median
 
 from benchmarks.report import write_report
 from tests.predict.published import PUBLISHED
-from tests.predict.test_published_time import foreseen
+from tests.predict.test_published_time import predicted
 
 
 def main() -> None:
-    """Foresee, print and write."""
+    """Predict, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     results = []
     for each in PUBLISHED:
-        found, ranks = foreseen(each.words)
+        found, ranks = predicted(each.words)
         speed = found.tokens / found.seconds / ranks
         results.append(
             {
@@ -27,7 +27,7 @@ def main() -> None:
                 "source": each.source,
                 "words": each.words,
                 "published_tokens_per_second": each.tokens_per_second,
-                "foreseen_tokens_per_second": round(speed, 1),
+                "predicted_tokens_per_second": round(speed, 1),
                 "error": round(speed / each.tokens_per_second - 1, 4),
             }
         )

@@ -18,7 +18,12 @@ from torch.nn import functional as F
 
 import fsdpctl
 from benchmarks.report import write_report
-from fsdpctl.comm.pulse import PULSE, Pulse, make_pages, read_beats
+from fsdpctl.comm.rank_status import (
+    RANK_STATUS,
+    RankStatusPage,
+    make_status_file,
+    read_rank_statuses,
+)
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.models.registry import build_model
 
@@ -35,11 +40,11 @@ def measure(rank: int, steps: int, folder: str) -> None:
     optimizer = fsdpctl.ShardedAdamW(model, lr=1e-4)
     tokens = torch.randint(0, 256, (2, 128))
     seconds: dict[bool, list[float]] = {True: [], False: []}
-    pages, written = Path(folder) / "pages", Pulse()
+    pages, written = Path(folder) / "pages", RankStatusPage()
     written.open(pages, rank)
     for number in range(2 * (steps + WARM_UP)):
         writes = number % 2 == 0
-        PULSE.__dict__.update(written.__dict__ if writes else Pulse().__dict__)
+        RANK_STATUS.__dict__.update(written.__dict__ if writes else RankStatusPage().__dict__)
         began = time.perf_counter()
         logits = model(tokens)
         F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
@@ -47,9 +52,9 @@ def measure(rank: int, steps: int, folder: str) -> None:
         optimizer.zero_grad()
         seconds[writes].append(time.perf_counter() - began)
         if writes:
-            written.__dict__.update(PULSE.__dict__)
+            written.__dict__.update(RANK_STATUS.__dict__)
     with pages.open("rb") as file:
-        beat = read_beats(file)[rank]
+        beat = read_rank_statuses(file)[rank]
     dist.destroy_process_group()
     medians = {writes: statistics.median(each[WARM_UP:]) for writes, each in seconds.items()}
     found = {
@@ -68,7 +73,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        make_pages(Path(folder) / "pages", RANKS)
+        make_status_file(Path(folder) / "pages", RANKS)
         spawn(measure, (args.steps, folder), nprocs=RANKS)
         results = json.loads((Path(folder) / "found").read_text())
     print(results)

@@ -1,7 +1,7 @@
-"""Writes what documentation takes from the code: `python -m docs.generate`.
+"""Writes the parts of the documentation that are computed from code: `python -m docs.generate`.
 
-Tables go between the marks `<!-- NAME -->` and `<!-- /NAME -->` of the pages; the picture shows
-what the plan replays.
+Tables replace the text between the markers `<!-- NAME -->` and `<!-- /NAME -->` of the pages. The
+picture shows the memory that the plan replays.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from docs import measured
 from docs.faults import faults_table
-from docs.foreseen import choices_table, foreseen_steps_table, published_steps_table
+from docs.predicted import predicted_steps_table, published_steps_table, selections_line
 from fsdpctl.cli.app import app
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.build import divide_module
@@ -42,21 +42,22 @@ PAGES = tuple(
         "reliability",
         "clusters",
         "time-model",
-        "choosing",
+        "auto",
     )
 )
 PICTURE = DOCS / "strategies.png"
 RECIPES = tuple(sorted((DOCS.parent / "recipes").glob("*.yaml")))
 ESTIMATED = "# Estimated:"
 MODEL = ["model=llama3_8b", "cluster=h100", "launch.nproc_per_node=4", "launch.nnodes=2"]
-COPIES_RECIPE = DOCS.parent / "recipes" / "llama3_70b_64xh100.yaml"
-COPIES = (
+REPLICAS_RECIPE = DOCS.parent / "recipes" / "llama3_70b_64xh100.yaml"
+REPLICAS = (
     ["strategy=full_shard"],
     ["strategy=hybrid_shard", "strategy.dp_shard_size=8"],
     ["strategy=hybrid_shard", "strategy.dp_shard_size=32"],
     ["strategy=hybrid_shard_optimizer", "strategy.dp_shard_size=8"],
 )
 GIB = 1 << 30
+VERDICTS = {"fits": "fits", "thrashes": "thrashes", "too_large": "does not fit"}
 COLORS = {
     "parameters": "#4269d0",
     "optimizer_states": "#6cc5b0",
@@ -67,94 +68,94 @@ COLORS = {
 
 
 def strategy_table() -> str:
-    """The table of strategies, a row each, in Markdown."""
+    """Return the table of strategies in Markdown, one row each."""
     rows = [
-        "| `strategy=` | known as | parameters between steps | after a unit's forward | gradients, "
-        "once reduced | optimizer states | after the step |",
+        "| `strategy=` | known as | parameters between steps | after a unit's forward | reduced "
+        "gradients | optimizer states | after the step |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, row in STRATEGIES.items():
-        cells = (f"`{name}`", row.known_as, *_words(row))
+        cells = (f"`{name}`", row.known_as, *_cells(row))
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 
-def _words(row: Strategy) -> tuple[str, ...]:
+def _cells(row: Strategy) -> tuple[str, ...]:
     part = "own part" if row.has_owner_map else "shard"
     within = " within `dp_shard_size` ranks" if row.replicates else ""
-    over = ", summed over copies" if row.replicates else ""
+    over = ", summed over replicas" if row.replicates else ""
     if row.shards_over_copies:
-        within, part, over = f"{within}, as it computes", "shard over all ranks", ""
+        within, part, over = f"{within}, compute dtype", "shard over all ranks", ""
     if row.keeps_whole_params:
-        after = "whole"
+        after = "full"
     else:
-        after = "freed" if row.reshard_after_forward else "kept until its backward is over"
-    renewed = "new values go to every copy" if row.shards_over_copies else "parameters are gathered"
+        after = "freed" if row.reshard_after_forward else "kept until the unit's backward ends"
+    renewed = "new values sent to all replicas" if row.shards_over_copies else "parameters gathered"
     return (
-        "whole" if row.keeps_whole_params else f"shard{within}",
+        "full" if row.keeps_whole_params else f"shard{within}",
         after,
-        f"{part}{over}" if row.shards_grads else "whole",
-        part if row.shards_optimizer else "whole",
+        f"{part}{over}" if row.shards_grads else "full",
+        part if row.shards_optimizer else "full",
         renewed if row.renews_params else "–",
     )
 
 
 def memory_table() -> str:
-    """What the fullest rank holds of the model in the picture, in GiB."""
+    """Return the peak memory of the fullest rank for the model in the picture, in GiB."""
     rows = [
         "| `strategy=` | parameters | optimizer states | gradients | gathered units | reduce "
-        "buffers | at once |",
+        "buffers | all at once |",
         "|---|---|---|---|---|---|---|",
     ]
     for name in STRATEGIES:
         found = estimate(*planned(name))
         largest = found.largest.to_dict()
-        figures = [largest[each] for each in COLORS] + [found.peak_bytes]
-        cells = " | ".join(f"{figure / GIB:.1f}" for figure in figures)
+        sizes = [largest[each] for each in COLORS] + [found.peak_bytes]
+        cells = " | ".join(f"{size / GIB:.1f}" for size in sizes)
         rows.append(f"| `{name}` | {cells} |")
     return "\n".join(rows)
 
 
-def copies_table() -> str:
-    """What a recipe takes under strategies with copies: memory, and what goes over which links."""
+def replicas_table() -> str:
+    """Return a recipe's memory and traffic under strategies with replicas."""
     header = [
         "`strategy=`",
         "`dp_shard_size`",
         "reserved",
         "verdict",
-        "sent in a copy",
-        "sent to others",
+        "sent within a replica",
+        "sent across replicas",
     ]
     rows = [header, ["---"] * len(header)]
     estimator = Estimator()
-    for words in COPIES:
-        config = compose_config(["launch.device=cuda", *words], str(COPIES_RECIPE)).config
+    for settings in REPLICAS:
+        config = compose_config(["launch.device=cuda", *settings], str(REPLICAS_RECIPE)).config
         (found,) = estimate_strategies(estimator, config, every=False)
         placed = placed_for_estimate(config)
         placed = replace(placed, strategy=resolved_strategy(placed, placed.strategy))
         plan, place = plan_run(placed, divide_module(build_model(placed.model), None), 1)
         sent = sent_by_plan(plan, place)
         found_bytes = found.peak_reserved, sent.within, sent.between
-        figures = [f"{each / GIB:.1f} GiB" for each in found_bytes]
+        cells = [f"{each / GIB:.1f} GiB" for each in found_bytes]
         size = str(placed.strategy.dp_shard_size or place.size)
         name = f"`{placed.strategy.name}`"
-        rows.append([name, size, figures[0], found.verdict.replace("_", " "), *figures[1:]])
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+        rows.append([name, size, cells[0], VERDICTS[found.verdict], *cells[1:]])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def estimate_output() -> str:
-    """What `fsdpctl estimate-memory` prints, as a code block."""
-    words = ["estimate-memory", "model=llama3_8b", "cluster=h100", "train.seq_len=4096"]
-    words += ["--all-strategies"]
-    printed = CliRunner().invoke(app, words).output
-    lines = [f"$ fsdpctl {' '.join(words)}", *map(str.rstrip, printed.splitlines())]
+    """Return the output of `fsdpctl estimate-memory` as a code block."""
+    arguments = ["estimate-memory", "model=llama3_8b", "cluster=h100", "train.seq_len=4096"]
+    arguments += ["--all-strategies"]
+    printed = CliRunner().invoke(app, arguments).output
+    lines = [f"$ fsdpctl {' '.join(arguments)}", *map(str.rstrip, printed.splitlines())]
     return "\n".join(["```", *lines, "```"])
 
 
 TABLES = {
     "strategies": strategy_table,
     "memory": memory_table,
-    "copies": copies_table,
+    "replicas": replicas_table,
     "estimate": estimate_output,
     "step_time": measured.step_time_table,
     "step_time_beside_ddp": measured.step_time_beside_ddp_table,
@@ -169,14 +170,14 @@ TABLES = {
     "faults": faults_table,
     "slow_links": measured.slow_links_table,
     "published_steps": published_steps_table,
-    "foreseen_steps": foreseen_steps_table,
-    "choices": choices_table,
+    "predicted_steps": predicted_steps_table,
+    "selections": selections_line,
     "surviving": measured.surviving_lines,
 }
 
 
 def filled(page: str) -> str:
-    """A page with its tables as the code gives them now."""
+    """Return a page with its tables replaced by current ones."""
     for name, table in TABLES.items():
         start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         if start in page:
@@ -186,27 +187,27 @@ def filled(page: str) -> str:
 
 
 def estimated_recipe(file: Path) -> str:
-    """A recipe for described hardware, its head ending with what a rank holds there."""
+    """Return a recipe with its estimate in the header, if it is for specified hardware."""
     lines = [line for line in file.read_text().splitlines() if not line.startswith(ESTIMATED)]
     if any(line.startswith("cluster") for line in lines):
         config = compose_config(["launch.device=cuda"], str(file)).config
         (found,) = estimate_strategies(Estimator(), config, every=False)
         reserved, memory = found.peak_reserved / GIB, found.memory_bytes / GIB
         head = next(i for i, line in enumerate(lines) if not line.startswith("#"))
-        said = f"{ESTIMATED} {reserved:.1f} of {memory:.1f} GiB a rank, {found.verdict}."
-        lines.insert(head, said)
+        verdict = VERDICTS[found.verdict]
+        lines.insert(head, f"{ESTIMATED} {reserved:.1f} of {memory:.1f} GiB per rank, {verdict}.")
     return "\n".join(lines) + "\n"
 
 
 def planned(name: str) -> tuple[TrainingPlan, RankPlace]:
-    """How the model of the page runs under a strategy."""
+    """Return the training plan of the page's model under a strategy, and its rank."""
     config = placed_for_estimate(compose_config([*MODEL, f"strategy={name}"]).config)
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
     return plan_run(config, divide_module(build_model(config.model), None), 1)
 
 
 def moments_of(name: str) -> list[Breakdown]:
-    """What a rank holds at rest, in each unit's forward, in each unit's backward, and after it."""
+    """Return a rank's memory at rest, in each unit's forward and backward, and at the end."""
     plan, place = planned(name)
     order = plan.order
     moments = list(timeline(plan, place))
@@ -223,7 +224,7 @@ def moments_of(name: str) -> list[Breakdown]:
 
 
 def _held_at(moments: list[Moment], kind: EventKind) -> dict[str, Breakdown]:
-    """By unit, what is held after its first event of a kind."""
+    """Return the memory after the first event of a kind, by unit."""
     found: dict[str, Breakdown] = {}
     for moment in moments:
         if moment.event is not None and moment.event.kind is kind:
@@ -232,7 +233,7 @@ def _held_at(moments: list[Moment], kind: EventKind) -> dict[str, Breakdown]:
 
 
 def draw(file: Path) -> None:
-    """The picture: a panel for each strategy, memory over the moments of a step."""
+    """Draw one panel per strategy: memory over the moments of a step."""
     matplotlib.use("agg")
     matplotlib.rcParams.update({"font.size": 9})
     from matplotlib import pyplot
@@ -256,14 +257,14 @@ def draw(file: Path) -> None:
         panel.set_xticks([middle / 2, middle * 1.5], ["forward", "backward"])
         panel.tick_params(axis="x", length=0)
         panel.set_title(f"{name} ({STRATEGIES[name].known_as})", fontsize=9)
-        panel.set_ylabel("GiB a rank")
+        panel.set_ylabel("GiB per rank")
     figure.legend(*panels.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     figure.savefig(file, dpi=100)
     pyplot.close(figure)
 
 
 def main() -> None:
-    """Rewrite the pages and the picture."""
+    """Rewrite the pages, the recipes' headers and the picture."""
     for page in PAGES:
         page.write_text(filled(page.read_text()))
     for recipe in RECIPES:

@@ -1,4 +1,4 @@
-"""Tables of what the benchmarks measured, from the JSON files that they write."""
+"""Tables of benchmark results, from the JSON files that the benchmarks write."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.pairs import PAIRS
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
-_ENGINES = {  # by contestant: in words
+_ENGINES = {  # by key in the JSON files
     "ddp": "PyTorch `DistributedDataParallel`",
     "zero_redundancy_optimizer": "PyTorch `ZeroRedundancyOptimizer`",
     "fsdp2": "PyTorch `fully_shard`",
@@ -30,12 +30,12 @@ def _table(header: list[str], rows: list[list[str]], about: str) -> str:
     return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", about])
 
 
-def _made_with(report: dict[str, Any]) -> str:
+def _measured_on(report: dict[str, Any]) -> str:
     return f"torch {report['torch']}, {report['machine']}"
 
 
 def slow_links_table() -> str:
-    """What a step takes, and what a host sends for it, over a slow cable between two hosts."""
+    """Return time and traffic of a step over a slow link between two hosts."""
     report = _report("slow-links")
     rows = [
         [
@@ -46,73 +46,74 @@ def slow_links_table() -> str:
         ]
         for each in report["results"]
     ]
-    header = ["`strategy=`", "a host sends in a step", "bytes over full_shard's", "time over"]
+    header = ["`strategy=`", "sent per host and step", "bytes / full_shard", "time / full_shard"]
     about = f"Two hosts with two ranks each, {report['mbit']} Mbit/s between them, over gloo"
     return _table(
-        header, rows, f"{about}, {_made_with(report)}, {report['rounds']} starts of each."
+        header, rows, f"{about}, {_measured_on(report)}, {report['rounds']} starts of each."
     )
 
 
 def surviving_lines() -> str:
-    """What being watched costs, and what a restart takes beside a start."""
+    """Return the costs of the watchdog and of a restart."""
     watching, restarting = _report("watching"), _report("restarting")
     steps, found = watching["results"], restarting["results"]
     share, longest = found["restart_over_start"], found["largest_restart_over_start"]
     return (
-        f"- A watched step takes {steps['time_over_unwatched']:.3f} of the time of one that is not "
-        f"({steps['beats_per_step']:.0f} signs of life a step; {_made_with(watching)}).\n"
-        f"- From a killed rank to the next step it takes {share:.2f} of the time from the command "
-        f"to the first step, at most {longest:.2f}; at most {found['most_steps_lost']} of the 25 "
-        f"steps between checkpoints were lost ({found['rounds']} runs of "
-        f"{restarting['world_size']} ranks; {_made_with(restarting)})."
+        f"- A step with hang detection takes {steps['time_over_unwatched']:.3f} times as long as "
+        f"without ({steps['beats_per_step']:.0f} status updates per step; "
+        f"{_measured_on(watching)}).\n"
+        f"- The time from a killed rank to the next step is {share:.2f} of the time from the "
+        f"command to the first step, at most {longest:.2f}. At most {found['most_steps_lost']} of "
+        f"the 25 steps between checkpoints were lost ({found['rounds']} runs of "
+        f"{restarting['world_size']} ranks; {_measured_on(restarting)})."
     )
 
 
 def step_time_table() -> str:
-    """What each engine adds to the floor, relative to what fully_shard adds."""
-    return _step_times("step-time-cpu", "added_over_fsdp2_added", "added over the floor")
+    """Return each engine's overhead over the baseline, relative to that of fully_shard."""
+    return _step_times("step-time-cpu", "added_over_fsdp2_added", "overhead / `fully_shard`'s")
 
 
 def step_time_beside_ddp_table() -> str:
-    """What a step takes, relative to the floor."""
-    return _step_times("step-time-cpu-ddp", "median_over_floor", "time over the floor's")
+    """Return the time of a step relative to the baseline."""
+    return _step_times("step-time-cpu-ddp", "median_over_floor", "time / baseline")
 
 
-def _step_times(name: str, figure: str, title: str) -> str:
+def _step_times(name: str, key: str, title: str) -> str:
     report = _report(name)
     results = report["results"]
     header = [title, *(f"{each['size']} {each['dtype']}" for each in results)]
     rows = [
-        [words, *(f"{each['engines'][engine][figure]:.2f}" for each in results)]
-        for engine, words in _ENGINES.items()
+        [label, *(f"{each['engines'][engine][key]:.2f}" for each in results)]
+        for engine, label in _ENGINES.items()
         if engine in results[0]["engines"]
     ]
     rounds = ", ".join(f"{e['rounds_of_each']} of {e['size']} {e['dtype']}" for e in results)
     rounds = f"{results[0]['starts']} starts; rounds of each: {rounds}"
     ranks = report["world_size"]
-    return _table(header, rows, f"{ranks} ranks over gloo, {_made_with(report)}; {rounds}.")
+    return _table(header, rows, f"{ranks} ranks over gloo, {_measured_on(report)}; {rounds}.")
 
 
 def peak_memory_table() -> str:
-    """Our peak over that of the engine of PyTorch's that keeps as much."""
+    """Return fsdpctl's peak memory relative to the corresponding engine of PyTorch."""
     report = _report("peak-memory-cpu")
     results = report["results"]
-    header = ["peak over PyTorch's"]
+    header = ["peak / PyTorch's"]
     header += [f"{e['model']} {e['dtype']}, {e['world_size']} ranks" for e in results]
     rows = [
         [
-            f"`{ours}` over {_ENGINES[theirs].removeprefix('PyTorch ')}",
+            f"`{ours}` / {_ENGINES[theirs].removeprefix('PyTorch ')}",
             *(f"{each[f'{ours}_over_{theirs}']:.2f}" for each in results),
         ]
         for ours, theirs in PAIRS.items()
     ]
-    return _table(header, rows, f"The largest of {report['steps']} steps, {_made_with(report)}.")
+    return _table(header, rows, f"The largest of {report['steps']} steps, {_measured_on(report)}.")
 
 
 def host_time_table() -> str:
-    """The host's time over fully_shard's."""
+    """Return the host's time relative to that of fully_shard."""
     report = _report("host-time")
-    header = ["ranks", "added by forward and backward", "clipping and optimizer step"]
+    header = ["ranks", "overhead of forward and backward", "clipping and optimizer step"]
     rows = [
         [
             str(each["world_size"]),
@@ -121,14 +122,14 @@ def host_time_table() -> str:
         ]
         for each in report["results"]
     ]
-    about = f"Medians of {report['rounds']} rounds, {_made_with(report)}."
+    about = f"Medians of {report['rounds']} rounds, {_measured_on(report)}."
     return _table(header, rows, about)
 
 
 def planning_table() -> str:
-    """The time of planning over that of importing torch."""
+    """Return the time of planning relative to that of importing torch."""
     report = _report("planning")
-    header = ["model", "ranks", "module on the meta device", "plan of a step, with all its bytes"]
+    header = ["model", "ranks", "module on the meta device", "plan of a step with all bytes"]
     rows = [
         [
             each["model"],
@@ -138,16 +139,16 @@ def planning_table() -> str:
         ]
         for each in report["results"]
     ]
-    return _table(header, rows, f"Medians of {report['rounds']} processes, {_made_with(report)}.")
+    return _table(header, rows, f"Medians of {report['rounds']} processes, {_measured_on(report)}.")
 
 
 def consolidate_table() -> str:
-    """The time of consolidation over that of cat, and its memory."""
+    """Return the time of consolidation relative to that of cat, and its memory."""
     report = _report("consolidate")
     header = [
         "checkpoint",
-        "time over `cat` and `sync`",
-        "over `cat` alone",
+        "time / `cat` and `sync`",
+        "time / `cat` alone",
         "MiB above the interpreter",
     ]
     rows = [
@@ -159,14 +160,14 @@ def consolidate_table() -> str:
         ]
         for each in report["results"]
     ]
-    return _table(header, rows, f"Medians of {report['rounds']} rounds, {_made_with(report)}.")
+    return _table(header, rows, f"Medians of {report['rounds']} rounds, {_measured_on(report)}.")
 
 
 def saving_table() -> str:
-    """What training pays for a checkpoint, in steps."""
+    """Return the cost of a checkpoint for training, in steps."""
     report = _report("saving")
     results = report["results"]
-    header = ["`checkpoint.mode`", "training stands still", "complete after", "all it costs"]
+    header = ["`checkpoint.mode`", "training waits", "complete after", "total cost"]
     rows = [
         [
             f"`{mode}`",
@@ -179,13 +180,13 @@ def saving_table() -> str:
     ]
     about = (
         f"In steps; {results['checkpoint_bytes'] / 1e6:.0f} MB from {report['ranks']} ranks, "
-        f"medians of {report['rounds']} rounds, {_made_with(report)}."
+        f"medians of {report['rounds']} rounds, {_measured_on(report)}."
     )
     return _table(header, rows, about)
 
 
 def estimate_errors_table() -> str:
-    """How far the estimated peak of all tensors is from real ones."""
+    """Return the errors of the estimated peak of all tensors."""
     report = _report("estimates")
     rows = [
         [
@@ -197,11 +198,11 @@ def estimate_errors_table() -> str:
         for each in report["results"]["small"]
     ]
     header = ["ranks over gloo", "configurations", "median error", "worst"]
-    return _table(header, rows, f"{_made_with(report)}.")
+    return _table(header, rows, f"{_measured_on(report)}.")
 
 
 def published_runs_table() -> str:
-    """What others measured on GPUs, beside what is estimated."""
+    """Return published measurements on GPUs and their estimates."""
     report = _report("estimates")
     rows = [
         [
@@ -217,7 +218,7 @@ def published_runs_table() -> str:
 
 
 def estimate_time_table() -> str:
-    """The time and memory of an estimate."""
+    """Return the time and memory of an estimate."""
     report = _report("planning")
     rows = [
         [
@@ -229,9 +230,9 @@ def estimate_time_table() -> str:
         ]
         for each in report["results"]
     ]
-    header = ["estimate", "over `import torch`", "seconds", "further strategy", "MiB"]
+    header = ["estimate", "time / `import torch`", "seconds", "s per further strategy", "MiB"]
     about = (
-        f"After `import torch`, all else included; medians of {report['rounds']} processes, "
-        f"{_made_with(report)}."
+        "Measured after `import torch`, including everything else; medians of "
+        f"{report['rounds']} processes, {_measured_on(report)}."
     )
     return _table(header, rows, about)

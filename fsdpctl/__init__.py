@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fsdpctl.engine.shard import Sharding, shard_model
     from fsdpctl.estimate.own_module import Assumed, MemoryEstimate, estimate_memory
     from fsdpctl.optim.adamw import ShardedAdamW
-    from fsdpctl.optim.clip import clip_grad_norm_
+    from fsdpctl.optim.record import clip_grad_norm_
     from fsdpctl.optim.sgd import ShardedSGD
     from fsdpctl.plan.owners import OwnerMap
     from fsdpctl.plan.schedule import Prefetch
@@ -54,7 +54,7 @@ _HOMES = {
     "ShardedModel": "fsdpctl.engine.model",
     "ShardedSGD": "fsdpctl.optim.sgd",
     "Strategy": "fsdpctl.plan.strategy",
-    "clip_grad_norm_": "fsdpctl.optim.clip",
+    "clip_grad_norm_": "fsdpctl.optim.record",
     "load_checkpoint": "fsdpctl.checkpoint.api",
     "save_checkpoint": "fsdpctl.checkpoint.api",
     "shard_model": "fsdpctl.engine.shard",

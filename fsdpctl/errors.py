@@ -11,8 +11,13 @@ FsdpctlError            1   something failed
 
 import difflib
 import errno
+import signal
 from collections.abc import Iterable
 
+# Signals that request a run to save and stop.
+STOP_SIGNALS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT
+)  # fmt: skip
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: of a disk, or of what is allowed there
 
 

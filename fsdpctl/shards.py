@@ -1,4 +1,4 @@
-"""A rank's part of a unit: what engines, optimizers, checkpoints and training share."""
+"""A rank's part of a unit, which engines, optimizers, checkpoints and training share."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -15,7 +15,7 @@ from fsdpctl.plan.layout import FlatLayout, Piece, Span
 
 
 class FlatShard:
-    """Master weights of one flat buffer, as far as this rank holds them, and their gradient."""
+    """This rank's master weights of one flat buffer, and their gradient."""
 
     def __init__(
         self,
@@ -31,19 +31,19 @@ class FlatShard:
         """Wrap `master`.
 
         Args:
-            unit: the unit it belongs to.
-            layout: of the whole flat buffer.
-            master: 1-D, the elements `held`.
-            held: everything where masters are replicated, else `owned`.
-            owned: the part whose gradient this rank reduces; norms count it.
-            written: the part that this rank saves; replicas share the work.
-            num_owners: how many ranks have the same `owned`, one in each copy.
+            unit: The unit of the flat buffer.
+            layout: The layout of the full flat buffer.
+            master: The elements `held`, 1-D.
+            held: The full buffer if masters are replicated, else `owned`.
+            owned: The part whose gradient this rank reduces and counts in norms.
+            written: The part that this rank saves; replicas share the work.
+            num_owners: The number of ranks with the same `owned`, one per replica.
         """
         self.unit = unit
         self.layout = layout
         self.held, self.owned, self.written = held, owned, written
         self.num_owners = num_owners
-        self.is_replicated = held != owned  # every rank holds all of the masters
+        self.is_replicated = held != owned  # every rank holds all master weights
         self.param = nn.Parameter(master, requires_grad=layout.trainable)
 
     @property
@@ -53,12 +53,12 @@ class FlatShard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the masters."""
+        """The dtype of the masters."""
         return self.param.dtype
 
     @property
     def grad(self) -> Tensor | None:
-        """The reduced gradient, like `master`; None until there is one."""
+        """The reduced gradient, shaped like `master`; None before the first reduction."""
         return self.param.grad
 
     @grad.setter
@@ -75,118 +75,117 @@ class FlatShard:
         """The gradient of the owned elements."""
         if self.grad is None or not self.is_replicated:
             return self.grad
-        start = self.owned.start - self.held.start
-        return self.grad[start : start + self.owned.numel]
+        return self.view(self.grad, self.owned)
 
     def view(self, values: Tensor, span: Span) -> Tensor:
-        """The elements `span` of the flat buffer in `values`, a tensor like `master`."""
+        """Return the elements `span` of the flat buffer in `values`, a tensor like `master`."""
         return values[span.start - self.held.start : span.stop - self.held.start]
 
     def written_pieces(self) -> tuple[Piece, ...]:
-        """The parts of parameters that this rank saves."""
+        """Return the parts of parameters that this rank saves."""
         return self.layout.pieces(self.written)
 
     def held_pieces(self) -> tuple[Piece, ...]:
-        """The parts of parameters that `master` has."""
+        """Return the parts of parameters in `master`."""
         return self.layout.pieces(self.held)
 
 
 class Sharded(Protocol):
-    """What the optimizer and the checkpoints need of a sharded model."""
+    """A sharded model as optimizers and checkpoints use it."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """Its groups of ranks."""
+        ...
 
     def flat_shards(self) -> tuple[FlatShard, ...]:
-        """This rank's shards, in the same order on every rank."""
+        """Return this rank's shards, in the same order on every rank."""
         ...
 
     def persistent_buffers(self) -> Mapping[str, Tensor]:
-        """The module's buffers that belong into a checkpoint, by name."""
+        """Return the module's buffers that belong in a checkpoint, by name."""
         ...
 
     def sync_gradients(self) -> None:
-        """Reduce what has been held back; afterwards every shard has its gradient."""
+        """Reduce the gradients that were held back."""
         ...
 
     def absent_everywhere(self) -> frozenset[str]:
-        """Names of the trainable parameters that had a gradient on no rank."""
+        """Return the names of trainable parameters that had a gradient on no rank."""
         ...
 
     def broadcast_updated_params(self, *, trained_only: bool = False) -> None:
-        """Let the next forward see what was written to the masters, here and by other ranks.
+        """Make writes to the masters on any rank visible to the next forward.
 
-        `trained_only`: those of frozen parameters were not written to.
+        `trained_only`: masters of frozen parameters are unchanged.
         """
         ...
 
     def drop_gradients(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         ...
 
 
 class TrainedModel(Sharded, Protocol):
-    """What training needs of a model, whichever engine has it."""
+    """A model of any engine as training uses it."""
 
     training: bool
 
     @property
     def module(self) -> nn.Module:
-        """The module that the engine has taken over."""
-        ...
-
-    @property
-    def mesh(self) -> Mesh:
-        """Its ranks."""
+        """The module that the engine has sharded."""
         ...
 
     @property
     def collectives(self) -> Collectives:
-        """All of them."""
+        """The collectives of all ranks."""
         ...
 
     @property
     def take_waits(self) -> Callable[[], Seconds] | None:
-        """How long computation has waited for ranks since the last time; None: not known."""
+        """Returns the time that computation has waited since the last call; None: not measured."""
         ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own result."""
+        """Return the module's result."""
         ...
 
     def train(self, mode: bool = True) -> Any:
-        """As of any module."""
+        """Set the training mode, as for any module."""
         ...
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward inside reduces nothing."""
+        """Hold gradients back in a block."""
         ...
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether there is anything for `prefetch_forward_params` to gather ahead of its use."""
+        """Whether `prefetch_forward_params` has anything to gather."""
         ...
 
     def prefetch_forward_params(self) -> None:
-        """Start to gather what the next forward uses first."""
+        """Start to gather the first units of the next forward."""
         ...
 
     def rest(self) -> None:
-        """Let go of all that was gathered, so that shards may be written to. Collective."""
+        """Release all units, so that shards may be written to. Collective."""
         ...
 
     def check_replicas(self) -> None:
-        """Compare what several ranks hold alike. Collective."""
+        """Compare what several ranks hold by checksums. Collective."""
         ...
 
     def peak_memory_bytes(self) -> int | None:
-        """The most bytes that the engine has held; None: not known."""
+        """Return the peak bytes that the engine has held; None: not measured."""
         ...
 
     def name_ranges(self, *, is_on: bool) -> None:
-        """Have units and collectives named in profiles, or not."""
+        """Turn named ranges of units and collectives in profiles on or off."""
         ...
 
 
 def persistent_buffers(module: nn.Module) -> Mapping[str, Tensor]:
-    """The buffers that a state dict of `module` contains, by name."""
+    """Return the buffers that a state dict of `module` contains, by name."""
     found: dict[str, Tensor] = {}
     for prefix, each in module.named_modules():
         for key, buffer in each._buffers.items():
@@ -196,14 +195,18 @@ def persistent_buffers(module: nn.Module) -> Mapping[str, Tensor]:
 
 
 def require_sharded(model: object, call: str) -> None:
-    """Raise UsageError where `call` was given something else than a sharded model."""
+    """Check that `call` was given a sharded model.
+
+    Raises:
+        UsageError: If `model` is something else.
+    """
     if not hasattr(model, "flat_shards"):
         raise UsageError(
-            f"{call}: takes the model that shard_model returned, and was given "
-            f"{type(model).__name__}; parameters are whole only while the model runs"
+            f"{call}: expected the model that shard_model returned, got a {type(model).__name__}; "
+            "parameters are unsharded only while the model runs"
         )
 
 
 def trainable_shards(model: Sharded) -> Iterator[FlatShard]:
-    """The shards that the optimizer steps."""
+    """Return the shards that the optimizer steps."""
     return (shard for shard in model.flat_shards() if shard.trainable)

@@ -6,6 +6,8 @@ import random
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -31,29 +33,34 @@ def _what_many_tests_need_once() -> Iterator[None]:
     """Read the standard library once, and start each process for templates ahead of its use."""
     spare = Spare(workers._start)
     with (
-        mock.patch("fsdpctl.data.source.standard_library", functools.cache(standard_library)),
+        mock.patch("fsdpctl.data.open.standard_library", functools.cache(standard_library)),
         mock.patch.object(workers, "_start", spare.take),
     ):
         yield
     spare.close()
 
 
+Started = tuple[subprocess.Popen[bytes], "Connection[Any, Any]"]
+
+
 class Spare:
-    """A process that has started before it is needed."""
+    """A process for templates that starts before it is needed."""
 
-    def __init__(self, start: Callable[[], subprocess.Popen[bytes]]) -> None:
+    def __init__(self, start: Callable[[], Started]) -> None:
         self._start = start
-        self._next: subprocess.Popen[bytes] | None = None
+        self._next: Started | None = None
 
-    def take(self) -> subprocess.Popen[bytes]:
+    def take(self) -> Started:
         taken = self._next or self._start()
         self._next = self._start()
         return taken
 
     def close(self) -> None:
         if self._next is not None:
-            self._next.kill()
-            self._next.communicate()
+            process, connection = self._next
+            process.kill()
+            process.wait()
+            connection.close()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

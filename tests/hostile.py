@@ -15,7 +15,7 @@ from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
-from fsdpctl.comm.base import LocalCollectives
+from fsdpctl.comm.base import Collectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.sealed import MANIFEST, seal
 from fsdpctl.config.serialize import config_words
@@ -36,7 +36,7 @@ def make_checkpoint(folder: Path, *words: str) -> Path:
     config = compose_config([*TINY_MODEL, *words]).config
     model = make_model(config, torch.device("cpu"))
     about = About(Progress(1), config_words(config), ByteTokenizer().files())
-    write_checkpoint(folder, take_snapshot(model, None, 0, about), LocalCollectives())
+    write_checkpoint(folder, take_snapshot(model, None, 0, about), Collectives())
     return folder
 
 

@@ -49,7 +49,11 @@ IN_DOCUMENTS = [
     r"(?:is|are|was|does|has|goes|comes|fails|fits)\b",
     r"\d %",
 ]
-IN_DOCSTRINGS = [r"^(?:Of|What|Those|That|As|Who|Where)\b", r"\bSee that\b", r"Raises: \w+: [a-z]"]
+IN_DOCSTRINGS = [
+    r"^(?:Of|What|Those|That|As|Who|Where)\b",
+    r"\bSee that\b",
+    r"Raises: \w+: (?-i:[a-z])",
+]
 ALLOWED = {("docs/architecture.md", r"What")}  # its table has questions
 _CODE = re.compile(r"`[^`]*`|https?://\S+")
 

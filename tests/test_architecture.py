@@ -188,8 +188,8 @@ PLANTED = [
     (too_long, {"fsdpctl.plan.a": "def f():\n" + "    x = 1\n" * 41}),
     (too_long, {"fsdpctl.plan.a": "def f(a, b, c, d, *, e, f, g, h): ..."}),
     (distributed_elsewhere, {"fsdpctl.engine.unit": "import torch.distributed as dist"}),
-    (distributed_elsewhere, {"fsdpctl.optim.clip": "from torch import distributed"}),
-    (distributed_elsewhere, {"fsdpctl.train.loop": "from torch.distributed import barrier"}),
+    (distributed_elsewhere, {"fsdpctl.optim.record": "from torch import distributed"}),
+    (distributed_elsewhere, {"fsdpctl.train.trainer": "from torch.distributed import barrier"}),
 ]
 
 

@@ -1,10 +1,10 @@
-"""A loop of your own, and no transformer: a convolutional network that tells shapes apart.
+"""Your own training loop: a convolutional network that classifies shapes.
 
     torchrun --nproc-per-node 2 docs/examples/conv_net.py full_shard
     torchrun --nproc-per-node 4 docs/examples/conv_net.py hybrid_shard --dp-shard-size 2
     python docs/examples/conv_net.py no_shard
 
-Every strategy prints the same losses; what a rank holds differs.
+Every strategy prints the same losses; the memory of a rank differs.
 """
 
 import argparse
@@ -23,7 +23,7 @@ SHAPES, SIDE = 3, 24  # disc, square, cross; pixels
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions beside a straight path."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -32,13 +32,13 @@ class ResidualBlock(nn.Module):
         self.second = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the shape of `x`: (batch, channels, height, width)."""
+        """Return a tensor of the shape of `x`: (batch, channels, height, width)."""
         out: Tensor = x + self.second(F.relu(self.first(F.relu(self.norm(x)))))
         return out
 
 
 class ConvNet(nn.Module):
-    """Images in, a score for each shape out."""
+    """A network from images to a score for each shape."""
 
     def __init__(self, channels: int = 32, depth: int = 6) -> None:
         super().__init__()
@@ -47,14 +47,14 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(channels, SHAPES)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Shape (batch, 1, height, width) in, (batch, SHAPES) out."""
+        """Map (batch, 1, height, width) to (batch, SHAPES)."""
         features = self.blocks(self.stem(images)).mean(dim=(-1, -2))
         scores: Tensor = self.head(features)
         return scores
 
 
 def make_batch(step: int, rank: int, size: int = 16) -> tuple[Tensor, Tensor]:
-    """Noisy images of shapes, others for every step and rank."""
+    """Return noisy images of shapes, different for every step and rank."""
     generator = torch.Generator().manual_seed(step * 10_000 + rank)
     labels = torch.randint(SHAPES, (size,), generator=generator)
     centers = torch.rand(2, size, 1, 1, generator=generator) * 8 + 8
@@ -68,7 +68,7 @@ def make_batch(step: int, rank: int, size: int = 16) -> tuple[Tensor, Tensor]:
 
 
 def train(strategy: str, dp_shard_size: int | None, steps: int) -> None:
-    """Train, save, load into a fresh model, and print what a rank held."""
+    """Train, save, load into a new model, and print the memory of a rank."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(0)
     model = fsdpctl.shard_model(ConvNet(), strategy=strategy, dp_shard_size=dp_shard_size)
@@ -91,16 +91,16 @@ def train(strategy: str, dp_shard_size: int | None, steps: int) -> None:
 
     folder = Path(model.collectives.gather_objects(tempfile.mkdtemp())[0])  # rank 0's
     fsdpctl.save_checkpoint(folder / "last", model, optimizer, extra={"step": steps})
-    again = fsdpctl.shard_model(ConvNet(), strategy="full_shard")  # any strategy reads it
+    again = fsdpctl.shard_model(ConvNet(), strategy="full_shard")  # any strategy can read it
     fsdpctl.load_checkpoint(folder / "last", again, fsdpctl.ShardedAdamW(again))
     images, labels = make_batch(steps, rank=999, size=256)
     with torch.no_grad():
         right = (again(images).argmax(-1) == labels).float().mean()
     if rank == 0:
         print(
-            f"{strategy}: {right:.0%} of new images right; a rank held "
+            f"{strategy}: {right:.0%} of new images correct; a rank stores "
             f"{model.shard_memory_bytes():,} of {model.replicated_memory_bytes():,} bytes of "
-            f"masters and {optimizer.memory_bytes():,} of optimizer states"
+            f"master weights and {optimizer.memory_bytes():,} bytes of optimizer states"
         )
 
 
@@ -110,10 +110,10 @@ def main() -> None:
     parser.add_argument("strategy", nargs="?", default="full_shard")
     parser.add_argument("--dp-shard-size", type=int)
     parser.add_argument("--steps", type=int, default=80)
-    words = parser.parse_args()
+    args = parser.parse_args()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-    train(words.strategy, words.dp_shard_size, words.steps)
+    train(args.strategy, args.dp_shard_size, args.steps)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Reads a tensor of a checkpoint as docs/checkpoint-format.md says, with nothing of fsdpctl's."""
+"""Reads a tensor of a checkpoint as docs/checkpoint-format.md specifies, without fsdpctl."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ DTYPES = {"F64": "f8", "F32": "f4", "F16": "f2", "BF16": "u2", "I64": "i8", "I32
 
 def check(data: bytes, expected: str, what: str) -> None:  # noqa: D103
     if xxh3_128_hexdigest(data) != expected:
-        raise ValueError(f"{what} is damaged")
+        raise ValueError(f"{what} is corrupted")
 
 
 def read_tensor(folder: Path, key: str) -> np.ndarray[Any, Any]:  # noqa: D103

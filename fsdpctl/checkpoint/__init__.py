@@ -1,6 +1,6 @@
-"""Checkpoints: safetensors files of spans, one a rank, under a manifest that makes them whole.
+"""Checkpoints: one safetensors file per rank, and a manifest that makes them complete.
 
 A file holds 1-D tensors, each covering `[start, stop)` of a flattened parameter or optimizer
-state; spans and checksums stand in the file's own header. Nothing depends on how many ranks wrote
-it or how they were sharded.
+state. The file's own header stores these spans and their checksums. Nothing depends on the number
+of ranks that wrote a checkpoint or on how they were sharded.
 """

@@ -1,16 +1,15 @@
-"""Where the first values of adapters come from."""
+"""The initial weights of a run: those in `model.path`, and adapters that they do not have."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fsdpctl.checkpoint.base import Overlay
-from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, tensor_key
+from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, parameter_name
 from fsdpctl.checkpoint.peft import PeftAdapters
 from fsdpctl.checkpoint.pretrained import open_weights
-from fsdpctl.checkpoint.source import Tensors
+from fsdpctl.checkpoint.source import Overlay, Tensors
 from fsdpctl.checkpoint.tensors import tensor_bytes
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import is_adapter
@@ -19,65 +18,62 @@ from fsdpctl.models.registry import initialize_parameter
 from fsdpctl.plan.layout import Span
 
 
-class DrawnAdapters:
-    """Adapters that are drawn when they are read, each from its name."""
+class InitialAdapters:
+    """Adapters that are initialized when they are read, each by its name and the seed."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], draw: Callable[[str, Tensor], None]):
-        self._shapes, self._draw = shapes, draw
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], model: ModelConfig, seed: int
+    ) -> None:
+        self._shapes, self._model, self._seed = shapes, model, seed
 
     def __str__(self) -> str:
         return "adapters"
 
     def names(self, kind: str) -> list[str]:
-        """Names of the weights."""
+        """Return the sorted names of the adapters' weights."""
         return sorted(self._shapes) if kind == PARAMETER else []
 
     def info(self, key: str) -> TensorInfo:
-        """Shape and dtype of a whole tensor."""
-        name = key.removeprefix(tensor_key(PARAMETER, ""))
-        return TensorInfo(list(self._shapes[name]), "F32")
+        """Return the shape and dtype of a full tensor."""
+        return TensorInfo(list(self._shapes[parameter_name(key)]), "F32")
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        """The elements `span` of a flattened tensor."""
+        """Yield the elements `span` of a flattened tensor."""
         info = self.info(key)
         span = span or Span(0, info.numel)
-        whole = torch.empty(info.shape)
-        self._draw(key.removeprefix(tensor_key(PARAMETER, "")), whole)
-        yield span, tensor_bytes(whole.view(-1)[span.start : span.stop])
+        full = torch.empty(info.shape)
+        initialize_parameter(parameter_name(key), full, seed=self._seed, config=self._model)
+        yield span, tensor_bytes(full.view(-1)[span.start : span.stop])
 
 
 def first_weights(model: ModelConfig, module: nn.Module, seed: int, base: Tensors) -> Tensors:
-    """What training begins with: the weights of `base`, and adapters where it has none.
+    """Return the weights that training starts from: `base`, plus adapters if it has none.
 
     Args:
-        model: its configuration.
-        module: it, on whatever device; its parameters have their names and shapes.
-        seed: of what is drawn.
-        base: the weights in `model.path`.
+        model: Its configuration.
+        module: The model, on any device; its parameters provide names and shapes.
+        seed: Seed of the adapters' initial values.
+        base: The weights in `model.path`.
 
     Raises:
-        UsageError: the adapters in `model.lora.path` are not those of the model.
-        CheckpointError: they are damaged.
+        UsageError: If the adapters in `model.lora.path` do not match the model.
+        CheckpointError: If they are corrupted.
     """
     if model.lora.rank is None:
         return base
     if any(map(is_adapter, base.names(PARAMETER))):
         if model.lora.path is not None:
-            raise UsageError(f"model.lora.path={model.lora.path}: {base} has adapters already")
+            raise UsageError(f"model.lora.path={model.lora.path}: {base} already has adapters")
         return base
     params = module.named_parameters()
     shapes = {name: tuple(param.shape) for name, param in params if is_adapter(name)}
-    if model.lora.path is not None:
-        given = PeftAdapters(Path(model.lora.path))
-        given.check(shapes)
-        return Overlay(given, base)
-
-    def draw(name: str, whole: Tensor) -> None:
-        initialize_parameter(name, whole, seed=seed, config=model)
-
-    return Overlay(DrawnAdapters(shapes, draw), base)
+    if model.lora.path is None:
+        return Overlay(InitialAdapters(shapes, model, seed), base)
+    given = PeftAdapters(Path(model.lora.path))
+    given.check(shapes)
+    return Overlay(given, base)
 
 
 def weights_in_model_path(model: ModelConfig, module: nn.Module, seed: int) -> Tensors:
-    """`first_weights` of the model in `model.path`."""
+    """Return `first_weights` of the model in `model.path`."""
     return first_weights(model, module, seed, open_weights(model))

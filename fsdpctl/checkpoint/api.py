@@ -1,22 +1,27 @@
-"""Saving and loading for training loops of one's own."""
+"""Saving and loading in custom training loops."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdpctl.checkpoint.flat_optimizer import FlatOptimizer
+from fsdpctl.checkpoint.base import Ranks
 from fsdpctl.checkpoint.load import load_checkpoint as load_into
 from fsdpctl.checkpoint.load import state_kinds
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.save import Ranks, take_snapshot, write_checkpoint
+from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
 from fsdpctl.checkpoint.state import ShardedOptimizer
 from fsdpctl.errors import UsageError
-from fsdpctl.shards import Sharded
+from fsdpctl.plan.layout import Span
+from fsdpctl.shards import FlatShard, Sharded, trainable_shards
+
+_STEP = "step"
 
 
 class _WithRanks(Sharded, Protocol):
@@ -33,19 +38,19 @@ def save_checkpoint(
     """Write a checkpoint to the new directory `path`, complete or not at all. Collective.
 
     Args:
-        path: a directory that does not exist yet, on a file system that all ranks share.
-        model: a sharded model.
-        optimizer: ShardedAdamW, or an elementwise one on `model.flat_parameters()`, with the
-            options of its groups, such as lr; None saves the weights alone.
-        extra: what JSON can hold; `load_checkpoint` returns it. Rank 0's is saved.
+        path: A directory that does not exist yet, on a file system that all ranks share.
+        model: A sharded model.
+        optimizer: ShardedAdamW, or an elementwise optimizer of `model.flat_parameters()`. The
+            options of its groups, such as lr, are saved too. None saves only the weights.
+        extra: JSON-compatible values that `load_checkpoint` returns; those of rank 0 are saved.
 
     Raises:
-        UsageError: `path` exists.
-        FsdpctlError: a rank could not write.
+        UsageError: If `path` exists.
+        FsdpctlError: If a rank cannot write.
     """
     path = Path(path)
     if any(model.collectives.gather_objects(path.exists())):
-        raise UsageError(f"{path}: exists already")
+        raise UsageError(f"{path}: already exists")
     ranks = model.collectives
     groups = [] if optimizer is None else [_options(each) for each in optimizer.param_groups]
     about = About(Progress(extra=dict(extra or {}), param_groups=groups))
@@ -56,13 +61,16 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | Path, model: Sharded, optimizer: Optimizer | None = None
 ) -> dict[str, Any]:
-    """Fill `model` (and `optimizer`) from `path`, saved at any number of ranks. Collective.
+    """Load `model` and `optimizer` from `path`, saved by any number of ranks. Collective.
 
-    Returns what was saved as `extra`. The optimizer's groups get the options that they had, which
-    schedulers read, if they are as many.
+    If the optimizer has as many groups as were saved, they get their saved options, which
+    schedulers read.
+
+    Returns:
+        The `extra` values that were saved.
 
     Raises:
-        CheckpointError: it is damaged, incomplete or of another model.
+        CheckpointError: If the checkpoint is corrupted, incomplete or of a different model.
     """
     reader = CheckpointReader(Path(path))
     states = None if optimizer is None else _with_states(model, optimizer, reader)
@@ -76,7 +84,7 @@ def load_checkpoint(
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a group of parameters, what JSON can hold."""
+    """Return the options of a parameter group that JSON can hold."""
     found = {name: float(v) if isinstance(v, Tensor) else v for name, v in group.items()}
     kinds = (bool, int, float, str, tuple, list, type(None))
     return {name: v for name, v in found.items() if name != "params" and isinstance(v, kinds)}
@@ -85,10 +93,73 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _with_states(
     model: Sharded, optimizer: Optimizer, reader: CheckpointReader | None = None
 ) -> ShardedOptimizer:
-    """The optimizer as checkpoints see it."""
+    """Return the optimizer with the interface that checkpoints need."""
     if hasattr(optimizer, "run_states"):
         return cast("ShardedOptimizer", optimizer)
     if reader is None:
-        return FlatOptimizer(model, optimizer, counts=False)
+        return _FlatOptimizer(model, optimizer, counts=False)
     counts = reader.manifest.progress.optimizer_step > 0
-    return FlatOptimizer(model, optimizer, state_kinds(reader), counts=counts)
+    return _FlatOptimizer(model, optimizer, state_kinds(reader), counts=counts)
+
+
+@dataclass(frozen=True, slots=True)
+class _FullShard:
+    """A shard that the optimizer steps as one tensor."""
+
+    shard: FlatShard
+    span: Span
+
+
+class _FlatOptimizer:
+    """An elementwise torch optimizer of a model's flat parameters, as checkpoints see it."""
+
+    def __init__(
+        self, model: Sharded, optimizer: Optimizer, kinds: Collection[str] = (), *, counts: bool
+    ) -> None:
+        """Wrap `optimizer`, created with `model.flat_parameters()`.
+
+        Args:
+            model: A sharded model.
+            optimizer: Any elementwise optimizer.
+            kinds: Names of the states that `create_states` creates.
+            counts: Whether `create_states` creates step counters.
+
+        Raises:
+            UsageError: If it has other parameters.
+        """
+        self._optimizer, self._kinds, self._counts = optimizer, kinds, counts
+        given = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        self._shards = [each for each in trainable_shards(model) if id(each.param) in given]
+        if given - {id(each.param) for each in self._shards}:
+            raise UsageError(
+                f"{type(optimizer).__name__}: expected ShardedAdamW(model) or an optimizer of "
+                "model.flat_parameters(); other optimizers cannot be saved or loaded"
+            )
+
+    def isolate(self, names: Collection[str]) -> None:
+        """Do nothing: full shards are stepped."""
+
+    def create_states(self) -> None:
+        """Create states of zeros."""
+        for shard in self._shards:
+            state = self._optimizer.state[shard.param]
+            state.update({kind: torch.zeros_like(shard.param) for kind in self._kinds})
+            if self._counts:
+                state[_STEP] = torch.zeros((), dtype=torch.float32)
+
+    def run_states(self) -> Iterator[tuple[_FullShard, dict[str, Tensor]]]:
+        """Yield each shard with its states.
+
+        Raises:
+            UsageError: If a state does not have the shape of the shard.
+        """
+        for shard in self._shards:
+            state = self._optimizer.state[shard.param]
+            found = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+            for name, value in found.items():
+                if name != _STEP and value.shape != shard.param.shape:
+                    raise UsageError(
+                        f"{type(self._optimizer).__name__}: state {name} is not elementwise, so "
+                        "it cannot be saved in parts"
+                    )
+            yield _FullShard(shard, shard.held), found

@@ -1,7 +1,7 @@
-"""The weights that a checkpoint leaves out because they are not trained: its base.
+"""The base of a checkpoint: the weights that it leaves out because they are not trained.
 
-A checkpoint names it by its path and by a checksum over everything in it, so that another model of
-the same shape is noticed.
+A checkpoint names its base by path, and by a checksum over all of its weights, which detects a
+different model of the same shape.
 """
 
 import json
@@ -15,56 +15,29 @@ from fsdpctl.checkpoint.manifest import PARAMETER, BaseInfo, TensorInfo, tensor_
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.spans import checksum
 from fsdpctl.checkpoint.tensor_file import ITEMSIZES
-from fsdpctl.comm.pulse import PULSE, READING
+from fsdpctl.comm.rank_status import RANK_STATUS, READING
 from fsdpctl.errors import CheckpointError
 from fsdpctl.plan.layout import Span
 
 T = TypeVar("T")
-_CHUNK_BYTES = 1 << 26  # of one checksum
+_CHUNK_BYTES = 1 << 26  # per checksum
 
 
 class Ranks(Protocol):
-    """What finding a checksum needs of the ranks."""
+    """The collectives that saving and checksums need."""
 
     rank: int
     size: int
 
     def gather_objects(self, value: T) -> list[T]:
-        """Every rank's value, in rank order."""
+        """Return every rank's value, in rank order."""
         ...
 
 
-class Overlay:
-    """The tensors of one source, and those of another that the first does not have."""
-
-    def __init__(self, upper: Tensors, lower: Tensors) -> None:
-        self.upper, self.lower = upper, lower
-        self._in_upper = frozenset(upper.names(PARAMETER))
-
-    def __str__(self) -> str:
-        return str(self.upper)
-
-    def names(self, kind: str) -> list[str]:
-        """Of both."""
-        return sorted({*self.upper.names(kind), *self.lower.names(kind)})
-
-    def info(self, key: str) -> TensorInfo:
-        """Shape and dtype of a whole tensor."""
-        return self._source(key).info(key)
-
-    def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        """The elements `span` of a flattened tensor, a chunk at a time."""
-        return self._source(key).read(key, span)
-
-    def _source(self, key: str) -> Tensors:
-        name = key.removeprefix(tensor_key(PARAMETER, ""))
-        return self.upper if name in self._in_upper else self.lower
-
-
 def base_info(folder: Path, weights: Tensors, ranks: Ranks) -> BaseInfo:
-    """What names `weights`, which lie in `folder`. Collective: every rank reads a share of them.
+    """Describe the base `weights` in `folder`. Collective: every rank reads a share of them.
 
-    The checksum is the same for any number of ranks.
+    The checksum does not depend on the number of ranks.
     """
     infos = {name: weights.info(tensor_key(PARAMETER, name)) for name in weights.names(PARAMETER)}
     chunks = [(name, span) for name, info in infos.items() for span in _chunks(info)]
@@ -76,14 +49,15 @@ def base_info(folder: Path, weights: Tensors, ranks: Ranks) -> BaseInfo:
 
 
 def check_base(known: BaseInfo, weights: Tensors, ranks: Ranks, where: str) -> None:
-    """See that `weights` are those that a checkpoint names. Collective.
+    """Check that `weights` are the base that a checkpoint names. Collective.
 
     Raises:
-        CheckpointError: which begins with `where`; they are others.
+        CheckpointError: If they differ; the message begins with `where`.
     """
     if base_info(Path(known.path), weights, ranks).xxh3 != known.xxh3:
         raise CheckpointError(
-            f"{where}: its base {known.path} is not what it was: the weights there are others"
+            f"{where}: base model {known.path} has changed: its weights differ from those that "
+            "the checkpoint was trained on"
         )
 
 
@@ -96,6 +70,6 @@ def _chunks(info: TensorInfo) -> Iterator[Span]:
 def _digest(weights: Tensors, name: str, span: Span) -> str:
     found = xxhash.xxh3_128()
     for _, data in weights.read(tensor_key(PARAMETER, name), span):
-        PULSE.at(READING)
+        RANK_STATUS.at(READING)
         found.update(data)
     return found.hexdigest()

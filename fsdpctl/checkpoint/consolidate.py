@@ -1,4 +1,4 @@
-"""From spans to whole tensors in a Hugging Face model directory, one piece in memory at a time."""
+"""Export of a checkpoint to a Hugging Face model directory, one chunk in memory at a time."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.checkpoint.cast import EXPORT_DTYPES, FLOATS, cast
-from fsdpctl.checkpoint.destination import WRITTEN, new_folder
+from fsdpctl.checkpoint.destination import WRITTEN, new_export
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
 from fsdpctl.checkpoint.merge import exported_weights
 from fsdpctl.checkpoint.pretrained import INDEX_JSON, attached_files
-from fsdpctl.checkpoint.publish import lack_of_space
+from fsdpctl.checkpoint.publish import check_space
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensor_file import (
@@ -24,16 +24,16 @@ from fsdpctl.checkpoint.tensor_file import (
 from fsdpctl.config.hugging_face import CONFIG_JSON, config_json
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer import TOKENIZER_JSON
-from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.errors import CheckpointError
 from fsdpctl.io.documents import parse_json
 
 OnBytes = Callable[[int], None]
-_MODEL = "model"  # the word that says which
+_MODEL = "model"  # the setting that names the model
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What a consolidation wrote."""
+    """The result of a consolidation."""
 
     files: int
     num_bytes: int
@@ -55,36 +55,34 @@ def consolidate(
     """Write `destination`, which appears complete or not at all.
 
     Args:
-        reader: the checkpoint.
-        destination: a directory that does not exist yet.
-        dtype: float32, bfloat16 or float16; None keeps the masters' dtype.
-        max_file_bytes: a file gets no further tensor beyond this size.
-        overwrite: replace the directory if it exists.
-        merges: add adapters to the weights that they are of, in float32.
-        on_bytes: called with the bytes read since the last call.
+        reader: The checkpoint.
+        destination: A directory that does not exist yet.
+        dtype: float32, bfloat16 or float16; None keeps the dtype of the master weights.
+        max_file_bytes: Size beyond which a file gets no further tensor.
+        overwrite: Whether to replace an earlier export.
+        merges: Whether to merge adapters into the weights, in float32.
+        on_bytes: Called with the bytes read since the last call.
 
     Raises:
-        UsageError: the destination exists, or there are adapters that are not to be merged.
-        CheckpointError: a checksum does not match.
+        UsageError: If the destination exists, or there are adapters that are not to be merged.
+        CheckpointError: If a checksum does not match.
     """
-    destination = destination.resolve()  # what a symbolic link points to, not the link
-    with new_folder(destination, reader.folder, overwrite=overwrite) as folder:
+    destination = destination.resolve()  # the target of a symbolic link, not the link
+    with new_export(destination, reader.folder, overwrite=overwrite) as folder:
         weights = exported_weights(reader, EXPORT_DTYPES.get(dtype or ""), merges=merges)
         exports = _exports(weights, dtype)
-        lack = lack_of_space(destination.parent, sum(each.entry.nbytes for each in exports))
-        if lack:
-            raise UsageError(f"{destination}: {lack}")
+        check_space(destination, sum(each.entry.nbytes for each in exports))
         chunks = partial(_chunks, weights, on_bytes)
-        return _write_folder(reader, folder, exports, max_file_bytes, chunks)
+        return _write_folder(reader, folder, _split(exports, max_file_bytes), chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class _Export:
-    """A tensor on its way."""
+    """A tensor to export."""
 
     key: str
-    stored: str  # its dtype
-    entry: TensorEntry  # that it gets
+    stored: str  # its dtype in the checkpoint
+    entry: TensorEntry  # its entry in the exported file
 
 
 def _exports(reader: Tensors, dtype: str | None) -> list[_Export]:
@@ -94,8 +92,8 @@ def _exports(reader: Tensors, dtype: str | None) -> list[_Export]:
             key = tensor_key(kind, name)
             info = reader.info(key)
             casts = dtype is not None and info.dtype in FLOATS
-            chosen = EXPORT_DTYPES[str(dtype)] if casts else info.dtype
-            found.append(_Export(key, info.dtype, TensorEntry(name, chosen, tuple(info.shape))))
+            written = EXPORT_DTYPES[str(dtype)] if casts else info.dtype
+            found.append(_Export(key, info.dtype, TensorEntry(name, written, tuple(info.shape))))
     return found
 
 
@@ -114,11 +112,9 @@ def _split(exports: Sequence[_Export], max_file_bytes: int) -> list[list[_Export
 def _write_folder(
     reader: CheckpointReader,
     folder: Path,
-    exports: list[_Export],
-    max_file_bytes: int,
-    chunks: Callable[[list[_Export]], Iterator[memoryview]],
+    files: Sequence[Sequence[_Export]],
+    chunks: Callable[[Sequence[_Export]], Iterator[memoryview]],
 ) -> Exported:
-    files = _split(exports, max_file_bytes)
     weight_map: dict[str, str] = {}
     for number, tensors in enumerate(files, start=1):
         name = "model.safetensors"
@@ -127,28 +123,23 @@ def _write_folder(
         header = make_header([each.entry for each in tensors], {"format": "pt", **WRITTEN})
         write_tensor_file(folder / name, header, chunks(tensors))
         weight_map.update({each.entry.name: name for each in tensors})
-    total = sum(each.entry.nbytes for each in exports)
+    entries = [each.entry for tensors in files for each in tensors]
+    total = sum(each.nbytes for each in entries)
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / INDEX_JSON, index)
     attached = attached_files(reader)
     where = str(reader.folder / CONFIG_JSON)
     source = parse_json(attached.pop(CONFIG_JSON, b"{}"), dict[str, Any], where, CheckpointError)
-    has_config = _MODEL in reader.manifest.config  # a training loop of one's own says nothing
+    has_config = _MODEL in reader.manifest.config  # a custom training loop saves no settings
     if has_config:
-        _write_json(folder / CONFIG_JSON, _config_of(reader, exports, source))
+        written = {each.dtype for each in entries}
+        names = (name for name, short in EXPORT_DTYPES.items() if written == {short})
+        model = config_of_checkpoint(reader.manifest.config, str(reader)).model
+        _write_json(folder / CONFIG_JSON, config_json(model, next(names, "float32"), source))
     for name, content in attached.items():
         write_synced(folder / name, content)
     return Exported(len(files), total, len(weight_map), has_config, TOKENIZER_JSON in attached)
-
-
-def _config_of(
-    reader: CheckpointReader, exports: Sequence[_Export], source: dict[str, Any]
-) -> dict[str, Any]:
-    written = {each.entry.dtype for each in exports}
-    names = (name for name, short in EXPORT_DTYPES.items() if written == {short})
-    config = config_of_checkpoint(reader.manifest.config, str(reader))
-    return config_json(config.model, next(names, "float32"), source)
 
 
 def _chunks(

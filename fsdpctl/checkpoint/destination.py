@@ -1,60 +1,55 @@
-"""Where exports go: a directory that appears complete or not at all."""
+"""The directories that exports are written to."""
 
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from fsdpctl.checkpoint.pretrained import ASSETS, INDEX_JSON
-from fsdpctl.checkpoint.tensor_file import open_tensor_file, sync
+from fsdpctl.checkpoint.publish import new_directory, usage_errors
+from fsdpctl.checkpoint.tensor_file import open_tensor_file
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.peft import ADAPTER_CONFIG
 from fsdpctl.errors import CheckpointError, UsageError
 
-WRITTEN = {"fsdpctl": "consolidated"}  # in the metadata of tensor files that are written
+WRITTEN = {"fsdpctl": "consolidated"}  # in the metadata of exported tensor files
 
 
 @contextmanager
-def new_folder(destination: Path, source: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A directory to write into, which becomes `destination` if the block ends well.
+def new_export(destination: Path, source: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yield a directory to write into, which becomes `destination` if the block succeeds.
 
     Args:
-        destination: does not exist yet.
-        source: the checkpoint that is read meanwhile.
-        overwrite: replace an earlier export.
+        destination: A directory that does not exist yet.
+        source: The checkpoint that is exported.
+        overwrite: Whether to replace an earlier export.
 
     Raises:
-        UsageError: the destination exists, or cannot be written.
+        UsageError: If the destination exists or cannot be written.
     """
-    refuse_existing(destination, overwrite=overwrite)
-    _refuse_source(source.resolve(), destination)
-    scratch = destination.with_name(f"{destination.name}.tmp-{os.getpid()}")
-    try:
-        scratch.mkdir(parents=True)
-        yield scratch
-        sync(scratch)
-        _put_in_place(scratch, destination, overwrite=overwrite)
-    except OSError as error:
-        raise UsageError(f"{destination}: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    check_destination(destination, overwrite=overwrite)
+    _check_outside(source.resolve(), destination)
+    with usage_errors(destination), new_directory(destination, replaces=overwrite) as folder:
+        yield folder
 
 
-def refuse_existing(destination: Path, *, overwrite: bool) -> None:
-    """Raise UsageError unless `destination` may be written: it is not there, or an old export."""
+def check_destination(destination: Path, *, overwrite: bool) -> None:
+    """Check that `destination` does not exist, or is an earlier export to overwrite.
+
+    Raises:
+        UsageError: If it may not be written.
+    """
     if destination.exists() and not destination.is_dir():
-        raise UsageError(f"{destination}: is a file; give a directory")
+        raise UsageError(f"{destination}: expected a directory, got a file")
     if not destination.is_dir() or not any(destination.iterdir()):
         return
     if not overwrite:
-        raise UsageError(f"{destination}: exists already; --overwrite replaces an earlier export")
+        raise UsageError(f"{destination}: already exists; pass --overwrite to replace an export")
     if not all(map(_is_of_an_export, destination.iterdir())):
-        raise UsageError(f"{destination}: is no earlier export; --overwrite replaces only those")
+        raise UsageError(f"{destination}: not an earlier export; --overwrite replaces only exports")
 
 
 def _is_of_an_export(file: Path) -> bool:
-    """Whether an export has written it."""
+    """Return whether an export has written this file."""
     if file.suffix != ".safetensors":
         return file.name in (INDEX_JSON, ADAPTER_CONFIG, *ASSETS)
     try:
@@ -63,22 +58,9 @@ def _is_of_an_export(file: Path) -> bool:
         return False
 
 
-def _refuse_source(folder: Path, destination: Path) -> None:
+def _check_outside(folder: Path, destination: Path) -> None:
     inside = folder.parent if folder.parent.name == CHECKPOINTS else folder
     if destination in (folder, *folder.parents) or inside in destination.parents:
-        raise UsageError(f"{destination}: is where the checkpoint {folder} lies; give another")
-
-
-def _put_in_place(scratch: Path, destination: Path, *, overwrite: bool) -> None:
-    if overwrite and destination.exists():
-        aside = destination.with_name(f"{destination.name}.old-{os.getpid()}")
-        destination.rename(aside)
-        try:
-            scratch.rename(destination)
-        except BaseException:
-            aside.rename(destination)
-            raise
-        shutil.rmtree(aside)
-    else:
-        scratch.rename(destination)  # refused by the kernel if something lies there by now
-    sync(destination.parent)
+        raise UsageError(
+            f"{destination}: conflicts with the checkpoint {folder}; pass another directory"
+        )

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: their names, the newest, and which are kept."""
+"""The checkpoints of a run: their names, the newest one, and which ones to keep."""
 
 import os
 import re
@@ -6,6 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdpctl.checkpoint.publish import new_directory
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.tensor_file import sync
 from fsdpctl.config.model_path import CHECKPOINTS, is_hugging_face
@@ -17,79 +18,87 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Return the directory of the checkpoint of a step."""
     return checkpoints / f"step-{step:08d}"
 
 
+def step_of(folder: Path) -> int:
+    """Return the step in a checkpoint's name."""
+    match = _STEP.fullmatch(folder.name)
+    assert match is not None
+    return int(match.group(1))
+
+
+def _steps_in(checkpoints: Path) -> list[Path]:
+    """Return the checkpoints, complete or not, oldest first."""
+    folders = checkpoints.iterdir() if checkpoints.is_dir() else ()
+    return sorted((each for each in folders if _STEP.fullmatch(each.name)), key=step_of)
+
+
+def _is_complete(folder: Path) -> bool:
+    return (folder / MANIFEST).exists()
+
+
 def complete_checkpoints(checkpoints: Path) -> list[Path]:
-    """The checkpoints that were finished, oldest first."""
-    if not checkpoints.is_dir():
-        return []
-    found = [
-        (int(match.group(1)), folder)
-        for folder in checkpoints.iterdir()
-        if (match := _STEP.fullmatch(folder.name)) and _is_checkpoint(folder)
-    ]
-    return [folder for _, folder in sorted(found)]
+    """Return the complete checkpoints, oldest first."""
+    return list(filter(_is_complete, _steps_in(checkpoints)))
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
-    """The newest finished checkpoint, or None."""
+    """Return the newest complete checkpoint, or None."""
     return next(reversed(complete_checkpoints(checkpoints)), None)
 
 
 def passed_over(checkpoints: Path) -> list[str]:
-    """What looks newer than the newest finished checkpoint and is none, a sentence each."""
+    """Describe what looks newer than the newest complete checkpoint but is not complete."""
     newest = newest_checkpoint(checkpoints)
     other = f"the newest complete checkpoint is {newest.name}" if newest else "no other is complete"
     at = step_of(newest) if newest else -1
-    folders = sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []
     found = [
-        f"{folder} is incomplete, without {MANIFEST}; {other}"
-        for folder in folders
-        if _STEP.fullmatch(folder.name) and step_of(folder) > at and not _is_checkpoint(folder)
+        f"{folder}: incomplete: {MANIFEST} not found; {other}"
+        for folder in _steps_in(checkpoints)
+        if step_of(folder) > at and not _is_complete(folder)
     ]
     link = checkpoints / LATEST
-    if (link.is_symlink() or link.exists()) and not found and not _is_checkpoint(link):
-        found.append(f"{link} leads to no checkpoint; {other}")
+    if (link.is_symlink() or link.exists()) and not found and not _is_complete(link):
+        found.append(f"{link}: does not point to a checkpoint; {other}")
     return found
 
 
 def way_on(damaged: Path) -> str:
-    """What to do without a checkpoint: a clause for its error, empty where there is no other."""
+    """Return the end of an error that suggests an older checkpoint, or an empty string."""
     at = step_of(damaged)
     others = [each for each in complete_checkpoints(damaged.parent) if step_of(each) < at]
-    return f"; --resume {others[-1]} starts a new run from the one before" if others else ""
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    return (folder / MANIFEST).exists()
+    return f"; --resume {others[-1]} starts a new run from the previous one" if others else ""
 
 
 def find_checkpoint(source: Path) -> Path:
-    """The checkpoint meant by a run directory, a checkpoints directory or a checkpoint itself.
+    """Return the checkpoint in a run directory or checkpoints directory, or `source` itself.
 
     Raises:
-        UsageError: there is none.
-        CheckpointError: there are only incomplete ones.
+        UsageError: If there is none.
+        CheckpointError: If there are only incomplete ones.
     """
     if not source.is_dir():
-        raise UsageError(f"{source}: no such directory")
-    if _is_checkpoint(source) or _STEP.fullmatch(source.resolve().name):
+        raise UsageError(f"{source}: directory not found")
+    if _is_complete(source) or _STEP.fullmatch(source.resolve().name):
         return source
     newest = newest_checkpoint(_checkpoints_in(source))
     if newest is not None:
         return newest
     for line in passed_over(_checkpoints_in(source)):
         raise CheckpointError(line)
-    already = ""
+    hint = ""
     if is_hugging_face(source):
-        already = "; it is a Hugging Face directory: model=hf model.path=, sample, evaluate read it"
-    raise UsageError(f"{source}: there is no finished checkpoint in it{already}")
+        hint = (
+            ". It is a Hugging Face directory: pass it as model=hf model.path=DIR, or to "
+            "`fsdpctl sample` or `fsdpctl evaluate`"
+        )
+    raise UsageError(f"{source}: no complete checkpoint found{hint}")
 
 
 def passed_over_in(source: Path) -> list[str]:
-    """What `find_checkpoint(source)` has passed over, a sentence each."""
+    """Describe the incomplete checkpoints that `find_checkpoint(source)` skips."""
     return [] if find_checkpoint(source) == source else passed_over(_checkpoints_in(source))
 
 
@@ -99,10 +108,10 @@ def _checkpoints_in(source: Path) -> Path:
 
 
 def point_to(link: Path, target: Path) -> None:
-    """Make `link` a symbolic link to its neighbour `target`, replacing what it was at once.
+    """Make `link` a symbolic link to `target` in the same directory, in one atomic step.
 
     Raises:
-        OSError: it cannot be made, or is a directory.
+        OSError: If it cannot be created, or is a directory.
     """
     scratch = link.with_name(f"{link.name}.tmp-{os.getpid()}")
     scratch.unlink(missing_ok=True)
@@ -114,62 +123,48 @@ def point_to(link: Path, target: Path) -> None:
 
 
 def copy_checkpoint(source: Path, folder: Path) -> None:
-    """Copy a checkpoint whose every byte is checked; it appears complete or not at all.
+    """Verify every byte of a checkpoint and copy it; the copy appears complete or not at all.
 
     Raises:
-        CheckpointError: it is damaged.
-        OSError: it cannot be copied.
+        CheckpointError: If it is corrupted.
+        OSError: If it cannot be copied.
     """
     for _ in CheckpointReader(source).verify():
         pass
-    scratch = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-    try:
-        scratch.mkdir(parents=True)
+    with new_directory(folder) as scratch:
         for file in source.iterdir():
             shutil.copyfile(file, scratch / file.name)
             sync(scratch / file.name)
-        sync(scratch)
-        scratch.rename(folder)
-        sync(folder.parent)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def remove_unfinished(checkpoints: Path) -> None:
-    """Delete what saves that were cut short left behind. Only while no save is running."""
+    """Delete the remains of interrupted saves. Call it only if no save is running."""
     for folder in checkpoints.glob("step-*.tmp-*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Which checkpoints are kept."""
+    """The rule for which checkpoints to keep."""
 
-    last: int  # so many of the newest; 0: all
-    every: int = 0  # and those whose step is a multiple of it; 0: none
+    last: int  # number of newest checkpoints to keep; 0: all
+    every: int = 0  # also keep steps that are a multiple of this; 0: none
 
     def keeps(self, step: int) -> bool:
-        """Whether the checkpoint of a step is kept however old it is."""
+        """Return whether the checkpoint of a step is kept regardless of its age."""
         return self.last == 0 or (self.every > 0 and step % self.every == 0)
 
 
 def remove_old(checkpoints: Path, keep: Retention, spared: Path | None = None) -> None:
-    """Delete the checkpoints that are not kept, but for the one that is `spared`.
+    """Delete the checkpoints that `keep` does not keep, except `spared`.
 
     Raises:
-        OSError: one cannot be deleted.
+        OSError: If one cannot be deleted.
     """
     for folder in complete_checkpoints(checkpoints)[: -keep.last or None]:
         is_spared = spared is not None and spared.name == folder.name
         if not (is_spared or keep.keeps(step_of(folder))):
-            # What is deleted half is no checkpoint, and `remove_unfinished` finds it.
+            # If the deletion is interrupted, `remove_unfinished` deletes the rest.
             doomed = folder.with_name(f"{folder.name}.tmp-removed")
             folder.rename(doomed)
             shutil.rmtree(doomed)
-
-
-def step_of(folder: Path) -> int:
-    """The step in a checkpoint's name."""
-    match = _STEP.fullmatch(folder.name)
-    assert match is not None
-    return int(match.group(1))

@@ -1,7 +1,7 @@
-"""From a checkpoint to one file for llama.cpp, a head or a MiB in memory at a time.
+"""Export of a checkpoint to a GGUF file for llama.cpp, a head or a MiB in memory at a time.
 
-Note: why queries and keys are reordered. llama.cpp rotates neighbouring pairs of dimensions in
-Llama's heads, as Meta's weights want it; Hugging Face's rotate one half against the other.
+Note: why queries and keys are reordered. llama.cpp rotates adjacent pairs of dimensions in Llama's
+heads, as in Meta's weights. Hugging Face rotates one half of the dimensions against the other.
 """
 
 import os
@@ -19,7 +19,7 @@ from fsdpctl.checkpoint.gguf_tokenizer import write_tokenizer
 from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, tensor_key
 from fsdpctl.checkpoint.merge import exported_weights
 from fsdpctl.checkpoint.pretrained import attached_files
-from fsdpctl.checkpoint.publish import lack_of_space
+from fsdpctl.checkpoint.publish import check_space, usage_errors
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensor_file import ITEMSIZES, sync
@@ -39,23 +39,23 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 @dataclass(frozen=True, slots=True)
 class ExportedGguf:
-    """What was written."""
+    """The result of an export."""
 
     path: Path
     num_bytes: int
     num_tensors: int
-    notes: tuple[str, ...]  # what llama.cpp will do otherwise, a line each
+    notes: tuple[str, ...]  # differences in llama.cpp, one line each
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A tensor on its way."""
+    """A tensor to export."""
 
-    name: str  # theirs
+    name: str  # in GGUF
     key: str
     info: TensorInfo
     dtype: str
-    rows: int  # of a head that is reordered; 0: as it is
+    rows: int  # per head, if its rows are reordered; 0: not reordered
 
     @property
     def nbytes(self) -> int:
@@ -74,74 +74,65 @@ def write_gguf(
     """Write `destination`, which appears complete or not at all.
 
     Args:
-        reader: the checkpoint of a model of the Llama family.
-        destination: a file, or a directory to write model.gguf into.
-        dtype: F32, F16 or BF16, of matrices; vectors are F32.
-        overwrite: replace the file if it exists.
-        merges: add adapters to the weights that they are of, in float32.
-        on_bytes: called with the bytes read since the last call.
+        reader: The checkpoint of a model of the Llama family.
+        destination: A file, or a directory to write model.gguf into.
+        dtype: F32, F16 or BF16 for matrices; vectors are F32.
+        overwrite: Whether to replace an existing file.
+        merges: Whether to merge adapters into the weights, in float32.
+        on_bytes: Called with the bytes read since the last call.
 
     Raises:
-        UsageError: the file exists, the model is no Llama, or `gguf` is not installed.
-        CheckpointError: a checksum does not match.
+        UsageError: If the file exists, the model is not supported, or `gguf` is not installed.
+        CheckpointError: If a checksum does not match.
     """
     if destination.suffix != ".gguf":
         destination = destination / "model.gguf"
-    refuse_existing_file(destination, overwrite=overwrite)
+    if destination.is_dir() or (destination.exists() and not overwrite):
+        raise UsageError(f"{destination}: already exists; pass --overwrite to replace a file")
     model = config_of_checkpoint(reader.manifest.config, str(reader)).model
     library = _library()
     _check(model, reader)
     weights = exported_weights(reader, dtype, merges=merges)
     tensors = _tensors(weights, model, dtype, library)
-    lack = lack_of_space(destination.parent, sum(each.nbytes for each in tensors))
-    if lack:
-        raise UsageError(f"{destination}: {lack}")
+    check_space(destination, sum(each.nbytes for each in tensors))
     scratch = destination.with_name(f"{destination.name}.tmp-{os.getpid()}")
-    try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        chunks = partial(_chunks, weights, on_bytes)
-        why = _write(scratch, reader, model, tensors, chunks)
-        scratch.replace(destination)
-        sync(destination.parent)
-        size = destination.stat().st_size
-    except OSError as error:
-        raise UsageError(f"{destination}: {error.strerror or error}") from None
-    finally:
-        scratch.unlink(missing_ok=True)
+    with usage_errors(destination):
+        try:
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            why = _write(scratch, reader, model, tensors, partial(_chunks, weights, on_bytes))
+            scratch.replace(destination)
+            sync(destination.parent)
+            size = destination.stat().st_size
+        finally:
+            scratch.unlink(missing_ok=True)
     notes = [f"no tokenizer: {why}"] if why else []
     if model.sliding_window is not None:
         notes.append(
-            f"llama.cpp knows no sliding window here: beyond {model.sliding_window} tokens, the "
-            "context length that is written, it computes something else"
+            f"context length {model.sliding_window}: llama.cpp does not support the model's "
+            "sliding window, so its results differ beyond this length"
         )
     return ExportedGguf(destination, size, len(tensors), tuple(notes))
-
-
-def refuse_existing_file(destination: Path, *, overwrite: bool) -> None:
-    """Raise UsageError unless the file may be written."""
-    if destination.is_dir() or (destination.exists() and not overwrite):
-        raise UsageError(f"{destination}: exists already; --overwrite replaces a file")
 
 
 def _library() -> Any:
     try:
         import gguf
     except ImportError:
-        raise UsageError("--format gguf: needs `pip install 'fsdpctl[gguf]'`") from None
+        raise UsageError("--format gguf: required: pip install 'fsdpctl[gguf]'") from None
     return gguf
 
 
 def _check(model: ModelConfig, reader: CheckpointReader) -> None:
-    what = ""
+    problem = ""
     if "model" not in reader.manifest.config:
-        what = "the checkpoint does not say what model it is of"
+        problem = f"{reader} does not name its model"
     elif model.architecture not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
-        what = f"model.architecture={model.architecture} is not written, only {known}"
+        problem = f"model.architecture={model.architecture} not supported; expected {known}"
     elif model.activation not in (None, "silu"):
-        what = f"llama.cpp has no model.activation={model.activation} in this family"
-    if what:
-        raise UsageError(f"--format gguf: {what}")
+        problem = f"model.activation={model.activation} not supported by llama.cpp; expected silu"
+    if problem:
+        raise UsageError(f"--format gguf: {problem}")
 
 
 def _tensors(reader: Tensors, model: ModelConfig, dtype: str, library: Any) -> list[_Tensor]:
@@ -152,13 +143,13 @@ def _tensors(reader: Tensors, model: ModelConfig, dtype: str, library: Any) -> l
     for name in reader.names(PARAMETER):
         key = tensor_key(PARAMETER, name)
         info = reader.info(key)
-        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if theirs is None or info.dtype not in FLOATS:
-            raise UsageError(f"--format gguf: {name} has no place in it")
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if gguf_name is None or info.dtype not in FLOATS:
+            raise UsageError(f"--format gguf: tensor {name} ({info.dtype}) not supported")
         is_head = reorders and name.endswith(_REORDERED)
         rows = _head_dim(model) if is_head else 0
-        chosen = dtype if len(info.shape) > 1 else "F32"
-        found.append(_Tensor(theirs, key, info, chosen, rows))
+        written = dtype if len(info.shape) > 1 else "F32"
+        found.append(_Tensor(gguf_name, key, info, written, rows))
     return found
 
 
@@ -173,7 +164,7 @@ def _write(
     tensors: list[_Tensor],
     chunks: Callable[[_Tensor], Iterator[memoryview]],
 ) -> str:
-    """Everything into `path`; why it has no tokenizer, or an empty string."""
+    """Write the file; return why it has no tokenizer, or an empty string."""
     import gguf
 
     architecture = getattr(gguf.MODEL_ARCH, _ARCHITECTURES[model.architecture])
@@ -237,7 +228,7 @@ def _write_parameters(
 
 
 def _rope_factors(model: ModelConfig) -> NDArray[np.float32] | None:
-    """By what each pair's wavelength is stretched (Llama 3.1)."""
+    """Return the factor that stretches the wavelength of each pair (Llama 3.1)."""
     if model.rope_scaling != "llama3":
         return None
     pairs = np.arange(0, _head_dim(model), 2, dtype=np.float64) / _head_dim(model)

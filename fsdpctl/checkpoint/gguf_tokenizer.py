@@ -1,7 +1,7 @@
-"""A tokenizer.json as llama.cpp wants it."""
+"""Conversion of tokenizer.json to the metadata that llama.cpp reads."""
 
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,35 +12,41 @@ from fsdpctl.io.documents import parse_json
 if TYPE_CHECKING:
     import gguf
 
-# What splits text before merges, by what tells it from the others in its regular expression.
+# llama.cpp's names of pre-tokenizers, by a part of their regular expression that identifies them.
 _SPLITTERS = (
     ("\\p{N}{1,3}|", "llama-bpe"),
     ("\\p{L}+|\\p{N}|", "qwen2"),
 )
-# llama.cpp refuses a model without merges. This one makes no token, so bytes stay bytes.
+# llama.cpp rejects a model without merges. This merge produces no token, so bytes stay bytes.
 _NO_MERGES = ["\u0100 \u0100"]
 
 
 def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab_size: int) -> str:
-    """Add a byte-level BPE tokenizer to a model; why there is none, or an empty string.
+    """Add a byte-level BPE tokenizer to a GGUF file.
 
     Args:
-        writer: of the GGUF file.
-        files: the tokenizer's, and the model's config.json, by name.
-        vocab_size: rows of the model's embedding; tokens without a text are filled in.
+        writer: Writer of the GGUF file.
+        files: The tokenizer's files and the model's config.json, by name.
+        vocab_size: Rows of the model's embedding; unused rows get placeholder tokens.
+
+    Returns:
+        Why the file has no tokenizer, or an empty string.
+
+    Raises:
+        UsageError: If the tokenizer's files are invalid.
     """
     about = parse_json(files.get(TOKENIZER_JSON, b"{}"), dict[str, Any], TOKENIZER_JSON)
-    why = "nobody knows what tokenizer made the run's tokens" if not about else _obstacle(about)
+    why = "the run's tokenizer is unknown" if not about else _obstacle(about)
     if why:
         writer.add_tokenizer_model("none")
         return why
-    for name, content in files.items():  # the library reads them without limits
+    for name, content in files.items():  # the library sets no limits itself
         if name.endswith(".json"):
             parse_json(content, dict[str, Any], name)
     try:
         _add(writer, about, files, vocab_size)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise UsageError(f"{TOKENIZER_JSON}: not as expected: {error!r:.200}") from None
+        raise UsageError(f"{TOKENIZER_JSON}: unexpected contents: {error!r:.200}") from None
     return ""
 
 
@@ -70,12 +76,12 @@ def _obstacle(about: Mapping[str, Any]) -> str:
     model = about["model"]
     is_bpe = model.get("type", "BPE") == "BPE" and "merges" in model  # old files name no type
     if not is_bpe or not _finds(about.get("pre_tokenizer"), "ByteLevel"):
-        return "its tokenizer is no byte-level BPE"
+        return "the run's tokenizer is not a byte-level BPE"
     return ""
 
 
 def _finds(node: object, kind: str) -> Mapping[str, Any] | None:
-    """The pre-tokenizer of a type, in a tree of them."""
+    """Return the first pre-tokenizer of a type in a tree of pre-tokenizers."""
     if not isinstance(node, dict):
         return None
     if node.get("type") == kind:
@@ -85,13 +91,13 @@ def _finds(node: object, kind: str) -> Mapping[str, Any] | None:
 
 
 def _splitter(about: Mapping[str, Any]) -> str:
-    """llama.cpp's name for how text is split before merges."""
+    """Return llama.cpp's name of the pre-tokenizer."""
     node = about.get("pre_tokenizer")
     if _finds(node, "Digits"):
         return "smollm"
     split = _finds(node, "Split")
     pattern = str(split["pattern"].get("Regex", "")) if split else ""
-    return next((name for sign, name in _SPLITTERS if sign in pattern), "gpt-2")
+    return next((name for part, name in _SPLITTERS if part in pattern), "gpt-2")
 
 
 def _tokens(about: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
@@ -99,7 +105,8 @@ def _tokens(about: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[
 
     tokens = [f"[PAD{number}]" for number in range(vocab_size)]
     types = [int(gguf.TokenType.UNUSED)] * vocab_size
-    known = {number: (text, gguf.TokenType.NORMAL) for text, number in _vocabulary(about)}
+    vocabulary: Mapping[str, int] = about["model"]["vocab"]
+    known = {number: (text, gguf.TokenType.NORMAL) for text, number in vocabulary.items()}
     for each in about.get("added_tokens", ()):
         kind = gguf.TokenType.CONTROL if each.get("special") else gguf.TokenType.USER_DEFINED
         known[each["id"]] = (each["content"], kind)
@@ -107,8 +114,3 @@ def _tokens(about: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[
         text, kind = known[number]
         tokens[number], types[number] = text, int(kind)
     return tokens, types
-
-
-def _vocabulary(about: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
-    entries: Mapping[str, int] = about["model"]["vocab"]
-    return entries.items()

@@ -1,4 +1,4 @@
-"""Brings a checkpoint into a model and its optimizer, however either is sharded."""
+"""Loading of a checkpoint into a model and its optimizer, with any sharding."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.state import ShardedOptimizer, model_pieces, optimizer_pieces
 from fsdpctl.checkpoint.tensors import DTYPES, tensor_of
-from fsdpctl.comm.pulse import PULSE, READING
+from fsdpctl.comm.rank_status import RANK_STATUS, READING
 from fsdpctl.errors import CheckpointError
 from fsdpctl.plan.layout import Span
 from fsdpctl.shards import Sharded
@@ -23,12 +23,19 @@ def load_checkpoint(
     optimizer: ShardedOptimizer | None,
     weights: Tensors | None = None,
 ) -> Progress:
-    """Fill this rank's shards and states, reading only what it holds; returns how far it was.
+    """Load this rank's shards and states, reading only the elements that it holds. Collective.
 
-    `weights` are those of the checkpoint and of its base, where it has one.
+    Args:
+        reader: The checkpoint.
+        model: A sharded model.
+        optimizer: Its optimizer; None leaves its states unread.
+        weights: The weights of the checkpoint and of its base, if it has one.
+
+    Returns:
+        The progress of the run.
 
     Raises:
-        CheckpointError: a byte was changed, or the checkpoint is of another model.
+        CheckpointError: If the checkpoint is corrupted or of a different model.
     """
     _load_model(weights or reader, model)
     progress = reader.manifest.progress
@@ -43,58 +50,54 @@ def load_checkpoint(
 
 
 def state_kinds(reader: CheckpointReader) -> set[str]:
-    """The names of the optimizer states in a checkpoint; `step` is not among them."""
+    """Return the names of the optimizer states in a checkpoint, without `step`."""
     return {key.split("/")[0] for key in reader.manifest.tensors} - {PARAMETER, BUFFER}
 
 
 @torch.no_grad()
 def load_weights(source: Tensors, model: Sharded) -> None:
-    """Fill this rank's shards from whole weights, reading only what it holds. Collective.
+    """Load this rank's shards from full weights, reading only what it holds. Collective.
 
     Raises:
-        CheckpointError: they are damaged, or of another model.
+        CheckpointError: If the weights are corrupted or of a different model.
     """
     _load_model(source, model)
     model.broadcast_updated_params()
 
 
 def _load_model(source: Tensors, model: Sharded) -> None:
-    _check_model(source, model)
+    params = {p.name: p.shape for shard in model.flat_shards() for p in shard.layout.params}
+    _check_shapes(source, PARAMETER, params)
+    buffers = model.persistent_buffers()
+    _check_shapes(source, BUFFER, {name: tuple(each.shape) for name, each in buffers.items()})
     for each in model_pieces(model, written=False):
         _read_into(source, each.key, each.piece.in_param, each.values)
-    for name, buffer in model.persistent_buffers().items():
+    for name, buffer in buffers.items():
         key = tensor_key(BUFFER, name)
-        whole = empty_like(source.info(key))
-        _read_into(source, key, Span(0, whole.numel()), whole.view(-1))
-        buffer.copy_(whole)
+        stored = empty_like(source.info(key))
+        _read_into(source, key, Span(0, stored.numel()), stored.view(-1))
+        buffer.copy_(stored)
 
 
 def _read_into(source: Tensors, key: str, span: Span, target: Tensor) -> None:
     """Copy the elements `span` of a flattened tensor into `target`, cast to its dtype."""
     dtype = source.info(key).dtype
     for part, data in source.read(key, span):
-        PULSE.at(READING)
+        RANK_STATUS.at(READING)
         within = part.shift(-span.start)
         target[within.start : within.stop].copy_(tensor_of(data, dtype))
 
 
 def empty_like(info: TensorInfo) -> Tensor:
-    """A whole tensor to read into."""
+    """Allocate a full tensor to read into."""
     return torch.empty(info.shape, dtype=DTYPES[info.dtype])
 
 
-def _check_model(source: Tensors, model: Sharded) -> None:
-    params = {p.name: p.shape for shard in model.flat_shards() for p in shard.layout.params}
-    _check_shapes(source, PARAMETER, params)
-    buffers = model.persistent_buffers()
-    _check_shapes(source, BUFFER, {name: tuple(each.shape) for name, each in buffers.items()})
-
-
 def check_weights(source: Tensors, module: nn.Module) -> None:
-    """See that `source` has the parameters of `module`, which may be on the meta device.
+    """Check that `source` has the parameters of `module`, which may be on the meta device.
 
     Raises:
-        CheckpointError: one is missing, too much, or of another shape.
+        CheckpointError: If one is missing, unexpected, or of a different shape.
     """
     shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
     _check_shapes(source, PARAMETER, shapes)
@@ -114,10 +117,12 @@ def _check_shapes(source: Tensors, kind: str, shapes: Mapping[str, tuple[int, ..
 
 def _set_steps(optimizer: ShardedOptimizer, progress: Progress) -> None:
     for run, states in optimizer.run_states():
-        if "step" not in states:  # as SGD, which does not count
+        if "step" not in states:  # SGD, for example, has no counter
             continue
         names = [piece.param.name for piece in run.shard.layout.pieces(run.span)]
         counts = {progress.optimizer_steps.get(name, progress.optimizer_step) for name in names}
         if len(counts) != 1:
-            raise CheckpointError(f"{names[0]} and its neighbours were stepped unequally often")
+            raise CheckpointError(
+                f"{names[0]}: its optimizer step differs from that of adjacent parameters"
+            )
         states["step"].fill_(counts.pop())

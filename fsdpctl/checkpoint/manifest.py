@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: the file that is written last and makes it complete."""
+"""The manifest of a checkpoint: the file that is written last and makes it complete."""
 
 from dataclasses import asdict, dataclass, field
 from math import prod
@@ -17,46 +17,51 @@ from fsdpctl.io.files import plain_name
 _MOST = 1 << 60  # bytes, elements, steps
 _MOST_ACCEPTED = 1 << 10
 _RANK_FILE = r"rank-\d{5,}\.safetensors"
-_ATTACHMENT = r".*\.(json|jinja|model|txt)"  # files of data: nothing that anybody runs
+_ATTACHMENT = r".*\.(json|jinja|model|txt)"  # data files only, nothing executable
 Count = Annotated[int, Meta(ge=0, le=_MOST)]
 
 PARAMETER, BUFFER = "model", "buffer"  # kinds of tensors; other kinds are optimizer states
 
 
 def tensor_key(kind: str, name: str) -> str:
-    """How a tensor is called in files: its kind, then the parameter's name."""
+    """Return the name of a tensor in files: its kind, then the parameter's name."""
     return f"{kind}/{name}"
+
+
+def parameter_name(key: str) -> str:
+    """Return the name of the parameter with a key."""
+    return key.removeprefix(f"{PARAMETER}/")
 
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """A file of the checkpoint, as it must be."""
+    """The expected size and checksum of a file."""
 
     size: Count
-    xxh3: str  # of all bytes; of a tensor file's header, which has those of the tensors
+    xxh3: str  # of all bytes; for a tensor file, of its header, which has the tensors' checksums
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A whole tensor, however many files its spans lie in."""
+    """The shape and dtype of a full tensor, however many files store it."""
 
     shape: Annotated[list[Count], Meta(max_length=64)]
     dtype: str  # safetensors' name
 
     @property
     def numel(self) -> int:
-        """How many elements it has; 1 for a scalar."""
+        """The number of elements; 1 for a scalar."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """The bytes of all elements."""
         return self.numel * ITEMSIZES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptedStep:
-    """What later steps are measured by: a step that was applied."""
+    """An applied step, which later steps are compared with to detect spikes."""
 
     step: Count
     loss: float
@@ -65,47 +70,47 @@ class AcceptedStep:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the run had come."""
+    """The progress of a run."""
 
-    step: Count = 0  # optimizer steps done
+    step: Count = 0  # completed optimizer steps
     samples: Count = 0  # samples consumed: the position in the data
     data_fingerprint: str = ""
-    owes_validation: bool = False  # the step's own, which a request to stop cut short
-    num_skips: Count = 0  # steps that were left out or gone back from, for their numbers
+    owes_validation: bool = False  # a stop request cut the validation at this step short
+    num_skips: Count = 0  # steps skipped or rolled back because of their values
     accepted: Annotated[list[AcceptedStep], Meta(max_length=_MOST_ACCEPTED)] = field(
         default_factory=list
-    )  # the newest; empty where spikes are not looked for
+    )  # the newest; empty if spikes are not detected
     optimizer_step: Count = 0  # of every parameter that `optimizer_steps` does not name
     optimizer_steps: dict[str, Count] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)  # the caller's own
+    extra: dict[str, Any] = field(default_factory=dict)  # values of a custom training loop
     param_groups: list[dict[str, Any]] = field(
         default_factory=list
-    )  # options, of loops of one's own
+    )  # optimizer options of a custom training loop
 
 
 @dataclass(frozen=True, slots=True)
 class BaseInfo:
-    """Weights that are not in the checkpoint, because they are not trained."""
+    """The weights that a checkpoint leaves out because they are not trained."""
 
-    path: str  # of a Hugging Face directory or a checkpoint
-    xxh3: str  # over all weights there, as they are stored
+    path: str  # a Hugging Face directory or a checkpoint
+    xxh3: str  # over all weights there, as stored
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything about a checkpoint but the tensors' bytes."""
+    """Everything about a checkpoint except the tensors' bytes."""
 
-    files: dict[str, FileInfo]  # of tensors
-    attachments: dict[str, FileInfo]  # what came with the model, such as its tokenizer
+    files: dict[str, FileInfo]  # with tensors
+    attachments: dict[str, FileInfo]  # that come with the model, such as its tokenizer
     tensors: dict[str, TensorInfo]  # by key
     progress: Progress
-    config: dict[str, str]  # the resolved configuration, as words
+    config: dict[str, str]  # resolved settings by key
     versions: dict[str, str]
     world_size: Count
-    base: BaseInfo | None = None  # what has the weights that are not here; None: all are
+    base: BaseInfo | None = None  # where untrained weights are stored; None: in the checkpoint
 
     def to_json(self) -> str:
-        """The contents of manifest.json."""
+        """Return the contents of manifest.json."""
         content = asdict(self)
         if self.base is None:
             del content["base"]
@@ -113,25 +118,25 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in `folder`.
+    """Read the manifest of the checkpoint in `folder`.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of a version this one does not know.
+        CheckpointError: If it is missing, corrupted, or of an unsupported version.
     """
-    where = f"{folder / MANIFEST}: damaged"
+    where = f"{folder / MANIFEST}: corrupted"
     manifest = as_type(read_sealed(folder), Manifest, where, CheckpointError)
     _check(manifest, where)
     return manifest
 
 
 def _check(manifest: Manifest, where: str) -> None:
-    """What types do not say: names that stay in the folder, sizes that can be."""
+    """Check what types cannot: names that stay in the folder, and possible sizes."""
     for names, form in ((manifest.files, _RANK_FILE), (manifest.attachments, _ATTACHMENT)):
         for name in names:
             plain_name(name, form, where, CheckpointError)
     for name, about in manifest.attachments.items():
         if name == MANIFEST or about.size > MOST_ASSET_BYTES:
-            raise CheckpointError(f"{where}: {name} is no attachment that is read")
+            raise CheckpointError(f"{where}: attachment {name} not supported")
     for key, info in manifest.tensors.items():
         if info.dtype not in ITEMSIZES or info.numel > _MOST:
-            raise CheckpointError(f"{where}: {key[:80]} is no tensor that is read")
+            raise CheckpointError(f"{where}: tensor {key[:80]} not supported")

@@ -1,4 +1,4 @@
-"""Adapters added to the weights that they are of."""
+"""Merging adapters into the weights of their layers."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdpctl.checkpoint.cast import FLOATS, cast
-from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, tensor_key
+from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, parameter_name, tensor_key
 from fsdpctl.checkpoint.pretrained import whole_weights
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
@@ -20,22 +20,22 @@ Matrix = NDArray[np.float32]
 
 
 def exported_weights(reader: CheckpointReader, dtype: str | None, *, merges: bool) -> Tensors:
-    """The whole weights of a checkpoint as others read them: without adapters.
+    """Return the full weights of a checkpoint without adapters, as other tools expect them.
 
     Args:
-        reader: of the checkpoint.
-        dtype: safetensors' name of what merged weights are rounded to; None: what they were.
-        merges: add adapters to the weights that they are of.
+        reader: The checkpoint.
+        dtype: safetensors' name of the dtype of merged weights; None keeps the stored dtype.
+        merges: Whether to merge adapters into the weights.
 
     Raises:
-        UsageError: there are adapters that are not to be merged, or the other way round.
+        UsageError: If there are adapters and `merges` is False, or none and it is True.
     """
     weights = whole_weights(reader)
     has_adapters = any(map(is_adapter, weights.names(PARAMETER)))
     if has_adapters and not merges:
         raise UsageError(
-            f"{reader}: has adapters: --merge adds them to the weights, and --format peft writes "
-            "them alone"
+            f"{reader}: has adapters; pass --merge to add them to the weights, or --format peft "
+            "to export the adapters alone"
         )
     if merges and not has_adapters:
         raise UsageError(f"--merge: {reader} has no adapters")
@@ -46,15 +46,15 @@ def exported_weights(reader: CheckpointReader, dtype: str | None, *, merges: boo
 
 
 class MergedWeights:
-    """Weights with their adapters added to them: W + scale * B A, in float32, rounded once."""
+    """Weights with their adapters merged: W + scale * B A, computed in float32, rounded once."""
 
     def __init__(self, weights: Tensors, model: ModelConfig, dtype: str | None = None) -> None:
-        """Merge while they are read.
+        """Merge as the weights are read.
 
         Args:
-            weights: with adapters.
-            model: whose they are.
-            dtype: safetensors' name of what merged weights become; None: what they were.
+            weights: Weights and adapters.
+            model: The configuration of their model.
+            dtype: safetensors' name of the dtype of merged weights; None keeps the stored dtype.
         """
         self._weights = weights
         self._scale = np.float32(model.lora.scale)
@@ -67,25 +67,25 @@ class MergedWeights:
         return str(self._weights)
 
     def names(self, kind: str) -> list[str]:
-        """Of all that are no adapters."""
+        """Return the sorted names of all tensors except adapters."""
         return [name for name in self._weights.names(kind) if not is_adapter(name)]
 
     def info(self, key: str) -> TensorInfo:
-        """Shape and dtype of a whole tensor."""
+        """Return the shape and dtype of a full tensor."""
         info = self._weights.info(key)
-        if self._dtype is None or info.dtype not in FLOATS or self._name(key) not in self._merged:
+        is_merged = parameter_name(key) in self._merged
+        if self._dtype is None or info.dtype not in FLOATS or not is_merged:
             return info
         return TensorInfo(info.shape, self._dtype)
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        """The elements `span` of a flattened tensor, a chunk at a time."""
-        name, info = self._name(key), self.info(key)
+        """Yield the elements `span` of a flattened tensor in chunks."""
+        name, info = parameter_name(key), self.info(key)
         if name not in self._merged:
             yield from self._weights.read(key, span)
             return
         stored, (_, columns) = self._weights.info(key).dtype, info.shape
-        layer = name.removesuffix(".weight")
-        left, right = self._factors(layer)
+        left, right = self._factors(name.removesuffix(".weight"))
         for within, data in self._weights.read(key, span):
             values = np.frombuffer(cast(data, stored, "F32", name), np.float32)
             first, stop = within.start // columns, -(-within.stop // columns)
@@ -94,19 +94,15 @@ class MergedWeights:
             values = values + self._scale * added[offset : offset + within.numel]
             yield within, cast(_bytes(values), "F32", info.dtype, name)
 
-    @staticmethod
-    def _name(key: str) -> str:
-        return key.removeprefix(tensor_key(PARAMETER, ""))
-
     def _factors(self, layer: str) -> tuple[Matrix, Matrix]:
-        """Whose product is added to a layer's weight; those of the last layer stay."""
+        """Return the factors of the update of a layer; those of the last layer are kept."""
         if self._last is None or self._last[0] != layer:
-            down, up = self._whole(f"{layer}.{DOWN}.weight"), self._whole(f"{layer}.{UP}.weight")
+            down, up = self._full(f"{layer}.{DOWN}.weight"), self._full(f"{layer}.{UP}.weight")
             self._last = (layer, (down.T, up.T) if self._is_transposed else (up, down))
         return self._last[1]
 
-    def _whole(self, name: str) -> Matrix:
-        """An adapter's matrix in float32."""
+    def _full(self, name: str) -> Matrix:
+        """Read an adapter's matrix in float32."""
         key = tensor_key(PARAMETER, name)
         info = self._weights.info(key)
         parts = [

@@ -1,16 +1,13 @@
-"""Weights to begin from: a Hugging Face directory, or a checkpoint of ours."""
+"""The weights in `model.path`: a Hugging Face directory or a checkpoint."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdpctl.checkpoint.base import Overlay
-from fsdpctl.checkpoint.cast import FLOATS
 from fsdpctl.checkpoint.folders import find_checkpoint
-from fsdpctl.checkpoint.manifest import PARAMETER, BaseInfo, TensorInfo, read_manifest, tensor_key
+from fsdpctl.checkpoint.manifest import PARAMETER, BaseInfo, read_manifest, tensor_key
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.source import Tensors
-from fsdpctl.checkpoint.tensor_file import ITEMSIZES, TensorEntry, TensorFile, open_tensor_file
+from fsdpctl.checkpoint.source import FileTensors, Overlay, Tensors
+from fsdpctl.checkpoint.tensor_file import TensorFile, open_tensor_file
 from fsdpctl.config.hugging_face import CONFIG_JSON
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG, is_hugging_face
@@ -19,91 +16,89 @@ from fsdpctl.data.tokenizer import BYTES, TOKENIZER_FILES, TOKENIZER_JSON, read_
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.documents import MIB, read_json
 from fsdpctl.io.files import plain_name
-from fsdpctl.plan.layout import Span
 
-_WHOLE, INDEX_JSON = "model.safetensors", "model.safetensors.index.json"
-RUN_ASSETS = "assets"  # a run directory's folder of what belongs to a model beside its weights
+_SINGLE, INDEX_JSON = "model.safetensors", "model.safetensors.index.json"
+RUN_ASSETS = "assets"  # a run's folder of the files that belong to its model's weights
 ASSETS = (CONFIG_JSON, "generation_config.json", *TOKENIZER_FILES)
 _MOST_INDEX_BYTES = 64 * MIB
 _HEAD = "lm_head.weight"
-_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")  # GPT-2's last
+_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")  # the second is GPT-2's
 # Constants that earlier versions of transformers saved as if they were weights.
 _CONSTANTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """What model.safetensors.index.json says."""
+    """The contents of model.safetensors.index.json."""
 
     weight_map: dict[str, str]  # from tensors to files
 
 
 def open_weights(model: ModelConfig, folder: Path | None = None) -> Tensors:
-    """The weights in `model.path`, or in `folder`, where those were found before.
+    """Open the weights in `model.path`, or in `folder` if they were found before.
 
     Raises:
-        UsageError: there are none.
-        CheckpointError: a file is missing or damaged.
+        UsageError: If there are none.
+        CheckpointError: If a file is missing or corrupted.
     """
     folder = folder or weights_folder(model)
     if is_hugging_face(folder):
-        return HuggingFaceWeights(folder, model)
+        return _hugging_face_weights(folder, model)
     return whole_weights(CheckpointReader(folder))
 
 
 def whole_weights(reader: CheckpointReader) -> Tensors:
-    """All weights of a checkpoint, those too that it leaves to its base.
+    """Return all weights of a checkpoint, including those in its base.
 
     Raises:
-        CheckpointError: the base is not there any more, or damaged.
+        CheckpointError: If the base is missing or corrupted.
     """
     base = reader.manifest.base
     return reader if base is None else Overlay(reader, open_base(base, reader))
 
 
 def open_base(base: BaseInfo, reader: CheckpointReader) -> Tensors:
-    """The weights that the checkpoint of `reader` leaves to its `base`.
+    """Open the weights that a checkpoint leaves to its `base`.
 
     Raises:
-        CheckpointError: they are not there any more, or damaged.
+        CheckpointError: If they are missing or corrupted.
     """
     folder = Path(base.path)
     if not folder.is_dir():
         raise CheckpointError(
-            f"{reader}: holds only what was trained, and its base {folder} is not there; put it, "
-            "or a link to it, where it was"
+            f"{reader}: base model {folder} not found; the checkpoint stores only the trained "
+            f"parameters. Restore {folder}, or create a symlink to it at that path"
         )
     model = config_of_checkpoint(reader.manifest.config, str(reader)).model
     try:
         return open_weights(model, folder)
     except UsageError as error:
-        raise CheckpointError(f"{reader}: its base {folder}: {error}") from None
+        raise CheckpointError(f"{reader}: base model {folder}: {error}") from None
 
 
 def weights_folder(model: ModelConfig) -> Path:
-    """Where the weights lie: `model.path`, or the newest checkpoint in it."""
+    """Return the directory of the weights: `model.path`, or the newest checkpoint in it."""
     folder = Path(str(model.path))
     return folder if is_hugging_face(folder) else find_checkpoint(folder)
 
 
 def assets_beside(folder: Path) -> dict[str, bytes]:
-    """The files beside the weights in `model.path`, by name."""
+    """Read the files that come with the weights in `model.path`, by name."""
     if is_hugging_face(folder):
         return read_assets(folder)
-    reader = CheckpointReader(find_checkpoint(folder))
-    return attached_files(reader)
+    return attached_files(CheckpointReader(find_checkpoint(folder)))
 
 
 def read_assets(folder: Path) -> dict[str, bytes]:
-    """The files in `folder` that belong to a model beside its weights, by name."""
+    """Read the files in `folder` that belong to a model's weights, by name."""
     return read_files(folder, ASSETS)
 
 
 def tokenizer_beside(folder: Path) -> str | None:
-    """The tokenizer of the model in `model.path`, as `data.tokenizer` names it; None if unknown.
+    """Return the tokenizer in `model.path` as a value of `data.tokenizer`; None if unknown.
 
     Raises:
-        UsageError: it is of a form that is not read.
+        UsageError: If its format is not supported.
     """
     places = [folder]
     if not is_hugging_face(folder):
@@ -113,110 +108,74 @@ def tokenizer_beside(folder: Path) -> str | None:
         places = [checkpoint]
         run_dir = checkpoint.parent.parent
         if checkpoint.parent.name == CHECKPOINTS and (run_dir / RUN_CONFIG).is_file():
-            places = [run_dir / RUN_ASSETS, checkpoint]  # the run's stays longer
+            places = [run_dir / RUN_ASSETS, checkpoint]  # the run outlives its checkpoints
     found = next((str(place) for place in places if (place / TOKENIZER_JSON).is_file()), None)
     others = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if found is None and others:
         raise UsageError(
-            f"model.path={folder}: its tokenizer ({', '.join(others)}) is not read, only "
-            f"{TOKENIZER_JSON}, which transformers writes: AutoTokenizer.from_pretrained(DIR)"
-            ".save_pretrained(DIR); or data.tokenizer=bytes"
+            f"model.path={folder}: tokenizer format not supported ({', '.join(others)}); expected "
+            f"{TOKENIZER_JSON}. Create it with AutoTokenizer.from_pretrained(DIR)"
+            ".save_pretrained(DIR), or set data.tokenizer=bytes"
         )
     return found
 
 
 def attached_files(reader: CheckpointReader) -> dict[str, bytes]:
-    """All attachments of a checkpoint, by name."""
+    """Read all attachments of a checkpoint, by name."""
     read = {name: reader.attachment(name) for name in reader.manifest.attachments}
     return {name: content for name, content in read.items() if content is not None}
 
 
-class HuggingFaceWeights:
-    """The weights in a Hugging Face directory, in one safetensors file or several."""
+def _hugging_face_weights(folder: Path, model: ModelConfig) -> FileTensors:
+    """Open the weights in a Hugging Face directory, in one safetensors file or several.
 
-    def __init__(self, folder: Path, model: ModelConfig) -> None:
-        """Read the headers.
+    Raises:
+        UsageError: If there are no safetensors files.
+        CheckpointError: If one is missing, truncated or invalid.
+    """
+    found = {
+        _full_name(name, model): (file, file.entries[name])
+        for name, file in _files_of_weights(folder).items()
+        if not name.endswith(_CONSTANTS)
+    }
+    if model.tie_embeddings and _HEAD in found:
+        embedding = _EMBEDDINGS[model.architecture == "gpt2"]
+        if embedding in found:
+            _check_tied(FileTensors(folder, found), embedding)
+        found.setdefault(embedding, found.pop(_HEAD))
+    return FileTensors(folder, found)
 
-        Raises:
-            UsageError: there are no safetensors files.
-            CheckpointError: one is missing, cut short or not what it should be.
-        """
-        self.folder = folder
-        self._found: dict[str, tuple[TensorFile, TensorEntry]] = {
-            _full_name(name, model): (file, file.entries[name])
-            for name, file in _files_of_weights(folder).items()
-            if not name.endswith(_CONSTANTS)
-        }
-        if model.tie_embeddings and _HEAD in self._found:
-            self._tie(_EMBEDDINGS[model.architecture == "gpt2"])
 
-    def _tie(self, embedding: str) -> None:
-        """Keep one of the head and the input embedding."""
-        head = tensor_key(PARAMETER, _HEAD)
-        if embedding in self._found:
-            there = tensor_key(PARAMETER, embedding)
-            same = self.info(head) == self.info(there) and all(
-                ours == theirs
-                for (_, ours), (_, theirs) in zip(self.read(head), self.read(there), strict=True)
-            )
-            if not same:
-                raise CheckpointError(
-                    f"{self.folder}: {_HEAD} is not {embedding}, which config.json says it is; "
-                    "with model.tie_embeddings=false both are read"
-                )
-        self._found.setdefault(embedding, self._found.pop(_HEAD))
-
-    def __str__(self) -> str:
-        return str(self.folder)
-
-    def names(self, kind: str) -> list[str]:
-        """Names of the weights; nothing else is kept here."""
-        return sorted(self._found) if kind == PARAMETER else []
-
-    def info(self, key: str) -> TensorInfo:
-        """Shape and dtype of a weight."""
-        file, entry = self._entry(key)
-        if entry.dtype not in FLOATS:
-            raise CheckpointError(
-                f"{file.path}: {entry.name} is {entry.dtype}; quantized weights are not read"
-            )
-        return TensorInfo(list(entry.shape), entry.dtype)
-
-    def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        """The elements `span` of a flattened weight, a chunk at a time; nothing to check it by."""
-        file, entry = self._entry(key)
-        size = ITEMSIZES[entry.dtype]
-        span = span or Span(0, entry.nbytes // size)
-        start = span.start
-        for data in file.chunks(entry, span.start * size, span.stop * size):
-            yield Span(start, start + len(data) // size), data
-            start += len(data) // size
-
-    def _entry(self, key: str) -> tuple[TensorFile, TensorEntry]:
-        name = key.removeprefix(tensor_key(PARAMETER, ""))
-        if name not in self._found:
-            raise CheckpointError(f"{self.folder}: there is no {name} in these weights")
-        return self._found[name]
+def _check_tied(weights: FileTensors, embedding: str) -> None:
+    """Check that a tied head, if it is stored too, equals the input embedding."""
+    keys = [tensor_key(PARAMETER, name) for name in (_HEAD, embedding)]
+    shapes = [weights.info(key) for key in keys]
+    chunks = zip(*(weights.read(key) for key in keys), strict=True)
+    if shapes[0] != shapes[1] or any(head != embed for (_, head), (_, embed) in chunks):
+        raise CheckpointError(
+            f"{weights}: {_HEAD} differs from {embedding}, but config.json ties them; set "
+            "model.tie_embeddings=false to load both"
+        )
 
 
 def _full_name(name: str, model: ModelConfig) -> str:
-    """As the whole model calls it, where only its decoder was saved."""
+    """Return the name in the full model, if only its decoder was saved."""
     prefix = "transformer." if model.architecture == "gpt2" else "model."
     return name if name.startswith((prefix, "lm_head.")) else prefix + name
 
 
 def _files_of_weights(folder: Path) -> dict[str, TensorFile]:
-    """The file that each weight is read from: that which transformers reads it from."""
-    whole, index = folder / _WHOLE, folder / INDEX_JSON
-    if not whole.is_file() and index.is_file():
+    """Return the file of each weight, the same one that transformers reads."""
+    single, index = folder / _SINGLE, folder / INDEX_JSON
+    if not single.is_file() and index.is_file():
         return _files_of_index(index)
-    paths = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise UsageError(f"model.path={folder}: {_no_weights(folder)}")
     if len(paths) > 1:
         names = ", ".join(path.name for path in paths[:3])
         raise UsageError(
-            f"model.path={folder}: which of {names} …? neither {_WHOLE} nor {INDEX_JSON} is in it"
+            f"model.path={folder}: ambiguous weights in {names}; expected {_SINGLE} or {INDEX_JSON}"
         )
     file = open_tensor_file(paths[0])
     return dict.fromkeys(file.entries, file)
@@ -225,15 +184,14 @@ def _files_of_weights(folder: Path) -> dict[str, TensorFile]:
 def _files_of_index(index: Path) -> dict[str, TensorFile]:
     content = read_json(index, _Index, most_bytes=_MOST_INDEX_BYTES, refusal=CheckpointError)
     weight_map = content.weight_map
-    for name in dict.fromkeys(weight_map.values()):
+    names = dict.fromkeys(weight_map.values())
+    for name in names:
         plain_name(name, r".*\.safetensors", str(index), CheckpointError)
-    files = {
-        name: open_tensor_file(index.parent / name) for name in dict.fromkeys(weight_map.values())
-    }
+    files = {name: open_tensor_file(index.parent / name) for name in names}
     for tensor, name in weight_map.items():
         if tensor not in files[name].entries:
             raise CheckpointError(
-                f"{index.parent / name}: {tensor} is not in it, where {index.name} says so"
+                f"{index.parent / name}: {tensor} not found; {index.name} names this file"
             )
     return {tensor: files[name] for tensor, name in weight_map.items()}
 
@@ -241,5 +199,7 @@ def _files_of_index(index: Path) -> dict[str, TensorFile]:
 def _no_weights(folder: Path) -> str:
     others = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
     if others:
-        return f"{others[0].name} is not read, only *.safetensors; model.init=random needs none"
-    return "no *.safetensors in it; model.init=random trains from scratch"
+        found = f"{others[0].name} is not supported; expected *.safetensors"
+    else:
+        found = "*.safetensors not found"
+    return f"{found}. Set model.init=random to train from scratch"

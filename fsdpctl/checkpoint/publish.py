@@ -1,8 +1,10 @@
-"""The last step of every write: attachments, the manifest, one rename."""
+"""Directories that appear complete or not at all, and the manifest that completes a checkpoint."""
 
+import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -12,64 +14,119 @@ from fsdpctl.checkpoint.manifest import BaseInfo, FileInfo, Manifest, Progress, 
 from fsdpctl.checkpoint.spans import checksum
 from fsdpctl.checkpoint.tensor_file import sync, write_synced
 from fsdpctl.config.sealed import MANIFEST
+from fsdpctl.errors import UsageError
 
-_SPARE_BYTES = 1 << 20  # for the manifest and what directories take
+_SPARE_BYTES = 1 << 20  # for the manifest and directory entries
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a checkpoint says besides its tensors."""
+    """The contents of a checkpoint other than its tensors."""
 
     progress: Progress = field(default_factory=Progress)
-    config: Mapping[str, str] = field(default_factory=dict)  # as words
-    attachments: Mapping[str, bytes] = field(default_factory=dict)  # files, by name
-    base: BaseInfo | None = None  # what has the weights that are not trained; None: they are saved
+    config: Mapping[str, str] = field(default_factory=dict)  # settings by key
+    attachments: Mapping[str, bytes] = field(default_factory=dict)  # files by name
+    base: BaseInfo | None = None  # where untrained weights are stored; None: in the checkpoint
 
 
 def lack_of_space(folder: Path, nbytes: int) -> str:
-    """What is missing to write `nbytes` below `folder`; an empty string if nothing is."""
+    """Return the space missing to write `nbytes` below `folder` as text, or an empty string."""
     existing = next(each for each in (folder, *folder.parents) if each.exists())
     try:
         free = shutil.disk_usage(existing).free
     except OSError:
-        return ""  # writing will tell
+        return ""  # writing will fail if there isn't enough
     needed = nbytes + _SPARE_BYTES
-    return (
-        "" if free >= needed else f"no space left: {needed:,} bytes are needed, {free:,} are there"
-    )
+    return "" if free >= needed else f"no space left: {needed:,} bytes needed, {free:,} free"
 
 
-def publish(
-    scratch: Path,
+def check_space(destination: Path, nbytes: int) -> None:
+    """Check that `nbytes` fit next to `destination`.
+
+    Raises:
+        UsageError: If they do not.
+    """
+    if lack := lack_of_space(destination.parent, nbytes):
+        raise UsageError(f"{destination}: {lack}")
+
+
+@contextmanager
+def usage_errors(path: Path) -> Iterator[None]:
+    """Raise UsageError, which names `path`, in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
+
+
+@contextmanager
+def new_directory(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
+    """Yield a directory to write into, which becomes `folder` if the block succeeds.
+
+    Args:
+        folder: A directory that does not exist yet.
+        replaces: Whether an existing `folder` is replaced.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    scratch = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch
+        put_in_place(scratch, folder, replaces=replaces)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def put_in_place(scratch: Path, folder: Path, *, replaces: bool = False) -> None:
+    """Make the directory `scratch`, whose files are on the disk, appear as `folder`.
+
+    Raises:
+        OSError: If that fails; an existing `folder` is unchanged.
+    """
+    sync(scratch)
+    if replaces and folder.exists():
+        aside = folder.with_name(f"{folder.name}.old-{os.getpid()}")
+        folder.rename(aside)
+        try:
+            scratch.rename(folder)
+        except BaseException:
+            aside.rename(folder)
+            raise
+        shutil.rmtree(aside)
+    else:
+        scratch.rename(folder)  # the kernel rejects this if the folder has files by now
+    sync(folder.parent)
+
+
+def write_manifest(
     folder: Path,
     about: About,
     files: Mapping[str, FileInfo],
     tensors: Mapping[str, TensorInfo],
     world_size: int,
 ) -> None:
-    """Make the tensor files in `scratch` the checkpoint `folder`.
+    """Write the attachments and the manifest of the tensor files in `folder`.
 
     Raises:
-        OSError: it could not.
+        OSError: If one cannot be written.
     """
     attached = {
         name: FileInfo(len(content), checksum(content))
         for name, content in about.attachments.items()
     }
-    versions = {"fsdpctl": __version__, "torch": version("torch")}
+    python = sys.version.split()[0]
     manifest = Manifest(
         files=dict(files),
         attachments=attached,
         tensors=dict(sorted(tensors.items())),
         progress=about.progress,
         config=dict(about.config),
-        versions={**versions, "python": sys.version.split()[0]},
+        versions={"fsdpctl": __version__, "torch": version("torch"), "python": python},
         world_size=world_size,
         base=about.base,
     )
     for name, content in about.attachments.items():
-        write_synced(scratch / name, content)
-    write_synced(scratch / MANIFEST, manifest.to_json().encode())
-    sync(scratch)
-    scratch.rename(folder)
-    sync(folder.parent)
+        write_synced(folder / name, content)
+    write_synced(folder / MANIFEST, manifest.to_json().encode())

@@ -1,4 +1,4 @@
-"""Reads a checkpoint by ranges of whole tensors, and believes nothing it has not checked."""
+"""Reading of checkpoints by ranges of full tensors; every byte that is used is verified."""
 
 import os
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from fsdpctl.plan.layout import Span, round_up
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A stored span and where it lies."""
+    """A stored span and its location."""
 
     stored: StoredSpan
     file: TensorFile
@@ -30,13 +30,13 @@ class StoredPart:
 
 
 class CheckpointReader:
-    """A complete checkpoint: every file is there, of its size, and covers every tensor."""
+    """A complete checkpoint: every file exists with its size, and every tensor is covered."""
 
     def __init__(self, folder: Path) -> None:
-        """Open `folder` and check everything but the tensors' bytes.
+        """Open `folder` and check everything except the tensors' bytes.
 
         Raises:
-            CheckpointError: a file is missing, cut short, changed or of another checkpoint.
+            CheckpointError: If a file is missing, truncated, changed or unexpected.
         """
         self.folder = folder
         self.manifest: Manifest = read_manifest(folder)
@@ -52,52 +52,54 @@ class CheckpointReader:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files."""
+        """The bytes of all tensor files."""
         return sum(info.size for info in self.manifest.files.values())
 
     def names(self, kind: str) -> list[str]:
-        """Names of the tensors of one kind, sorted."""
+        """Return the sorted names of the tensors of one kind."""
         prefix = f"{kind}/"
         return sorted(key.removeprefix(prefix) for key in self._parts if key.startswith(prefix))
 
     def info(self, key: str) -> TensorInfo:
-        """Shape and dtype of a whole tensor.
+        """Return the shape and dtype of a full tensor.
 
         Raises:
-            CheckpointError: the checkpoint does not have it.
+            CheckpointError: If the checkpoint does not have it.
         """
         if key not in self.manifest.tensors:
-            raise CheckpointError(f"{self.folder}: there is no {key} in this checkpoint")
+            raise CheckpointError(f"{self.folder}: {key} not found in this checkpoint")
         return self.manifest.tensors[key]
 
     def parts(self, key: str) -> list[StoredPart]:
-        """The stored spans of a tensor, in order."""
+        """Return the stored spans of a tensor, in order."""
         self.info(key)
         return list(self._parts[key])
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        """The elements `span` of a flattened tensor, in order, as bytes; None reads all of them.
+        """Yield the elements `span` of a flattened tensor, in order, as bytes; None reads all.
 
-        They come a chunk at a time, verified; only the chunks that are needed are read. Each
-        chunk lies where the one before it lay.
+        Chunks are verified before they are yielded, and only those with requested elements are
+        read. Each chunk reuses the memory of the one before.
 
         Raises:
-            CheckpointError: a checksum does not match, or the tensor is too short.
+            CheckpointError: If a checksum does not match, or the tensor is too short.
         """
         numel = self.info(key).numel
         span = span or Span(0, numel)
         if span.stop > numel:
-            raise CheckpointError(f"{self.folder}: {key} has {numel} elements, {span.stop} wanted")
+            raise CheckpointError(
+                f"{self.folder}: {key}: expected {span.stop} elements, got {numel}"
+            )
         for part in self._parts[key]:
             both = part.stored.span.intersect(span)
             if both is not None:
                 yield from _read_part(key, part, both)
 
     def attachment(self, name: str) -> bytes | None:
-        """A file that came with the model, such as its tokenizer.json; None if there is none.
+        """Return a file that comes with the model, such as tokenizer.json; None if not attached.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: If it is corrupted.
         """
         known = self.manifest.attachments.get(name)
         if known is None:
@@ -105,14 +107,14 @@ class CheckpointReader:
         path = self.folder / name
         content = read_regular(path, known.size, CheckpointError)
         if len(content) != known.size or checksum(content) != known.xxh3:
-            raise CheckpointError(f"{path}: damaged: not the file that {MANIFEST} describes")
+            raise CheckpointError(f"{path}: corrupted: does not match {MANIFEST}")
         return content
 
     def verify(self) -> Iterator[int]:
-        """Check every byte; yields, often, how many were checked since the last time.
+        """Verify every byte; yield, often, the bytes verified since the last time.
 
         Raises:
-            CheckpointError: a checksum does not match.
+            CheckpointError: If a checksum does not match.
         """
         for name in self.manifest.attachments:
             self.attachment(name)
@@ -128,21 +130,21 @@ class CheckpointReader:
         for name, info in self.manifest.attachments.items():
             path = self.folder / name
             if not path.exists():
-                raise CheckpointError(f"{path}: missing")
+                raise CheckpointError(f"{path}: not found")
             with open(open_regular(path, CheckpointError), "rb") as opened:
                 size = os.fstat(opened.fileno()).st_size
             if size != info.size:
-                raise CheckpointError(f"{path}: not the file that {MANIFEST} describes")
+                raise CheckpointError(f"{path}: corrupted: does not match {MANIFEST}")
 
     def _open(self, name: str) -> None:
         info, path = self.manifest.files[name], self.folder / name
         file = open_tensor_file(path)
         if file.size != info.size or file.header_checksum != info.xxh3:
-            raise CheckpointError(f"{path}: not the file that {MANIFEST} describes")
-        spans = file.metadata.pop(SPANS, "{}")  # a long text, not kept
-        stored = spans_from_json(spans, f"{path}: damaged")
+            raise CheckpointError(f"{path}: corrupted: does not match {MANIFEST}")
+        spans = file.metadata.pop(SPANS, "{}")  # a long text that is not needed again
+        stored = spans_from_json(spans, f"{path}: corrupted")
         if stored.keys() != file.entries.keys():
-            raise CheckpointError(f"{path}: damaged: it does not say what it holds")
+            raise CheckpointError(f"{path}: corrupted: its spans do not match its tensors")
         for key, each in stored.items():
             self._add(key, StoredPart(each, file, file.entries[key]))
 
@@ -154,7 +156,7 @@ class CheckpointReader:
             or entry.shape != (part.stored.span.numel,)
             or part.stored.num_chunks != chunks
         ):
-            raise CheckpointError(f"{part.file.path}: {key} is not what {MANIFEST} describes")
+            raise CheckpointError(f"{part.file.path}: corrupted: {key} does not match {MANIFEST}")
         self._parts[key].append(part)
 
     def _check_cover(self, key: str, info: TensorInfo) -> None:
@@ -164,13 +166,13 @@ class CheckpointReader:
         stops = [part.stored.span.stop for part in parts]
         if [*starts, info.numel] != [0, *stops]:
             raise CheckpointError(
-                f"{self.folder}: the files do not hold each of the {info.numel} elements of {key} "
-                "exactly once"
+                f"{self.folder}: corrupted: the files do not store each of the {info.numel} "
+                f"elements of {key} exactly once"
             )
 
 
 def _read_part(key: str, part: StoredPart, wanted: Span) -> Iterator[tuple[Span, memoryview]]:
-    """The chunks of a part that have elements of `wanted`, cut down to those."""
+    """Yield the elements `wanted` of a part, in chunks."""
     size = ITEMSIZES[part.entry.dtype]
     per_chunk, offset = CHUNK_BYTES // size, part.stored.span.start
     inner = wanted.shift(-offset)
@@ -180,7 +182,7 @@ def _read_part(key: str, part: StoredPart, wanted: Span) -> Iterator[tuple[Span,
     for number, data in enumerate(chunks, start=first):
         if not part.stored.is_chunk(number, data):
             raise CheckpointError(
-                f"{part.file.path}: damaged: the checksum of {key} does not match"
+                f"{part.file.path}: corrupted: the checksum of {key} does not match"
             )
         held = Span(number * per_chunk, number * per_chunk + len(data) // size)
         both = held.intersect(inner)

@@ -1,14 +1,14 @@
-"""Writes a checkpoint: every rank its spans, then rank 0 the manifest, then one rename."""
+"""Saving of a checkpoint: every rank writes its spans, rank 0 the manifest, then one rename."""
 
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
 
+from fsdpctl.checkpoint.base import Ranks
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, FileInfo, TensorInfo, tensor_key
-from fsdpctl.checkpoint.publish import About, lack_of_space, publish
+from fsdpctl.checkpoint.publish import About, lack_of_space, put_in_place, write_manifest
 from fsdpctl.checkpoint.spans import SPANS, StoredSpan, checksum, digests_of, spans_to_json
 from fsdpctl.checkpoint.state import (
     ShardedOptimizer,
@@ -31,18 +31,7 @@ from fsdpctl.errors import FsdpctlError
 from fsdpctl.plan.layout import ParamSpec, Piece, Span
 from fsdpctl.shards import Sharded, trainable_shards
 
-T = TypeVar("T")
-
-
-class Ranks(Protocol):
-    """What saving needs of the ranks."""
-
-    rank: int
-    size: int
-
-    def gather_objects(self, value: T) -> list[T]:
-        """Every rank's value, in rank order."""
-        ...
+OnBytes = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +44,19 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its tensors."""
+        """The bytes of its tensors."""
         return sum(each.values.nbytes for each in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
-    id: str
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """What one rank has written, or why it could not."""
+class _RankResult:
+    """A rank's file, or why the rank failed to write it."""
 
     file: str
     info: FileInfo | None = None
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
     error: str = ""
-
-
-OnBytes = Callable[[int], None]
 
 
 def take_snapshot(
@@ -86,10 +66,10 @@ def take_snapshot(
     about: About,
     staging: Staging | None = None,
 ) -> Snapshot:
-    """This rank's part as it is now.
+    """Capture this rank's part of the checkpoint.
 
-    With `staging` a copy, which the next one overwrites; else it may share the model's memory, and
-    is good until that changes.
+    With `staging`, the snapshot is a copy that the next snapshot overwrites. Without it, the
+    snapshot may alias the model's memory and is valid until that changes.
     """
     pieces = list(rank_pieces(model, optimizer, rank, trained_only=about.base is not None))
     values = [each.values.detach() for each in pieces]
@@ -104,36 +84,36 @@ def write_checkpoint(
     """Write a new checkpoint to `folder`, which appears complete or not at all. Collective.
 
     Args:
-        folder: does not exist yet, on a file system that all ranks share.
-        snapshot: this rank's part.
-        ranks: all that have one.
-        on_bytes: called with the bytes that this rank has written since the last call.
+        folder: A directory that does not exist yet, on a file system that all ranks share.
+        snapshot: This rank's part.
+        ranks: All ranks that have a part.
+        on_bytes: Called with the bytes that this rank has written since the last call.
 
     Raises:
-        FsdpctlError: a rank could not write; nothing is left behind.
+        FsdpctlError: If a rank cannot write; nothing is left behind.
     """
-    parts = ranks.gather_objects(_Begun(uuid.uuid4().hex[:8], snapshot.num_bytes))
-    scratch = folder.with_name(f"{folder.name}.tmp-{parts[0].id}")
-    lack = lack_of_space(folder.parent, sum(each.num_bytes for each in parts))
+    parts = ranks.gather_objects((uuid.uuid4().hex[:8], snapshot.num_bytes))
+    scratch = folder.with_name(f"{folder.name}.tmp-{parts[0][0]}")
+    lack = lack_of_space(folder.parent, sum(num_bytes for _, num_bytes in parts))
     if lack:
-        written = _Written(str(folder.parent), error=lack)
+        own = _RankResult(str(folder.parent), error=lack)
     else:
-        written = _write_rank(scratch, snapshot, ranks.rank, on_bytes)
-    everything = ranks.gather_objects(written)
-    failure = next((each for each in everything if each.error), None)
+        own = _write_rank(scratch, snapshot, ranks.rank, on_bytes)
+    results = ranks.gather_objects(own)
+    failure = next((each for each in results if each.error), None)
     error = f"{failure.file}: {failure.error}" if failure else ""
     if ranks.rank == 0:
-        error = error or _publish(scratch, folder, everything, snapshot.about)
+        error = error or _publish(scratch, folder, results, snapshot.about)
         if error:
             shutil.rmtree(scratch, ignore_errors=True)
     error = ranks.gather_objects(error)[0]
     if error:
-        raise FsdpctlError(f"the checkpoint {folder.name} could not be written: {error}")
+        raise FsdpctlError(f"checkpoint {folder.name}: could not be written: {error}")
 
 
-def _write_rank(scratch: Path, snapshot: Snapshot, rank: int, on_bytes: OnBytes) -> _Written:
+def _write_rank(scratch: Path, snapshot: Snapshot, rank: int, on_bytes: OnBytes) -> _RankResult:
     name = rank_file(rank)
-    try:  # whatever goes wrong, the other ranks wait to hear of it
+    try:  # every error is returned, because the other ranks wait for the result
         tensors = {
             each.key: TensorInfo(list(each.piece.param.shape), DTYPE_NAMES[each.values.dtype])
             for each in snapshot.pieces
@@ -142,8 +122,8 @@ def _write_rank(scratch: Path, snapshot: Snapshot, rank: int, on_bytes: OnBytes)
         info = _write_pieces(scratch / name, snapshot.pieces, on_bytes) if tensors else None
         sync(scratch)
     except Exception as error:
-        return _Written(name, error=_reason(error))
-    return _Written(name, info, tensors, snapshot.steps)
+        return _RankResult(name, error=_reason(error))
+    return _RankResult(name, info, tensors, snapshot.steps)
 
 
 def _reason(error: Exception) -> str:
@@ -153,7 +133,7 @@ def _reason(error: Exception) -> str:
 def rank_pieces(
     model: Sharded, optimizer: ShardedOptimizer | None, rank: int, *, trained_only: bool
 ) -> Iterator[StatePiece]:
-    """Yield what `rank` writes of a checkpoint; the values share the model's memory."""
+    """Yield the pieces that `rank` writes; their values share the model's memory."""
     yield from model_pieces(model, written=True, trained_only=trained_only)
     if rank == 0:
         yield from _empty_pieces(model, trained_only=trained_only)
@@ -168,7 +148,7 @@ def rank_pieces(
 
 
 def _empty_pieces(model: Sharded, *, trained_only: bool) -> Iterator[StatePiece]:
-    """Parameters without elements, which lie in nobody's part."""
+    """Yield the parameters without elements, which are in no rank's part."""
     nothing = Span(0, 0)
     for shard in trainable_shards(model) if trained_only else model.flat_shards():
         for param in shard.layout.params:
@@ -187,11 +167,11 @@ def _write_pieces(path: Path, pieces: list[StatePiece], on_bytes: OnBytes) -> Fi
         for each in pieces
     ]
     header = make_header(entries, {SPANS: spans_to_json(stored)})
-    size = write_tensor_file(path, header, _counted(pieces, on_bytes))
+    size = write_tensor_file(path, header, _chunks(pieces, on_bytes))
     return FileInfo(size, checksum(header))
 
 
-def _counted(pieces: list[StatePiece], on_bytes: OnBytes) -> Iterator[memoryview]:
+def _chunks(pieces: list[StatePiece], on_bytes: OnBytes) -> Iterator[memoryview]:
     for each in pieces:
         data = tensor_bytes(each.values)
         for start in range(0, len(data), CHUNK_BYTES):
@@ -200,22 +180,22 @@ def _counted(pieces: list[StatePiece], on_bytes: OnBytes) -> Iterator[memoryview
             on_bytes(len(chunk))
 
 
-def _publish(scratch: Path, folder: Path, written: list[_Written], about: About) -> str:
-    """Make the checkpoint appear; returns what went wrong, or an empty string."""
+def _publish(scratch: Path, folder: Path, results: list[_RankResult], about: About) -> str:
+    """Make the checkpoint appear; return the error, or an empty string."""
     steps: dict[str, int] = {}
     tensors: dict[str, TensorInfo] = {}
-    for each in written:
+    for each in results:
         steps.update(each.steps)
         tensors.update(each.tensors)
     usual = max(steps.values(), default=0)
     unusual = {name: step for name, step in steps.items() if step != usual}
     progress = replace(about.progress, optimizer_step=usual, optimizer_steps=unusual)
-    files = {each.file: each.info for each in written if each.info is not None}
+    files = {each.file: each.info for each in results if each.info is not None}
     try:
-        about = replace(about, progress=progress)
-        if folder.is_dir() and not (folder / MANIFEST).exists():  # incomplete, and passed over
+        if folder.is_dir() and not (folder / MANIFEST).exists():  # incomplete, and not read
             folder.rename(scratch.with_name(scratch.name.replace(".tmp-", ".incomplete-")))
-        publish(scratch, folder, about, files, tensors, len(written))
+        write_manifest(scratch, replace(about, progress=progress), files, tensors, len(results))
+        put_in_place(scratch, folder)
     except Exception as error:
         return _reason(error)
     return ""

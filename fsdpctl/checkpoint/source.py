@@ -1,34 +1,116 @@
-"""What weights can be read from, whoever wrote them."""
+"""Weights by name, read by range, whatever files store them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Protocol
 
-from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, TensorInfo, tensor_key
+from fsdpctl.checkpoint.cast import FLOATS
+from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, TensorInfo, parameter_name, tensor_key
+from fsdpctl.checkpoint.tensor_file import ITEMSIZES, TensorEntry, TensorFile
+from fsdpctl.errors import CheckpointError
 from fsdpctl.plan.layout import Span
 
 
 class Tensors(Protocol):
-    """Whole tensors by key, read by ranges."""
+    """A source of full tensors by key, read by range."""
 
     def names(self, kind: str) -> list[str]:
-        """Names of the tensors of one kind, sorted."""
+        """Return the sorted names of the tensors of one kind."""
         ...
 
     def info(self, key: str) -> TensorInfo:
-        """Shape and dtype of a whole tensor; CheckpointError if there is none."""
+        """Return the shape and dtype of a full tensor.
+
+        Raises:
+            CheckpointError: If the source does not have the tensor.
+        """
         ...
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
-        """Elements of a flattened tensor, a chunk at a time, each where the last one lay."""
+        """Yield the elements `span` of a flattened tensor in chunks; None reads all of them.
+
+        Each chunk reuses the memory of the one before.
+        """
         ...
 
     def __str__(self) -> str:
-        """Where they are."""
+        """Return the path to name in messages."""
         ...
 
 
+class FileTensors:
+    """Weights that are each stored in full in a safetensors file; nothing verifies their values."""
+
+    def __init__(self, folder: Path, found: Mapping[str, tuple[TensorFile, TensorEntry]]) -> None:
+        """Read from `found`, which maps the names of weights to where they are stored."""
+        self.folder = folder
+        self._found = dict(found)
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    def names(self, kind: str) -> list[str]:
+        """Return the sorted names of the weights; other kinds are not stored here."""
+        return sorted(self._found) if kind == PARAMETER else []
+
+    def info(self, key: str) -> TensorInfo:
+        """Return the shape and dtype of a weight.
+
+        Raises:
+            CheckpointError: If it is missing, or is not of a floating-point dtype.
+        """
+        file, entry = self._entry(key)
+        if entry.dtype not in FLOATS:
+            raise CheckpointError(
+                f"{file.path}: {entry.name} is {entry.dtype}; quantized weights are not supported"
+            )
+        return TensorInfo(list(entry.shape), entry.dtype)
+
+    def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
+        """Yield the elements `span` of a flattened weight in chunks."""
+        file, entry = self._entry(key)
+        size = ITEMSIZES[entry.dtype]
+        span = span or Span(0, entry.nbytes // size)
+        start = span.start
+        for data in file.chunks(entry, span.start * size, span.stop * size):
+            yield Span(start, start + len(data) // size), data
+            start += len(data) // size
+
+    def _entry(self, key: str) -> tuple[TensorFile, TensorEntry]:
+        name = parameter_name(key)
+        if name not in self._found:
+            raise CheckpointError(f"{self.folder}: {name} not found in these weights")
+        return self._found[name]
+
+
+class Overlay:
+    """The tensors of one source, plus those of another that the first does not have."""
+
+    def __init__(self, upper: Tensors, lower: Tensors) -> None:
+        self.upper, self.lower = upper, lower
+        self._in_upper = frozenset(upper.names(PARAMETER))
+
+    def __str__(self) -> str:
+        return str(self.upper)
+
+    def names(self, kind: str) -> list[str]:
+        """Return the sorted names of both sources."""
+        return sorted({*self.upper.names(kind), *self.lower.names(kind)})
+
+    def info(self, key: str) -> TensorInfo:
+        """Return the shape and dtype of a full tensor."""
+        return self._source(key).info(key)
+
+    def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
+        """Yield the elements `span` of a flattened tensor in chunks."""
+        return self._source(key).read(key, span)
+
+    def _source(self, key: str) -> Tensors:
+        return self.upper if parameter_name(key) in self._in_upper else self.lower
+
+
 def weight_bytes(source: Tensors) -> int:
-    """Bytes of all weights and buffers, as they are stored."""
+    """Return the stored bytes of all weights and buffers."""
     return sum(
         source.info(tensor_key(kind, name)).nbytes
         for kind in (PARAMETER, BUFFER)

@@ -1,4 +1,4 @@
-"""The part of a file's header that says which span of which tensor it holds."""
+"""The part of a file's header that lists the spans of tensors that the file stores."""
 
 import json
 from collections.abc import Mapping
@@ -17,29 +17,29 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class StoredSpan:
-    """Elements of a flattened tensor, and the checksums of their bytes."""
+    """A span of a flattened tensor, and the checksums of its bytes."""
 
     span: Span
-    digests: bytes  # of each CHUNK_BYTES one after another; the last chunk may be shorter
+    digests: bytes  # one per CHUNK_BYTES, concatenated; the last chunk may be shorter
 
     @property
     def num_chunks(self) -> int:
-        """How many checksums there are."""
+        """The number of checksums."""
         return len(self.digests) // _DIGEST_BYTES
 
     def is_chunk(self, number: int, data: memoryview) -> bool:
-        """Whether `data` is what the chunk was."""
+        """Return whether the checksum of a chunk is that of `data`."""
         start = number * _DIGEST_BYTES
         return xxhash.xxh3_128_digest(data) == self.digests[start : start + _DIGEST_BYTES]
 
 
 def checksum(data: memoryview | bytes) -> str:
-    """xxh3 of 128 bits, in hexadecimal."""
+    """Return the 128-bit xxh3 of `data` in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 class Digests:
-    """Of each CHUNK_BYTES of bytes that come in pieces of any size."""
+    """The checksums of every CHUNK_BYTES of a stream that arrives in pieces of any size."""
 
     def __init__(self) -> None:
         self._done = bytearray()
@@ -47,7 +47,7 @@ class Digests:
         self._room = CHUNK_BYTES
 
     def update(self, data: memoryview) -> None:
-        """The next bytes."""
+        """Add the next bytes."""
         while data:
             piece, data = data[: self._room], data[self._room :]
             self._open.update(piece)
@@ -56,7 +56,7 @@ class Digests:
                 self._close()
 
     def of_chunks(self) -> bytes:
-        """The checksums one after another. There are no further bytes."""
+        """Return the concatenated checksums; no bytes may follow."""
         if self._room < CHUNK_BYTES:
             self._close()
         return bytes(self._done)
@@ -68,19 +68,19 @@ class Digests:
 
 
 def digests_of(data: memoryview) -> bytes:
-    """The checksums of the chunks of `data`."""
+    """Return the concatenated checksums of the chunks of `data`."""
     digests = Digests()
     digests.update(data)
     return digests.of_chunks()
 
 
 def unknown_digests(num_bytes: int) -> bytes:
-    """As many zeros as the checksums of so many bytes will take."""
+    """Return zeros in place of the checksums of `num_bytes` bytes."""
     return bytes(_DIGEST_BYTES * -(-num_bytes // CHUNK_BYTES))
 
 
 def spans_to_json(stored: Mapping[str, StoredSpan]) -> str:
-    """As it stands in the header: key -> [start, stop, the checksums in hexadecimal]."""
+    """Return the header's text: key -> [start, stop, checksums in hexadecimal]."""
     content = {
         key: [each.span.start, each.span.stop, each.digests.hex()] for key, each in stored.items()
     }
@@ -88,7 +88,11 @@ def spans_to_json(stored: Mapping[str, StoredSpan]) -> str:
 
 
 def spans_from_json(text: str, where: str) -> dict[str, StoredSpan]:
-    """The inverse; CheckpointError, which begins with `where`, where it is not of that form."""
+    """Parse the text of `spans_to_json`.
+
+    Raises:
+        CheckpointError: If the text is invalid; the message begins with `where`.
+    """
     stored = parse_json(text, dict[str, tuple[int, int, str]], where, CheckpointError)
     try:
         return {

@@ -1,4 +1,4 @@
-"""The tensors of a model and its optimizer, as checkpoints see them."""
+"""The tensors of a model and its optimizer that checkpoints store."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -12,32 +12,32 @@ from fsdpctl.shards import FlatShard, Sharded, trainable_shards
 
 
 class SteppedRun(Protocol):
-    """A stretch of a shard that the optimizer steps as one tensor."""
+    """A part of a shard that the optimizer steps as one tensor."""
 
     @property
     def shard(self) -> FlatShard:
-        """The shard that it lies in."""
+        """The shard that contains it."""
         ...
 
     @property
     def span(self) -> Span:
-        """Its elements of the flat buffer."""
+        """Its elements in the flat buffer."""
         ...
 
 
 class ShardedOptimizer(Protocol):
-    """What checkpoints need of an optimizer."""
+    """The interface of an optimizer that checkpoints need."""
 
     def isolate(self, names: Collection[str]) -> None:
-        """Give each of the named parameters a run of its own."""
+        """Step each of the named parameters separately from others."""
         ...
 
     def create_states(self) -> None:
-        """Make the states that the first step would make."""
+        """Create the states that the first step would create."""
         ...
 
     def run_states(self) -> Iterator[tuple[SteppedRun, dict[str, Tensor]]]:
-        """Each run with its states: `step`, a scalar, and tensors like the run."""
+        """Yield each run with its states: the scalar `step`, and tensors of the run's shape."""
         ...
 
 
@@ -53,7 +53,7 @@ class StatePiece:
 def model_pieces(
     model: Sharded, *, written: bool, trained_only: bool = False
 ) -> Iterator[StatePiece]:
-    """The parts of parameters that this rank saves, or all that it holds."""
+    """Yield the parts of parameters that this rank writes, or all that it holds."""
     for shard in trainable_shards(model) if trained_only else model.flat_shards():
         for piece in shard.written_pieces() if written else shard.held_pieces():
             values = shard.view(shard.master, piece.in_flat)
@@ -61,7 +61,7 @@ def model_pieces(
 
 
 def optimizer_pieces(optimizer: ShardedOptimizer, *, written: bool) -> Iterator[StatePiece]:
-    """The same of the optimizer's states; nothing before the first step."""
+    """Yield the same for the optimizer's states; nothing before the first step."""
     for run, states in optimizer.run_states():
         within = run.span.intersect(run.shard.written) if written else run.span
         if within is None:
@@ -75,7 +75,7 @@ def optimizer_pieces(optimizer: ShardedOptimizer, *, written: bool) -> Iterator[
 
 
 def optimizer_steps(optimizer: ShardedOptimizer) -> dict[str, int]:
-    """The step counter of each parameter that this rank steps."""
+    """Return the step counter of each parameter that this rank steps."""
     steps = {}
     for run, states in optimizer.run_states():
         if "step" in states:

@@ -1,6 +1,6 @@
-"""Safetensors files, written as a stream and read by range; no torch.
+"""Safetensors files, written as a stream and read by range, without torch.
 
-The format: eight bytes of header length, a JSON header, the tensors' bytes one after another.
+The format: eight bytes of header length, a JSON header, the concatenated bytes of the tensors.
 """
 
 import json
@@ -25,16 +25,16 @@ ITEMSIZES = {
     "F64": 8, "F32": 4, "BF16": 2, "F16": 2,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-CHUNK_BYTES = 1 << 20  # read, and checked, at a time; a multiple of every item's size
+CHUNK_BYTES = 1 << 20  # read and verified at a time; a multiple of every item's size
 _BEGIN_BYTES = 32 << 20
-# Larger writes take larger pages, which a virtual machine may have to ask its host for each time.
+# Larger writes use larger pages, which a virtual machine may have to request from its host.
 _WRITE_BYTES = 256 << 10
-_MOST_HEADER = 100_000_000  # bytes, as the format's reference has it
+_MOST_HEADER = 100_000_000  # bytes, the limit of the reference implementation
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor in a file: what it is and where its bytes lie behind the header."""
+    """A tensor in a file, and the offset of its bytes after the header."""
 
     name: str
     dtype: str  # safetensors' name
@@ -43,12 +43,12 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """The bytes of its data."""
         return prod(self.shape) * ITEMSIZES[self.dtype]
 
 
 def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> bytes:
-    """The first bytes of a file with `entries` in this order."""
+    """Return the header of a file with `entries` in this order."""
     content: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for entry in entries:
@@ -64,10 +64,10 @@ def make_header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> 
 
 
 def write_tensor_file(path: Path, header: bytes, chunks: Iterable[memoryview]) -> int:
-    """Write a new file and bring it to the disk; returns its size in bytes.
+    """Write a new file and flush it to the disk; return its size in bytes.
 
     Raises:
-        CheckpointError: the format's reference does not open it.
+        CheckpointError: If the reference implementation cannot open it.
     """
     with new_file(path) as file:
         file.write(memoryview(header))
@@ -78,42 +78,42 @@ def write_tensor_file(path: Path, header: bytes, chunks: Iterable[memoryview]) -
 
 
 def check_by_reference(path: Path) -> None:
-    """Have the format's own parser look at types, overlaps, gaps and the file's length.
+    """Check types, overlaps, gaps and the file's length with the reference implementation.
 
     Raises:
-        CheckpointError: it refuses the file.
+        CheckpointError: If it rejects the file.
     """
     try:
         with safe_open(path, framework="numpy"):
             pass
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: cut short or damaged: {error}") from None
+        raise CheckpointError(f"{path}: truncated or corrupted: {error}") from None
 
 
 @contextmanager
 def new_file(path: Path) -> Iterator["NewFile"]:
-    """Create a file, which is on the disk when the block ends; FileExistsError if it exists."""
+    """Create a file and flush it to the disk at the end; FileExistsError if it exists."""
     with path.open("xb", buffering=0) as raw:
         yield NewFile(raw)
         os.fsync(raw.fileno())
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a small new file and bring it to the disk."""
+    """Write a small new file and flush it to the disk."""
     with new_file(path) as file:
         file.write(memoryview(content))
 
 
 class NewFile:
-    """What is written to a new file.
+    """A new file that is written as a stream.
 
-    Note: why it advises the kernel. That starts to write what was handed over, so that the disk
-    works while the next chunks are made, and the last wait is short: half the time for gigabytes.
+    Note: why it advises the kernel. The advice starts the disk's work on the bytes so far while the
+    next chunks are computed, so that the final flush is short: half the time for gigabytes.
     """
 
     def __init__(self, file: RawIOBase) -> None:
         self._file = file
-        self._begun = 0  # bytes that are on their way to the disk
+        self._begun = 0  # bytes whose write to the disk has begun
         self.size = 0
 
     def write(self, data: memoryview) -> None:
@@ -138,12 +138,12 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 def rank_file(rank: int) -> str:
-    """What a rank's file is called."""
+    """Return the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or a directory's entries, to the disk."""
+    """Flush a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -153,7 +153,7 @@ def sync(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """An existing file's header."""
+    """The header of an existing file."""
 
     path: Path
     entries: dict[str, TensorEntry]
@@ -163,12 +163,12 @@ class TensorFile:
     size: int
 
     def chunks(self, entry: TensorEntry, start: int, stop: int) -> Iterator[memoryview]:
-        """The bytes `[start, stop)` of a tensor, CHUNK_BYTES at a time.
+        """Yield the bytes `[start, stop)` of a tensor, CHUNK_BYTES at a time.
 
-        Each chunk lies where the one before it lay.
+        Each chunk reuses the memory of the one before.
 
         Raises:
-            CheckpointError: the file cannot be read, or has become shorter.
+            CheckpointError: If the file cannot be read, or has become shorter.
         """
         buffer = memoryview(bytearray(min(CHUNK_BYTES, max(stop - start, 0))))
         try:
@@ -186,15 +186,15 @@ class TensorFile:
         while buffer:
             count = os.readv(descriptor, [buffer])
             if not count:
-                raise CheckpointError(f"{self.path}: cut short while it was read")
+                raise CheckpointError(f"{self.path}: truncated while it was read")
             buffer = buffer[count:]
 
 
 def open_tensor_file(path: Path) -> TensorFile:
-    """Read a file's header and check that the file is as long as it says.
+    """Read the header of a file and check the file's length.
 
     Raises:
-        CheckpointError: the file is missing, cut short or not what it should be.
+        CheckpointError: If the file is missing, truncated or invalid.
     """
     try:
         with open(open_regular(path, CheckpointError), "rb") as file:
@@ -205,14 +205,14 @@ def open_tensor_file(path: Path) -> TensorFile:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
     if len(prefix) < 8 or len(text) != length:
-        raise CheckpointError(f"{path}: cut short or damaged: its header is incomplete")
+        raise CheckpointError(f"{path}: truncated or corrupted: incomplete header")
     check_by_reference(path)
-    header = parse_json(text, dict[str, dict[str, Any]], f"{path}: damaged", CheckpointError)
+    header = parse_json(text, dict[str, dict[str, Any]], f"{path}: corrupted", CheckpointError)
     metadata = header.pop("__metadata__", {})
     entries = {}
     for name, each in header.items():
         if each["dtype"] not in ITEMSIZES:
-            raise CheckpointError(f"{path}: {name} is {each['dtype']}, which is not read")
+            raise CheckpointError(f"{path}: {name}: dtype {each['dtype']} not supported")
         entries[name] = TensorEntry(
             name, each["dtype"], tuple(each["shape"]), each["data_offsets"][0]
         )

@@ -1,4 +1,4 @@
-"""Between torch's tensors and the bytes in files."""
+"""Conversion between torch tensors and bytes, and host memory to stage snapshots in."""
 
 import threading
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def tensor_bytes(values: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied."""
+    """Return the bytes of a contiguous CPU tensor without copying."""
     flat = values.detach().contiguous().view(-1)
     array: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return array.data if flat.numel() else memoryview(b"")
 
 
 def tensor_of(data: memoryview, dtype: str) -> Tensor:
-    """Bytes, which may be written to, as a 1-D tensor; not copied."""
+    """Return writable bytes as a 1-D tensor without copying."""
     return torch.frombuffer(data, dtype=DTYPES[dtype])
 
 
@@ -42,9 +42,10 @@ _CHUNK_BYTES = 1 << 30
 
 
 class Staging:
-    """Host memory that copies of a rank's tensors are put into, kept from one save to the next.
+    """Host memory for copies of a rank's tensors, reused by every save.
 
-    In chunks, because torch rounds what is pinned up to a power of two, and keeps it.
+    It is allocated in chunks, because torch rounds pinned allocations up to a power of two and
+    keeps them.
     """
 
     def __init__(self) -> None:
@@ -52,9 +53,9 @@ class Staging:
         self._preparing: threading.Thread | None = None
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Pin memory for copies of `tensors`, if they are on a GPU, while training continues.
+        """Pin memory for copies of `tensors` in a thread, if they are on a GPU.
 
-        Pinning takes about a second for a few gigabytes; without this the first save waits for it.
+        Pinning takes about a second per few gigabytes, which the first save would wait for.
         """
         device = next((values.device for values in tensors if values.is_cuda), None)
         if device is None:
@@ -69,7 +70,7 @@ class Staging:
         self._preparing.start()
 
     def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """CPU copies; they are overwritten by the next call."""
+        """Copy `tensors` to the CPU; the next call overwrites the copies."""
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
@@ -84,10 +85,10 @@ class Staging:
         return copied
 
     def _places(self, sizes: Sequence[int], *, pinned: bool) -> list[Tensor]:
-        """Memory for each, as bytes."""
+        """Return memory for each size, as bytes."""
         usual = min(sum(sizes), _CHUNK_BYTES)
         filled: list[int] = []  # bytes of each chunk
-        starts: list[tuple[int, int]] = []  # chunk, and where in it
+        starts: list[tuple[int, int]] = []  # index of the chunk, offset in it
         room = -1
         for size in sizes:
             if size > room:
@@ -96,7 +97,7 @@ class Staging:
             starts.append((len(filled) - 1, filled[-1] - room))
             room -= size
         if [each.numel() for each in self._chunks] != filled:
-            self._chunks = []  # before there are others
+            self._chunks = []  # frees the old chunks before new ones are allocated
             self._chunks = [torch.empty(n, dtype=torch.uint8, pin_memory=pinned) for n in filled]
         return [
             self._chunks[chunk][start : start + size]

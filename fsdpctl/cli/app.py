@@ -23,9 +23,14 @@ from fsdpctl.cli.sample import sample
 from fsdpctl.cli.status import status
 from fsdpctl.cli.train import train
 from fsdpctl.cli.version import print_version
-from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
+from fsdpctl.errors import (
+    STOP_SIGNALS,
+    FsdpctlError,
+    InterruptError,
+    StoppedError,
+    UsageError,
+)
 
-_STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 # Errors of the command line itself: click's class, which newer versions of typer include.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[2]
 
@@ -86,7 +91,8 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """Run the command line. An error is printed in one line; its kind sets the exit code."""
-    for number, handler in ((signal.SIGINT, _interrupt), *((each, _stop) for each in _STOPPING)):
+    for number in STOP_SIGNALS:
+        handler = _interrupt if number == signal.SIGINT else _stop
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, handler)
     args = sys.argv[1:] or ["--help"]

@@ -1,13 +1,16 @@
 """`fsdpctl consolidate-checkpoint` and `shard-checkpoint`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fsdpctl.cli.console import bytes_bar, note, say
 from fsdpctl.config.sizes import parse_bytes
 from fsdpctl.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from fsdpctl.checkpoint.reader import CheckpointReader
 
 _MOST_FILES = 1 << 16
 _FORMATS = ("hf", "gguf", "peft")
@@ -23,7 +26,7 @@ Source = Annotated[
 
 
 def found_checkpoint(source: Path) -> Path:
-    """The checkpoint that SRC means; says what was passed over."""
+    """Return the checkpoint in SRC, and print which incomplete ones were skipped."""
     from fsdpctl.checkpoint.folders import find_checkpoint, passed_over_in
 
     found = find_checkpoint(source)
@@ -36,51 +39,63 @@ def consolidate_checkpoint(
     source: Source,
     destination: Annotated[
         Path,
-        typer.Argument(metavar="DST", help="A directory that does not exist yet; gguf: a file."),
+        typer.Argument(metavar="DST", help="A new directory; for gguf, a new file."),
     ],
     dtype: Annotated[
         str | None,
         typer.Option(
-            metavar="|".join(_DTYPES), help="Cast; by default as saved, and gguf to float32."
+            metavar="|".join(_DTYPES),
+            help="Dtype of the exported weights; default: as saved, for gguf float32.",
         ),
     ] = None,
     max_file_size: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="hf: start another file beyond; by default 5GB."),
+        typer.Option(
+            metavar="SIZE", help="hf: size beyond which another file starts; default: 5GB."
+        ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace DST if it exists.")
+        bool, typer.Option("--overwrite", help="Replace an earlier export in DST.")
     ] = False,
     format: Annotated[
         str,
         typer.Option(
             metavar="|".join(_FORMATS),
-            help="hf: a directory that transformers opens. gguf: a file that llama.cpp opens. "
-            "peft: a directory of adapters alone, that peft opens.",
+            help="hf: a directory for transformers. gguf: a file for llama.cpp. peft: a directory "
+            "of adapters only, for peft.",
         ),
     ] = "hf",
     merge: Annotated[
-        bool, typer.Option("--merge", help="hf, gguf: add adapters to the weights they are of.")
+        bool, typer.Option("--merge", help="hf, gguf: merge adapters into the weights.")
     ] = False,
 ) -> None:
-    """Write whole tensors for the rest of the world."""
+    """Export a checkpoint to Hugging Face, GGUF or PEFT."""
     for name, given, known in (("dtype", dtype, _DTYPES), ("format", format, _FORMATS)):
         if given is not None and given not in known:
-            allowed = ", ".join(known)
-            raise UsageError(f"--{name} {given}: allowed is {allowed}{nearest(given, known)}")
-    how = {"overwrite": overwrite, "merges": merge}
-    if format == "hf":
-        limit = parse_bytes(max_file_size or "5GB", "--max-file-size")
-        _write_hugging_face(source, destination, dtype, limit, **how)
-    elif max_file_size is not None:
-        raise UsageError("--max-file-size: only with --format hf; others take one file")
-    elif format == "gguf":
-        _write_gguf(source, destination, dtype, **how)
-    elif merge or dtype is not None:
+            expected = ", ".join(known)
+            raise UsageError(f"--{name} {given}: expected {expected}{nearest(given, known)}")
+    if format != "hf" and max_file_size is not None:
+        raise UsageError("--max-file-size: only valid with --format hf")
+    if format == "peft" and (merge or dtype is not None):
         option = "--merge" if merge else "--dtype"
-        raise UsageError(f"{option}: not with --format peft, which writes adapters as they are")
-    else:
+        raise UsageError(
+            f"{option}: not valid with --format peft, which keeps adapters as they are"
+        )
+    if format == "peft":
         _write_peft(source, destination, overwrite=overwrite)
+        return
+    limit = parse_bytes(max_file_size or "5GB", "--max-file-size")
+    if format == "hf":
+        from fsdpctl.checkpoint.destination import check_destination
+
+        check_destination(destination.resolve(), overwrite=overwrite)
+    from fsdpctl.checkpoint.reader import CheckpointReader
+
+    reader = CheckpointReader(found_checkpoint(source))
+    if format == "gguf":
+        _write_gguf(reader, destination, dtype, overwrite=overwrite, merges=merge)
+    else:
+        _write_hugging_face(reader, destination, dtype, limit, overwrite=overwrite, merges=merge)
 
 
 def _write_peft(source: Path, destination: Path, *, overwrite: bool) -> None:
@@ -93,15 +108,18 @@ def _write_peft(source: Path, destination: Path, *, overwrite: bool) -> None:
 
 
 def _write_gguf(
-    source: Path, destination: Path, dtype: str | None, *, overwrite: bool, merges: bool
+    reader: "CheckpointReader",
+    destination: Path,
+    dtype: str | None,
+    *,
+    overwrite: bool,
+    merges: bool,
 ) -> None:
     from fsdpctl.checkpoint.cast import EXPORT_DTYPES
     from fsdpctl.checkpoint.gguf_file import write_gguf
     from fsdpctl.checkpoint.pretrained import whole_weights
-    from fsdpctl.checkpoint.reader import CheckpointReader
     from fsdpctl.checkpoint.source import weight_bytes
 
-    reader = CheckpointReader(found_checkpoint(source))
     with bytes_bar(weight_bytes(whole_weights(reader))) as advance:
         exported = write_gguf(
             reader,
@@ -111,16 +129,13 @@ def _write_gguf(
             merges=merges,
             on_bytes=advance,
         )
-    say(
-        f"{exported.path}: {exported.num_tensors} tensors, {exported.num_bytes:,} bytes, of step "
-        f"{reader.manifest.progress.step}"
-    )
+    _say_exported(reader, exported.path, exported.num_tensors, exported.num_bytes)
     for line in exported.notes:
         say(line)
 
 
 def _write_hugging_face(
-    source: Path,
+    reader: "CheckpointReader",
     destination: Path,
     dtype: str | None,
     limit: int,
@@ -129,13 +144,9 @@ def _write_hugging_face(
     merges: bool,
 ) -> None:
     from fsdpctl.checkpoint.consolidate import consolidate
-    from fsdpctl.checkpoint.destination import refuse_existing
     from fsdpctl.checkpoint.pretrained import whole_weights
-    from fsdpctl.checkpoint.reader import CheckpointReader
     from fsdpctl.checkpoint.source import weight_bytes
 
-    refuse_existing(destination.resolve(), overwrite=overwrite)
-    reader = CheckpointReader(found_checkpoint(source))
     with bytes_bar(weight_bytes(whole_weights(reader))) as advance:
         exported = consolidate(
             reader,
@@ -146,26 +157,26 @@ def _write_hugging_face(
             merges=merges,
             on_bytes=advance,
         )
-    say(
-        f"{destination}: {exported.num_tensors} tensors, {exported.num_bytes:,} bytes, of step "
-        f"{reader.manifest.progress.step}"
-    )
+    _say_exported(reader, destination, exported.num_tensors, exported.num_bytes)
     if not exported.has_config:
-        say("no config.json: the checkpoint does not say what model it is of")
+        say("no config.json: the checkpoint does not name its model")
     elif not exported.has_tokenizer:
-        say("no tokenizer files: the run's data did not say which tokenizer made its tokens")
+        say("no tokenizer files: the run's tokenizer is unknown")
+
+
+def _say_exported(reader: "CheckpointReader", path: Path, tensors: int, num_bytes: int) -> None:
+    step = reader.manifest.progress.step
+    say(f"{path}: {tensors} tensors, {num_bytes:,} bytes, of step {step}")
 
 
 def shard_checkpoint(
     source: Annotated[Path, typer.Argument(metavar="HF_DIR", help="A Hugging Face directory.")],
-    destination: Annotated[
-        Path, typer.Argument(metavar="DST", help="A directory that does not exist yet.")
-    ],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="A new directory.")],
     world_size: Annotated[
-        int, typer.Option(min=1, max=_MOST_FILES, help="Files to share the weights among.")
+        int, typer.Option(min=1, max=_MOST_FILES, help="Number of files to share the weights.")
     ] = 1,
 ) -> None:
-    """Write a sharded checkpoint of a model's weights, without training."""
+    """Convert a Hugging Face model to a checkpoint."""
     from fsdpctl.checkpoint.load import check_weights
     from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
     from fsdpctl.checkpoint.publish import About
@@ -179,17 +190,13 @@ def shard_checkpoint(
 
     source = cached_model(source)
     if source.is_dir() and not is_hugging_face(source):
-        raise UsageError(f"{source}: no Hugging Face directory: there is no config.json in it")
+        raise UsageError(f"{source}: not a Hugging Face directory: config.json not found")
     config = compose_config(["model=hf", f"model.path={source}"]).config
     weights = open_weights(config.model)
     check_weights(weights, build_model(config.model))
     about = About(config=model_words_only(config_words(config)), attachments=assets_beside(source))
     with bytes_bar(weight_bytes(weights)) as advance:
         total = shard_weights(
-            weights,
-            destination,
-            num_files=world_size,
-            about=about,
-            on_bytes=advance,
+            weights, destination, num_files=world_size, about=about, on_bytes=advance
         )
     say(f"{destination}: {total:,} bytes of weights; train with model=hf model.path={destination}")

@@ -7,20 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from fsdpctl.cli.config_args import ConfigArguments, RanksPerNode, configured, normalized
-from fsdpctl.cli.console import note, say, show_table
+from fsdpctl.cli.console import add_row, new_table, note, say, show_table
 from fsdpctl.config.keys import Key
 from fsdpctl.errors import UsageError
 from fsdpctl.tools.compare.row import NOT_REACHED, OK, REFUSED
 
 if TYPE_CHECKING:
-    from fsdpctl.tools.compare.about import About
-    from fsdpctl.tools.compare.foresee import Foreseeing
-    from fsdpctl.tools.compare.measure import Measurement
+    from fsdpctl.tools.compare.about import ComparisonInfo
+    from fsdpctl.tools.compare.measure import MeasuredComparison
     from fsdpctl.tools.compare.row import Row
+    from fsdpctl.tools.compare.simulate import SimulatedComparison
     from fsdpctl.tools.compare.vary import Variant
 
 _STEPS = Key("--steps", "whole number", 20, "", minimum=4, maximum=1_000_000)
@@ -30,28 +28,30 @@ _ROUNDS = Key("--rounds", "whole number", 3, "", minimum=1, maximum=1_000)
 @configured
 def compare(  # noqa: PLR0913  # each is an option
     asked: ConfigArguments,
-    steps: Annotated[str, typer.Option(metavar="N", help="Length of each run, in steps.")] = "20",
+    steps: Annotated[str, typer.Option(metavar="N", help="Steps of each run.")] = "20",
     rounds: Annotated[
-        str, typer.Option(metavar="N", help="How often each variant runs, in turn with the others.")
+        str, typer.Option(metavar="N", help="Runs of each variant, alternating with the others.")
     ] = "3",
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Keep the runs, with a page, charts, CSV and JSON."),
+        typer.Option(
+            metavar="DIR", help="Directory to keep the runs in, with a page, charts, CSV and JSON."
+        ),
     ] = None,
     write_recipe: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the best variant as a recipe.")
+        Path | None, typer.Option(metavar="FILE", help="File to write the best variant to.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     nproc_per_node: RanksPerNode = None,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="Run nothing: foresee, on `cluster` or its profile.")
+        bool, typer.Option("--simulate", help="Predict for `cluster` or its profile, run nothing.")
     ] = False,
 ) -> None:
-    """Compare variants by short runs, in rounds, or by what is foreseen of them.
+    """Compare variants by short runs or simulation.
 
-    A table of speed, memory and loss, and which is best. Commas separate alternatives, as in
-    `strategy=full_shard,no_shard train.micro_batch_size=1,2`; without any, all strategies are
-    compared. `--simulate cluster=h100 launch.nnodes=2,4,8` needs no GPU.
+    Prints a table of speed, memory and loss, and recommends a variant. Commas separate
+    alternatives, as in `strategy=full_shard,no_shard train.micro_batch_size=1,2`. Without any, all
+    strategies are compared. `--simulate cluster=h100 launch.nnodes=2,4,8` needs no GPU.
     """
     from fsdpctl.tools.compare.recipe import check_recipe_file
 
@@ -59,75 +59,84 @@ def compare(  # noqa: PLR0913  # each is an option
     asked = normalized(asked, nproc_per_node)
     found = _variants(asked, length)
     file = None if write_recipe is None else check_recipe_file(write_recipe)
-    comparison = _Comparison(asked, length, number, as_json=as_json, simulates=simulate)
+    command = _Command(asked, length, number, as_json=as_json, simulates=simulate)
     with ExitStack() as stack:
-        folder = None if out is None else _made(out.expanduser())
+        folder = None if out is None else _new_folder(out.expanduser())
         runs = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdpctl-")))
-        rows = comparison.run(found, runs, folder)
+        rows = command.run(found, runs, folder)
     if file is not None:
-        comparison.write_recipe(file, found, rows)
+        command.write_recipe(file, found, rows)
     failed = [row for row in rows if row.status != OK]
-    if len(failed) == len(rows) or (failed and not simulate):  # to foresee what lacks room is well
+    if len(failed) == len(rows) or (failed and not simulate):  # a simulated one may lack memory
         raise typer.Exit(1)
 
 
 @dataclass(slots=True)
-class _Comparison:
-    """One comparison, and how it is told of."""
+class _Command:
+    """One comparison and its report."""
 
     asked: ConfigArguments  # normalized
     length: int
     num_rounds: int
     as_json: bool = field(kw_only=True)
     simulates: bool = field(kw_only=True)
-    about: "About | None" = None
+    about: "ComparisonInfo | None" = None
 
     def run(self, found: "list[Variant]", runs: Path, folder: Path | None) -> "list[Row]":
-        """Measure or foresee, and tell what is known; also when it is stopped."""
-        contest = self._contest(found, runs, is_kept=folder is not None)
-        is_whole = False
+        """Measure or predict all variants; report the results so far even if it is stopped."""
+        comparison = self._comparison(found, runs, is_kept=folder is not None)
+        is_complete = False
         try:
-            contest.run()
-            is_whole = True
+            comparison.run()
+            is_complete = True
             if folder is not None:
-                contest.find_largest()
+                comparison.find_largest()
         finally:
-            self._tell(contest, folder, is_whole=is_whole)
-        return contest.rows
+            self._report(comparison, folder, is_complete=is_complete)
+        return comparison.rows
 
-    def _contest(
+    def _comparison(
         self, found: "list[Variant]", runs: Path, *, is_kept: bool
-    ) -> "Measurement | Foreseeing":
-        from fsdpctl.tools.compare.foresee import Foreseeing
-        from fsdpctl.tools.compare.measure import Measurement
-
+    ) -> "MeasuredComparison | SimulatedComparison":
         if self.simulates:
-            return Foreseeing(found)
-        return Measurement(found, runs, num_rounds=self.num_rounds, is_kept=is_kept, say=note)
+            from fsdpctl.tools.compare.simulate import SimulatedComparison
 
-    def _tell(
-        self, contest: "Measurement | Foreseeing", folder: Path | None, *, is_whole: bool
+            return SimulatedComparison(found)
+        from fsdpctl.tools.compare.measure import MeasuredComparison
+
+        return MeasuredComparison(
+            found, runs, num_rounds=self.num_rounds, is_kept=is_kept, say=note
+        )
+
+    def _report(
+        self,
+        comparison: "MeasuredComparison | SimulatedComparison",
+        folder: Path | None,
+        *,
+        is_complete: bool,
     ) -> None:
-        from fsdpctl.tools.compare.about import about_comparison
-        from fsdpctl.tools.compare.foresee import Foreseeing
+        from fsdpctl.tools.compare.about import describe
         from fsdpctl.tools.compare.report import PAGE, as_json, write_report
+        from fsdpctl.tools.compare.simulate import SimulatedComparison
 
-        rows = contest.rows
-        _refuse_if_none_could_run(rows)
+        rows = comparison.rows
+        if rows and all(row.status.startswith(REFUSED) for row in rows):
+            others = f" (and {len(rows) - 1} more variants)" if len(rows) > 1 else ""
+            raise UsageError(f"{rows[0].status.removeprefix(REFUSED)}{others}")
         if all(row.status == NOT_REACHED for row in rows):
             return
-        self.about = about_comparison(
-            contest.configs,
+        self.about = describe(
+            comparison.configs,
             rows,
-            is_foreseen=self.simulates,
+            is_predicted=self.simulates,
             how=self._how(),
             command=self._command(),
-            is_whole=is_whole,
+            is_complete=is_complete,
         )
         if folder is not None:
             write_report(rows, self.about, folder)
-            if isinstance(contest, Foreseeing):
-                contest.write_traces(folder)
+            if isinstance(comparison, SimulatedComparison):
+                comparison.write_traces(folder)
         if self.as_json:
             say(as_json(rows))
         else:
@@ -137,10 +146,9 @@ class _Comparison:
 
     def _how(self) -> str:
         if self.simulates:
-            return "the plan's events on streams and links; nothing ran"
-        if self.num_rounds == 1:
-            return f"1 run of {self.length} steps each"
-        return f"{self.num_rounds} rounds of {self.length} steps each"
+            return "simulation of the planned step on streams and links; nothing ran"
+        rounds = "1 run" if self.num_rounds == 1 else f"{self.num_rounds} rounds"
+        return f"{rounds} of {self.length} steps per variant"
 
     def _command(self) -> str:
         from fsdpctl.tools.compare.about import command_of
@@ -154,20 +162,20 @@ class _Comparison:
         return command_of(self.asked.settings or [], options)
 
     def write_recipe(self, path: Path, found: "list[Variant]", rows: "list[Row]") -> None:
-        """The best of what ran, if anything did."""
-        from fsdpctl.tools.compare.judge import recommend
+        """Write the best variant, if any ran."""
         from fsdpctl.tools.compare.recipe import write_recipe
+        from fsdpctl.tools.compare.recommendation import recommend
 
-        said = recommend(rows)
-        if said.best is None or self.about is None:
-            note(f"{path}: not written, as no variant ran")
+        recommended = recommend(rows)
+        if recommended.best is None or self.about is None:
+            note(f"{path}: not written, because no variant ran")
             return
-        best = found[rows.index(said.best)]
         about = [
-            f"{said.best.label}: the best of {len(rows)} variants of `{self.about.command}`.",
-            f"{self.about.title}: {self.about.how}, {self.about.made}.",
-            said.text,
+            f"{recommended.best.label}: best of {len(rows)} variants of `{self.about.command}`.",
+            f"{self.about.title}: {self.about.how}, {self.about.created_at}.",
+            recommended.text,
         ]
+        best = found[rows.index(recommended.best)]
         _, recipe, config_dir = self.asked
         write_recipe(path, best, about, recipe=recipe, config_dir=config_dir)
         note(f"written: {path}")
@@ -183,36 +191,31 @@ def _variants(asked: ConfigArguments, steps: int) -> "list[Variant]":
     for line in (*lacking, *same):
         note(line)
     for name in {name for each in found for name in each.composed.dropped}:
-        note(f"recipe's {name} left out: {name.split('.')[0]} is chosen here")
+        note(f"recipe's {name} ignored: {name.split('.')[0]} is set on the command line")
     return found
 
 
 def _show(rows: "list[Row]") -> None:
-    from fsdpctl.tools.compare.judge import failures, losses, recommend
+    from fsdpctl.tools.compare.recommendation import failures, losses, recommend
     from fsdpctl.tools.compare.table import columns
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
     shown = columns(rows)
-    for column in shown:
-        table.add_column(column.title, justify="left" if column.is_text else "right")
+    table = new_table(
+        *(column.title for column in shown),
+        right=[column.title for column in shown if not column.is_text],
+    )
     for cells in zip(*(column.cells for column in shown), strict=True):
-        table.add_row(*map(escape, cells))
+        add_row(table, *cells)
     show_table(table)
     for line in (*failures(rows), *losses(rows), f"recommended: {recommend(rows).text}"):
         say(line)
 
 
-def _refuse_if_none_could_run(rows: "list[Row]") -> None:
-    if rows and all(row.status.startswith(REFUSED) for row in rows):
-        others = f" (and {len(rows) - 1} more variants)" if len(rows) > 1 else ""
-        raise UsageError(f"{rows[0].status.removeprefix(REFUSED)}{others}")
-
-
-def _made(folder: Path) -> Path:
+def _new_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise UsageError(f"--out {folder}: is not an empty directory")
+            raise UsageError(f"--out {folder}: not an empty directory")
     except OSError as error:
         raise UsageError(f"--out {folder}: {error.strerror}") from None
     return folder

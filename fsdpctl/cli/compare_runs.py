@@ -14,29 +14,28 @@ from fsdpctl.errors import FsdpctlError
 from fsdpctl.io.console import printable
 
 if TYPE_CHECKING:
-    from fsdpctl.tools.series import Point
     from fsdpctl.tools.tensors import CheckpointDifference, TensorDifference
-    from fsdpctl.tools.two_runs import TwoRuns
+    from fsdpctl.tools.two_runs import Point, TwoRuns
 
 _SHOWN = 20  # tensors
 _NOT_SET = "not set"
 
 
 def compare_runs(
-    run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run directory.")],
-    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another one.")],
+    run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="Run directory.")],
+    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Run directory to compare with.")],
     assert_equal: Annotated[
         bool,
         typer.Option(
             "--assert-equal",
-            help="End with code 1 unless losses and tensors are equal; configurations may differ.",
+            help="Exit with code 1 unless losses and tensors are equal; settings may differ.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say where two runs part: losses, configurations, and tensors.
+    """Show how two existing runs differ.
 
-    Those of the newest checkpoints that both have of one step.
+    Compares losses, settings, and the tensors of the newest checkpoints of a common step.
     """
     from fsdpctl.tools.two_runs import compare_runs as compare
 
@@ -61,12 +60,16 @@ def _show(found: "TwoRuns") -> None:
         rows = [[x.key, x.a or _NOT_SET, x.b or _NOT_SET] for x in found.configuration]
         show_table(_table(("configuration", "A", "B"), rows, left=3))
     else:
-        say("configurations are the same")
+        say("configurations are equal")
     say()
     for line in _tensors(found):
         say(line)
     say()
-    say(f"differ  {'; '.join(found.differences)}" if found.differences else "equal   all compared")
+    say(
+        f"differ  {'; '.join(found.differences)}"
+        if found.differences
+        else "equal   everything compared"
+    )
 
 
 def _losses(found: "TwoRuns") -> Table:
@@ -82,14 +85,14 @@ def _losses(found: "TwoRuns") -> Table:
             rows.append(
                 [each.name, f"{each.compared:,}", f"{each.num_different:,} differ", at, largest]
             )
-    return _table(("figure", "steps", "", "first difference", "largest difference"), rows)
+    return _table(("metric", "steps", "", "first difference", "largest difference"), rows)
 
 
 def _steps(found: "TwoRuns") -> Iterator[str]:
     loss = found.series["loss"]
     for name, count in (("A", loss.only_a), ("B", loss.only_b)):
         if count:
-            yield f"{count:,} steps only {name} has done"
+            yield f"{count:,} steps only in {name}"
 
 
 def _pair(point: "Point") -> str:
@@ -99,18 +102,18 @@ def _pair(point: "Point") -> str:
 def _tensors(found: "TwoRuns") -> Iterator[str]:
     checkpoint = found.checkpoint
     if checkpoint is None:
-        yield "no checkpoint of a step that both have"
+        yield "no common step with a checkpoint"
         return
     different = checkpoint.different
     yield (
         f"checkpoints of step {checkpoint.step}: {len(checkpoint.tensors)} tensors in both, "
-        f"{len(different) or 'none'} of which differ"
+        f"{len(different) or 'none'} differ"
     )
     if different:
-        head = ("tensor, worst first", "elements", "that differ", "largest", "relative norm", "")
+        head = ("tensor, worst first", "elements", "differing", "largest", "relative norm", "")
         show_table(_table(head, [_row(each) for each in different[:_SHOWN]], right=4))
     if len(different) > _SHOWN:
-        yield f"and {len(different) - _SHOWN} more, which --json has"
+        yield f"and {len(different) - _SHOWN} more (see --json)"
     yield from _missing(checkpoint)
 
 

@@ -28,6 +28,7 @@ _VERDICTS = {
     "thrashes": "fits only if the allocator empties its cache again and again, which is slow",
     "too_large": "does not fit",
 }
+_SHORT_VERDICTS = {"too_large": _VERDICTS["too_large"]}
 
 
 @configured
@@ -55,7 +56,7 @@ def estimate_memory(
         typer.Option(
             "--from",
             metavar="FILE",
-            help="Start from a configuration of axolotl, torchtitan or accelerate.",
+            help="Estimate the configuration of axolotl or accelerate in FILE.",
         ),
     ] = None,
 ) -> None:
@@ -217,8 +218,12 @@ def _strategies_table(estimates: list["RunEstimate"]) -> Table:
     for each in estimates:
         cells = [_size(each.step.breakdown[name]) for name in parts]
         totals = [_size(each.allocated), _size(each.peak_reserved), _size(each.margin)]
-        verdict = each.verdict.replace("_", " ")
-        table.add_row(each.config.strategy.name, *cells, *totals, verdict)
+        table.add_row(
+            each.config.strategy.name,
+            *cells,
+            *totals,
+            _SHORT_VERDICTS.get(each.verdict, each.verdict),
+        )
     return table
 
 
@@ -231,7 +236,7 @@ def _breakdown_table(found: "RunEstimate") -> Table:
         largest = [each for each in found.step.peak.largest if each.category == name]
         named = [f"{each.count} x {each.what}, {_size(each.nbytes)}" for each in largest[:2]]
         table.add_row(name.replace("_", " "), _size(nbytes), "; ".join(named))
-    table.add_row("allocated", _size(found.allocated), f"when: {found.step.peak.when}")
+    table.add_row("allocated", _size(found.allocated), f"peak at: {found.step.peak.when}")
     return table
 
 
@@ -257,14 +262,14 @@ def _conclusions(found: "RunEstimate") -> list[str]:
 
 def _fit_line(found: "Fit") -> str:
     if found.estimate is None:
-        return f"nothing, {found.key}=1 is too large"
+        return f"nothing: {found.key}=1 does not fit"
     held = _size(found.estimate.peak_reserved)
     if found.key == "model.num_layers":
         held += f", {found.estimate.num_params:,} parameters"
-    if found.following is None:
-        return f"{found.words} ({held}), the largest there is"
-    over = _size(found.following.peak_reserved)
-    return f"{found.words} ({held}); {found.value + found.multiple} does not fit ({over})"
+    if found.next is None:
+        return f"{found.settings} ({held}), the maximum"
+    over = _size(found.next.peak_reserved)
+    return f"{found.settings} ({held}); {found.value + found.multiple} does not fit ({over})"
 
 
 def change_lines(changes: list[tuple["Change", "RunEstimate"]]) -> list[str]:

@@ -43,7 +43,7 @@ def show_translation(asked: "AskedFromOthers") -> None:
     for name in (f"{found.tool}: {found.file}", "", "becomes", ""):
         table.add_column(Text(printable(name)))
     for row in asked.rows:
-        words = [word for word in row.words if not (found.own_engine and word[:7] == "engine=")]
+        words = [word for word in row.settings if not (found.own_engine and word[:7] == "engine=")]
         lost = [word for word in words if word in asked.overruled]
         note = row.note
         if lost:
@@ -62,12 +62,12 @@ def _left_out(asked: "AskedFromOthers") -> Iterator[str]:
     found = asked.translation
     if found.own_engine:
         yield f"engine  fsdpctl: {found.own_engine}"
-    for row in found.unlike:
+    for row in found.excluded:
         yield f"not so  {row.key}={row.value}: {row.note}"
-    if found.unknown:
-        yield from _listed("unknown", f"may change the figure: {', '.join(found.unknown)}")
-    if found.idle:
-        yield from _listed("unused", f"no influence on memory: {', '.join(found.idle)}")
+    if found.unrecognized:
+        yield from _listed("unknown", f"may change the figure: {', '.join(found.unrecognized)}")
+    if found.no_memory_effect:
+        yield from _listed("unused", f"no influence on memory: {', '.join(found.no_memory_effect)}")
     yield ""
 
 

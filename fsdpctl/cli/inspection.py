@@ -6,25 +6,21 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from fsdpctl.cli.checkpoint import Source, found_checkpoint
-from fsdpctl.cli.console import bytes_bar, emit, say, show_table
-from fsdpctl.io.console import printable
+from fsdpctl.cli.console import add_row, bytes_bar, emit, new_table, say, show_table
 
 if TYPE_CHECKING:
-    from fsdpctl.checkpoint.manifest import TensorInfo
     from fsdpctl.checkpoint.reader import CheckpointReader
 
-_PARAMETER = "model"  # the kind of tensor that weights are
+_PARAMETER = "model"  # the kind of weights
 _SHOWN_FILES = 16
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def inspect_checkpoint(source: Source, as_json: AsJson = False) -> None:
-    """Show what is in a checkpoint: its run, its files, its tensors."""
+    """Show a checkpoint's run, files and tensors."""
     from fsdpctl.checkpoint.reader import CheckpointReader
 
     reader = CheckpointReader(found_checkpoint(source))
@@ -35,14 +31,14 @@ def inspect_checkpoint(source: Source, as_json: AsJson = False) -> None:
     for line in _summary(reader):
         say(line)
     if manifest.attachments:
-        say(f"beside them: {', '.join(manifest.attachments)}")
-    _show("file", ("bytes", "tensors"), _rows_of_files(reader))
-    _show("tensor", ("shape", "dtype", "bytes", "files"), _rows_of_tensors(reader))
-    _show("configuration", ("",), [[name, text] for name, text in manifest.config.items()])
+        say(f"attached files: {', '.join(manifest.attachments)}")
+    _show(("file", "bytes", "tensors"), _rows_of_files(reader))
+    _show(("tensor", "shape", "dtype", "bytes", "files"), _rows_of_tensors(reader))
+    _show(("configuration", ""), [[name, text] for name, text in manifest.config.items()])
 
 
 def _described(reader: "CheckpointReader") -> dict[str, Any]:
-    """The manifest, and where each tensor's elements lie."""
+    """Return the manifest, and the file and span of each part of a tensor."""
     content: dict[str, Any] = json.loads(reader.manifest.to_json())
     for key, about in content["tensors"].items():
         about["bytes"] = reader.info(key).nbytes
@@ -54,15 +50,12 @@ def _described(reader: "CheckpointReader") -> dict[str, Any]:
     return {"path": str(reader.folder), "bytes": reader.num_bytes, **content}
 
 
-def _show(first: str, others: tuple[str, ...], rows: list[list[str]]) -> None:
+def _show(columns: tuple[str, ...], rows: list[list[str]]) -> None:
     if not rows:
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(first)
-    for name in others:
-        table.add_column(name, justify="right" if name in ("bytes", "tensors") else "left")
+    table = new_table(*columns, right=("bytes", "tensors"))
     for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
+        add_row(table, *row)
     say()
     show_table(table)
 
@@ -80,7 +73,8 @@ def _rows_of_files(reader: "CheckpointReader") -> list[list[str]]:
 
 def _rows_of_tensors(reader: "CheckpointReader") -> list[list[str]]:
     rows = []
-    for key, info in sorted(reader.manifest.tensors.items(), key=_parameters_first):
+    tensors = reader.manifest.tensors.items()
+    for key, info in sorted(tensors, key=lambda each: (not _is_weight(each[0]), each[0])):
         names = [part.file.path.stem.removeprefix("rank-") for part in reader.parts(key)]
         shown = ", ".join(str(int(name)) for name in names[:_SHOWN_FILES])
         shown += f" and {len(names) - _SHOWN_FILES} more" if len(names) > _SHOWN_FILES else ""
@@ -89,24 +83,24 @@ def _rows_of_tensors(reader: "CheckpointReader") -> list[list[str]]:
     return rows
 
 
-def _parameters_first(entry: tuple[str, "TensorInfo"]) -> tuple[bool, str]:
-    return not entry[0].startswith(f"{_PARAMETER}/"), entry[0]
+def _is_weight(key: str) -> bool:
+    return key.startswith(f"{_PARAMETER}/")
 
 
 def _summary(reader: "CheckpointReader") -> Iterator[str]:
     manifest = reader.manifest
     progress, tensors = manifest.progress, manifest.tensors
     kinds = Counter(key.split("/")[0] for key in tensors)
-    weights = [info for key, info in tensors.items() if key.startswith(f"{_PARAMETER}/")]
+    weights = [info for key, info in tensors.items() if _is_weight(key)]
     dtypes = ", ".join(sorted({info.dtype for info in weights}))
-    model = manifest.config.get("model", "a model of one's own")
+    model = manifest.config.get("model", "a custom model")
     yield f"{reader.folder}: {model}, step {progress.step}, {progress.samples:,} samples"
     numel = sum(info.numel for info in weights)
     yield f"{numel:,} parameters in {len(weights)} tensors of {dtypes}"
     states = [kind for kind in kinds if kind not in (_PARAMETER, "buffer")]
     yield f"optimizer states: {', '.join(states) or 'none'}"
     if manifest.base is not None:
-        yield f"what was not trained is in {manifest.base.path}"
+        yield f"base model (untrained weights): {manifest.base.path}"
     yield (
         f"{reader.num_bytes:,} bytes in {len(manifest.files)} files, written by "
         f"{manifest.world_size} ranks with torch {manifest.versions.get('torch', 'unknown')}"
@@ -114,11 +108,12 @@ def _summary(reader: "CheckpointReader") -> Iterator[str]:
 
 
 def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
-    """Check every byte, and that the base is what it was; exit code 4 if something is wrong."""
-    from fsdpctl.checkpoint.base import check_base
+    """Verify all checksums of a checkpoint and its base.
+
+    The exit code is 4 if one does not match.
+    """
     from fsdpctl.checkpoint.pretrained import open_base
     from fsdpctl.checkpoint.reader import CheckpointReader
-    from fsdpctl.comm.base import LocalCollectives
 
     reader = CheckpointReader(found_checkpoint(source))
     with bytes_bar(reader.num_bytes) as advance:
@@ -126,12 +121,15 @@ def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
             advance(count)
     base = reader.manifest.base
     if base is not None:
-        check_base(base, open_base(base, reader), LocalCollectives(), str(reader))
+        from fsdpctl.checkpoint.base import check_base
+        from fsdpctl.comm.base import Collectives
+
+        check_base(base, open_base(base, reader), Collectives(), str(reader))
     tensors = len(reader.manifest.tensors)
     if as_json:
         about = {"path": str(reader.folder), "tensors": tensors, "bytes": reader.num_bytes}
         emit(json.dumps(about | {"verified": True}, indent=2))
     else:
-        say(f"{reader.folder}: {tensors} tensors, {reader.num_bytes:,} bytes, all as written")
+        say(f"{reader.folder}: {tensors} tensors, {reader.num_bytes:,} bytes verified")
         if base is not None:
-            say(f"{base.path}: what was not trained, as it was")
+            say(f"{base.path}: base model verified")

@@ -12,7 +12,7 @@ from fsdpctl.config.files import choices_of, first_comment, package_folder
 from fsdpctl.config.keys import Key, value_in
 from fsdpctl.config.recipe import recipe_names
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
-from fsdpctl.config.words import hint
+from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import UsageError
 
 _JSON_TYPES = {

@@ -80,9 +80,9 @@ def _limit(axes: Any, found: "RunEstimate") -> None:
 
 def _draw_step(found: "RunEstimate", path: Path) -> None:
     """What is held over the moments of a step, stacked."""
-    from fsdpctl.predict.peak import course
+    from fsdpctl.predict.peak import peaks_by_moment
 
-    moments = course(found.step.script, found.step.writer.item)
+    moments = peaks_by_moment(found.step.script, found.step.recorder.item)
     figure, axes = _figure(f"{_title(found)}: a step with {found.config.strategy.name}")
     values = {
         name: [held[category] / _GIB for _, held in moments]

@@ -24,11 +24,11 @@ _MOST_NAMED = 5  # runs
 def status(
     run: Annotated[
         Path | None,
-        typer.Argument(metavar="[RUN]", help="A run directory; by default runs/latest."),
+        typer.Argument(metavar="[RUN]", help="Run directory (default: runs/latest)."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell how a run stands, from any machine that sees its directory."""
+    """Show the state and progress of a run."""
     from fsdpctl.tools.status import read_status
 
     found = read_status(_newest_run() if run is None else run)
@@ -42,10 +42,10 @@ def status(
 
 
 def _newest_run() -> Path:
-    """The directory that runs/latest leads to.
+    """Return the directory that runs/latest links to.
 
     Raises:
-        UsageError: there is none.
+        UsageError: If the link does not exist.
     """
     from fsdpctl.checkpoint.folders import LATEST
     from fsdpctl.run.files import RUNS
@@ -53,10 +53,10 @@ def _newest_run() -> Path:
     latest = Path(RUNS, LATEST)
     if latest.is_dir():
         return Path(RUNS, Path(os.path.realpath(latest)).name)
-    there = Path(RUNS).iterdir() if Path(RUNS).is_dir() else iter(())
-    names = sorted(str(each) for each in islice(there, _MOST_NAMED) if each.is_dir())
-    known = f", as {', '.join(names)}" if names else ""
-    raise UsageError(f"{latest}: there is none here; say which run{known}")
+    found = Path(RUNS).iterdir() if Path(RUNS).is_dir() else iter(())
+    names = sorted(str(each) for each in islice(found, _MOST_NAMED) if each.is_dir())
+    known = f", such as {', '.join(names)}" if names else ""
+    raise UsageError(f"{latest}: not found; pass a run directory{known}")
 
 
 def _rows(found: "Status") -> Iterator[tuple[str, str]]:
@@ -74,15 +74,15 @@ def _rows(found: "Status") -> Iterator[tuple[str, str]]:
         yield "speed", _speed(found)
     if found.peak_reserved_bytes is not None:
         of = "" if found.peak_allocated_bytes is None else (
-            f", {format_bytes(found.peak_allocated_bytes)} of it in tensors"
+            f", {format_bytes(found.peak_allocated_bytes)} allocated by tensors"
         )  # fmt: skip
-        yield "memory", f"at most {format_bytes(found.peak_reserved_bytes)} on rank 0{of}"
+        yield "memory", f"{format_bytes(found.peak_reserved_bytes)} peak on rank 0{of}"
     if found.starts > 1 or found.restarts:
         yield "starts", f"{found.starts}; {found.restarts} restarts since step {found.since_step}"
     if found.skipped_steps:
         yield (
             "skipped",
-            f"{found.skipped_steps} steps since step {found.since_step}, for their numbers",
+            f"{found.skipped_steps} steps since step {found.since_step} (non-finite or spiking)",
         )
     for text in found.warnings:
         yield "warning", text
@@ -93,21 +93,21 @@ def _speed(found: "Status") -> str:
     shared = each is not None and each != found.tokens_per_second
     ranks = f", {each:,.0f} per rank" if shared else ""
     mfu = "" if found.mfu is None else f", {found.mfu:.1%} MFU"
-    return f"{found.tokens_per_second:,.0f} tok/s{ranks}{mfu} (the median of recent steps)"
+    return f"{found.tokens_per_second:,.0f} tok/s{ranks}{mfu} (median of recent steps)"
 
 
 def _state(found: "Status") -> str:
     from fsdpctl.run.progress import format_seconds
 
     where = ""
-    if found.seen != "nothing":
+    if found.liveness_source != "nothing":
         where = f" on {found.host or 'this machine'}, process {found.pid}"
-    if found.seen == "sign of life" and found.heard_seconds_ago is not None:
-        where += f", heard of {format_seconds(found.heard_seconds_ago)} ago"
+    if found.liveness_source == "heartbeat" and found.heartbeat_age_seconds is not None:
+        where += f", heartbeat {format_seconds(found.heartbeat_age_seconds)} ago"
     if found.message.startswith(found.state):
         return found.message
-    said = f": {found.message}" if found.message else ""
-    return f"{found.state}{where if found.state in ('running', 'starting') else ''}{said}"
+    why = f": {found.message}" if found.message else ""
+    return f"{found.state}{where if found.state in ('running', 'starting') else ''}{why}"
 
 
 def _step(found: "Status") -> str:
@@ -119,7 +119,7 @@ def _step(found: "Status") -> str:
     if found.eta_seconds is not None:
         text += f", {format_seconds(found.eta_seconds)} left"
     if found.seconds_since_step is not None:
-        text += f"; the last one {format_seconds(found.seconds_since_step)} ago"
+        text += f"; last update {format_seconds(found.seconds_since_step)} ago"
     return text
 
 

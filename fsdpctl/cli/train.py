@@ -132,20 +132,20 @@ def _dry_run(composed: "Composed", resume: str) -> None:
 
 def _show_samples(opened: "Opened") -> None:
     """Print the first conversations as they are trained, and the lengths of all."""
-    from fsdpctl.data.chats.open import open_chats
+    from fsdpctl.data.chats.open import ChatSet
     from fsdpctl.data.chats.preview import histogram, preview
 
-    if not opened.config.data.holds_documents:
+    if not isinstance(opened.data, ChatSet):
         return
-    chats = open_chats(opened.config.data)
+    chats = opened.data.train
     marked = "in color" if out.is_terminal and not out.no_color else "in brackets"
     for number, text in enumerate(
-        preview(chats.train, chats.tokenizer, colour=marked == "in color"), start=1
+        preview(chats, opened.data.tokenizer, color=marked == "in color"), start=1
     ):
         say(f"\nsample {number}, trained text {marked}:")
         out.print(text)
     say("\nlengths of samples:")
-    for line in histogram(chats.train):
+    for line in histogram(chats):
         say(line)
 
 

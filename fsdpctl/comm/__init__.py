@@ -1,1 +1,1 @@
-"""The only package that calls torch.distributed: process groups, collectives, streams."""
+"""Collectives, process groups and the status of ranks: all that uses `torch.distributed`."""

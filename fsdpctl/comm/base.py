@@ -10,7 +10,7 @@ from torch import Tensor
 from fsdpctl.comm.waits import HostWaits, Waits
 from fsdpctl.plan.layout import Span
 
-# Gradients in some order: the elements of a flat buffer that each has, and their values.
+# Gradients in some order: the span of each in a flat buffer, and its values.
 Stretches = Sequence[tuple[Span, Tensor]]
 
 T = TypeVar("T")
@@ -18,15 +18,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """One buffer of an all-gather; see `Collectives.all_gather`."""
+    """A buffer of an all-gather: every rank's part of `whole` is filled in place from that rank.
+
+    This rank's part is first copied (and cast) from `shard`, unless `shard` is None.
+    """
 
     whole: Tensor
     parts: Sequence[Span]
-    shard: Tensor | None
+    shard: Tensor | None = None
 
 
 class Handle:
-    """A started collective. `wait()` returns its result, once; until then it is in flight."""
+    """A collective in flight. `wait()` returns its result and may be called once."""
 
     __slots__ = ("_finish",)
 
@@ -34,168 +37,106 @@ class Handle:
         self._finish = finish
 
     def wait(self) -> Tensor:
-        """The result, safe to use on the current stream."""
+        """Return the result, safe to use on the current stream."""
         return self._finish()
 
 
 class Reduction(Protocol):
-    """A started reduction; until `finish` or `wait` it owns the gradients it was given."""
+    """A reduction in flight. It owns the given gradients until `finish` or `wait` is called."""
 
     workspace_nbytes: int  # allocated for it
 
     def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
         """Wait, and write this rank's part of the sum times `scale` to `out`.
 
-        `out` may be this rank's part of the buffer that was given. What lies in no stretch is
-        zero. `dtype` is what is added in, where this rank adds.
+        Args:
+            out: May be this rank's part of the given buffer. Elements in no stretch become zero.
+            scale: The factor for the sum.
+            dtype: The dtype of the additions, if this rank adds.
         """
         ...
 
     def wait(self) -> None:
-        """Wait, and forget the result."""
+        """Wait, and discard the result."""
         ...
 
 
-class Collectives(Protocol):
-    """One set of ranks, and what they can do together. Sums, never means, go over the wire."""
-
-    rank: int
-    size: int
-    waits: Waits
-
-    def separate_reductions(self) -> None:
-        """From now on reductions run beside gathers. Collective."""
-        ...
-
-    def all_gather(self, whole: Tensor, parts: Sequence[Span], shard: Tensor | None) -> Handle:
-        """Fill every rank's part of `whole` in place from that rank; the result is `whole`.
-
-        This rank's part is first copied (and cast) from `shard`, unless that is None.
-        """
-        ...
-
-    def gather_together(self, buffers: Sequence[Gathering]) -> Handle:
-        """The same of several buffers as one collective; the result is the first one's `whole`."""
-        ...
-
-    def sends_in_place(self, parts: Sequence[Span]) -> bool:
-        """Whether `reduce_scatter` takes gradients as they are; else one stretch has all."""
-        ...
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether `reduce_scatter` takes one stretch in another dtype than it adds in."""
-        ...
-
-    @property
-    def adds_whole(self) -> bool:
-        """Whether whole gradients are better added by `start_all_reduce`."""
-        ...
-
-    def reduce_scatter(
-        self, gradients: Stretches, parts: Sequence[Span], dtype: torch.dtype
-    ) -> Reduction:
-        """Start to add up the ranks' gradients in `dtype`, of which each gets its part.
-
-        The stretches are alike on every rank, spans and dtypes.
-        """
-        ...
-
-    def all_reduce(self, values: Tensor) -> Tensor:
-        """Sum `values` over the ranks in place, and return them."""
-        ...
-
-    def start_all_reduce(self, values: Tensor, *, at_once: bool = True) -> Handle:
-        """The same, in the background; `values` belong to it until the handle was waited for.
-
-        Without `at_once` it may be kept back until there is more to add, or somebody waits.
-        """
-        ...
-
-    def broadcast(self, values: Tensor, source: int = 0) -> Tensor:
-        """Overwrite `values` with those of rank `source`, and return them."""
-        ...
-
-    def gather_objects(self, value: T) -> list[T]:
-        """Every rank's `value`, in rank order, on every rank: plain, or a dataclass of such."""
-        ...
-
-    def barrier(self) -> None:
-        """Return once every rank has arrived."""
-        ...
-
-
-class LocalCollectives:
-    """One rank alone: nothing to send, nothing to copy."""
+class Collectives:
+    """A set of ranks and their collectives, all of which sum. This base class is a single rank."""
 
     rank = 0
     size = 1
     waits: Waits = HostWaits()
+    exchanges = False
+    """Whether `reduce_scatter` can send one stretch in another dtype than it adds in."""
+    adds_whole = False
+    """Whether `start_all_reduce` is the best way to add unsharded gradients."""
 
     def separate_reductions(self) -> None:
-        """They take no time."""
+        """Let reductions overlap with gathers from now on. Collective."""
 
-    def all_gather(self, whole: Tensor, parts: Sequence[Span], shard: Tensor | None) -> Handle:
-        """`whole`, with `shard` written to it."""
-        return self.gather_together([Gathering(whole, parts, shard)])
-
-    def gather_together(self, buffers: Sequence[Gathering]) -> Handle:
-        """Each of them."""
+    def all_gather(self, buffers: Sequence[Gathering]) -> Handle:
+        """Gather several buffers as one collective; the result is the first buffer's `whole`."""
         for each in buffers:
-            own = each.parts[0]
             if each.shard is not None:
-                each.whole[own.start : own.stop].copy_(each.shard)
+                self._own(each).copy_(each.shard)
         return Handle(lambda: buffers[0].whole)
 
+    def _own(self, buffer: Gathering) -> Tensor:
+        """Return this rank's part."""
+        own = buffer.parts[self.rank]
+        return buffer.whole[own.start : own.stop]
+
     def sends_in_place(self, parts: Sequence[Span]) -> bool:
-        """Nothing is sent."""
-        return False
+        """Return whether `reduce_scatter` takes gradients as autograd made them.
 
-    exchanges = False
-
-    @property
-    def adds_whole(self) -> bool:
-        """One rank has nothing to add."""
+        If not, it takes one stretch with all elements.
+        """
         return False
 
     def reduce_scatter(
         self, gradients: Stretches, parts: Sequence[Span], dtype: torch.dtype
     ) -> Reduction:
-        """The only rank's part is everything."""
+        """Start to add the ranks' gradients in `dtype`; each rank receives its part of the sum.
+
+        The spans and dtypes of the stretches are equal on all ranks.
+        """
         ((_, whole),) = gradients
         return InPlace(Handle(lambda: whole))
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """`values`."""
+        """Sum `values` over the ranks in place, and return them."""
         return values
 
     def start_all_reduce(self, values: Tensor, *, at_once: bool = True) -> Handle:
-        """`values`."""
+        """Start an all-reduce, which owns `values` until its handle has been waited for.
+
+        Without `at_once` it may be delayed until there is more to add or its handle is waited for.
+        """
         return Handle(lambda: values)
 
     def broadcast(self, values: Tensor, source: int = 0) -> Tensor:
-        """`values`."""
+        """Overwrite `values` with those of rank `source`, and return them."""
         return values
 
     def gather_objects(self, value: T) -> list[T]:
-        """`value` alone."""
+        """Return the values of all ranks in rank order; all are plain values or dataclasses."""
         return [value]
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Return once every rank has arrived."""
 
 
 class InPlace:
-    """A reduction whose result lies in the buffer that was given."""
+    """A reduction whose result is a window of the given buffer, which `handle` returns."""
 
     workspace_nbytes = 0
 
     def __init__(self, handle: Handle) -> None:
-        """`handle` gives the result."""
         self._handle = handle
 
     def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
-        """In one pass where the dtypes are equal."""
+        """Write the result times `scale`, in one kernel if the dtypes are equal."""
         total = self._handle.wait()
         if scale == 1 and out.data_ptr() == total.data_ptr():
             return
@@ -205,5 +146,32 @@ class InPlace:
             out.copy_(total).mul_(scale)
 
     def wait(self) -> None:
-        """Until it has ended."""
+        """Wait, and discard the result."""
         self._handle.wait()
+
+
+class AsyncHostCopy:
+    """A copy of `values` on its way to the host. Later writes to `values` do not change it."""
+
+    def __init__(self, values: Tensor) -> None:
+        """Start the copy; on the CPU, take ownership of `values` instead."""
+        self._values = values
+        self._ready: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._values = values.to("cpu", non_blocking=True)
+            self._ready = torch.cuda.current_stream().record_event()
+
+    def tolist(self) -> list[float]:
+        """Return the values. May wait for the device."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        found: list[float] = self._values.tolist()
+        return found
+
+
+def raised(ranks: Collectives, flags: Sequence[bool], device: torch.device) -> AsyncHostCopy:
+    """Start to count the ranks that have raised each of the flags. Collective."""
+    own = torch.tensor(flags, dtype=torch.float64)
+    if device.type == "cuda":
+        own = own.pin_memory().to(device, non_blocking=True)
+    return AsyncHostCopy(ranks.all_reduce(own))

@@ -1,7 +1,7 @@
-"""The two axes of data parallelism: ranks that share one copy, and copies of the same part.
+"""The two axes of data parallelism: ranks that share one replica, and replicas of the same part.
 
 dp_shard_size = 2 on 4 ranks            dp_shard ->
-                                         rank 0   rank 1     one copy
+                                         rank 0   rank 1     one replica
                           dp_replicate   rank 2   rank 3     another
 """
 
@@ -16,11 +16,9 @@ from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.comm.waits import CudaWaits, Seconds
 
-# What follows, and of a reduction that was started: where its mean goes, the scale, and the dtype
-# that is added in.
 Chain = Callable[
     [Callable[[Tensor], Handle], Reduction, Tensor, float, torch.dtype], tuple[Handle, Handle]
-]
+]  # as `NcclCollectives.chain`
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +26,16 @@ class Mesh:
     """This rank's groups."""
 
     world: Collectives
-    shard: Collectives  # the ranks that share a copy with this one
-    replicas: Collectives | None  # the ranks that hold the same part; None where there is one copy
+    shard: Collectives  # the ranks that share a replica with this one
+    replicas: Collectives | None  # the ranks that hold the same part; None if there is one replica
 
     def take_waits(self) -> Seconds:
-        """How long computation has waited for any of them since the last time."""
+        """Return the time that computation has waited for any group since the previous call."""
         taken = [each.waits.take() for each in self._groups()]
         return lambda: sum(seconds() for seconds in taken)
 
     def measure_waits(self) -> None:
-        """Have waiting counted on CUDA too."""
+        """Measure waiting on CUDA too from now on."""
         for each in self._groups():
             if isinstance(each.waits, CudaWaits):
                 each.waits.measures = True
@@ -48,24 +46,24 @@ class Mesh:
 
     @property
     def chain(self) -> Chain | None:
-        """What lets the sum over copies follow a reduction at once, where there are streams."""
+        """The function that starts the sum over replicas right after a reduction, on streams."""
         if self.replicas is None or not isinstance(self.shard, NcclCollectives):
             return None
         return self.shard.chain
 
     @property
     def num_replicas(self) -> int:
-        """How many copies there are."""
+        """The number of replicas of the model."""
         return self.replicas.size if self.replicas else 1
 
     @property
     def replica_rank(self) -> int:
-        """Which of them this rank has a part of."""
+        """The number of this rank's replica."""
         return self.replicas.rank if self.replicas else 0
 
 
 def make_mesh(world: Collectives, device: torch.device, dp_shard_size: int) -> Mesh:
-    """Divide the world into copies of `dp_shard_size` neighbouring ranks. Collective.
+    """Divide the world into replicas of `dp_shard_size` adjacent ranks. Collective.
 
     `dp_shard_size` divides the number of ranks.
     """

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdpctl.comm.base import Gathering, Handle, InPlace, Reduction, Stretches
-from fsdpctl.comm.contributions import Received
 from fsdpctl.comm.process_group import (
     ProcessGroupCollectives,
     all_gather_single,
@@ -23,41 +22,38 @@ from fsdpctl.plan.transport import Transport, adds_whole
 
 
 class NcclCollectives(ProcessGroupCollectives):
-    """Collectives on CUDA, gathers and reductions on a stream each.
+    """Collectives on CUDA: gathers and reductions have a stream each.
 
-    Memory is allocated on the compute stream only and given back after the compute stream has
-    waited for its last use, so no tensor needs `record_stream`. A shard that is copied from must
-    outlive its all-gather.
+    Memory is allocated on the compute stream only, and freed after the compute stream has waited
+    for its last use, so no tensor needs `record_stream`. A shard that is copied from must outlive
+    its all-gather.
     """
 
     _device_type = "cuda"
     exchanges = True
 
     def __init__(self, device: torch.device, groups: Sequence[Sequence[int]] | None = None) -> None:
-        """Join one of `groups`; None: all ranks.
+        """Join this rank's group of `groups`, a division of all ranks; None: one group of all.
 
         Raises:
-            EngineError: the device is not the current one, whose streams would be waited for.
+            EngineError: If `device` is not the current one, whose streams are waited for.
         """
         current = torch.cuda.current_device()
         if device.index not in (None, current):
             raise EngineError(
-                f"the model is on cuda:{device.index} and the current device is cuda:{current}: "
+                f"the model is on cuda:{device.index} and the current device is cuda:{current}; "
                 "call torch.cuda.set_device first"
             )
         super().__init__(groups)
+        self.adds_whole = adds_whole(Transport.NCCL, self.size)
         self.waits: Waits = CudaWaits()
         self.gather_stream = torch.cuda.Stream(device, priority=-1)
         self.reduce_stream = torch.cuda.Stream(device, priority=-1)
 
-    def all_gather(self, whole: Tensor, parts: Sequence[Span], shard: Tensor | None) -> Handle:
-        """On the gather stream."""
-        return self.gather_together([Gathering(whole, parts, shard)])
-
-    def gather_together(self, buffers: Sequence[Gathering]) -> Handle:
-        """On the gather stream, in one launch where parts are even and dtypes are one."""
-        # Whoever used this memory before did so on the current stream; a prefetch is issued
-        # before the running unit's work, so it overlaps with that.
+    def all_gather(self, buffers: Sequence[Gathering]) -> Handle:
+        """Gather on the gather stream, in one launch per dtype if the parts are even."""
+        # Earlier uses of this memory were on the current stream; a prefetch is issued before the
+        # running unit's work, so it overlaps with that.
         self.gather_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.gather_stream):
             together: dict[torch.dtype, list[Gathering]] = defaultdict(list)
@@ -76,13 +72,8 @@ class NcclCollectives(ProcessGroupCollectives):
             done = self.gather_stream.record_event()
         return self._after(done, buffers[0].whole)
 
-    def _own(self, buffer: Gathering) -> Tensor:
-        """This rank's part."""
-        own = buffer.parts[self.rank]
-        return buffer.whole[own.start : own.stop]
-
     def _one_launch(self, count: int) -> AbstractContextManager[object]:
-        """All-gathers that are called within become one; torch wants one dtype for that."""
+        """Coalesce the all-gathers in the block; torch requires one dtype for that."""
         if count < 2:
             return nullcontext()
         manager: AbstractContextManager[object] = dist.distributed_c10d._coalescing_manager(
@@ -90,19 +81,10 @@ class NcclCollectives(ProcessGroupCollectives):
         )
         return manager
 
-    def sends_in_place(self, parts: Sequence[Span]) -> bool:
-        """One buffer has all, and is aligned."""
-        return False
-
-    @property
-    def adds_whole(self) -> bool:
-        """NCCL knows best how."""
-        return adds_whole(Transport.NCCL, self.size)
-
     def reduce_scatter(
         self, gradients: Stretches, parts: Sequence[Span], dtype: torch.dtype
     ) -> Reduction:
-        """On the reduce stream: in place, or where it is sent in another dtype by the owners."""
+        """Reduce on the reduce stream: in place, or by the owners if sent in another dtype."""
         ((_, whole),) = gradients
         own = parts[self.rank]
         if whole.dtype != dtype:
@@ -124,7 +106,7 @@ class NcclCollectives(ProcessGroupCollectives):
         return InPlace(self._after(done, part))
 
     def _exchange(self, gradients: Stretches, parts: Sequence[Span]) -> Reduction:
-        """Each rank receives the others' contributions to its part, and adds them."""
+        """Send each rank the contributions to its part, which it adds itself."""
         ((_, whole),) = gradients
         own = parts[self.rank]
         received = whole.new_empty(self.size * own.numel)
@@ -139,7 +121,7 @@ class NcclCollectives(ProcessGroupCollectives):
             )
             done = self.reduce_stream.record_event()
         rows = received.view(self.size, own.numel)
-        return Received(whole, rows, partial(self._wait, done))
+        return _ReceivedRows(whole, rows, partial(self._wait, done))
 
     def chain(
         self,
@@ -149,19 +131,21 @@ class NcclCollectives(ProcessGroupCollectives):
         scale: float,
         dtype: torch.dtype,
     ) -> tuple[Handle, Handle]:
-        """A reduction's `finish` on the reduce stream, then what `follow` starts with the result.
+        """Run a reduction's `finish` on the reduce stream, then start `follow` with its result.
 
-        The compute stream waits for neither. The first handle is done when the gradients that were
-        given are no longer read, the second is that of `follow`.
+        The compute stream waits for neither.
+
+        Returns:
+            A handle that is done once the given gradients have been read, and that of `follow`.
         """
-        self.reduce_stream.wait_stream(torch.cuda.current_stream())  # `out` was somebody else's
+        self.reduce_stream.wait_stream(torch.cuda.current_stream())  # earlier uses of `out`
         with torch.cuda.stream(self.reduce_stream):
             reduction.finish(out, scale, dtype)
             done = self.reduce_stream.record_event()
             return self._after(done, out), follow(out)
 
     def start_all_reduce(self, values: Tensor, *, at_once: bool = True) -> Handle:
-        """On the reduce stream, always at once."""
+        """Start an all-reduce on the reduce stream, always at once."""
         self.reduce_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.reduce_stream):
             dist.all_reduce(values, group=self.reduce_group)
@@ -177,3 +161,22 @@ class NcclCollectives(ProcessGroupCollectives):
 
     def _wait(self, done: torch.cuda.Event) -> None:
         self.waits.around(lambda: torch.cuda.current_stream().wait_event(done))
+
+
+class _ReceivedRows:
+    """Contributions in one tensor, (ranks, elements), which one kernel adds.
+
+    The kernel accumulates in at least fp32, in an order that depends only on the number of ranks.
+    """
+
+    def __init__(self, sent: Tensor, rows: Tensor, wait: Callable[[], None]) -> None:
+        """Take `rows`, which are complete after `wait()`; `sent` must live until then."""
+        self.workspace_nbytes = rows.nbytes
+        self._sent, self._rows = sent, rows
+        self.wait = wait
+
+    def finish(self, out: Tensor, scale: float, dtype: torch.dtype) -> None:
+        """Add into `out`, without a copy in `dtype` if that differs."""
+        self.wait()
+        torch.sum(self._rows, 0, dtype=out.dtype, out=out)
+        out.mul_(scale)

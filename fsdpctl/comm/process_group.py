@@ -1,21 +1,24 @@
-"""What collectives over gloo and over NCCL have in common: the process groups."""
+"""The process groups of gloo and NCCL, and what both backends do alike."""
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdpctl.comm.exchange import T, exchange
+from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.waits import HostWaits, Waits
 from fsdpctl.plan.layout import Span
 
+T = TypeVar("T")
 _Collective = Callable[..., dist.Work]
 
 
 def _renamed(name: str, before: str) -> _Collective:
-    """A function that torch 2.13 renamed; the old name warns there."""
+    """Return a function that torch 2.13 renamed; its old name warns there."""
     found: _Collective = getattr(dist, name, None) or getattr(dist, before)
     return found
 
@@ -29,17 +32,17 @@ _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[_GroupKey, dist.ProcessGroup]
 )
 
 
-class ProcessGroupCollectives:
-    """What gloo and NCCL do alike.
+class ProcessGroupCollectives(Collectives):
+    """The common part of the collectives over gloo and NCCL.
 
-    All ranks talk in the default process group. Where gathers and reductions run beside each other,
-    reductions have a group of their own; each group costs sockets and threads, or memory of a GPU.
+    All ranks use the default process group. If gathers and reductions overlap, reductions have a
+    group of their own. Each group costs sockets and threads, or memory of a GPU.
     """
 
     _device_type = "cpu"
 
     def __init__(self, groups: Sequence[Sequence[int]] | None = None) -> None:
-        """Join the ranks of one of `groups`, which together are all ranks; None: all ranks."""
+        """Join this rank's group of `groups`, a division of all ranks; None: one group of all."""
         self._groups = groups or [range(dist.get_world_size())]
         self.gather_group = (
             dist.distributed_c10d._get_default_group()
@@ -52,29 +55,29 @@ class ProcessGroupCollectives:
         self.waits: Waits = HostWaits()
 
     def separate_reductions(self) -> None:
-        """By a process group of their own."""
+        """Create a process group for reductions. Collective."""
         self.reduce_group = _own_group(self._groups, self._device_type, "reduce")
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """By the backend's all-reduce, at once."""
+        """Sum `values` over the ranks in place, and return them."""
         self.waits.around(lambda: dist.all_reduce(values, group=self.gather_group))
         return values
 
     def broadcast(self, values: Tensor, source: int = 0) -> Tensor:
-        """By the backend's broadcast, at once."""
+        """Overwrite `values` with those of rank `source`, and return them."""
         dist.broadcast(values, group=self.gather_group, group_src=source)
         return values
 
     def gather_objects(self, value: T) -> list[T]:
-        """By the backend's all-gather of bytes."""
+        """Return the values of all ranks in rank order."""
         return exchange(value, self.gather_group)
 
     def barrier(self) -> None:
-        """By the backend's barrier."""
+        """Return once every rank has arrived."""
         dist.barrier(group=self.gather_group)
 
     def start_broadcasts(self, whole: Tensor, parts: Sequence[Span]) -> list[dist.Work]:
-        """One from each rank, of its part of `whole`."""
+        """Start a broadcast of its part of `whole` from each rank."""
         return [
             dist.broadcast(
                 whole[part.start : part.stop],
@@ -87,14 +90,41 @@ class ProcessGroupCollectives:
         ]
 
 
+def exchange(value: T, group: dist.ProcessGroup) -> list[T]:
+    """Return the values of all ranks in rank order; unlike torch's function, nothing is unpickled.
+
+    All have one type: plain values or dataclasses of them. Tuples and other containers within them
+    arrive as lists.
+
+    Raises:
+        msgspec.ValidationError: If a rank sent another type.
+    """
+    device = dist.distributed_c10d._get_object_coll_device(group)  # the one that torch's uses
+    data = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8).to(device)
+    sizes = [each.item() for each in _all_gather(torch.tensor([len(data)], device=device), group)]
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
+    padded[: len(data)] = data
+    found = zip(_all_gather(padded, group), sizes, strict=True)
+    return [
+        msgspec.msgpack.decode(each[: int(size)].cpu().numpy().tobytes(), type=type(value))
+        for each, size in found
+    ]
+
+
+def _all_gather(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    gathered = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(gathered, values, group=group)
+    return gathered
+
+
 def _own_group(
     groups: Sequence[Sequence[int]], device_type: str, purpose: str
 ) -> dist.ProcessGroup:
-    """The process group of this rank; every rank makes its own, at the same time.
+    """Return the process group of this rank; every rank creates its own at the same time.
 
-    That is one call however many groups there are; NCCL splits the default group's communicator,
-    which all ranks do together. All models share them: a group has threads, sockets and with NCCL
-    memory that live as long as the default group. It times out as that does.
+    This is one call for any number of groups: NCCL splits the default group's communicator on all
+    ranks together. All models share the groups, because their threads, sockets and NCCL memory
+    exist as long as the default group. They have its timeout.
     """
     default = dist.distributed_c10d._get_default_group()
     made = _GROUPS.setdefault(default, {})

@@ -1,24 +1,24 @@
-"""Which collectives this rank has begun and not ended, from torch's flight recorder."""
+"""The collectives that this rank has started and not completed, by torch's flight recorder."""
 
 import importlib
 import json
 from dataclasses import dataclass, field
 from typing import Any
 
-# NCCL's collectives are in a recorder of their own, which builds without NCCL lack.
+# NCCL's collectives have a recorder of their own, which builds without NCCL lack.
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Of all process groups of a rank."""
+    """The collectives of all process groups of a rank."""
 
-    begun: dict[str, int] = field(default_factory=dict)  # how many, by the group's name
-    pending: str = ""  # the last that is not over, in words
+    begun: dict[str, int] = field(default_factory=dict)  # number started, by the group's name
+    pending: str = ""  # the last one that is not completed
 
 
 def recorded() -> Recorded:
-    """What the recorders say now; from any thread, also while another waits in a collective."""
+    """Read the recorders. Any thread may call it, also while another waits in a collective."""
     torch_c = importlib.import_module("torch._C._distributed_c10d")
     for name in _RECORDERS:
         dump = getattr(torch_c, name, None)
@@ -39,7 +39,7 @@ def _read(content: dict[str, Any]) -> Recorded:
         for number, status in content.get("pg_status", {}).items()
         if number in names
     }
-    # Its state stays "scheduled" over gloo, even once it is over.
+    # Over gloo the state stays "scheduled" after completion.
     open_ones = [each for each in entries if not each["retired"] and each["state"] != "completed"]
     if not open_ones:
         return Recorded(begun)

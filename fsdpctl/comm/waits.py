@@ -1,4 +1,4 @@
-"""How long computation stood still for communication."""
+"""Time stamps, and the time that computation waits for communication."""
 
 import time
 from collections.abc import Callable
@@ -6,61 +6,80 @@ from typing import Protocol
 
 import torch
 
-from fsdpctl.comm.pulse import PULSE
+from fsdpctl.comm.rank_status import RANK_STATUS
 
-Seconds = Callable[[], float]  # known when the device has got there
+Mark = float | torch.cuda.Event
+Seconds = Callable[[], float]  # may be called once the device has reached the last time stamp
+
+
+def mark(*, on_cuda: bool) -> Mark:
+    """Return a time stamp: of the host's clock, or on CUDA an event in the current stream."""
+    if not on_cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(before: Mark, after: Mark) -> float:
+    """Return the seconds between two marks; on CUDA the device must have reached both."""
+    if isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event):
+        milliseconds: float = before.elapsed_time(after)
+        return milliseconds / 1e3
+    assert isinstance(before, float)
+    assert isinstance(after, float)
+    return after - before
 
 
 class Waits(Protocol):
-    """Adds up what waiting costs."""
+    """A sum of waiting times."""
 
     def around(self, wait: Callable[[], object]) -> None:
-        """Do `wait()`, and count how long it takes."""
+        """Call `wait()`, and add its duration."""
         ...
 
     def take(self) -> Seconds:
-        """What was counted since the last time."""
+        """Return the sum since the previous call."""
         ...
 
 
 class HostWaits:
-    """The host itself waits."""
+    """The time that the host waits."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
 
     def around(self, wait: Callable[[], object]) -> None:
-        """By the host's clock."""
+        """Call `wait()`, and add its duration by the host's clock."""
         began = time.perf_counter()
-        PULSE.wait(begins=True)
+        RANK_STATUS.wait(begins=True)
         wait()
-        PULSE.wait(begins=False)
+        RANK_STATUS.wait(begins=False)
         self._seconds += time.perf_counter() - began
 
     def take(self) -> Seconds:
-        """Known at once."""
+        """Return the sum since the previous call."""
         seconds, self._seconds = self._seconds, 0.0
         return lambda: seconds
 
 
 class CudaWaits:
-    """The compute stream waits; counted only while `measures` is set, since events have a price."""
+    """The time that the compute stream waits, if `measures` is set: events have a cost."""
 
     def __init__(self) -> None:
         self.measures = False
-        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._pairs: list[tuple[Mark, Mark]] = []
 
     def around(self, wait: Callable[[], object]) -> None:
-        """By an event before and one after."""
+        """Call `wait()` between two events."""
         if not self.measures:
             wait()
             return
-        stream = torch.cuda.current_stream()
-        before = stream.record_event(torch.cuda.Event(enable_timing=True))
+        before = mark(on_cuda=True)
         wait()
-        self._pairs.append((before, stream.record_event(torch.cuda.Event(enable_timing=True))))
+        self._pairs.append((before, mark(on_cuda=True)))
 
     def take(self) -> Seconds:
-        """Known when the last of them has passed."""
+        """Return the sum since the previous call; call it once the device has passed the events."""
         pairs, self._pairs = self._pairs, []
-        return lambda: sum(before.elapsed_time(after) for before, after in pairs) / 1e3
+        return lambda: sum(seconds_between(*pair) for pair in pairs)

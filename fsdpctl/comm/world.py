@@ -1,4 +1,4 @@
-"""Starting and ending the process group of this worker."""
+"""The process group of this worker, and the stores in which processes meet."""
 
 import os
 from collections.abc import Iterator
@@ -8,13 +8,19 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]  # exported, though not in __all__
+    DistStoreError,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 
-from fsdpctl.comm.stores import PrefixStore, Store, TCPStore
+__all__ = ["DistStoreError", "PrefixStore", "Store", "TCPStore", "World", "joined_world"]
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Who this worker is among all."""
+    """This worker's rank and device."""
 
     rank: int
     local_rank: int
@@ -26,13 +32,13 @@ class World:
 def joined_world(
     device_type: str, timeout_seconds: float, store: Store | None = None
 ) -> Iterator[World]:
-    """The process group that torchrun's environment describes, ended when the block ends well.
+    """Join the process group that torchrun's environment describes, and leave it after the block.
 
-    Ranks meet in `store`; without one at MASTER_ADDR and MASTER_PORT, where their launcher has
-    opened one, among what lies there of this round (FSDPCTL_ROUND).
+    Ranks meet in `store`, or by default in the launcher's store at MASTER_ADDR and MASTER_PORT,
+    under the number of the current round (FSDPCTL_ROUND).
 
-    After an exception it stays, and the process should end at once: to end the group takes all
-    ranks, over NCCL also what they have in flight, and they may wait for this one.
+    After an exception the group remains, and the process should exit at once: leaving takes all
+    ranks, over NCCL also their collectives in flight, and they may be waiting for this rank.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -52,5 +58,5 @@ def joined_world(
         device_id=device if device_type == "cuda" else None,
     )
     yield World(rank, local_rank, world_size, device)
-    # Without it gloo's threads may abort the process while the interpreter ends.
+    # Without this, gloo's threads may abort the process while the interpreter exits.
     dist.destroy_process_group()

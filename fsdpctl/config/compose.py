@@ -19,7 +19,7 @@ from fsdpctl.config.keys import AUTO, Value
 from fsdpctl.config.recipe import find_recipe, read_recipe, recipe_names, refuse_commands
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
 from fsdpctl.config.serialize import to_config
-from fsdpctl.config.words import hint
+from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE, with_resharding
 

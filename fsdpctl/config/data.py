@@ -1,88 +1,99 @@
-"""What is trained on: text, token files or chats."""
+"""The section `data`: text, token files or chats."""
 
 from dataclasses import dataclass
 
 from fsdpctl.config.keys import key
 from fsdpctl.errors import UsageError
 
-CHAT = "chat"  # the choice that the keys below `template` are for
+CHAT = "chat"
 TRAIN_ON = ("assistant", "last", "all")
 REWRITTEN = ("split", "last", "keep", "refuse")
-
-
-_OF_CHATS = ("template", "train_on", "rewritten_turns", "date", "too_long")
+_CHAT_KEYS = ("template", "train_on", "rewritten_turns", "date", "too_long")
 
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """What is trained on, and what validates."""
+    """The training and validation data."""
 
     name: str = "python_stdlib"
     path: str | None = key(
         None,
-        "file, directory or glob (text); token file (tokens); FILE or FILE:SHARE,FILE:SHARE (chat)",
+        "training data: file, directory or glob (text), token file (tokens), FILE or "
+        "FILE:SHARE,FILE:SHARE (chat)",
         is_path=True,
         optional=True,
     )
     val_path: str | None = key(
-        None, "the same, for validation, instead of val_fraction", is_path=True, optional=True
+        None,
+        "validation data, in place of data.val_fraction; file, directory or glob (text), token "
+        "file (tokens), files (chat)",
+        is_path=True,
+        optional=True,
     )
     val_fraction: float = key(
-        0.02, "share of the data held out for validation", minimum=0, maximum=0.5
+        0.02, "fraction of the data that is held out for validation", minimum=0, maximum=0.5
     )
     tokenizer: str | None = key(
-        None, "bytes, or a directory with a tokenizer.json", is_path=True, auto=True
+        None,
+        "tokenizer: bytes, or a directory with a tokenizer.json; auto: the model's, else bytes",
+        is_path=True,
+        auto=True,
     )
     template: str | None = key(
         None,
-        "chat: a Jinja file; auto: the tokenizer's own chat template",
+        "chat: Jinja file with the chat template; auto: the tokenizer's template",
         is_path=True,
         auto=True,
         is_later=True,
     )
     train_on: str = key(
         "assistant",
-        "chat: turns that have a loss; all: every token",
+        "chat: tokens that are trained on: assistant messages, the last one, or all tokens",
         choices=TRAIN_ON,
         is_later=True,
     )
     rewritten_turns: str = key(
         "split",
-        "chat: where the template writes a turn otherwise once others follow: a sample each, the "
-        "last alone, as they stand, or none of it",
+        "chat: policy for assistant messages that the template rewrites once others follow: a "
+        "sample for each (split), only the last one, as rewritten (keep), or an error (refuse)",
         choices=REWRITTEN,
         is_later=True,
     )
     date: str | None = key(
         None,
-        "chat: what templates take for today, YYYY-MM-DD; auto: today, kept",
+        "chat: date given to the template, YYYY-MM-DD; auto: the day of the run's first start",
         auto=True,
         is_later=True,
     )
     packing: bool | None = key(
         None,
-        "several samples in a row of train.seq_len; auto: true for chats",
+        "chat: pack several samples into one sequence of train.seq_len; auto: true",
         auto=True,
         is_later=True,
     )
     too_long: str = key(
-        "cut", "chat: samples longer than train.seq_len", choices=("cut", "drop"), is_later=True
+        "truncate",
+        "chat: what to do with samples longer than train.seq_len",
+        choices=("truncate", "drop"),
+        is_later=True,
     )
 
     @property
     def holds_documents(self) -> bool:
-        """Whether rows can be several documents."""
+        """Whether a sequence can have several documents."""
         return self.name == CHAT
 
 
-def refuse_keys_of_chats(config: DataConfig) -> None:
-    """See that nobody asks of text what only chats have.
+def check_chat_keys(config: DataConfig) -> None:
+    """Check that no key which only chats have is set.
 
     Raises:
-        UsageError: a key that is for `data=chat` has another value than its default.
+        UsageError: If a key that requires `data=chat` is set.
     """
     default = DataConfig()
-    for name in _OF_CHATS:
+    for name in _CHAT_KEYS:
         value = getattr(config, name)
         if value != getattr(default, name):
-            raise UsageError(f"data.{name}={value}: only with data={CHAT}")
+            raise UsageError(f"data.{name}={value}: only valid with data={CHAT}")
+    if config.packing:
+        raise UsageError(f"data.packing=true: only valid with data={CHAT}")

@@ -1,8 +1,4 @@
-"""Models by their name on the Hugging Face Hub, looked up in its cache: nothing is downloaded.
-
-The cache's layout is huggingface_hub's: models--ORG--NAME/refs/REVISION names a commit, whose
-files lie, as links, in models--ORG--NAME/snapshots/COMMIT.
-"""
+"""Models by their name on the Hugging Face Hub, found in its cache. Nothing is downloaded."""
 
 import os
 import re
@@ -12,86 +8,70 @@ from typing import Any
 from fsdpctl.config.hugging_face import CONFIG_JSON
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import MIB, read_json
-from fsdpctl.io.files import read_text_file
 
-_NAME = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def local_model(path: str, *, weights: bool = True) -> str:
-    """The directory that `path` means: itself, or the cached one of `ORG/NAME[@REVISION]`.
+    """Return the cached directory of `ORG/NAME[@REVISION]`, or `path` if it is another path.
 
-    A directory of that name is taken first, as transformers does. What is neither a directory nor
-    such a name is returned as it is.
+    As in transformers, an existing directory of that name takes precedence.
 
     Args:
-        path: what was typed.
-        weights: whether the model's weights have to be in the cache too.
+        path: The value of model.path.
+        weights: Whether the cache must have the weights, too.
 
     Raises:
-        UsageError: the cache does not have it, or not all of it; names the command that fetches it.
+        UsageError: If files are missing in the cache. The message has the command to download them.
     """
     match = _NAME.fullmatch(path)
     if match is None or os.path.exists(path) or ".." in path:
         return path
-    owner, name, revision = match.groups()
-    fetch = f"`hf download {owner}/{name}{f' --revision {revision}' if revision else ''}`"
-    root = cache_folder()
-    folder = root / f"models--{owner}--{name}"
-    commit = _commit(folder, revision or "main")
-    snapshot = folder / "snapshots" / str(commit)
-    if commit is None or not snapshot.is_dir():
+    name, revision = match.groups()
+    fetch = f"`hf download {name}{f' --revision {revision}' if revision else ''}`"
+    snapshot = _snapshot(name, revision)
+    if snapshot is None:
         raise UsageError(
-            f"model.path={path}: no such directory, and the cache of Hugging Face ({root}) does "
-            f"not have it; fsdpctl downloads nothing: {fetch}"
+            f"model.path={path}: no such directory, and not in the Hugging Face cache "
+            f"({_cache_folder()}); fsdpctl downloads nothing, run {fetch}"
         )
-    missing = _missing(snapshot, weights=weights)
-    if missing:
+    if missing := _missing(snapshot, weights=weights):
         raise UsageError(
-            f"model.path={path}: the cache of Hugging Face has it without {missing}; {fetch} "
-            "completes it"
+            f"model.path={path}: {missing} is missing in the Hugging Face cache; run {fetch}"
         )
     return str(snapshot)
 
 
 def cached_model(path: Path) -> Path:
-    """The same for a command's argument: the path itself where the cache has nothing of its name.
+    """Return the cached directory for a command's argument, or the path if it isn't in the cache.
 
     Raises:
-        UsageError: the cache has a part of it.
+        UsageError: If the cache has only a part of the model.
     """
     match = _NAME.fullmatch(str(path))
-    known = match and (cache_folder() / f"models--{match[1]}--{match[2]}").is_dir()
-    return Path(local_model(str(path))) if known else path
+    is_known = match and (_cache_folder() / f"models--{match[1].replace('/', '--')}").is_dir()
+    return Path(local_model(str(path))) if is_known else path
 
 
-def cache_folder() -> Path:
-    """Where huggingface_hub keeps what it fetched, by its own variables."""
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        if os.environ.get(name):
-            return _expanded(os.environ[name])
-    if os.environ.get("HF_HOME"):
-        return _expanded(os.environ["HF_HOME"]) / "hub"
-    return _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface" / "hub"
+def _cache_folder() -> Path:
+    from huggingface_hub import constants  # takes 0.1 s, and few commands need it
+
+    return Path(os.path.expanduser(os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE))
 
 
-def _expanded(path: str) -> Path:
-    return Path(os.path.expandvars(os.path.expanduser(path)))
+def _snapshot(name: str, revision: str | None) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
 
-
-def _commit(folder: Path, revision: str) -> str | None:
-    if _COMMIT.fullmatch(revision):
-        return revision
-    ref = folder / "refs" / revision
-    if not ref.is_file():
-        return None
-    found = read_text_file(ref, MIB, follows=True).strip()
-    return found if _COMMIT.fullmatch(found) else None
+    for file in (CONFIG_JSON, _INDEX, _WEIGHTS):
+        found = try_to_load_from_cache(name, file, cache_dir=_cache_folder(), revision=revision)
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
 
 
 def _missing(snapshot: Path, *, weights: bool) -> str:
-    """The first of the files that a model needs which is not there, or an empty name."""
+    """Return the first missing file that the model needs, or an empty text."""
     needed = [CONFIG_JSON]
     if weights and (snapshot / _INDEX).is_file():
         shards = read_json(snapshot / _INDEX, dict[str, Any], most_bytes=64 * MIB)

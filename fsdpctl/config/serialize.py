@@ -8,7 +8,7 @@ import yaml
 from fsdpctl.config.keys import Key, Value, section_from, value_in
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
-from fsdpctl.config.words import hint
+from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import CheckpointError, UsageError
 
 _TOY, _TOY_LENGTH, _USUAL_LENGTH = ModelConfig().name, 128, 4096

@@ -14,16 +14,16 @@ from fsdpctl.plan.batch import BatchPlan
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Tokens and the tokens that follow them, both (micro_batch_size, seq_len) int64 on the CPU."""
+    """Tokens and their targets, both (micro_batch_size, seq_len) int64 on the CPU."""
 
     tokens: Tensor
     targets: Tensor
-    lengths: tuple[tuple[int, ...], ...] = ()  # of the documents in each row; () where it is one
+    lengths: tuple[tuple[int, ...], ...] = ()  # of the documents per row; () if rows have one
 
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Samples, dealt out to ranks and micro-steps."""
+    """The samples of each rank and micro-step."""
 
     rows: Rows
     plan: BatchPlan
@@ -36,11 +36,11 @@ class Batches:
 
     @property
     def num_samples(self) -> int:
-        """Samples of an epoch."""
+        """The samples per epoch."""
         return len(self.rows)
 
     def numbers(self, position: int, rank: int | None = None) -> list[int]:
-        """Which samples the step has that begins after `position` samples, or `rank` has of it."""
+        """Return the samples of the step after `position` samples, or those of one rank."""
         order = samples_at(position, self.plan.global_batch_size, self.num_samples, self.seed)
         if rank is None:
             return [int(each) for each in order]
@@ -48,30 +48,30 @@ class Batches:
         return [int(each) for span in spans for each in order[_as_slice(span)]]
 
     def count_tokens(self, position: int) -> int:
-        """Tokens of the step that begins after `position` samples, without what fills it up."""
+        """Return the tokens of the step after `position` samples, without padding."""
         if not self.rows.holds_documents:
             return self.plan.global_batch_size * self.rows.seq_len
         return self.rows.count_tokens(self.numbers(position))
 
     def training(self, position: int, rank: int, micro_step: int) -> MicroBatch:
-        """What `rank` sees in a micro-step of the step that begins after `position` samples."""
+        """Return a micro-batch of the step that begins after `position` samples."""
         order = samples_at(position, self.plan.global_batch_size, self.num_samples, self.seed)
         return self._gather(order[_as_slice(self.plan.samples(rank, micro_step))])
 
     def validation(self, number: int, rank: int, micro_step: int) -> MicroBatch:
-        """The same for the `number`-th global batch of validation, which goes in order."""
+        """Return a micro-batch of the `number`-th global batch of validation, which is in order."""
         start = number * self.plan.global_batch_size
         stop = min(start + self.plan.global_batch_size, self.num_samples)
         order = np.arange(start, stop, dtype=np.uint64)
         return self._gather(order[_as_slice(self.plan.samples(rank, micro_step))])
 
     def num_validation_batches(self, at_most: int) -> int:
-        """Global batches that cover the stream, the last one short; `at_most` of them unless 0."""
+        """Return the global batches that cover the data, at most `at_most` unless that is 0."""
         needed = -(-self.num_samples // self.plan.global_batch_size)
         return min(needed, at_most) if at_most else needed
 
     def _gather(self, samples: Indices) -> MicroBatch:
-        """The samples, filled up with ignored targets to a whole micro-batch."""
+        """Return the samples, padded with ignored targets to a whole micro-batch."""
         shape = self.plan.micro_batch_size, self.rows.seq_len
         tokens = np.zeros(shape, dtype=np.int64)
         targets = np.full(shape, IGNORED, dtype=np.int64)
@@ -83,8 +83,8 @@ class Batches:
         largest = max(tokens.max(initial=0), targets.max(initial=0))
         if largest >= self.vocab_size:
             raise UsageError(
-                f"{self.rows.origin}: damaged, or not of this vocabulary: token {largest}, "
-                f"where it has {self.vocab_size}"
+                f"{self.rows.origin}: corrupted, or made with another vocabulary: expected tokens "
+                f"below {self.vocab_size}, got {largest}"
             )
         split = tuple(lengths) if self.rows.holds_documents else ()
         return MicroBatch(torch.from_numpy(tokens), torch.from_numpy(targets), split)

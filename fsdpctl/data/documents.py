@@ -1,4 +1,4 @@
-"""Documents of different lengths, some of whose tokens are trained, as rows of one length."""
+"""Documents of different lengths, with a loss mask, packed into sequences of one length."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,37 +8,42 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from fsdpctl.data.packing import Numbers, pack
+from fsdpctl.data.order import Numbers, pack
 from fsdpctl.data.rows import IGNORED, Sample
 from fsdpctl.data.tokenizer import Tokens
 
 Flags = NDArray[np.bool_]
+DROP, TRUNCATE = "drop", "truncate"
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How documents become rows."""
+    """How documents become sequences."""
 
-    shares_rows: bool = True  # else each has one for itself
-    too_long: str = "cut"  # or "drop": what has more tokens than a row
-    seed: int = 0  # decides which of them come together
+    shares_rows: bool = True  # else each document has a sequence of its own
+    too_long: str = TRUNCATE  # or DROP: for documents with more tokens than a sequence
+    seed: int = 0  # determines which documents share a sequence
 
 
 @dataclass(frozen=True)
 class DocumentSet:
-    """Documents one after another. A token is predicted from those before it in its document."""
+    """Documents, concatenated. A token is predicted from those before it in its document."""
 
-    tokens: Tokens  # 1-D; may be a memory map
-    trained: Flags  # of the same shape: whether it is a target; not the first of a document
-    starts: Numbers  # (documents + 1,): where each begins, and the end of the last
-    packing: Packing
+    tokens: Tokens  # 1-D; may be memory-mapped
+    trained: Flags  # same shape: whether a token is a target, unless it is the first one
+    starts: Numbers  # (documents + 1,): the start of each document, and the end of the last one
+    packing: Packing = Packing()
     origin: str = "the data"
-    checksum: str = ""  # of all of that, where known
+    checksum: str = ""  # of the three arrays, if known
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies the content, which part of it is trained, and how it is packed."""
-        digest = xxhash.xxh3_64(f"{self.packing} {self.checksum}".encode())
+        """A checksum of the content, the loss mask and the packing."""
+        packing = self.packing
+        # Checkpoints store this value. "cut" is TRUNCATE as earlier versions spelled it.
+        too_long = DROP if packing.too_long == DROP else "cut"
+        text = f"Packing(shares_rows={packing.shares_rows}, {too_long=}, seed={packing.seed})"
+        digest = xxhash.xxh3_64(f"{text} {self.checksum}".encode())
         if not self.checksum:
             for part in (self.tokens, self.trained, self.starts):
                 digest.update(np.ascontiguousarray(part).data)
@@ -46,20 +51,35 @@ class DocumentSet:
 
     @property
     def num_tokens(self) -> int:
-        """Of all documents."""
+        """The tokens of all documents."""
         return len(self.tokens)
 
     @property
     def num_bytes(self) -> None:
-        """Not known: what is trained is not the whole text."""
+        """Unknown: the trained tokens aren't the whole text."""
         return
 
+    @property
+    def num_trained(self) -> int:
+        """The tokens that are trained on."""
+        return int(np.count_nonzero(self.trained))
+
+    @property
+    def lengths(self) -> Numbers:
+        """The tokens of each document."""
+        return np.diff(self.starts)
+
     def __len__(self) -> int:
-        """How many documents there are."""
+        """Return the number of documents."""
         return len(self.starts) - 1
 
+    def __getitem__(self, number: int) -> tuple[Tokens, Flags]:
+        """Return the tokens of a document, and which of them are trained on."""
+        span = slice(int(self.starts[number]), int(self.starts[number + 1]))
+        return self.tokens[span], self.trained[span]
+
     def rows(self, seq_len: int) -> "PackedRows":
-        """Its documents in rows of `seq_len` tokens."""
+        """Pack the documents into sequences of `seq_len` tokens."""
         return _packed(self, seq_len)
 
     def __hash__(self) -> int:
@@ -75,27 +95,27 @@ def _packed(documents: DocumentSet, seq_len: int) -> "PackedRows":
 
 
 class PackedRows:
-    """Rows that hold whole documents, filled up with ignored targets.
+    """Sequences of whole documents, padded with ignored targets.
 
-    Of a document of N tokens N - 1 lie in its row: the last one is only ever a target.
+    A document of N tokens takes N - 1 tokens of its sequence: the last one is only a target.
     """
 
     holds_documents = True
 
     def __init__(self, documents: DocumentSet, seq_len: int) -> None:
+        """Pack all documents that have a trained token within `seq_len`."""
         self.seq_len, self.origin = seq_len, documents.origin
         self._documents = documents
-        lengths: Numbers = np.diff(documents.starts) - 1
+        lengths: Numbers = documents.lengths - 1
         too_long = lengths > seq_len
         self.num_too_long = int(too_long.sum())
         self._lengths: Numbers = np.minimum(lengths, seq_len)
         trained = self._count_trained(too_long)
         kept = trained > 0
-        if documents.packing.too_long == "drop":
+        drops = documents.packing.too_long == DROP
+        if drops:
             kept &= ~too_long
-        self.num_untrained = int((~kept).sum()) - (
-            self.num_too_long if documents.packing.too_long == "drop" else 0
-        )
+        self.num_untrained = int((~kept).sum()) - (self.num_too_long if drops else 0)
         self.num_targets = int(trained[kept].sum())
         self.num_tokens = int(self._lengths[kept].sum())
         numbers = np.flatnonzero(kept)
@@ -106,12 +126,12 @@ class PackedRows:
             self._rows = [[int(number)] for number in numbers]
 
     def _count_trained(self, too_long: Flags) -> Numbers:
-        """Of each document, in what there is room for."""
+        """Return the trained tokens of each document, after truncation."""
         starts, flags = self._documents.starts, self._documents.trained
         if not len(self._lengths):
             return self._lengths
         counts: Numbers = np.add.reduceat(flags, starts[:-1], dtype=np.int64)
-        counts -= flags[starts[:-1]]  # the first token is nobody's target
+        counts -= flags[starts[:-1]]  # the first token is never a target
         for number in np.flatnonzero(too_long):
             start = starts[number]
             counts[number] = flags[start + 1 : start + self.seq_len + 1].sum()
@@ -119,29 +139,29 @@ class PackedRows:
 
     @property
     def emptiness(self) -> str:
-        """That nothing is left."""
+        """The error if there are no sequences."""
         return (
             f"{self.origin}: nothing to train on within train.seq_len={self.seq_len}: of "
-            f"{len(self._documents)} samples {self.num_too_long} are longer, and "
+            f"{len(self._documents)} samples, {self.num_too_long} are longer and "
             f"{self.num_untrained} have no trained token there"
         )
 
     @property
     def padding(self) -> float:
-        """The share of all rows that is filled up."""
+        """The fraction of tokens that is padding."""
         size = len(self) * self.seq_len
         return 1 - self.num_tokens / size if size else 0.0
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Return the number of sequences."""
         return len(self._rows)
 
     def count_tokens(self, numbers: Sequence[int]) -> int:
-        """Tokens of some rows, without what fills them up."""
+        """Return the tokens of some sequences, without padding."""
         return int(sum(self._lengths[self._rows[number]].sum() for number in numbers))
 
     def __getitem__(self, number: int) -> Sample:
-        """A row; what fills it up is one more document, of which nothing is trained."""
+        """Return a sequence. Its padding is one more document, without trained tokens."""
         tokens = np.zeros(self.seq_len, dtype=np.int64)
         targets = np.full(self.seq_len, IGNORED, dtype=np.int64)
         at, lengths = 0, []

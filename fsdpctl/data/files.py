@@ -1,4 +1,4 @@
-"""Which files text comes from, and which of it is held out."""
+"""Files of text, and the part of them that is held out for validation."""
 
 import glob
 import hashlib
@@ -15,14 +15,14 @@ _NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__"
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Documents of UTF-8 text as bytes, and how many files were passed over as binary."""
+    """Documents of UTF-8 text as bytes, and the number of binary files that were skipped."""
 
     documents: tuple[bytes, ...]
     skipped: int = 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all documents."""
+        """The bytes of all documents."""
         return sum(map(len, self.documents))
 
 
@@ -37,10 +37,10 @@ def _is_text(content: bytes) -> bool:
 
 
 def read_text(path: str, key: str = "data.path") -> Text:
-    """The text of a file, of all files below a directory, or of those that a glob matches.
+    """Read the text of a file, of all files below a directory, or of the files of a glob.
 
     Raises:
-        UsageError: there is no such file, it is not text, or there is no text at all.
+        UsageError: If no file is found, if a single file isn't text, or if there is no text.
     """
     files = _find_files(path, key)
     documents, skipped = [], 0
@@ -51,19 +51,19 @@ def read_text(path: str, key: str = "data.path") -> Text:
             raise UsageError(f"{key}={path}: {file}: {error.strerror}") from None
         if not _is_text(content):
             if len(files) == 1:
-                raise UsageError(f"{key}={path}: not UTF-8 text; data=tokens takes token files")
+                raise UsageError(f"{key}={path}: not UTF-8 text; for a token file, set data=tokens")
             skipped += 1
         elif content:
             documents.append(content)
     if not documents:
-        raise UsageError(f"{key}={path}: there is no text in it ({len(files)} files)")
+        raise UsageError(f"{key}={path}: no text found ({len(files)} files)")
     return Text(tuple(documents), skipped)
 
 
 def _find_files(path: str, key: str) -> list[Path]:
     place = Path(path)
     if not path:
-        raise UsageError(f"{key}: is empty; give a file, a directory or a glob")
+        raise UsageError(f"{key}: empty; expected a file, a directory or a glob")
     try:
         if place.is_file():
             return [place]
@@ -74,14 +74,14 @@ def _find_files(path: str, key: str) -> list[Path]:
     except OSError as error:
         raise UsageError(f"{key}={path}: {str(error.filename)[:80]}: {error.strerror}") from None
     except RecursionError:
-        raise UsageError(f"{key}={path}: folders are nested too deeply for **") from None
+        raise UsageError(f"{key}={path}: directories are nested too deeply for **") from None
     if not files:
-        raise UsageError(f"{key}={path}: no such file or directory, and no file matches it")
+        raise UsageError(f"{key}={path}: not found; expected a file, a directory or a glob")
     return files
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """All files but hidden ones and those of runs, which change while they are read."""
+    """Yield all files, except hidden ones and those of runs, which may change while read."""
     folders = [folder]
     while folders:
         entries = [each for each in folders.pop().iterdir() if not each.name.startswith(".")]
@@ -92,7 +92,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def standard_library() -> Text:
-    """The source files of Python's own standard library, without its tests."""
+    """Return the source files of Python's standard library, without its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [
         file
@@ -101,14 +101,15 @@ def standard_library() -> Text:
     ]
     documents = tuple(content for file in files if _is_text(content := file.read_bytes()))
     if not documents:
-        raise UsageError(f"data=python_stdlib: no source files below {root}; use data=text")
+        raise UsageError(f"data=python_stdlib: no source files below {root}; set data=text")
     return Text(tuple(document for document in documents if document))
 
 
 def hold_out(text: Text, fraction: float) -> tuple[Text, Text | None]:
-    """Split text into one to train on and one to validate.
+    """Split text into a part to train on and a part to validate.
 
-    Of many files some are held out whole, chosen by their content; of few, the end of each.
+    With many files, some are held out whole, selected by their content. With few files, the end of
+    each is held out.
     """
     if fraction == 0:
         return text, None
@@ -125,19 +126,19 @@ def _by_document(documents: Sequence[bytes], fraction: float) -> tuple[list[byte
     order = sorted(
         range(len(documents)), key=lambda index: hashlib.sha256(documents[index]).digest()
     )
-    chosen, size = set(), 0
+    held, size = set(), 0
     for index in order:
         if size + len(documents[index]) <= wanted:
-            chosen.add(index)
+            held.add(index)
             size += len(documents[index])
     return (
-        [each for index, each in enumerate(documents) if index not in chosen],
-        [each for index, each in enumerate(documents) if index in chosen],
+        [each for index, each in enumerate(documents) if index not in held],
+        [each for index, each in enumerate(documents) if index in held],
     )
 
 
 def _split_document(document: bytes, fraction: float) -> tuple[bytes, bytes]:
-    """Cut off the end, at a line where there is one near, never within a character."""
+    """Split off the end, at a line break if one is near, never within a character."""
     cut = len(document) - int(len(document) * fraction)
     line = document.find(b"\n", cut, cut + 4096)
     if 0 <= line < len(document) - 1:
@@ -148,11 +149,11 @@ def _split_document(document: bytes, fraction: float) -> tuple[bytes, bytes]:
 
 
 def left_out(text: Text) -> str:
-    """How many files were passed over, as the end of a sentence; empty where none were."""
+    """Describe how many files were skipped, as the end of a sentence; empty if none were."""
     files = "file" if text.skipped == 1 else "files"
-    return f", {text.skipped} binary {files} left out" if text.skipped else ""
+    return f", {text.skipped} binary {files} skipped" if text.skipped else ""
 
 
 def iter_documents(text: Text) -> Iterator[str]:
-    """The documents as strings."""
+    """Return the documents as strings."""
     return (document.decode("utf-8") for document in text.documents)

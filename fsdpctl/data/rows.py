@@ -1,4 +1,4 @@
-"""Samples of one length by their number, wherever they come from."""
+"""Samples of one length by number, from any kind of data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-IGNORED = -100  # a target that does not count
-Row = NDArray[np.int64]
+IGNORED = -100  # a target that is masked
+_Vector = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A row of tokens."""
+    """A sequence of tokens with their targets."""
 
-    tokens: Row  # (seq_len,)
-    targets: Row  # (seq_len,): what follows each of them, or IGNORED
-    lengths: tuple[int, ...] = ()  # of the documents that it holds, where it can be several
-    filling: int = 0  # tokens of the last of them that only fill it up
+    tokens: _Vector  # (seq_len,)
+    targets: _Vector  # (seq_len,): the token after each of them, or IGNORED
+    lengths: tuple[int, ...] = ()  # of its documents, if a sample can have several
+    filling: int = 0  # tokens of the last document that are padding
 
 
 class Rows(Protocol):
@@ -26,67 +26,67 @@ class Rows(Protocol):
 
     @property
     def origin(self) -> str:
-        """Where they are from, for errors."""
+        """Where the samples are from, for errors."""
         ...
 
     @property
     def seq_len(self) -> int:
-        """Tokens of one."""
+        """The tokens of a sample."""
         ...
 
     @property
     def holds_documents(self) -> bool:
-        """Whether one can be several documents."""
+        """Whether a sample can have several documents."""
         ...
 
     @property
     def num_targets(self) -> int:
-        """Tokens that are trained, of all of them."""
+        """The number of trained tokens in all samples."""
         ...
 
     @property
     def emptiness(self) -> str:
-        """What is to be said where there are none."""
+        """The error if there are no samples."""
         ...
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of samples."""
         ...
 
     def __getitem__(self, number: int) -> Sample:
-        """One of them."""
+        """Return a sample."""
         ...
 
     def count_tokens(self, numbers: Sequence[int]) -> int:
-        """Tokens of some, without what fills them up."""
+        """Return the tokens of some samples, without padding."""
         ...
 
 
 class Corpus(Protocol):
-    """What samples of any length can be made of."""
+    """Data that can be split into samples of any length."""
 
     @property
     def fingerprint(self) -> str:
-        """Identifies its content, and which part of it is trained."""
+        """A checksum of the content and the loss mask."""
         ...
 
     @property
     def num_tokens(self) -> int:
-        """All that there are."""
+        """The number of tokens."""
         ...
 
     @property
     def num_bytes(self) -> int | None:
-        """Of the text that they stand for, if known."""
+        """The size of the text, if known."""
         ...
 
     def rows(self, seq_len: int) -> Rows:
-        """Its samples of `seq_len` tokens; there may be none."""
+        """Return the samples of `seq_len` tokens; there may be none."""
         ...
 
 
 def documents_of(sample: Sample) -> list[list[int]]:
-    """The tokens of each of its documents, with what follows the last one where that is trained."""
+    """Return the tokens of each document of a sample, with its last target if that is trained."""
     found, start = [], 0
     for length in sample.lengths or (len(sample.tokens),):
         end = start + length

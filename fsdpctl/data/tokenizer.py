@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes themselves, or a tokenizer.json."""
+"""Tokenizers: bytes, or a tokenizer.json of Hugging Face."""
 
 import json
 import os
@@ -28,54 +28,54 @@ TOKENIZER_FILES = (
     TOKENIZER_JSON, _CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
-MOST_ASSET_BYTES = 256 * MIB  # of one file; the largest tokenizer.json known has 35
+MOST_ASSET_BYTES = 256 * MIB  # per file; the largest known tokenizer.json has 35
 Tokens = NDArray[np.unsignedinteger]
 
 
 class Tokenizer(Protocol):
-    """What the trainer needs of a tokenizer."""
+    """The operations that training needs of a tokenizer."""
 
     name: str
     vocab_size: int
 
     def encode(self, text: Text) -> Tokens:
-        """All documents, one after another."""
+        """Tokenize all documents, concatenated."""
         ...
 
     def encode_prompt(self, prompt: str) -> list[int]:
-        """The tokens of a prompt; at least one."""
+        """Tokenize a prompt; the result has at least one token."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of the tokens."""
+        """Return the text of tokens."""
         ...
 
     def files(self) -> dict[str, bytes]:
-        """The files with which transformers opens it, by name."""
+        """Return the files that transformers needs to open the tokenizer, by name."""
         ...
 
 
 class ByteTokenizer:
-    """A token is a byte of UTF-8."""
+    """A tokenizer whose tokens are the bytes of UTF-8."""
 
     name = BYTES
     vocab_size = 256
 
     def encode(self, text: Text) -> Tokens:
-        """The bytes of all documents."""
+        """Return the bytes of all documents."""
         return np.frombuffer(b"".join(text.documents), dtype=np.uint8)
 
     def encode_prompt(self, prompt: str) -> list[int]:
-        """The bytes of the prompt; of an empty one, a line's end."""
+        """Return the bytes of the prompt, or a line break if it is empty."""
         return list(prompt.encode() or b"\n")
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text; what is no UTF-8 becomes a replacement character."""
+        """Return the text, with replacement characters for bytes that aren't UTF-8."""
         known = bytes(token if token < self.vocab_size else 0xFF for token in tokens)
         return known.decode("utf-8", errors="replace")
 
     def files(self) -> dict[str, bytes]:
-        """A byte-level BPE without merges: its 256 tokens are the bytes, in order."""
+        """Return a byte-level BPE without merges, whose 256 tokens are the bytes in order."""
         alphabet = _byte_alphabet()
         tokenizer = JsonTokenizer(BPE(vocab={alphabet[b]: b for b in range(256)}, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -92,7 +92,7 @@ class ByteTokenizer:
 
 
 def _byte_alphabet() -> list[str]:
-    """The character that byte-level tokenizers write for each byte (GPT-2's table)."""
+    """Return the character of each byte in byte-level tokenizers (GPT-2's table)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     letters, spare = [], 0x100
     for byte in range(256):
@@ -106,7 +106,7 @@ def _byte_alphabet() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The tokens of a text, and which of its characters each stands for: 1-D, of one length."""
+    """The tokens of a text and the span of characters of each: 1-D, of one length."""
 
     tokens: Tokens
     starts: NDArray[np.int64]
@@ -114,18 +114,18 @@ class Encoded:
 
 
 class FileTokenizer:
-    """A Hugging Face tokenizer.json; documents end with its end-of-text token, if it has one."""
+    """A Hugging Face tokenizer.json. Documents end with its end-of-text token, if it has one."""
 
     def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
-        """Of the contents of its files; `name` is where they are from."""
+        """Set the contents of the tokenizer's files, and `name`, their location."""
         self.name = name
         self._files = dict(files)
         self._tokenizer = _json_tokenizer(files[TOKENIZER_JSON], f"tokenizer {name}")
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=0)
         if self.vocab_size > MOST_TOKENS:
             raise UsageError(
-                f"tokenizer {name}: token {self.vocab_size - 1}: above the {MOST_TOKENS:,} that a "
-                "vocabulary may have"
+                f"tokenizer {name}: token {self.vocab_size - 1}: exceeds the limit of "
+                f"{MOST_TOKENS:,} tokens"
             )
         self._end = self._find_end_token()
         added = self._tokenizer.get_added_tokens_decoder()
@@ -135,7 +135,7 @@ class FileTokenizer:
 
     @property
     def end(self) -> int | None:
-        """The token that ends a text, if there is one."""
+        """The end-of-text token, if there is one."""
         return self._end
 
     def _find_end_token(self) -> int | None:
@@ -145,12 +145,12 @@ class FileTokenizer:
         named = parse_json(self._files[_CONFIG], dict[str, Any], where).get("eos_token")
         text = named.get("content") if isinstance(named, dict) else named
         if text is not None and not isinstance(text, str):
-            raise UsageError(f"tokenizer {self.name}: eos_token in {_CONFIG} is no text")
+            raise UsageError(f"tokenizer {self.name}: eos_token in {_CONFIG}: expected text")
         found: int | None = self._tokenizer.token_to_id(text) if text else None
         return found
 
     def encode(self, text: Text) -> Tokens:
-        """The tokens of all documents."""
+        """Tokenize all documents, concatenated."""
         dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
         end = [] if self._end is None else [self._end]
         with _guarded(f"tokenizer {self.name}"):
@@ -161,7 +161,7 @@ class FileTokenizer:
         return np.concatenate(parts)
 
     def encode_texts(self, texts: Sequence[str]) -> list[Encoded]:
-        """The tokens of each text as it stands; control tokens in it are those tokens."""
+        """Tokenize each text as it is; control tokens in it become control tokens."""
         dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
         with _guarded(f"tokenizer {self.name}"):
             found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
@@ -172,7 +172,7 @@ class FileTokenizer:
         return encoded
 
     def beginning(self) -> list[int]:
-        """What it puts before every text by itself: mostly nothing, or a token that begins one."""
+        """Return the tokens that the tokenizer adds before each text: usually none or one."""
         with _guarded(f"tokenizer {self.name}"):
             found = self._tokenizer.encode("-", add_special_tokens=True)
         added = list(
@@ -181,33 +181,33 @@ class FileTokenizer:
         return [int(token) for token, _ in added]
 
     def decode_all(self, tokens: Sequence[int]) -> str:
-        """The text, control tokens and all."""
+        """Return the text, including control tokens."""
         with _guarded(f"tokenizer {self.name}"):
             text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
         return text
 
     def encode_prompt(self, prompt: str) -> list[int]:
-        """The tokens of the prompt; of an empty one, the end of a document before."""
+        """Tokenize the prompt; an empty one becomes the end of a previous document."""
         with _guarded(f"tokenizer {self.name}"):
             tokens: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False).ids
         return tokens or [self._end or 0]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text, special tokens left out."""
+        """Return the text, without special tokens."""
         with _guarded(f"tokenizer {self.name}"):
             text: str = self._tokenizer.decode(list(tokens))
         return text
 
     def files(self) -> dict[str, bytes]:
-        """As they were."""
+        """Return the unchanged files."""
         return dict(self._files)
 
 
 def _json_tokenizer(content: bytes, where: str) -> JsonTokenizer:
-    """The tokenizer, without what its file says of how long a text may be.
+    """Parse a tokenizer.json and disable its truncation and padding.
 
-    Note: a tokenizer.json often keeps the truncation and padding that somebody set for one use;
-    they would silently cut and fill the text. transformers sets its own as well.
+    Note: the file often stores the truncation and padding of one earlier use, which would silently
+    truncate and pad the text. transformers sets its own as well.
     """
     parse_json(content, dict[str, Any], f"{where}: {TOKENIZER_JSON}")
     with _guarded(where):
@@ -219,9 +219,9 @@ def _json_tokenizer(content: bytes, where: str) -> JsonTokenizer:
 
 @contextmanager
 def _guarded(where: str) -> Iterator[None]:
-    """Make what the library raises, which are plain exceptions and panics, into UsageError.
+    """Convert exceptions and panics of the library to UsageError.
 
-    Panics are no Exception, and are printed before they can be caught: that goes nowhere.
+    Panics aren't Exceptions, and the library prints them first: standard error is redirected.
     """
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -238,29 +238,29 @@ def _guarded(where: str) -> Iterator[None]:
 
 
 def open_tokenizer(name: str | None) -> Tokenizer:
-    """The tokenizer called `bytes` (also None), or the one in a directory.
+    """Open the byte tokenizer (`bytes` or None), or the one in a directory.
 
     Raises:
-        UsageError: the directory has no readable tokenizer.json.
+        UsageError: If the directory has no valid tokenizer.json.
     """
     if name in (None, BYTES):
         return ByteTokenizer()
     folder = Path(str(name))
     if not (folder / TOKENIZER_JSON).is_file():
-        raise UsageError(f"tokenizer {folder}: there is no {TOKENIZER_JSON}; or use bytes")
+        raise UsageError(f"tokenizer {folder}: {TOKENIZER_JSON} not found; or use bytes")
     return FileTokenizer(str(folder), read_files(folder, TOKENIZER_FILES))
 
 
 def tokenizer_checksum(tokenizer: Tokenizer) -> str:
-    """Identifies what the tokenizer does: xxh3 of its tokenizer.json."""
+    """Return the xxh3 checksum of the tokenizer.json."""
     return xxhash.xxh3_128_hexdigest(tokenizer.files()[TOKENIZER_JSON])
 
 
 def read_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """The contents of those of the files that are there, by name.
+    """Read those of the files that exist, by name.
 
     Raises:
-        UsageError: one is too large, no regular file, or leads out of the folder.
+        UsageError: If a file is too large, not regular, or links out of the directory.
     """
     files = (folder / name for name in names)
     return {file.name: read_regular(file, MOST_ASSET_BYTES) for file in files if file.exists()}

@@ -1,4 +1,4 @@
-"""Token files: raw little-endian uint16 or uint32 in NAME.bin, described by NAME.json."""
+"""Data sets and token streams; token files: raw little-endian NAME.bin, described by NAME.json."""
 
 import json
 import os
@@ -12,44 +12,44 @@ import xxhash
 from msgspec import Meta
 
 from fsdpctl.config.model import MOST_TOKENS
-from fsdpctl.data.rows import Sample
+from fsdpctl.data.rows import Corpus, Sample
 from fsdpctl.data.tokenizer import Tokenizer, Tokens, tokenizer_checksum
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import MIB, as_type, check_version, read_json
-from fsdpctl.io.files import open_regular
+from fsdpctl.io.files import open_regular, replace, replacing
 
 _FORMAT, _VERSION = "fsdpctl-tokens", 1
-_CHECKED_AT_ONCE = 1 << 22  # tokens
+_CHUNK = 1 << 22  # tokens
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStream:
-    """Tokens one after another, and what is known about where they come from."""
+    """Concatenated tokens of text, and where they come from."""
 
-    tokens: Tokens  # 1-D; may be a memory map
-    num_bytes: int | None  # of the text that they stand for
-    checksum: str = ""  # as their file's header says
+    tokens: Tokens  # 1-D; may be memory-mapped
+    num_bytes: int | None  # of the text, if known
+    checksum: str = ""  # xxh3 of the tokens, if known
     origin: str = "the data"
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the content: xxh3 of the tokens, unless their file says it already."""
+        """A checksum of the content: xxh3 of the tokens."""
         return self.checksum or xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.tokens).data)
 
     @property
     def num_tokens(self) -> int:
-        """All that there are."""
+        """The number of tokens."""
         return len(self.tokens)
 
     def rows(self, seq_len: int) -> "StreamRows":
-        """Stretches of `seq_len` tokens, each with the token that follows it."""
+        """Split the stream into samples of `seq_len` tokens, each with the token after it."""
         return StreamRows(self, seq_len)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRows:
-    """A token stream cut into samples; what is left at its end is in none."""
+    """The samples of a token stream, without the remainder at its end."""
 
     stream: TokenStream
     seq_len: int
@@ -57,40 +57,39 @@ class StreamRows:
 
     @property
     def origin(self) -> str:
-        """Of the stream."""
+        """The file or text that the samples are from."""
         return self.stream.origin
 
     @property
     def num_targets(self) -> int:
-        """Every token of a sample has one."""
+        """The number of targets: one per token."""
         return len(self) * self.seq_len
 
     @property
     def emptiness(self) -> str:
-        """That the data is too short."""
+        """The error if the data is too short for a sample."""
         return (
-            f"train.seq_len={self.seq_len}: longer than the data, which has "
-            f"{self.stream.num_tokens} tokens"
+            f"train.seq_len={self.seq_len}: longer than the data of {self.stream.num_tokens} tokens"
         )
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of samples."""
         return max(0, (len(self.stream.tokens) - 1) // self.seq_len)
 
     def __getitem__(self, number: int) -> Sample:
-        """One of them."""
+        """Return a sample."""
         start = number * self.seq_len
         found = self.stream.tokens[start : start + self.seq_len + 1].astype(np.int64)
         return Sample(found[:-1], found[1:])
 
     def count_tokens(self, numbers: Sequence[int]) -> int:
-        """As many in each."""
+        """Return the tokens of some samples, which all have the same number."""
         return len(numbers) * self.seq_len
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFile:
-    """A token file's stream and header."""
+    """The stream and header of a token file."""
 
     stream: TokenStream
     vocab_size: int
@@ -99,13 +98,13 @@ class TokenFile:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tokens."""
+        """The size of the file in bytes."""
         return int(self.stream.tokens.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """What NAME.json says."""
+    """The contents of NAME.json."""
 
     dtype: Literal["uint16", "uint32"]
     num_tokens: Annotated[int, Meta(ge=0, le=1 << 60)]
@@ -116,29 +115,43 @@ class _Header:
     tokenizer_xxh3: str = ""  # of its tokenizer.json
 
 
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """The data that a run trains and validates on."""
+
+    train: Corpus
+    val: Corpus | None
+    tokenizer: Tokenizer
+    vocab_size: int
+    description: str
+    gzip_bits_per_byte: float | None  # of the validation text, compressed by `gzip -9`
+    token_files: tuple[TokenFile, ...] = ()  # that the data is mapped from
+    notes: tuple[str, ...] = ()  # lines about the data
+    date: str | None = None  # that chats were rendered with, if the template writes it
+    template: str | None = None  # of chats, if it isn't that of the tokenizer
+    end_tokens: tuple[int, ...] = ()  # that end a trained assistant message, most frequent first
+    prompt: tuple[int, ...] = ()  # to generate a sample from
+
+    @property
+    def fingerprint(self) -> str:
+        """A checksum of the content of both parts."""
+        return self.train.fingerprint + (self.val.fingerprint if self.val else "")
+
+
 def write_token_file(
     path: Path, tokens: Tokens, tokenizer: Tokenizer, *, num_bytes: int | None
 ) -> None:
-    """Write NAME.bin and NAME.json; the header comes last, so that a torn file has none.
+    """Write NAME.bin and NAME.json. The header is last, so that a truncated file has none.
 
     Args:
-        path: NAME.bin.
-        tokens: what `tokenizer` made of a text.
-        tokenizer: is named there, with a checksum of its tokenizer.json.
-        num_bytes: of the text, if known.
+        path: The path of NAME.bin.
+        tokens: The tokens of a text.
+        tokenizer: The tokenizer that made them.
+        num_bytes: The size of the text, if known.
     """
     vocab_size = tokenizer.vocab_size
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     data = np.ascontiguousarray(tokens, dtype=_DTYPES[dtype])
-    scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        with scratch.open("wb") as file:
-            file.write(data.data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        scratch.unlink(missing_ok=True)
-        raise
     header = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -150,27 +163,28 @@ def write_token_file(
         "num_bytes": num_bytes,
         "xxh3": xxhash.xxh3_64_hexdigest(data.data),
     }
-    scratch.replace(path)
-    path.with_suffix(".json").write_text(json.dumps(header, indent=2) + "\n")
+    with replacing(path, durable=True) as file:
+        file.write(data.data)
+    replace(path.with_suffix(".json"), json.dumps(header, indent=2) + "\n")
 
 
 def open_token_file(path: Path, key: str = "data.path") -> TokenFile:
-    """The memory-mapped tokens of `path` (NAME.bin).
+    """Map the tokens of `path` (NAME.bin) into memory.
 
     Raises:
-        UsageError: it is missing, has no header, or is not as long as the header says.
+        UsageError: If the file or its header is missing, or if they disagree.
     """
     if not path.is_file():
-        raise UsageError(f"{key}={path}: no such token file; `fsdpctl tokenize` makes one")
+        raise UsageError(f"{key}={path}: no such token file; `fsdpctl tokenize` creates one")
     header = _read_header(path, key)
     dtype, count = _DTYPES[header.dtype], header.num_tokens
     if path.stat().st_size != count * dtype.itemsize:
         raise UsageError(
-            f"{key}={path}: {path.stat().st_size} bytes, where its header says {count} tokens "
-            f"of {dtype.itemsize}"
+            f"{key}={path}: expected {count} tokens of {dtype.itemsize} bytes by its header, got "
+            f"{path.stat().st_size} bytes"
         )
     if count == 0:
-        raise UsageError(f"{key}={path}: there are no tokens in it")
+        raise UsageError(f"{key}={path}: contains no tokens")
     os.close(open_regular(path, follows=True))
     tokens = np.memmap(path, dtype=dtype, mode="r")
     return TokenFile(
@@ -182,30 +196,30 @@ def open_token_file(path: Path, key: str = "data.path") -> TokenFile:
 
 
 def check_tokens(file: TokenFile, on_bytes: Callable[[int], None] = lambda count: None) -> None:
-    """Read every token; `on_bytes` is called with the bytes read since the last call.
+    """Read and check all tokens. Calls `on_bytes` with the bytes read since the last call.
 
     Raises:
-        UsageError: they are not those that the header describes, or above the vocabulary.
+        UsageError: If the checksum differs from the header's, or a token isn't in the vocabulary.
     """
     stream, digest = file.stream, xxhash.xxh3_64()
-    for start in range(0, len(stream.tokens), _CHECKED_AT_ONCE):
-        part = np.ascontiguousarray(stream.tokens[start : start + _CHECKED_AT_ONCE])
+    for start in range(0, len(stream.tokens), _CHUNK):
+        part = np.ascontiguousarray(stream.tokens[start : start + _CHUNK])
         digest.update(part.data)
         if int(part.max()) >= file.vocab_size:
             at = start + int(part.argmax())
             raise UsageError(
-                f"{stream.origin}: token {at} is {part.max()}, above its vocabulary of "
-                f"{file.vocab_size}"
+                f"{stream.origin}: token {at}: expected less than {file.vocab_size}, the size of "
+                f"the vocabulary, got {part.max()}"
             )
         on_bytes(part.nbytes)
     if digest.hexdigest() != stream.checksum:
-        raise UsageError(f"{stream.origin}: damaged: not the tokens that its header describes")
+        raise UsageError(f"{stream.origin}: corrupted: the checksum differs from its header")
 
 
 def _read_header(path: Path, key: str) -> _Header:
     file = path.with_suffix(".json")
     if not file.exists():
-        raise UsageError(f"{key}={path}: there is no {file.name} beside it that describes it")
+        raise UsageError(f"{key}={path}: the header {file.name} is missing")
     content = read_json(file, dict[str, Any], most_bytes=MIB, follows=True)
     what = "the header of a token file"
     check_version(content, (_FORMAT, _VERSION), what, str(file), UsageError)

@@ -1,5 +1,5 @@
-"""Makes the plan happen: gathers, frees and reduces the units of a model as it runs.
+"""The engine: gathers, releases and reduces the units of a model while it runs.
 
-hooks.py binds module and autograd events to the runtime; runtime.py decides nothing but asks the
-plan; unit.py owns the life of one unit, slots.py the memory it is gathered into.
+hooks.py binds module and autograd events to runtime.py, which follows the plan. unit.py has the
+states of a unit and the memory that it is gathered into.
 """

@@ -1,4 +1,4 @@
-"""Gradients of several micro-batches as one."""
+"""Gradient accumulation over micro-batches."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,10 +14,10 @@ _REDUCE = ("every", "last")
 
 
 class GradAccumulator:
-    """Makes the gradient the mean over the micro-steps of a window, however many there were.
+    """Makes the gradient the mean over the micro-steps of a window, even of a partial one.
 
-    With `reduce="every"` each micro-step reduces into the shards; with `"last"` whole gradients are
-    held until the window ends, and communicated once.
+    With `reduce="every"` each micro-step reduces into the shards. With `"last"` unsharded gradients
+    are held until the window ends, and reduced once.
     """
 
     def __init__(
@@ -26,23 +26,24 @@ class GradAccumulator:
         """Accumulate over windows of `steps` micro-steps.
 
         Raises:
-            EngineError: `steps` is below 1, or `reduce` is neither word.
+            EngineError: If `steps` is below 1, or `reduce` is neither value.
         """
         if steps < 1:
-            raise EngineError(f"GradAccumulator: steps={steps}, must be at least 1")
+            raise EngineError(f"GradAccumulator: steps={steps}: expected at least 1")
         if reduce not in _REDUCE:
             raise EngineError(
-                f"GradAccumulator: reduce={reduce!r}{nearest(reduce, _REDUCE)} (every, last)"
+                f"GradAccumulator: reduce={reduce!r}{nearest(reduce, _REDUCE)}: expected every, "
+                "last"
             )
         self.model = model
         self.steps = steps
-        self.ready = False  # the window is complete, its gradient there
+        self.ready = False  # the window is complete and its gradient is reduced
         self._reduce = reduce
         self._count = 0
 
     @contextmanager
     def micro_step(self) -> Iterator[None]:
-        """Run one backward inside; the last of a window ends it. An exception drops the window."""
+        """Run one backward in the block; the last one ends the window, an exception drops it."""
         self.ready = False
         holds = self._reduce == "last" and self._count + 1 < self.steps
         try:
@@ -56,7 +57,7 @@ class GradAccumulator:
             self.sync()
 
     def sync(self) -> None:
-        """End the window, also a partial one; does nothing between windows."""
+        """End the window, also a partial one. Does nothing between windows."""
         if self._count == 0:
             return
         self.model.sync_gradients()
@@ -67,7 +68,7 @@ class GradAccumulator:
         self.ready = True
 
     def reset(self) -> None:
-        """Forget the window and its gradients."""
+        """Drop the window and its gradients."""
         self.model.drop_gradients()
         self._count = 0
         self.ready = False

@@ -1,4 +1,4 @@
-"""What the ranks must agree on before they share anything."""
+"""Settings and forwards that all ranks must agree on."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -14,16 +14,16 @@ T = TypeVar("T")
 def agreed(
     collectives: Collectives, make: Callable[[], T], describe: Callable[[T], Iterable[str]]
 ) -> T:
-    """What `make()` gives, if it gives the same on every rank. Collective.
+    """Return the result of `make()`, if it is the same on every rank. Collective.
 
     Args:
-        collectives: the ranks.
-        make: may raise; then every rank raises.
-        describe: what must be equal, part by part.
+        collectives: The ranks.
+        make: May raise an exception; then every rank raises one.
+        describe: Returns what must be equal, part by part.
 
     Raises:
-        Exception: what `make()` raised here.
-        EngineError: it failed on another rank, or gave something else there.
+        Exception: If `make()` raised it on this rank.
+        EngineError: If `make()` failed on another rank, or returned something else there.
     """
     made: T | None = None
     parts: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ def agreed(
     try:
         made = make()
         parts = tuple(describe(made))
-    except Exception as caught:  # whatever it is, the others must not wait for this rank
+    except Exception as caught:  # of any kind: the others must not wait for this rank
         error = caught
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     answers = collectives.gather_objects([digest] if error is None else [digest, str(error)])
@@ -40,18 +40,18 @@ def agreed(
     for rank, (_, *messages) in enumerate(answers):
         for message in messages:
             raise EngineError(f"rank {rank}: {message}")
-    if len({digest for digest, *_ in answers}) > 1:  # the parts are many, and as a rule not needed
-        _refuse_difference(parts, collectives)
+    if len({digest for digest, *_ in answers}) > 1:  # the parts are long, and rarely needed
+        _report_difference(parts, collectives)
     assert made is not None
     return made
 
 
-def _refuse_difference(ours: Sequence[str], collectives: Collectives) -> NoReturn:
-    everybody = collectives.gather_objects(list(ours))
-    other = next(rank for rank, theirs in enumerate(everybody) if theirs != everybody[0])
+def _report_difference(ours: Sequence[str], collectives: Collectives) -> NoReturn:
+    answers = collectives.gather_objects(list(ours))
+    other = next(rank for rank, theirs in enumerate(answers) if theirs != answers[0])
     first, second = next(
         (mine, theirs)
-        for mine, theirs in zip_longest(everybody[0], everybody[other], fillvalue="nothing more")
+        for mine, theirs in zip_longest(answers[0], answers[other], fillvalue="nothing more")
         if mine != theirs
     )
     raise EngineError(
@@ -63,15 +63,15 @@ def _refuse_difference(ours: Sequence[str], collectives: Collectives) -> NoRetur
 def agree_on_forwards(
     collectives: Collectives, takes_part: Sequence[bool], *, same_under: str | None
 ) -> Sequence[bool]:
-    """Of forwards, numbered alike on all ranks, which take part in a backward on any. Collective.
+    """Return which forwards take part in a backward on any rank. Collective.
 
     Args:
-        collectives: the ranks.
-        takes_part: here, or nothing where that is not known.
-        same_under: the strategy under which ranks must go through the same ones.
+        collectives: The ranks.
+        takes_part: By forward, whether it takes part here; empty if unknown.
+        same_under: The strategy, if it requires all ranks to go through the same forwards.
 
     Raises:
-        EngineError: they do not, and would gather different units.
+        EngineError: If the ranks go through different forwards, and would gather different units.
     """
     found = collectives.gather_objects(list(takes_part))
     if not all(found):
@@ -81,7 +81,7 @@ def agree_on_forwards(
         other = next(rank for rank, each in enumerate(found) if each != found[0])
         raise EngineError(
             f"of {len(takes_part)} forwards, backward goes through {numbers[0]} on rank 0 and "
-            f"through {numbers[other]} on rank {other}: under {same_under} all ranks must go "
-            "through the same ones (add the others' loss times zero)"
+            f"through {numbers[other]} on rank {other}; {same_under} requires the same ones on "
+            "all ranks (add the others' loss times zero)"
         )
     return [any(each) for each in zip(*found, strict=True)]

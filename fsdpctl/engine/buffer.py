@@ -1,7 +1,6 @@
-"""One flat buffer of a unit, and what becomes of the gradients of the parameters in it.
+"""One flat buffer of a unit, and the gradients of its parameters on their way to its shard.
 
-Gradients arrive one by one, as autograd made them, and end in one flat buffer, times what they are
-scaled by.
+Gradients arrive one by one, as autograd made them, and end in one flat buffer, scaled.
 """
 
 import sys
@@ -13,7 +12,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.base import Handle
+from fsdpctl.comm.base import Gathering, Handle
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.parameters import arrived_gradient
 from fsdpctl.plan.layout import FlatLayout, Span
@@ -23,18 +22,18 @@ from fsdpctl.shards import FlatShard
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """Parameters that stay between steps in the dtype that computes; masters may lie in them."""
+    """Parameters in the compute dtype that remain between steps; may contain the masters."""
 
     span: Span
     values: Tensor  # 1-D
 
     def within(self, span: Span) -> Tensor:
-        """The elements `span` of the flat buffer."""
+        """Return the elements `span` of the flat buffer."""
         return self.values[span.start - self.span.start : span.stop - self.span.start]
 
 
 class UnitBuffer:
-    """One flat buffer of a unit: its parameters, this rank's shard, and gradients on their way."""
+    """One flat buffer of a unit: its parameters, this rank's shard, and gradients in flight."""
 
     def __init__(
         self,
@@ -43,38 +42,34 @@ class UnitBuffer:
         whole: Tensor,
         resting: Resting | None,
     ) -> None:
-        """Wrap what a rank has.
+        """Wrap the tensors of a rank.
 
         Args:
-            shard: this rank's masters.
-            params: in the layout's order.
-            whole: 1-D in the slot; readable while the unit is whole.
-            resting: all of it, or this rank's part where masters have less; None where the masters
-                are all that stays.
+            shard: This rank's master weights.
+            params: The parameters in the layout's order.
+            whole: A 1-D window of the slot, readable while the unit is unsharded.
+            resting: All parameters, or this rank's part if its masters are less; None if only the
+                masters remain between steps.
         """
         self.shard = shard
         self.params = tuple(params)
         self.whole = whole
         self.resting = resting
-        self.held_gradients: Tensor | None = None  # whole, not yet reduced
-        self.present: set[int] = set()  # parameters that had one since gradients were dropped
+        self.held_gradients: Tensor | None = None  # unsharded, not yet reduced
+        self.present: set[int] = set()  # parameters with a gradient since gradients were dropped
         self.stretches = gradient_stretches(shard.layout)
-        self._kept: Tensor | None = None  # memory that gradients come back to, step after step
+        self._kept: Tensor | None = None  # memory that is reused for gradients in every step
         zero = torch.zeros((), dtype=whole.dtype, device=whole.device)
         self._gaps = [zero.expand(gap) if gap else None for gap in _gaps_after(shard.layout)]
         self._padding = shard.layout.padding
-        rests = [
-            torch.full((), float("nan"), dtype=whole.dtype, device=whole.device).expand(
-                placement.param.shape
-            )
-            for placement in self.layout.placements
-        ]
-        self._at_rest = list(zip(self.params, rests, strict=True))
-        self._at_work = list(zip(self.params, self.param_views(whole), strict=True))
+        nan = torch.full((), float("nan"), dtype=whole.dtype, device=whole.device)
+        rests = [nan.expand(placement.param.shape) for placement in self.layout.placements]
+        self._sharded = list(zip(self.params, rests, strict=True))
+        self._unsharded = list(zip(self.params, self.param_views(whole), strict=True))
 
     @property
     def layout(self) -> FlatLayout:
-        """Where its parameters lie."""
+        """The layout of its parameters."""
         return self.shard.layout
 
     @property
@@ -83,46 +78,45 @@ class UnitBuffer:
         return self.shard.master if self.resting is None else self.resting.values
 
     def start_sync(self, mesh: Mesh) -> Handle | None:
-        """Start to bring changed masters into parameters that stay between steps.
+        """Start to copy changed masters into the parameters that remain between steps.
 
-        Where both have one dtype the masters are a window into the parameters.
+        If both have one dtype, the masters are a window into the parameters.
         """
         if self.resting is None:
             return None
         shard, values = self.shard, self.resting.values
         source = None if shard.dtype == values.dtype else shard.master
         if mesh.replicas is not None and self.layout.shares > 1:
-            return mesh.replicas.all_gather(values, self.layout.shares_of_part, source)
+            return mesh.replicas.all_gather([Gathering(values, self.layout.shares_of_part, source)])
         if not shard.is_replicated:
-            return mesh.shard.all_gather(values, self.layout.parts, source)
+            return mesh.shard.all_gather([Gathering(values, self.layout.parts, source)])
         if source is not None:
             values.copy_(source)
         return None
 
     def param_views(self, flat: Tensor) -> list[Tensor]:
-        """A window into `flat`, a tensor like the whole buffer, for each parameter."""
+        """Return a window into `flat`, a tensor like the whole buffer, for each parameter."""
         return [
             flat[placement.span.start : placement.span.stop].view(placement.param.shape)
             for placement in self.layout.placements
         ]
 
     def point_to_whole(self) -> None:
-        """The parameters read the slot."""
-        for param, view in self._at_work:
+        """Let the parameters read the slot."""
+        for param, view in self._unsharded:
             param.data = view
 
     def point_to_rest(self) -> None:
-        """The parameters read NaN and refuse writes."""
-        for param, rest in self._at_rest:
+        """Let the parameters read NaN and reject writes."""
+        for param, rest in self._sharded:
             param.data = rest
 
     def take(self, span: Span, indices: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The gradients of neighbouring parameters as one tensor; zeros where none arrived.
+        """Remove the gradients of adjacent parameters and return them as one tensor.
 
-        The parameters have them no longer. That of one is not copied if it is contiguous and has
-        the dtype.
+        Missing gradients are zero. A single contiguous gradient of dtype `dtype` is not copied.
         """
-        gradients = [self._give_up(index) for index in indices]
+        gradients = [self._remove(index) for index in indices]
         if _are_all_there(gradients):
             if len(gradients) == 1:
                 return gradients[0].reshape(-1).to(dtype)
@@ -135,7 +129,7 @@ class UnitBuffer:
                 together[within.start : within.stop].copy_(gradient.reshape(-1))
         return together
 
-    def _give_up(self, index: int) -> Tensor | None:
+    def _remove(self, index: int) -> Tensor | None:
         param = self.params[index]
         gradient, param.grad = arrived_gradient(param), None
         if gradient is not None:
@@ -143,9 +137,9 @@ class UnitBuffer:
         return gradient
 
     def collect(self, share: Span, dtype: torch.dtype) -> Tensor:
-        """Of what every rank owns the elements `share`, in the order of the parts.
+        """Return the gradients of the elements `share` of every rank's part, in rank order.
 
-        Zeros where no gradient has arrived. The parameters keep theirs.
+        Missing gradients are zero. The parameters keep theirs.
         """
         of_name = dict(zip((p.name for p in self.layout.params), self.params, strict=True))
         flat = torch.zeros(
@@ -166,10 +160,10 @@ class UnitBuffer:
         return flat
 
     def first_gradients(self, dtype: torch.dtype, scale: float, *, keeps: bool) -> Tensor:
-        """The gradients that have arrived times `scale`, in a flat buffer; zeros elsewhere.
+        """Return the gradients that have arrived times `scale` in a flat buffer, else zeros.
 
-        `keeps`: if it is to be this rank's gradient, its memory is that of the last one, which is
-        not given back. The memory of a single gradient is that gradient's own.
+        With `keeps`, the memory is that of the previous call, if the buffer is to become this
+        rank's gradient. A single gradient is returned in its own memory.
         """
         gradients = [arrived_gradient(param) for param in self.params]
         if scale == 1 and dtype == self.whole.dtype and _are_all_there(gradients):
@@ -181,7 +175,7 @@ class UnitBuffer:
         return flat
 
     def _fill(self, flat: Tensor, gradients: Sequence[Tensor | None], scale: float) -> None:
-        """Write the gradients that have arrived, and zeros where none has."""
+        """Write the gradients that have arrived times `scale`, and zeros for the others."""
         targets, sources = [], []
         for view, gradient in zip(self.param_views(flat), gradients, strict=True):
             if gradient is None:
@@ -197,7 +191,7 @@ class UnitBuffer:
                 torch._foreach_mul_(targets, scale)
 
     def _memory(self, dtype: torch.dtype, *, keeps: bool) -> Tensor:
-        """A flat buffer with zeros where it is padded."""
+        """Return a flat buffer whose padding is zero."""
         if keeps and self._kept is not None and _uses(self._kept) == _USES_OF_ONE:
             flat = self._kept
         else:
@@ -220,7 +214,7 @@ class UnitBuffer:
             torch._foreach_add_(targets, gradients, alpha=scale)
 
     def forget_arrived(self) -> None:
-        """The gradients were taken from the parameters."""
+        """Remove the gradients from the parameters, after they were copied."""
         if len(self.present) < len(self.params):
             arrived = map(arrived_gradient, self.params)
             self.present |= {i for i, gradient in enumerate(arrived) if gradient is not None}
@@ -229,11 +223,11 @@ class UnitBuffer:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there are gradients that were taken from the parameters."""
+        """Whether it has gradients that were taken from the parameters."""
         return self.shard.grad is not None or self.held_gradients is not None
 
     def drop_gradients(self) -> None:
-        """Forget all gradients, wherever they are on their way."""
+        """Drop all gradients: of parameters, held back and reduced."""
         for param in self.params:
             param.grad = None
         self.shard.grad = None
@@ -246,9 +240,9 @@ def _are_all_there(gradients: Sequence[Tensor | None]) -> TypeGuard[Sequence[Ten
 
 
 def _uses(tensor: Tensor) -> tuple[int, int]:
-    """How many references there are to a tensor that is an attribute, and to its memory.
+    """Return the numbers of references to a tensor that is an attribute, and to its memory.
 
-    They tell whether somebody who was given a gradient still has it, or a window into it.
+    They show whether a caller still has a gradient that it was given, or a window into it.
     """
     storage = tensor.untyped_storage()
     return sys.getrefcount(tensor), torch._C._storage_Use_Count(storage._cdata)
@@ -259,7 +253,7 @@ _USES_OF_ONE = _uses(_ONE.tensor)  # how they are counted depends on Python and 
 
 
 def _joined(gradients: Sequence[Tensor], gaps: Sequence[Tensor | None]) -> Tensor:
-    """All gradients, each with the padding after it, as one tensor, made in one call."""
+    """Concatenate all gradients, each with the padding after it, in one call."""
     pieces = []
     for gradient, gap in zip(gradients, gaps, strict=True):
         pieces.append(gradient)
@@ -269,7 +263,7 @@ def _joined(gradients: Sequence[Tensor], gaps: Sequence[Tensor | None]) -> Tenso
 
 
 def _gaps_after(layout: FlatLayout) -> tuple[int, ...]:
-    """How many elements of padding follow each parameter."""
+    """Return the number of padding elements after each parameter."""
     starts = [placement.span.start for placement in layout.placements[1:]]
     ends = [placement.span.stop for placement in layout.placements]
     return tuple(start - end for start, end in zip([*starts, layout.numel], ends, strict=True))

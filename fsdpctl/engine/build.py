@@ -1,4 +1,4 @@
-"""Cuts a module into units, gives each its memory and this rank its shards."""
+"""Building a runtime: dividing a module into units, with memory and this rank's shards."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +15,7 @@ from fsdpctl.engine.hooks import hook_gradients, hook_root, hook_unit
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.runtime import Runtime
-from fsdpctl.engine.slots import Slot
-from fsdpctl.engine.unit import ShardedUnit
+from fsdpctl.engine.unit import ShardedUnit, Slot
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import FlatLayout, Span, share_of
 from fsdpctl.plan.order import UnitOrder
@@ -30,29 +29,29 @@ from fsdpctl.shards import FlatShard
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a model's values come from, and where they shall be."""
+    """The source of a model's values, and their device."""
 
     device: torch.device
     initialize: Callable[[str, Tensor], None] | None = None  # None: rank 0's parameters
-    is_empty: bool = False  # zeros, which will be read over; no rank ever has a whole unit of them
+    is_empty: bool = False  # zeros that will be overwritten; no rank ever allocates a full unit
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How a model is cut: into units, and each unit's flat buffers into parts."""
+    """The units of a model, and the parts of each unit's flat buffers."""
 
     units: tuple[UnitSpec, ...]
     layouts: dict[str, tuple[FlatLayout, ...]]  # by unit
 
     @property
     def order(self) -> UnitOrder:
-        """The units in the order of their forward."""
+        """The order of the units."""
         return unit_order(self.units)
 
 
 @dataclass(frozen=True, slots=True)
 class _Builder:
-    """What every unit is built with."""
+    """The arguments with which every unit is built."""
 
     division: Division
     strategy: Strategy
@@ -70,13 +69,13 @@ class _Builder:
         return self.precision.compute_dtype(self.dtypes[layout.params[0].name])
 
     def master_dtype(self, layout: FlatLayout) -> torch.dtype:
-        """What is frozen has no masters: what is kept of it is what computes."""
+        """Return the dtype of master weights; frozen parameters are kept in the compute dtype."""
         if not layout.trainable:
             return self.compute_dtype(layout)
         return self.precision.dtype_of_master(self.dtypes[layout.params[0].name])
 
     def scratch(self, dtype: torch.dtype) -> Tensor:
-        """Memory for the largest buffer; one for all, because allocators fragment over many."""
+        """Return memory for the largest buffer; many scratches would fragment the allocator."""
         if dtype not in self.scratches:
             layouts = (each for of in self.division.layouts.values() for each in of)
             largest = max(each.numel for each in layouts if self.master_dtype(each) == dtype)
@@ -95,10 +94,9 @@ class _Builder:
             buffers.append(self.buffer(spec.name, layout, whole))
         unit = ShardedUnit(spec.name, buffers, slot)
         if self.strategy.keeps_whole_params:
-            slot.take(spec.name)
-            unit.become_whole()
+            unit.unshard()
         else:
-            unit.rest()
+            unit.release()
         return unit
 
     @torch.no_grad()
@@ -125,7 +123,7 @@ class _Builder:
         return UnitBuffer(shard, [self.params[p.name] for p in layout.params], whole, resting)
 
     def resting_values(self, layout: FlatLayout, whole: Tensor) -> Resting | None:
-        """What there is between steps of the parameters in the dtype that computes."""
+        """Return the parameters in the compute dtype that remain between steps."""
         if self.strategy.keeps_whole_params:
             return Resting(Span(0, layout.numel), whole)
         if layout.shares == 1:
@@ -134,7 +132,7 @@ class _Builder:
         return Resting(part, torch.empty(part.numel, dtype=whole.dtype, device=whole.device))
 
     def initial_values(self, layout: FlatLayout) -> Tensor:
-        """The whole flat buffer in the masters' dtype, alike on every rank, until the next call."""
+        """Return the full flat buffer in the masters' dtype; valid until the next call."""
         flat = self.scratch(self.master_dtype(layout))[: layout.numel].zero_()
         for placement in layout.placements:
             name, span = placement.param.name, placement.span
@@ -156,9 +154,9 @@ def build_runtime(
     prefetch: Prefetch,
     precision: Precision,
 ) -> Runtime:
-    """Take over `module`'s parameters, give each unit its memory, and hook its events.
+    """Shard `module`'s parameters in place, and hook its events.
 
-    The ranks must have agreed on `division` and everything else.
+    All ranks must have agreed on the arguments.
     """
     dtypes = {name: param.dtype for name, param in module.named_parameters()}
     replace_meta_parameters(module, source.device)
@@ -167,7 +165,7 @@ def build_runtime(
     builder = _Builder(division, strategy, precision, mesh, source, params, dtypes)
     units = _build_units(builder, prefetch)
     for param in params.values():
-        param.grad = None  # whatever it is, it is not of the sharded model
+        param.grad = None  # it does not belong to the sharded model
     runtime = Runtime(
         units,
         division.order,
@@ -176,7 +174,7 @@ def build_runtime(
         mesh=mesh,
         reducer=_make_reducer(units, division, mesh, builder),
     )
-    runtime.trained.hold_to(module, gathers=strategy.shards_params)
+    runtime.parameters.remember(module, gathers=strategy.shards_params)
     _hook(module, runtime, precision)
     return runtime
 
@@ -215,7 +213,7 @@ def _make_reducer(
 
 
 def divide_module(module: nn.Module, classes: Sequence[str] | None) -> tuple[UnitSpec, ...]:
-    """The units of a module, root first; `classes` None finds the repeated blocks."""
+    """Return the units of a module, root first; with `classes` None, by its repeated blocks."""
     return divide_into_units(
         describe_module(module),
         classes=classes,
@@ -232,7 +230,7 @@ def _build_units(builder: _Builder, prefetch: Prefetch) -> list[ShardedUnit]:
     slot_of = {unit: number for number, slot in enumerate(slots) for unit in slot.units}
     made: dict[int, Slot] = {}
     units = []
-    for spec in specs:  # one after another: a slot that can be freed is, before the next is made
+    for spec in specs:  # in order: a slot that can be freed is freed before the next one is made
         number = slot_of[spec.name]
         if number not in made:
             resident = slots[number].resident or builder.strategy.keeps_whole_params
@@ -244,24 +242,24 @@ def _build_units(builder: _Builder, prefetch: Prefetch) -> list[ShardedUnit]:
 
 
 def check_values(module: nn.Module, source: Source) -> None:
-    """See that there is something to shard.
+    """Check that a module can be sharded.
 
     Raises:
-        EngineError: a parameter or buffer has no values, or is no real number.
+        EngineError: If a parameter or buffer has no values, or is not a real number.
     """
     for name, param in module.named_parameters():
         if not param.dtype.is_floating_point:
             raise EngineError(
-                f"parameter {name} is {param.dtype}: only real floating point is sharded"
+                f"parameter {name} is {param.dtype}; expected a real floating-point dtype"
             )
         if param.is_meta and source.initialize is None and not source.is_empty:
-            raise EngineError(f"parameter {name} is on the meta device: it has no values")
+            raise EngineError(f"parameter {name} is on the meta device, without values")
     for name, each in module.named_modules():
         if getattr(each, "sparse", False) is True:
-            raise EngineError(f"{name}: sparse gradients are not reduced; use sparse=False")
+            raise EngineError(f"{name}: sparse gradients are not supported; use sparse=False")
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
-            raise EngineError(f"buffer {name} is on the meta device: it has no values")
+            raise EngineError(f"buffer {name} is on the meta device, without values")
 
 
 @torch.no_grad()
@@ -270,7 +268,7 @@ def _move_buffers(module: nn.Module, device: torch.device, collectives: Collecti
         for key, buffer in each._buffers.items():
             if buffer is not None:
                 moved = buffer.to(device).contiguous()
-                # As bytes: no backend knows every dtype.
+                # As bytes, because no backend supports every dtype.
                 collectives.broadcast(moved.view(-1).view(torch.uint8))
                 each._buffers[key] = moved
 

@@ -1,22 +1,153 @@
-"""Which forwards of units have yet to be gone back through, and so which units are still needed.
+"""The running backward, and which forwards of units it and later ones still have to go through.
 
 Autograd runs what is ready in descending order of creation. So once the backward of one call has
-begun, that of every call made after it is over, whether it came at all or not.
+begun, that of every later call is over, whether it ran at all or not.
 
 All ranks must draw the same conclusions, or they wait for each other in different collectives. So
-they follow from what was called, not from what became of it: counting arrived gradients, or looking
-at which outputs are still alive, differs where ranks use different parameters or outputs. Where
-there were several forwards since the last backward, ranks ask autograd which of them the next one
-goes back through, and tell each other.
+the conclusions follow from the calls, not from their results: the gradients that arrived, or the
+outputs that are still alive, differ if ranks use different parameters or outputs. If there were
+several forwards since the last backward, each rank asks autograd which of them the next backward
+goes through, and the ranks exchange the answers.
 """
 
 from collections.abc import Callable, Sequence
 from weakref import WeakSet, ref
 
-from fsdpctl.engine.forward import Forward
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
 from fsdpctl.errors import EngineError
 
 Agree = Callable[[Sequence[bool]], Sequence[bool]]
+
+_NONE = -1
+# The node of a parameter, which all forwards share.
+_OF_PARAMETER = type(torch.ones(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+
+
+def current_backward() -> int:
+    """Return the number of the backward that autograd runs on this thread, or -1."""
+    return int(torch._C._current_graph_task_id())
+
+
+def in_backward() -> bool:
+    """Return whether autograd runs a backward on this thread."""
+    return current_backward() != _NONE
+
+
+class OutermostBackward:
+    """The backward in which others may be nested, such as those of re-entrant checkpointing."""
+
+    def __init__(self) -> None:
+        self._number = _NONE
+        self._ending: ref[_Ending] | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has begun and not completed; it may have failed."""
+        return self._number != _NONE
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it has begun and neither completed nor failed."""
+        return self._ending is not None and self._ending() is not None
+
+    @property
+    def is_running_here(self) -> bool:
+        """Whether autograd is in this backward, and not in a nested one."""
+        return self._number == current_backward() != _NONE
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it raised an exception: autograd has dropped the callback for its end."""
+        return self.has_begun and not self.is_live
+
+    def begin(self, on_end: Callable[[], None]) -> None:
+        """Make the running backward the outermost one, and call `on_end()` when it is complete."""
+        self._number = current_backward()
+        ending = _Ending(on_end)
+        self._ending = ref(ending)
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
+
+    def end(self) -> None:
+        """Forget the backward, which is complete or has failed."""
+        self._number, self._ending = _NONE, None
+
+    @staticmethod
+    def keeps_graph() -> bool:
+        """Return whether the running backward keeps its graph."""
+        return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+class _Ending:
+    """A callback to which autograd has the only reference."""
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._on_end = on_end
+
+    def __call__(self) -> None:
+        self._on_end()
+
+
+class Witness:
+    """Graph nodes that any backward through an output also goes through.
+
+    The output's hook holds them. This makes no reference cycle with autograd's own reference to
+    that hook, because the nodes are older than the output.
+    """
+
+    __slots__ = ("__weakref__", "nodes")
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self.nodes = nodes
+
+
+class Forward:
+    """A forward of the outermost module. It lives as long as its graph."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, list[int]] = {}  # of its calls, by unit
+        self.began_in: dict[int, int] = {}  # by call, the last backward that reached it
+        self.takes_part = True  # in the running backward
+        self._witnesses: WeakSet[Witness] = WeakSet()
+        self._borrowed: list[ref[Witness]] = []  # they are witnesses of older outputs too
+        self._unseen: list[Node] = []  # made of parameters alone: the next output's are theirs
+        self._is_open = True
+        self._is_unknown = False  # some output has no witness
+
+    def witness(self, output: Tensor) -> Witness | None:
+        """Return an object for the hook of `output` to hold."""
+        node = output.grad_fn
+        for own, _ in () if node is None else node.next_functions:
+            if own is not None and type(own) is not _OF_PARAMETER:
+                found = Witness([own, *self._unseen])
+                self._witnesses.add(found)
+                if self._unseen:
+                    self._borrowed.append(ref(found))
+                    self._unseen = []
+                return found
+        if node is not None and self._is_open:
+            self._unseen.append(node)
+        else:
+            self._is_unknown = True
+        return None
+
+    def close(self) -> None:
+        """End the forward: no later output can be a witness of earlier ones."""
+        self._is_open = False
+        self._is_unknown |= bool(self._unseen)
+        self._unseen = []
+
+    def is_in_backward(self) -> bool:
+        """Return whether the backward on this thread goes through this forward.
+
+        The answer is also True if some output has no witness, or no longer.
+        """
+        if self._is_unknown or any(each() is None for each in self._borrowed):
+            return True
+        executes = torch._C._will_engine_execute_node
+        return any(executes(node) for each in self._witnesses for node in each.nodes)
 
 
 class Call:
@@ -33,17 +164,17 @@ class Calls:
     """The calls of all units of one model."""
 
     def __init__(self) -> None:
-        self.backward = 0  # the number of the next backward, or of the running one
-        self.order: dict[str, None] = {}  # names of the units in the last forward, as they ran
+        self.backward = 0  # the number of the running backward, or of the next one
+        self.order: dict[str, None] = {}  # names of the units in the order of the last forward
         self._tracks = False  # whether the outermost module's forward makes a graph
         self._number = 0
-        self.running = Forward()  # the last one of the outermost module, or still before the first
+        self.running = Forward()  # the last one of the outermost module
         self._alive: WeakSet[Forward] = WeakSet()
         self._recent: list[ref[Forward]] = []  # with a graph, since the last backward ended
         self._hidden: set[str] = set()
 
     def begin_forward(self, *, tracks: bool) -> None:
-        """The outermost module starts; `tracks` says whether autograd is on."""
+        """Begin a forward of the outermost module; `tracks`: whether autograd is enabled."""
         self.running.close()
         self.running = Forward()
         self._tracks = tracks
@@ -52,61 +183,62 @@ class Calls:
             self._recent.append(ref(self.running))
 
     def end_forward(self) -> None:
-        """The outermost module has ended."""
+        """End the forward of the outermost module."""
         self.running.close()
 
     def begin_backward(self, first: Forward | None, agree: Agree) -> None:
-        """Find out which forwards autograd goes back through.
+        """Find the forwards that autograd goes through.
 
         Args:
-            first: the one whose gradient came first; None where that was made within a backward.
-            agree: from whether each of some forwards takes part here, as far as autograd says, to
-                whether it does anywhere, or nothing where autograd does not say so everywhere.
+            first: The forward whose gradient came first; None if it ran within a backward.
+            agree: Takes whether each of several forwards takes part here, or an empty list if
+                autograd does not report it. Returns whether each takes part on any rank.
         """
         recent = [each() for each in self._recent]
-        # Autograd says nothing of a backward around this one, and too little of one to few inputs.
-        is_told = first is not None and first.is_in_backward()
+        # Autograd reports nothing about a backward around this one, and too little about one to
+        # few inputs.
+        is_known = first is not None and first.is_in_backward()
         for forward in self._alive:
             is_alone = recent == [forward]
-            forward.takes_part = is_alone or not is_told or forward.is_in_backward()
+            forward.takes_part = is_alone or not is_known or forward.is_in_backward()
         if len(recent) < 2:
             return
         own = [each is not None and each.takes_part for each in recent]
-        for each, takes_part in zip(recent, agree(own if is_told else []), strict=False):
+        for each, takes_part in zip(recent, agree(own if is_known else []), strict=False):
             if each is not None:
                 each.takes_part = takes_part
 
     def ran(self, unit: str, *, tracks: bool) -> None:
-        """A unit's forward begins, with or without autograd."""
+        """Record the forward of a unit; `tracks`: whether autograd is enabled."""
         if self._tracks:
             self.order[unit] = None
             if not tracks:
-                # It may be computed again by a backward within the backward, whenever that comes.
+                # A backward within the backward may recompute it at any time.
                 self._hidden.add(unit)
 
     def open(self, unit: str) -> Call:
-        """A unit's forward has made something whose gradient may come."""
+        """Record that a unit's forward made a tensor whose gradient may come."""
         self._number += 1
         self.running.numbers.setdefault(unit, []).append(self._number)
         self._alive.add(self.running)
         return Call(self.running, self._number)
 
     def begin(self, call: Call) -> None:
-        """The running backward has come to `call`.
+        """Record that the running backward has reached `call`.
 
         Raises:
-            EngineError: autograd did not say so when it began.
+            EngineError: If autograd did not report the call's forward when the backward began.
         """
         if not call.forward.takes_part:
             raise EngineError(
-                "backward came to a forward that was not part of it when it began: units may have "
-                "been reduced without it; a function that runs a backward of its own within "
-                "another must not use a sharded model's older outputs"
+                "backward reached a forward that was not part of it when it began, so units may "
+                "have been reduced without it; do not use a sharded model's older outputs in a "
+                "function that runs a backward of its own within another"
             )
         call.forward.began_in[call.number] = self.backward
 
     def is_over(self, unit: str, at: Call) -> bool:
-        """Whether no backward of `unit` can come any more once that of `at` has begun."""
+        """Return whether no backward of `unit` can follow the beginning of that of `at`."""
         if unit in self._hidden:
             return False
         return not any(
@@ -117,19 +249,20 @@ class Calls:
         )
 
     def end_backward(self, *, keeps_graph: bool) -> None:
-        """Autograd is done; without its graph, nothing of these forwards comes again."""
+        """End the backward; without its graph, no other can go through the same forwards."""
         if not keeps_graph:
             done = [each for each in self._alive if self.backward in each.began_in.values()]
             self._alive.difference_update(done)
-        self._hidden.clear()
-        self._recent.clear()
-        self.backward += 1
+        self._start_over()
 
     def forget(self) -> None:
-        """No call will be gone back through; what nevertheless is, is nobody's fault."""
+        """Forget all calls after a failure; a backward through one of them is still accepted."""
         for forward in self._alive:
             forward.takes_part = True
         self._alive.clear()
-        self._recent.clear()
+        self._start_over()
+
+    def _start_over(self) -> None:
         self._hidden.clear()
+        self._recent.clear()
         self.backward += 1

@@ -1,12 +1,12 @@
-"""From the gradients of a unit's parameters to what its ranks send each other.
+"""Collecting the gradients of a unit's parameters, and starting their reduction.
 
-Where ranks send each other gradients as they are, nothing is copied. Elsewhere one fused copy moves
-(and casts) a unit's gradients into a buffer, when its backward is over, that exists only until the
-reduction is done. Copying each as it arrives would take that buffer while the unit's backward has
-just begun, and with it the memory in which the previous reduction overlaps. Units larger than every
-block are copied and sent a piece at a time.
+If ranks send each other gradients as they are, nothing is copied. Otherwise one fused copy moves
+(and casts) a unit's gradients into a buffer when its backward is over; the buffer exists only until
+the reduction is done. Copying each gradient as it arrives would need that buffer when the unit's
+backward has just begun, and with it the memory in which the previous reduction overlaps. Units
+larger than every block are copied and sent in pieces.
 
-What did not arrive counts as zero.
+Missing gradients count as zero.
 """
 
 from collections.abc import Collection
@@ -24,48 +24,44 @@ from fsdpctl.plan.reductions import share_of_parts
 
 @dataclass(slots=True)
 class Sent:
-    """What is on its way of one flat buffer."""
+    """A reduction in flight of one flat buffer."""
 
     reduction: Reduction
     nbytes: int  # sent
-    held: Tensor | None = None  # the one tensor that it works on, where gradients were held in one
-    share: Span | None = None  # the elements of what this rank owns that it gives; None: all
-    read: Handle | None = None  # where a second collective followed at once: the first was read
+    held: Tensor | None = None  # the tensor that is sent, if gradients were held in one
+    share: Span | None = None  # the elements of this rank's part that it covers; None: all
+    read: Handle | None = None  # if a second collective follows at once: the first one was read
 
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """Brings gradients together, and sends them.
-
-    `dtypes`: in which gradients are added, by the masters' dtype. `early`: the units whose
-    reduction others' backward follows. `wire_dtype`: of gradients of one backward; None: what loses
-    nothing and serves the backend. `narrows`: it may be another than they are added in. Only where
-    all ranks go through the same backwards, because what was held has that.
-    """
+    """Collects gradients, and starts their reduction."""
 
     mesh: Mesh
-    dtypes: dict[torch.dtype, torch.dtype]
-    early: Collection[str]
-    wire_dtype: torch.dtype | None
+    dtypes: dict[torch.dtype, torch.dtype]  # in which gradients are added, by the masters' dtype
+    early: Collection[str]  # units whose reduction is followed by the backward of others
+    wire_dtype: torch.dtype | None  # of one backward's gradients; None: lossless, by the backend
+    # Whether the wire may have another dtype than the additions. Only if all ranks go through the
+    # same backwards, because held gradients have the dtype of the additions.
     narrows: bool
 
     def dtype_of(self, buffer: UnitBuffer) -> torch.dtype:
-        """In which its gradients are collected and added."""
+        """Return the dtype in which a buffer's gradients are collected and added."""
         return self.dtypes[buffer.shard.dtype]
 
     def adds_whole(self, buffer: UnitBuffer) -> bool:
-        """Whether all ranks get all of the sum at once."""
+        """Return whether all ranks get the full sum at once."""
         return buffer.shard.is_replicated and self.mesh.shard.adds_whole
 
     def scales(self, buffer: UnitBuffer) -> tuple[float, float]:
-        """What gradients are multiplied with when they are copied, and their sum."""
+        """Return the factors for gradients as they are copied, and for their sum."""
         scale = 1 / self.mesh.world.size
         return (scale, 1.0) if self.adds_whole(buffer) else (1.0, scale)
 
     def send(self, unit: str, buffer: UnitBuffer) -> Sent:
-        """All of a buffer's gradients.
+        """Start the reduction of all of a buffer's gradients.
 
-        Messages are alike on every rank, whether it held gradients back or not.
+        All ranks send the same messages, whether they held gradients back or not.
         """
         is_split = not buffer.shard.is_replicated
         in_place = is_split and self.mesh.shard.sends_in_place(buffer.layout.parts)
@@ -93,9 +89,9 @@ class Collector:
         return Sent(collectives.reduce_scatter(gradients, buffer.layout.parts, dtype), nbytes, held)
 
     def send_piece(self, buffer: UnitBuffer, piece: int, pieces: int) -> Sent | None:
-        """Of what every rank owns one of `pieces` shares; None where there is nothing in it.
+        """Start the reduction of one of `pieces` shares of every rank's part; None if it is empty.
 
-        The gradients stay with their parameters.
+        The parameters keep their gradients.
         """
         share = share_of_parts(buffer.layout, piece, pieces)
         if not share.numel:
@@ -107,7 +103,7 @@ class Collector:
         return Sent(reduction, flat.nbytes, share=share)
 
     def _wire(self, buffer: UnitBuffer, *, in_place: bool) -> torch.dtype:
-        """In which gradients of one backward are sent to the owners of their parts."""
+        """Return the dtype in which one backward's gradients are sent to the owners of parts."""
         added_in = self.dtype_of(buffer)
         if not self.narrows or not (in_place or self.mesh.shard.exchanges):
             return added_in
@@ -116,7 +112,7 @@ class Collector:
         return min(buffer.whole.dtype, added_in, key=lambda dtype: dtype.itemsize)
 
     def hold(self, unit: str, buffer: UnitBuffer, dtype: torch.dtype) -> Tensor:
-        """The whole gradient in one buffer, with all that has arrived; a new one has `dtype`."""
+        """Return the full gradient so far in one buffer, which has `dtype` if it is new."""
         before, _ = self.scales(buffer)
         if buffer.held_gradients is None:
             keeps = self._keeps(unit, buffer)
@@ -127,17 +123,16 @@ class Collector:
         return buffer.held_gradients
 
     def is_gradient(self, buffer: UnitBuffer, dtype: torch.dtype) -> bool:
-        """Whether a buffer of `dtype` that is reduced becomes this rank's gradient."""
+        """Return whether a reduced buffer of `dtype` becomes this rank's gradient."""
         keeps_all = buffer.shard.is_replicated or self.mesh.shard.size == 1
         return keeps_all and dtype == buffer.shard.dtype
 
     def _keeps(self, unit: str, buffer: UnitBuffer) -> bool:
-        """Whether the memory of a buffer's gradients stays from step to step.
+        """Return whether the memory of a buffer's gradients is reused in every step.
 
-        Other allocators than the CPU's keep what is given back, for whoever needs it next. Where
-        masters have another dtype than parameters, to keep that of the first of the forward too,
-        often a large embedding, would take more than DDP does; it is needed when all activations
-        are gone.
+        Allocators other than the CPU's cache free memory themselves. If masters have another dtype
+        than parameters, keeping that of the forward's first unit too, often a large embedding,
+        would take more than DDP does: it is needed when all activations are gone.
         """
         pays = buffer.whole.dtype == buffer.shard.dtype or unit in self.early
         is_kept = pays and buffer.whole.device.type == "cpu"

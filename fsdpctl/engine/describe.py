@@ -10,23 +10,20 @@ from fsdpctl.plan.units import ModuleSpec
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name without the `torch.`."""
+    """Return torch's name without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
 def describe_module(module: nn.Module) -> ModuleSpec:
-    """The tree of modules and parameters; a shared parameter has its first name everywhere."""
+    """Return the tree of modules and parameters; a shared parameter has its first name."""
     names = {id(param): name for name, param in module.named_parameters()}
 
     def describe(name: str, each: nn.Module) -> ModuleSpec:
         own = tuple(
             ParamSpec(
-                names[id(param)],
-                tuple(param.shape),
-                dtype_name(param.dtype),
-                param.requires_grad,
+                names[id(param)], tuple(param.shape), dtype_name(param.dtype), param.requires_grad
             )
-            for key, param in each._parameters.items()
+            for param in each._parameters.values()
             if param is not None
         )
         children = tuple(
@@ -36,30 +33,24 @@ def describe_module(module: nn.Module) -> ModuleSpec:
         is_list = isinstance(each, nn.ModuleList | nn.Sequential)
         is_called = not isinstance(each, nn.ModuleList | nn.ModuleDict)
         return ModuleSpec(
-            name,
-            type(each).__name__,
-            is_list,
-            is_called,
-            own,
-            children,
-            _is_lookup(each),
+            name, type(each).__name__, is_list, is_called, own, children, _is_lookup(each)
         )
 
     return describe("", module)
 
 
 def _is_lookup(module: nn.Module) -> bool:
-    """Whether it is an embedding and nothing more, such as a norm of its own."""
+    """Return whether it is an embedding without anything else, such as a norm."""
     is_plain = type(module).forward is nn.Embedding.forward and len(module._parameters) == 1
     return isinstance(module, nn.Embedding) and is_plain and not module._modules
 
 
 def name_of_submodule(module: nn.Module, getter: str) -> str | None:
-    """The name of what `module.getter()` returns, in the convention of transformers."""
+    """Return the name of the module that `module.getter()` returns, as in transformers."""
     method = getattr(module, getter, None)
     try:
         found = method() if callable(method) else None
-    except NotImplementedError:  # of transformers' models that have none
+    except NotImplementedError:  # from models of transformers without one
         return None
     if not isinstance(found, nn.Module):
         return None
@@ -67,7 +58,7 @@ def name_of_submodule(module: nn.Module, getter: str) -> str | None:
 
 
 def all_named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Every place that holds a parameter: its name, the module, the attribute, the parameter."""
+    """Yield the name, the module, the attribute and the parameter of each place of a parameter."""
     for prefix, each in module.named_modules(remove_duplicate=False):
         for key, param in each._parameters.items():
             if param is not None:
@@ -75,7 +66,7 @@ def all_named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, st
 
 
 def replace_meta_parameters(module: nn.Module, device: torch.device) -> None:
-    """Give parameters that have no memory an object that can have some; ties stay ties."""
+    """Replace parameters on the meta device by objects that can have memory; ties remain."""
     made: dict[int, nn.Parameter] = {}
     for _, owner, key, param in list(all_named_parameters(module)):
         if param.is_meta:

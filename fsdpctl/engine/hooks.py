@@ -1,4 +1,4 @@
-"""Binds module and autograd events to the runtime. Takes no decision."""
+"""Binds module and autograd events to the runtime, without any decisions."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fsdpctl.engine.backward import in_backward
+from fsdpctl.engine.calls import in_backward
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import ShardedUnit
 
 
 def _made_from(outputs: object, inputs: "_Inputs") -> list[Tensor]:
-    """The tensors that a forward made, and autograd follows.
+    """Return the tensors with a graph that a forward made.
 
-    Those merely passed through from `inputs` say nothing about this module's backward.
+    Tensors passed through from `inputs` show nothing about this module's backward.
     """
     if not torch.is_grad_enabled():
         return []
@@ -26,7 +26,7 @@ def _made_from(outputs: object, inputs: "_Inputs") -> list[Tensor]:
 
 
 def _leaves(value: object) -> list[object]:
-    """What `tree_leaves` gives; it is slow where there is no tree."""
+    """Return the result of `tree_leaves`, which is slow for values that are not a tree."""
     if isinstance(value, Tensor):
         return [value]
     if type(value) is tuple and all(isinstance(each, Tensor) for each in value):
@@ -36,7 +36,7 @@ def _leaves(value: object) -> list[object]:
 
 
 class _Inputs:
-    """What a forward was given, to tell whether it made something else of it."""
+    """The inputs of a forward, by which its outputs are recognized as new."""
 
     def __init__(self, values: object = ()) -> None:
         leaves = _leaves(values) if torch.is_grad_enabled() else ()
@@ -47,12 +47,12 @@ class _Inputs:
         }
 
     def has_untouched(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is one of them, and was not written to since."""
+        """Return whether `tensor` is an input that was not written to since."""
         return self._versions.get(id(tensor)) == tensor._version
 
 
 def hook_root(module: nn.Module, runtime: Runtime, param_dtype: torch.dtype | None) -> None:
-    """Events of the outermost module; floating inputs are cast to `param_dtype`."""
+    """Hook the outermost module, and cast its floating-point inputs to `param_dtype`."""
 
     def cast(value: object) -> object:
         is_float = isinstance(value, Tensor) and value.is_floating_point()
@@ -81,7 +81,7 @@ def hook_root(module: nn.Module, runtime: Runtime, param_dtype: torch.dtype | No
 
 
 def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
-    """Events of the module whose parameters form `unit`."""
+    """Hook the module whose parameters form `unit`."""
 
     given, own_id = _Inputs(), id(module)
 
@@ -113,9 +113,9 @@ def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
 
 
 def hook_gradients(runtime: Runtime, unit: ShardedUnit) -> None:
-    """Begin a backward that comes to a parameter without coming through a module before.
+    """Begin a backward that reaches a parameter before any module.
 
-    A loss can be made of parameters alone that are whole after the forward.
+    A loss can depend only on parameters that stay unsharded after the forward.
     """
     backward = runtime.backward
 

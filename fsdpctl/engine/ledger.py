@@ -1,58 +1,88 @@
-"""What the engine does and holds: its events, and the bytes of its buffers."""
+"""The events of the engine, the bytes of its buffers, and its named ranges in a profile."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
-from fsdpctl.comm.pulse import PULSE
-from fsdpctl.engine.ranges import Ranges
+from torch.profiler import record_function
+
+from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
+
+_NOTHING = nullcontext()
+
+
+class Ranges:
+    """Named ranges of a profile; while it is off, it records nothing and costs no time."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._open: list[record_function] = []
+
+    def around(self, what: str, unit: str) -> AbstractContextManager[object]:
+        """Return a context manager that names a block."""
+        return record_function(f"{what} {unit}") if self.is_on else _NOTHING
+
+    def begin(self, what: str, unit: str) -> None:
+        """Begin a range, possibly within another one."""
+        if self.is_on:
+            named = record_function(f"{what} {unit}")
+            named.__enter__()
+            self._open.append(named)
+
+    def end(self) -> None:
+        """End the innermost open range, if any."""
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
+
+    def end_all(self) -> None:
+        """End all open ranges, such as after an exception."""
+        while self._open:
+            self.end()
 
 
 class Ledger:
-    """Counts the buffers that come and go while a model runs, and records events on demand.
+    """Counts the buffers that are allocated while a model runs, and records events on demand.
 
-    A buffer is known by its purpose, its unit and which flat buffer of that unit it belongs to.
+    A buffer is identified by its purpose, its unit and the number of the unit's flat buffer.
     """
 
     def __init__(self) -> None:
         self.trace: list[Event] | None = None  # records events while it is a list
         self.on_event: Callable[[], None] = lambda: None
-        self.ranges = Ranges()  # for a profile
+        self.ranges = Ranges()
         self.nbytes = 0  # in all buffers, now
         self.peak_nbytes = 0
         self._held: dict[tuple[Buffer, str, int], int] = {}
 
     def note(self, kind: EventKind, unit: str, nbytes: int = 0) -> None:
-        """Something happened."""
-        PULSE.at(f"{kind} {unit}")
+        """Record an event, also in this rank's status."""
+        RANK_STATUS.at(f"{kind} {unit}")
         if self.trace is not None:
-            self.trace.append(Event(kind, unit, nbytes))
-            self.on_event()
+            self._record(self.trace, Event(kind, unit, nbytes))
+
+    def _record(self, trace: list[Event], event: Event) -> None:
+        trace.append(event)
+        self.on_event()
 
     def allocate(self, buffer: Buffer, unit: str, index: int, nbytes: int) -> None:
-        """A buffer was made, in the place of one that is there."""
+        """Count a buffer; it replaces an existing one with the same identity."""
         key = (buffer, unit, index)
         before = self._held.get(key)
         self._held[key] = nbytes
         self.nbytes += nbytes - (before or 0)
         self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         if self.trace is not None and before is None:
-            self.trace.append(Event(EventKind.ALLOCATE, unit, nbytes, buffer))
-            self.on_event()
+            self._record(self.trace, Event(EventKind.ALLOCATE, unit, nbytes, buffer))
 
     def free(self, buffer: Buffer, unit: str, index: int) -> None:
-        """A buffer was given back; does nothing where there is none."""
+        """Remove a buffer, if it exists."""
         nbytes = self._held.pop((buffer, unit, index), None)
         if nbytes is None:
             return
         self.nbytes -= nbytes
         if self.trace is not None:
-            self.trace.append(Event(EventKind.FREE, unit, nbytes, buffer))
-            self.on_event()
+            self._record(self.trace, Event(EventKind.FREE, unit, nbytes, buffer))
 
     def held(self, buffer: Buffer) -> int:
-        """Bytes of all buffers for one purpose."""
+        """Return the bytes of all buffers for one purpose."""
         return sum(nbytes for key, nbytes in self._held.items() if key[0] is buffer)
-
-    def forget_peak(self) -> None:
-        """Start to look for the largest figure again."""
-        self.peak_nbytes = self.nbytes

@@ -1,4 +1,4 @@
-"""A sharded module, and everything that can be asked of it."""
+"""The sharded module with its public methods."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -8,46 +8,44 @@ from torch import Tensor, nn
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.mesh import Mesh
-from fsdpctl.engine import access
+from fsdpctl.engine import guards, state
+from fsdpctl.engine.grad_presence import GradPresence, check_replicas
 from fsdpctl.engine.ledger import Ledger
-from fsdpctl.engine.parameters import refuse_call
-from fsdpctl.engine.presence import Presence
-from fsdpctl.engine.replicas import check_replicas
+from fsdpctl.engine.parameters import not_possible
 from fsdpctl.engine.runtime import Runtime
-from fsdpctl.engine.state import full_state
-from fsdpctl.engine.unit import bytes_beside_slots
+from fsdpctl.engine.unit import bytes_outside_slots
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.order import UnitOrder
 from fsdpctl.plan.schedule import Event
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.shards import FlatShard, persistent_buffers, trainable_shards
 
-# What torch says of a write to a tensor in which one number stands for all elements.
+# torch's message for a write to an expanded tensor.
 _WRITTEN_AT_REST = "more than one element of the written-to tensor"
 
 
 class ShardedModel(nn.Module):
     """A module whose parameters are sharded as its strategy says.
 
-    Call it like the module. The module's Parameter objects stay what they were, with name, shape
-    and dtype; where the strategy shards parameters they read NaN outside forward and backward.
+    Call it like the module. The module's Parameter objects keep their identity, name, shape and
+    dtype. If the strategy shards parameters, they read NaN outside forward and backward.
     """
 
     def __init__(self, module: nn.Module, runtime: Runtime, strategy: Strategy) -> None:
         super().__init__()
         self.module = module
-        self.strategy = strategy  # as asked for; one rank alone runs as no_shard
+        self.strategy = strategy  # as requested; a single rank runs no_shard
         self._own_runtime = runtime
         self._has_ended = False
-        self._presence = Presence(runtime)
-        self.take_waits = runtime.mesh.take_waits  # how long computation has waited since the last
+        self._presence = GradPresence(runtime)
+        self.take_waits = runtime.mesh.take_waits
         self._shards = tuple(b.shard for unit in runtime.units.values() for b in unit.buffers)
-        access.guard_module(module, runtime)
+        guards.guard_module(module, runtime)
         if runtime.strategy.shards_params:
-            access.watch_first_forward(module, runtime)
+            guards.watch_first_forward(module, runtime)
 
     def __getattr__(self, name: str) -> Any:
-        """What the module has beside torch's own: `config`, `generate` and the like."""
+        """Return an attribute of the module, such as `config` or `generate`."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -56,18 +54,18 @@ class ShardedModel(nn.Module):
             return getattr(self.module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own result.
+        """Return the module's result.
 
         Raises:
-            EngineError: the module uses a unit's parameters without calling its module, or writes
-                to parameters.
+            EngineError: If the module uses a unit's parameters without calling its module, or
+                writes to parameters.
         """
         try:
             return self.module(*args, **kwargs)
         except RuntimeError as error:
             if _WRITTEN_AT_REST in str(error):
                 raise EngineError(
-                    "the module writes to its own parameters in forward, which are not here then: "
+                    "the module writes to its own parameters in forward while they are sharded; "
                     "do that before shard_model, or within model.full_parameters(writeback=True)"
                 ) from error
             raise
@@ -75,63 +73,63 @@ class ShardedModel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's parameters under its own names."""
+        """Return the module's parameters under its own names."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> None:
-        """What DistributedDataParallel asks a module for first."""
+        """Raise an error: DistributedDataParallel reads this attribute first."""
         raise EngineError(
-            "DistributedDataParallel around a sharded model: it synchronises gradients itself; "
-            "strategy no_shard is what DistributedDataParallel does"
+            "DistributedDataParallel: not supported around a sharded model, which synchronizes "
+            "gradients itself; strategy no_shard does what DistributedDataParallel does"
         )
 
     @property
     def _runtime(self) -> Runtime:
         if self._has_ended:
-            raise EngineError("the sharded model has ended with unwrap(); its module goes on")
+            raise EngineError("unwrap() has ended the sharded model; use its module")
         return self._own_runtime
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks that share a copy of the model with this one, and those of other copies."""
+        """The groups of ranks: of this replica of the model, and of the same part in others."""
         return self._runtime.mesh
 
     @property
     def collectives(self) -> Collectives:
-        """All ranks of the model."""
+        """The collectives of all ranks."""
         return self._runtime.mesh.world
 
     def flat_shards(self) -> tuple[FlatShard, ...]:
-        """This rank's shards, root first, in the same order on every rank."""
+        """Return this rank's shards, root first, in the same order on every rank."""
         return self._shards
 
     def persistent_buffers(self) -> Mapping[str, Tensor]:
-        """The module's buffers that its state dict contains, by name."""
+        """Return the module's buffers that its state dict contains, by name."""
         return persistent_buffers(self.module)
 
     def absent_everywhere(self) -> frozenset[str]:
-        """Names of the trainable parameters that had a gradient on no rank. Collective.
+        """Return the names of trainable parameters that had a gradient on no rank. Collective.
 
         Raises:
-            EngineError: the ranks did not gather the same units in the same order.
+            EngineError: If the ranks did not gather the same units in the same order.
         """
         return self._presence.absent_everywhere()
 
     def check_replicas(self) -> None:
-        """Compare what several ranks hold alike, bit for bit by a checksum. Collective.
+        """Compare what several ranks hold by checksums. Collective.
 
         Raises:
-            EngineError: a parameter differs; the message names it and the rank. Or the ranks did
-                not gather the same units in the same order in the last step.
+            EngineError: If a parameter differs; the message names it and the rank. Also if the
+                ranks did not gather the same units in the same order in the last step.
         """
         self._presence.settle()
-        self._runtime.renewal.finish()
+        self._runtime.param_sync.finish()
         check_replicas(self._runtime)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward inside keeps whole gradients here; the next one outside reduces them too."""
+        """Hold unsharded gradients in the block; the next backward after it reduces them too."""
         before, self._runtime.reduces = self._runtime.reduces, False
         try:
             yield
@@ -139,130 +137,130 @@ class ShardedModel(nn.Module):
             self._runtime.reduces = before
 
     def sync_gradients(self) -> None:
-        """Reduce what `no_sync` held back; does nothing when every gradient is reduced.
+        """Reduce the gradients that `no_sync` held back, if any.
 
         Raises:
-            EngineError: there was no backward since gradients were dropped, or it did not end.
+            EngineError: If there was no backward since gradients were dropped, or it failed.
         """
         self._runtime.sync_gradients()
 
     def drop_gradients(self) -> None:
-        """Forget all gradients, reduced or not."""
+        """Drop all gradients, reduced or not."""
         self._runtime.drop_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients; none is set to zero, whatever `set_to_none` says."""
+        """Drop all gradients, for any `set_to_none`."""
         self.drop_gradients()
 
     def prefetch_forward_params(self) -> None:
-        """Start to gather what the next forward uses first.
+        """Start to gather the first units of the next forward.
 
         Raises:
-            EngineError: the strategy has nothing to gather, or this was called already.
+            EngineError: If the strategy has nothing to gather, or this was called already.
         """
         self._runtime.prefetch_forward()
 
     @property
     def overlap_param_gather(self) -> bool:
-        """Whether the steps of optimizers return before other ranks' updates are here.
+        """Whether optimizer steps return before other ranks' updates arrive; off by default.
 
-        Matters where a step renews parameters: shard_optimizer, hybrid_shard_optimizer. Each unit
-        then waits for its own in the next forward, beside which the others arrive; until then
-        parameters must not be read. Off at first.
+        Only for strategies whose step sends new parameters: shard_optimizer and
+        hybrid_shard_optimizer. In the next forward each unit waits for its own update while the
+        others arrive; until then, do not read parameters.
         """
-        return self._runtime.renewal.overlaps
+        return self._runtime.param_sync.overlaps
 
     @overlap_param_gather.setter
     def overlap_param_gather(self, overlaps: bool) -> None:
-        self._runtime.renewal.overlaps = overlaps
-        self._runtime.renewal.finish()
+        self._runtime.param_sync.overlaps = overlaps
+        self._runtime.param_sync.finish()
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether there is anything for `prefetch_forward_params` to gather ahead of its use."""
+        """Whether `prefetch_forward_params` has anything to gather."""
         runtime = self._runtime
         return runtime.strategy.shards_params and runtime.prefetch.forward > 0
 
     @property
     def has_pending_prefetch(self) -> bool:
-        """Whether `prefetch_forward_params` was called and no forward has come since."""
+        """Whether `prefetch_forward_params` was called since the last forward."""
         return self._runtime.has_pending_prefetch
 
     def broadcast_updated_params(self, *, trained_only: bool = False) -> None:
-        """Let the next forward see what was written to the masters, here and by other ranks.
+        """Make writes to the masters on any rank visible to the next forward. Collective.
 
-        Collective. The steps of optimizers call it, `trained_only`: frozen ones have not changed.
+        Optimizers call it with `trained_only`: masters of frozen parameters are unchanged.
         """
         self._runtime.masters_changed(trained_only=trained_only)
 
     def rest(self) -> None:
-        """Let go of all that was gathered ahead, so that masters may be written to. Collective.
+        """Release all units, so that masters may be written to. Collective.
 
         Raises:
-            EngineError: the ranks did not gather the same units in the same order.
+            EngineError: If the ranks did not gather the same units in the same order.
         """
         self._presence.settle()
-        self._runtime.renewal.finish()
-        self._runtime.gatherer.rest()
+        self._runtime.param_sync.finish()
+        self._runtime.gatherer.release_all()
         self._runtime.has_pending_prefetch = False
 
     def update_shards(self, flat: Tensor) -> None:
         """Overwrite this rank's masters with `flat`, 1-D, in the order of `flat_shards`."""
-        access.update_shards(self._runtime, flat)
+        state.update_shards(self._runtime, flat)
 
     def flat_parameters(self) -> list[nn.Parameter]:
-        """This rank's trainable shards, for any elementwise optimizer and for torch.nn.utils."""
+        """Return this rank's trainable shards, for elementwise optimizers and torch.nn.utils."""
         return [shard.param for shard in trainable_shards(self)]
 
     def full_parameters(self, *, writeback: bool = False) -> AbstractContextManager[None]:
-        """A block in which the parameters are whole master weights. Collective.
+        """Give the parameters the full master weights in a block. Collective.
 
-        With `writeback`, what rank 0 changes in them goes into all ranks' shards.
+        With `writeback`, rank 0's changes are written to the shards of all ranks.
         """
-        return access.full_parameters(self._runtime, writeback=writeback)
+        return state.full_parameters(self._runtime, writeback=writeback)
 
     def unwrap(self) -> nn.Module:
-        """The module back, with whole parameters; this model must not be used any more."""
-        module = access.unwrap(self.module, self._runtime)
+        """Return the module with full parameters, and end this model. Collective."""
+        module = state.unwrap(self.module, self._runtime)
         self._has_ended = True
         return module
 
     def shard_memory_bytes(self) -> int:
-        """Bytes of this rank's master weights, padding included."""
+        """Return the bytes of this rank's master weights, with padding."""
         return sum(shard.master.nbytes for shard in self.flat_shards())
 
     def replicated_memory_bytes(self) -> int:
-        """Bytes that all master weights take where they are not sharded, padding included."""
+        """Return the bytes of all master weights without sharding, with padding."""
         return sum(s.layout.numel * s.master.itemsize for s in self.flat_shards())
 
     def peak_memory_bytes(self) -> int:
-        """The most bytes so far of masters, gradients, gathered units and reduce buffers."""
-        return self.ledger.peak_nbytes + bytes_beside_slots(list(self._runtime.units.values()))
+        """Return the peak bytes of masters, gradients, gathered units and reduce buffers."""
+        return self.ledger.peak_nbytes + bytes_outside_slots(list(self._runtime.units.values()))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Take whole tensors under the module's names; each rank keeps its parts. Always strict."""
-        access.load_full_state(self.module, self._runtime, state_dict)
+        """Load full tensors under the module's names; each rank keeps its parts. Always strict."""
+        state.load_full_state(self.module, self._runtime, state_dict)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Refused: what is trained decides how the model is cut."""
-        raise refuse_call("requires_grad_")
+        """Raise an error: trainable and frozen parameters are sharded separately."""
+        raise not_possible("requires_grad_")
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
-        raise refuse_call("moving or casting the model")
+        raise not_possible("moving or casting the model")
 
     def __deepcopy__(self, memo: object) -> Self:
-        raise refuse_call("a copy of the model")
+        raise not_possible("copying the model")
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        raise refuse_call("pickling the model")
+        raise not_possible("pickling the model")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Whole master weights and buffers on the CPU, under the module's names. Collective."""
-        return full_state(self.module, self.flat_shards(), self.mesh)
+        """Return full masters and buffers on the CPU, under the module's names. Collective."""
+        return state.full_state(self.module, self.flat_shards(), self.mesh)
 
     @contextmanager
     def recorded_events(self) -> Iterator[list[Event]]:
-        """What happens in the block, as a growing list: collectives, and buffers come and gone."""
+        """Record collectives, allocations and frees in the block, in a growing list."""
         trace: list[Event] = []
         self._runtime.ledger.trace = trace
         try:
@@ -271,28 +269,28 @@ class ShardedModel(nn.Module):
             self._runtime.ledger.trace = None
 
     def name_ranges(self, *, is_on: bool) -> None:
-        """Have units and collectives named in profiles, or not."""
+        """Turn named ranges of units and collectives in profiles on or off."""
         self._runtime.ledger.ranges.is_on = is_on
 
     def watch(self, callback: Callable[[], None]) -> None:
-        """Have `callback()` run after each recorded event."""
+        """Call `callback()` after each recorded event."""
         self._runtime.ledger.on_event = callback
 
     @property
     def unit_order(self) -> UnitOrder:
-        """The units in the order of their forward."""
+        """The order of the units."""
         return self._runtime.order
 
     @property
     def ledger(self) -> Ledger:
-        """The bytes of the engine's buffers, now and at most; masters are not among them."""
+        """The bytes of the engine's buffers without masters, now and at the peak."""
         return self._runtime.ledger
 
     def unit_nbytes(self) -> dict[str, int]:
-        """Bytes of each unit's parameters when they are whole, padding included."""
+        """Return the bytes of each unit's unsharded parameters, with padding."""
         return {name: unit.nbytes for name, unit in self._runtime.units.items()}
 
     def gathered_nbytes(self) -> int:
-        """Bytes that the slots of gathered parameters take now."""
+        """Return the bytes that are allocated for gathered parameters now."""
         slots = {id(unit.slot): unit.slot for unit in self._runtime.units.values()}
         return sum(slot.allocated_nbytes for slot in slots.values())

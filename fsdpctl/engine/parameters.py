@@ -1,23 +1,25 @@
-"""The parameters of a sharded module, as its user meets them."""
+"""The parameters of a sharded module as its user sees them, and checks that they are unchanged."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.engine.backward import in_backward
+from fsdpctl.engine.calls import in_backward
+from fsdpctl.engine.describe import all_named_parameters
 from fsdpctl.errors import EngineError
+from fsdpctl.plan.layout import ParamSpec
 
 _GRAD: Any = Tensor.grad  # the descriptor
 arrived_gradient: Callable[[Tensor], Tensor | None] = _GRAD.__get__
-"""What autograd has left at a parameter; `param.grad` is what its user may read."""
+"""Return the gradient that autograd left at a parameter; `param.grad` is for its user."""
 
 
 class _Sharded:
-    """What a sharded parameter answers instead of being read or copied in silence."""
+    """A sharded parameter, which raises an error instead of being read or copied silently."""
 
     _has_gradient_elsewhere: Callable[[], bool]
     _is_lent = False  # within full_parameters
@@ -37,8 +39,11 @@ class _Sharded:
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> nn.Parameter:
         if not self._is_lent:
-            raise refuse_call("a copy of the module, but within model.full_parameters(),")
-        copied: nn.Parameter = deepcopy(self._alone("a copy of"))
+            raise EngineError(
+                "copying the module: only possible before shard_model or within "
+                "model.full_parameters()"
+            )
+        copied: nn.Parameter = deepcopy(self._alone("copying"))
         memo[id(self)] = copied
         return copied
 
@@ -46,14 +51,14 @@ class _Sharded:
         return self._alone("pickling").__reduce_ex__(protocol)
 
     def _alone(self: Any, what: str) -> Any:
-        """Of its plain kind, with the same values."""
+        """Return a parameter of the original class with the same values."""
         if is_at_rest(self):
-            raise refuse_call(f"{what} the module, whose parameters are not here between steps,")
+            raise not_possible(f"{what} the module between steps, when it has no parameters,")
         return self.data.as_subclass(_plain(type(self))).requires_grad_(self.requires_grad)
 
 
 def _is_compiling() -> bool:
-    """Whether torch.compile looks at tensors, as it does at all that they have."""
+    """Return whether torch.compile traces, which reads all attributes of tensors."""
     return torch._guards.CompileContext.try_get() is not None
 
 
@@ -68,36 +73,108 @@ def _plain(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def mark_sharded(param: nn.Parameter, has_gradient: Callable[[], bool]) -> None:
-    """Have the parameter, the same object, answer mistakes.
+    """Make the parameter, the same object, raise errors for incorrect use.
 
-    `has_gradient` says whether its gradient lies somewhere else than in its `grad`.
+    `has_gradient` returns whether its gradient is stored outside its `grad`.
     """
     param.__class__ = _sharded(type(param))
     param._has_gradient_elsewhere = has_gradient  # type: ignore[attr-defined]
 
 
 def lend(param: nn.Parameter, *, is_lent: bool) -> None:
-    """Let the parameter be copied, or not any more."""
+    """Allow or forbid copies of the parameter."""
     param._is_lent = is_lent  # type: ignore[attr-defined]
 
 
 def unmark_sharded(param: nn.Parameter) -> None:
-    """The parameter is what it was before `mark_sharded`."""
+    """Undo `mark_sharded`."""
     param.__class__ = _plain(type(param))
     for name in ("_has_gradient_elsewhere", "_is_lent"):
         vars(param).pop(name, None)
 
 
 def is_marked(param: Tensor) -> bool:
-    """Whether the parameter is one of a sharded model."""
+    """Return whether the parameter belongs to a sharded model."""
     return isinstance(param, _Sharded)
 
 
-def refuse_call(what: str) -> EngineError:
-    """The error for a call that a sharded model cannot serve."""
-    return EngineError(f"{what} is not possible after sharding: do it before shard_model")
+def not_possible(what: str) -> EngineError:
+    """Return the error for a call that a sharded model cannot serve."""
+    return EngineError(f"{what} is not possible after sharding; do it before shard_model")
 
 
 def is_at_rest(param: Tensor) -> bool:
-    """Whether it reads NaN: one number that stands for all elements."""
+    """Return whether the parameter is sharded: one NaN that is expanded to all elements."""
     return param.untyped_storage().nbytes() < param.nbytes
+
+
+class ShardedParameters:
+    """The parameters as they were when the model was sharded, by unit, and its CUDA stream."""
+
+    def __init__(
+        self, params: Sequence[tuple[str, ParamSpec, nn.Parameter]], device: torch.device
+    ) -> None:
+        self._params = [param for _, _, param in params]
+        self._names = [spec.name for _, spec, _ in params]
+        self._flags = [spec.trainable for _, spec, _ in params]
+        self._trained = [(unit, param) for unit, spec, param in params if spec.trainable]
+        self._places: list[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        self._modules: list[tuple[str, nn.Module]] = []
+        self._device = device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def remember(self, module: nn.Module, *, gathers: bool) -> None:
+        """Record the places of the parameters in `module`."""
+        self._places = [
+            (name, owner._parameters, key, param)
+            for name, owner, key, param in all_named_parameters(module)
+        ]
+        self._modules = [(n, each) for n, each in module.named_modules() if gathers]
+
+    def check(self) -> None:
+        """Check what must not change after sharding.
+
+        Raises:
+            EngineError: If a parameter was replaced, its `requires_grad` changed, a module was
+                compiled with its hooks, or another CUDA stream is current. Autograd brings
+                gradients on the stream of sharding, with which another one would race.
+        """
+        for name, params, key, param in self._places:
+            if params.get(key) is not param:
+                raise EngineError(
+                    f"{name} is not the parameter that was sharded; write to it within "
+                    "model.full_parameters(writeback=True), or unwrap() the model"
+                )
+        for name, module in self._modules:
+            if module._compiled_call_impl is not None:
+                raise EngineError(
+                    f"{name or 'the module'} was compiled together with the hooks that gather its "
+                    "parameters; instead of module.compile() compile its forward: "
+                    "module.forward = torch.compile(module.forward)"
+                )
+        now = [param.requires_grad for param in self._params]
+        if now != self._flags:
+            place = next(i for i, flag in enumerate(self._flags) if flag is not now[i])
+            raise EngineError(
+                f"{self._names[place]}: requires_grad was {self._flags[place]} when the model was "
+                f"sharded and is {now[place]}, which would change how it is sharded; unwrap() it, "
+                "change requires_grad, and shard it again"
+            )
+        if self._stream is not None and torch.cuda.current_stream(self._device) != self._stream:
+            raise EngineError(
+                "the model runs on another CUDA stream than the one it was sharded on; call "
+                "shard_model and train within the same torch.cuda.stream(…)"
+            )
+
+    def check_gradients(self) -> None:
+        """Check that a reduction has taken all gradients.
+
+        Raises:
+            EngineError: If a gradient is left at its parameter.
+        """
+        for unit, param in self._trained:
+            if arrived_gradient(param) is not None:
+                raise EngineError(
+                    f"gradients of {unit} were not reduced: its output reaches the loss without "
+                    "passing hooks, or the loss uses its parameters before the forward"
+                )

@@ -1,4 +1,4 @@
-"""In which dtype parameters compute, gradients are reduced and masters are kept."""
+"""The dtypes of computation, gradient reduction and master weights."""
 
 from dataclasses import dataclass
 
@@ -9,18 +9,20 @@ from fsdpctl.errors import EngineError
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """None keeps each parameter's own dtype; masters and reductions are fp32 (fp64 for fp64).
+    """The dtypes of a model; None keeps each parameter's dtype.
+
+    Masters and reductions default to fp32 (fp64 for fp64).
 
     Raises:
-        EngineError: gradients would be added in float16, or sent in more bytes than they are
+        EngineError: If gradients would be added in float16, or sent in more bytes than they are
             added in.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
-    # Of the gradients of one backward, between ranks that each add up a part of the parameters.
-    # None: over gloo as autograd made them, over NCCL the dtype that they are added in.
+    # Of one backward's gradients, sent to the ranks that add them. None: over gloo as autograd made
+    # them, over NCCL the dtype in which they are added.
     wire_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
@@ -28,7 +30,6 @@ class Precision:
             raise EngineError(
                 "reduce_dtype float16: sums over ranks overflow at 65504; use bfloat16 or float32"
             )
-
         added_in = self.reduce_dtype or torch.float32
         if self.wire_dtype is not None and self.wire_dtype.itemsize > added_in.itemsize:
             raise EngineError(
@@ -37,15 +38,17 @@ class Precision:
             )
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a parameter of `dtype` is gathered and used."""
+        """Return the dtype in which a parameter of `dtype` is gathered and used."""
         return self.param_dtype or dtype
 
     def dtype_of_master(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that the optimizer updates."""
-        return self.master_dtype or (dtype if dtype == torch.float64 else torch.float32)
+        """Return the dtype that the optimizer updates."""
+        return self.master_dtype or _at_least_float32(dtype)
 
     def dtype_of_reduction(self, master_dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients are added over ranks."""
-        return self.reduce_dtype or (
-            master_dtype if master_dtype == torch.float64 else torch.float32
-        )
+        """Return the dtype in which gradients are added over ranks."""
+        return self.reduce_dtype or _at_least_float32(master_dtype)
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype == torch.float64 else torch.float32

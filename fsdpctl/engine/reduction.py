@@ -1,8 +1,8 @@
-"""From the gradients of a unit's parameters to this rank's part of their mean.
+"""Reduction of the gradients of units to this rank's part of their mean.
 
-All ranks start the reductions in the same order, the plan's, and a bounded number of bytes at a
-time. Each ends with this rank's part of the sum. Where that is not what is wanted, a second
-collective adds it over the copies, of which each may keep a share, or puts the parts together.
+All ranks start the reductions in the plan's order, a bounded number of bytes at a time. Each ends
+with this rank's part of the sum. If that is not enough, a second collective adds it over the
+replicas, each of which may keep a share, or gathers the parts.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.base import Handle
+from fsdpctl.comm.base import Gathering, Handle
 from fsdpctl.comm.mesh import Chain, Mesh
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.collecting import Collector, Sent
@@ -26,17 +26,17 @@ from fsdpctl.plan.schedule import Buffer, EventKind
 
 @dataclass(slots=True)
 class _InFlight:
-    """A unit whose gradients are on their way, or a piece of it."""
+    """A unit whose gradients are being reduced, or a piece of it."""
 
     unit: ShardedUnit
     piece: int
     nbytes: int  # as planned
     sent: list[tuple[int, Sent]] = field(default_factory=list)  # with the number of the buffer
-    # Of the second collective, with the number of the buffer and the share of its part.
+    # Of the second collective: number of the buffer, share of this rank's part, handle.
     handles: list[tuple[int, Span | None, Handle]] = field(default_factory=list)
 
     def key(self, number: int) -> tuple[str, int]:
-        """By which the ledger knows what is in flight of a buffer."""
+        """Return the ledger's key for a buffer in flight."""
         return self.unit.name, number + self.piece * len(self.unit.trained_buffers)
 
 
@@ -47,12 +47,12 @@ class GradientReducer:
         self, units: Sequence[ShardedUnit], mesh: Mesh, plan: Reductions, collector: Collector
     ) -> None:
         self.units = tuple(units)  # in the order of reduction
-        self._mesh = mesh
         self.collector = collector
         self.ledger = Ledger()
+        self._mesh = mesh
         self._plan = plan
         self._chain = mesh.chain
-        # Units of which this rank's part of a sum is not what it needs.
+        # Units whose sum a second collective completes.
         self._combined = frozenset(
             unit.name
             for unit in units
@@ -64,11 +64,11 @@ class GradientReducer:
         )
         self._next = 0
         self._reducing: deque[_InFlight] = deque()
-        self._combining: deque[_InFlight] = deque()  # what follows where a part is not enough
+        self._combining: deque[_InFlight] = deque()  # in the second collective
 
     @torch.no_grad()
     def hold(self, unit: ShardedUnit) -> None:
-        """Add the gradients that have arrived to those that wait for a later backward."""
+        """Add the gradients that have arrived to those held for a later backward."""
         for number, buffer in enumerate(unit.trained_buffers):
             is_new = buffer.held_gradients is None
             held = self.collector.hold(unit.name, buffer, self.collector.dtype_of(buffer))
@@ -89,7 +89,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait until every started reduction has ended, and begin anew."""
+        """Wait until all started reductions are complete, and start over with the first unit."""
         while self._reducing:
             self._finish_oldest()
         while self._combining:
@@ -97,12 +97,11 @@ class GradientReducer:
         self._next = 0
 
     def abandon(self) -> None:
-        """Forget a backward that did not end: its gradients, and what was in flight."""
+        """Drop all gradients, also those in flight, after a backward that failed."""
         for started in (*self._reducing, *self._combining):
             for number, sent in started.sent:
                 (sent.read or sent.reduction).wait()
-                for buffer in (Buffer.WHOLE_GRADS, Buffer.WORKSPACE):
-                    self.ledger.free(buffer, *started.key(number))
+                self._free_sent(started.key(number))
             for number, _, handle in started.handles:
                 handle.wait()
                 for buffer in (Buffer.SUM, Buffer.COMBINING):
@@ -113,7 +112,7 @@ class GradientReducer:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Forget all gradients that are not in flight."""
+        """Drop all gradients that are not in flight."""
         for unit in self.units:
             for index, buffer in enumerate(unit.trained_buffers):
                 buffer.drop_gradients()
@@ -134,7 +133,9 @@ class GradientReducer:
             ):
                 self._finish_oldest()
             started = _InFlight(unit, piece, nbytes)
-            self._reducing.append(started)  # before its first collective: one that fails loses none
+            self._reducing.append(
+                started
+            )  # before its first collective: if one fails, none is lost
             self._send(started, pieces)
             self.ledger.note(
                 EventKind.REDUCE, unit.name, sum(sent.nbytes for _, sent in started.sent)
@@ -161,31 +162,25 @@ class GradientReducer:
 
     def _finish_oldest(self) -> None:
         started = self._reducing.popleft()
-        unit = started.unit
-        if self._chain:
-            while started.sent:
-                number, sent = started.sent.pop(0)
-                assert sent.read is not None
-                sent.read.wait()
-                self._free_sent(started.key(number))
-            self.ledger.note(EventKind.REDUCED, unit.name)
-            return
-        sums: list[tuple[int, Span | None, Tensor]] = []
+        unit, sums = started.unit, []
         with self.ledger.ranges.around("take the sum of", unit.name):
             while started.sent:
-                sums.append(self._take_sum(started, *started.sent.pop(0)))
+                number, sent = started.sent.pop(0)
+                if sent.read is None:
+                    sums.append((number, sent.share, self._take_sum(started, number, sent)))
+                else:  # the second collective has started already
+                    sent.read.wait()
+                    self._free_sent(started.key(number))
         if unit.name not in self._combined:
             for each in sums:
                 self._add_gradient(started, *each)
-            self.ledger.note(EventKind.REDUCED, unit.name)
-            return
         self.ledger.note(EventKind.REDUCED, unit.name)
-        self._make_room_to_combine(started)
-        for number, share, total in sums:
-            handle = self._combine(unit.trained_buffers[number], started.key(number), total)
-            started.handles.append((number, share, handle))
-        self.ledger.note(EventKind.COMBINE, unit.name, sum(total.nbytes for *_, total in sums))
-        self._combining.append(started)
+        if unit.name in self._combined and not self._chain:
+            self._make_room_to_combine(started)
+            for number, share, total in sums:
+                handle = self._combine(unit.trained_buffers[number], started.key(number), total)
+                started.handles.append((number, share, handle))
+            self._note_combining(started, sum(total.nbytes for *_, total in sums))
 
     def _make_room_to_combine(self, started: _InFlight) -> None:
         nbytes = self._plan.combined_nbytes(started.nbytes)
@@ -194,8 +189,12 @@ class GradientReducer:
         ):
             self._finish_combining()
 
+    def _note_combining(self, started: _InFlight, nbytes: int) -> None:
+        self.ledger.note(EventKind.COMBINE, started.unit.name, nbytes)
+        self._combining.append(started)
+
     def _combine_at_once(self, started: _InFlight, chain: Chain) -> None:
-        """Let the sum over copies follow, without waiting for the reduction here."""
+        """Start the sum over replicas behind the reduction; the host waits for neither."""
         self._make_room_to_combine(started)
         nbytes = 0
         for number, sent in started.sent:
@@ -203,13 +202,11 @@ class GradientReducer:
             mean = self._new_sum(buffer, sent)
             nbytes += mean.nbytes
             self.ledger.allocate(Buffer.SUM, *started.key(number), mean.nbytes)
-            _, after = self.collector.scales(buffer)
-            dtype = torch.promote_types(self.collector.dtype_of(buffer), mean.dtype)
             follow = partial(self._combine, buffer, started.key(number))
-            sent.read, handle = chain(follow, sent.reduction, mean, after, dtype)
+            how = self._scale_and_dtype(buffer, mean)
+            sent.read, handle = chain(follow, sent.reduction, mean, *how)
             started.handles.append((number, sent.share, handle))
-        self.ledger.note(EventKind.COMBINE, started.unit.name, nbytes)
-        self._combining.append(started)
+        self._note_combining(started, nbytes)
 
     @staticmethod
     def _new_sum(buffer: UnitBuffer, sent: Sent) -> Tensor:
@@ -217,17 +214,19 @@ class GradientReducer:
         own = param.numel() if sent.share is None else sent.share.numel
         return param.new_empty(own * buffer.layout.shares)
 
+    def _scale_and_dtype(self, buffer: UnitBuffer, mean: Tensor) -> tuple[float, torch.dtype]:
+        _, after = self.collector.scales(buffer)
+        return after, torch.promote_types(self.collector.dtype_of(buffer), mean.dtype)
+
     def _free_sent(self, key: tuple[str, int]) -> None:
         self.ledger.free(Buffer.WORKSPACE, *key)
         self.ledger.free(Buffer.WHOLE_GRADS, *key)
 
-    def _take_sum(
-        self, started: _InFlight, number: int, sent: Sent
-    ) -> tuple[int, Span | None, Tensor]:
-        """This rank's part of the mean as a tensor of its own, so that the buffers can go.
+    def _take_sum(self, started: _InFlight, number: int, sent: Sent) -> Tensor:
+        """Wait, and return this rank's part of the mean in memory of its own.
 
-        Where this rank keeps the whole gradient, the part lies where it belongs in that, and that
-        is the buffer of the reduction if it has the right dtype.
+        If this rank keeps the full gradient, its part is in place within that, in the buffer of the
+        reduction if that has the right dtype.
         """
         buffer, key = started.unit.trained_buffers[number], started.key(number)
         shard, collector = buffer.shard, self.collector
@@ -237,18 +236,16 @@ class GradientReducer:
         else:
             mean = self._new_sum(buffer, sent)
         self.ledger.allocate(Buffer.SUM, *key, mean.nbytes)
-        dtype = torch.promote_types(collector.dtype_of(buffer), mean.dtype)
         is_part = shard.is_replicated and not collector.adds_whole(buffer)
         part = shard.view(mean, shard.owned) if is_part else mean
-        _, after = collector.scales(buffer)
-        sent.reduction.finish(part, after, dtype)
+        sent.reduction.finish(part, *self._scale_and_dtype(buffer, mean))
         self._free_sent(key)
-        return number, sent.share, mean
+        return mean
 
     def _combine(self, buffer: UnitBuffer, key: tuple[str, int], total: Tensor) -> Handle:
-        """Its result is `total`, or where each copy keeps a share a window into that."""
+        """Start the second collective; its result is `total`, or this replica's share of it."""
         if buffer.shard.is_replicated:
-            return self._mesh.shard.all_gather(total, buffer.layout.parts, None)
+            return self._mesh.shard.all_gather([Gathering(total, buffer.layout.parts)])
         replicas = self._mesh.replicas
         assert replicas is not None
         if buffer.layout.shares == 1:
@@ -281,7 +278,7 @@ class GradientReducer:
             if share is not None:
                 shard.grad = torch.zeros_like(shard.param)
             elif shard.layout.shares > 1:
-                gradient = gradient.clone()  # the rest of its memory can go
+                gradient = gradient.clone()  # so that the rest of its memory can be freed
                 shard.grad = gradient
             else:
                 shard.grad = gradient

@@ -1,4 +1,4 @@
-"""`shard_model`: any nn.Module, sharded."""
+"""`shard_model`, which shards any nn.Module."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.comm.mesh import make_mesh
-from fsdpctl.engine.access import is_sharded
 from fsdpctl.engine.agreement import agreed
 from fsdpctl.engine.build import Division, Source, build_runtime, check_values, divide_module
+from fsdpctl.engine.guards import is_sharded
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.errors import UsageError
@@ -22,7 +22,7 @@ from fsdpctl.plan.units import lay_out
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a model is sharded; see `shard_model`."""
+    """The arguments of `shard_model`."""
 
     strategy: str | Strategy = "full_shard"
     units: str | Sequence[type[nn.Module]] = "auto"
@@ -45,17 +45,18 @@ def shard_model(
     """Shard `module` over the ranks of the process group. Collective; rank 0's weights win.
 
     Args:
-        module: any module with values, on the device where it shall run.
-        strategy: a name of the strategy table, or one of its rows.
-        units: "auto", or the module classes whose instances are gathered and freed as one.
-        dp_shard_size: hybrid strategies: how many ranks share one copy; by default all.
-        owner_map: shard_optimizer: who keeps the states of what; a name, or a map of your own.
-        prefetch: how many units are gathered ahead; one in each direction by default.
-        precision: dtypes of compute, reduction and masters; the module's own by default.
+        module: Any module with values, on the device where it runs.
+        strategy: A name of the strategy table, or one of its rows.
+        units: "auto", or the module classes whose instances are gathered and released as one.
+        dp_shard_size: For hybrid strategies, the number of ranks that share one replica; by default
+            all.
+        owner_map: For shard_optimizer, the owners of the optimizer states; a name or a map.
+        prefetch: The number of units that are gathered ahead; one in each direction by default.
+        precision: The dtypes of compute, reduction and masters; the module's own by default.
 
     Raises:
-        UsageError: a name is unknown, or sizes do not fit the number of ranks.
-        EngineError: the ranks' modules differ.
+        UsageError: If a name is unknown, or sizes do not fit the number of ranks.
+        EngineError: If the ranks' modules differ.
     """
     first = next((param.device for param in module.parameters()), torch.device("cpu"))
     sharding = Sharding(strategy, units, dp_shard_size, owner_map, prefetch, precision)
@@ -63,7 +64,7 @@ def shard_model(
 
 
 def shard_from(source: Source, module: nn.Module, sharding: Sharding) -> ShardedModel:
-    """`shard_model` with values and device from `source`; `module` may lie on the meta device."""
+    """Shard `module`, which may be on the meta device, with values and device from `source`."""
     world = collectives_for(source.device)
     cut = agreed(world, lambda: _cut(source, module, sharding, world.size), _described)
     mesh = make_mesh(world, source.device, cut.ranks_per_part)
@@ -81,7 +82,7 @@ def shard_from(source: Source, module: nn.Module, sharding: Sharding) -> Sharded
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """What all ranks must agree on."""
+    """The settings that all ranks must agree on."""
 
     sharding: Sharding
     row: Strategy
@@ -93,12 +94,12 @@ class _Cut:
 
 def _cut(source: Source, module: nn.Module, sharding: Sharding, num_ranks: int) -> _Cut:
     if is_sharded(module):
-        raise UsageError("shard_model: the module is sharded already; model.unwrap() ends that")
+        raise UsageError("shard_model: the module is sharded already; call model.unwrap() first")
     strategy, owner_map, units = sharding.strategy, sharding.owner_map, sharding.units
     row = get_strategy(strategy) if isinstance(strategy, str) else strategy
     copy_size = ranks_per_copy(row, num_ranks, sharding.dp_shard_size)
     if owner_map != "even" and not row.has_owner_map:
-        raise UsageError(f"owner_map: only shard_optimizer has one, and {row.name} is another")
+        raise UsageError(f"owner_map: only valid with shard_optimizer, not with {row.name}")
     check_values(module, source)
     effective, ranks_per_part = effective_strategy(row, copy_size, num_ranks)
     classes = None if isinstance(units, str) else [each.__name__ for each in units]
@@ -112,7 +113,7 @@ def _cut(source: Source, module: nn.Module, sharding: Sharding, num_ranks: int) 
 
 def _described(cut: _Cut) -> Iterator[str]:
     sharding = cut.sharding
-    yield f"strategy {cut.row.name}, with {cut.ranks_per_part} ranks to a copy"
+    yield f"strategy {cut.row.name}, with {cut.ranks_per_part} ranks per replica"
     yield f"owner map {sharding.owner_map}"
     yield str(sharding.prefetch)
     yield str(sharding.precision)

@@ -1,42 +1,161 @@
-"""Whole tensors out of shards."""
+"""Full parameters in and out of a sharded model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fsdpctl.comm.base import Gathering
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.describe import all_named_parameters
+from fsdpctl.engine.parameters import lend, unmark_sharded
+from fsdpctl.engine.runtime import Runtime
+from fsdpctl.engine.unit import State
+from fsdpctl.errors import EngineError, nearest
 from fsdpctl.shards import FlatShard, persistent_buffers
 
 
 @torch.no_grad()
-def whole_values(shard: FlatShard, values: Tensor, mesh: Mesh) -> Tensor:
-    """The whole flat buffer of which `values`, a tensor like the master, is what this rank has."""
+def _full_values(shard: FlatShard, mesh: Mesh) -> Tensor:
+    """Return the full flat buffer of a shard's master weights."""
+    master = shard.master
     if shard.is_replicated:
-        return values
+        return master
     layout = shard.layout
-    whole = values.new_empty(layout.numel)
+    full = master.new_empty(layout.numel)
     if mesh.replicas is None or layout.shares == 1:
-        return mesh.shard.all_gather(whole, layout.parts, values).wait()
+        return mesh.shard.all_gather([Gathering(full, layout.parts, master)]).wait()
     own = layout.parts[mesh.shard.rank]
-    mesh.replicas.all_gather(whole[own.start : own.stop], layout.shares_of_part, values).wait()
-    return mesh.shard.all_gather(whole, layout.parts, None).wait()
+    part = Gathering(full[own.start : own.stop], layout.shares_of_part, master)
+    mesh.replicas.all_gather([part]).wait()
+    return mesh.shard.all_gather([Gathering(full, layout.parts)]).wait()
 
 
 @torch.no_grad()
 def full_state(module: nn.Module, shards: Sequence[FlatShard], mesh: Mesh) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer on the CPU, shared ones under each of their names."""
-    whole: dict[str, Tensor] = {}
+    """Return all parameters and persistent buffers on the CPU, shared ones under all names."""
+    full: dict[str, Tensor] = {}
     for shard in shards:
-        flat = whole_values(shard, shard.master, mesh).cpu()
+        flat = _full_values(shard, mesh).cpu()
         for placement in shard.layout.placements:
             span = placement.span
             values = flat[span.start : span.stop].view(placement.param.shape)
-            whole[placement.param.name] = values.clone()
+            full[placement.param.name] = values.clone()
     first_names = {id(param): name for name, param in module.named_parameters()}
     state = {
-        name: whole[first_names[id(param)]] for name, _, _, param in all_named_parameters(module)
+        name: full[first_names[id(param)]] for name, _, _, param in all_named_parameters(module)
     }
     state.update({name: each.cpu().clone() for name, each in persistent_buffers(module).items()})
     return state
+
+
+@contextmanager
+@torch.no_grad()
+def full_parameters(runtime: Runtime, *, writeback: bool) -> Iterator[None]:
+    """Give the parameters the full values and the dtype of the masters in a block. Collective."""
+    runtime.gatherer.release_all()
+    runtime.param_sync.finish()
+    wholes = []
+    for unit in runtime.units.values():
+        for buffer in unit.buffers:
+            whole = _full_values(buffer.shard, runtime.mesh).clone()
+            for param, view in zip(buffer.params, buffer.param_views(whole), strict=True):
+                param.data = view
+                lend(param, is_lent=True)
+            wholes.append((buffer, whole))
+    try:
+        yield
+        if writeback:
+            for buffer, whole in wholes:
+                runtime.mesh.world.broadcast(whole)
+                held = buffer.shard.held
+                buffer.shard.master.copy_(whole[held.start : held.stop])
+            runtime.masters_changed()
+    finally:
+        for unit in runtime.units.values():
+            for buffer in unit.buffers:
+                for param in buffer.params:
+                    lend(param, is_lent=False)
+                if unit.state is State.UNSHARDED:
+                    buffer.point_to_whole()
+                else:
+                    buffer.point_to_rest()
+
+
+@torch.no_grad()
+def load_full_state(module: nn.Module, runtime: Runtime, state: Mapping[str, Any]) -> None:
+    """Load every parameter and persistent buffer from `state`, full tensors by name.
+
+    Raises:
+        EngineError: If a name is missing or unknown, or a shape differs.
+    """
+    first_names = {id(param): name for name, param in module.named_parameters()}
+    names = {name: first_names[id(p)] for name, _, _, p in all_named_parameters(module)}
+    buffers = persistent_buffers(module)
+    for name in state:
+        if name not in names and name not in buffers:
+            raise EngineError(f"load_state_dict: unknown {name}{nearest(name, names)}")
+    values = {names[name]: value for name, value in state.items() if name in names}
+    shards = [buffer.shard for unit in runtime.units.values() for buffer in unit.buffers]
+    # Everything is checked before anything is written, on every rank.
+    full = {
+        param.name: _checked(values, param.name, param.shape)
+        for shard in shards
+        for param in shard.layout.params
+    }
+    sources = {name: _checked(state, name, tuple(each.shape)) for name, each in buffers.items()}
+    for shard in shards:
+        for piece in shard.held_pieces():
+            part = full[piece.param.name].reshape(-1)[piece.in_param.start : piece.in_param.stop]
+            shard.view(shard.master, piece.in_flat).copy_(part)
+    for name, target in buffers.items():
+        target.copy_(sources[name])
+    runtime.masters_changed()
+
+
+def _checked(state: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Tensor:
+    if name not in state:
+        raise EngineError(f"load_state_dict: {name} is missing")
+    value = state[name]
+    if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise EngineError(f"load_state_dict: {name}: expected shape {list(shape)}, got {found}")
+    return value
+
+
+@torch.no_grad()
+def update_shards(runtime: Runtime, flat: Tensor) -> None:
+    """Overwrite this rank's masters, concatenated in the order of the units.
+
+    Raises:
+        EngineError: If `flat` has another length.
+    """
+    masters = [buffer.shard.master for unit in runtime.units.values() for buffer in unit.buffers]
+    numel = sum(master.numel() for master in masters)
+    if not isinstance(flat, Tensor):
+        raise EngineError(f"update_shards: expected a 1-D tensor, got a {type(flat).__name__}")
+    if flat.ndim != 1 or flat.numel() != numel:
+        raise EngineError(
+            f"update_shards: expected a tensor of shape [{numel}], as this rank's shards have, "
+            f"got {list(flat.shape)}"
+        )
+    parts = flat.split([master.numel() for master in masters])
+    for master, part in zip(masters, parts, strict=True):
+        master.copy_(part)
+    runtime.masters_changed()
+
+
+def unwrap(module: nn.Module, runtime: Runtime) -> nn.Module:
+    """Return the plain module with full parameters of its own; this ends sharding. Collective."""
+    with full_parameters(runtime, writeback=False):
+        values = {name: param.detach().clone() for name, param in module.named_parameters()}
+    for handle in runtime.hooks:
+        handle.remove()
+    del module._apply
+    for name, param in module.named_parameters():
+        unmark_sharded(param)
+        param.data = values[name]
+        param.grad = None
+    return module

@@ -1,59 +1,110 @@
-"""The life of one unit: at rest, gathering, whole, at rest again.
+"""A unit, its states, and the memory that it is gathered into.
+
+Note: why addresses never change. Autograd saves views of parameters in forward. When a unit is
+gathered again for backward, its values return to the same storage at the same offset, so those
+views are right again. In between, another unit may have used the slot.
 
 Note: why version counters move. Autograd checks that a saved parameter has the version it had in
 forward. A released unit's version is one higher, so a backward that would read memory which now
-holds another unit raises instead; gathering the unit again makes the saved version right.
+holds another unit raises an error; gathering the unit again restores the saved version.
 """
 
 from collections.abc import Sequence
 from enum import Enum, auto
 
 import torch
+from torch import Tensor
 
 from fsdpctl.comm.base import Collectives, Gathering, Handle
 from fsdpctl.engine.buffer import UnitBuffer
-from fsdpctl.engine.slots import Slot
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
-class State(Enum):
-    """Where a unit's parameters are."""
+class Slot:
+    """One storage into which units are gathered, one at a time.
 
-    AT_REST = auto()  # they are this rank's part or less; reading one gives NaN
+    It is created with its memory, so that views of it can be made; `free` releases the memory.
+    """
+
+    def __init__(self, name: str, nbytes: int, device: torch.device, *, resident: bool) -> None:
+        self.name = name  # that of its first unit
+        self.nbytes = nbytes
+        self.owner: str | None = None  # the unit that is gathered or being gathered
+        self.content: str | None = None  # the unit whose values are in it, also after its release
+        self.resident = resident  # its memory is never released
+        self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its memory."""
+        return self._bytes.device
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """The bytes that are allocated now."""
+        return self._bytes.untyped_storage().nbytes()
+
+    @property
+    def address(self) -> int:
+        """The address of its memory; 0 while it has none."""
+        return self._bytes.untyped_storage().data_ptr()
+
+    def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a 1-D window of `numel` elements, readable while the slot is allocated."""
+        window = torch.empty(0, dtype=dtype, device=self._bytes.device)
+        storage = self._bytes.untyped_storage()
+        return window.set_(storage, offset_bytes // dtype.itemsize, (numel,))  # type: ignore[call-overload,no-any-return]  # torch's stub lacks untyped storages
+
+    def allocate(self, owner: str) -> None:
+        """Provide the memory for the parameters of `owner`."""
+        if not self.resident:
+            self._bytes.untyped_storage().resize_(self.nbytes)
+        self.owner = owner
+        self.content = None
+
+    def free(self) -> None:
+        """Release the memory, whose readers all ran on the current stream."""
+        self.owner = None
+        if not self.resident:
+            self.content = None
+            self._bytes.untyped_storage().resize_(0)
+
+
+class State(Enum):
+    """The state of a unit's parameters."""
+
+    SHARDED = auto()  # only this rank's part exists; reading a parameter gives NaN
     GATHERING = auto()  # an all-gather is in flight
-    WHOLE = auto()
+    UNSHARDED = auto()
 
 
 class ShardedUnit:
-    """Parameters that are gathered, freed and reduced together."""
+    """Parameters that are gathered, released and reduced together."""
 
     def __init__(self, name: str, buffers: Sequence[UnitBuffer], slot: Slot) -> None:
         self.name = name
         self.buffers = tuple(buffers)
+        self.trained_buffers = tuple(each for each in self.buffers if each.shard.trainable)
+        self.nbytes = sum(each.whole.nbytes for each in self.buffers)  # unsharded, with padding
         self.slot = slot
-        self.state = State.AT_REST
+        self.state = State.SHARDED
         self.is_running = False  # its forward has begun and not ended
         self.was_used_in_backward = False  # in the running one
         self._gather: Handle | None = None
         self._params = tuple(param for buffer in buffers for param in buffer.params)
         self._version = max((param._version for param in self._params), default=0)
-        self.trained_buffers = tuple(each for each in self.buffers if each.shard.trainable)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its parameters when they are whole, padding included."""
-        return sum(buffer.whole.nbytes for buffer in self.buffers)
 
     def start_gather(self, collectives: Collectives) -> None:
-        """Start to make it whole. The slot must be free."""
-        assert self.state is State.AT_REST
+        """Start to gather the parameters. The slot must be free."""
+        assert self.state is State.SHARDED
         assert self.slot.owner is None
-        self.slot.take(self.name)
+        self.slot.allocate(self.name)
         self.state = State.GATHERING
         if self.buffers:
-            wanted = [Gathering(each.whole, each.layout.parts, each.part) for each in self.buffers]
-            self._gather = collectives.gather_together(wanted)
+            self._gather = collectives.all_gather(
+                [Gathering(each.whole, each.layout.parts, each.part) for each in self.buffers]
+            )
 
     def finish_gather(self) -> None:
         """Wait for the gather; afterwards the parameters can be read."""
@@ -62,48 +113,38 @@ class ShardedUnit:
             self._gather.wait()
             self._gather = None
         self.slot.content = self.name
-        self.become_whole()
+        self.unshard()
 
-    def take_back(self) -> None:
-        """Become whole without a gather: the slot still has the values. It must be free."""
-        assert self.slot.content == self.name
-        assert self.slot.owner is None
+    def unshard(self) -> None:
+        """Let the parameters read the slot, which has their values. No other unit may own it."""
+        assert self.slot.owner in (None, self.name)
         self.slot.owner = self.name
-        self.become_whole()
-
-    def become_whole(self) -> None:
-        """The slot holds the parameters: let them be read."""
         for buffer in self.buffers:
             buffer.point_to_whole()
-        self.state = State.WHOLE
+        self.state = State.UNSHARDED
         self._set_version(self._version)
 
     def release(self) -> None:
-        """Give the slot back. The ranks' parts keep the values."""
+        """Free the slot and keep only this rank's part."""
         if self.state is State.GATHERING:
             self.finish_gather()
-        assert self.state is State.WHOLE
-        self.rest()
-        self.state = State.AT_REST
-
-    def rest(self) -> None:
-        """Keep nothing but this rank's part."""
         for buffer in self.buffers:
             buffer.point_to_rest()
+        self.state = State.SHARDED
         self._set_version(self._version + 1)
-        self.slot.give_back()
+        self.slot.free()
 
     def masters_changed(self) -> None:
-        """Make every graph that saved the old values invalid."""
+        """Invalidate every graph that saved the old values."""
         self._version += 2
-        self._set_version(self._version + (self.state is not State.WHOLE))
+        self._set_version(self._version + (self.state is not State.UNSHARDED))
 
     def _set_version(self, version: int) -> None:
         _set_versions(self._params, (version,) * len(self._params))
 
 
-def bytes_beside_slots(units: Sequence[ShardedUnit]) -> int:
-    """Of parts and masters that lie in memory of their own, not in what units are gathered into."""
+def bytes_outside_slots(units: Sequence[ShardedUnit]) -> int:
+    """Return the bytes of parts and master weights that have memory of their own, not in slots."""
     buffers = [buffer for unit in units for buffer in unit.buffers]
     values = [each for buffer in buffers for each in (buffer.part, buffer.shard.master)]
     storages = [each.untyped_storage() for each in values]

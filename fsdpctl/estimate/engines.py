@@ -1,17 +1,15 @@
-"""Who writes down what a rank does: our engine, or one of PyTorch's own."""
+"""The steps of each engine, for any recorder."""
 
-from dataclasses import replace
-
-from fsdpctl.plan.engines import DDP, FSDP2, check_strategy
+from fsdpctl.plan.engines import DDP, OURS, check_strategy
 from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.strategy import Strategy
+from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import UnitSpec
-from fsdpctl.predict.ddp_steps import DataParallel, DataParallelSteps
+from fsdpctl.predict.ddp_steps import DdpModel, DdpSteps
 from fsdpctl.predict.engine_bytes import TrainingPlan, estimate
-from fsdpctl.predict.fsdp2_steps import FullyShard, FullyShardSteps
-from fsdpctl.predict.own_steps import OwnSteps
-from fsdpctl.predict.peak import Steps
-from fsdpctl.predict.script import Writer
+from fsdpctl.predict.fsdp2_steps import Fsdp2Model, Fsdp2Steps
+from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
+from fsdpctl.predict.recorder import Recorder, Steps
 
 _REPLAYED = 16  # ranks, up to which each is replayed to find the fullest
 
@@ -22,51 +20,53 @@ def steps_of(
     units: tuple[UnitSpec, ...],
     plan: TrainingPlan,
     place: RankPlace,
+    recorder: Recorder,
     *,
-    writer: Writer,
     fused: bool = True,
-) -> tuple[Steps, int]:
-    """The steps of the fullest rank, and which one that is.
+) -> Steps:
+    """Return the steps of a rank.
 
     Args:
         engine: one of ENGINES.
-        strategy: that was asked for; the plan's may be another where a rank is alone.
+        strategy: the requested one; the plan's may differ if a rank is alone.
         units: root first.
         plan: of the run.
-        place: of any rank.
-        writer: what the steps write with.
+        place: of the rank.
+        recorder: what the steps are recorded in.
         fused: `fsdp2`: whether AdamW runs in one kernel.
 
     Raises:
-        UsageError: the engine has no such strategy.
+        UsageError: If the engine does not support the strategy.
     """
     check_strategy(engine, strategy)
     if engine == DDP:
-        model = DataParallel(units, plan.sizes, len(plan.reduces), plan.states)
-        return DataParallelSteps(model, writer), 0
-    if engine == FSDP2:
-        sharded = FullyShard(
-            units,
-            place.size if plan.strategy.shards_params else 1,
-            plan.sizes,
-            reshards=strategy.reshard_after_forward,
-            prefetch=max(1, plan.prefetch.backward),
-            reduces=plan.reduces,
-            ahead=plan.prefetch.forward if plan.prefetch.forward > 1 else 0,
-            states=plan.states,
-            replicates=place.num_replicas > 1,
-            fused=fused,
-        )
-        return FullyShardSteps(sharded, writer), 0
-    place = replace(place, rank=_fullest(plan, place))
-    return OwnSteps(plan, place, writer), place.rank
+        return DdpSteps(DdpModel(units, plan.sizes, plan.reduces, plan.states), recorder)
+    if engine == OURS:
+        return FsdpctlSteps(plan, place, recorder)
+    model = Fsdp2Model(
+        units,
+        place.size if plan.strategy.shards_params else 1,
+        plan.sizes,
+        reshards=strategy.reshard_after_forward,
+        prefetch=max(1, plan.prefetch.backward),
+        reduces=plan.reduces,
+        ahead=plan.prefetch.forward if plan.prefetch.forward > 1 else 0,
+        states=plan.states,
+        replicates=place.num_replicas > 1,
+        fused=fused,
+        overlaps=place.transport is Transport.NCCL,
+    )
+    return Fsdp2Steps(model, recorder)
 
 
-def _fullest(plan: TrainingPlan, place: RankPlace) -> int:
-    """The rank that holds most; among many the one that owns most, as all it keeps follows that."""
+def fullest_rank(engine: str, plan: TrainingPlan, place: RankPlace) -> int:
+    """Return the rank that needs the most memory.
+
+    Among many ranks, this is the one that owns the most, because all it keeps follows from that.
+    """
     layouts = [layout for of_unit in plan.layouts.values() for layout in of_unit]
-    if all(layout.is_even for layout in layouts):
-        return place.rank
+    if engine != OURS or all(layout.is_even for layout in layouts):
+        return 0
     if place.size <= _REPLAYED:
         return estimate(plan, place).rank
     owned = [

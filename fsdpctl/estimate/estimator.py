@@ -4,16 +4,16 @@ from collections import OrderedDict
 from dataclasses import replace
 
 from fsdpctl.config.schema import Config
-from fsdpctl.data.chats.data import open_data
+from fsdpctl.data.open import open_data
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.engines import steps_of
+from fsdpctl.estimate.engines import fullest_rank, steps_of
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import plan_run
 from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.plan.engines import OURS, has_strategy
 from fsdpctl.plan.strategy import STRATEGIES, get_strategy
-from fsdpctl.predict.script import Writer
+from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.step_estimate import estimate_steps
 from fsdpctl.resolve.attention import assumed_of, check_attention
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
@@ -49,20 +49,19 @@ class Estimator:
         chunk = loss_chunk_tokens(config, micro)
         program = traced.program(micro, config.train.seq_len, chunk)
         last = traced.units[-1]
-        writer = Writer(program, last.name, last_is_head=last.kind == "head")
+        recorder = MemoryRecorder(program, last.name, last_is_head=last.kind == "head")
         plan, place = plan_run(config, traced.units, batches.num_micro_batches)
+        place = replace(place, rank=fullest_rank(config.engine.name, plan, place))
         strategy = get_strategy(config.strategy.name)
-        steps, rank = steps_of(
-            config.engine.name, strategy, traced.units, plan, place, writer=writer
-        )
+        steps = steps_of(config.engine.name, strategy, traced.units, plan, place, recorder)
         step = estimate_steps(
-            writer,
+            recorder,
             steps,
             device=str(config.launch.device),
             allocator=config.launch.allocator,
             draws=config.engine.name == OURS and not config.model.is_pretrained,
         )
-        return RunEstimate(config, batches, traced.num_params, traced.num_trained, rank, step)
+        return RunEstimate(config, batches, traced.num_params, traced.num_trained, place.rank, step)
 
     def traced_model(self, config: Config) -> TracedModel:
         """The model of a resolved configuration, to be observed."""

@@ -17,7 +17,7 @@ FITTED = {
 }
 _MOST = {"micro_batch": 1 << 20, "model": MOST_LAYERS}
 _COUNTED = 256  # blocks
-_LENGTHS = 256  # tokens: lengths are asked for in multiples of it
+_LENGTHS = 256  # tokens: lengths are multiples of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,39 +26,39 @@ class Fit:
 
     key: str
     value: int  # 0: not even 1 does
-    multiple: int  # of which the value is one
+    multiple: int  # that the value is a multiple of
     estimate: RunEstimate | None  # with it
-    following: RunEstimate | None  # with the next value, which does not; None: there is a limit
+    next: RunEstimate | None  # with the next value, which does not fit; None: a limit is reached
 
     @property
-    def words(self) -> str:
-        """As it is typed."""
+    def settings(self) -> str:
+        """The value as command-line settings."""
         if self.estimate is None or self.key != FITTED["micro_batch"]:
             return f"{self.key}={self.value}"
         samples = self.estimate.batches.global_batch_size
         return f"{self.key}={self.value} train.global_batch_size={samples}"
 
     def to_dict(self) -> dict[str, Any]:
-        """What `--json` prints of it."""
+        """Return the value of `fit` in `--json`."""
         return {
             "key": self.key,
             "value": self.value,
-            "words": self.words,
+            "settings": self.settings,
             "estimate": self.estimate.to_dict() if self.estimate else None,
-            "following": self.following.to_dict() if self.following else None,
+            "next": self.next.to_dict() if self.next else None,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class LargestModel:
-    """The most blocks of a model with which a run fits."""
+    """The largest number of blocks with which a run fits."""
 
     num_layers: int
     num_params: int
 
 
 def _valued(config: Config, what: str, value: int) -> Config:
-    """`config` with another size; the global batch is what all ranks then take in."""
+    """Return `config` with another size, and the global batch that all ranks then process."""
     train = config.train
     if what == "seq_len":
         return replace(config, train=replace(train, seq_len=value))
@@ -75,7 +75,7 @@ def _valued(config: Config, what: str, value: int) -> Config:
 
 
 def largest_that_fits(estimator: Estimator, config: Config, what: str) -> Fit:
-    """Search the largest micro-batch, length or number of blocks of a resolved configuration."""
+    """Find the largest micro-batch, length or number of blocks of a resolved configuration."""
     most = _MOST.get(what, config.model.max_seq_len)
     begin = {
         "micro_batch": batches_of(config).micro_batch_size,
@@ -92,9 +92,9 @@ def largest_that_fits(estimator: Estimator, config: Config, what: str) -> Fit:
 
 
 def largest_model(estimator: Estimator, config: Config) -> LargestModel | None:
-    """How many blocks of a resolved configuration's model fit, if any; of very many, about.
+    """Return how many blocks of a resolved configuration's model fit, if any.
 
-    Above `_COUNTED` blocks every further one takes as much as those before.
+    Above `_COUNTED` blocks the number is extrapolated: each further one takes as much memory.
     """
     most = estimator.estimate(_valued(config, "model", _COUNTED))
     if most.verdict != "fits":
@@ -112,7 +112,7 @@ def largest_model(estimator: Estimator, config: Config) -> LargestModel | None:
 def _largest(
     estimator: Estimator, config: Config, what: str, begin: int, most: int, *, multiple: int
 ) -> Fit:
-    """The largest multiple that fits."""
+    """Return the largest multiple that fits."""
     seen: dict[int, RunEstimate] = {}
 
     def fits(count: int) -> bool:
@@ -127,10 +127,10 @@ def _largest(
 
 
 def _edge(fits: Callable[[int], bool], margin: Callable[[int], int], begin: int, most: int) -> int:
-    """The largest value that fits where the next does not; 0 if 1 does not.
+    """Return the largest value that fits while the next does not; 0 if 1 does not.
 
-    Memory grows nearly straight with a size, so the edge is looked for where a straight line says,
-    then beside that, then in the middle.
+    Memory grows almost linearly with a size. The search tries the value at which a line through the
+    last two leaves no margin, then its neighbor, then the middle.
     """
     low, high = 0, most + 1
     tried: list[int] = []
@@ -156,7 +156,7 @@ def _edge(fits: Callable[[int], bool], margin: Callable[[int], int], begin: int,
 
 
 def _straight(tried: Sequence[int], margin: Callable[[int], int]) -> int | None:
-    """Where a straight line through what was tried last leaves nothing."""
+    """Return the value at which a line through the last two leaves no margin."""
     if len(tried) < 2:
         return None
     (first, second), (before, after) = tried, map(margin, tried)

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 
 from fsdpctl.config.compose import Composed, compose_config
-from fsdpctl.config.importers.translation import Batch, Degrees, Row, Translation
+from fsdpctl.config.importers.translation import (
+    RankDegrees,
+    SourceBatch,
+    Translation,
+    TranslationRow,
+)
 from fsdpctl.config.schema import SIZES
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.engines import has_strategy
@@ -25,7 +30,7 @@ class Asked:
 
     composed: Composed
     translation: Translation
-    rows: tuple[Row, ...]
+    rows: tuple[TranslationRow, ...]
     typed: dict[str, str]
     overruled: frozenset[str]  # words of the file that typed ones took the place of
 
@@ -36,11 +41,11 @@ class Asked:
             "file": str(found.file),
             "tool": found.tool,
             "rows": [row.to_dict() for row in self.rows],
-            "typed": [f"{name}={text}" for name, text in self.typed.items()],
-            "overruled": sorted(self.overruled),
-            "estimated_without": [row.to_dict() for row in found.unlike],
-            "without_influence": found.idle,
-            "not_understood": found.unknown,
+            "command_line": [f"{name}={text}" for name, text in self.typed.items()],
+            "overridden": sorted(self.overruled),
+            "excluded": [row.to_dict() for row in found.excluded],
+            "no_memory_effect": found.no_memory_effect,
+            "unrecognized": found.unrecognized,
         }
 
 
@@ -56,8 +61,8 @@ def completed(
     _refuse_missing(translation, typed)
     compose_config(typed_words, None, config_dir)  # a mistake in these is not the file's
 
-    def composed(rows: list[Row]) -> Composed:
-        kept, _ = _without_overruled(translation.words_of(rows), typed)
+    def composed(rows: list[TranslationRow]) -> Composed:
+        kept, _ = _without_overruled(translation.settings_of(rows), typed)
         try:
             words = [f"{name}={text}" for name, text in kept.items()]
             return compose_config([*words, *typed_words], None, config_dir)
@@ -67,7 +72,9 @@ def completed(
     rows = [*translation.rows, *_hardware(translation, typed)]
     if translation.whole_logits:
         words = ("train.loss_chunk_tokens=0",)
-        rows.append(Row("(loss)", "", words, "of all tokens at once, as that tool computes it"))
+        rows.append(
+            TranslationRow("(loss)", "", words, "of all tokens at once, as that tool computes it")
+        )
     rows += _ranks(composed(rows), translation.degrees, typed)
     world = world_size(placed_on_cluster(composed(rows).config))
     if translation.degrees is not None:
@@ -75,7 +82,7 @@ def completed(
     if translation.batch is not None:
         whole = translation.whole_gradients
         rows += _batches(translation.batch, typed, world, whole_gradients=whole)
-    _, overruled = _without_overruled(translation.words_of(rows), typed)
+    _, overruled = _without_overruled(translation.settings_of(rows), typed)
     return Asked(composed(rows), translation, tuple(rows), typed, frozenset(overruled))
 
 
@@ -118,17 +125,19 @@ def _is_overruled(name: str, typed: dict[str, str]) -> bool:
     return steps and any(each in typed for each in SIZES)
 
 
-def _hardware(translation: Translation, typed: dict[str, str]) -> list[Row]:
+def _hardware(translation: Translation, typed: dict[str, str]) -> list[TranslationRow]:
     """What is assumed where neither the file nor what was typed names hardware, nor is any here."""
     named = ("cluster", "cluster.memory", "launch.device")
-    device = {**translation.words, **typed}.get("launch.device")
+    device = {**translation.settings, **typed}.get("launch.device")
     if any(each in typed for each in named) or device == "cpu" or torch.cuda.is_available():
         return []
     note = "assumed: there is no GPU here; cluster= names another"
-    return [Row("(hardware)", "", (f"cluster={_ASSUMED}",), note)]
+    return [TranslationRow("(hardware)", "", (f"cluster={_ASSUMED}",), note)]
 
 
-def _ranks(composed: Composed, degrees: Degrees | None, typed: dict[str, str]) -> list[Row]:
+def _ranks(
+    composed: Composed, degrees: RankDegrees | None, typed: dict[str, str]
+) -> list[TranslationRow]:
     """Nodes for the ranks that the degrees ask for, where nobody said how many there are."""
     asked = composed.config.launch.nproc_per_node is not None
     if degrees is None or degrees.total is None or asked or any(each in typed for each in _RANKS):
@@ -137,10 +146,10 @@ def _ranks(composed: Composed, degrees: Degrees | None, typed: dict[str, str]) -
     total = degrees.total
     nodes = total // node if total > node and total % node == 0 else 1
     words = (f"launch.nproc_per_node={total // nodes}", f"launch.nnodes={nodes}")
-    return [Row(*degrees.shown, words, f"on nodes of {node}" if nodes > 1 else "")]
+    return [TranslationRow(*degrees.shown, words, f"on nodes of {node}" if nodes > 1 else "")]
 
 
-def _arranged(translation: Translation, degrees: Degrees, world: int) -> Row:
+def _arranged(translation: Translation, degrees: RankDegrees, world: int) -> TranslationRow:
     """Copies and shards as a strategy.
 
     Raises:
@@ -151,7 +160,7 @@ def _arranged(translation: Translation, degrees: Degrees, world: int) -> Row:
         where = f"{translation.file}: {degrees.keys[0]}: {replicate}"
         raise UsageError(f"{where}: does not divide the {world} ranks; say how many there are, as "
                          "launch.nproc_per_node=8 launch.nnodes=4")  # fmt: skip
-    reshards = degrees.reshards and translation.words.get("strategy") != "shard_grad_op"
+    reshards = translation.settings.get("strategy") != "shard_grad_op"
     if shard == 1 or world == replicate:
         words: tuple[str, ...] = ("strategy=no_shard", "engine=ddp")
     elif replicate == 1:
@@ -160,30 +169,29 @@ def _arranged(translation: Translation, degrees: Degrees, world: int) -> Row:
         name = "hybrid_shard" if reshards else "hybrid_shard_grad_op"
         size = world // replicate
         words = (f"strategy={name}", f"strategy.dp_shard_size={size}", "engine=fsdp2")
-    return Row(*degrees.shown, words, f"of {world} ranks")
+    return TranslationRow(*degrees.shown, words, f"of {world} ranks")
 
 
 def _batches(
-    batch: Batch, typed: dict[str, str], world: int, *, whole_gradients: bool
-) -> list[Row]:
+    batch: SourceBatch, typed: dict[str, str], world: int, *, whole_gradients: bool
+) -> list[TranslationRow]:
     """The sizes of a step, which follow from the ranks."""
     micro = _whole(typed.get("train.micro_batch_size")) or batch.micro
     passes = _whole(typed.get("accumulation.steps")) or batch.accumulation
-    said = [str(each) for each in (batch.micro, batch.whole or batch.accumulation) if each]
+    said = [str(each) for each in (batch.micro, batch.accumulation) if each]
     note = f"over {world} ranks" if said else "assumed: the file says nothing of it"
-    micro = micro or 1
-    words: tuple[str, ...]
-    if batch.whole and passes is None:
-        words = (f"train.global_batch_size={batch.whole}",)
-    else:
-        passes = passes or 1
-        size = micro * passes * world
-        words = (f"accumulation.steps={passes}", f"train.global_batch_size={size}")
-        if whole_gradients and passes > 1:
-            words = ("accumulation=last", *words)
-            note += "; gradients stay whole between passes"
-    row = Row(", ".join(batch.keys), ", ".join(said), (f"train.micro_batch_size={micro}", *words))
-    return [Row(row.key, row.value, row.words, note)]
+    micro, passes = micro or 1, passes or 1
+    words: tuple[str, ...] = (
+        f"accumulation.steps={passes}",
+        f"train.global_batch_size={micro * passes * world}",
+    )
+    if whole_gradients and passes > 1:
+        words = ("accumulation=last", *words)
+        note += "; gradients stay whole between passes"
+    row = TranslationRow(
+        ", ".join(batch.keys), ", ".join(said), (f"train.micro_batch_size={micro}", *words)
+    )
+    return [TranslationRow(row.key, row.value, row.settings, note)]
 
 
 def _whole(text: str | None) -> int | None:

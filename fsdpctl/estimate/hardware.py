@@ -39,7 +39,7 @@ def device_of(config: Config) -> Device:
         attention=_attention(config),
         in_step=cluster.step_efficiency,
         fuses=config.train.compile,
-        per_step=_PER_STEP,
+        step_overhead=_PER_STEP,
     )
 
 
@@ -68,14 +68,8 @@ def network_of(config: Config) -> Network:
             if launch.nnodes > 1 and inter is None:
                 raise _unknown(config, "cluster.inter_bandwidth")
             assert launch.nproc_per_node is not None
-            return MeasuredNetwork(
-                profile.collectives,
-                profile.ranks,
-                profile.slows,
-                profile.yields,
-                profile.drift,
-                None if inter is None else inter * launch.nproc_per_node,
-            )
+            whole = None if inter is None else inter * launch.nproc_per_node
+            return MeasuredNetwork(profile, whole)
     if cluster.intra_bandwidth is None or inter is None:
         raise _unknown(config, "cluster.intra_bandwidth and cluster.inter_bandwidth")
     return RingNetwork(cluster.intra_bandwidth * _GIGA, inter)

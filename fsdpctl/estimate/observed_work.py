@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fsdpctl.plan.work import Work, WorkKind
+from fsdpctl.predict.compute import Work, WorkKind
 
 _aten = torch.ops.aten
 _MATMULS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1,

@@ -1,7 +1,7 @@
 """`fsdpctl.estimate_memory`: a module of your own, estimated before there is a device for it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from fsdpctl.engine.describe import dtype_name
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import Sharding
 from fsdpctl.errors import UsageError, nearest
-from fsdpctl.estimate.engines import steps_of
+from fsdpctl.estimate.engines import fullest_rank, steps_of
 from fsdpctl.estimate.run_plan import REPEATING
 from fsdpctl.estimate.traced import TracedModule
 from fsdpctl.plan.engines import ENGINES
@@ -22,7 +22,7 @@ from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy, ra
 from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import UnitSpec, lay_out
 from fsdpctl.predict.engine_bytes import TrainingPlan
-from fsdpctl.predict.script import Writer
+from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.step_estimate import ALLOCATORS, StepEstimate, estimate_steps
 
 _CHOICES = {
@@ -141,14 +141,15 @@ def estimate_memory(
         device=assumed.device,
     )
     program = observed.program(_Run(input_fn, loss_fn, dtype))
-    writer = Writer(program, units[-1].name, last_is_head=units[-1].kind == "head")
+    recorder = MemoryRecorder(program, units[-1].name, last_is_head=units[-1].kind == "head")
     strategy, plan, place = _plan(units, given, sizes, world_size, assumed)
+    place = replace(place, rank=fullest_rank(assumed.engine, plan, place))
     fused = assumed.fused_optimizer
-    steps, rank = steps_of(assumed.engine, strategy, units, plan, place, writer=writer, fused=fused)
+    steps = steps_of(assumed.engine, strategy, units, plan, place, recorder, fused=fused)
     step = estimate_steps(
-        writer, steps, device=assumed.device, allocator=assumed.allocator, draws=False
+        recorder, steps, device=assumed.device, allocator=assumed.allocator, draws=False
     )
-    return MemoryEstimate(num_params, rank, step)
+    return MemoryEstimate(num_params, place.rank, step)
 
 
 def _check(assumed: Assumed, world_size: int) -> None:

@@ -7,13 +7,12 @@ from torch import nn
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import Division, divide_module
 from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.plan.sizes import Itemsizes, RankPlace
+from fsdpctl.plan.sizes import DTYPE_BYTES, Itemsizes, RankPlace
 from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy
 from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import UnitSpec, lay_out
 from fsdpctl.predict.engine_bytes import (
     ADAMW,
-    DTYPE_BYTES,
     Estimate,
     KeptStates,
     TrainingPlan,

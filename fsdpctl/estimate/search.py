@@ -20,8 +20,8 @@ from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.candidates import Axes, Point
 from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
-from fsdpctl.estimate.foresight import Foresight
 from fsdpctl.estimate.local_hardware import with_speed
+from fsdpctl.estimate.prediction import StepPredictor
 from fsdpctl.estimate.ranking import Candidate, Ranking
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.engines import has_strategy
@@ -85,7 +85,7 @@ class _Search:
 
     def __init__(self, estimator: Estimator, axes: Axes) -> None:
         self.axes = axes
-        self._estimator, self._foresight = estimator, Foresight(estimator)
+        self._estimator, self._predictor = estimator, StepPredictor(estimator)
         self._estimates: dict[Point, RunEstimate | None] = {}
         self._seconds: dict[Point, float] = {}
         self._error: UsageError | None = None
@@ -170,7 +170,7 @@ class _Search:
 
     def _time(self, point: Point) -> float:
         if point not in self._seconds:
-            self._seconds[point] = self._foresight.step(self.axes.config(point)).seconds
+            self._seconds[point] = self._predictor.predict(self.axes.config(point)).seconds
         return self._seconds[point]
 
     # ---- memory --------------------------------------------------------------------------

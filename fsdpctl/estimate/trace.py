@@ -16,8 +16,6 @@ from torch.utils._pytree import tree_leaves
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.observed_work import work_of
 from fsdpctl.estimate.operators import cpu_nbytes, cuda_workspace, operators_of
-from fsdpctl.plan.work import Work
-from fsdpctl.predict.collection import without_collection
 from fsdpctl.predict.compute import (
     Gone,
     Gradient,
@@ -28,7 +26,9 @@ from fsdpctl.predict.compute import (
     Pass,
     Passing,
     Place,
+    Work,
 )
+from fsdpctl.predict.no_gc import without_gc
 
 
 class _Recorder(TorchDispatchMode):
@@ -281,7 +281,7 @@ def trace(
     hooks = _Hooks(recorder, module, units)
     try:
         with (
-            without_collection(),
+            without_gc(),
             _without_compiler(),
             operators_of(device, kernel),
             torch.device("meta"),

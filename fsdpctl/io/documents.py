@@ -1,9 +1,8 @@
-"""JSON, YAML and TOML of others: of bounded size and depth, no key twice, of the types expected."""
+"""Untrusted JSON and YAML: limited in size and depth, without duplicate keys, type-checked."""
 
 import json
 import math
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +15,8 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.files import Refusal, read_text_file
 
 MIB = 1 << 20
-MOST_DEEP = 64  # objects in objects; a tokenizer.json has ten
-_MOST_CONFIG_BYTES = MIB // 8  # the longest configuration has a sixteenth of it
+MOST_DEEP = 64  # levels; a tokenizer.json has ten
+_MOST_CONFIG_BYTES = MIB // 8  # 16 times the longest configuration
 _MOST_ALIASES = 64
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"')
 _NO_BRACKETS = re.compile(r"[^\[\]{}]+")
@@ -34,10 +33,10 @@ def read_json(
     finite: bool = True,
     follows: bool = False,
 ) -> T:
-    """The JSON in a regular UTF-8 file, as `parse_json` reads it; links as in `open_regular`.
+    """Read a JSON file, with the limits of `read_regular` and the checks of `parse_json`.
 
     Raises:
-        FsdpctlError: of the kind `refusal`; the message begins with the path.
+        FsdpctlError: Of type `refusal`; the message begins with the path.
     """
     text = read_text_file(path, most_bytes, refusal, follows=follows)
     return parse_json(text, schema, str(path), refusal, finite=finite)
@@ -51,18 +50,20 @@ def parse_json(
     *,
     finite: bool = True,
 ) -> T:
-    """JSON as a value of the type `schema`: a dataclass, `dict[str, int]`, …
+    """Decode JSON into a value of the type `schema`.
+
+    msgspec decodes faster, but accepts duplicate keys, of which the last one wins.
 
     Args:
-        text: in UTF-8, if bytes.
-        schema: what msgspec converts to, without making numbers out of text or the like.
-        where: what a message begins with.
-        refusal: the kind of error.
-        finite: whether infinite numbers and NaN are refused, which JSON does not have.
+        text: The JSON; bytes are UTF-8.
+        schema: Any type that msgspec supports; it converts no text to numbers or the like.
+        where: The location that messages begin with.
+        refusal: The type of error to raise.
+        finite: Reject infinite numbers and NaN, which JSON doesn't have.
 
     Raises:
-        FsdpctlError: of the kind `refusal`; it is none, or too deep, or has a key twice, or is of
-            other types.
+        FsdpctlError: Of type `refusal`, if the text isn't JSON, is nested too deeply, has a
+            duplicate key, or has another type.
     """
     numbers: dict[str, Any] = {}
     if finite:
@@ -80,39 +81,39 @@ def parse_json(
 
 
 def as_type(content: object, schema: type[T], where: str, refusal: Refusal = UsageError) -> T:
-    """`content`, of plain values, as a value of the type `schema`.
+    """Convert `content`, made of built-in types, to the type `schema`.
 
     Raises:
-        FsdpctlError: of the kind `refusal`; the types are others.
+        FsdpctlError: Of type `refusal`, if the types differ.
     """
     try:
         return msgspec.convert(content, schema)
-    except ValueError as error:  # of other types, or text that is no Unicode
+    except ValueError as error:  # another type, or text that isn't valid Unicode
         raise refusal(f"{where}: not as expected: {error}") from None
 
 
 def check_version(
     content: Mapping[str, Any], expected: tuple[str, int], what: str, where: str, refusal: Refusal
 ) -> None:
-    """See that a document of ours says that it is one, of the version that is read.
+    """Check the format and version that a document of fsdpctl declares.
 
     Raises:
-        FsdpctlError: of the kind `refusal`; it does not.
+        FsdpctlError: Of type `refusal`, if they differ from `expected`.
     """
     format_name, version = expected
     if content.get("format") != format_name:
         raise refusal(f"{where}: not {what}")
     if content.get("version") != version:
         raise refusal(
-            f"{where}: version {content.get('version')!s:.20} of the format, where this fsdpctl "
-            f"reads version {version}"
+            f"{where}: version {content.get('version')!s:.20} is not supported; expected version "
+            f"{version}"
         )
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError(f"{_double(name for name, _ in pairs)} is there twice")
+        raise ValueError(f"{_double(name for name, _ in pairs)} appears twice")
     return found
 
 
@@ -121,18 +122,18 @@ def _double(names: Any) -> str:
 
 
 def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def _finite_float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text[:80]} is too large a number")
+        raise ValueError(f"{text[:80]}: number too large")
     return number
 
 
 def _is_deep(text: str) -> bool:
-    """Whether JSON, which must be well formed, is too deep: each turn takes the innermost away."""
+    """Return whether well-formed JSON is too deep, by removing the innermost level repeatedly."""
     if text.count("[") + text.count("{") <= MOST_DEEP:
         return False
     brackets = _NO_BRACKETS.sub("", _STRING.sub("", text))
@@ -144,7 +145,7 @@ def _is_deep(text: str) -> bool:
 
 
 class _Loader(yaml.BaseLoader):
-    """Every scalar stays text; no key twice, few aliases."""
+    """A loader that keeps scalars as text, rejects duplicate keys, and limits aliases."""
 
     num_aliases = 0
 
@@ -159,35 +160,20 @@ class _Loader(yaml.BaseLoader):
         found: dict[Any, Any] = super().construct_mapping(node, deep)
         if len(found) < len(node.value):
             name = _double(self.construct_object(key) for key, _ in node.value)
-            raise yaml.YAMLError(f"{name} is there twice")
+            raise yaml.YAMLError(f"{name} appears twice")
         return found
 
 
 def read_yaml(path: Path) -> object:
-    """The YAML in a regular UTF-8 file; numbers, true and null stay the text that they are.
+    """Read a YAML file. All scalars are text, also numbers, true and null.
 
     Raises:
-        UsageError: it is none, or larger, deeper or fuller of aliases than a configuration is.
+        UsageError: If the file isn't YAML, is too large or too deep, or has too many aliases.
     """
     text = read_text_file(path, _MOST_CONFIG_BYTES, follows=True)
     try:
         return yaml.load(text, Loader=_Loader)
     except RecursionError:
-        raise UsageError(f"{path}: not YAML that is read: nested too deeply") from None
+        raise UsageError(f"{path}: nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
         raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The TOML in a regular UTF-8 file.
-
-    Raises:
-        UsageError: it is none, or larger or deeper than a configuration is.
-    """
-    text = read_text_file(path, _MOST_CONFIG_BYTES, follows=True)
-    try:
-        return tomllib.loads(text)
-    except RecursionError:
-        raise UsageError(f"{path}: not TOML that is read: nested too deeply") from None
-    except ValueError as error:
-        raise UsageError(f"{path}: not TOML: {error}") from None

@@ -1,9 +1,12 @@
-"""Files that somebody else may have made: opened without being led astray."""
+"""Files, which may be untrusted: opened safely, read up to a limit, written whole."""
 
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from fsdpctl.errors import FsdpctlError, UsageError
 
@@ -12,10 +15,10 @@ _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 
 
 def plain_name(name: object, pattern: str, where: str, refusal: Refusal) -> str:
-    """`name`, if it is a file's name alone and of the form `pattern`.
+    """Return `name` if it is a file name without a directory and matches `pattern`.
 
     Raises:
-        FsdpctlError: of the kind `refusal`; it is not.
+        FsdpctlError: Of type `refusal`, if it isn't.
     """
     if isinstance(name, str) and _PLAIN.fullmatch(name) and re.fullmatch(pattern, name):
         return name
@@ -23,25 +26,25 @@ def plain_name(name: object, pattern: str, where: str, refusal: Refusal) -> str:
 
 
 def open_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = False) -> int:
-    """A descriptor of a regular file in its folder; a pipe is not waited for.
+    """Open a regular file and return its descriptor. A named pipe never blocks.
 
-    Links are followed within the folder, into the cache of huggingface_hub, and, where somebody
-    named the file and no other file did, everywhere (`follows`).
+    Symbolic links may lead to the same directory and into the cache of huggingface_hub. With
+    `follows`, for a path that the user typed, they may lead anywhere.
 
     Raises:
-        FsdpctlError: of the kind `refusal`; it is missing, no regular file, or leads elsewhere.
+        FsdpctlError: Of type `refusal`, if the file is missing, not regular, or elsewhere.
     """
     try:
         real = Path(os.path.realpath(path))
         if not (follows or _stays_inside(path, real)):
-            raise refusal(f"{path}: leads out of its folder, to {real}; copy the file there")
+            raise refusal(f"{path}: links to {real}, outside its directory; copy the file there")
         descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)
     except OSError as error:
         raise refusal(f"{path}: {error.strerror}") from None
-    raise refusal(f"{path}: no regular file")
+    raise refusal(f"{path}: not a regular file")
 
 
 def _stays_inside(path: Path, real: Path) -> bool:
@@ -54,10 +57,10 @@ def _stays_inside(path: Path, real: Path) -> bool:
 def read_regular(
     path: Path, most_bytes: int, refusal: Refusal = UsageError, *, follows: bool = False
 ) -> bytes:
-    """The contents of a regular file of at most `most_bytes`.
+    """Read a regular file of at most `most_bytes`, opened by `open_regular`.
 
     Raises:
-        FsdpctlError: of the kind `refusal`; as `open_regular`, or it is larger.
+        FsdpctlError: Of type `refusal`, if the file can't be opened or is larger.
     """
     with open(open_regular(path, refusal, follows=follows), "rb") as file:
         try:
@@ -65,15 +68,47 @@ def read_regular(
         except OSError as error:
             raise refusal(f"{path}: {error.strerror}") from None
     if len(content) > most_bytes:
-        raise refusal(f"{path}: larger than the {most_bytes:,} bytes that such a file may have")
+        raise refusal(f"{path}: larger than the limit of {most_bytes:,} bytes")
     return content
 
 
 def read_text_file(
     path: Path, most_bytes: int, refusal: Refusal = UsageError, *, follows: bool = False
 ) -> str:
-    """The text of a UTF-8 file, as `read_regular`."""
+    """Read a UTF-8 text file with the limits and errors of `read_regular`."""
     try:
         return read_regular(path, most_bytes, refusal, follows=follows).decode("utf-8")
     except UnicodeDecodeError as error:
         raise refusal(f"{path}: not UTF-8: {error}") from None
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
+    """Yield a new file that replaces `path` when the block ends without an exception.
+
+    Other processes see the old file or the complete new one.
+
+    Args:
+        path: The file to replace; it need not exist.
+        durable: Wait until the content is on the disk before replacing the file.
+    """
+    scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        with scratch.open("wb") as file:
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def replace(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+    """Write a file whole, as `replacing`. Text is encoded in UTF-8.
+
+    Raises:
+        OSError: If the file can't be written.
+    """
+    with replacing(path, durable=durable) as file:
+        file.write(content.encode() if isinstance(content, str) else content)

@@ -1,4 +1,4 @@
-"""What is known of ranks that stand still, and which of them the others wait for."""
+"""The states of ranks in a hang, and the ranks that cause it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,35 +9,35 @@ _STOPPED, _UNINTERRUPTIBLE = "T", "D"
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """Where a rank stands, as its launcher sees it."""
+    """The state of a rank, as its launcher sees it."""
 
     rank: int
     host: str
     state: str  # of the process: the kernel's letter
-    seconds: float  # since it said something of itself
+    seconds: float  # since its last heartbeat
     step: int | None
     place: str
     waits: bool  # for other ranks
-    # Collectives it has begun, by process group; what they were is in the last entry.
+    # Number of collectives it has started, by process group; the last one's kind is in `pending`.
     begun: dict[str, int] = field(default_factory=dict)
-    pending: str = ""  # the collective that it began last and that is not over
+    pending: str = ""  # the collective that it started last, if that is not complete
 
     def __str__(self) -> str:
         step = "before its first step" if self.step is None else f"step {self.step}"
-        words = {_STOPPED: ", stopped by a signal", _UNINTERRUPTIBLE: ", waits for a device"}
-        waits = ", waits for others" if self.waits else ""
+        blocked = {_STOPPED: ", stopped by a signal", _UNINTERRUPTIBLE: ", blocked in a device"}
+        waits = ", waits for other ranks" if self.waits else ""
         pending = f" in {self.pending}" if self.pending else ""
         return (
             f"rank {self.rank} on {self.host}: {step}, {self.place or 'starting'}{waits}{pending}"
-            f"{words.get(self.state, '')}, for {self.seconds:.0f} s"
+            f"{blocked.get(self.state, '')}, for {self.seconds:.0f} s"
         )
 
 
 def culprits(states: Sequence[RankState]) -> list[int]:
-    """The ranks that the others wait for, as far as it can be told; none where it cannot.
+    """Return the ranks that the others wait for, or an empty list if unknown.
 
-    Who is stopped, or hangs in a device, comes first; then who has begun fewer collectives than
-    others of its process group; then who does not wait where others do.
+    Stopped ranks come first, then ranks blocked in a device, then ranks that started fewer
+    collectives than their process group, then ranks that do not wait while others do.
     """
     for letter in (_STOPPED, _UNINTERRUPTIBLE):
         if found := [each.rank for each in states if each.state == letter]:
@@ -57,9 +57,9 @@ def report(states: Sequence[RankState], limit: float, *, is_usual: bool = True) 
     """Describe in one line which ranks hang, and where.
 
     Args:
-        states: of all ranks.
-        limit: seconds without a heartbeat after which a rank hangs.
-        is_usual: whether that is launch.hang_timeout; before the first step it may be longer.
+        states: Of all ranks.
+        limit: Seconds without a heartbeat after which a rank hangs.
+        is_usual: Whether that is launch.hang_timeout; before the first step it may be longer.
     """
     found = culprits(states)
     shown = [each for each in states if each.rank in found] or list(states)
@@ -68,4 +68,4 @@ def report(states: Sequence[RankState], limit: float, *, is_usual: bool = True) 
     setting = (
         f"launch.hang_timeout={limit:g} s" if is_usual else f"{limit:g} s before its first step"
     )
-    return f"stood still for more than {setting}: {named}{more}"
+    return f"no progress for more than {setting}: {named}{more}"

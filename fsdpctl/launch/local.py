@@ -1,4 +1,4 @@
-"""Starts this machine's workers and waits for them, whatever happens to them or to us."""
+"""Starting of this node's workers, and waiting until all have exited."""
 
 import logging
 import os
@@ -17,16 +17,16 @@ from fsdpctl.launch.interface import LOOPBACK, loopback_interface
 from fsdpctl.launch.out_of_memory import kills_so_far
 from fsdpctl.launch.outcome import Ended, Outcome, failure_of
 from fsdpctl.launch.stopping import StoppedEarlyError, passing_on
-from fsdpctl.launch.watch import FOLDER, Watch
+from fsdpctl.launch.watchdog import FOLDER, Watchdog
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from fsdpctl.launch.nodes import Nodes
 
-_FILES, _FILES_A_RANK = 128, 16  # that a launcher has open, with some to spare
-_BARRIER_SECONDS = 1  # launchers wait for each other themselves
-_NO_SIGNAL = "SIGURG"  # what the agent handles itself: one that nobody sends
+_FILES, _FILES_PER_RANK = 128, 16  # open files of a launcher, with a reserve
+_BARRIER_SECONDS = 1  # short, because launchers wait for each other on their own
+_NO_SIGNAL = "SIGURG"  # the only signal that the agent handles: one that is never sent
 
 
 def launch_workers(
@@ -39,31 +39,30 @@ def launch_workers(
     nodes: "Nodes | None" = None,
     number: int = 0,
 ) -> Outcome:
-    """Run `python -m module args…` on ranks of this machine until all have ended.
+    """Run `python -m module args…` on the ranks of this node until all have exited.
 
     Args:
-        module: what to run; it finds its rank in torchrun's environment variables.
-        args: its arguments.
-        launch: resolved; how many, and how they keep memory.
-        logs: an existing directory for the agent's own log.
-        is_last: requests to stop that come later are ignored.
-        nodes: the launchers of all machines, where there are several.
-        number: how often ranks were started before, in this launch.
+        module: The module to run; it gets its rank from torchrun's environment variables.
+        args: Its arguments.
+        launch: Resolved.
+        logs: An existing directory for the log of torch's agent.
+        is_last: Whether stop requests are ignored afterwards.
+        nodes: The launchers of all nodes, if there are several.
+        number: How often ranks were started before in this launch.
 
     Raises:
-        UsageError: several machines that have not met, or too few files may be open.
-        FsdpctlError: torch's agent failed.
+        UsageError: If several nodes are configured without `nodes`, or too few files may be open.
+        FsdpctlError: If torch's agent fails.
     """
     if nodes is None and (launch.nnodes > 1 or launch.name == "env"):
         raise UsageError(
-            f"launch={launch.name} launch.nnodes={launch.nnodes}: only `fsdpctl train` runs on "
-            "several machines, or as ranks of another launcher"
+            f"launch={launch.name} launch.nnodes={launch.nnodes}: only supported by `fsdpctl train`"
         )
     assert launch.nproc_per_node is not None
     _make_room_for_files(launch.nproc_per_node)
     own, interface = (0, loopback_interface()) if nodes is None else (nodes.own, nodes.interface)
     folder = tempfile.TemporaryDirectory(prefix="fsdpctl-", ignore_cleanup_errors=True)
-    # It has what workers leave for us; the run's own directory may be full, or gone.
+    # For the workers' files: the run's own directory may be full, or deleted.
     with (
         _logging_to(logs / f"node-{own:05d}.log"),
         folder as kept,
@@ -84,7 +83,7 @@ def _run_round(
     *,
     is_last: bool,
 ) -> Ended:
-    """Start the workers, watch over them, and see how they end."""
+    """Start the workers, watch them, and return how they exited."""
     from torch.distributed.elastic.agent.server.api import WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -94,33 +93,33 @@ def _run_round(
         spec, DefaultLogsSpecs(log_dir=str(folder)), exit_barrier_timeout=_BARRIER_SECONDS
     )
     group = agent.get_worker_group()
-    watch = Watch(
+    watchdog = Watchdog(
         folder, launch, lambda: {each.local_rank: each.id for each in group.workers if each.id},
         nodes, number,
     )  # fmt: skip
     have_begun = lambda: group.state is not WorkerState.INIT  # noqa: E731
-    with passing_on(have_begun, is_last=is_last) as requests, watch:
+    with passing_on(have_begun, is_last=is_last) as requests, watchdog:
         try:
             found = agent.run().failures
         except StoppedEarlyError:
             return Ended((), requests.first, stopped_early=True)
-        except Exception as error:  # of the agent; it has ended the workers
-            raise FsdpctlError(f"the launcher failed: {error!r:.300}") from None
+        except Exception as error:  # from the agent, which has ended the workers
+            raise FsdpctlError(f"launcher failed: {error!r:.300}") from None
     short = kills_so_far() > kills
     failures = [failure_of(rank, each, short_of_memory=short) for rank, each in found.items()]
-    if watch.follows:  # they are no cause of anything
+    if watchdog.follows:  # the killed ones did not cause the failure
         failures = [each for each in failures if not each.was_killed]
     failures.sort(key=lambda each: each.rank)
     return Ended(
-        tuple(failures), requests.first, hang=watch.hang,
-        failed_at=watch.failed_at or time.time(), were_ended=watch.follows,
+        tuple(failures), requests.first, hang=watchdog.hang,
+        failed_at=watchdog.failed_at or time.time(), were_ended=watchdog.follows,
     )  # fmt: skip
 
 
 def _spec(
     module: str, args: Sequence[str], ranks: int, nodes: "Nodes | None", number: int
 ) -> "WorkerSpec":
-    """What torch's agent shall run, and where its workers meet."""
+    """Return what torch's agent runs, and the rendezvous of its workers."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from fsdpctl.launch.rendezvous import Rendezvous
@@ -135,7 +134,7 @@ def _spec(
         role="default",
         local_world_size=ranks,
         entrypoint=sys.executable,
-        args=("-P", "-m", module, *args),  # -P: files in the current folder are no modules
+        args=("-P", "-m", module, *args),  # -P: do not import modules from the current directory
         rdzv_handler=rendezvous,
         max_restarts=0,
         monitor_interval=0.1,
@@ -144,17 +143,17 @@ def _spec(
 
 
 def _make_room_for_files(ranks: int) -> None:
-    """Raise the limit of open files where it is low, which workers inherit.
+    """Raise a low limit of open files, which workers inherit.
 
     Raises:
-        UsageError: it may not be raised that far.
+        UsageError: If it cannot be raised enough.
     """
-    needed = _FILES + _FILES_A_RANK * ranks
+    needed = _FILES + _FILES_PER_RANK * ranks
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise UsageError(
-            f"launch.nproc_per_node={ranks}: needs {needed} open files, where {hard} are allowed; "
-            "`ulimit -n` shows and sets that"
+            f"launch.nproc_per_node={ranks}: needs {needed} open files, but the limit is {hard}; "
+            f"raise it with `ulimit -n {needed}`"
         )
     if soft != resource.RLIM_INFINITY and soft < needed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
@@ -162,7 +161,7 @@ def _make_room_for_files(ranks: int) -> None:
 
 @contextmanager
 def _logging_to(path: Path) -> Iterator[None]:
-    """Send what the agent logs to a file: what matters of it is said in one panel."""
+    """Write the agent's log to a file; errors are shown in a panel instead."""
     logger = logging.getLogger("torch.distributed")
     handler = _QuietHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -176,18 +175,18 @@ def _logging_to(path: Path) -> Iterator[None]:
 
 
 class _QuietHandler(logging.FileHandler):
-    """What cannot be written is left out: no log may end a training."""
+    """A log handler that ignores errors, so that logging cannot end a run."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
-        """Say nothing of it."""
+        """Do nothing."""
 
 
 @contextmanager
 def _environment(launch: LaunchConfig, interface: str | None, *, is_alone: bool) -> Iterator[None]:
-    """What workers inherit: a share of the cores, their launcher, an interface, an allocator.
+    """Set the environment that workers inherit: cores, launcher, interface and allocator.
 
-    What is set already stays as it is, but for where ranks listen: on one machine, nowhere that
-    another one reaches; on several, where gloo's others look for them.
+    Variables that are set keep their values, except those of the interface to listen on: on one
+    node, the loopback interface; on several, the one where other nodes' gloo connects.
     """
     assert launch.nproc_per_node is not None
     values = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // launch.nproc_per_node))}
@@ -199,7 +198,7 @@ def _environment(launch: LaunchConfig, interface: str | None, *, is_alone: bool)
     }
     if interface is not None:
         forced["GLOO_SOCKET_IFNAME"] = interface
-        if is_alone or launch.interface is not None:  # else NCCL knows its own interfaces best
+        if is_alone or launch.interface is not None:  # else NCCL selects its interfaces itself
             (forced if is_alone else values)["NCCL_SOCKET_IFNAME"] = f"={interface}"
     before = dict(os.environ)
     os.environ.update({**values, **before, **forced})

@@ -1,4 +1,4 @@
-"""The launchers of several machines, while their ranks train: who is alive, and how ranks ended."""
+"""The launchers of several nodes while their ranks train: which are alive, how ranks exited."""
 
 import threading
 import time
@@ -6,38 +6,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from fsdpctl.comm.stores import PrefixStore, Store, TCPStore
+from fsdpctl.comm.world import PrefixStore, Store, TCPStore
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.launch.bounded import BoundedStore, Noticed
+from fsdpctl.launch.handshake import Handshake, decode, encode, suppressing_losses
 from fsdpctl.launch.hang import RankState
 from fsdpctl.launch.interface import own_address, split_endpoint
-from fsdpctl.launch.meeting import Meeting, decode, encode, suppressing_losses
 from fsdpctl.launch.outcome import Ended, Outcome
 from fsdpctl.launch.rendezvous import bound_store
+from fsdpctl.launch.timeout_store import KeyWatcher, TimeoutStore
 
 _BEAT_SECONDS = 1.0
-_SILENCE_SECONDS = 30.0  # without a beat: a cable that was pulled for less does no harm
-_STATES_SECONDS = 5.0  # in which others say where their ranks stand
+_SILENCE_SECONDS = 30.0  # without a heartbeat: a shorter network failure does no harm
+_STATES_SECONDS = 5.0  # for other nodes to send the states of their ranks
 _LEAVE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """Who takes part when ranks are started again: none where the run is over."""
+class RestartRound:
+    """The nodes and ranks of a restart; without nodes, the run is over."""
 
     nodes: list[int] = field(default_factory=list)
     nproc_per_node: int = 0
 
 
 class Nodes:
-    """This launcher, and how it reaches the others."""
+    """This node's launcher, and its connections to the others."""
 
     def __init__(self, launch: LaunchConfig) -> None:
-        """Reach node 0, or be it.
+        """Connect to node 0, or become node 0.
 
         Raises:
-            UsageError: the endpoint is none, not this machine's, or nobody is there in time.
+            UsageError: If the endpoint is invalid, not this machine's, or unreachable in time.
         """
         assert launch.node_rank is not None
         assert launch.rdzv_endpoint is not None
@@ -50,39 +50,39 @@ class Nodes:
         self.store: TCPStore = reached_store(
             address, self.port, launch.timeout, is_first=self.own == 0
         )
-        self.meeting = Meeting(
+        self.handshake = Handshake(
             self.store, self.own, launch.nnodes, noun="node", patience=launch.timeout
         )
-        # Connections of their own, for the threads that use them: who waits in one holds it.
-        words, states, failed, hang, beats = (
+        # Each thread has its own connection, because a call that waits blocks its connection.
+        messages, states, failed, hang, beats = (
             PrefixStore("nodes", TCPStore(address, self.port, is_master=False)) for _ in range(5)
         )
-        patience = launch.hang_timeout or launch.timeout / 2  # a cable may be out for less
-        self._words = BoundedStore(words, patience)
-        self._states = BoundedStore(states, _STATES_SECONDS)
-        self._failed = Noticed(failed, otherwise=True)  # nobody can say
-        self._hangs = Noticed(hang, otherwise=False)
+        patience = launch.hang_timeout or launch.timeout / 2  # longer than a short network failure
+        self._messages = TimeoutStore(messages, patience)
+        self._states = TimeoutStore(states, _STATES_SECONDS)
+        self._failed = KeyWatcher(failed, default=True)
+        self._hangs = KeyWatcher(hang, default=False)
         self._ended = threading.Event()
         threading.Thread(target=self._beat, args=(beats,), daemon=True).start()
 
     def place(self) -> tuple[int, int]:
-        """Which one this is among those that take part, and how many they are."""
+        """Return this node's number among the members, and the number of members."""
         return list(self.members).index(self.own), len(self.members)
 
     def store_of(self, number: int) -> Store:
-        """Where the ranks of the round `number` meet: nothing of the last one lies there."""
+        """Return the store of the ranks of round `number`, which is empty at its start."""
         return PrefixStore(f"round-{number}", self.store)
 
     def has_failed_elsewhere(self, number: int) -> bool:
-        """Whether ranks of another node have failed in this round; True if nobody can say."""
+        """Return whether another node's ranks failed in this round; True if unknown."""
         return self._failed.has(f"failed/{number}")
 
     def hangs_elsewhere(self, number: int) -> bool:
-        """Whether the launcher of another node says that ranks stand still in this round."""
+        """Return whether another node's launcher reports a hang in this round."""
         return self._hangs.has(f"hang/{number}")
 
     def share_states(self, number: int, own: list[RankState]) -> list[RankState]:
-        """Where the ranks of all nodes stand that say so in time."""
+        """Return the states of the ranks of all nodes that send them in time."""
         found = list(own)
         with suppressing_losses():
             self._states.set(f"states/{number}/{self.own}", encode(own))
@@ -96,83 +96,85 @@ class Nodes:
         return found
 
     def share(self, number: int, own: Ended) -> Outcome:
-        """How the ranks of all nodes ended in this round, as far as their launchers live."""
+        """Return how the ranks of all nodes exited in this round, if their launchers are alive."""
         with suppressing_losses():
             if own.has_failed:
-                self._words.set(f"failed/{number}", "")
-            self._words.set(f"ended/{number}/{self.own}", encode(own))
+                self._messages.set(f"failed/{number}", "")
+            self._messages.set(f"ended/{number}/{self.own}", encode(own))
         found: dict[int, Ended] = {self.own: own}
-        signs = {node: (b"", time.monotonic()) for node in self.members if node != self.own}
-        awaited = set(signs)
+        beats = {node: (b"", time.monotonic()) for node in self.members if node != self.own}
+        awaited = set(beats)
         while awaited:
             for node in sorted(awaited):
-                heard = self._heard_of(number, node)
-                if isinstance(heard, Ended):
-                    found[node] = heard
-                elif heard is not None and heard != signs[node][0]:
-                    signs[node] = heard, time.monotonic()
-                is_silent = time.monotonic() - signs[node][1] > _SILENCE_SECONDS
-                if node in found or heard is None or is_silent:
+                latest = self._latest_of(number, node)
+                if isinstance(latest, Ended):
+                    found[node] = latest
+                elif latest is not None and latest != beats[node][0]:
+                    beats[node] = latest, time.monotonic()
+                is_silent = time.monotonic() - beats[node][1] > _SILENCE_SECONDS
+                if node in found or latest is None or is_silent:
                     awaited.remove(node)
             time.sleep(0.1)
-        return Outcome.of(found, self.own, tuple(node for node in signs if node not in found))
+        return Outcome.of(found, self.own, tuple(node for node in beats if node not in found))
 
-    def _heard_of(self, number: int, node: int) -> Ended | bytes | None:
-        """How the ranks of another node ended; else its last beat; None where it is gone."""
+    def _latest_of(self, number: int, node: int) -> Ended | bytes | None:
+        """Return how a node's ranks exited, else its last heartbeat; None if it has left."""
         ended, beat = f"ended/{number}/{node}", f"beat/{node}"
         try:
-            if self._words.check([ended]):
-                return decode(self._words.get(ended), Ended)
-            if self._words.check([f"gone/{node}"]):
+            if self._messages.check([ended]):
+                return decode(self._messages.get(ended), Ended)
+            if self._messages.check([f"gone/{node}"]):
                 return None
-            return self._words.get(beat) if self._words.check([beat]) else b""
+            return self._messages.get(beat) if self._messages.check([beat]) else b""
         except (FsdpctlError, RuntimeError):
             return None
 
-    def order(self, number: int, following: Round) -> None:
-        """As node 0, say how it goes on after the round `number`."""
+    def order(self, number: int, following: RestartRound) -> None:
+        """Tell the other nodes what follows round `number`; only node 0 does."""
         with suppressing_losses():
-            self._words.set(f"order/{number}", encode(following))
-        if following.nodes:
-            self.members = following.nodes
+            self._messages.set(f"order/{number}", encode(following))
+        self._follow(following)
 
-    def await_order(self, number: int) -> Round:
-        """As another node, hear it; nobody takes part where node 0 is gone."""
+    def await_order(self, number: int) -> RestartRound:
+        """Return what follows by node 0's order; the run is over if node 0 is unreachable."""
         since = time.monotonic()
         try:
-            while not self._words.check([f"order/{number}"]):
-                if time.monotonic() - since > self._timeout or self._words.check(["gone/0"]):
-                    return Round()
+            while not self._messages.check([f"order/{number}"]):
+                if time.monotonic() - since > self._timeout or self._messages.check(["gone/0"]):
+                    return RestartRound()
                 time.sleep(0.1)
-            following = decode(self._words.get(f"order/{number}"), Round)
+            following = decode(self._messages.get(f"order/{number}"), RestartRound)
         except (FsdpctlError, RuntimeError):
-            return Round()
-        if following.nodes:
-            self.members = following.nodes
+            return RestartRound()
+        self._follow(following)
         return following
 
+    def _follow(self, following: RestartRound) -> None:
+        if following.nodes:
+            self.members = following.nodes
+
     def leave(self) -> None:
-        """Nothing more is said. Node 0's store goes with it: it waits a moment for the others."""
+        """Leave the run. Node 0 waits a moment for the others, because its store exits with it."""
         self._ended.set()
         with suppressing_losses():
-            self._words.set(f"gone/{self.own}", "")
+            self._messages.set(f"gone/{self.own}", "")
             others = [f"gone/{node}" for node in self.members if node != self.own]
             if self.own == 0 and others:
-                self._words.wait(others, timedelta(seconds=_LEAVE_SECONDS))
+                self._messages.wait(others, timedelta(seconds=_LEAVE_SECONDS))
 
-    def _beat(self, words: Store) -> None:
+    def _beat(self, store: Store) -> None:
         count = 0
         while not self._ended.wait(_BEAT_SECONDS):
             count += 1
             with suppressing_losses():
-                words.set(f"beat/{self.own}", str(count))
+                store.set(f"beat/{self.own}", str(count))
 
 
 def reached_store(address: str, port: int, patience: float, *, is_first: bool) -> TCPStore:
-    """The store at an address, as its server or as one that finds it there in time.
+    """Return the store at an address, as its server or as a client.
 
     Raises:
-        UsageError: the address is not this machine's, or nobody is there.
+        UsageError: If the address is not this machine's, or the server is unreachable in time.
     """
     if is_first:
         return bound_store(address, port)[0]
@@ -180,5 +182,6 @@ def reached_store(address: str, port: int, patience: float, *, is_first: bool) -
         return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=patience))
     except Exception as error:  # torch's own classes differ by version
         raise UsageError(
-            f"{address}:{port}: the first node was not there within {patience:g} s: {error!s:.120}"
+            f"{address}:{port}: node 0 not reachable within {patience:g} s (launch.timeout): "
+            f"{error!s:.120}; start the command with launch.node_rank=0 on that host"
         ) from None

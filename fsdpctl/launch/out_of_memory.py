@@ -1,4 +1,4 @@
-"""Whether the kernel has killed processes of this machine for want of memory."""
+"""The number of processes of this machine that the kernel's out-of-memory killer has killed."""
 
 import contextlib
 from pathlib import Path
@@ -7,10 +7,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def kills_so_far(root: Path = _ROOT, cgroup: Path = Path("/proc/self/cgroup")) -> int:
-    """How many it has killed in this process's group, by either version of control groups.
-
-    Where neither counts, of the whole machine.
-    """
+    """Return the kills in this process's control group (version 1 or 2), else on the machine."""
     files = []
     with contextlib.suppress(OSError):
         for line in cgroup.read_text().splitlines():
@@ -19,8 +16,8 @@ def kills_so_far(root: Path = _ROOT, cgroup: Path = Path("/proc/self/cgroup")) -
             if number == "0":
                 files += [root / inside / "memory.events", root / "memory.events"]
             elif "memory" in controllers.split(","):
-                there = root / "memory"
-                files += [there / inside / "memory.oom_control", there / "memory.oom_control"]
+                group = root / "memory"
+                files += [group / inside / "memory.oom_control", group / "memory.oom_control"]
     files.append(Path("/proc/vmstat"))
     return next((count for file in files if (count := _count_in(file)) is not None), 0)
 

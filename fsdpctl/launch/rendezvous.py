@@ -1,6 +1,7 @@
-"""Where the launchers of a run meet: a store that listens on one address alone.
+"""The store in which the launchers of a run meet, which listens on a single address.
 
-Note: torch's own ways listen on all interfaces, and c10d's unpickles what it finds in the store.
+Note: torch's own rendezvous listens on all interfaces, and its c10d backend unpickles the store's
+contents.
 """
 
 import socket
@@ -9,7 +10,7 @@ from datetime import timedelta
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from fsdpctl.comm.stores import PrefixStore, Store, TCPStore
+from fsdpctl.comm.world import PrefixStore, Store, TCPStore
 from fsdpctl.errors import UsageError
 from fsdpctl.launch.interface import LOOPBACK
 
@@ -17,10 +18,10 @@ _PATIENCE = timedelta(seconds=60)
 
 
 def bound_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
-    """A store's server that listens on `address` alone, and its port; 0: one that is free.
+    """Start a store's server on `address` only, and return it with its port; 0: a free port.
 
     Raises:
-        UsageError: the address is another machine's, or the port is in use.
+        UsageError: If the address is not this machine's, or the port is in use.
     """
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -29,7 +30,7 @@ def bound_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
     except OSError as error:
         listening.close()
         raise UsageError(
-            f"launch.rdzv_endpoint={address}:{port}: node 0 cannot listen there: {error.strerror}"
+            f"launch.rdzv_endpoint={address}:{port}: node 0 cannot listen: {error.strerror}"
         ) from None
     listening.listen()
     port = int(listening.getsockname()[1])
@@ -45,7 +46,7 @@ def bound_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
 
 
 class Rendezvous(RendezvousHandler):
-    """Launchers that know each other already; one alone has a store of its own each time."""
+    """The rendezvous of launchers that have met; a single one has a new store each time."""
 
     def __init__(
         self,
@@ -53,21 +54,27 @@ class Rendezvous(RendezvousHandler):
         store: Store | None = None,
         where: tuple[str, int] | None = None,
     ) -> None:
-        """The first launcher alone; or which of how many, with their store and its address."""
+        """Describe the launchers; without arguments, a single one.
+
+        Args:
+            place: This launcher's number, and how many there are.
+            store: Their store.
+            where: Its address and port.
+        """
         self._place, self._store = place, store
         self._where = None if where is None else RendezvousStoreInfo(*where)
 
     def get_backend(self) -> str:
-        """Its name."""
+        """Return the name of this rendezvous."""
         return "fsdpctl"
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers use the launchers' store, so that none of them opens a port for another."""
+        """True: workers use the launchers' store, so that none of them opens a port."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Who this is among the launchers, and where all workers meet."""
+        """Return this launcher's number and the store of all workers."""
         store, where = self._store, self._where
         if store is None or where is None:
             store, port = bound_store(LOOPBACK)
@@ -75,20 +82,20 @@ class Rendezvous(RendezvousHandler):
         return RendezvousInfo(PrefixStore("launchers", store), *self._place, where)
 
     def is_closed(self) -> bool:
-        """Never."""
+        """Return False."""
         return False
 
     def set_closed(self) -> None:
-        """There is nobody to tell."""
+        """Do nothing: no other launcher can join."""
 
     def num_nodes_waiting(self) -> int:
-        """None: all were there when it began."""
+        """Return 0: all launchers have joined."""
         return 0
 
     def get_run_id(self) -> str:
-        """Nobody else meets here."""
+        """Return a constant: the store has no other run."""
         return "fsdpctl"
 
     def shutdown(self) -> bool:
-        """There is nothing to close."""
+        """Return True: there is nothing to close."""
         return True

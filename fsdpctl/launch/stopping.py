@@ -1,9 +1,10 @@
-"""Requests to stop, passed on to the workers.
+"""Forwarding of stop requests to the workers.
 
-Note: workers have sessions of their own, so Ctrl-C reaches only the launcher. The first request is
-passed on to them as SIGTERM, on which a worker that only begins says nothing; later they finish
-their step, save and exit by themselves. torch's agent is not told, because its own way of stopping
-loses their exit codes. A second Ctrl-C kills them; other repeated requests change nothing.
+Note: workers have their own sessions, so Ctrl-C reaches only the launcher. The first request is
+forwarded to them as SIGTERM. A worker that is still starting exits without a message; later,
+workers finish their step, save and exit. torch's agent is not informed, because its own way of
+stopping loses their exit codes. A second Ctrl-C kills the workers; other repeated requests are
+ignored.
 """
 
 import contextlib
@@ -15,32 +16,33 @@ from types import FrameType
 
 import psutil
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
+from fsdpctl.errors import STOP_SIGNALS
+
 _STDERR = 2
 
 
 class StoppedEarlyError(BaseException):
-    """A request to stop came before there were workers to pass it on to."""
+    """A stop was requested before there were workers to forward it to."""
 
 
 class StopRequests:
-    """Passes the first request to stop on to the workers; a second Ctrl-C kills them."""
+    """A signal handler that forwards the first stop request; a second Ctrl-C kills the workers."""
 
     def __init__(self, have_begun: Callable[[], bool]) -> None:
-        """`have_begun` tells whether there are workers, or were."""
+        """Handle requests; `have_begun` returns whether workers have been started."""
         self.first: int | None = None
         self._have_begun = have_begun
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """What Python calls with a signal."""
+        """Handle a signal."""
         again = self.first is not None
         if again and number != signal.SIGINT:
             return  # schedulers and closing terminals repeat themselves
         self.first = self.first or number
-        if number == signal.SIGINT:  # written as it is: a progress bar may own the terminal
-            said = b"killing\n" if again else b"stopping after this step; Ctrl-C again kills\n"
+        if number == signal.SIGINT:  # written directly, because a progress bar may own the terminal
+            line = b"killing\n" if again else b"stopping after this step; Ctrl-C again kills\n"
             with contextlib.suppress(OSError):  # it may be closed
-                os.write(_STDERR, b"\n" + said)
+                os.write(_STDERR, b"\n" + line)
         children = psutil.Process().children()
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -51,12 +53,15 @@ class StopRequests:
 
 @contextmanager
 def passing_on(have_begun: Callable[[], bool], *, is_last: bool) -> Iterator[StopRequests]:
-    """Handle the signals that ask to stop while the block runs.
+    """Forward stop requests to the workers while the block runs.
 
-    `is_last`: once the workers have ended, so that nothing is left to be stopped, they are ignored.
+    Args:
+        have_begun: Returns whether workers have been started.
+        is_last: Whether requests are ignored after the block, when nothing is left to stop.
     """
     requests = StopRequests(have_begun)
-    heard = [each for each in STOPPING if signal.getsignal(each) is not signal.SIG_IGN]  # nohup
+    # A signal may be ignored, for example because of nohup.
+    heard = [each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
     before = {number: signal.signal(number, requests.handle) for number in heard}
     try:
         yield requests

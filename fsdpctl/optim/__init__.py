@@ -1,1 +1,1 @@
-"""Steps the flat shards: optimizers, gradient norm and clipping, learning-rate schedules."""
+"""Optimizers of flat shards, gradient clipping and learning-rate schedules."""

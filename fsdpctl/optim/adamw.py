@@ -10,12 +10,12 @@ from fsdpctl.shards import Sharded
 
 
 class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
-    """torch's fused AdamW on this rank's shards; schedulers work on it as on any optimizer.
+    """torch's fused AdamW on this rank's shards, which works with any learning-rate scheduler.
 
-    Its defaults are those of language models: betas 0.9 and 0.95, weight decay 0.1, where torch's
-    AdamW has 0.999 and 0.01. Vectors and scalars (norms, biases) in no group of the caller's get no
-    weight decay. Adam's moments have the masters' dtype and lie next to the elements they belong
-    to, so each rank keeps only those of its shards.
+    Its defaults are common for language models: betas 0.9 and 0.95 and weight decay 0.1, unlike
+    0.999 and 0.01 in torch. Vectors and scalars (norms, biases) that are in no group of
+    `param_groups` have no weight decay. Each rank keeps Adam's moments of its shards only, in the
+    masters' dtype.
     """
 
     def __init__(
@@ -28,25 +28,25 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
         weight_decay: float = 0.1,
         param_groups: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Make an optimizer for all trainable parameters of `model`.
+        """Create an optimizer for all trainable parameters of `model`.
 
         Args:
-            model: a sharded model.
-            lr: learning rate.
-            betas: decay rates of the first and second moment.
-            eps: added to the denominator.
-            weight_decay: decoupled decay of parameters with at least two dimensions.
-            param_groups: further groups as `{"names": [...], "lr": ..., ...}`. What one does not
-                say is as above, for its vectors and scalars too.
+            model: A sharded model.
+            lr: The learning rate.
+            betas: The decay rates of the first and second moment.
+            eps: The constant added to the denominator.
+            weight_decay: The decoupled decay of parameters with at least two dimensions.
+            param_groups: More groups as `{"names": [...], "lr": ..., ...}`. Missing options have
+                the values above, also for vectors and scalars.
 
         Raises:
-            UsageError: a group names a parameter that the model does not have.
+            UsageError: If a group names an unknown parameter.
         """
         groups = self._divided(model, param_groups)
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
     def create_states(self) -> None:
-        """Make the states that the first step would make: moments of zero, no steps."""
+        """Create the states that the first step would create: moments of zero, no steps."""
         for run, _ in self.runs:
             state = self.state[run.param]
             if not state:

@@ -1,46 +1,35 @@
 """The step record: one small all-reduce from which everything about a step follows.
 
-It carries the sum of squares of the gradient, the number of target tokens, the summed loss, what
-ranks ask for, and each rank's own loss and gradient, by which one that went wrong is found. From it
-come the token mean, clipping and skipping, as two scalars that the fused optimizer reads on the
-device.
+It contains the sum of squares of the gradient, the number of target tokens, the summed loss, the
+requests of ranks, and each rank's own loss and gradient norm, which show the rank that failed. The
+token mean, clipping and skipping follow from it, as two scalars that the fused optimizer reads on
+the device.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.arriving import Arriving
-from fsdpctl.comm.mesh import Mesh
-from fsdpctl.shards import Sharded
+from fsdpctl.comm.base import AsyncHostCopy
+from fsdpctl.shards import Sharded, require_sharded, trainable_shards
 
 EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
-class Replicated(Sharded, Protocol):
-    """What a record needs of a sharded model."""
-
-    @property
-    def mesh(self) -> Mesh:
-        """Its ranks."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class OwnWord:
-    """What a rank says of itself, beside its share of the sums."""
+class LocalStepStats:
+    """What a rank adds to the record besides its share of the sums."""
 
-    flags: Sequence[bool] = ()  # what it asks for: as many on every rank
-    grad_norm: Tensor | None = None  # of its own gradient, wherever that is looked at
+    flags: Sequence[bool] = ()  # its requests; equally many on every rank
+    grad_norm: Tensor | None = None  # of its own gradient, if that is measured
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Above them a step is not applied."""
+    """The values above which a step is skipped."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
@@ -48,15 +37,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """What the host gets to know of a step."""
+    """The metrics of a step on the host."""
 
     loss: float  # mean over all target tokens of the step
     grad_norm: float  # before clipping
     tokens: int
     was_applied: bool  # loss and gradient were finite, and within the limits
     flags: tuple[bool, ...] = ()  # those that any rank has raised
-    rank_losses: tuple[float, ...] = ()  # the mean of each rank's own tokens
-    rank_grad_norms: tuple[float, ...] = ()  # as each rank said; 0 where it did not
+    rank_losses: tuple[float, ...] = ()  # the mean over each rank's own tokens
+    rank_grad_norms: tuple[float, ...] = ()  # of each rank's own gradient; 0 if not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +53,12 @@ class StepRecord:
     """The record of one step, the same on every rank."""
 
     grad_scale: Tensor  # float scalar: divide gradients by it
-    found_inf: Tensor  # float32 scalar: 1 where the step must be skipped
-    _figures: Arriving  # loss, grad_norm, tokens, found_inf; then flags, and the ranks' own
+    found_inf: Tensor  # float32 scalar: 1 if the step must be skipped
+    _figures: AsyncHostCopy  # loss, grad_norm, tokens, found_inf; flags; the ranks' own values
     _num_ranks: int
 
     def figures(self) -> StepFigures:
-        """What the host may know; waits for the device if it has to."""
+        """Return the metrics. May wait for the device."""
         loss, norm, tokens, found_inf, *rest = self._figures.tolist()
         num_flags = len(rest) - 2 * self._num_ranks
         flags, own = rest[:num_flags], rest[num_flags:]
@@ -85,41 +74,57 @@ class StepRecord:
 
 
 def sum_of_squares(model: Sharded) -> Tensor:
-    """Of the whole gradient, as a float64 scalar: this rank's share, which its owners divide."""
+    """Return this rank's share of the gradient's sum of squares, as a float64 scalar."""
     shards = model.flat_shards()
     grads = [grad for shard in shards if (grad := shard.owned_grad) is not None]
     if not grads:
         device = shards[0].master.device if shards else None
         return torch.zeros((), dtype=torch.float64, device=device)
-    # In bf16 a norm would have 8 bits, and decide on clipping with them.
+    # In bf16 a norm would have 8 bits, too few to decide on clipping.
     dtype = torch.promote_types(grads[0].dtype, torch.float32)
     norms = torch.stack(torch._foreach_norm(grads, 2, dtype=dtype)).double()
     total = norms.dot(norms)
-    owners = shards[0].num_owners  # of all the same
+    owners = shards[0].num_owners  # the same for all shards
     return total if owners == 1 else total / owners
 
 
 @torch.no_grad()
+def clip_grad_norm_(model: Sharded, max_norm: float) -> Tensor:
+    """Scale all gradients so that their joint 2-norm is at most `max_norm`. Collective.
+
+    Returns:
+        The norm before clipping, a float64 scalar, the same on every rank.
+    """
+    require_sharded(model, "clip_grad_norm_")
+    model.sync_gradients()
+    norm = model.mesh.world.all_reduce(sum_of_squares(model)).sqrt()
+    gradients = [shard.grad for shard in trainable_shards(model) if shard.grad is not None]
+    factor = (norm + EPS).reciprocal_().mul_(max_norm).clamp_(max=1.0)
+    torch._foreach_mul_(gradients, factor)
+    return norm
+
+
+@torch.no_grad()
 def record_step(
-    model: Replicated,
+    model: Sharded,
     *,
     loss_sum: Tensor,
     tokens: Tensor,
     nominal_tokens: int,
     max_grad_norm: float,
-    own: OwnWord = OwnWord(),  # frozen
+    own: LocalStepStats = LocalStepStats(),  # frozen
     limits: Limits = Limits(),
 ) -> StepRecord:
-    """Add up the ranks' shares and derive what the optimizer needs. Collective.
+    """Sum the ranks' shares and derive what the optimizer needs. Collective.
 
     Args:
-        model: the sharded model, with reduced gradients.
-        loss_sum: this rank's loss, summed over its target tokens of the step.
-        tokens: how many those were.
-        nominal_tokens: how many the losses were divided by, in all ranks together.
-        max_grad_norm: the norm above which the gradient is scaled down; 0 for never.
-        own: what else this rank says.
-        limits: of loss and norm, alike on every rank, beyond which the step must be skipped.
+        model: The sharded model, with reduced gradients.
+        loss_sum: This rank's loss, summed over its target tokens of the step.
+        tokens: The number of these tokens.
+        nominal_tokens: The number that the losses of all ranks were divided by.
+        max_grad_norm: The norm above which the gradient is scaled down; 0: never.
+        own: This rank's requests and gradient norm.
+        limits: The loss and norm, equal on every rank, above which the step is skipped.
     """
     world = model.mesh.world
     share = sum_of_squares(model)
@@ -142,5 +147,5 @@ def record_step(
         factor = factor * (max_grad_norm / (norm + EPS)).clamp(max=1.0)
     is_bad = ~torch.isfinite(norm + loss) | (loss > limits.loss) | (norm > limits.grad_norm)
     figures = torch.stack([loss, norm, count, is_bad.double()])
-    arriving = Arriving(torch.cat([figures, summed[3:]]))
+    arriving = AsyncHostCopy(torch.cat([figures, summed[3:]]))
     return StepRecord(1 / factor, is_bad.float(), arriving, world.size)

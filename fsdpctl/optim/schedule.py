@@ -6,18 +6,18 @@ from fsdpctl.config.schema import LrSchedulerConfig
 
 
 def warmup_steps(config: LrSchedulerConfig, total_steps: int) -> int:
-    """In how many steps the learning rate rises to its peak."""
+    """Return the number of steps in which the learning rate rises to its peak."""
     if config.warmup_ratio is not None:
         return round(config.warmup_ratio * total_steps)
     return config.warmup_steps
 
 
 def lr_factor(config: LrSchedulerConfig, step: int, total_steps: int) -> float:
-    """What the peak learning rate is multiplied by in step `step`, counted from 0.
+    """Return the factor of the peak learning rate in step `step`, counted from 0.
 
-    Warm-up rises to 1 over `warmup_steps`, or `warmup_ratio` of all steps. Then `cosine` falls
-    along half a cosine to `min_lr_ratio` at the last step, `wsd` stays until the last `decay_ratio`
-    of the steps and falls linearly, `constant` stays.
+    It rises to 1 over `warmup_steps`, or `warmup_ratio` of all steps. Then `cosine` decays along
+    half a cosine to `min_lr_ratio` at the last step, `wsd` stays at 1 until the last `decay_ratio`
+    of the steps and decays linearly, and `constant` stays at 1.
     """
     warmup = warmup_steps(config, total_steps)
     if step < warmup:

@@ -10,10 +10,10 @@ from fsdpctl.shards import Sharded
 
 
 class ShardedSGD(ShardedSteps, torch.optim.SGD):
-    """torch's fused SGD on this rank's shards; schedulers work on it as on any optimizer.
+    """torch's fused SGD on this rank's shards, which works with any learning-rate scheduler.
 
-    Its weight decay is added to the gradient, as torch's; vectors and scalars in no group of the
-    caller's get none. With momentum it keeps one number for each element that it steps.
+    Weight decay is added to the gradient, as in torch. Vectors and scalars that are in no group of
+    `param_groups` have none. Momentum takes one number per element.
     """
 
     def __init__(
@@ -25,27 +25,27 @@ class ShardedSGD(ShardedSteps, torch.optim.SGD):
         weight_decay: float = 0.0,
         param_groups: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Make an optimizer for all trainable parameters of `model`.
+        """Create an optimizer for all trainable parameters of `model`.
 
         Args:
-            model: a sharded model.
-            lr: learning rate.
-            momentum: the share of the last update in the next one; 0 keeps nothing.
-            weight_decay: of parameters with at least two dimensions.
-            param_groups: further groups as `{"names": [...], "lr": ..., ...}`.
+            model: A sharded model.
+            lr: The learning rate.
+            momentum: The factor of the last update in the next one; 0 keeps no state.
+            weight_decay: The decay of parameters with at least two dimensions.
+            param_groups: More groups as `{"names": [...], "lr": ..., ...}`.
 
         Raises:
-            UsageError: a group names a parameter that the model does not have.
+            UsageError: If a group names an unknown parameter.
         """
         groups = self._divided(model, param_groups)
         super().__init__(groups, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True)
 
     def _before_step(self) -> None:
-        # torch would leave them without values where its first step is skipped.
+        # torch would leave them uninitialized if its first step is skipped.
         self.create_states()
 
     def create_states(self) -> None:
-        """Make the states that the first step would make: momenta of zero."""
+        """Create the states that the first step would create: momenta of zero."""
         for run, group in self.runs:
             state = self.state[run.param]
             if not state and self.param_groups[group]["momentum"]:

@@ -1,8 +1,7 @@
-"""What torch's fused optimizers need to step flat shards."""
+"""The common part of the optimizers that step flat shards by torch's fused kernels."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,16 +15,16 @@ from fsdpctl.shards import FlatShard, Sharded, require_sharded, trainable_shards
 
 @dataclass(frozen=True, slots=True)
 class SteppedRun:
-    """A stretch of a shard that the optimizer sees as one parameter."""
+    """A run of a shard that the optimizer steps as one parameter."""
 
     shard: FlatShard
     span: Span  # in the flat buffer
     names: frozenset[str]  # of the parameters in it
     param: nn.Parameter  # a window into the shard's master
-    window: slice | None  # where it lies in that; None for all of it
+    window: slice | None  # its place in the master; None: all of it
 
     def gradient(self) -> Tensor | None:
-        """Its part of the shard's gradient."""
+        """Return its part of the shard's gradient."""
         gradient = self.shard.grad
         if gradient is None or self.window is None:
             return gradient
@@ -33,17 +32,17 @@ class SteppedRun:
 
 
 class ShardedSteps(torch.optim.Optimizer):
-    """Steps this rank's shards; to be put before one of torch's optimizers."""
+    """Steps this rank's shards. A base class to put before one of torch's optimizers."""
 
-    runs: tuple[tuple[SteppedRun, int], ...]  # with the number of the group of each
+    runs: tuple[tuple[SteppedRun, int], ...]  # each with the number of its group
 
     def _divided(
         self, model: Sharded, param_groups: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """The groups that torch's optimizer is made of.
+        """Return the groups for torch's optimizer.
 
         Raises:
-            UsageError: one names a parameter that the model does not have.
+            UsageError: If a group names an unknown parameter.
         """
         require_sharded(model, type(self).__name__)
         self._model = model
@@ -60,7 +59,7 @@ class ShardedSteps(torch.optim.Optimizer):
         return groups
 
     def _before_step(self) -> None:
-        """Once gradients are there."""
+        """Run before torch's step, when gradients are complete."""
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # torch's overloads differ by closure only
@@ -70,16 +69,16 @@ class ShardedSteps(torch.optim.Optimizer):
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> float | None:
-        """Step every shard with its mean gradient, then let the model see the new weights.
+        """Step every shard with its mean gradient, and make the new weights visible to the model.
 
         Args:
-            closure: as in torch.
-            grad_scale: a float32 scalar that gradients are divided by.
-            found_inf: a float32 scalar; unless it is zero nothing is stepped.
+            closure: As in torch.
+            grad_scale: A float32 scalar that gradients are divided by.
+            found_inf: A float32 scalar; unless it is zero, the step is skipped.
         """
-        if hasattr(self, "found_inf"):  # from somebody who wraps the step
+        if hasattr(self, "found_inf"):  # set by a wrapper of the step
             raise EngineError(
-                "GradScaler: is for fp16 gradients, which are not offered; bf16 needs no scaling: "
+                "GradScaler: fp16 gradients are not supported; use bf16, which needs no scaling: "
                 "Precision(param_dtype=torch.bfloat16)"
             )
         loss = None
@@ -100,13 +99,13 @@ class ShardedSteps(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients; none is set to zero, whatever `set_to_none` says."""
+        """Drop all gradients, for any `set_to_none`."""
         self._model.drop_gradients()
         for run, _ in self.runs:
             run.param.grad = None
 
     def memory_bytes(self) -> int:
-        """Bytes of this rank's optimizer states."""
+        """Return the bytes of this rank's optimizer states."""
         return sum(
             value.nbytes
             for state in self.state.values()
@@ -115,20 +114,19 @@ class ShardedSteps(torch.optim.Optimizer):
         )
 
     def isolate(self, names: Collection[str]) -> None:
-        """Step the named parameters as tensors of their own from now on.
+        """Step each of the named parameters as a tensor of its own from now on.
 
-        A parameter without gradients is left alone, its step counter included, so it cannot share
-        a tensor with others any more. States move along.
+        A parameter without gradients is not stepped and neither is its counter, so it cannot share
+        a tensor with others. States are split accordingly.
         """
         runs: list[tuple[SteppedRun, int]] = []
+        places = {name: place for place, name in enumerate(_names(self.runs))}
         for run, group in self.runs:
             if len(run.names) == 1 or run.names.isdisjoint(names):
                 runs.append((run, group))
                 continue
             state = self.state.pop(run.param, {})
-            order = {name: place for place, name in enumerate(sorted(run.names))}
-            each_alone = partial(_place, order)
-            for part in optimizer_runs(run.shard.layout, run.span, each_alone):
+            for part in optimizer_runs(run.shard.layout, run.span, lambda p: places[p.name]):
                 piece = _stepped_run(run.shard, part.span)
                 runs.append((piece, group))
                 if state:
@@ -138,15 +136,19 @@ class ShardedSteps(torch.optim.Optimizer):
             about["params"] = [run.param for run, group in runs if group == number]
 
     def run_states(self) -> Iterator[tuple[SteppedRun, dict[str, Tensor]]]:
-        """Each run and its states, by torch's names; empty before the first step."""
+        """Yield each run and its states, by torch's names; empty before the first step."""
         for run, _ in self.runs:
             yield run, self.state[run.param]
+
+
+def _names(runs: Sequence[tuple[SteppedRun, int]]) -> list[str]:
+    return sorted(frozenset().union(*(run.names for run, _ in runs)))
 
 
 def _fused_scalars(
     runs: Sequence[tuple[SteppedRun, int]], grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The fused kernel reads float32 scalars: for float64 gradients divide beforehand."""
+    """Return the scalars for the fused kernel, in float32; divide float64 gradients here."""
     if grad_scale is None:
         return None, found_inf
     grads = [run.param.grad for run, _ in runs if run.param.grad is not None]
@@ -162,23 +164,19 @@ def _group_numbers(
     for group in param_groups:
         if "names" not in group:
             raise UsageError(
-                'param_groups: each is {"names": [...], ...} with names of parameters, and has '
-                f"{', '.join(map(str, group))}"
+                'param_groups: expected {"names": [...], ...} with names of parameters, got the '
+                f"keys {', '.join(map(str, group))}"
             )
-    chosen = {
+    group_of = {
         name: number
         for number, group in enumerate(param_groups, start=2)
         for name in group["names"]
     }
     known = {param.name for shard in trainable_shards(model) for param in shard.layout.params}
-    for name in chosen:
+    for name in group_of:
         if name not in known:
             raise UsageError(f"param_groups: no trainable parameter {name}{nearest(name, known)}")
-
-    def group_of(param: ParamSpec) -> int:
-        return chosen.get(param.name, decay_group(param))
-
-    return group_of
+    return lambda param: group_of.get(param.name, decay_group(param))
 
 
 def _make_runs(
@@ -189,10 +187,6 @@ def _make_runs(
         for shard in trainable_shards(model)
         for run in optimizer_runs(shard.layout, shard.held, group_of)
     )
-
-
-def _place(order: Mapping[str, int], param: ParamSpec) -> int:
-    return order[param.name]
 
 
 def _stepped_run(shard: FlatShard, span: Span) -> SteppedRun:

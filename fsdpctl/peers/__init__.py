@@ -1,1 +1,1 @@
-"""PyTorch's own engines, `fully_shard` and DistributedDataParallel, behind what training asks."""
+"""PyTorch's `fully_shard` and DistributedDataParallel, behind the interface of training."""

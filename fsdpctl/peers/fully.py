@@ -1,7 +1,7 @@
-"""PyTorch's `fully_shard`, with the units that the estimate of its memory assumes.
+"""PyTorch's `fully_shard`, with the units that the memory estimate assumes.
 
-Each block is a unit, and all the rest is the root's. The root is not freed after its forward, nor
-is the last block, whose backward comes next.
+Each block is a unit, and everything else is the root. After forward, neither the root is freed nor
+the last block, whose backward comes next.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,21 +24,21 @@ from fsdpctl.plan.layout import Span, share_of
 
 
 class FullyShard:
-    """A module whose blocks, and then it itself, `fully_shard` was called on."""
+    """A module on which `fully_shard` was called: on its blocks, then on itself."""
 
     def __init__(
         self, module: nn.Module, setup: PeerSetup, world: Collectives, values: Values
     ) -> None:
-        """Take over `module`, whose parameters become those that this rank has a part of.
+        """Shard `module` in place. Collective.
 
-        Collective.
+        Its parameters become DTensors.
         """
         device_type = values.device.type
         mesh = _mesh(device_type, world.size, setup.ranks_per_copy)
         shard = partial(fully_shard, mesh=mesh, mp_policy=_policy(setup))
         self._root, self._blocks = module, [module.get_submodule(name) for name in setup.blocks]
         for block in self._blocks:
-            values.fill(block)  # one after another, so that no rank ever has all of them whole
+            values.fill(block)  # one after another, so that no rank ever has all of them unsharded
             reshards = setup.reshards and block is not self._blocks[-1]
             shard(block, reshard_after_forward=reshards)
         values.fill(module)
@@ -52,20 +52,20 @@ class FullyShard:
             for name, param in module.named_parameters()
         ]
         self._waits = HostWaits()
-        # On the CPU the host waits within each collective; on CUDA streams do, and nobody is told
-        # when. Sums over copies are not among what can be looked at.
+        # On the CPU, the host waits within each collective. On CUDA, streams wait, which is not
+        # observable, nor are the sums over replicas.
         knows = device_type == "cpu" and num_copies == 1
         if knows:
             _watch(self._all(), self._waits)
         self.take_waits: Callable[[], Seconds] | None = self._waits.take if knows else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own result."""
+        """Return the module's own result."""
         return self._root(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward inside keeps whole gradients here."""
+        """Keep unsharded gradients on this rank in backwards inside."""
         (root,) = _sharded([self._root])
         root.set_requires_gradient_sync(False)
         try:
@@ -74,7 +74,7 @@ class FullyShard:
             root.set_requires_gradient_sync(True)
 
     def reshard(self) -> None:
-        """Let go of what a forward without backward has left whole."""
+        """Free what a forward without a backward has left unsharded."""
         for each in self._all():
             each.reshard()
 
@@ -83,7 +83,7 @@ class FullyShard:
 
 
 def _sharded(modules: Sequence[nn.Module]) -> Iterator[FSDPModule]:
-    """The same modules, which `fully_shard` has given another class."""
+    """Yield the modules as FSDPModule, the class that `fully_shard` gave them."""
     for each in modules:
         assert isinstance(each, FSDPModule)
         yield each
@@ -97,7 +97,7 @@ def _mesh(device_type: str, num_ranks: int, ranks_per_copy: int) -> DeviceMesh:
 
 
 def _policy(setup: PeerSetup) -> MixedPrecisionPolicy:
-    """Inputs stay what they are, as under our engine: tables of positions are not for rounding."""
+    """Return the dtypes; inputs are not cast, because position tables must not be rounded."""
     narrows = setup.param_dtype != setup.master_dtype
     return MixedPrecisionPolicy(
         param_dtype=setup.param_dtype if narrows else None,
@@ -107,7 +107,7 @@ def _policy(setup: PeerSetup) -> MixedPrecisionPolicy:
 
 
 def _set_prefetch(blocks: Sequence[FSDPModule], setup: PeerSetup) -> None:
-    """Of one unit it is its own habit: in backward, and in forward where the host runs ahead."""
+    """Request prefetch of more than one unit; `fully_shard` prefetches one by default."""
     forward, backward = setup.prefetch.forward, setup.prefetch.backward
     for place, block in enumerate(blocks):
         if forward > 1:
@@ -118,7 +118,7 @@ def _set_prefetch(blocks: Sequence[FSDPModule], setup: PeerSetup) -> None:
 
 
 def _local(name: str, param: nn.Parameter, part: tuple[int, int], copy: tuple[int, int]) -> Local:
-    """Rows are cut into chunks of one size; the last ranks may have fewer, or none."""
+    """Return this rank's part: rows are cut into equal chunks; the last ranks may have fewer."""
     assert isinstance(param, DTensor)
     index, count = part
     rows = param.shape[0]
@@ -134,17 +134,17 @@ def _local(name: str, param: nn.Parameter, part: tuple[int, int], copy: tuple[in
 
 
 class _Timed:
-    """A collective as `fully_shard` does it, with what the host waits for it counted."""
+    """A collective of `fully_shard` that counts how long the host waits for it."""
 
     def __init__(self, collective: Callable[..., Any], waits: HostWaits) -> None:
         self._collective, self._waits = collective, waits
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory to gather or reduce into."""
+        """Allocate memory to gather or reduce into."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **kwargs: Any) -> Any:
-        """Done when it returns, unless `async_op` asks for a handle."""
+        """Run the collective; with `async_op`, return a handle."""
         result: Any = None
 
         def run() -> None:

@@ -1,4 +1,4 @@
-"""A module in the hands of one of PyTorch's engines, as training sees it."""
+"""The model that training uses under one of PyTorch's engines."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.collectives import collectives_for
-from fsdpctl.comm.copies import as_integers, compare_copies
 from fsdpctl.comm.mesh import Mesh
-from fsdpctl.comm.pulse import PULSE
+from fsdpctl.comm.rank_status import RANK_STATUS
+from fsdpctl.comm.replica_check import as_integers, compare_replicas
 from fsdpctl.comm.waits import Seconds
 from fsdpctl.errors import EngineError
 from fsdpctl.peers.fully import FullyShard
@@ -27,8 +27,8 @@ from fsdpctl.shards import FlatShard, persistent_buffers
 class PeerModel(nn.Module):
     """A module that `fully_shard` or DistributedDataParallel trains.
 
-    What a rank has of each parameter is a shard of its own, which looks into the engine's memory:
-    optimizers and checkpoints work on it as on any.
+    Each parameter's local part is a shard, a view of the engine's memory, so that optimizers and
+    checkpoints work as with fsdpctl's engine.
     """
 
     can_prefetch = False  # from one step to the next
@@ -41,17 +41,17 @@ class PeerModel(nn.Module):
         self._shards = tuple(map(_shard, runner.locals))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own result."""
+        """Return the module's own result."""
         return self._runner(*args, **kwargs)
 
     @property
     def collectives(self) -> Collectives:
-        """All ranks of the model."""
+        """The collectives of all ranks."""
         return self.mesh.world
 
     @property
     def take_waits(self) -> Callable[[], Seconds] | None:
-        """How long computation has waited for ranks since the last time; None: not known."""
+        """A function that returns the exposed communication since its last call; None: unknown."""
         if self._runner.take_waits is None:
             return None
         taken = self._runner.take_waits, self.mesh.take_waits
@@ -63,15 +63,15 @@ class PeerModel(nn.Module):
         return take
 
     def flat_shards(self) -> tuple[FlatShard, ...]:
-        """This rank's shards, one a parameter, in the same order on every rank."""
+        """Return this rank's shards, one per parameter, in the same order on every rank."""
         return self._shards
 
     def persistent_buffers(self) -> Mapping[str, Tensor]:
-        """The module's buffers that its state dict contains, by name."""
+        """Return the module's buffers that its state dict contains, by name."""
         return persistent_buffers(self.module)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward inside reduces nothing; the next one outside reduces all."""
+        """Reduce no gradients in backwards inside; the next one outside reduces all."""
         return self._runner.no_sync()
 
     @torch.no_grad()
@@ -82,9 +82,9 @@ class PeerModel(nn.Module):
             shard.grad = None if grad is None else _own(grad).view(-1)
 
     def absent_everywhere(self) -> frozenset[str]:
-        """Names of the trainable parameters that had a gradient on no rank.
+        """Return the names of the trainable parameters that had a gradient on no rank.
 
-        These engines want every parameter used by all ranks, or by none.
+        These engines require that each parameter is used by all ranks or by none.
         """
         return frozenset(
             each.name
@@ -102,15 +102,15 @@ class PeerModel(nn.Module):
         self._runner.reshard()
 
     def rest(self) -> None:
-        """Let go of whole parameters, so that shards may be written to."""
+        """Free unsharded parameters, so that shards may be written to."""
         self._runner.reshard()
 
     @torch.no_grad()
     def check_replicas(self) -> None:
-        """Compare what several ranks hold alike, by a checksum. Collective.
+        """Compare the checksums of replicated parameters. Collective.
 
         Raises:
-            EngineError: a parameter differs; the message names it and the rank.
+            EngineError: If a parameter differs; the message names it and the rank.
         """
         if self._runner.num_copies == 1:
             return
@@ -118,48 +118,48 @@ class PeerModel(nn.Module):
         names = [local.name for local in self._runner.locals]
         found = torch.stack(sums).tolist()
         checksums = {name: (value,) for name, value in zip(names, found, strict=True)}
-        compare_copies(self.collectives, self._runner.place, checksums)
+        compare_replicas(self.collectives, self._runner.place, checksums)
 
     def prefetch_forward_params(self) -> None:
-        """Refused: there is nothing to gather ahead of a forward."""
+        """Raise an error: PyTorch's engines don't gather ahead of a forward."""
         raise EngineError("PyTorch's engines gather nothing from one step to the next")
 
     def peak_memory_bytes(self) -> int | None:
-        """Not known: nobody counts what these engines hold."""
+        """Return None: the memory of these engines is not counted."""
         return None
 
     def name_ranges(self, *, is_on: bool) -> None:
-        """Nothing: they name what they do in every profile."""
+        """Do nothing: these engines always name their ranges in a profile."""
 
 
 def peer_model(
     module: nn.Module, setup: PeerSetup, device: torch.device, draw: Draw | None
 ) -> PeerModel:
-    """`module` as one of PyTorch's engines trains it. Collective.
+    """Let one of PyTorch's engines train `module`. Collective.
 
     Args:
-        module: its parameters may lie on the meta device.
-        setup: which engine, and how.
-        device: where it shall run.
-        draw: fills a whole parameter; None: zeros, to be read over.
+        module: its parameters may be on the meta device.
+        setup: the engine and its settings.
+        device: of the computation.
+        draw: initializes an unsharded parameter; None: zeros, to be overwritten.
     """
     world = collectives_for(device)
     values = Values(module, device, setup.master_dtype, draw)
     for name in setup.blocks:
-        _tell_of(name, module.get_submodule(name))
+        _report_progress(name, module.get_submodule(name))
     if setup.engine == FSDP2:
         return PeerModel(module, FullyShard(module, setup, world, values), world)
     return PeerModel(module, Replicated(module, setup, world, values), world)
 
 
-def _tell_of(name: str, block: nn.Module) -> None:
-    """Have it said that this rank gets on, as our engine says it."""
+def _report_progress(name: str, block: nn.Module) -> None:
+    """Report the progress of this rank, as fsdpctl's engine does."""
 
     def backward(gradient: Tensor) -> None:
-        PULSE.at(f"backward {name}")
+        RANK_STATUS.at(f"backward {name}")
 
     def forward(module: nn.Module, args: Any, output: Any) -> None:
-        PULSE.at(f"forward {name}")
+        RANK_STATUS.at(f"forward {name}")
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(backward)
 
@@ -167,7 +167,7 @@ def _tell_of(name: str, block: nn.Module) -> None:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """Return the local part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

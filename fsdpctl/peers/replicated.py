@@ -1,7 +1,7 @@
-"""PyTorch's DistributedDataParallel, as the estimate of its memory assumes it.
+"""PyTorch's DistributedDataParallel, as the memory estimate assumes it.
 
-Gradients are views of its buckets. Where it computes in a narrower dtype than it keeps, it does
-that under autocast.
+Gradients are views of its buckets. If the compute dtype is narrower than the parameters, it runs
+under autocast.
 """
 
 import time
@@ -20,7 +20,7 @@ from fsdpctl.peers.setup import Local, PeerSetup
 from fsdpctl.peers.values import Values
 from fsdpctl.plan.layout import Span, share_of
 
-# What has every forward send buffers around, by the name that this version of torch has for it.
+# The option to broadcast buffers in every forward, by its name in this version of torch.
 _SENDS_BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -29,18 +29,18 @@ _SENDS_BUFFERS = next(
 
 
 class Replicated:
-    """A module of which every rank has a copy."""
+    """A module of which every rank has a replica."""
 
     place = 0
 
     def __init__(
         self, module: nn.Module, setup: PeerSetup, world: Collectives, values: Values
     ) -> None:
-        """Take over `module`. Collective."""
+        """Wrap `module`. Collective."""
         if setup.compiles:
             import torch._dynamo
 
-            # It would cut graphs at its buckets; blocks are compiled one by one, and are smaller.
+            # It would split graphs at its buckets; blocks are compiled one by one, and are smaller.
             torch._dynamo.config.optimize_ddp = False
         values.fill(module)
         options: dict[str, Any] = {_SENDS_BUFFERS: False}
@@ -56,7 +56,7 @@ class Replicated:
         self.take_waits = self._waits.take
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own result."""
+        """Return the module's own result."""
         narrows = self._narrow is not None
         context = torch.autocast(self._device.type, self._narrow) if narrows else nullcontext()
         with context:
@@ -64,7 +64,7 @@ class Replicated:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward inside keeps gradients here."""
+        """Keep gradients on this rank in backwards inside."""
         self._waits.is_on = False
         try:
             with self._wrapped.no_sync():
@@ -73,18 +73,18 @@ class Replicated:
             self._waits.is_on = True
 
     def reshard(self) -> None:
-        """Nothing: parameters are whole at all times."""
+        """Do nothing: parameters are always unsharded."""
 
 
 def _local(name: str, param: nn.Parameter, rank: int, num_ranks: int) -> Local:
-    """All of it; what every rank has alike, each counts and saves a share of."""
+    """Return the whole parameter; each rank counts and saves a share of it."""
     everything = Span(0, param.numel())
     share = share_of(everything, rank, num_ranks)
     return Local(name, tuple(param.shape), param, everything, share, share, 1)
 
 
 class AfterGradients:
-    """How long a backward goes on when all gradients are there: until they are reduced."""
+    """The time from the last gradient of a backward until all are reduced."""
 
     def __init__(self, params: Sequence[nn.Parameter], device: torch.device) -> None:
         self.is_on = True
@@ -110,7 +110,7 @@ class AfterGradients:
         return event
 
     def take(self) -> Seconds:
-        """Of the backward that has just ended; none for whatever ends without one."""
+        """Return the time of the backward that has just ended; 0 without one."""
         mark, self._mark = self._mark, None
         if mark is None:
             return lambda: 0.0

@@ -1,4 +1,4 @@
-"""What a peer is told of how to train, and what it gives back."""
+"""The settings of PyTorch's engines, and the interface of a module under them."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +15,7 @@ from fsdpctl.plan.schedule import Prefetch
 
 @dataclass(frozen=True, slots=True)
 class PeerSetup:
-    """How one of PyTorch's engines shall train a module."""
+    """The settings of one of PyTorch's engines."""
 
     engine: str  # of plan/engines.py
     blocks: tuple[str, ...]  # the modules that are gathered, freed and reduced as one
@@ -30,48 +30,48 @@ class PeerSetup:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """What a rank has of one parameter."""
+    """A rank's part of one parameter."""
 
     name: str
-    shape: tuple[int, ...]  # of all of it
-    param: nn.Parameter  # that the engine updates from and leaves gradients at
+    shape: tuple[int, ...]  # unsharded
+    param: nn.Parameter  # that the engine reads, and whose gradient it sets
     held: Span  # the elements that this rank has
-    owned: Span  # those whose share in norms is this rank's to count
+    owned: Span  # those that this rank counts in norms
     written: Span  # those that this rank saves
     num_owners: int  # ranks with the same `owned`
 
 
 class Runner(Protocol):
-    """A module that one of PyTorch's engines has taken over."""
+    """A module under one of PyTorch's engines."""
 
     @property
     def locals(self) -> Sequence[Local]:
-        """What this rank has of each parameter."""
+        """This rank's part of each parameter."""
         ...
 
     @property
     def place(self) -> int:
-        """Which part of a copy this rank has."""
+        """The part of a replica that this rank has."""
         ...
 
     @property
     def num_copies(self) -> int:
-        """How many ranks have the same part."""
+        """The number of ranks that have the same part."""
         ...
 
     @property
     def take_waits(self) -> Callable[[], Seconds] | None:
-        """How long computation has waited for ranks since the last time; None: not known."""
+        """A function that returns the exposed communication since its last call; None: unknown."""
         ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own result."""
+        """Return the module's own result."""
         ...
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward inside reduces nothing."""
+        """Reduce no gradients in backwards inside."""
         ...
 
     def reshard(self) -> None:
-        """Let go of whole parameters, where between steps there are none."""
+        """Free unsharded parameters, if they are sharded between steps."""
         ...

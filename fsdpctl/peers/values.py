@@ -1,26 +1,26 @@
-"""The first values of a module without any, a part of it at a time."""
+"""Initializes the parameters of a meta module, one part at a time."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-Draw = Callable[[str, Tensor], None]  # fills a whole parameter, from its name
+Draw = Callable[[str, Tensor], None]  # fills an unsharded parameter, by its name
 
 
 class Values:
-    """Gives the parameters of a module memory and values; ties stay ties."""
+    """Allocates and initializes the parameters of a module; tied parameters stay tied."""
 
     def __init__(
         self, module: nn.Module, device: torch.device, dtype: torch.dtype, draw: Draw | None
     ) -> None:
-        """Of `module`, whose buffers move to `device` at once.
+        """Move the buffers of `module` to `device`.
 
         Args:
-            module: its parameters may lie on the meta device.
-            device: where it shall run.
-            dtype: of the parameters; their values are drawn in it.
-            draw: what draws them, alike on every rank; None: zeros, to be read over.
+            module: its parameters may be on the meta device.
+            device: of the computation.
+            dtype: of the parameters and of their initialization.
+            draw: initializes them, equally on every rank; None: zeros, to be overwritten.
         """
         self.device = device
         self._dtype, self._draw = dtype, draw
@@ -36,7 +36,7 @@ class Values:
 
     @torch.no_grad()
     def fill(self, part: nn.Module) -> None:
-        """Give the parameters of `part` their values, but for those that have them."""
+        """Initialize the parameters of `part` that are not initialized yet."""
         for param in list(part.parameters()):
             if param not in self._homes:
                 continue

@@ -1,4 +1,4 @@
-"""Which engines there are, and which strategies each of them has."""
+"""The engines, and the strategies that each of them supports."""
 
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES, Strategy
@@ -8,18 +8,18 @@ ENGINES = (OURS, FSDP2, DDP)
 
 
 def has_strategy(engine: str, strategy: Strategy) -> bool:
-    """Whether an engine can do what a strategy says."""
+    """Return whether an engine supports a strategy."""
     if engine == DDP:
         return not (strategy.shards_params or strategy.shards_grads or strategy.shards_optimizer)
     return engine != FSDP2 or (strategy.shards_params and not strategy.shards_over_copies)
 
 
 def check_strategy(engine: str, strategy: Strategy) -> None:
-    """See that an engine can do what a strategy says.
+    """Check that an engine supports a strategy.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: If it does not.
     """
     if not has_strategy(engine, strategy):
         can = ", ".join(name for name, row in STRATEGIES.items() if has_strategy(engine, row))
-        raise UsageError(f"engine={engine}: not with strategy={strategy.name}; it can {can}")
+        raise UsageError(f"engine={engine}: strategy={strategy.name} not supported; expected {can}")

@@ -1,8 +1,8 @@
-"""Where each parameter lies in a unit's flat buffer, and which part of it each rank owns.
+"""The position of each parameter in a unit's flat buffer, and the part that each rank owns.
 
     flat buffer   |  p0  |..|    p1     |.| p2 |....|      .. padding
     parts         |    rank 0    |    rank 1   |  rank 2  |
-    shares        | copy 0 | ..1 | copy 0| ..1 |  ..      |     where masters are cut over copies
+    shares        | repl 0 | ..1 | repl 0| ..1 |  ..      |     if replicas share master weights
 
 Each parameter starts on a multiple of ALIGNMENT elements and every part begins and ends on one, so
 that collectives and fused kernels always see 16-byte-aligned memory, at any number of ranks.
@@ -25,26 +25,26 @@ class Span:
 
     @property
     def numel(self) -> int:
-        """How many elements it covers."""
+        """The number of elements."""
         return self.stop - self.start
 
     def intersect(self, other: "Span") -> "Span | None":
-        """What both cover, or None."""
+        """Return the intersection, or None if it is empty."""
         start, stop = max(self.start, other.start), min(self.stop, other.stop)
         return Span(start, stop) if start < stop else None
 
     def shift(self, offset: int) -> "Span":
-        """The same length, `offset` elements further on."""
+        """Return the span moved by `offset` elements."""
         return Span(self.start + offset, self.stop + offset)
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is at least `value`."""
+    """Return the least multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 def share_of(span: Span, index: int, count: int) -> Span:
-    """The `index`-th of `count` nearly equal shares of `span`, cut at multiples of ALIGNMENT."""
+    """Return share `index` of `count` nearly equal shares, cut at multiples of ALIGNMENT."""
     step = round_up(-(-span.numel // count), ALIGNMENT)
     start = min(span.start + index * step, span.stop)
     return Span(start, min(start + step, span.stop))
@@ -52,13 +52,13 @@ def share_of(span: Span, index: int, count: int) -> Span:
 
 @dataclass(frozen=True, slots=True)
 class EvenParts(Sequence[Span]):
-    """`num_parts` spans of `size` elements, end to end; costs nothing however many they are."""
+    """`num_parts` spans of `size` elements, end to end, computed on access."""
 
     size: int
     num_parts: int
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of parts."""
         return self.num_parts
 
     @overload
@@ -66,7 +66,7 @@ class EvenParts(Sequence[Span]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Span]: ...
     def __getitem__(self, index: int | slice) -> Span | Sequence[Span]:
-        """The span of one rank, or of several."""
+        """Return the span of one rank, or of several."""
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(self.num_parts))]
         place = index if 0 <= index < self.num_parts else range(self.num_parts)[index]
@@ -74,7 +74,7 @@ class EvenParts(Sequence[Span]):
 
 
 def are_even(parts: Sequence[Span]) -> bool:
-    """Whether all parts have one size and lie in the order of their ranks."""
+    """Return whether all parts have one size and are in the order of their ranks."""
     if isinstance(parts, EvenParts):
         return True
     size = parts[0].numel
@@ -83,7 +83,7 @@ def are_even(parts: Sequence[Span]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """What the plan needs to know of one parameter."""
+    """The properties of a parameter that the plan depends on."""
 
     name: str
     shape: tuple[int, ...]
@@ -92,7 +92,7 @@ class ParamSpec:
 
     @property
     def numel(self) -> int:
-        """How many elements it has; 1 for a scalar."""
+        """The number of elements; 1 for a scalar."""
         return prod(self.shape)
 
 
@@ -106,7 +106,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of one parameter that lies in some span of the flat buffer."""
+    """The part of one parameter in some span of the flat buffer."""
 
     param: ParamSpec
     in_param: Span  # elements of the flattened parameter
@@ -119,39 +119,39 @@ class FlatLayout:
 
     placements: tuple[Placement, ...]
     numel: int
-    parts: Sequence[Span]  # of the ranks that share a copy
-    shares: int = 1  # of each part: one for each copy, where masters are cut over copies
+    parts: Sequence[Span]  # of the ranks that share a replica
+    shares: int = 1  # of each part: one per replica, if replicas share master weights
 
     @property
     def owned_parts(self) -> Sequence[Span]:
-        """What each rank has the masters of: the shares of rank 0's part, then of rank 1's, .."""
+        """The spans of master weights: the shares of rank 0's part, then of rank 1's, and on."""
         if self.shares == 1:
             return self.parts
         count = len(self.parts) * self.shares
         return EvenParts(self.numel // count, count)
 
     def owned(self, rank: int, copy: int) -> Span:
-        """What the `rank`-th rank of the `copy`-th copy has the masters of."""
+        """Return the span whose master weights rank `rank` of replica `copy` has."""
         return self.owned_parts[rank * self.shares + (copy if self.shares > 1 else 0)]
 
     @property
     def shares_of_part(self) -> EvenParts:
-        """Where in an even part the shares of the copies lie."""
+        """The shares of the replicas, relative to an even part."""
         return EvenParts(self.parts[0].numel // self.shares, self.shares)
 
     @property
     def params(self) -> tuple[ParamSpec, ...]:
-        """The parameters in the order they lie in."""
+        """The parameters in buffer order."""
         return tuple(placement.param for placement in self.placements)
 
     @property
     def trainable(self) -> bool:
-        """Whether its parameters are trained: all are, or none."""
+        """Whether the parameters are trained: all of them or none."""
         return self.placements[0].param.trainable
 
     @property
     def is_even(self) -> bool:
-        """Whether every rank owns as much."""
+        """Whether every rank owns the same number of elements."""
         return are_even(self.parts)
 
     @property
@@ -165,7 +165,7 @@ class FlatLayout:
         return (*gaps, Span(end, self.numel)) if end < self.numel else tuple(gaps)
 
     def pieces(self, within: Span) -> tuple[Piece, ...]:
-        """The parts of parameters that lie in `within`, in order; empty ones are left out."""
+        """Return the non-empty parts of parameters within a span, in order."""
         found = []
         for placement in self.placements:
             both = placement.span.intersect(within)

@@ -1,4 +1,4 @@
-"""In which order the units of a model run, and which of them need what."""
+"""The order in which the units of a model run, and what each of them needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from fsdpctl.plan.strategy import Strategy
 
 @dataclass(frozen=True, slots=True)
 class UnitOrder:
-    """The units besides the root in the order of their forward, and how each behaves."""
+    """The units other than the root in forward order, and their properties."""
 
     root: str
     forward: tuple[str, ...]
     needs_no_backward_gather: frozenset[str] = frozenset()  # the embedding reads no weights there
     frozen: frozenset[str] = frozenset()  # units without a trained parameter
-    blocks: frozenset[str] = frozenset()  # what the model repeats
-    before_all_trained: frozenset[str] = frozenset()  # units that no backward comes to
+    blocks: frozenset[str] = frozenset()  # the repeated units
+    before_all_trained: frozenset[str] = frozenset()  # units without a backward
 
     @property
     def gone_back_through(self) -> tuple[str, ...]:
-        """The units that have a backward, in its order."""
+        """The units that have a backward, in backward order."""
         return tuple(u for u in reversed(self.forward) if u not in self.before_all_trained)
 
     @property
@@ -34,29 +34,29 @@ class UnitOrder:
 
     @property
     def reduced_early(self) -> frozenset[str]:
-        """The units whose reduction others' backward still follows."""
+        """The units that are reduced before the last backward of the pass."""
         return frozenset(self.forward[1:])
 
     def trains(self, unit: str) -> bool:
-        """Whether a unit has gradients."""
+        """Return whether a unit has gradients."""
         return unit not in self.frozen
 
     def keeps_after_forward(self, unit: str, strategy: Strategy) -> bool:
-        """Whether a unit stays whole from its forward to its backward."""
+        """Return whether a unit stays unsharded from its forward to its backward."""
         if not self._reads_weights(unit):
             return False
         return not strategy.reshard_after_forward or unit == self.forward[-1]
 
     def is_gathered_again(self, unit: str, strategy: Strategy) -> bool:
-        """Whether backward gathers a unit, where parameters are sharded."""
+        """Return whether backward gathers a unit, if parameters are sharded."""
         keeps = self.keeps_after_forward(unit, strategy)
         return self._reads_weights(unit) and not keeps
 
     def _reads_weights(self, unit: str) -> bool:
-        """Whether it has a backward, which reads them."""
+        """Return whether a unit has a backward that reads its weights."""
         return unit not in self.before_all_trained and unit not in self.needs_no_backward_gather
 
 
 def all_following(order: Sequence[str], depth: int) -> dict[str, tuple[str, ...]]:
-    """For each unit the `depth` units that come after it in `order`."""
+    """Map each unit to the `depth` units that follow it in `order`."""
     return {unit: tuple(order[index + 1 : index + 1 + depth]) for index, unit in enumerate(order)}

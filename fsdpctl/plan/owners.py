@@ -1,7 +1,7 @@
-"""Which rank keeps the optimizer states of which elements, where parameters stay whole.
+"""The assignment of optimizer states to ranks, if parameters stay unsharded.
 
 A block is a flat buffer of one unit. `even` cuts every block evenly; the other maps give whole
-blocks, or long stretches of them, to one rank.
+blocks, or long spans of them, to one rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ OWNER_MAPS = ("even", "round_robin", "contiguous", "balanced")
 def _check(num_blocks: int, world_size: int) -> None:
     if num_blocks < 1 or world_size < 1:
         raise UsageError(
-            f"an owner map needs blocks and ranks, not {num_blocks} blocks on {world_size} ranks"
+            f"owner map: expected blocks and ranks, got {num_blocks} blocks on {world_size} ranks"
         )
 
 
@@ -29,17 +29,17 @@ class OwnerMap:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks there are."""
+        """The number of blocks."""
         return len(self.sizes)
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self.parts[0])
 
     @staticmethod
     def even(sizes: Sequence[int], world_size: int) -> "OwnerMap":
-        """Every block cut into equal parts, rounded up to multiples of 64 elements."""
+        """Cut every block into equal parts, rounded up to multiples of 64 elements."""
         _check(len(sizes), world_size)
         parts = []
         for size in sizes:
@@ -52,7 +52,7 @@ class OwnerMap:
     def round_robin(
         num_blocks: int, world_size: int, sizes: Sequence[int] | None = None
     ) -> "OwnerMap":
-        """Block i belongs to rank i modulo the number of ranks."""
+        """Assign block i to rank i modulo the number of ranks."""
         _check(num_blocks, world_size)
         owners = [block % world_size for block in range(num_blocks)]
         return _whole_blocks(owners, world_size, sizes)
@@ -61,7 +61,7 @@ class OwnerMap:
     def contiguous(
         num_blocks: int, world_size: int, sizes: Sequence[int] | None = None
     ) -> "OwnerMap":
-        """The first ranks own the first blocks, in numbers that differ by at most one."""
+        """Assign the first blocks to the first ranks, in numbers that differ by at most one."""
         _check(num_blocks, world_size)
         owners = [block * world_size // num_blocks for block in range(num_blocks)]
         if world_size > num_blocks:
@@ -70,13 +70,13 @@ class OwnerMap:
 
     @staticmethod
     def balanced(sizes: Sequence[int], world_size: int) -> "OwnerMap":
-        """Blocks in order, each rank filled to the mean, cut at multiples of 64 elements.
+        """Fill each rank to the mean, in block order, with cuts at multiples of 64 elements.
 
-        At most `world_size - 1` blocks are cut, and no rank has more than the mean by 64 elements.
+        At most `world_size - 1` blocks are cut. No rank exceeds the mean by more than 64 elements.
         """
         _check(len(sizes), world_size)
         total = sum(sizes)
-        # Where each rank's share ends in the blocks laid end to end.
+        # The end of each rank's share in the blocks laid end to end.
         ends = [total * (rank + 1) // world_size for rank in range(world_size)]
         parts, begin = [], 0
         for size in sizes:
@@ -87,69 +87,69 @@ class OwnerMap:
         return OwnerMap(tuple(sizes), tuple(parts))
 
     def owners(self, block: int) -> dict[int, Span]:
-        """The ranks that own something of a block, and which elements."""
+        """Return the ranks that own elements of a block, with their spans."""
         return {rank: span for rank, span in enumerate(self._of_block(block)) if span.numel}
 
     def owns(self, rank: int, block: int) -> bool:
-        """Whether a rank owns anything of a block."""
+        """Return whether a rank owns elements of a block."""
         self._check_rank(rank)
         return self._of_block(block)[rank].numel > 0
 
     def spans_of(self, rank: int) -> dict[int, Span]:
-        """By block, the elements that a rank owns."""
+        """Return the spans that a rank owns, by block."""
         self._check_rank(rank)
         return {block: parts[rank] for block, parts in enumerate(self.parts) if parts[rank].numel}
 
     def blocks_of(self, rank: int) -> list[int]:
-        """The blocks of which a rank owns anything."""
+        """Return the blocks of which a rank owns elements."""
         return list(self.spans_of(rank))
 
     def fraction_of(self, rank: int) -> float:
-        """A rank's share of all elements, from 0 to 1."""
+        """Return a rank's share of all elements, from 0 to 1."""
         return sum(span.numel for span in self.spans_of(rank).values()) / sum(self.sizes)
 
     def max_over_mean(self) -> float:
-        """The largest share over the mean one: 1 where all own the same."""
+        """Return the largest share divided by the mean; 1 if all ranks own the same."""
         return max(map(self.fraction_of, range(self.world_size))) * self.world_size
 
     def fitted_to(self, sizes: Sequence[int], world_size: int) -> "OwnerMap":
-        """This map for blocks of the given sizes; one that cuts blocks fits only its own.
+        """Return this map for blocks of the given sizes; one that cuts blocks fits only its own.
 
         Raises:
-            UsageError: it has other blocks or another number of ranks.
+            UsageError: If it is for other blocks or another number of ranks.
         """
         if (self.num_blocks, self.world_size) != (len(sizes), world_size):
             raise UsageError(
-                f"owner_map: made for {self.num_blocks} blocks on {self.world_size} ranks, the "
-                f"model has {len(sizes)} on {world_size}"
+                f"owner_map: expected {len(sizes)} blocks on {world_size} ranks, got "
+                f"{self.num_blocks} on {self.world_size}"
             )
         if self.sizes == tuple(sizes):
             return self
         owners = [list(self.owners(block)) for block in range(self.num_blocks)]
         if any(len(each) != 1 for each in owners):
-            raise UsageError("owner_map: it cuts blocks of other sizes than the model's")
+            raise UsageError("owner_map: cuts blocks whose sizes differ from the model's")
         return _whole_blocks([each[0] for each in owners], world_size, sizes)
 
     def to_dict(self) -> dict[str, list[object]]:
-        """Plain lists, for JSON."""
+        """Return plain lists, for JSON."""
         parts = [[[span.start, span.stop] for span in block] for block in self.parts]
         return {"sizes": list(self.sizes), "parts": list(parts)}
 
     @staticmethod
     def from_dict(content: Mapping[str, list[list[list[int]]]]) -> "OwnerMap":
-        """The inverse of `to_dict`."""
+        """Invert `to_dict`."""
         parts = tuple(tuple(Span(*span) for span in block) for block in content["parts"])
         sizes = tuple(block[-1].stop if block else 0 for block in parts)
         return OwnerMap(sizes, parts)
 
     def _of_block(self, block: int) -> tuple[Span, ...]:
         if not 0 <= block < self.num_blocks:
-            raise UsageError(f"block {block}: the owner map has blocks 0 to {self.num_blocks - 1}")
+            raise UsageError(f"block {block}: expected a block from 0 to {self.num_blocks - 1}")
         return self.parts[block]
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
-            raise UsageError(f"rank {rank}: the owner map has ranks 0 to {self.world_size - 1}")
+            raise UsageError(f"rank {rank}: expected a rank from 0 to {self.world_size - 1}")
 
 
 def _whole_blocks(owners: Sequence[int], world_size: int, sizes: Sequence[int] | None) -> OwnerMap:
@@ -162,10 +162,10 @@ def _whole_blocks(owners: Sequence[int], world_size: int, sizes: Sequence[int] |
 
 
 def make_owner_map(name: str, sizes: Sequence[int], world_size: int) -> OwnerMap:
-    """The owner map called `name` for blocks of the given sizes.
+    """Return the owner map called `name` for blocks of the given sizes.
 
     Raises:
-        UsageError: there is no such map.
+        UsageError: If the name is unknown.
     """
     if name == "even":
         return OwnerMap.even(sizes, world_size)
@@ -176,4 +176,4 @@ def make_owner_map(name: str, sizes: Sequence[int], world_size: int) -> OwnerMap
     if name == "balanced":
         return OwnerMap.balanced(sizes, world_size)
     known = ", ".join(OWNER_MAPS)
-    raise UsageError(f"owner_map={name}: no such map{nearest(name, OWNER_MAPS)} ({known})")
+    raise UsageError(f"owner_map={name}: expected one of {known}{nearest(name, OWNER_MAPS)}")

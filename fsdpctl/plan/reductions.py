@@ -1,4 +1,4 @@
-"""How many gradients may be on their way at a time, and how large they are."""
+"""The sizes of gradient reductions, and how many may be in flight."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,34 +10,34 @@ Itemsize = Callable[[FlatLayout], int]  # bytes of one element of a flat buffer
 
 @dataclass(frozen=True, slots=True)
 class Reductions:
-    """How gradients are reduced."""
+    """The plan of all gradient reductions."""
 
-    nbytes: Mapping[str, int]  # of every unit's gradients, as they are reduced
-    budget: int  # how many bytes may be on their way before one reduction is waited for
-    stays: bool = False  # whether a first sum stays in the buffer that it was added in
-    # Of units that are larger than every block: in how many pieces the gradients of one backward
-    # are collected and reduced. What was held back is collected already.
+    nbytes: Mapping[str, int]  # of every unit's gradients, in the reduced dtype
+    budget: int  # bytes that may be in flight before a reduction is waited for
+    stays: bool = False  # whether a first sum stays in the buffer of its reduction
+    # For units larger than every block: the number of pieces in which the gradients of one backward
+    # are collected and reduced. Held gradients are collected already.
     pieces: Mapping[str, int] = field(default_factory=dict)
-    # Among how many ranks a sum is split that is added over copies at once; 0: when a reduction has
-    # been waited for.
+    # The number of ranks among which a sum is split, if its sum over replicas follows at once; 0:
+    # if that follows once the reduction has been waited for.
     chained: int = 0
 
     def pieces_of(self, unit: str, *, was_held: bool) -> int:
-        """How many reductions a unit's gradients take."""
+        """Return the number of reductions of a unit's gradients."""
         return 1 if was_held else self.pieces.get(unit, 1)
 
     def piece_nbytes(self, unit: str, *, was_held: bool) -> int:
-        """Bytes of each of them."""
+        """Return the bytes of each of them."""
         return -(-self.nbytes[unit] // self.pieces_of(unit, was_held=was_held))
 
     def combined_nbytes(self, nbytes: int) -> int:
-        """What the collective after a reduction of so many bytes counts as."""
+        """Return the bytes that the collective after a reduction of `nbytes` counts as."""
         return nbytes // self.chained if self.chained else nbytes
 
     def fits(self, nbytes: int, others: Iterable[int], *, is_first: bool = False) -> bool:
-        """Whether a reduction may be on its way together with `others`, all in bytes.
+        """Return whether a reduction may be in flight together with `others`, all in bytes.
 
-        `is_first` says that there is no earlier gradient to add to: a sum that stays costs nothing.
+        `is_first`: no earlier gradient exists to add to, so a sum that stays costs nothing.
         """
         if self.stays and is_first:
             return True
@@ -46,12 +46,12 @@ class Reductions:
 
 
 def share_of_parts(layout: FlatLayout, piece: int, pieces: int) -> Span:
-    """Which elements of what every rank owns are reduced together; may be empty."""
+    """Return the elements of each rank's part that piece `piece` reduces; may be empty."""
     return share_of(Span(0, layout.owned_parts[0].numel), piece, pieces)
 
 
 def _num_pieces(layouts: Sequence[FlatLayout], asked: int) -> int:
-    """How many of `asked` pieces have something in them."""
+    """Return how many of `asked` pieces are not empty."""
     return max(
         sum(share_of_parts(layout, piece, asked).numel > 0 for piece in range(asked))
         for layout in layouts
@@ -66,17 +66,17 @@ def plan_reductions(
     blocks: Collection[str] = (),
     chained: int = 0,
 ) -> Reductions:
-    """Let as much be on its way as the largest unit has, or twice that where it has two bytes each.
+    """Allow as many bytes in flight as the largest unit has, or twice that for 2-byte elements.
 
-    Two reductions of two bytes an element cost what one of four does. The order of collectives
+    Two reductions of 2 bytes per element cost as much as one of 4. The order of collectives
     follows from this, so it depends on nothing that differs between ranks.
 
     Args:
         layouts: of every unit.
-        itemsize: bytes of one element, as it is reduced.
-        stays: whether a first sum stays in the buffer that it was added in.
-        blocks: where gradients are collected first, the units of which the largest counts; larger
-            ones, as a rule embedding and head, are reduced in pieces of its size.
+        itemsize: bytes of one element in the reduced dtype.
+        stays: whether a first sum stays in the buffer of its reduction.
+        blocks: if gradients are collected first, the units whose largest sets the budget; larger
+            units, usually embedding and head, are reduced in pieces of its size.
         chained: as in `Reductions`.
     """
     trained = {

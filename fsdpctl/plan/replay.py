@@ -1,4 +1,4 @@
-"""Events with their bytes: what each collective sends, and which buffers come and go with it."""
+"""Adds bytes to planned events: what each collective sends, and the buffers it needs."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,20 +12,20 @@ K = EventKind
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What is reduced together of a unit: of each of its flat buffers something, or nothing."""
+    """The part of a unit that one reduction covers, of each of its flat buffers."""
 
     sendings: list[Sending]
     first: int  # the number of its first buffer
 
     def numbered(self) -> Iterator[tuple[int, int, Sending]]:
-        """The number of each flat buffer, of what is sent of it, and that, if it is anything."""
+        """Yield the number of each flat buffer with a sending, that of the sending, and itself."""
         for number, sending in enumerate(self.sendings):
             if sending.whole_grads:
                 yield number, self.first + number, sending
 
 
 class Replay:
-    """Writes planned events down again with everything that has bytes."""
+    """Adds bytes and buffers to planned events."""
 
     def __init__(
         self, units: Mapping[str, UnitBytes], *, combines: bool, chained: bool = False
@@ -41,7 +41,7 @@ class Replay:
         self._combining: dict[str, deque[_Piece]] = defaultdict(deque)
 
     def play(self, events: Iterable[Event]) -> list[Event]:
-        """`events` with bytes, and what they allocate and free."""
+        """Return `events` with bytes, and with the buffers that they allocate and free."""
         for event in events:
             self._play(event.kind, event.unit, self.units[event.unit])
         return self.events
@@ -78,7 +78,7 @@ class Replay:
                 self._allocate(Buffer.WHOLE_GRADS, name, index, flat.held.whole_grads)
 
     def _start(self, name: str, unit: UnitBytes) -> int:
-        """The bytes that are sent."""
+        """Start a reduction and return the bytes that are sent."""
         was_held, number = name in self._holding, self._next_piece[name]
         self._holding.discard(name)
         sendings = [each.held if was_held else each.fresh[number] for each in unit.flats]
@@ -100,7 +100,7 @@ class Replay:
         self._combining[name].append(piece)
 
     def _combine(self, name: str, piece: "_Piece") -> int:
-        """The bytes that are sent."""
+        """Start the second collective and return the bytes that are sent."""
         for _, index, sending in piece.numbered():
             if sending.combining:
                 self._allocate(Buffer.COMBINING, name, index, sending.combining)

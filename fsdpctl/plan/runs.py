@@ -1,4 +1,4 @@
-"""Which spans of a flat buffer the optimizer steps as one tensor."""
+"""The spans of a flat buffer that the optimizer updates as one tensor."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ DECAY, NO_DECAY = 0, 1
 
 
 def decay_group(param: ParamSpec) -> int:
-    """The group of a parameter that is named in none: only matrices decay."""
+    """Return the default group of a parameter: only matrices decay."""
     return DECAY if len(param.shape) > 1 else NO_DECAY
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A maximal stretch of parameters of one group; begins and ends on a multiple of 64."""
+    """A maximal span of parameters of one group; begins and ends on a multiple of 64."""
 
     span: Span
     group: int
@@ -24,9 +24,9 @@ class Run:
 def optimizer_runs(
     layout: FlatLayout, within: Span, group_of: Callable[[ParamSpec], int]
 ) -> tuple[Run, ...]:
-    """Cut `within` where the group changes; padding goes with the parameter before it.
+    """Cut `within` wherever the group changes; padding belongs to the parameter before it.
 
-    `within` must begin and end on a multiple of 64. A stretch with no parameter has no run.
+    `within` must begin and end on a multiple of 64. A span without parameters has no run.
     """
     runs: list[Run] = []
     for piece in layout.pieces(within):

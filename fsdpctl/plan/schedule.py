@@ -1,14 +1,13 @@
-"""What happens in one training step, in order: the engine executes it, tests hold it to it.
+"""The schedule of a training step: the engine executes it, and tests compare the two.
 
-The events of a step are those of every rank. `gather` starts an all-gather and `ready` is when the
-unit's parameters may be read; `release` gives the memory back; `reduce` starts the reduction of a
-unit's gradients and `reduced` is when this rank has its part of the sum. Where more than the part
-is wanted, `combine` starts a second collective: over the copies, or to put the parts together.
-Between them the model computes: in a unit's `forward`, around it after it was left, and in a unit's
-`backward`.
+All ranks have the same events. `gather` starts an all-gather, `ready` is when the unit's parameters
+may be read, and `release` frees the memory. `reduce` starts the reduction of a unit's gradients;
+`reduced` is when this rank has its part of the sum. If more than the part is needed, `combine`
+starts a second collective: over the replicas, or to gather the parts. Between them the model
+computes: in a unit's `forward`, around it once that was left, and in its `backward`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -18,31 +17,31 @@ from fsdpctl.plan.strategy import Strategy
 
 
 class EventKind(StrEnum):
-    """What an event does to a unit."""
+    """The kinds of events of a unit."""
 
     GATHER = "gather"
     READY = "ready"
-    FORWARD = "forward"  # the unit computes; for the root what comes before all units
-    LEAVE = "leave"  # its forward is over, and what surrounds the units computes; root: all is over
-    BACKWARD = "backward"  # its backward computes, and what surrounds the units after it
+    FORWARD = "forward"  # the unit computes; root: everything before the first unit
+    LEAVE = "leave"  # forward ended, and everything around the units computes; root: the pass ended
+    BACKWARD = "backward"  # its backward computes, then everything around the units
     RELEASE = "release"
-    HOLD = "hold"  # gradients stay whole on this rank until a later backward reduces them
+    HOLD = "hold"  # gradients stay unsharded on this rank until a later backward reduces them
     REDUCE = "reduce"
     REDUCED = "reduced"
     COMBINE = "combine"
     COMBINED = "combined"
-    SYNC = "sync"  # after the optimizer's step ranks get what others have updated
+    SYNC = "sync"  # after the optimizer's step, ranks get what others have updated
     ALLOCATE = "allocate"
     FREE = "free"
 
 
 class Buffer(StrEnum):
-    """What memory is for."""
+    """The purpose of a buffer."""
 
     PARAMS = "params"  # the slot that a unit is gathered into
-    WHOLE_GRADS = "whole gradients"  # of a unit, being held or reduced
+    WHOLE_GRADS = "whole gradients"  # of a unit, held or in reduction
     WORKSPACE = "workspace"  # of a reduction
-    SUM = "sum"  # what a reduction gives this rank, until it is in the gradient
+    SUM = "sum"  # the result of a reduction on this rank, until it is in the gradient
     COMBINING = "workspace over copies"  # of the second collective
     GRADS = "gradients"  # reduced
 
@@ -53,13 +52,13 @@ class Event:
 
     kind: EventKind
     unit: str
-    nbytes: int = 0  # sent by a collective or taken by a buffer; 0 where only the order is planned
+    nbytes: int = 0  # of a collective or a buffer; 0: only the order is planned
     buffer: Buffer | None = None  # of ALLOCATE and FREE
 
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """How many units are gathered ahead of the running one, in forward and in backward."""
+    """The number of units gathered ahead of the running one, in forward and in backward."""
 
     forward: int = 1
     backward: int = 1
@@ -70,13 +69,64 @@ class Prefetch:
         return max(self.forward, self.backward)
 
 
-def sizes(in_flight: Iterable[tuple[str, int]]) -> list[int]:
-    """The bytes of reductions on their way."""
-    return [nbytes for _, nbytes in in_flight]
+class ReductionFlow:
+    """The order in which gradients are reduced, with a bounded number of bytes in flight."""
+
+    def __init__(self, reductions: Reductions, *, combines: bool) -> None:
+        self._reductions = reductions
+        self._combines = combines  # whether a second collective follows each reduction
+        self._reducing: list[tuple[str, int]] = []  # units and bytes in flight
+        self._combining: list[tuple[str, int]] = []
+
+    def start(self, unit: str, *, was_held: bool, is_first: bool) -> Iterator[Event]:
+        """Yield what starts the reductions of a unit, and ends earlier ones to make room.
+
+        Args:
+            unit: whose gradients are reduced.
+            was_held: whether gradients of earlier passes were added to them.
+            is_first: whether no reduced gradient exists yet.
+        """
+        plan = self._reductions
+        nbytes = plan.piece_nbytes(unit, was_held=was_held)
+        for _ in range(plan.pieces_of(unit, was_held=was_held)):
+            while not plan.fits(nbytes, self._sizes(self._reducing), is_first=is_first):
+                yield from self._finish_reduction()
+            yield Event(EventKind.REDUCE, unit)
+            self._reducing.append((unit, nbytes))
+            if plan.chained:
+                yield from self._combine(unit, nbytes)
+
+    def finish(self) -> Iterator[Event]:
+        """Yield the ends of everything in flight."""
+        while self._reducing:
+            yield from self._finish_reduction()
+        while self._combining:
+            yield from self._finish_combining()
+
+    def _finish_reduction(self) -> Iterator[Event]:
+        unit, nbytes = self._reducing.pop(0)
+        yield Event(EventKind.REDUCED, unit)
+        if self._combines and not self._reductions.chained:
+            yield from self._combine(unit, nbytes)
+
+    def _combine(self, unit: str, nbytes: int) -> Iterator[Event]:
+        held = self._reductions.combined_nbytes(nbytes)
+        while not self._reductions.fits(held, self._sizes(self._combining)):
+            yield from self._finish_combining()
+        yield Event(EventKind.COMBINE, unit)
+        self._combining.append((unit, held))
+
+    def _finish_combining(self) -> Iterator[Event]:
+        unit, _ = self._combining.pop(0)
+        yield Event(EventKind.COMBINED, unit)
+
+    @staticmethod
+    def _sizes(in_flight: Iterable[tuple[str, int]]) -> list[int]:
+        return [nbytes for _, nbytes in in_flight]
 
 
 class _Simulation:
-    """The state of the units while the events of a step are written down."""
+    """The state of the units while the events of a step are planned."""
 
     def __init__(
         self,
@@ -88,17 +138,14 @@ class _Simulation:
     ) -> None:
         self.order = order
         self.slot_of = {u: number for number, units in enumerate(shared_slots) for u in units}
-        self.holds: dict[int, str] = {}  # by slot, whose values are still in it
+        self.holds: dict[int, str] = {}  # by slot, the unit whose values are still in it
         self.strategy = strategy
-        self.reductions = reductions
-        self.combines = combines
+        self.flow = ReductionFlow(reductions, combines=combines)
         self.events: list[Event] = []
         self.gathered: set[str] = set()
         self.whole: set[str] = set()
         self.held: set[str] = set()  # units whose gradients wait for a later backward
-        self.reducing: list[tuple[str, int]] = []  # with the bytes of each
         self.reduced: set[str] = set()
-        self.combining: list[tuple[str, int]] = []
 
     def note(self, kind: EventKind, unit: str) -> None:
         self.events.append(Event(kind, unit))
@@ -137,39 +184,9 @@ class _Simulation:
             self.note(EventKind.HOLD, unit)
             return
         was_held, is_first = unit in self.held, unit not in self.reduced
-        nbytes = self.reductions.piece_nbytes(unit, was_held=was_held)
-        for _ in range(self.reductions.pieces_of(unit, was_held=was_held)):
-            while not self.reductions.fits(nbytes, sizes(self.reducing), is_first=is_first):
-                self.finish_reduction()
-            self.note(EventKind.REDUCE, unit)
-            self.reducing.append((unit, nbytes))
-            if self.reductions.chained:
-                self.combine(unit, nbytes)
+        self.events.extend(self.flow.start(unit, was_held=was_held, is_first=is_first))
         self.reduced.add(unit)
         self.held.discard(unit)
-
-    def finish_reduction(self) -> None:
-        unit, nbytes = self.reducing.pop(0)
-        self.note(EventKind.REDUCED, unit)
-        if self.combines and not self.reductions.chained:
-            self.combine(unit, nbytes)
-
-    def combine(self, unit: str, nbytes: int) -> None:
-        held = self.reductions.combined_nbytes(nbytes)
-        while not self.reductions.fits(held, sizes(self.combining)):
-            self.finish_combining()
-        self.note(EventKind.COMBINE, unit)
-        self.combining.append((unit, held))
-
-    def finish_combining(self) -> None:
-        unit, _ = self.combining.pop(0)
-        self.note(EventKind.COMBINED, unit)
-
-    def finish_reductions(self) -> None:
-        while self.reducing:
-            self.finish_reduction()
-        while self.combining:
-            self.finish_combining()
 
     def forward(self, prefetch: Prefetch) -> None:
         order = self.order
@@ -200,7 +217,7 @@ class _Simulation:
             self.gradients(each, reduces=reduces)
         self.release(order.root)
         self.gradients(order.root, reduces=reduces)
-        self.finish_reductions()
+        self.events.extend(self.flow.finish())
 
 
 def step_events(
@@ -213,16 +230,16 @@ def step_events(
     shared_slots: Sequence[Sequence[str]] = (),
     combines: bool = False,
 ) -> tuple[Event, ...]:
-    """The events of one step: a forward and a backward for each entry of `reduces`.
+    """Plan the events of one step: a forward and a backward for each entry of `reduces`.
 
     Args:
-        order: the units in forward order.
-        strategy: whole parameters make no gather, ready or release events.
+        order: the units.
+        strategy: unsharded parameters make no gather, ready or release events.
         prefetch: how many units are gathered ahead.
         reductions: how gradients are reduced.
         reduces: per micro-step, whether its backward reduces the gradients.
-        shared_slots: the units of each slot whose memory stays; what the last unit of forward left
-            in one is not gathered again for backward.
+        shared_slots: the units of each slot that stays allocated; what the last unit of forward
+            left in one is not gathered again for backward.
         combines: whether each reduction is followed by a second collective.
     """
     simulation = _Simulation(order, strategy, reductions, shared_slots, combines)
@@ -234,7 +251,7 @@ def step_events(
 
 
 def update_events(order: UnitOrder, strategy: Strategy) -> tuple[Event, ...]:
-    """What follows the optimizer's step."""
+    """Plan the events that follow the optimizer's step."""
     if not strategy.renews_params:
         return ()
     units = filter(order.trains, (order.root, *order.forward))
@@ -242,7 +259,7 @@ def update_events(order: UnitOrder, strategy: Strategy) -> tuple[Event, ...]:
 
 
 def most_whole_units(events: Sequence[Event]) -> list[frozenset[str]]:
-    """After each event, the units whose parameters take memory (gathering or whole)."""
+    """Return the units whose parameters take memory after each event."""
     alive: set[str] = set()
     states = []
     for event in events:

@@ -1,4 +1,4 @@
-"""What the buffers of each unit take on a rank, in bytes."""
+"""The sizes of each unit's buffers on a rank, in bytes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,27 +16,29 @@ from fsdpctl.plan.transport import (
     sends_in_place,
 )
 
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
 
 @dataclass(frozen=True, slots=True)
 class Itemsizes:
-    """Bytes of one element."""
+    """Bytes per element."""
 
-    param: int  # gathered, and computed with
+    param: int  # gathered, to compute with
     reduce: int  # gradients while they are added over ranks
     master: int  # what the optimizer updates, its states, and reduced gradients
-    wire: int | None = None  # gradients of one backward on their way; None: what the transport does
+    wire: int | None = None  # gradients of one backward in transit; None: by transport
 
     def kept(self, layout: FlatLayout) -> int:
-        """Of what stays of a flat buffer: masters, or of what is frozen what computes."""
+        """Return the bytes of what a flat buffer keeps: master weights, or frozen parameters."""
         return self.master if layout.trainable else self.param
 
 
 def wire_itemsize(
     layout: FlatLayout, strategy: Strategy, sizes: Itemsizes, transport: Transport
 ) -> int:
-    """Bytes of an element of one backward's gradients, where each rank gets its part of the sum.
+    """Return the bytes per element in which the gradients of one backward are sent.
 
-    What ranks keep whole may differ in what was held back before; it has the dtype of the sum.
+    Gradients that ranks keep unsharded have the dtype of the sum, because some may have been held.
     """
     if not strategy.shards_params:
         return sizes.reduce
@@ -47,44 +49,44 @@ def wire_itemsize(
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Whose buffers are meant."""
+    """The position of a rank."""
 
-    rank: int  # among those that share a copy
-    size: int  # how many those are
+    rank: int  # among those that share a replica
+    size: int  # the number of those
     num_replicas: int
     transport: Transport
-    copy: int = 0  # the copy that it belongs to
+    copy: int = 0  # the replica that it belongs to
 
     def combines(self, strategy: Strategy) -> bool:
-        """Whether a reduction is followed by a second collective."""
+        """Return whether a second collective follows each reduction."""
         puts_together = not strategy.shards_grads and not adds_whole(self.transport, self.size)
         return self.num_replicas > 1 or (self.size > 1 and puts_together)
 
     def collects(self, strategy: Strategy) -> bool:
-        """Whether gradients of one backward are brought together before they are split."""
+        """Return whether gradients of one backward are collected before they are split."""
         in_place = sends_in_place(self.transport, EvenParts(1, self.size))
         return strategy.shards_params and self.size > 1 and not in_place
 
     def chained(self, strategy: Strategy) -> int:
-        """As in `Reductions`: over NCCL the copies' sum follows on streams of its own."""
+        """Return `Reductions.chained`: over NCCL, replicas are summed on streams of their own."""
         follows = strategy.replicates and self.num_replicas > 1
         return self.size if follows and self.transport is Transport.NCCL else 0
 
     def stays(self, strategy: Strategy, sizes: Itemsizes) -> bool:
-        """Whether a sum stays in the buffer that it was added in, without more memory."""
+        """Return whether a sum stays in the buffer of its reduction, without more memory."""
         adds = self.size > 1 and adds_whole(self.transport, self.size)
         return adds and not strategy.shards_grads and sizes.reduce == sizes.master
 
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """What a reduction holds on this rank, in bytes."""
+    """The memory of a reduction on this rank, in bytes."""
 
     whole_grads: int  # to be sent
     workspace: int
-    sum: int  # what it gives this rank
+    sum: int  # the result on this rank
     combining: int = 0  # workspace of the second collective
-    becomes: bool = True  # the sum can be the gradient, where there is none yet
+    becomes: bool = True  # the sum can be the gradient, if there is none yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +94,19 @@ class FlatBytes:
     """One trained flat buffer of a unit, in bytes."""
 
     fresh: tuple[Sending, ...]  # gradients of one backward, by piece
-    held: Sending  # gradients that were added up on this rank first
+    held: Sending  # gradients accumulated on this rank
     grads: int  # reduced, as this rank keeps them
-    in_place: bool  # the reduced gradient is the memory it was reduced in
+    in_place: bool  # the gradient is the buffer of its reduction
 
 
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
-    """A unit, in bytes."""
+    """The sizes of a unit, in bytes."""
 
     params: int  # gathered
-    slot: int  # what it is gathered into
-    resident: bool  # the slot is there all the time
-    renewed: int  # of what ranks bring up to date after a step
+    slot: int  # that it is gathered into
+    resident: bool  # the slot is always allocated
+    renewed: int  # parameters that ranks renew after a step
     flats: tuple[FlatBytes, ...]
 
 
@@ -136,7 +138,7 @@ def _flat_bytes(
 def _collected(
     layout: FlatLayout, share: int, itemsize: int, sizes: Itemsizes, place: RankPlace
 ) -> Sending:
-    """Of what every rank owns `share` elements."""
+    """Return the memory of a piece of which every rank owns `share` elements."""
     own = share * layout.shares
     whole = own * place.size * itemsize
     workspace = own * itemsize if place.transport is Transport.GLOO else 0
@@ -147,7 +149,7 @@ def _collected(
 
 
 def _combining(layout: FlatLayout, numel: int, sizes: Itemsizes, place: RankPlace) -> int:
-    """Bytes that it takes to divide a sum of `numel` elements over the copies."""
+    """Return the bytes of workspace to divide a sum of `numel` elements over the replicas."""
     if layout.shares == 1:
         return 0
     shares = EvenParts(numel // layout.shares, layout.shares)
@@ -162,7 +164,7 @@ def unit_bytes(
     place: RankPlace,
     reductions: Reductions,
 ) -> dict[str, UnitBytes]:
-    """Every unit as one rank sees it."""
+    """Return the sizes of every unit on one rank."""
 
     return {
         name: UnitBytes(

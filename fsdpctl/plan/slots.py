@@ -1,8 +1,8 @@
-"""Which storage each unit is gathered into.
+"""The memory that each unit is gathered into.
 
 A slot is memory that several units use one after another: a unit always returns to the same one,
 so that views of its parameters which autograd saved in forward are valid again in backward. A unit
-far larger than the others, and the root, which is whole all the time, have a slot to themselves.
+far larger than the others, and the root, which is always unsharded, have a slot to themselves.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from statistics import median
 
 from fsdpctl.plan.strategy import Strategy
 
-_OVERSIZE = 2  # a unit above this multiple of the median block would blow up a shared slot
+_OVERSIZE = 2  # a unit above this multiple of the median would enlarge a shared slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +20,18 @@ class SlotSpec:
 
     nbytes: int
     units: tuple[str, ...]
-    resident: bool  # allocated for good; otherwise only while its unit is whole
+    resident: bool  # always allocated; otherwise only while its unit is unsharded
 
 
 def assign_slots(
     nbytes: Mapping[str, int], root: str, forward: Sequence[str], depth: int
 ) -> tuple[SlotSpec, ...]:
-    """Slots for units of the given sizes, of which `depth + 1` are whole at a time.
+    """Assign slots to units of the given sizes, of which `depth + 1` are unsharded at a time.
 
     Args:
         nbytes: bytes of each unit's gathered parameters.
-        root: the unit that is whole from forward to the end of backward.
-        forward: the other units in the order of their forward.
+        root: the unit that is unsharded from forward to the end of backward.
+        forward: the other units in forward order.
         depth: how many units are gathered ahead of the running one.
     """
     limit = _OVERSIZE * median([nbytes[unit] for unit in forward]) if forward else 0
@@ -47,7 +47,7 @@ def assign_slots(
 def slots_of(
     strategy: Strategy, nbytes: Mapping[str, int], root: str, forward: Sequence[str], depth: int
 ) -> tuple[SlotSpec, ...]:
-    """The slots under a strategy; one that never reshards before backward shares none."""
+    """Return the slots under a strategy; they are shared only if it reshards after forward."""
     if strategy.reshard_after_forward:
         return assign_slots(nbytes, root, forward, depth)
     return tuple(SlotSpec(nbytes[name], (name,), resident=False) for name in (root, *forward))

@@ -1,4 +1,4 @@
-"""What each sharding strategy keeps on a rank, and for how long: one row per strategy."""
+"""The sharding strategies: what each keeps on a rank, and for how long, one row each."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +7,7 @@ from fsdpctl.errors import UsageError, nearest
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """Which model states a rank keeps only its part of."""
+    """The model states of which a rank keeps only its part."""
 
     name: str
     known_as: str
@@ -15,35 +15,35 @@ class Strategy:
     reshard_after_forward: bool  # gathered again in backward, less held in between
     shards_grads: bool  # once reduced
     shards_optimizer: bool  # states and master weights
-    replicates: bool  # one copy per group of `dp_shard_size` ranks
-    shards_over_copies: bool = False  # gradients, states and masters: over all ranks, not a copy's
+    replicates: bool  # one replica per group of `dp_shard_size` ranks
+    shards_over_copies: bool = False  # gradients, states and master weights: over all ranks
 
     def __post_init__(self) -> None:
-        """Refuse what there is no sense in."""
+        """Reject an inconsistent row."""
         sharded = self.shards_params and self.shards_grads and self.shards_optimizer
         if self.shards_over_copies and not (self.replicates and sharded):
             raise UsageError(
-                f"strategy {self.name}: only what copies share out is sharded over them "
-                "(shards_over_copies without replicates, or with something whole)"
+                f"strategy {self.name}: shards_over_copies requires replicates, and parameters, "
+                "gradients and optimizer states that are sharded"
             )
 
     @property
     def keeps_whole_params(self) -> bool:
-        """Whether the parameters stay whole on every rank between steps."""
+        """Whether parameters stay unsharded on every rank between steps."""
         return not self.shards_params
 
     @property
     def has_owner_map(self) -> bool:
-        """Whether it is free which rank steps which elements."""
+        """Whether any assignment of optimizer states to ranks is possible."""
         return self.shards_optimizer and not self.shards_params
 
     @property
     def renews_params(self) -> bool:
-        """Whether after a step ranks need what others have updated."""
+        """Whether ranks need parameters after a step that others have updated."""
         return self.shards_optimizer and (self.keeps_whole_params or self.shards_over_copies)
 
     def shares(self, num_copies: int) -> int:
-        """Into how many shares a rank's part is cut, one for each copy's masters."""
+        """Return the shares of a rank's part, one for the master weights of each replica."""
         return num_copies if self.shards_over_copies else 1
 
 
@@ -61,7 +61,7 @@ _TABLE = (
 STRATEGIES: dict[str, Strategy] = {row.name: row for row in _TABLE}
 
 
-# How other tools call strategies -> ours.
+# Names in other tools -> names here.
 STRATEGIES_ELSEWHERE = {
     "ddp": "no_shard",
     "zero1": "shard_optimizer",
@@ -75,41 +75,41 @@ STRATEGIES_ELSEWHERE = {
 
 
 def get_strategy(name: str) -> Strategy:
-    """The strategy called `name`, here or elsewhere.
+    """Return the strategy called `name`, here or in other tools.
 
     Raises:
-        UsageError: no strategy has that name.
+        UsageError: If the name is unknown.
     """
     name = STRATEGIES_ELSEWHERE.get(name.lower(), name)
     if name not in STRATEGIES:
         known = ", ".join(STRATEGIES)
-        raise UsageError(f"strategy={name}: no such strategy{nearest(name, STRATEGIES)} ({known})")
+        raise UsageError(f"strategy={name}: expected one of {known}{nearest(name, STRATEGIES)}")
     return STRATEGIES[name]
 
 
 def with_resharding(name: str, reshards: bool) -> Strategy:
-    """The strategy like `name` that frees parameters after forward, or keeps them until backward.
+    """Return the strategy like `name` that frees parameters after forward, or keeps them.
 
     Raises:
-        UsageError: there is no such strategy, or it has nothing to free.
+        UsageError: If there isn't such a strategy, or it has nothing to free.
     """
     like = get_strategy(name)
     if like.keeps_whole_params:
         raise UsageError(
-            f"strategy={like.name}: parameters are whole at all times, so reshard_after_forward "
-            "has nothing to say"
+            f"strategy={like.name}: reshard_after_forward is not supported, because parameters are "
+            "always unsharded"
         )
     found = _row_like(replace(like, reshard_after_forward=reshards))
     if found is None:
         raise UsageError(
-            f"strategy={like.name}: parameters are freed after forward; there is none like it that "
-            "keeps them (reshard_after_forward=false)"
+            f"strategy={like.name}: reshard_after_forward=false is not supported; parameters are "
+            "freed after forward"
         )
     return found
 
 
 def _row_like(wanted: Strategy) -> Strategy | None:
-    """The row that does what `wanted` does, whatever it is called."""
+    """Return the row that equals `wanted` except for its name, if there is one."""
     for row in _TABLE:
         if replace(row, name=wanted.name, known_as=wanted.known_as) == wanted:
             return row
@@ -117,17 +117,17 @@ def _row_like(wanted: Strategy) -> Strategy | None:
 
 
 def sharded_over_copies(strategy: Strategy) -> Strategy | None:
-    """The row like a hybrid one whose copies share out what the optimizer has, if there is one."""
+    """Return the row like a hybrid one whose replicas share the optimizer states, if any."""
     if not strategy.replicates or strategy.shards_over_copies:
         return None
     return _row_like(replace(strategy, shards_over_copies=True))
 
 
 def effective_strategy(strategy: Strategy, copy_size: int, world_size: int) -> tuple[Strategy, int]:
-    """What really runs where `copy_size` ranks share a copy, and how many share its buffers.
+    """Return the strategy that runs if `copy_size` ranks share a replica, and its shard size.
 
-    One rank alone shares nothing. Where every rank has a copy of its own, its parameters are whole,
-    and all ranks share what is sharded over copies, or nothing. Where there is one copy, nothing is
+    A single rank shares nothing. If every rank has a replica, parameters are unsharded, and all
+    ranks share what is sharded over replicas, or nothing. If there is one replica, nothing is
     replicated.
     """
     if world_size == 1:
@@ -148,17 +148,17 @@ def effective_strategy(strategy: Strategy, copy_size: int, world_size: int) -> t
 
 
 def ranks_per_copy(strategy: Strategy, world_size: int, dp_shard_size: int | None) -> int:
-    """How many ranks share one copy of the model.
+    """Return how many ranks share one replica of the model.
 
     Raises:
-        UsageError: `dp_shard_size` does not divide the number of ranks, or is given to a strategy
-            without replicas.
+        UsageError: If `dp_shard_size` does not divide the number of ranks, or the strategy has no
+            replicas.
     """
     if not strategy.replicates:
         if dp_shard_size is not None:
             raise UsageError(
-                f"strategy.dp_shard_size={dp_shard_size}: only hybrid strategies have one, and "
-                f"{strategy.name} is none"
+                f"strategy.dp_shard_size={dp_shard_size}: only valid with hybrid strategies, not "
+                f"with {strategy.name}"
             )
         return world_size
     size = dp_shard_size or world_size

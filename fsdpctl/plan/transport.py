@@ -1,51 +1,51 @@
-"""How gradients travel over a backend, and what that needs beside the buffers it is given."""
+"""The transport of gradients over a backend, and the workspace that it needs."""
 
 from collections.abc import Sequence
 from enum import StrEnum
 
 from fsdpctl.plan.layout import FlatLayout, Span, are_even
 
-MAX_DIRECT_RANKS = 8  # above, gloo's own algorithms scale better than everybody to everybody
-ADDED_AT_A_TIME = 1 << 17  # elements, which are then scaled while they are in the cache
+MAX_DIRECT_RANKS = 8  # above, gloo's own algorithms scale better than direct exchange
+ADDED_AT_A_TIME = 1 << 17  # elements, scaled while they are in the cache
 ALL_REDUCED_TOGETHER = 25 << 20  # bytes at least, as in a bucket of DDP
 _SENT_TOGETHER = 1 << 17  # elements at most
 
 
 class Transport(StrEnum):
-    """Who moves the bytes."""
+    """A communication backend."""
 
     GLOO = "gloo"
     NCCL = "nccl"
 
 
 def sends_in_place(transport: Transport, parts: Sequence[Span]) -> bool:
-    """Whether ranks send each other gradients from where autograd made them, and add themselves.
+    """Return whether ranks send gradients from autograd's memory, and add them themselves.
 
-    Many ranks leave the addition to gloo, which needs all in one buffer and even parts.
+    Many ranks leave the addition to gloo, which needs one buffer and even parts.
     """
     is_direct = len(parts) <= MAX_DIRECT_RANKS or not are_even(parts)
     return transport is Transport.GLOO and len(parts) > 1 and is_direct
 
 
 def adds_whole(transport: Transport, size: int) -> bool:
-    """Whether whole gradients that every rank keeps are added by the backend's all-reduce.
+    """Return whether the backend's all-reduce adds unsharded gradients that every rank keeps.
 
-    Two ranks add alike in any order. Among more gloo adds in the order of a ring, so that the parts
-    are added as everywhere else, in rank order, and then put together.
+    Two ranks get the same sum in any order. Among more, gloo adds in ring order; the parts are
+    instead added in rank order, as everywhere else, and then gathered.
     """
     return transport is Transport.NCCL or size == 2
 
 
 def exchanges(transport: Transport, wire: int, reduce: int) -> bool:
-    """Whether ranks send each other one flat buffer and add themselves.
+    """Return whether ranks exchange one flat buffer and add its parts themselves.
 
-    NCCL adds in the dtype that it sends; one with fewer bytes is added by the owner of each part.
+    NCCL adds in the dtype that it sends. If that has fewer bytes, the owner of each part adds it.
     """
     return transport is Transport.NCCL and wire < reduce
 
 
 def reduce_workspace(transport: Transport, parts: Sequence[Span], rank: int) -> int:
-    """Elements that a reduce-scatter over `parts` allocates on `rank`; NCCL works in place."""
+    """Return the elements that a reduce-scatter allocates on `rank`; NCCL works in place."""
     own, size = parts[rank].numel, len(parts)
     if sends_in_place(transport, parts):
         return own * (size - 1)
@@ -53,12 +53,11 @@ def reduce_workspace(transport: Transport, parts: Sequence[Span], rank: int) -> 
 
 
 def gradient_stretches(layout: FlatLayout) -> tuple[tuple[Span, tuple[int, ...]], ...]:
-    """What is sent as one tensor: a span of the flat buffer, and the parameters in it.
+    """Return what is sent as one tensor: spans of the flat buffer, with their parameters.
 
-    A large gradient is sent alone, from where it is; small ones next to each other are copied
-    together first, with the padding between them, while they are in the cache. The copy never has
-    more than half of the buffer, so that together with all gradients it takes no more than what two
-    ranks send each other.
+    A large gradient is sent from its own memory. Small adjacent ones are first copied together,
+    with the padding between them, while they are in the cache. A copy has at most half of the
+    buffer, so that together with all gradients it takes no more than two ranks send each other.
     """
     most = min(_SENT_TOGETHER, layout.numel // 2)
     stretches: list[tuple[Span, tuple[int, ...]]] = []

@@ -1,7 +1,7 @@
-"""Which parameters are gathered, freed and reduced together.
+"""The units of a model: parameters that are gathered, freed and reduced together.
 
 A unit is a block of the model: each child of the outermost repeated list, the input embedding, the
-output head. What is left, and every parameter that several units share, is the root unit.
+output head. Everything else, and every parameter that several units share, is the root unit.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ UnitKind = Literal["block", "embedding", "head", "root"]
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """What the plan needs to know of a module tree."""
+    """The properties of a module tree that the plan depends on."""
 
     name: str  # dotted, "" for the outermost
     class_name: str
@@ -31,13 +31,13 @@ class ModuleSpec:
     is_lookup: bool = False  # an embedding, whose backward reads no weights
 
     def walk(self) -> Iterator["ModuleSpec"]:
-        """This module and all below it, outermost first."""
+        """Yield this module and all below it, outermost first."""
         yield self
         for child in self.children:
             yield from child.walk()
 
     def all_params(self) -> tuple[ParamSpec, ...]:
-        """Each parameter in it once, in module order."""
+        """Return each parameter in it once, in module order."""
         seen = {param.name: param for module in self.walk() for param in module.params}
         return tuple(seen.values())
 
@@ -53,7 +53,7 @@ class UnitSpec:
     has_backward: bool = True  # something in it is trained, or before it
 
     def param_groups(self) -> list[list[ParamSpec]]:
-        """Its parameters by dtype and trainability: a flat buffer each."""
+        """Return its parameters by dtype and trainability: a flat buffer each."""
         groups: dict[tuple[str, bool], list[ParamSpec]] = {}
         for param in self.params:
             groups.setdefault((param.dtype, param.trainable), []).append(param)
@@ -61,7 +61,7 @@ class UnitSpec:
 
 
 def unit_order(units: Sequence[UnitSpec]) -> UnitOrder:
-    """The order in which units run, root apart."""
+    """Return the order in which units run, without the root."""
     root, *others = units
     return UnitOrder(
         root.name,
@@ -80,16 +80,16 @@ def lay_out(
     *,
     shares: int = 1,
 ) -> dict[str, tuple[FlatLayout, ...]]:
-    """The flat buffers of every unit, cut into a part for each rank.
+    """Return the flat buffers of every unit, cut into a part for each rank.
 
     Args:
         units: the whole model.
-        num_parts: how many ranks share it.
-        owner_map: `even`, or who owns which stretch of the blocks, the flat buffers in order.
-        shares: into how many shares each even part is cut, where masters are cut over copies.
+        num_parts: ranks that share it.
+        owner_map: `even`, or the owners of the blocks, which are the flat buffers in order.
+        shares: of each even part, if replicas share master weights.
 
     Raises:
-        UsageError: the owner map is unknown, or for other blocks or ranks.
+        UsageError: If the owner map is unknown, or for other blocks or ranks.
     """
     if owner_map == "even":
         return {
@@ -110,7 +110,7 @@ def lay_out(
 
 
 def _repeated_children(module: ModuleSpec) -> tuple[ModuleSpec, ...]:
-    """The children that make a list of blocks: parameterised, at least two of one class."""
+    """Return the children that make a list of blocks: with parameters, two or more of a class."""
     children = tuple(child for child in module.children if child.all_params())
     if not all(child.is_called for child in children):
         return ()
@@ -136,7 +136,7 @@ def _checked_blocks(module: ModuleSpec, classes: Sequence[str] | None) -> list[M
         return _find_blocks(module)
     blocks = _blocks_of_classes(module, classes)
     if not blocks:
-        raise UsageError(f"units={', '.join(classes)}: the model has no such modules")
+        raise UsageError(f"units={', '.join(classes)}: not found in the model")
     return blocks
 
 
@@ -147,16 +147,16 @@ def divide_into_units(
     embedding: str | None = None,
     head: str | None = None,
 ) -> tuple[UnitSpec, ...]:
-    """The units of a model, root first, then in the order their forward is expected.
+    """Return the units of a model: the root first, then in the expected forward order.
 
     Args:
         module: the whole model.
         classes: names of the module classes to make units of; None finds the repeated blocks.
-        embedding: name of the input embedding, where the model names it.
-        head: name of the output head, where the model names it.
+        embedding: name of the input embedding, if the model names it.
+        head: name of the output head, if the model names it.
 
     Raises:
-        UsageError: none of `classes` is in the model.
+        UsageError: If the model has no module of `classes`.
     """
     kinds: dict[str, UnitKind] = {block.name: "block" for block in _checked_blocks(module, classes)}
     if embedding is not None:
@@ -186,17 +186,17 @@ def divide_into_units(
 
 
 def _behind_what_is_trained(params: Sequence[ParamSpec]) -> set[str]:
-    """The names of those from the first trained one on, in the order in which modules define them.
+    """Return the names of the parameters from the first trained one on, in definition order.
 
-    As units are, parameters are taken to be used in that order. Where they are not, the engine
-    still follows autograd; only what is planned is less exact.
+    Parameters, like units, are expected to be used in that order. If they aren't, the engine still
+    follows autograd, and only the plan is less exact.
     """
     first = next((i for i, param in enumerate(params) if param.trainable), len(params))
     return {param.name for param in params[first:]}
 
 
 def _used_outside(module: ModuleSpec, unit_names: set[str]) -> set[str]:
-    """Names of the parameters that some module outside every unit holds."""
+    """Return the names of the parameters that a module outside every unit holds."""
     if module.name in unit_names:
         return set()
     own = {param.name for param in module.params}

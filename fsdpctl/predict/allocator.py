@@ -3,8 +3,8 @@
 After torch's c10/cuda/CUDACachingAllocator.cpp with its default settings. Requests up to 1 MiB and
 larger ones have pools of their own; each takes the smallest free block that is large enough and
 splits it if enough is left. Segments are 2 MiB, 20 MiB or multiples of 2 MiB; an expandable segment
-grows by 2 MiB (small requests) or 20 MiB instead. Where the device has no more, all free segments
-are given back before it is asked again.
+grows by 2 MiB (small requests) or 20 MiB instead. If the device has no more, all free segments
+are returned before it is asked again.
 """
 
 from bisect import bisect_left, insort
@@ -20,7 +20,7 @@ _FAR = 1 << 50  # between the addresses of two segments
 
 
 class DeviceFullError(Exception):
-    """The device has not that much memory, even if the cache is emptied."""
+    """The device does not have enough memory, even with an empty cache."""
 
 
 class _Block:
@@ -31,9 +31,9 @@ class _Block:
         self.size = size
         self.pool = pool
         self.is_free = True
-        self.before: _Block | None = None  # its neighbours in the segment
+        self.before: _Block | None = None  # its neighbors in the segment
         self.after: _Block | None = None
-        self.missing = 0  # bytes of an expandable segment that were given back to the device
+        self.missing = 0  # bytes of an expandable segment that were returned to the device
 
 
 class _Pool:
@@ -41,13 +41,13 @@ class _Pool:
 
     def __init__(self, grain: int, least_rest: int) -> None:
         self.free: list[tuple[int, int, _Block]] = []  # by size, then address
-        self.grain = grain  # what an expandable segment grows by
-        self.least_rest = least_rest  # what must be left of a block that is split
+        self.grain = grain  # bytes by which an expandable segment grows
+        self.least_rest = least_rest  # smallest remainder of a block that is split
         self.last: _Block | None = None  # the end of the expandable segment
 
 
 class PlainAllocator:
-    """Takes what is asked for, as on the CPU, and counts."""
+    """Counts requests as they are, as on the CPU."""
 
     def __init__(self) -> None:
         self.allocated = self.peak_allocated = 0
@@ -55,7 +55,7 @@ class PlainAllocator:
 
     @property
     def peak_reserved(self) -> int:
-        """Nothing is kept back."""
+        """Reserved memory, which is what was allocated."""
         return self.peak_allocated
 
     def allocate(self, key: int, nbytes: int) -> None:
@@ -65,7 +65,7 @@ class PlainAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, key: int) -> None:
-        """Give back what was allocated as `key`."""
+        """Free what was allocated as `key`."""
         self.allocated -= self._live.pop(key)
 
     def pass_through(self, key: int, nbytes: int) -> None:
@@ -74,7 +74,7 @@ class PlainAllocator:
 
 
 class CachingAllocator:
-    """Allocates without memory, and counts."""
+    """Simulates allocations and counts them."""
 
     def __init__(
         self,
@@ -88,11 +88,11 @@ class CachingAllocator:
         Args:
             expandable: whether segments grow.
             capacity: bytes that can be reserved; None: any number.
-            streams: of which stream's memory a key is; those that are not named are of stream 0.
+            streams: the stream of each key; 0 for other keys.
         """
         self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
-        self.retries = 0  # times that the cache was emptied for want of memory
+        self.retries = 0  # how often the cache was emptied because memory ran out
         self._expandable = expandable
         self._capacity = capacity
         self._segments = 0
@@ -105,7 +105,7 @@ class CachingAllocator:
         """Take at least `nbytes`, to be freed as `key`.
 
         Raises:
-            DeviceFullError: the device has no more.
+            DeviceFullError: If the device has no more.
         """
         size = -(-nbytes // _ROUNDING) * _ROUNDING or _ROUNDING
         if key in self._streams:
@@ -129,7 +129,7 @@ class CachingAllocator:
             self.peak_allocated = self.allocated
 
     def free(self, key: int) -> None:
-        """Give back what was allocated as `key`."""
+        """Free what was allocated as `key`."""
         block = self._live.pop(key)
         self.allocated -= block.size
         block.is_free = True
@@ -164,11 +164,11 @@ class CachingAllocator:
         self.free(key)
 
     def empty_cache(self) -> None:
-        """Give back to the device what is wholly free."""
+        """Return wholly free memory to the device."""
         for pool in chain(*self._pools.values()):
             if self._expandable:
                 for _, start, block in pool.free:
-                    # Only pages that lie wholly in the block.
+                    # Only pages that are wholly in the block.
                     first = -(-start // pool.grain) * pool.grain
                     whole = max(0, (start + block.size) // pool.grain * pool.grain - first)
                     self.reserved -= max(0, whole - block.missing)
@@ -183,7 +183,7 @@ class CachingAllocator:
             pool.free = kept
 
     def _pools_of(self, stream: int) -> tuple[_Pool, _Pool]:
-        """For small and large requests."""
+        """Blocks for small or for large requests."""
         if stream not in self._pools:
             # A block of a segment that cannot grow is only split if more than a small one is left.
             least = _ROUNDING if self._expandable else _SMALL + 1
@@ -191,7 +191,7 @@ class CachingAllocator:
         return self._pools[stream]
 
     def _best_fit(self, pool: _Pool, place: int) -> _Block:
-        """The smallest that is large enough; the end of an expandable segment comes last."""
+        """Return the smallest block that is large enough; the end of a segment comes last."""
         block = pool.free[place][2]
         if block is pool.last and place + 1 < len(pool.free):
             place += 1
@@ -224,7 +224,7 @@ class CachingAllocator:
                 last.after = block
         else:
             grown = -(-(size - last.size) // pool.grain) * pool.grain
-            self._take_out(last)  # what it has is not to be given back
+            self._take_out(last)  # its memory must not be returned
             try:
                 self._reserve(grown + last.missing)
             except DeviceFullError:

@@ -1,4 +1,4 @@
-"""What the computation of a pass allocates and frees, in the order in which it does.
+"""The operators of a forward-backward pass, and what they allocate and free, in order.
 
 A pass is a forward and its backward. It is cut where units begin and end. Its parts are observed on
 a model with few blocks; those of a model with many follow, because blocks that are alike allocate
@@ -10,18 +10,40 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from fsdpctl.plan.work import Work
+
+class WorkKind(StrEnum):
+    """The limit of an operator's speed."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    ATTENTION_BACKWARD = "attention backward"
+    MEMORY = "memory"  # reading and writing
+
+
+class Work(NamedTuple):
+    """One operator, by its name in torch.
+
+    `dims` are batch, rows, columns and the length of the sums of a matrix product; batch, heads,
+    length and width of attention, whose `flops` count what a causal mask leaves.
+    """
+
+    name: str
+    kind: WorkKind
+    flops: int
+    nbytes: int  # read and written, each tensor once
+    itemsize: int  # bytes of an element that is multiplied
+    dims: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
 class Part(StrEnum):
-    """Which part of a pass; only three belong to a unit."""
+    """A kind of part of a pass; three of them belong to a unit."""
 
-    BEFORE = "before"  # what is made before the model is called
+    BEFORE = "before"  # before the model is called
     START = "start"  # until the first unit
     FORWARD = "forward"
-    AROUND = "around"  # from the end of a unit's forward to the next unit, or the model's end
+    AROUND = "around"  # from the end of a unit's forward to the next unit or the end of the model
     LOSS = "loss"  # from the end of the model's forward to the first unit's backward
-    BACKWARD = "backward"  # of a unit, and of what surrounds the units after it
+    BACKWARD = "backward"  # of a unit, and of what surrounds the units, after it
     END = "end"  # when the backward is over
 
 
@@ -29,34 +51,34 @@ class Place(NamedTuple):
     """A part of a pass."""
 
     part: Part
-    unit: str = ""  # "" where it belongs to none
+    unit: str = ""  # "": none
 
 
 class Made(NamedTuple):
-    """A tensor got memory."""
+    """A tensor is allocated."""
 
-    number: int  # of all that are made in its part
+    number: int  # among those made in its part
     nbytes: int
     what: str  # operator, dtype and shape
 
 
 class Gone(NamedTuple):
-    """A tensor's memory was given back."""
+    """A tensor is freed."""
 
     place: Place  # where it was made
     number: int
-    is_old: bool  # it was made in the pass before
+    is_old: bool  # whether the pass before made it
 
 
 class Passing(NamedTuple):
-    """Memory that an operator takes while it runs."""
+    """The workspace of an operator while it runs."""
 
     nbytes: int
     what: str
 
 
 class Gradient(NamedTuple):
-    """A tensor has become the gradient of a parameter, and belongs to the engine."""
+    """A tensor becomes the gradient of a parameter, which the engine frees."""
 
     place: Place  # where it was made
     number: int
@@ -67,7 +89,7 @@ Happening = Made | Gone | Passing | Gradient
 
 
 class Kept(NamedTuple):
-    """A tensor that is made once and stays, such as a table of rotations."""
+    """A tensor that is made once and kept, such as a table of rotations."""
 
     place: Place
     nbytes: int
@@ -76,28 +98,28 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass like all but the first."""
+    """A pass that is not the first."""
 
     parts: Mapping[Place, Sequence[Happening]]
     kept: tuple[Kept, ...] = ()
     work: Mapping[Place, Sequence[Work]] = field(default_factory=dict)
 
 
-# Of alike units in a row six are traced. Two at each end have other neighbours; the two in the
-# middle must do the same, or the row is not as regular as it looked.
+# Of like units in a row, six are traced. Two at each end have other neighbors; both in the middle
+# must be equal, otherwise the row is not regular.
 TRACED_OF_A_ROW = 6
 _ENDS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Alike units one after another, and those of the traced model that stand for them."""
+    """Like units one after another, and those of the traced model that represent them."""
 
     traced: tuple[str, ...]
     whole: tuple[str, ...]
 
     def stand_in(self, index: int) -> int:
-        """Which of `traced` does what the `index`-th of `whole` does."""
+        """Return the index of the traced unit that represents unit `index` of the whole row."""
         count, length = len(self.traced), len(self.whole)
         if length == count or index < count - _ENDS:
             return index
@@ -105,7 +127,7 @@ class Row:
         return count - from_end if from_end <= _ENDS else count - _ENDS - 1
 
     def is_regular(self, passed: Pass) -> bool:
-        """Whether the units in its middle do the same."""
+        """Return whether the units in the middle are equal."""
         if len(self.whole) == len(self.traced):
             return True
         index = {name: number for number, name in enumerate(self.traced)}
@@ -120,7 +142,7 @@ class Row:
 
 
 def _relative(each: Happening, index: Mapping[str, int], here: int) -> object:
-    """`each` as it looks from the `here`-th unit of a row."""
+    """Return `each` relative to unit `here` of a row."""
     if isinstance(each, Made | Passing):
         return each
     unit = each.place.unit
@@ -129,22 +151,22 @@ def _relative(each: Happening, index: Mapping[str, int], here: int) -> object:
     return (each.place.part, where, each.number, last)
 
 
-Operation = tuple[int, int]  # a key, and the bytes it takes; 0: frees it; below 0: takes and frees
+Operation = tuple[int, int]  # a key and its bytes; 0: free; below 0: allocate and free
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Something that takes memory in a pass."""
+    """A tensor of a pass."""
 
     place: Place
     what: str
 
 
 class Program:
-    """A pass through the whole model as operations on an allocator."""
+    """The pass through the whole model as operations on an allocator."""
 
     def __init__(self, passed: Pass, units: Sequence[str], rows: Sequence[Row]) -> None:
-        """`units`: of the whole model in the order of their forward."""
+        """Expand a traced pass to all `units` of the model, in forward order."""
         self._passed = passed
         self._row_of = {name: row for row in rows for name in row.whole}
         self._index = {name: number for row in rows for number, name in enumerate(row.whole)}
@@ -161,7 +183,7 @@ class Program:
         places.append(Place(Part.END))
         for place in places:
             self._number(place)
-        self.held_over: set[int] = set()  # keys of what outlives its pass, and goes in the next
+        self.held_over: set[int] = set()  # keys that outlive their pass and are freed in the next
         self.parts = {place: self._operations(place) for place in places}
         self.work = {place: self._work(place) for place in places}
         self.kept = tuple(
@@ -172,18 +194,17 @@ class Program:
 
     @property
     def num_keys(self) -> int:
-        """Keys are the numbers below."""
+        """The number of keys, which count from 0."""
         return len(self._sizes)
 
     def tensor(self, key: int) -> Tensor:
-        """What a key stands for."""
+        """Return the tensor of a key."""
         return self._tensors[key]
 
     def _source(self, place: Place) -> Sequence[Happening]:
         return self._passed.parts.get(Place(place.part, self._stand_in(place.unit)), ())
 
     def _work(self, place: Place) -> Sequence[Work]:
-        """What is computed there."""
         return self._passed.work.get(Place(place.part, self._stand_in(place.unit)), ())
 
     def _stand_in(self, unit: str) -> str:
@@ -198,7 +219,7 @@ class Program:
                 self._tensors.append(Tensor(place, each.what))
 
     def _all_like(self, traced: str) -> tuple[str, ...]:
-        """The units of the whole model that a traced one stands for."""
+        """Return the units of the whole model that a traced one represents."""
         row = self._traced_row.get(traced)
         if row is None:
             return (traced,)
@@ -206,12 +227,12 @@ class Program:
         return tuple(n for i, n in enumerate(row.whole) if row.stand_in(i) == wanted)
 
     def _units_meant(self, traced: str, here: str) -> tuple[str, ...]:
-        """The units that `traced` means, seen from the unit `here` of the whole model."""
+        """Return the units that `traced` refers to, as seen from unit `here` of the whole model."""
         row = self._traced_row.get(traced)
         if row is None or self._row_of.get(here) is not row:
             return self._all_like(traced)
         shift = self._traced_index[traced] - row.stand_in(self._index[here])
-        if abs(shift) > _ENDS:  # the other end is meant, not a neighbour
+        if abs(shift) > _ENDS:  # the other end, not a neighbor
             return self._all_like(traced)
         return (row.whole[self._index[here] + shift],)
 
@@ -238,7 +259,7 @@ class Program:
             yield self._first_key[Place(each.place.part, unit)] + each.number
 
     def _params_meant(self, traced: str, here: str) -> list[str]:
-        """The names in the whole model of what is a parameter's name in the traced one."""
+        """Return the names in the whole model for a parameter of the traced one."""
         for owner in self._traced_row:
             if traced.startswith(f"{owner}."):
                 return [unit + traced[len(owner) :] for unit in self._units_meant(owner, here)]

@@ -1,99 +1,125 @@
-"""The steps of PyTorch's DistributedDataParallel, with gradients as views of its buckets.
+"""The training step of PyTorch's DistributedDataParallel, with gradients as views of its buckets.
 
-Every rank keeps everything. The buckets, as large as all parameters, stay for good. Where it
-computes in a narrower dtype than it keeps, each unit's parameters are cast in forward and kept
-until its backward, as autocast does with those of matrix products.
+Every rank keeps everything. The buckets, as large as all parameters, stay allocated. If the
+computation has a narrower dtype than the parameters, each unit's parameters are cast in forward and
+kept until its backward, as autocast does for matrix products.
 """
 
 from dataclasses import dataclass
 
+from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.sizes import Itemsizes
 from fsdpctl.plan.units import UnitSpec
-from fsdpctl.predict.compute import Part, Place
+from fsdpctl.predict.compute import Part
 from fsdpctl.predict.engine_bytes import ADAMW, KeptStates
-from fsdpctl.predict.script import Category, Writer
+from fsdpctl.predict.network import CollectiveKind
+from fsdpctl.predict.recorder import GATHERS, Category, RankGroup, Recorder
+
+_BUCKET = 25 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
-class DataParallel:
-    """A model that every rank has a copy of."""
+class DdpModel:
+    """A model that every rank has a replica of."""
 
     units: tuple[UnitSpec, ...]  # root first
     sizes: Itemsizes
-    passes: int
+    reduces: tuple[bool, ...]  # per pass
     states: KeptStates = ADAMW
 
 
-class DataParallelSteps:
-    """Writes the operations of a rank."""
+class DdpSteps:
+    """The steps of one rank."""
 
-    def __init__(self, model: DataParallel, writer: Writer) -> None:
+    def __init__(self, model: DdpModel, recorder: Recorder) -> None:
         self._model = model
-        self._writer = writer
-        self._cast: dict[str, list[int]] = {}
+        self._recorder = recorder
+        self._cast_keys: dict[str, list[int]] = {}
+        self._filled = 0  # bytes of the bucket that fills
+        self._sent: list[int] = []
         self._has_states = False
         self._params = {unit.name: unit.params for unit in model.units}
 
     def setup(self, *, draws: bool) -> None:
-        """Build the model, and the buckets."""
-        writer, itemsize = self._writer, self._model.sizes.master
-        writer.begin()
-        writer.at("building the model")
+        """Build the model and the buckets."""
+        recorder, itemsize = self._recorder, self._model.sizes.master
+        recorder.at("building the model")
         for unit, params in self._params.items():
             for param in params:
-                writer.allocate(Category.PARAMETERS, unit, "parameters", param.numel * itemsize)
-        for unit, params in self._params.items():
-            nbytes = sum(param.numel for param in params if param.trainable) * itemsize
-            writer.allocate(Category.GRADIENTS, unit, "buckets", nbytes)
+                recorder.allocate(Category.PARAMETERS, unit, "parameters", param.numel * itemsize)
+        for unit in self._params:
+            nbytes = sum(param.numel for param in self._trained(unit)) * itemsize
+            recorder.allocate(Category.GRADIENTS, unit, "buckets", nbytes)
 
     def step(self) -> None:
-        """All passes, and the optimizer's step."""
-        model, writer = self._model, self._writer
+        """Run all forward-backward passes and the optimizer."""
+        model, recorder = self._model, self._recorder
         root, *units = (unit.name for unit in model.units)
-        writer.begin()
-        for _ in range(model.passes):
-            writer.play(Place(Part.BEFORE))
-            self._narrow(root)
-            writer.play(Place(Part.START))
+        for reduces in model.reduces:
+            recorder.compute(Part.BEFORE)
+            self._cast(root)
+            recorder.compute(Part.START)
             for name in units:
-                self._narrow(name)
-                writer.play(Place(Part.FORWARD, name))
-                writer.play(Place(Part.AROUND, name))
-            writer.play(Place(Part.LOSS))
-            for name in reversed(units):
-                writer.play(Place(Part.BACKWARD, name))
-                self._collect(name)
-            self._collect(root)
-            writer.play(Place(Part.END))
-        self._optimizer()
+                self._cast(name)
+                recorder.compute(Part.FORWARD, name)
+                recorder.compute(Part.AROUND, name)
+            recorder.compute(Part.LOSS)
+            for name in (*reversed(units), root):
+                if name != root:
+                    recorder.compute(Part.BACKWARD, name)
+                self._collect(name, reduces=reduces)
+            self._send(self._filled, reduces=reduces)
+            for key in self._sent:
+                recorder.wait(key)
+            self._sent.clear()
+            recorder.compute(Part.END)
+        self._optimize()
 
-    def _narrow(self, unit: str) -> None:
-        sizes = self._model.sizes
+    def _trained(self, unit: str) -> list[ParamSpec]:
+        return [param for param in self._params[unit] if param.trainable]
+
+    def _cast(self, unit: str) -> None:
+        sizes, params = self._model.sizes, self._params[unit]
         if sizes.param == sizes.master:
             return
-        self._cast[unit] = [
-            self._writer.allocate(
+        self._cast_keys[unit] = [
+            self._recorder.allocate(
                 Category.GATHERED_UNITS, unit, "cast parameters", param.numel * sizes.param
             )
-            for param in self._params[unit]
+            for param in params
         ]
+        numel = sum(param.numel for param in params)
+        self._recorder.copy(numel * (sizes.param + sizes.master), f"cast {unit}")
 
-    def _collect(self, unit: str) -> None:
-        """The gradients were copied into the buckets."""
+    def _collect(self, unit: str, *, reduces: bool) -> None:
+        """Copy the gradients into the buckets, and reduce every bucket that is full."""
+        recorder = self._recorder
         for param in self._params[unit]:
-            key = self._writer.gradient(param.name)
-            if key is not None:
-                self._writer.free(key)
-        for key in self._cast.pop(unit, []):
-            self._writer.free(key)
+            recorder.free(recorder.gradient(param.name))
+        for key in self._cast_keys.pop(unit, []):
+            recorder.free(key)
+        nbytes = sum(param.numel for param in self._trained(unit)) * self._model.sizes.master
+        recorder.copy(2 * nbytes, f"copy gradients of {unit}")
+        self._filled += nbytes
+        while self._filled >= _BUCKET:
+            self._send(_BUCKET, reduces=reduces)
 
-    def _optimizer(self) -> None:
-        self._writer.at("the optimizer's step")
-        if self._has_states:
-            return
-        self._has_states = True
-        for unit, params in self._params.items():
-            trained = [param.numel for param in params if param.trainable]
-            for nbytes in (numel * self._model.sizes.master for numel in trained):
-                for size in self._model.states.of(nbytes):
-                    self._writer.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
+    def _send(self, nbytes: int, *, reduces: bool) -> None:
+        self._filled -= nbytes
+        if reduces and nbytes:
+            kind, group = CollectiveKind.ALL_REDUCE, RankGroup.SHARD
+            key = self._recorder.start(kind, nbytes, group, "reduce a bucket", queue=GATHERS)
+            self._sent.append(key)
+
+    def _optimize(self) -> None:
+        recorder, model = self._recorder, self._model
+        recorder.at("the optimizer's step")
+        trained = [(unit, param.numel) for unit in self._params for param in self._trained(unit)]
+        if not self._has_states:
+            self._has_states = True
+            for unit, numel in trained:
+                for size in model.states.of(numel * model.sizes.master):
+                    recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
+        total = sum(numel for _, numel in trained)
+        recorder.optimize(total, model.sizes.master, model.states.moments)
+        recorder.end_step()

@@ -1,4 +1,4 @@
-"""What a rank holds of the model and of what the engine needs to train it: exact, from the plan.
+"""The memory of fsdpctl's engine on a rank, exactly as planned.
 
 Counted are master weights, gradients, optimizer states, gathered parameters and the buffers in
 which gradients are reduced, replayed event by event through a step. Not counted are activations,
@@ -18,20 +18,18 @@ from fsdpctl.plan.schedule import Event, EventKind, Prefetch, step_events, updat
 from fsdpctl.plan.sizes import Itemsizes, RankPlace, unit_bytes
 from fsdpctl.plan.slots import SlotSpec, slots_of
 from fsdpctl.plan.strategy import Strategy
-from fsdpctl.predict.script import CATEGORY_OF
-
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+from fsdpctl.predict.recorder import CATEGORY_OF
 
 
 @dataclass(frozen=True, slots=True)
 class KeptStates:
-    """What an optimizer keeps for each tensor that it steps."""
+    """The optimizer states of each tensor."""
 
-    moments: int = 2  # as large as the tensor, in the masters' dtype
-    counter: int = 4  # bytes: how often it was stepped
+    moments: int = 2  # as large as the tensor, in the dtype of the master weights
+    counter: int = 4  # bytes of the step counter
 
     def of(self, nbytes: int) -> list[int]:
-        """Bytes of each, of a tensor whose master has so many."""
+        """Return the bytes of each state of a tensor with `nbytes` of master weights."""
         return [*[self.counter] * bool(self.counter), *[nbytes] * self.moments]
 
 
@@ -40,46 +38,46 @@ ADAMW = KeptStates()
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Bytes of one rank at one moment, padding included."""
+    """The bytes of one rank at one moment, with padding."""
 
-    parameters: int  # at rest: masters, and parts in the dtype that computes
+    parameters: int  # at rest: master weights, and parts in the compute dtype
     gradients: int  # reduced
     optimizer_states: int
-    gathered_units: int  # slots of parameters that compute; masters that lie in them not again
+    gathered_units: int  # slots to compute with, without the master weights that are views of them
     reduce_buffers: int
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all categories."""
         return sum(self.to_dict().values())
 
     def to_dict(self) -> dict[str, int]:
-        """By category."""
+        """Return the bytes by category."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What the fullest rank holds."""
+    """The memory of the fullest rank."""
 
-    rank: int  # among those that share a copy
-    copy: int  # the copy that it belongs to
-    breakdown: Breakdown  # at the moment of a step when it is most
-    largest: Breakdown  # each category at its own most; these moments may differ
+    rank: int  # among those that share a replica
+    copy: int  # its replica
+    breakdown: Breakdown  # at the peak
+    largest: Breakdown  # each category at its own peak
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes at that moment."""
+        """The bytes at the peak."""
         return self.breakdown.total
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """Everything about a run that decides what the engine holds."""
+    """All settings of a run that determine the engine's memory."""
 
     order: UnitOrder
     layouts: Mapping[str, Sequence[FlatLayout]]  # of every unit, root first
-    strategy: Strategy  # the one that runs
+    strategy: Strategy  # the effective one
     sizes: Itemsizes
     prefetch: Prefetch
     reduces: tuple[bool, ...]  # per micro-step, whether its backward reduces
@@ -88,14 +86,14 @@ class TrainingPlan:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a rank holds after an event of a step; the first moment is before all events."""
+    """The memory of a rank after an event of a step, or before the first."""
 
     event: Event | None
     held: Breakdown
 
 
 def estimate(plan: TrainingPlan, place: RankPlace) -> Estimate:
-    """The peak of the rank that needs most; which one `place` is of is not looked at."""
+    """Return the peak of the rank that needs the most memory; the rank of `place` is ignored."""
     candidates = _fullest_ranks(plan.layouts)
     places = [replace(place, rank=rank, copy=copy) for rank, copy in candidates]
     return max((_estimate_rank(plan, each) for each in places), key=lambda each: each.peak_bytes)
@@ -110,17 +108,17 @@ def _estimate_rank(plan: TrainingPlan, place: RankPlace) -> Estimate:
 
 
 def _fullest_ranks(layouts: Mapping[str, Sequence[FlatLayout]]) -> list[tuple[int, int]]:
-    """The ranks among which the one that needs most is found, each with its copy."""
+    """Return the ranks that may need the most memory, each with its replica."""
     flats = [layout for of_unit in layouts.values() for layout in of_unit]
     if all(layout.is_even for layout in flats):
-        # They differ only by the counter of one more tensor, where two parameter groups meet.
+        # They differ only by the counter of one more tensor, if two parameter groups meet there.
         meeting = {rank for layout in flats for rank in _meeting_ranks(layout)}
         return [divmod(rank, flats[0].shares) for rank in sorted({0, *meeting})]
     return [(rank, 0) for rank in range(len(flats[0].parts))]
 
 
 def _meeting_ranks(layout: FlatLayout) -> Iterator[int]:
-    """Which of the owned parts of an evenly cut buffer have parameters of two groups."""
+    """Yield the parts of an evenly divided buffer that have parameters of two groups."""
     size = layout.owned_parts[0].numel
     for before, after in pairwise(layout.placements):
         if decay_group(before.param) != decay_group(after.param):
@@ -128,7 +126,7 @@ def _meeting_ranks(layout: FlatLayout) -> Iterator[int]:
 
 
 def plan_slots(plan: TrainingPlan) -> tuple[SlotSpec, ...]:
-    """What the units are gathered into."""
+    """Return the slots that the units are gathered into."""
     nbytes = {
         name: sum(layout.numel for layout in of_unit) * plan.sizes.param
         for name, of_unit in plan.layouts.items()
@@ -138,7 +136,7 @@ def plan_slots(plan: TrainingPlan) -> tuple[SlotSpec, ...]:
 
 
 def planned_step(plan: TrainingPlan, place: RankPlace) -> list[Event]:
-    """The events of a step with everything that has bytes."""
+    """Return the events of a step, with their bytes and buffers."""
     slots, combines = plan_slots(plan), place.combines(plan.strategy)
     replay, reductions = _replay(plan, place)
     events = step_events(
@@ -154,8 +152,9 @@ def planned_step(plan: TrainingPlan, place: RankPlace) -> list[Event]:
 
 
 def planned_update(plan: TrainingPlan, place: RankPlace) -> list[Event]:
-    """The same of what follows the optimizer's step."""
-    return _replay(plan, place)[0].play(update_events(plan.order, plan.strategy))
+    """Return the events that follow the optimizer's step."""
+    events = update_events(plan.order, plan.strategy)
+    return _replay(plan, place)[0].play(events) if events else []
 
 
 def _replay(plan: TrainingPlan, place: RankPlace) -> tuple[Replay, Reductions]:
@@ -173,7 +172,7 @@ def _replay(plan: TrainingPlan, place: RankPlace) -> tuple[Replay, Reductions]:
 
 
 def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
-    """What one rank holds in the course of a step, once there are optimizer states."""
+    """Yield the memory of a rank throughout a step, after the first one."""
     states = _states(plan, place)
     stay = plan.strategy.keeps_whole_params
     always = sum(slot.nbytes for slot in plan_slots(plan) if slot.resident or stay)
@@ -182,7 +181,7 @@ def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
         nbytes = held_masters(plan, place, layout).numel * plan.sizes.kept(layout)
         is_window = plan.sizes.kept(layout) == plan.sizes.param
         if stay and is_window:
-            always -= nbytes  # it lies in the parameters
+            always -= nbytes  # master weights are views of the parameters
         if layout.shares == 1 or not is_window:
             parameters += nbytes
     held = {"gathered_units": always, "gradients": 0, "reduce_buffers": 0}
@@ -197,19 +196,19 @@ def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
 
 
 def held_masters(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> Span:
-    """Of which elements of a flat buffer a rank has the masters."""
+    """Return the elements of a flat buffer whose master weights a rank has."""
     whole = Span(0, layout.numel)
     return layout.owned(place.rank, place.copy) if plan.strategy.shards_optimizer else whole
 
 
 def resting_bytes(plan: TrainingPlan) -> int:
-    """Bytes of this rank's parts in the dtype that computes, where masters have less."""
+    """Return the bytes of a rank's parts in the compute dtype, if replicas share master weights."""
     layouts = (layout for of_unit in plan.layouts.values() for layout in of_unit)
     return sum(each.parts[0].numel for each in layouts if each.shares > 1) * plan.sizes.param
 
 
 def _states(plan: TrainingPlan, place: RankPlace) -> int:
-    """Bytes of the optimizer's states."""
+    """Return the bytes of the optimizer states."""
     states = 0
     for layout in (layout for of_unit in plan.layouts.values() for layout in of_unit):
         if layout.trainable:
@@ -221,7 +220,7 @@ def _states(plan: TrainingPlan, place: RankPlace) -> int:
 
 
 def pieces_before_the_last(events: Sequence[Event], root: str) -> Iterator[Event]:
-    """The reductions that another one of the same unit follows before the pass ends."""
+    """Yield the reductions that another one of the same unit follows in the same pass."""
     later: set[str] = set()
     for event in reversed(events):
         if event.kind is EventKind.LEAVE and event.unit == root:

@@ -1,40 +1,48 @@
-"""The steps of PyTorch's `fully_shard`, as its source has them (torch/distributed/fsdp).
+"""The training step of PyTorch's `fully_shard`, after its source (torch/distributed/fsdp).
 
 Each parameter is cut along its first dimension. A unit is gathered into one buffer of a side stream
-and copied from there into a tensor for each parameter; that buffer is given back when the next unit
-has been copied. The unit before is gathered ahead in backward. Gradients are copied into one
-buffer, which is given back when the next unit's backward is over, and reduced into another, which
-the gradients are views of.
+and copied from there into one tensor per parameter; that buffer is freed once the next unit has
+been copied. In backward, the previous unit is gathered ahead. Gradients are copied into one buffer,
+which is freed after the next unit's backward, and reduced into another, of which the gradients are
+views.
+
+The host requests memory for the next forward gather only after it has issued the kernels of the
+current block, but the transfer runs alongside them: hence `_start_gather` and `_allocate_gather`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.sizes import Itemsizes
 from fsdpctl.plan.units import UnitSpec
-from fsdpctl.predict.compute import Part, Place
+from fsdpctl.predict.compute import Part
 from fsdpctl.predict.engine_bytes import ADAMW, KeptStates
-from fsdpctl.predict.script import Category, Writer
+from fsdpctl.predict.network import CollectiveKind as C
+from fsdpctl.predict.recorder import COPIES, Category, RankGroup, Recorder
 
 _GATHERS, _REDUCES, _ALL_REDUCES = 1, 2, 3  # streams
+_QUEUE = "collectives"  # of the shard group's communicator
 
 
-@dataclass(frozen=True, slots=True)
-class FullyShard:
-    """A model that `fully_shard` was called on: each block, then the whole."""
+@dataclass(frozen=True)
+class Fsdp2Model:
+    """A model that `fully_shard` was called on: each block, then the root."""
 
-    units: tuple[UnitSpec, ...]  # ours, in the order of their forward after the root
-    num_parts: int  # ranks that share a copy
+    units: tuple[UnitSpec, ...]  # as fsdpctl divides it: root first, then in forward order
+    num_parts: int  # ranks that share a replica
     sizes: Itemsizes
-    reshards: bool  # after forward; the last block, and what is in no block, never
+    reshards: bool  # after forward; the last block and the root never
     prefetch: int  # blocks gathered ahead in backward
     reduces: tuple[bool, ...]  # per pass
-    ahead: int = 0  # blocks gathered ahead in forward, beyond its habit
+    ahead: int = 0  # blocks gathered ahead in forward by request
     states: KeptStates = ADAMW
-    replicates: bool = False  # what is reduced is then all-reduced over copies
+    replicates: bool = False  # gradients are then all-reduced over replicas
     fused: bool = True  # AdamW in one kernel, or tensor by tensor with a temporary each
+    overlaps: bool = True  # whether the next block is gathered during a forward anyway
 
+    @cached_property
     def groups(self) -> dict[str, tuple[ParamSpec, ...]]:
         """The parameters of the root and of each block."""
         blocks = {unit.name: unit.params for unit in self.units if unit.kind == "block"}
@@ -43,227 +51,250 @@ class FullyShard:
 
     @property
     def root(self) -> str:
-        """Our name for what is in no block."""
+        """The name of the unit outside all blocks."""
         return self.units[0].name
 
 
-class FullyShardSteps:
-    """Writes the operations of one rank."""
+class Fsdp2Steps:
+    """The steps of one rank."""
 
-    def __init__(self, model: FullyShard, writer: Writer) -> None:
+    def __init__(self, model: Fsdp2Model, recorder: Recorder) -> None:
         self._model = model
-        self._writer = writer
-        self._groups = model.groups()
+        self._recorder = recorder
+        self._groups = model.groups
         self._blocks = [name for name in self._groups if name != model.root]
         self._places = [unit.name for unit in model.units[1:]]
+        self._gathers: dict[str, int] = {}  # by unit, until they are waited for
         self._gathered: dict[str, int | None] = {}  # units in a gather's buffer, if there is one
         self._whole: dict[str, list[int]] = {}
         self._copied: int | None = None  # the buffer of the gather that was copied last
         self._reducing: int | None = None
         self._all_reduced: list[int] = []  # kept until the backward is over
+        self._reductions: list[int] = []  # of this pass
         self._grads: dict[str, int] = {}  # reduced
         self._held: dict[str, list[int]] = {}  # not reduced yet
         self._has_states = False
 
     def setup(self, *, draws: bool) -> None:
         """Build the model."""
-        self._writer.begin()
-        self._writer.at("building the model")
+        self._recorder.at("building the model")
         for unit, params in self._groups.items():
             for nbytes in self._shards(params):
-                self._writer.allocate(Category.PARAMETERS, unit, "parameters", nbytes)
+                self._recorder.allocate(Category.PARAMETERS, unit, "parameters", nbytes)
 
     def step(self) -> None:
-        """All passes, the reductions, and the optimizer's step."""
-        self._writer.begin()
+        """Run all forward-backward passes, the reductions and the optimizer."""
         for reduces in self._model.reduces:
-            self._writer.play(Place(Part.BEFORE))
+            self._recorder.compute(Part.BEFORE)
             self._forward()
             self._backward(reduces=reduces)
-            self._writer.play(Place(Part.END))
-        self._optimizer()
+            self._recorder.compute(Part.END)
+        self._optimize()
 
     def _numel(self, param: ParamSpec) -> int:
-        """Of a rank's part, rows padded."""
+        """Return the elements of a rank's part, with padded rows."""
         if not param.shape:
             return 1
         rows = -(-param.shape[0] // self._model.num_parts)
         return rows * param.numel // max(1, param.shape[0])
 
-    def _shards(self, params: Sequence[ParamSpec]) -> Iterator[int]:
-        return (self._numel(param) * self._model.sizes.master for param in params)
+    def _part(self, params: Sequence[ParamSpec]) -> int:
+        return sum(map(self._numel, params))
 
-    def _gather(self, unit: str) -> None:
+    def _shards(self, params: Sequence[ParamSpec]) -> list[int]:
+        return [self._numel(param) * self._model.sizes.master for param in params]
+
+    def _start_gather(self, unit: str) -> None:
+        if unit in self._gathers or unit in self._whole:
+            return
+        recorder, sizes = self._recorder, self._model.sizes
+        part = self._part(self._groups[unit])
+        recorder.copy(part * (sizes.param + sizes.master), "copy in")
+        nbytes = part * self._model.num_parts * sizes.param
+        self._gathers[unit] = recorder.start(
+            C.GATHER, nbytes, RankGroup.SHARD, f"gather {unit}", queue=_QUEUE
+        )
+
+    def _allocate_gather(self, unit: str) -> None:
         if unit in self._gathered or unit in self._whole:
             return
-        writer, sizes = self._writer, self._model.sizes
+        recorder, sizes = self._recorder, self._model.sizes
         if self._model.num_parts == 1:
             self._gathered[unit] = None
             return
-        writer.at("gathering", unit)
-        part = sum(map(self._numel, self._groups[unit])) * sizes.param
+        recorder.at("gathering", unit)
+        part = self._part(self._groups[unit]) * sizes.param
         cast = None
         if sizes.param != sizes.master:
             cast = self._buffer(Category.GATHERED_UNITS, unit, part, _GATHERS)
         nbytes = part * self._model.num_parts
         self._gathered[unit] = self._buffer(Category.GATHERED_UNITS, unit, nbytes, _GATHERS)
-        if cast is not None:
-            writer.free(cast)
+        recorder.free(cast)
 
     def _buffer(self, category: Category, unit: str, nbytes: int, stream: int = 0) -> int:
         what = "gathered parameters" if stream == _GATHERS else "all gradients"
-        return self._writer.allocate(category, unit, what, nbytes, stream=stream)
+        return self._recorder.allocate(category, unit, what, nbytes, stream=stream)
 
     def _copy_out(self, unit: str, *, forward: bool) -> None:
+        """Gather a unit unless it is, and copy its parameters out of the buffer."""
         if unit in self._whole:
             return
-        self._gather(unit)
-        self._let_go_of_copied()
-        self._whole[unit] = [
-            self._writer.allocate(
-                Category.GATHERED_UNITS,
-                unit,
-                "parameters",
-                self._numel(param) * self._model.num_parts * self._model.sizes.param,
-            )
-            for param in self._groups[unit]
-        ]
+        recorder, params = self._recorder, self._groups[unit]
+        self._start_gather(unit)
+        self._allocate_gather(unit)
+        self._free_copied()
+        recorder.wait(self._gathers.pop(unit))
+        parts, itemsize, of = (
+            self._model.num_parts,
+            self._model.sizes.param,
+            Category.GATHERED_UNITS,
+        )
+        whole = [self._numel(param) * parts * itemsize for param in params]
+        self._whole[unit] = [recorder.allocate(of, unit, "parameters", size) for size in whole]
+        if parts > 1:
+            recorder.copy(2 * sum(whole), f"copy out {unit}")
         buffer = self._gathered.pop(unit)
         if forward:
             self._copied = buffer
-        elif buffer is not None:
-            self._writer.free(buffer)
+        else:
+            recorder.free(buffer)
 
-    def _let_go_of_copied(self) -> None:
-        if self._copied is not None:
-            self._writer.free(self._copied)
-            self._copied = None
+    def _free_copied(self) -> None:
+        self._recorder.free(self._copied)
+        self._copied = None
 
     def _reshard(self, unit: str) -> None:
         for key in self._whole.pop(unit, []):
-            self._writer.free(key)
+            self._recorder.free(key)
 
     def _forward(self) -> None:
-        model, writer = self._model, self._writer
+        model, recorder = self._model, self._recorder
         self._copy_out(model.root, forward=True)
-        writer.play(Place(Part.START))
+        recorder.compute(Part.START)
         for name in self._places:
             is_block = name in self._groups
             if is_block:
                 self._copy_out(name, forward=True)
-                place = self._blocks.index(name) + 1
-                for ahead in self._blocks[place : place + model.ahead]:
-                    self._gather(ahead)
-            writer.play(Place(Part.FORWARD, name))
+                following = self._blocks[self._blocks.index(name) + 1 :]
+                for ahead in following[: max(model.ahead, int(model.overlaps))]:
+                    self._start_gather(ahead)
+                for ahead in following[: model.ahead]:
+                    self._allocate_gather(ahead)
+            recorder.compute(Part.FORWARD, name)
             if is_block and model.reshards and name != self._blocks[-1]:
                 self._reshard(name)
-            writer.play(Place(Part.AROUND, name))
-        self._let_go_of_copied()
-        writer.play(Place(Part.LOSS))
+            recorder.compute(Part.AROUND, name)
+        self._free_copied()
+        recorder.compute(Part.LOSS)
 
     def _backward(self, *, reduces: bool) -> None:
-        running: str | None = None
+        recorder, running = self._recorder, ""
         for name in reversed(self._places):
-            if running is not None and name in self._groups:
+            if running:
                 self._after(running, reduces=reduces)
-            if name in self._groups:
+            running = name if name in self._groups else ""
+            if running:
                 self._copy_out(name, forward=False)
                 place = self._blocks.index(name)
                 for ahead in self._blocks[max(0, place - self._model.prefetch) : place][::-1]:
-                    self._gather(ahead)
-            elif running is not None:
-                self._after(running, reduces=reduces)
-            running = name if name in self._groups else None
-            self._writer.play(Place(Part.BACKWARD, name))
-        if running is not None:
-            self._after(running, reduces=reduces)
-        self._after(self._model.root, reduces=reduces)
-        if self._reducing is not None:
-            self._writer.free(self._reducing)
-            self._reducing = None
-        for key in self._all_reduced:
-            self._writer.free(key)
+                    self._start_gather(ahead)
+                    self._allocate_gather(ahead)
+            recorder.compute(Part.BACKWARD, name)
+        for name in filter(None, (running, self._model.root)):
+            self._after(name, reduces=reduces)
+        for key in self._reductions:
+            recorder.wait(key)
+        recorder.free(self._reducing)
+        for each in self._all_reduced:
+            recorder.free(each)
+        self._reducing = None
+        self._reductions.clear()
         self._all_reduced.clear()
 
     def _with_gradients(self, unit: str) -> list[ParamSpec]:
-        gradients = self._writer.program.gradients
-        return [param for param in self._groups[unit] if param.name in gradients]
+        return [param for param in self._groups[unit] if self._recorder.has_gradient(param)]
 
     def _after(self, unit: str, *, reduces: bool) -> None:
-        """A unit's backward is over."""
-        writer, sizes = self._writer, self._model.sizes
+        """Free a unit's parameters after its backward, and hold or reduce its gradients."""
+        recorder, sizes = self._recorder, self._model.sizes
         self._reshard(unit)
         params = self._with_gradients(unit)
         if not params:
             return
-        keys = [key for param in params if (key := writer.gradient(param.name)) is not None]
-        writer.at("reducing", unit)
+        recorder.at("reducing", unit)
+        part = self._part(params)
+        nbytes = part * self._model.num_parts * sizes.reduce
+        keys = [recorder.gradient(param.name) for param in params]
         if not reduces or unit in self._held:
             self._hold(unit, params, keys)
             if not reduces:
+                recorder.copy(2 * nbytes, f"keep gradients of {unit}")
                 return
-            keys = self._held.pop(unit)
-        if self._reducing is not None:
-            writer.free(self._reducing)
-        part = sum(map(self._numel, params))
-        self._reducing = self._buffer(
-            Category.REDUCE_BUFFERS, unit, part * self._model.num_parts * sizes.reduce
-        )
+            keys = [*self._held.pop(unit)]
+        recorder.free(self._reducing)
+        self._reducing = self._buffer(Category.REDUCE_BUFFERS, unit, nbytes)
         for key in keys:
-            writer.free(key)
+            recorder.free(key)
+        self._reduce(unit, nbytes)
+        # What was all-reduced is kept until the backward is over.
+        release = self._all_reduced.append if self._model.replicates else recorder.free
         grads = self._buffer(Category.GRADIENTS, unit, part * sizes.reduce, _REDUCES)
         if sizes.reduce != sizes.master:
             stream = _ALL_REDUCES if self._model.replicates else _REDUCES
             wide = self._buffer(Category.GRADIENTS, unit, part * sizes.master, stream)
-            self._let_go_of_sum(grads)
+            release(grads)
             grads = wide
         if unit in self._grads:
-            self._let_go_of_sum(grads)
+            release(grads)
         else:
             self._grads[unit] = grads
 
-    def _let_go_of_sum(self, key: int) -> None:
-        """What was all-reduced is kept until the backward is over."""
+    def _reduce(self, unit: str, nbytes: int) -> None:
+        recorder, parts = self._recorder, self._model.num_parts
+        shard, replicas = RankGroup.SHARD, RankGroup.REPLICAS
+        if parts > 1:
+            recorder.copy(2 * nbytes, f"copy gradients of {unit}")
+        key = recorder.start(C.REDUCE_SCATTER, nbytes, shard, f"reduce {unit}", queue=_QUEUE)
         if self._model.replicates:
-            self._all_reduced.append(key)
-        else:
-            self._writer.free(key)
+            label, own = f"sum over copies of {unit}", nbytes / parts
+            key = recorder.start(C.ALL_REDUCE, own, replicas, label, queue=COPIES, after=key)
+        self._reductions.append(key)
 
-    def _hold(self, unit: str, params: Sequence[ParamSpec], keys: list[int]) -> None:
-        """Gradients stay whole, in the dtype of the reduction."""
-        writer, sizes = self._writer, self._model.sizes
+    def _hold(self, unit: str, params: Sequence[ParamSpec], keys: Sequence[int | None]) -> None:
+        """Keep unsharded gradients in the dtype of the reduction."""
+        recorder, sizes = self._recorder, self._model.sizes
         if unit in self._held:
             for key in keys:
-                writer.free(key)
+                recorder.free(key)
         elif sizes.param == sizes.reduce:
-            self._held[unit] = keys
-            for key in keys:
-                writer.keep(key)
+            self._held[unit] = [key for key in keys if key is not None]
+            for key in self._held[unit]:
+                recorder.keep(key)
         else:
-            self._held[unit] = []
+            held = self._held[unit] = []
             for param, key in zip(params, keys, strict=True):
-                nbytes = param.numel * sizes.reduce
-                wide = writer.allocate(Category.GRADIENTS, unit, "held gradients", nbytes)
-                self._held[unit].append(wide)
-                writer.free(key)
+                of, nbytes = Category.GRADIENTS, param.numel * sizes.reduce
+                held.append(recorder.allocate(of, unit, "held gradients", nbytes))
+                recorder.free(key)
 
-    def _optimizer(self) -> None:
-        writer = self._writer
-        writer.at("the optimizer's step")
+    def _optimize(self) -> None:
+        recorder, model = self._recorder, self._model
+        recorder.at("the optimizer's step")
+        trained = {unit: self._shards(self._with_gradients(unit)) for unit in self._groups}
+        shards = [(unit, nbytes) for unit, parts in trained.items() for nbytes in parts]
         if not self._has_states:
             self._has_states = True
-            for unit in self._groups:
-                for nbytes in self._shards(self._with_gradients(unit)):
-                    for size in self._model.states.of(nbytes):
-                        writer.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
-        if not self._model.fused:
-            temporaries = [
-                writer.allocate(Category.OPTIMIZER_STATES, unit, "roots of second moments", nbytes)
-                for unit in self._groups
-                for nbytes in self._shards(self._with_gradients(unit))
-            ]
+            for unit, nbytes in shards:
+                for size in model.states.of(nbytes):
+                    recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
+        if not model.fused:
+            of, what = Category.OPTIMIZER_STATES, "roots of second moments"
+            temporaries = [recorder.allocate(of, unit, what, size) for unit, size in shards]
             for key in temporaries:
-                writer.free(key)
+                recorder.free(key)
         for key in self._grads.values():
-            writer.free(key)
+            recorder.free(key)
         self._grads.clear()
+        numel = sum(nbytes for _, nbytes in shards) // model.sizes.master
+        recorder.optimize(numel, model.sizes.master, model.states.moments)
+        recorder.end_step()

@@ -1,4 +1,4 @@
-"""What computes and what sends, as far as time depends on it."""
+"""Devices, priced by their data sheets."""
 
 import math
 from collections.abc import Mapping
@@ -6,76 +6,76 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fsdpctl.plan.attention import FLASH
-from fsdpctl.plan.work import Work, WorkKind
+from fsdpctl.predict.compute import Work, WorkKind
 
 _ATTENTION = (WorkKind.ATTENTION, WorkKind.ATTENTION_BACKWARD)
 
 
 class Device(Protocol):
-    """What computes."""
+    """A device that prices operators."""
 
     def seconds(self, work: Work) -> float:
-        """Of an operator that runs alone."""
+        """Return the seconds of an operator that runs alone."""
         ...
 
-    def copying(self, nbytes: float) -> float:
-        """Seconds to read and write so many bytes together."""
+    def copy_seconds(self, nbytes: float) -> float:
+        """Return the seconds to read and write `nbytes` in total."""
         ...
 
-    def stepping(self, nbytes: float, moments: int) -> float:
-        """Seconds of an optimizer that keeps so many moments, for masters of so many bytes."""
-        ...
-
-    @property
-    def issuing(self) -> float:
-        """Seconds of the host for each operator, beside which the device computes."""
+    def optimizer_seconds(self, nbytes: float, moments: int) -> float:
+        """Return the seconds of an optimizer step over `nbytes` of master weights."""
         ...
 
     @property
-    def per_step(self) -> float:
-        """Seconds of a step that no operator accounts for."""
+    def host_seconds(self) -> float:
+        """The seconds of the host per operator, during which the device computes."""
+        ...
+
+    @property
+    def step_overhead(self) -> float:
+        """The seconds of a step that no operator accounts for."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DataSheet:
-    """A GPU as its maker describes it, with the shares of that which kernels reach.
+    """A GPU by its data sheet, with the efficiencies that kernels reach.
 
-    Rates are of dense arithmetic. Efficiencies were measured by others, see docs/time-model.md.
+    Rates are for dense operations. Sources of the efficiencies are in docs/time-model.md.
     """
 
     flops: Mapping[int, float]  # FLOP/s by bytes of an element
     bandwidth: float  # bytes/s of its memory
     matmul: float  # share of FLOP/s that large products reach within a step
-    attention: Mapping[str, float]  # the same of attention over long sequences, by kernel
-    in_step: float  # of each operator's speed when it runs alone
-    fuses: bool = False  # whether a compiler brings operators that read and write together
-    per_step: float = 0.0
+    attention: Mapping[str, float]  # the same for attention over long sequences, by kernel
+    in_step: float  # share of its speed alone that an operator reaches within a step
+    fuses: bool = False  # whether a compiler fuses operators that read and write
+    step_overhead: float = 0.0
 
     def seconds(self, work: Work) -> float:
-        """By the roofline: arithmetic or memory, whichever takes longer, and its launch."""
+        """Apply the roofline model: the longer of computation and memory, and the launch."""
         if work.kind is WorkKind.MEMORY:
             share = _FUSED if self.fuses else 1.0
-            return self.copying(work.nbytes * share) + _LAUNCH * share
+            return self.copy_seconds(work.nbytes * share) + _LAUNCH * share
         rate = self.flops[work.itemsize] * self._share(work)
         moved = work.nbytes / (self.bandwidth * _streaming(work.nbytes))
         return max(work.flops / rate, moved) / self.in_step + _LAUNCH
 
     @property
-    def issuing(self) -> float:
-        """Of Python, dispatcher, autograd and driver; a compiler brings operators together."""
+    def host_seconds(self) -> float:
+        """The time in Python, dispatcher, autograd and driver; a compiler fuses operators."""
         return _ISSUING * (_FUSED if self.fuses else 1.0)
 
-    def copying(self, nbytes: float) -> float:
-        """At the share of the bandwidth that so many bytes reach."""
+    def copy_seconds(self, nbytes: float) -> float:
+        """Apply the share of the bandwidth that `nbytes` reach."""
         return nbytes / (self.bandwidth * _streaming(nbytes)) / self.in_step
 
-    def stepping(self, nbytes: float, moments: int) -> float:
-        """In one kernel: reads master, gradient and moments, writes all but the gradient."""
-        return self.copying((3 + 2 * moments) * nbytes)
+    def optimizer_seconds(self, nbytes: float, moments: int) -> float:
+        """Price one kernel: it reads all, and writes all except the gradient."""
+        return self.copy_seconds((3 + 2 * moments) * nbytes)
 
     def _attention(self, work: Work) -> float:
-        """Of the kernel that torch's operator runs; float32 has a peak of its own."""
+        """Return the efficiency of the kernel that torch runs; float32 has a peak of its own."""
         kernel = next((name for name in self.attention if name in work.name), FLASH)
         return self.attention[kernel if work.itemsize == _TWO_BYTES else FLASH]
 
@@ -90,22 +90,22 @@ class DataSheet:
 
 
 _TWO_BYTES = 2
-_FUSED = 0.4  # of the bytes that operators move one by one: what a compiler leaves of them
+_FUSED = 0.4  # share of the bytes of single operators that remains after fusion
 _ISSUING = 9e-6  # seconds
-_LAUNCH = 2e-6  # seconds: the least that a kernel takes
-_HALF_LENGTH = 560  # of sequences at which attention reaches half of its speed
-_HALF_SUM = 130  # of the sums of a product, alike
+_LAUNCH = 2e-6  # seconds: the shortest kernel
+_HALF_LENGTH = 560  # sequence length at which attention reaches half of its speed
+_HALF_SUM = 130  # length of the sums at which a matrix product reaches half of its speed
 
 
 def _streaming(nbytes: float) -> float:
-    """The share of the memory's bandwidth that a kernel reaches that moves so many bytes."""
+    """Return the share of the memory bandwidth that a kernel of `nbytes` reaches."""
     if nbytes >= 64e6:
         return 0.85
     return 0.70 if nbytes >= 8e6 else 0.5
 
 
 def _alignment(*sizes: int) -> float:
-    """What is lost where a matrix does not divide into tiles."""
+    """Return the efficiency of a matrix whose sizes may not divide into tiles."""
     if any(size % 8 for size in sizes if size > 1):
         return 0.65
     return 0.95 if any(size % 64 for size in sizes if size > 64) else 1.0

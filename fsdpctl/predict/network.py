@@ -1,17 +1,17 @@
-"""Collectives priced by latency and bandwidth, over the links within a node and between nodes."""
+"""Collectives priced by latency and bandwidth, on the links within a node and between nodes."""
 
 import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from fsdpctl.predict.tasks import Transfer
+from fsdpctl.predict.simulator import Transfer
 
 NODE, NET = "links within a node", "links between nodes"
 
 
 class CollectiveKind(StrEnum):
-    """What ranks do together."""
+    """The collective operations of a training step."""
 
     GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
@@ -20,28 +20,28 @@ class CollectiveKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that do something together, alike many on each of their nodes."""
+    """A process group, with the same number of ranks on each of its nodes."""
 
     ranks: int
     nodes: int
 
     @property
     def ranks_per_node(self) -> int:
-        """Of the group."""
+        """The ranks of the group on one node."""
         return self.ranks // self.nodes
 
 
 class Network(Protocol):
-    """What sends."""
+    """A network that prices collectives."""
 
     def transfer(self, kind: CollectiveKind, nbytes: float, group: Group) -> Transfer:
-        """A collective over a buffer of so many bytes: what is gathered, or what is reduced."""
+        """Price a collective over a buffer of `nbytes`: the gathered or the reduced one."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RingNetwork:
-    """NCCL's rings and trees over links that are described.
+    """NCCL's rings and trees over links from a data sheet.
 
     Times are latency + bytes / bandwidth, with NCCL's own latencies for its simple protocol
     (NVIDIA/nccl, src/graph/tuning.cc). Rings go through all ranks of a node before they leave it,
@@ -49,12 +49,13 @@ class RingNetwork:
     """
 
     intra: float  # bytes/s that a rank sends and receives within its node
-    inter: float  # the same between nodes: its card's
-    slows_intra: float = 0.19  # arithmetic beside a collective: arXiv 2507.03114, 18.9 % on average
-    slows_inter: float = 0.10
+    inter: float  # the same between nodes, over its network card
+    # Share of the computing speed lost during a collective: 18.9% on average in arXiv 2507.03114.
+    slowdown_intra: float = 0.19
+    slowdown_inter: float = 0.10
 
     def transfer(self, kind: CollectiveKind, nbytes: float, group: Group) -> Transfer:
-        """By a ring; an all-reduce by a tree where that has the shorter latency."""
+        """Price a ring; for an all-reduce a tree, if its latency is shorter."""
         ranks, nodes = group.ranks, group.nodes
         if ranks == 1:
             return Transfer(NODE, 0.0, 0.0)
@@ -66,12 +67,12 @@ class RingNetwork:
             latency = _BASE + 2 * min(latency - _BASE, tree)
         sent = rounds * nbytes * (ranks - 1) / ranks
         link = NODE if nodes == 1 else NET
-        slows = self.slows_inter if group.ranks_per_node == 1 else self.slows_intra
+        slowdown = self.slowdown_inter if group.ranks_per_node == 1 else self.slowdown_intra
         leaving = sent if nodes == 1 else sent * (nodes - 1) / nodes / group.ranks_per_node
-        return Transfer(link, latency, sent / bandwidth, leaving, slows)
+        return Transfer(link, latency, sent / bandwidth, leaving, slowdown)
 
     def _bandwidth(self, group: Group) -> float:
-        """Bytes/s of a ring, which more nodes make slower (NVIDIA/nccl#1229)."""
+        """Return the bytes/s of a ring, which more nodes slow down (NVIDIA/nccl#1229)."""
         intra = self.intra * _PROTOCOL
         if group.nodes == 1:
             return intra
@@ -80,7 +81,7 @@ class RingNetwork:
         return min(intra if group.ranks_per_node > 1 else inter, inter) * max(0.4, 1.0 - declines)
 
 
-_PROTOCOL = 0.8  # of a link's rate is left for data
+_PROTOCOL = 0.8  # share of a link's rate that is left for data
 _CARD = 0.92
-_DECLINE = 0.055  # of the bandwidth, each time that the nodes double beyond four
+_DECLINE = 0.055  # share of the bandwidth lost each time the nodes double beyond four
 _BASE, _INTRA_HOP, _INTER_HOP = 8.4e-6, 3.4e-6, 14e-6  # seconds

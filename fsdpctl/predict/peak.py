@@ -1,35 +1,23 @@
-"""Plays steps on an allocator until it asks the device for no more."""
+"""Replays steps on an allocator until it requests no more memory from the device."""
 
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from fsdpctl.predict.allocator import CachingAllocator, DeviceFullError, PlainAllocator
 from fsdpctl.predict.compute import Operation
-from fsdpctl.predict.script import Category, Item, When, Writer
+from fsdpctl.predict.memory_recorder import Item, MemoryRecorder, When
+from fsdpctl.predict.recorder import Category, Steps
 
-_MOST_STEPS = 5  # after which an allocator that still grows is taken as it is
-_USUAL = 2  # the number of a step like all that follow
-_LARGEST = 8  # how many kinds of tensors are named
-
-
-class Steps(Protocol):
-    """Writes what a rank does, under some engine."""
-
-    def setup(self, *, draws: bool) -> None:
-        """Build the model."""
-        ...
-
-    def step(self) -> None:
-        """A step."""
-        ...
+_MOST_STEPS = 5  # after which an allocator may still grow
+_USUAL = 2  # the number of a step like all later ones
+_LARGEST = 8  # kinds of tensors that are listed
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Memory that is taken once."""
+    """Memory that is allocated once."""
 
     category: Category
     what: str
@@ -38,12 +26,12 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """Tensors of one kind that are there at the peak."""
+    """The tensors of one kind that exist at the peak."""
 
     category: Category
     what: str
     count: int
-    nbytes: int  # of all of them
+    nbytes: int  # in total
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,45 +44,52 @@ class Peak:
 
 
 class Script:
-    """Everything that a rank does: building the model, then steps."""
+    """All that a rank allocates: building the model, then steps."""
 
     def __init__(
-        self, writer: Writer, steps: Steps, *, draws: bool, constants: Sequence[Constant] = ()
+        self,
+        recorder: MemoryRecorder,
+        steps: Steps,
+        *,
+        draws: bool,
+        constants: Sequence[Constant] = (),
     ) -> None:
-        """`constants` are made with the model, and stay; so do tables that the first pass makes."""
-        self._writer = writer
+        """Record the setup; `constants`, and tables that the first pass makes, stay allocated."""
+        self._recorder = recorder
         self._steps = steps
+        recorder.begin()
         steps.setup(draws=draws)
         for each in constants:
-            writer.allocate(each.category, "", each.what, each.nbytes)
-        for kept in writer.program.kept:
-            writer.allocate(Category.ACTIVATIONS, kept.place.unit, kept.what, kept.nbytes)
-        self._lists = [writer.operations]
-        self._moments = [writer.moments]
+            recorder.allocate(each.category, "", each.what, each.nbytes)
+        for kept in recorder.program.kept:
+            recorder.allocate(Category.ACTIVATIONS, kept.place.unit, kept.what, kept.nbytes)
+        self._lists = [recorder.operations]
+        self._moments = [recorder.moments]
 
     def operations(self, number: int) -> Sequence[Operation]:
-        """Of a step; 0: of building the model."""
+        """Return the operations of a step; 0: of building the model."""
         while len(self._lists) <= number:
+            self._recorder.begin()
             self._steps.step()
-            self._lists.append(self._writer.operations)
-            self._moments.append(self._writer.moments)
+            self._lists.append(self._recorder.operations)
+            self._moments.append(self._recorder.moments)
         return self._lists[number]
 
     def when(self, number: int, index: int) -> When:
-        """The moment of an operation."""
+        """Return the moment of an operation."""
         moments = self._moments[number]
         return moments[bisect_right(moments, index, key=lambda each: each[0]) - 1][1]
 
     def moments(self, number: int) -> Sequence[tuple[int, When]]:
-        """Where each moment of a step begins."""
+        """Return the index of the first operation of each moment of a step."""
         return self._moments[number]
 
 
-def play(operations: Sequence[Operation], allocator: CachingAllocator | PlainAllocator) -> None:
-    """Do what is written.
+def execute(operations: Sequence[Operation], allocator: CachingAllocator | PlainAllocator) -> None:
+    """Execute the operations.
 
     Raises:
-        DeviceFullError: the allocator cannot.
+        DeviceFullError: If the allocator runs out of memory.
     """
     allocate, free, pass_through = allocator.allocate, allocator.free, allocator.pass_through
     for key, nbytes in operations:
@@ -106,16 +101,16 @@ def play(operations: Sequence[Operation], allocator: CachingAllocator | PlainAll
             pass_through(key, -nbytes)
 
 
-def settle(script: Script, allocator: CachingAllocator | PlainAllocator) -> int:
-    """Play steps until one asks for nothing new; returns the number of steps.
+def replay(script: Script, allocator: CachingAllocator | PlainAllocator) -> int:
+    """Replay steps until one needs nothing new, and return their number.
 
     Raises:
-        DeviceFullError: the allocator cannot.
+        DeviceFullError: If the allocator runs out of memory.
     """
-    play(script.operations(0), allocator)
+    execute(script.operations(0), allocator)
     before = (-1, -1)  # peaks
     for number in range(1, _MOST_STEPS + 1):
-        play(script.operations(number), allocator)
+        execute(script.operations(number), allocator)
         now = (allocator.peak_allocated, allocator.peak_reserved)
         if now == before:
             return number
@@ -123,25 +118,23 @@ def settle(script: Script, allocator: CachingAllocator | PlainAllocator) -> int:
     return _MOST_STEPS
 
 
-def can_play(
-    script: Script, capacity: int, *, expandable: bool, streams: Mapping[int, int]
-) -> bool:
-    """Whether a device of that size serves, if the allocator empties its cache when it is full."""
+def can_run(script: Script, capacity: int, *, expandable: bool, streams: Mapping[int, int]) -> bool:
+    """Return whether the steps run on a device of that size, perhaps by emptying the cache."""
     allocator = CachingAllocator(expandable=expandable, capacity=capacity, streams=streams)
     try:
-        settle(script, allocator)
+        replay(script, allocator)
     except DeviceFullError:
         return False
     return True
 
 
 def find_peak(script: Script, item: Callable[[int], Item], rounding: int) -> Peak:
-    """What is there when most is held, as a rule in a step that is not the first.
+    """Return the moment at which most is allocated, usually in a step that is not the first.
 
     Args:
-        script: what the rank does.
-        item: what a key stands for.
-        rounding: bytes that each request is rounded up to a multiple of.
+        script: the operations of the rank.
+        item: returns the purpose of a key.
+        rounding: requests are rounded up to a multiple of these bytes.
     """
     live: dict[int, int] = {}
     total = most = 0
@@ -188,8 +181,10 @@ def _peak(when: When, held: Sequence[tuple[Item, int]], passing: int) -> Peak:
     return Peak(when, breakdown, largest)
 
 
-def course(script: Script, item: Callable[[int], Item]) -> list[tuple[When, dict[Category, int]]]:
-    """What is held, by category, at the fullest point of every moment of a step."""
+def peaks_by_moment(
+    script: Script, item: Callable[[int], Item]
+) -> list[tuple[When, dict[Category, int]]]:
+    """Return the bytes by category at the fullest point of every moment of a step."""
     live = _alive_after(script, _USUAL - 1)
     held = dict.fromkeys(Category, 0)
     for key, nbytes in live.items():
@@ -217,7 +212,7 @@ def course(script: Script, item: Callable[[int], Item]) -> list[tuple[When, dict
 
 
 def _alive_after(script: Script, last: int) -> dict[int, int]:
-    """What is there after step `last`, and its bytes."""
+    """Return the keys that are allocated after step `last`, with their bytes."""
     live: dict[int, int] = {}
     for number in range(last + 1):
         for key, nbytes in script.operations(number):

@@ -1,33 +1,33 @@
-"""A machine as it was measured: what operators took, and collectives, at several sizes."""
+"""A profiled machine: how long operators and collectives took, at several sizes."""
 
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import read_json
-from fsdpctl.plan.work import Work, WorkKind
+from fsdpctl.predict.compute import Work, WorkKind
 from fsdpctl.predict.network import NET, NODE, CollectiveKind, Group
-from fsdpctl.predict.tasks import Transfer
+from fsdpctl.predict.simulator import Transfer
 
-VERSION = 1
-_PAYLOAD = 0.94  # of a cable's rate: what TCP gets through it both ways at once
-_NEIGHBOURS = 4  # of what was measured, that say how fast a product of other sizes is
+VERSION = 2
+_PAYLOAD = 0.94  # of a network link's rate: what TCP transfers through it both ways at once
+_NEIGHBORS = 4  # measured products that determine the speed of a product of another size
 
 
 class Point(NamedTuple):
-    """How long so many bytes took."""
+    """The time that some bytes took."""
 
     nbytes: float
     seconds: float
 
 
 class Observed(NamedTuple):
-    """How long an operator took; as in `Work`."""
+    """The time that an operator took; as in `Work`."""
 
     name: str
     kind: str
@@ -40,51 +40,62 @@ class Observed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What profile-device writes."""
+    """The file that profile-device writes."""
 
     version: int
     device: str  # its name
     is_cuda: bool
-    dtype: str  # that was computed in
+    dtype: str  # of the computation
     ranks: int  # that computed at the same time
     torch: str
     operators: list[Observed]
-    per_operator: float  # seconds of the host that are no operator's own
-    copying: list[Point]  # read and written together
-    stepping: list[Point]  # AdamW: bytes of the masters
+    host_seconds_per_operator: float  # that no operator's own time includes
+    memory_copy: list[Point]  # bytes read and written together
+    optimizer_step: list[Point]  # AdamW: bytes of the master weights
     collectives: dict[str, list[Point]] = field(default_factory=dict)  # by kind; whole buffers
-    slows: float = 0.0  # share of the arithmetic that is lost beside a collective
-    yields: float = 0.0  # share of a collective's speed that is lost beside arithmetic
+    compute_slowdown: float = 0.0  # share of the computing speed lost during a collective
+    comm_slowdown: float = 0.0  # share of a collective's speed lost during computation
     drift: float = 0.0  # as in `Transfer`
 
 
 def read_profile(path: Path) -> Profile:
-    """The profile in a file.
+    """Read a profile.
 
     Raises:
-        UsageError: it is none, or of another version.
+        UsageError: If the file is not a profile or has an unsupported version.
     """
     found = read_json(path, Profile)
     if found.version != VERSION:
-        raise UsageError(f"{path}: version {found.version}; this version reads {VERSION}")
-    if not (found.operators and found.copying and found.stepping):
-        raise UsageError(f"{path}: has no operators, copying or stepping")
+        raise UsageError(
+            f"{path}: version {found.version} is not supported; expected {VERSION}. "
+            "Run profile-device again."
+        )
+    if not (found.operators and found.memory_copy and found.optimizer_step):
+        raise UsageError(f"{path}: operators, memory_copy and optimizer_step are required")
     if found.collectives and set(found.collectives) != {each.value for each in CollectiveKind}:
-        raise UsageError(f"{path}: collectives: has not all of {', '.join(CollectiveKind)}")
-    if found.ranks < 1 or found.drift < 0 or not (0 <= found.slows < 1 > found.yields >= 0):
-        raise UsageError(f"{path}: ranks, slows, yields or drift cannot be")
-    curves = {"copying": found.copying, "stepping": found.stepping, **found.collectives}
-    for name, points in curves.items():
+        raise UsageError(f"{path}: collectives: expected all of {', '.join(CollectiveKind)}")
+    slowdowns = {name: getattr(found, name) for name in ("compute_slowdown", "comm_slowdown")}
+    for name, share in slowdowns.items():
+        if not 0 <= share < 1:
+            raise UsageError(f"{path}: {name}: expected a number from 0 to below 1, got {share}")
+    if found.ranks < 1 or found.drift < 0:
+        raise UsageError(f"{path}: ranks must be at least 1, and drift at least 0")
+    curves = {name: getattr(found, name) for name in ("memory_copy", "optimizer_step")}
+    for name, points in {**curves, **found.collectives}.items():
         sizes = [point.nbytes for point in points]
         if not points or sizes != sorted(set(sizes)) or any(min(each) <= 0 for each in points):
-            raise UsageError(f"{path}: {name}: sizes must grow, and take time")
-    if any(each.seconds <= 0 for each in found.operators) or found.per_operator < 0:
-        raise UsageError(f"{path}: operators: each must take time")
+            raise UsageError(f"{path}: {name}: expected increasing sizes and positive times")
+    if any(each.seconds <= 0 for each in found.operators) or found.host_seconds_per_operator < 0:
+        raise UsageError(f"{path}: operators: expected positive times")
     return found
 
 
 def on_curve(points: Sequence[Point], nbytes: float) -> float:
-    """Seconds of so many bytes: straight between what was measured, outside at its edges' rates."""
+    """Return the seconds for `nbytes`.
+
+    They are linear between measured points, the first point's below them, and at the last point's
+    rate above.
+    """
     if nbytes <= points[0].nbytes:
         return points[0].seconds  # latency
     if nbytes >= points[-1].nbytes:
@@ -106,29 +117,30 @@ class MeasuredDevice:
             self._by_kind[each.kind].append(each)
         self._known: dict[Work, float] = {}
 
-    issuing = per_step = 0.0  # they are in what operators took
+    host_seconds = step_overhead = 0.0  # the measured times include them
 
     def seconds(self, work: Work) -> float:
-        """Of an operator that runs alone, and the host's part of it."""
+        """Return the time of an operator that runs alone, with the host's share."""
         if work not in self._known:
-            self._known[work] = self._seconds(work) + self._profile.per_operator
+            host = self._profile.host_seconds_per_operator
+            self._known[work] = self._seconds(work) + host
         return self._known[work]
 
-    def copying(self, nbytes: float) -> float:
-        """Seconds to read and write so many bytes together."""
-        return on_curve(self._profile.copying, nbytes)
+    def copy_seconds(self, nbytes: float) -> float:
+        """Return the time to read and write `nbytes` in total."""
+        return on_curve(self._profile.memory_copy, nbytes)
 
-    def stepping(self, nbytes: float, moments: int) -> float:
-        """As measured with two moments; fewer are less to read and to write."""
-        return on_curve(self._profile.stepping, nbytes) * (3 + 2 * moments) / 7
+    def optimizer_seconds(self, nbytes: float, moments: int) -> float:
+        """Return the time of a step, which was measured with two moments."""
+        return on_curve(self._profile.optimizer_step, nbytes) * (3 + 2 * moments) / 7
 
     def _seconds(self, work: Work) -> float:
         like = self._by_name.get(work.name) or self._by_kind.get(work.kind.value)
         if not like:
-            return self.copying(work.nbytes)
+            return self.copy_seconds(work.nbytes)
         if work.kind is WorkKind.MEMORY:
             return on_curve(_curve(like), work.nbytes)
-        near = sorted(like, key=lambda each: _distance(each.dims, work.dims))[:_NEIGHBOURS]
+        near = sorted(like, key=lambda each: _distance(each.dims, work.dims))[:_NEIGHBORS]
         weights = [1 / (0.01 + _distance(each.dims, work.dims)) for each in near]
         rates = [each.flops / each.seconds for each in near]
         # A mean of times, not of rates: the slow ones count.
@@ -137,7 +149,7 @@ class MeasuredDevice:
 
 
 def _curve(observed: Sequence[Observed]) -> list[Point]:
-    """Their times by bytes; the mean where several had as many."""
+    """Return the times by bytes, the mean if several had the same bytes."""
     alike: dict[int, list[float]] = defaultdict(list)
     for each in observed:
         alike[each.nbytes].append(each.seconds)
@@ -145,7 +157,7 @@ def _curve(observed: Sequence[Observed]) -> list[Point]:
 
 
 def _distance(one: Sequence[int], other: Sequence[int]) -> float:
-    """Squared, in doublings of each size."""
+    """Return the squared distance, in doublings of each size."""
     return sum(
         (math.log2(max(1, a)) - math.log2(max(1, b))) ** 2 for a, b in zip(one, other, strict=True)
     )
@@ -153,47 +165,31 @@ def _distance(one: Sequence[int], other: Sequence[int]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredNetwork:
-    """The links of a profile within a node; between nodes a cable of so many bytes/s."""
+    """The profiled links within a node, and network links between nodes."""
 
-    collectives: Mapping[str, Sequence[Point]]
-    ranks: int  # that it was measured with
-    slows: float
-    yields: float
-    drift: float
-    inter: float | None  # of a node; None: as fast as within it
+    profile: Profile  # with collectives
+    inter: float | None  # bytes/s of a node; None: as fast as within it
 
     def transfer(self, kind: CollectiveKind, nbytes: float, group: Group) -> Transfer:
-        """As long as it took; longer where the cable is slower."""
+        """Price a collective as measured, or by the network link if that is slower."""
         if group.ranks == 1:
             return Transfer(NODE, 0.0, 0.0)
-        here = on_curve(self.collectives[kind.value], nbytes) * self._scale(group.ranks)
+        profile, curve = self.profile, self.profile.collectives[kind.value]
+        # More ranks send more than the profiled ones.
+        scale = ((group.ranks - 1) / group.ranks) / ((profile.ranks - 1) / profile.ranks)
+        within = on_curve(curve, nbytes) * scale
         rounds = 2 if kind is CollectiveKind.ALL_REDUCE else 1
         sent = rounds * nbytes * (group.ranks - 1) / group.ranks
-        latency = min(here, self.collectives[kind.value][0].seconds)
+        latency = min(within, curve[0].seconds)
+        slowdowns = profile.compute_slowdown, profile.comm_slowdown
         if group.nodes == 1 or self.inter is None:
-            return Transfer(
-                NODE, latency, here - latency, sent, self.slows, self.yields, self.drift
-            )
-        leaving = group.ranks_per_node * sent * self._leaves(group)
-        cable = leaving / (self.inter * _PAYLOAD)
-        busy = min(1.0, here / (cable or here))
-        seconds = max(here - latency, cable)
-        slow = cable > here
-        return Transfer(
-            NET,
-            latency,
-            seconds,
-            leaving,
-            self.slows * busy,
-            0.0 if slow else self.yields,
-            self.drift,
-        )
-
-    @staticmethod
-    def _leaves(group: Group) -> float:
-        """The share of what a rank sends that goes to other nodes: to everybody alike."""
-        return (group.ranks - group.ranks_per_node) / (group.ranks - 1)
-
-    def _scale(self, ranks: int) -> float:
-        """More ranks send more."""
-        return ((ranks - 1) / ranks) / ((self.ranks - 1) / self.ranks)
+            return Transfer(NODE, latency, within - latency, sent, *slowdowns, profile.drift)
+        # A rank sends alike to all others; this share of them is on other nodes.
+        elsewhere = (group.ranks - group.ranks_per_node) / (group.ranks - 1)
+        leaving = group.ranks_per_node * sent * elsewhere
+        between = leaving / (self.inter * _PAYLOAD)
+        busy = min(1.0, within / (between or within))
+        if between > within:
+            slowdowns = profile.compute_slowdown * busy, 0.0
+        seconds = max(within - latency, between)
+        return Transfer(NET, latency, seconds, leaving, *slowdowns, profile.drift)

@@ -1,12 +1,13 @@
-"""What a rank holds at most: a script played on the allocators."""
+"""The peak memory of a rank: a script replayed on the allocators."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from fsdpctl.predict.allocator import CachingAllocator, PlainAllocator
-from fsdpctl.predict.collection import without_collection
-from fsdpctl.predict.peak import Constant, Peak, Script, Steps, can_play, find_peak, settle
-from fsdpctl.predict.script import Category, Writer
+from fsdpctl.predict.memory_recorder import MemoryRecorder
+from fsdpctl.predict.no_gc import without_gc
+from fsdpctl.predict.peak import Constant, Peak, Script, can_run, find_peak, replay
+from fsdpctl.predict.recorder import Category, Steps
 
 ALLOCATORS = ("expandable", "native")
 _MIB = 1 << 20
@@ -17,54 +18,54 @@ _ROUNDING = 512  # of CUDA's allocator
 
 @dataclass(frozen=True, slots=True)
 class StepEstimate:
-    """The most that a rank holds, in bytes, and when that is."""
+    """The peak memory of a rank, in bytes, and its moment."""
 
     device: str
-    allocator: str  # with which the run keeps memory
+    allocator: str  # of the run
     allocated: int  # in tensors
     peak_reserved: int  # by that allocator
     peak: Peak
     script: Script
-    writer: Writer
+    recorder: MemoryRecorder
 
     @property
     def reserved(self) -> dict[str, int]:
-        """For each way of keeping memory; those that the run does not use are played now."""
+        """Bytes by allocator; the one that the run does not use is replayed now."""
         return {
             name: self.peak_reserved
             if name == self.allocator
-            else _played(self.script, self.writer, self.device, name).peak_reserved
+            else _replayed(self.script, self.recorder, self.device, name).peak_reserved
             for name in ALLOCATORS
         }
 
     @property
     def breakdown(self) -> dict[str, int]:
-        """Bytes at the peak by category; they add up to what is allocated."""
+        """Bytes at the peak by category; their sum is `allocated`."""
         parts = {category.value: nbytes for category, nbytes in self.peak.breakdown.items()}
         return {**parts, "rounding": self.allocated - sum(parts.values())}
 
     def verdict(self, available: int) -> str:
-        """`fits`, `thrashes` (only if the allocator empties its cache on the way), `too_large`.
+        """Return `fits`, `thrashes` (only by emptying the allocator's cache) or `too_large`.
 
-        What does not simply fit is played again on a device with `available` bytes.
+        A script that does not simply fit is replayed on a device with `available` bytes.
         """
         if self.peak_reserved <= available:
             return "fits"
         if self.device == "cpu" or self.allocated > available:
             return "too_large"
         grows = self.allocator == "expandable"
-        plays = can_play(self.script, available, expandable=grows, streams=self.writer.streams)
-        return "thrashes" if plays else "too_large"
+        runs = can_run(self.script, available, expandable=grows, streams=self.recorder.streams)
+        return "thrashes" if runs else "too_large"
 
     def to_dict(self) -> dict[str, Any]:
-        """The part of `estimate-memory --json` that is the same for every module."""
+        """Return the part of `estimate-memory --json` that every module has."""
         return {
             "peak_allocated_bytes": self.allocated,
             "peak_reserved_bytes": self.peak_reserved,
             "allocator": self.allocator,
             "reserved_bytes": self.reserved,
             "breakdown": self.breakdown,
-            "when": str(self.peak.when),
+            "peak_at": str(self.peak.when),
             "largest": [
                 {
                     "category": each.category.value,
@@ -79,32 +80,32 @@ class StepEstimate:
 
 
 def estimate_steps(
-    writer: Writer, steps: Steps, *, device: str, allocator: str, draws: bool
+    recorder: MemoryRecorder, steps: Steps, *, device: str, allocator: str, draws: bool
 ) -> StepEstimate:
-    """Play what `steps` writes until nothing new is asked for.
+    """Replay `steps` until they need nothing new.
 
     Args:
-        writer: of `steps`.
+        recorder: the one that `steps` record in.
         steps: of some engine.
-        device: `cpu`, where requests are taken as they are, or `cuda`.
+        device: `cpu`, whose requests are not rounded, or `cuda`.
         allocator: one of ALLOCATORS.
-        draws: whether the model's values are made on the device.
+        draws: whether the model's values are initialized on the device.
     """
     on_cuda = device == "cuda"
-    with without_collection():
-        script = Script(writer, steps, draws=draws, constants=_CUBLAS if on_cuda else ())
-        played = _played(script, writer, device, allocator)
-        peak = find_peak(script, writer.item, _ROUNDING if on_cuda else 1)
-    allocated, reserved = played.peak_allocated, played.peak_reserved
-    return StepEstimate(device, allocator, allocated, reserved, peak, script, writer)
+    with without_gc():
+        script = Script(recorder, steps, draws=draws, constants=_CUBLAS if on_cuda else ())
+        replayed = _replayed(script, recorder, device, allocator)
+        peak = find_peak(script, recorder.item, _ROUNDING if on_cuda else 1)
+    allocated, reserved = replayed.peak_allocated, replayed.peak_reserved
+    return StepEstimate(device, allocator, allocated, reserved, peak, script, recorder)
 
 
-def _played(
-    script: Script, writer: Writer, device: str, name: str
+def _replayed(
+    script: Script, recorder: MemoryRecorder, device: str, name: str
 ) -> CachingAllocator | PlainAllocator:
-    """An allocator that the script was played on."""
+    """Replay the script on an allocator, and return it."""
     allocator: CachingAllocator | PlainAllocator = PlainAllocator()
     if device == "cuda":
-        allocator = CachingAllocator(expandable=name == "expandable", streams=writer.streams)
-    settle(script, allocator)
+        allocator = CachingAllocator(expandable=name == "expandable", streams=recorder.streams)
+    replay(script, allocator)
     return allocator

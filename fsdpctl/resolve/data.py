@@ -12,11 +12,10 @@ from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words
-from fsdpctl.data.chats.data import open_data
 from fsdpctl.data.chats.files import absolute_paths
 from fsdpctl.data.documents import PackedRows
-from fsdpctl.data.source import DataSet
-from fsdpctl.data.tokens import check_tokens
+from fsdpctl.data.open import open_data
+from fsdpctl.data.tokens import DataSet, check_tokens
 from fsdpctl.errors import UsageError
 from fsdpctl.resolve.machine import check_length
 
@@ -76,8 +75,8 @@ def notes_on_data(config: Config, data: DataSet) -> tuple[str, ...]:
         return data.notes
     text = f"{len(rows):,} packed sequences of {rows.seq_len:,} tokens, {rows.padding:.1%} padding"
     if rows.num_too_long:
-        what = "dropped" if config.data.too_long == "drop" else "truncated"
-        text += f"; {rows.num_too_long:,} longer samples {what} (data.too_long)"
+        what = "truncated" if config.data.too_long == "truncate" else "dropped"
+        text += f"; {rows.num_too_long:,} samples are longer: {what} (data.too_long)"
     if rows.num_untrained:
         text += f"; {rows.num_untrained:,} dropped, without a trained token in a sequence"
     return (*data.notes, text)

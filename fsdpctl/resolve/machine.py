@@ -8,8 +8,8 @@ import torch
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config, PrecisionConfig, StrategyConfig
 from fsdpctl.errors import UsageError
+from fsdpctl.plan.sizes import DTYPE_BYTES
 from fsdpctl.plan.strategy import get_strategy, ranks_per_copy
-from fsdpctl.predict.engine_bytes import DTYPE_BYTES
 from fsdpctl.resolve.launchers import place_of
 
 LOCAL = "local"

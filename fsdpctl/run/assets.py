@@ -8,8 +8,8 @@ from typing import Any
 from fsdpctl.checkpoint.pretrained import RUN_ASSETS, assets_beside, read_assets
 from fsdpctl.config.schema import Config
 from fsdpctl.data.chats.template import TEMPLATE_FILE
-from fsdpctl.data.source import DataSet
 from fsdpctl.data.tokenizer import TOKENIZER_FILES
+from fsdpctl.data.tokens import DataSet
 from fsdpctl.io.documents import parse_json
 
 _GENERATION = "generation_config.json"

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""The duration of each phase of a step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,8 +6,7 @@ from typing import Literal
 
 import torch
 
-from fsdpctl.comm.marks import Mark, mark, seconds_between
-from fsdpctl.comm.waits import Seconds
+from fsdpctl.comm.waits import Mark, Seconds, mark, seconds_between
 
 Phase = Literal["data", "compute", "optimizer"]
 
@@ -18,16 +17,16 @@ class StepTimes:
 
     total: float
     compute: float  # forward and backward
-    exposed_communication: float | None  # what was waited for, whenever; None: within the others
+    exposed_communication: float | None  # in all phases; None: included in the others
     data: float
-    optimizer: float  # with the norm of the gradient
+    optimizer: float  # including the gradient norm
 
 
 class StepClock:
-    """Tells phases apart: by the host's clock, or on CUDA by events that cost the host nothing."""
+    """A stopwatch for phases: the host's clock, or on CUDA events, which cost the host nothing."""
 
     def __init__(self, device: torch.device, take_waits: Callable[[], Seconds] | None) -> None:
-        """Begin a step; `take_waits()` gives what was waited for since its last call."""
+        """Start a step. `take_waits()` returns the time spent waiting since its last call."""
         self._on_cuda = device.type == "cuda"
         self._knows_waits = take_waits is not None
         self._take_waits = take_waits or _no_waits
@@ -37,13 +36,13 @@ class StepClock:
         self._laps: list[tuple[Phase, Mark, Mark, Seconds]] = []
 
     def lap(self, phase: Phase) -> None:
-        """What was done since the last lap was `phase`."""
+        """Attribute the time since the last lap to `phase`."""
         now = mark(on_cuda=self._on_cuda)
         self._laps.append((phase, self._last, now, self._take_waits()))
         self._last = now
 
     def times(self) -> StepTimes:
-        """What the laps say; waits for the device if it has to."""
+        """Return the times of all laps; may wait for the device."""
         if isinstance(self._last, torch.cuda.Event):
             self._last.synchronize()
         spent = {"data": 0.0, "compute": 0.0, "optimizer": 0.0}

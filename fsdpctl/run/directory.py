@@ -30,7 +30,7 @@ from fsdpctl.errors import NO_ROOM, CheckpointError, FsdpctlError, UsageError
 from fsdpctl.resolve.attention import with_kept_kernel
 from fsdpctl.resolve.run import decides_losses
 from fsdpctl.run.assets import write_assets
-from fsdpctl.run.files import ALIVE, LOCK, OVERRIDES, RUNS, replace_text
+from fsdpctl.run.files import HEARTBEAT, LOCK, OVERRIDES, RUNS, replace_text
 from fsdpctl.run.files import LOG as LOG
 from fsdpctl.run.files import LOGS as LOGS
 from fsdpctl.run.files import METRICS as METRICS
@@ -239,7 +239,7 @@ def prepare_run_dir(
     checkpoints = run_dir / CHECKPOINTS
     try:
         replace_text(run_dir / OVERRIDES, "".join(f"{each}\n" for each in settings))
-        (run_dir / ALIVE).unlink(missing_ok=True)  # of the last start
+        (run_dir / HEARTBEAT).unlink(missing_ok=True)  # of the last start
         shutil.rmtree(run_dir / LOGS, ignore_errors=True)
         (run_dir / LOGS).mkdir(exist_ok=True)
         checkpoints.mkdir(exist_ok=True)
@@ -286,7 +286,7 @@ def prepare_restart(seen: Look, number: int) -> None:
         kept.mkdir(parents=True, exist_ok=True)
         for each in logs.glob("rank-*.log"):
             each.replace(kept / each.name)
-        (run_dir / ALIVE).unlink(missing_ok=True)  # of the failed ranks
+        (run_dir / HEARTBEAT).unlink(missing_ok=True)  # of the failed ranks
         if seen.standing is Standing.NEW and (run_dir / METRICS).is_file():
             with (run_dir / f"{METRICS}.old").open("ab") as old:
                 old.write((run_dir / METRICS).read_bytes())

@@ -1,57 +1,87 @@
-"""What each start of a run ran on: environment.json."""
+"""environment.json: the software, hardware and commit that each start of a run used."""
 
 import contextlib
 import json
 import os
 import platform
+import shutil
 import socket
+import subprocess
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch.cuda import nccl
+from typing import TYPE_CHECKING, Any
 
 from fsdpctl import __version__
 from fsdpctl.errors import UsageError
+from fsdpctl.io.documents import read_json
 from fsdpctl.run.files import ENVIRONMENT, OVERRIDES, replace_text
-from fsdpctl.run.git import revision
-from fsdpctl.run.starts import MOST_STARTS, read_starts
 
-# Of the environment's variables only what decides how ranks compute and talk: others have secrets.
+if TYPE_CHECKING:
+    import torch
+
+MAX_STARTS = 200
+# Only the variables that affect how ranks compute and communicate: others may hold secrets.
 _PREFIXES = ("NCCL_", "TORCH_", "PYTORCH_")
 _NAMES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+_GIT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    starts: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_starts(run_dir: Path) -> list[dict[str, Any]]:
+    """Read the entries of all starts, oldest first; an empty list if the file does not exist.
+
+    Raises:
+        UsageError: If the file is corrupted.
+    """
+    path = run_dir / ENVIRONMENT
+    return read_json(path, _File).starts if os.path.lexists(path) else []
+
+
+def add_start(run_dir: Path, start: Mapping[str, Any]) -> None:
+    """Append a start and drop the oldest ones. Failures are ignored."""
+    with contextlib.suppress(OSError):
+        try:
+            starts = read_starts(run_dir)
+        except UsageError:
+            starts = []  # unreadable for everyone
+        text = json.dumps({"starts": [*starts, start][-MAX_STARTS:]}, indent=1)
+        replace_text(run_dir / ENVIRONMENT, f"{text}\n")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is, and what it computes on."""
+    """The host and the device of a rank."""
 
     host: str
     device: str
 
 
-def place_of(device: torch.device) -> Place:
-    """This rank's."""
+def place_of(device: "torch.device") -> Place:
+    """Return the place of this rank."""
+    import torch
+
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return Place(socket.gethostname(), name)
 
 
 def describe_start(run_dir: Path, places: Sequence[Place]) -> dict[str, Any]:
-    """The entry of this start.
+    """Return the entry of this start, whose ranks are at `places`."""
+    import torch
+    from torch.cuda import nccl
 
-    Args:
-        run_dir: where what was typed lies.
-        places: every rank's.
-    """
     at = revision(Path.cwd())
     on_cuda = torch.cuda.is_available()
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": _typed(run_dir),
+        "command": _arguments(run_dir),
         "fsdpctl": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -67,7 +97,7 @@ def describe_start(run_dir: Path, places: Sequence[Place]) -> dict[str, Any]:
 
 
 def relevant(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those that are written down."""
+    """Return the variables that are recorded."""
     return {
         name: text
         for name, text in sorted(variables.items())
@@ -75,19 +105,63 @@ def relevant(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def add_start(run_dir: Path, start: Mapping[str, Any]) -> None:
-    """Append a start; of many the oldest go. What cannot be written or read is left out."""
-    with contextlib.suppress(OSError):
-        try:
-            starts = read_starts(run_dir)
-        except UsageError:
-            starts = []  # nobody can read it
-        text = json.dumps({"starts": [*starts, start][-MOST_STARTS:]}, indent=1)
-        replace_text(run_dir / ENVIRONMENT, f"{text}\n")
-
-
-def _typed(run_dir: Path) -> list[str]:
+def _arguments(run_dir: Path) -> list[str]:
     try:
         return (run_dir / OVERRIDES).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return []
+
+
+# ---- git ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """The commit of a checkout."""
+
+    commit: str
+    dirty: bool | None  # whether tracked files differ from it; None if unknown
+
+
+def revision(folder: Path) -> Revision | None:
+    """Return the commit of the checkout that `folder` belongs to; None without one or without git.
+
+    Note: a repository's own configuration can name programs that git runs: filters, hooks, a file
+    system monitor. `git rev-parse` runs none. The comparison uses a scratch git directory without
+    that configuration: only the repository's objects and its index.
+    """
+    paths = ("--path-format=absolute", "--show-toplevel", "--git-path", "objects")
+    found = _git(folder, {}, "rev-parse", *paths, "--git-path", "index", "--verify", "HEAD")
+    if found is None or found.returncode:
+        return None
+    root, objects, index, commit = found.stdout.splitlines()
+    with tempfile.TemporaryDirectory(prefix="fsdpctl-git-") as scratch:
+        plain = Path(scratch)
+        try:
+            (plain / "objects" / "info").mkdir(parents=True)
+            (plain / "refs").mkdir()
+            (plain / "HEAD").write_text(f"{commit}\n")
+            (plain / "objects" / "info" / "alternates").write_text(f"{objects}\n")
+            shutil.copyfile(index, plain / "index")
+        except OSError:
+            return Revision(commit, None)
+        where = {"GIT_DIR": scratch, "GIT_WORK_TREE": root, "GIT_CONFIG_GLOBAL": os.devnull}
+        options = ("--quiet", "--no-ext-diff", "--ignore-submodules=all")
+        diff = _git(Path(root), where, "diff", *options, "HEAD", "--")
+    return Revision(commit, None if diff is None else {0: False, 1: True}.get(diff.returncode))
+
+
+def _git(
+    folder: Path, where: Mapping[str, str], *arguments: str
+) -> "subprocess.CompletedProcess[str] | None":
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
+    isolated = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_NO_LAZY_FETCH": "1", "GIT_OPTIONAL_LOCKS": "0"}
+    options = ("-c", "core.fsmonitor=false", "-c", "safe.directory=*")
+    try:
+        return subprocess.run(
+            ["git", *options, *arguments],
+            cwd=folder, env={**kept, **isolated, **where}, timeout=_GIT_SECONDS, check=False,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        )  # fmt: skip
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None

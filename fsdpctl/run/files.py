@@ -1,13 +1,13 @@
-"""What lies in a run directory beside its configuration and checkpoints."""
+"""Names of the files in a run directory, besides its configuration and checkpoints."""
 
 import os
 from pathlib import Path
 
-RUNS = "runs"  # the folder of runs whose directory was not given
+RUNS = "runs"  # the folder of runs without a given directory
 OVERRIDES, METRICS, LOGS = "overrides.txt", "metrics.jsonl", "logs"
 LOG = f"{LOGS}/node-00000.log"
 LOCK = "lock"
-ALIVE, ENVIRONMENT = "alive.json", "environment.json"
+HEARTBEAT, ENVIRONMENT = "heartbeat.json", "environment.json"
 TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id.txt"
 
 

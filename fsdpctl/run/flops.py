@@ -1,4 +1,4 @@
-"""Which share of the devices' arithmetic a run uses."""
+"""The FLOPs of a model, and the share of the devices' peak that a run uses (MFU)."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import nn
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
 
-# Dense FLOP/s in bf16, by the data sheets; the first name that a device's has in it.
+# Dense FLOP/s in bf16 by the data sheets; the first name that a device's name contains.
 _PEAKS = {
     "A100": 312e12,
     "H100 PCIE": 756e12,
@@ -26,18 +26,18 @@ _PEAKS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """What the model's mathematics take, and what the devices can do."""
+    """The FLOPs per token of a model, and the peak FLOP/s of the devices."""
 
-    per_token: int  # forward and backward; what is computed again does not count
-    peak: float | None  # FLOP/s of all ranks together; None: not known
+    per_token: int  # forward and backward, without recomputation
+    peak: float | None  # FLOP/s of all ranks together; None: unknown
 
     def utilization(self, tokens_per_second: float) -> float | None:
-        """Model FLOPs utilisation, MFU (Chowdhery et al., PaLM, 2022)."""
+        """Return the model FLOPs utilization, MFU (Chowdhery et al., PaLM, 2022)."""
         return None if self.peak is None else self.per_token * tokens_per_second / self.peak
 
 
 def model_flops(config: Config, module: nn.Module, device: torch.device, ranks: int) -> ModelFlops:
-    """Of a run with so many ranks, each on a device like this one."""
+    """Return the FLOPs of a run on `ranks` devices like `device`."""
     peak, _ = _peak(config, device)
     num_params = sum(param.numel() for param in module.parameters())
     per_token = flops_per_token(config.model, num_params, config.train.seq_len)
@@ -46,30 +46,30 @@ def model_flops(config: Config, module: nn.Module, device: torch.device, ranks: 
 
 
 def describe_flops(config: Config, module: nn.Module) -> str:
-    """What a token takes, and what MFU is the share of, in words."""
+    """Describe the FLOPs per token and the peak that the MFU is relative to."""
     device = torch.device(str(config.launch.device))
     peak, of = _peak(config, device)
     per_token = model_flops(config, module, device, 1).per_token
-    share = f"n/a: {of}" if peak is None else f"of {peak / 1e12:,.0f} TFLOP/s a rank, {of}"
+    share = f"n/a: {of}" if peak is None else f"of {peak / 1e12:,.0f} TFLOP/s per rank ({of})"
     size, unit = (1e9, "GFLOP") if per_token >= 1e9 else (1e6, "MFLOP")
-    return f"{per_token / size:,.2f} {unit} a token, forward and backward; MFU {share}"
+    return f"{per_token / size:,.2f} {unit} per token, forward and backward; MFU {share}"
 
 
 def _peak(config: Config, device: torch.device) -> tuple[float | None, str]:
-    """FLOP/s of a device, and which it is; or why they are not known."""
+    """Return the peak FLOP/s of a device and its name, or None and the reason."""
     if device.type != "cuda":
-        return None, "no peak is known of a CPU"
+        return None, "no peak FLOP/s known for a CPU"
     if config.precision.param_dtype != "bfloat16":
-        return None, f"peaks are known of bfloat16, this computes in {config.precision.param_dtype}"
+        return None, f"peak FLOP/s known for bfloat16 only, not {config.precision.param_dtype}"
     name = torch.cuda.get_device_name(device)
     peak = peak_flops(name)
-    return peak, f"no peak is known of {name}" if peak is None else f"{name} in bfloat16"
+    return peak, f"no peak FLOP/s known for {name}" if peak is None else f"{name} in bfloat16"
 
 
 def _num_frozen(module: nn.Module) -> int:
-    """Parameters that are multiplied with and have no gradient, which takes 2 FLOPs a token each.
+    """Count frozen parameters of matrix products: without a gradient, each saves 2 FLOPs per token.
 
-    What no gradient of an activation goes through is taken to have one.
+    Every frozen parameter is assumed to propagate the gradient of an activation.
     """
     looked_up = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
     looked_up -= {id(each.weight) for each in module.modules() if isinstance(each, nn.Linear)}
@@ -78,10 +78,10 @@ def _num_frozen(module: nn.Module) -> int:
 
 
 def flops_per_token(model: ModelConfig, num_params: int, seq_len: int) -> int:
-    """6 (N - N_embedding) + 12 L h s, as torchtitan counts: h is the width of all L layers' heads.
+    """Return 6 (N - N_embedding) + 12 L h s as torchtitan: h is the total width of a layer's heads.
 
-    An embedding is looked up and does not count, unless it is the head too, which multiplies.
-    Attention counts as if every token saw all `seq_len`: it is not halved for being causal.
+    An embedding is a lookup and does not count, unless it is also the output head.
+    Attention counts as if every token saw all `seq_len`; causal masking does not halve it.
     """
     assert model.vocab_size is not None
     if not model.tie_embeddings:
@@ -93,5 +93,5 @@ def flops_per_token(model: ModelConfig, num_params: int, seq_len: int) -> int:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Of a device by its name, in bf16."""
+    """Return the peak FLOP/s in bf16 of a device by its name, or None if unknown."""
     return next((peak for name, peak in _PEAKS.items() if name in device_name.upper()), None)

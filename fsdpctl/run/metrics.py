@@ -1,160 +1,178 @@
-"""What is written down of every step: one JSON object a line in metrics.jsonl."""
+"""metrics.jsonl of a run: written by rank 0, one JSON object per line, and read by everything else.
+
+Reading needs no torch, and trusts nothing: only a regular file is opened, and lines have a limit.
+"""
 
 import contextlib
 import json
-import math
 import os
-import resource
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-import torch
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from fsdpctl.errors import NO_ROOM, FsdpctlError, UsageError
-from fsdpctl.io.documents import parse_json
-from fsdpctl.optim.record import StepFigures
-from fsdpctl.run.clock import StepTimes
-from fsdpctl.run.flops import ModelFlops
+from fsdpctl.io.files import open_regular
 
-_TAIL_BYTES = 1 << 16  # hold the last lines
-
-
-@dataclass(frozen=True, slots=True)
-class StepMetrics:
-    """One optimizer step as it is reported."""
-
-    step: int  # steps done, this one included
-    samples: int  # samples consumed, those of this one included
-    tokens: int  # of all ranks' samples, without what fills them up
-    figures: StepFigures
-    lr: float
-    times: StepTimes
-    memory: "PeakMemory"
-    flops: ModelFlops
-    num_ranks: int
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens of all ranks per second."""
-        return self.tokens / self.times.total
-
-    @property
-    def tokens_per_second_per_rank(self) -> float:
-        """The share of a rank, which on CUDA is a device."""
-        return self.tokens_per_second / self.num_ranks
-
-    @property
-    def mfu(self) -> float | None:
-        """Model FLOPs utilisation, where the devices' peak is known."""
-        return self.flops.utilization(self.tokens_per_second)
-
-    def to_line(self) -> dict[str, Any]:
-        """The object in metrics.jsonl."""
-        return {
-            "step": self.step,
-            "samples": self.samples,
-            "loss": finite(self.figures.loss),
-            "grad_norm": finite(self.figures.grad_norm),
-            "lr": self.lr,
-            "tokens": self.tokens,
-            "trained_tokens": self.figures.tokens,
-            "tokens_per_second": round(self.tokens_per_second, 1),
-            "tokens_per_second_per_rank": round(self.tokens_per_second_per_rank, 1),
-            "model_flops_per_token": self.flops.per_token,
-            "mfu": self.mfu,
-            "seconds": round(self.times.total, 6),
-            "compute_seconds": round(self.times.compute, 6),
-            "exposed_communication_seconds": _rounded(self.times.exposed_communication),
-            "data_seconds": round(self.times.data, 6),
-            "optimizer_seconds": round(self.times.optimizer, 6),
-            "peak_allocated_bytes": self.memory.allocated,
-            "peak_reserved_bytes": self.memory.reserved,
-            "num_alloc_retries": self.memory.retries,
-        }
-
-
-def finite(value: float) -> float | None:
-    """JSON has no NaN."""
-    return value if math.isfinite(value) else None
+_MAX_LINE = 1 << 20  # bytes
+_TAIL_BYTES = 1 << 16  # enough for the last lines
+Value = float | None | UnsetType  # None: not finite; UNSET: the line does not have it
 
 
 @dataclass(frozen=True, slots=True)
-class PeakMemory:
-    """The most that this rank has held so far."""
+class MetricsLine:
+    """One line. A step has the values from `samples` on; other lines tell what happened there."""
 
-    allocated: int | None  # in tensors; not known on the CPU
-    reserved: int  # by the caching allocator; on the CPU by the process
-    total: int | None = None  # of the device
-    retries: int | None = None  # how often its allocator emptied its cache to go on
+    step: int
+    samples: int | None = None  # consumed, including this step
+    loss: Value = UNSET
+    grad_norm: Value = UNSET
+    seconds: float | None = None
+    tokens_per_second: float | None = None
+    tokens_per_second_per_rank: float | None = None
+    mfu: float | None = None
+    compute_seconds: float | None = None
+    exposed_communication_seconds: float | None = None
+    optimizer_seconds: float | None = None
+    data_seconds: float | None = None
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    peak_engine_bytes: int | None = None
+    val_loss: Value = UNSET
+    checkpoint_write_seconds: float = 0.0
+    warning: str | None = None
+    rejected_step: dict[str, Any] | None = None
+    restart: Any = None
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it reports an optimizer step."""
+        return self.loss is not UNSET
+
+    @property
+    def is_permanent(self) -> bool:
+        """Whether it stays when the run resumes from an earlier step: nothing else records it."""
+        return self.rejected_step is not None or self.restart is not None
 
 
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)
+_DECODER = msgspec.json.Decoder(MetricsLine)
 
 
-def peak_memory(device: torch.device) -> PeakMemory:
-    """Of this rank, since it started."""
-    if device.type == "cuda":
-        found = torch.cuda.memory_stats(device)
-        return PeakMemory(
-            found.get("allocated_bytes.all.peak", 0),
-            found.get("reserved_bytes.all.peak", 0),
-            torch.cuda.get_device_properties(device).total_memory,
-            found.get("num_alloc_retries", 0),
-        )
-    return PeakMemory(None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+def read_metrics(path: Path, *, last_bytes: int | None = None) -> Iterator[MetricsLine]:
+    """Read the lines of metrics.jsonl, or those that begin within its `last_bytes`.
+
+    An incomplete last line, which a killed run leaves, is skipped.
+
+    Raises:
+        UsageError: If the file cannot be read or another line is corrupted.
+    """
+    with open(open_regular(path), "rb") as file:
+        for _, line in _read(file, path, last_bytes):
+            yield line
+
+
+def _read(
+    file: BinaryIO, path: Path, last_bytes: int | None = None
+) -> Iterator[tuple[bytes, MetricsLine]]:
+    try:
+        size = file.seek(0, os.SEEK_END)
+        start = 0 if last_bytes is None else max(0, size - last_bytes)
+        file.seek(start)
+        if start:
+            file.readline(_MAX_LINE)  # its beginning is missing
+        number = 0
+        while text := file.readline(_MAX_LINE):
+            number += 1
+            try:
+                line = _DECODER.decode(text)
+            except (ValueError, RecursionError):
+                if not text.endswith(b"\n") and not file.read(1):
+                    return
+                where = str(path) if start else f"{path}, line {number}"
+                raise UsageError(f"{where}: corrupted; move the file away") from None
+            yield text, line
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, MetricsLine]]:
+    """Read the run's own file, which may be a link, and need not exist."""
+    if path.is_file():
+        with open(open_regular(path, follows=True), "rb") as file:
+            yield from _read(file, path)
+
+
+def last_step(path: Path) -> int:
+    """Return the last completed step by the end of metrics.jsonl, or 0."""
+    found = 0
+    with contextlib.suppress(UsageError):
+        for line in read_metrics(path, last_bytes=_TAIL_BYTES):
+            found = max(found, line.step)
+    return found
+
+
+def went_on(path: Path, restart: int) -> bool:
+    """Return whether the ranks of restart number `restart` completed a step.
+
+    Raises:
+        UsageError: If metrics.jsonl is corrupted.
+    """
+    restarts = (line.restart for _, line in _lines(path))
+    return any(isinstance(each, dict) and each.get("number") == restart for each in restarts)
+
+
+def was_validated(path: Path, step: int) -> bool:
+    """Return whether metrics.jsonl has a finite validation loss of `step`.
+
+    Raises:
+        UsageError: If metrics.jsonl is corrupted.
+    """
+    return any(line.step == step and isinstance(line.val_loss, float) for _, line in _lines(path))
 
 
 class MetricsFile:
-    """metrics.jsonl of a run; each line is on its way to the disk when `write` returns."""
+    """The file open for appending. Each line is handed to the system when `write` returns."""
 
-    def __init__(
-        self,
-        path: Path,
-        step: int,
-        on_line: Callable[[Mapping[str, Any]], None] = lambda line: None,
-    ) -> None:
-        """Open `path` as it was when the checkpoint of `step` was made: later lines are cut off.
-
-        Those about steps that were not applied, and about restarts, stay. `on_line` is
-        called with each line that was written, in the thread that wrote it.
+    def __init__(self, path: Path, step: int) -> None:
+        """Open `path` and remove lines after `step`, the step of the checkpoint.
 
         Raises:
-            UsageError: it is damaged, or cannot be written.
-            FsdpctlError: the disk is full.
+            UsageError: If the file is corrupted or cannot be written.
+            FsdpctlError: If the disk is full.
         """
-        self._path, self._on_line = path, on_line
+        self._path = path
         self._writing = threading.Lock()
         try:
             self.seconds_to_save = _cut_back(path, step)
-            self._file = path.open("a+", encoding="utf-8")
+            self._file = path.open("a", encoding="utf-8")
         except OSError as error:
-            # Who has no room made no mistake in what was typed.
+            # A full disk is not a mistake in the settings.
             refusal = FsdpctlError if error.errno in NO_ROOM else UsageError
             raise refusal(f"{path}: {error.strerror}") from None
 
     def cut_back(self, step: int) -> None:
-        """Make it as it was after `step`, as far as that goes.
+        """Remove lines after `step`, except rejected steps and restarts.
 
         Raises:
-            FsdpctlError: the disk is full, or gone.
+            FsdpctlError: If the file cannot be written.
         """
         try:
             with self._writing:
                 self._file.close()
                 _cut_back(self._path, step)
-                self._file = self._path.open("a+", encoding="utf-8")
+                self._file = self._path.open("a", encoding="utf-8")
         except OSError as error:
             raise FsdpctlError(f"{self._path}: {error.strerror}") from None
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one object; any thread may.
+        """Append one object. Any thread may call it.
 
         Raises:
-            FsdpctlError: the disk is full, or gone.
+            FsdpctlError: If the file cannot be written.
         """
         try:
             with self._writing:
@@ -162,112 +180,33 @@ class MetricsFile:
                 self._file.flush()
         except OSError as error:
             raise FsdpctlError(f"{self._path}: {error.strerror}") from None
-        self._on_line(line)
 
     @property
     def is_in_place(self) -> bool:
-        """Whether what is written still lies at its path."""
+        """Whether the path still leads to the open file."""
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
         except FileNotFoundError:
             return False
         except OSError:
-            return True  # a file system that does not answer has not lost it
-
-    def put_back(self) -> None:
-        """Write everything so far to its path again, and go on there; OSError if that fails."""
-        with self._writing:
-            self._file.seek(0)
-            text = self._file.read()
-            self._file.close()
-            self._file = self._path.open("a+", encoding="utf-8")
-            self._file.truncate(0)
-            self._file.write(text)
-            self._file.flush()
+            return True  # a file system that does not respond has not lost it
 
     def close(self) -> None:
-        """Let go of it; nothing is left to be written."""
-        with contextlib.suppress(OSError):  # again that of the last `write`
+        """Close the file."""
+        with contextlib.suppress(OSError):  # the last `write` has raised it already
             self._file.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """What every line has, and what is looked for in some."""
-
-    step: int
-    samples: int | None = None  # of a step: consumed with it
-    val_loss: float | None = None
-    checkpoint_write_seconds: float = 0.0
-    bad_numbers: dict[str, Any] | None = None
-    restart: dict[str, Any] | None = None
-
-    @property
-    def is_evidence(self) -> bool:
-        """Whether nothing else tells of what it says."""
-        return self.bad_numbers is not None or self.restart is not None
-
-
-def last_step(path: Path) -> int:
-    """The last step that is done, as the last lines say; 0 where there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
-        return 0
-    found = 0
-    for line in lines:
-        with contextlib.suppress(UsageError):  # the first may be cut, the last torn
-            found = max(found, parse_json(line, Line, str(path)).step)
-    return found
-
-
-def went_on(path: Path, restart: int) -> bool:
-    """Whether the ranks that were started for the `restart`-th time did a step.
-
-    Raises:
-        UsageError: metrics.jsonl is damaged.
-    """
-    restarts = (line.restart for _, line in whole_lines(path)) if path.is_file() else ()
-    return any(each is not None and each["number"] == restart for each in restarts)
-
-
-def whole_lines(path: Path) -> Iterator[tuple[str, Line]]:
-    """Every whole line; one that was torn when the run was killed is none.
-
-    Raises:
-        UsageError: another one is damaged.
-    """
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            found = parse_json(line, Line, str(path))
-        except UsageError:
-            if number == len(lines):
-                return
-            raise UsageError(f"{path}: line {number} is damaged; move the file away") from None
-        yield line, found
 
 
 def _cut_back(path: Path, step: int) -> float:
-    """Returns the most seconds that one of its checkpoints took."""
+    """Remove lines after `step`; return the longest time that a checkpoint in the file took."""
     if not path.is_file():
         return 0.0
-    lines = list(whole_lines(path))
-    kept = [line for line, about in lines if about.step <= step or about.is_evidence]
+    kept, longest = [], 0.0
+    for text, line in _lines(path):
+        longest = max(longest, line.checkpoint_write_seconds)
+        if line.step <= step or line.is_permanent:
+            kept.append(text.rstrip(b"\n") + b"\n")
     scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    scratch.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    scratch.write_bytes(b"".join(kept))
     scratch.replace(path)
-    return max((about.checkpoint_write_seconds for _, about in lines), default=0.0)
-
-
-def was_validated(path: Path, step: int) -> bool:
-    """Whether there is a validation loss of `step` in metrics.jsonl.
-
-    Raises:
-        UsageError: it is damaged.
-    """
-    if not path.is_file():
-        return False
-    return any(about.step == step and about.val_loss is not None for _, about in whole_lines(path))
+    return longest

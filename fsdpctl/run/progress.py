@@ -1,9 +1,8 @@
-"""What rank 0 shows while a run goes on: a bar on a terminal, plain lines elsewhere."""
+"""The progress display of rank 0: a bar on a terminal, plain lines elsewhere."""
 
 import math
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -19,20 +18,20 @@ from rich.progress import (
 from fsdpctl.io.console import PatientConsole, journal, printable
 
 if TYPE_CHECKING:
-    from fsdpctl.run.metrics import PeakMemory, StepMetrics
+    from fsdpctl.run.step_metrics import PeakMemory, StepMetrics
 
 _GIB = 1 << 30
 _MIB = 1 << 20
-_TELL_EVERY = 10.0  # seconds, in plain lines
+_WAIT_INTERVAL = 10.0  # seconds between plain lines about a wait
 
 
 def format_bytes(count: float) -> str:
-    """In GiB or MiB, with the unit."""
+    """Format a number of bytes in GiB or MiB."""
     return f"{count / _GIB:.2f} GiB" if count >= _GIB else f"{count / _MIB:.1f} MiB"
 
 
 def format_seconds(seconds: float) -> str:
-    """As h:mm:ss or m:ss."""
+    """Format seconds as h:mm:ss or m:ss."""
     whole = math.ceil(seconds)
     hours, rest = divmod(whole, 3600)
     minutes, left = divmod(rest, 60)
@@ -40,7 +39,7 @@ def format_seconds(seconds: float) -> str:
 
 
 class RunProgress:
-    """Shows a run's progress on standard output; silent on all ranks but 0."""
+    """The progress of a run on standard output; silent unless `shows`."""
 
     def __init__(
         self,
@@ -51,7 +50,7 @@ class RunProgress:
         shows: bool,
         log: Path | None,
     ) -> None:
-        """`log` gets the lines that stay, whether or not somebody can read them."""
+        """Also write permanent lines to `log`, even if standard output is closed."""
         self._log = log if shows else None
         self._console = PatientConsole(highlight=False, soft_wrap=True, quiet=not shows)
         self._total = total_steps
@@ -60,27 +59,23 @@ class RunProgress:
         self._task: TaskID | None = None
         self._done_here = 0
         self._began = time.monotonic()
-        self._told = 0.0  # after so many seconds of waiting a line was printed
+        self._printed_at = 0.0  # seconds of waiting at the last line about it
         if shows and self._console.is_terminal:
             self._live = _make_bar(self._console)
             self._task = self._live.add_task("", total=total_steps, completed=first_step, note="")
 
-    def __enter__(self) -> "RunProgress":
+    def start(self) -> None:
+        """Show the bar."""
         if self._live is not None:
             self._live.start()
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def stop(self) -> None:
+        """Leave the bar as it is."""
         if self._live is not None:
             self._live.stop()
 
     def step(self, metrics: "StepMetrics", share_saved: float | None) -> None:
-        """A step is done; of the checkpoint on its way, if there is one, so much is written."""
+        """Show a completed step, and the fraction written of the checkpoint in progress, if any."""
         self._done_here += 1
         saving = "" if share_saved is None else f"  saving {share_saved:.0%}"
         if self._live is not None and self._task is not None:
@@ -99,17 +94,17 @@ class RunProgress:
             )
 
     def saving(self, share: float, seconds: float) -> None:
-        """Training has waited so long for a checkpoint of which so much is written."""
-        if seconds < self._told:  # another one
-            self._told = 0.0
+        """Show that training has waited `seconds` for a checkpoint, and the fraction written."""
+        if seconds < self._printed_at:  # another checkpoint
+            self._printed_at = 0.0
         if self._live is not None and self._task is not None:
             self._live.update(self._task, note=f"waiting for the checkpoint, {share:.0%} written")
-        elif seconds - self._told >= _TELL_EVERY:
-            self._told = seconds
+        elif seconds - self._printed_at >= _WAIT_INTERVAL:
+            self._printed_at = seconds
             self.say(f"waiting for the checkpoint, {share:.0%} written")
 
     def say(self, line: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         self._console.print(printable(line), markup=False)
         if self._log is not None:
             journal(self._log, line)
@@ -129,7 +124,7 @@ def _speed(metrics: "StepMetrics") -> str:
 
 
 def _mfu(metrics: "StepMetrics") -> str:
-    """As every line has it, so that a program finds it: `n/a` where no peak is known."""
+    """Format the MFU, on every line so that a program finds it; `n/a` if the peak is unknown."""
     return "MFU n/a" if metrics.mfu is None else f"{metrics.mfu:.1%} MFU"
 
 

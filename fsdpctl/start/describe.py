@@ -8,7 +8,7 @@ from torch import nn
 from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import usual_length
-from fsdpctl.data.source import DataSet
+from fsdpctl.data.tokens import DataSet
 from fsdpctl.engine.build import divide_module
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import divide, item_sizes

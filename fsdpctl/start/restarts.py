@@ -11,7 +11,7 @@ from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.launch.local import launch_workers
-from fsdpctl.launch.nodes import Nodes, Round
+from fsdpctl.launch.nodes import Nodes, RestartRound
 from fsdpctl.launch.outcome import Outcome
 from fsdpctl.resolve.run import settle
 from fsdpctl.run.directory import LOGS, METRICS, look, prepare_restart
@@ -39,7 +39,7 @@ def train_with_restarts(begun: Begun, say: Say, nodes: Nodes | None = None) -> O
         outcome = _launch(begun.run_dir, begun.launch, nodes, number)
         following = None if number == most else _next_round(begun, outcome, number, nodes, say)
         if nodes is not None:
-            nodes.order(number, following or Round())
+            nodes.order(number, following or RestartRound())
         if following is None:
             break
     begun.lock.release()
@@ -69,7 +69,7 @@ def _launch(run_dir: Path, launch: LaunchConfig, nodes: Nodes | None, number: in
 
 def _next_round(
     begun: Begun, outcome: Outcome, number: int, nodes: Nodes | None, say: Say
-) -> Round | None:
+) -> RestartRound | None:
     """Prepare the next round; return None if there is none."""
     cause = outcome.cause
     if not outcome.has_failed or outcome.was_asked or (cause and cause.exit_code in _FINAL):
@@ -98,7 +98,7 @@ def _next_round(
     # The workers write it to metrics.jsonl after their first step.
     restart = Restart(number + 1, outcome.reason, outcome.failed_at or time.time(), lost)
     os.environ[RESTART] = restart.to_text()
-    return Round(members, ranks)
+    return RestartRound(members, ranks)
 
 
 def settled_on(begun: Begun, members: list[int], say: Say, *, is_stuck: bool) -> Config | None:

@@ -14,7 +14,7 @@ from fsdpctl.errors import FsdpctlError
 if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
     from fsdpctl.config.placement import LaunchConfig
-    from fsdpctl.launch.meeting import Meeting, Plan
+    from fsdpctl.launch.handshake import Handshake, Plan
     from fsdpctl.launch.outcome import Outcome
     from fsdpctl.resolve.launchers import RankPlace
     from fsdpctl.start.begin import Begun
@@ -67,11 +67,11 @@ def _as_node(
     nodes = Nodes(launch)
     try:
         if nodes.own == 0:
-            begun = _invite(nodes.meeting, lambda: begin(composed, settings, resume, talk), talk)
+            begun = _invite(nodes.handshake, lambda: begin(composed, settings, resume, talk), talk)
             if begun is None:
                 return None
             return train_with_restarts(begun, talk.say, nodes), begun.run_dir
-        plan = _accept(nodes.meeting, launch)
+        plan = _accept(nodes.handshake, launch)
         if plan is None:
             talk.say("node 0: the run is finished; nothing to do")
             return None
@@ -83,7 +83,7 @@ def _as_node(
 
 
 def _invite(
-    meeting: "Meeting", begin: "Callable[[], Begun | None]", talk: "Talk"
+    meeting: "Handshake", begin: "Callable[[], Begun | None]", talk: "Talk"
 ) -> "Begun | None":
     """Begin the run, and invite the other nodes or ranks; if it cannot begin, tell them why."""
     try:
@@ -104,9 +104,9 @@ def _invite(
     return begun
 
 
-def _accept(meeting: "Meeting", launch: "LaunchConfig") -> "Plan | None":
+def _accept(meeting: "Handshake", launch: "LaunchConfig") -> "Plan | None":
     """Wait for the invitation; return None if the run is finished."""
-    from fsdpctl.launch.meeting import difference
+    from fsdpctl.launch.handshake import difference
 
     try:
         plan = meeting.accept(lambda plan: difference(plan, launch))
@@ -143,9 +143,9 @@ def _as_rank(
     if composed.config.launch.device != "cpu":
         own |= composed.config.launch.allocator_environment
     os.environ.update({**own, **os.environ})  # before torch is imported
-    from fsdpctl.comm.stores import PrefixStore
+    from fsdpctl.comm.world import PrefixStore
+    from fsdpctl.launch.handshake import Handshake
     from fsdpctl.launch.interface import own_address, split_endpoint
-    from fsdpctl.launch.meeting import Meeting
     from fsdpctl.launch.nodes import reached_store
     from fsdpctl.resolve.machine import placed_here
     from fsdpctl.start.begin import begin
@@ -157,7 +157,7 @@ def _as_rank(
     is_first = place.rank == 0 and not place.store_is_there
     shared = reached_store(address, port, launch.timeout, is_first=is_first)
     store = PrefixStore(f"attempt-{place.attempt}", shared)
-    meeting = Meeting(store, place.rank, place.world_size, noun="rank", patience=launch.timeout)
+    meeting = Handshake(store, place.rank, place.world_size, noun="rank", patience=launch.timeout)
     # The lock that `begun` holds is released when this process exits.
     begun: Begun | Plan | None
     if place.rank == 0:

@@ -10,7 +10,7 @@ import torch
 
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.pretrained import open_weights
-from fsdpctl.comm.base import LocalCollectives
+from fsdpctl.comm.base import Collectives
 from fsdpctl.config.auto import Selection
 from fsdpctl.config.model_path import model_words
 from fsdpctl.config.schema import PrefetchConfig
@@ -82,7 +82,7 @@ def evaluate_run(opened: Opened, on_batch: Callable[[int, int], None]) -> Evalua
     loss = validation_loss(
         model,
         batches,
-        LocalCollectives(),
+        Collectives(),
         device,
         at_most=0,
         chunk_tokens=config.train.loss_chunk_tokens or 0,

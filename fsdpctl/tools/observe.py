@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdpctl.comm.marks import mark, seconds_between
+from fsdpctl.comm.waits import mark, seconds_between
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.estimate.observed_work import work_of
 from fsdpctl.models.registry import build_model
-from fsdpctl.plan.work import Work
+from fsdpctl.predict.compute import Work
 from fsdpctl.predict.profile import Observed, Point
 
 _ROUNDS = 3  # of each model, of which the medians count

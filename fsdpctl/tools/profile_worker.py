@@ -13,7 +13,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.base import Collectives, Gathering
 from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.comm.world import joined_world
 from fsdpctl.plan.layout import EvenParts, Span
@@ -42,20 +42,20 @@ def measure(device: torch.device, name: str, say: Callable[[str], None]) -> Prof
     world = collectives_for(device)
     dtype = _dtype(device)
     models = LARGE if device.type == "cuda" else SMALL
-    operators, per_operator = observe_models(models, device, dtype, world.barrier, say)
+    operators, host_seconds_per_operator = observe_models(models, device, dtype, world.barrier, say)
     say("copies and the optimizer")
     sizes = [size for size in _SIZES if size >= 64 * _KIB]
-    copying = observe_sizes(sizes, partial(_copy, device), device, world.barrier)
-    stepping = observe_sizes(sizes, partial(_adamw, device), device, world.barrier)
+    memory_copy = observe_sizes(sizes, partial(_copy, device), device, world.barrier)
+    optimizer_step = observe_sizes(sizes, partial(_adamw, device), device, world.barrier)
     collectives: dict[str, list[Point]] = {}
-    slows = yields = drift = 0.0
+    compute_slowdown = comm_slowdown = drift = 0.0
     if world.size > 1:
         for kind in CollectiveKind:
             say(f"{kind.value} among {world.size} ranks")
             run = partial(_COLLECTIVES[kind], world, device)
             collectives[kind.value] = observe_sizes(_SIZES, run, device, world.barrier)
         say("arithmetic beside a collective")
-        slows, yields = _beside(world, device)
+        compute_slowdown, comm_slowdown = _beside(world, device)
         say("how ranks drift apart")
         drift = _drift(world, device)
     return Profile(
@@ -66,12 +66,12 @@ def measure(device: torch.device, name: str, say: Callable[[str], None]) -> Prof
         ranks=world.size,
         torch=torch.__version__,
         operators=operators,
-        per_operator=per_operator,
-        copying=copying,
-        stepping=stepping,
+        host_seconds_per_operator=host_seconds_per_operator,
+        memory_copy=memory_copy,
+        optimizer_step=optimizer_step,
         collectives=collectives,
-        slows=slows,
-        yields=yields,
+        compute_slowdown=compute_slowdown,
+        comm_slowdown=comm_slowdown,
         drift=drift,
     )
 
@@ -91,7 +91,7 @@ def _adamw(device: torch.device, nbytes: int) -> Callable[[], object]:
 def _gather(world: Collectives, device: torch.device, nbytes: int) -> Callable[[], object]:
     whole = torch.zeros(nbytes // 4, device=device)
     parts = EvenParts(whole.numel() // world.size, world.size)
-    return lambda: world.all_gather(whole[: parts[-1].stop], parts, None).wait()
+    return lambda: world.all_gather([Gathering(whole[: parts[-1].stop], parts)]).wait()
 
 
 def _reduce_scatter(world: Collectives, device: torch.device, nbytes: int) -> Callable[[], object]:
@@ -132,7 +132,7 @@ def _beside(world: Collectives, device: torch.device) -> tuple[float, float]:
     left = _matrix(device)
     whole = torch.zeros(_BESIDE // 4, device=device)
     parts = EvenParts(whole.numel() // world.size, world.size)
-    gather = partial(world.all_gather, whole, parts, None)
+    gather = partial(world.all_gather, [Gathering(whole, parts)])
     gather().wait()
     alone = _timed(world, device, lambda: gather().wait())
     one = _timed(world, device, lambda: torch.mm(left, left))
@@ -157,7 +157,7 @@ def _drift(world: Collectives, device: torch.device) -> float:
     parts = EvenParts(whole.numel() // world.size, world.size)
 
     def meet() -> None:
-        world.all_gather(whole, parts, None).wait()
+        world.all_gather([Gathering(whole, parts)]).wait()
 
     def apart(seconds: float, *, meets: bool) -> None:
         for _ in range(_MEETINGS):

@@ -16,8 +16,8 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_of_checkpoint
-from fsdpctl.data.chats.question import question
-from fsdpctl.data.chats.rows import Message
+from fsdpctl.data.chats.formats import Message
+from fsdpctl.data.chats.preview import prompt_tokens
 from fsdpctl.data.tokenizer import BYTES, TOKENIZER_JSON, ByteTokenizer, FileTokenizer
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.run.assets import ends_of
@@ -125,7 +125,7 @@ class Talk:
         speaker = self._speaker
         self._messages.append({"role": "user", "content": asked})
         today = speaker.config.data.date or date.today().isoformat()
-        prompt = question(speaker.source, self._tokenizer, self._messages, today)
+        prompt = prompt_tokens(speaker.source, self._tokenizer, self._messages, today)
         text = self._tokenizer.decode(speaker.tokens_after(prompt))
         self._messages.append({"role": "assistant", "content": text})
         return text

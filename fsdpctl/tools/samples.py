@@ -10,14 +10,14 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.chats.data import open_data
+from fsdpctl.data.open import open_data
 from fsdpctl.data.rows import documents_of
-from fsdpctl.data.source import DataSet
+from fsdpctl.data.tokens import DataSet
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.resolve.machine import world_size
 from fsdpctl.run.directory import METRICS, read_config
-from fsdpctl.run.metrics import whole_lines
+from fsdpctl.run.metrics import read_metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,10 @@ def samples_of_step(run_dir: Path, step: int) -> StepSamples:
 def _found(metrics: Path, step: int) -> tuple[dict[str, Any] | None, int]:
     """The record of a step that was not applied, if it was not; samples consumed after it."""
     bad, after, last = None, 0, 0
-    for _, line in whole_lines(metrics):
+    for line in read_metrics(metrics):
         last = max(last, line.step)
         if line.step == step:
-            bad, after = line.bad_numbers or bad, line.samples or after
+            bad, after = line.rejected_step or bad, line.samples or after
     if bad is None and not after:
         raise UsageError(f"--step {step}: {metrics.parent} has come to step {last}")
     return bad, after

@@ -1,11 +1,13 @@
-"""How a run stands, read from its directory alone: on any machine, and without torch."""
+"""The state and progress of a run, from its directory alone: on any machine, and without torch."""
 
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from fsdpctl.checkpoint.folders import complete_checkpoints, passed_over, step_of
@@ -15,15 +17,25 @@ from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import KEYS
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import UsageError
+from fsdpctl.io.documents import MIB
 from fsdpctl.io.files import open_regular
-from fsdpctl.run.files import LOGS
-from fsdpctl.run.heartbeat import FAILED, RUNNING, STOPPED, Sign, read_sign
-from fsdpctl.run.liveness import Liveness, liveness
-from fsdpctl.run.starts import read_starts
-from fsdpctl.run.tail import Tail, read_tail
+from fsdpctl.run.environment import read_starts
+from fsdpctl.run.files import LOGS, METRICS
+from fsdpctl.run.heartbeat import (
+    FAILED,
+    RUNNING,
+    STOPPED,
+    HeartbeatRecord,
+    Liveness,
+    liveness,
+    read_heartbeat,
+)
+from fsdpctl.run.metrics import MetricsLine, read_metrics
 
 STARTING, FINISHED, NOT_STARTED = "starting", "finished", "not started"
 _STEPS = "train.steps"
+_METRICS_BYTES = 16 * MIB  # of the end of metrics.jsonl: some thirty thousand steps
+_RECENT, _MOST_WARNINGS = 50, 5
 _MOST_LOGS, _LAST_BYTES, _LONGEST = 64, 4096, 300
 _STARTS_WITHIN = 120.0  # seconds
 
@@ -36,21 +48,21 @@ class Newest:
     step: int
     age_seconds: float
     num_bytes: int
-    problem: str  # why it is not what its manifest says; empty where it is
-    owes_validation: bool  # whether the run was stopped before the validation of this step
+    problem: str  # how it differs from its manifest; empty if it does not
+    owes_validation: bool  # whether the run stopped before the validation of this step
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a run stands; None for what is not known."""
+    """The state of a run; None for unknown values."""
 
     run: str
     state: str  # starting, running, finished, stopped, failed, not started
-    message: str  # how it ended, if not well
-    seen: str  # how it is known to be alive: as a process, by its sign of life; or nothing
+    message: str  # why it ended, unless it is complete
+    liveness_source: str  # the evidence that it is alive: process, heartbeat, or nothing
     host: str | None
     pid: int | None
-    heard_seconds_ago: float | None
+    heartbeat_age_seconds: float | None
     step: int
     total_steps: int | None
     seconds_since_step: float | None
@@ -58,119 +70,154 @@ class Status:
     loss: float | None
     val_loss: float | None
     val_step: int | None
-    tokens_per_second: float | None  # this and the next two: the median over recent steps
+    tokens_per_second: float | None  # this and the next two: median over recent steps
     tokens_per_second_per_rank: float | None
     mfu: float | None
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     checkpoint: Newest | None
     starts: int
-    since_step: int  # from it on, the following are counted
+    since_step: int  # the following are counted from this step on
     skipped_steps: int
     restarts: int
     warnings: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """What `status --json` prints."""
+        """Return the object for `status --json`."""
         return asdict(self)
 
 
 def read_status(run_dir: Path) -> Status:
-    """How the run in `run_dir` stands.
+    """Return the state of the run in `run_dir`.
 
     Raises:
-        UsageError: it is no run, or a file of it is damaged.
-        CheckpointError: the manifest of its newest checkpoint is damaged.
+        UsageError: If it is not a run or one of its files is corrupted.
+        CheckpointError: If the manifest of its newest checkpoint is corrupted.
     """
     if not (run_dir / RUN_CONFIG).is_file():
-        raise UsageError(f"{run_dir}: not a run of fsdpctl: it has no {RUN_CONFIG}")
+        raise UsageError(f"{run_dir}: not a run of fsdpctl ({RUN_CONFIG} not found)")
     now = time.time()
     total = _total_steps(run_dir)
-    sign, tail, starts = read_sign(run_dir), read_tail(run_dir), read_starts(run_dir)
-    found = liveness(run_dir, sign, now)
-    newest = _newest(run_dir, now)
-    step = max(tail.steps[-1].step if tail.steps else 0, newest.step if newest else 0)
-    state, message = _state(run_dir, found, sign, is_done=_is_done(newest, tail, total))
-    last = tail.steps[-1] if tail.steps else None
-    runs = state == RUNNING
+    record, lines, starts = read_heartbeat(run_dir), _lines(run_dir), read_starts(run_dir)
+    alive, newest = liveness(run_dir, record, now), _newest(run_dir, now)
+    steps = [line for line in lines if line.is_step]
+    recent, last = steps[-_RECENT:], steps[-1] if steps else None
+    validation = next((x for x in reversed(lines) if isinstance(x.val_loss, float)), None)
+    step = max(last.step if last else 0, newest.step if newest else 0)
+    is_done = _is_done(newest, validation, total)
+    state, message = _state(run_dir, alive, record, is_done=is_done)
     return Status(
         run=str(run_dir),
         state=state,
         message=message,
-        seen=found.seen,
-        host=sign.host if sign else None,
-        pid=found.pid,
-        heard_seconds_ago=found.heard_seconds_ago,
+        liveness_source=alive.source,
+        host=record.host if record else None,
+        pid=alive.pid,
+        heartbeat_age_seconds=alive.heartbeat_age,
         step=step,
         total_steps=total,
-        seconds_since_step=None if tail.written is None else max(0.0, now - tail.written),
-        eta_seconds=_eta(sign, tail, step, total) if runs else None,
-        loss=last.loss if last else None,
-        val_loss=tail.validation.val_loss if tail.validation else None,
-        val_step=tail.validation.step if tail.validation else None,
-        tokens_per_second=tail.recent(lambda line: line.tokens_per_second),
-        tokens_per_second_per_rank=tail.recent(lambda line: line.tokens_per_second_per_rank),
-        mfu=tail.recent(lambda line: line.mfu),
+        seconds_since_step=_age(run_dir / METRICS, now),
+        eta_seconds=_eta(record, steps, step, total) if state == RUNNING else None,
+        loss=_number(last.loss) if last else None,
+        val_loss=_number(validation.val_loss) if validation else None,
+        val_step=validation.step if validation else None,
+        tokens_per_second=_recent([x.tokens_per_second for x in recent]),
+        tokens_per_second_per_rank=_recent([x.tokens_per_second_per_rank for x in recent]),
+        mfu=_recent([x.mfu for x in recent]),
         peak_allocated_bytes=last.peak_allocated_bytes if last else None,
         peak_reserved_bytes=last.peak_reserved_bytes if last else None,
         checkpoint=newest,
         starts=len(starts),
-        since_step=tail.since_step,
-        skipped_steps=tail.skipped_steps,
-        restarts=tail.restarts,
-        warnings=_warnings(run_dir, tail),
+        since_step=lines[0].step if lines else 0,
+        skipped_steps=_skipped(lines),
+        restarts=sum(line.restart is not None for line in lines),
+        warnings=_warnings(run_dir, lines),
+    )
+
+
+def _lines(run_dir: Path) -> list[MetricsLine]:
+    """Read the end of metrics.jsonl; an empty list if it does not exist."""
+    path = run_dir / METRICS
+    found = read_metrics(path, last_bytes=_METRICS_BYTES) if os.path.lexists(path) else ()
+    return list(found)
+
+
+def _age(path: Path, now: float) -> float | None:
+    try:
+        return max(0.0, now - path.stat().st_mtime)
+    except OSError:
+        return None
+
+
+def _number(value: object) -> float | None:
+    return value if isinstance(value, float) else None
+
+
+def _recent(values: Sequence[float | None]) -> float | None:
+    """Return the median of the known values."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _skipped(lines: Sequence[MetricsLine]) -> int:
+    """Count rejected steps; a step that the run came to again has only one of the two records."""
+    return max(
+        sum(None in (line.loss, line.grad_norm) for line in lines),
+        sum(line.rejected_step is not None for line in lines),
     )
 
 
 def _total_steps(run_dir: Path) -> int | None:
-    """Nothing else is looked at: another version may have written the configuration."""
+    """Read `train.steps` alone: another version may have written the configuration."""
     text = dict(read_recipe(run_dir / RUN_CONFIG)).get(_STEPS)
     try:
         return None if text is None else int(str(KEYS[_STEPS].parse(text)))
     except UsageError as error:
-        raise UsageError(f"{run_dir / RUN_CONFIG}: damaged: {error}") from None
+        raise UsageError(f"{run_dir / RUN_CONFIG}: corrupted: {error}") from None
 
 
-def _is_done(newest: Newest | None, tail: Tail, total: int | None) -> bool:
+def _is_done(newest: Newest | None, validation: MetricsLine | None, total: int | None) -> bool:
     if newest is None or total is None or newest.step < total:
         return False
-    validated = 0 if tail.validation is None else tail.validation.step
+    validated = 0 if validation is None else validation.step
     return not newest.owes_validation or validated >= newest.step
 
 
-def _state(run_dir: Path, found: Liveness, sign: Sign | None, *, is_done: bool) -> tuple[str, str]:
-    """The word for it, and how it ended if not well."""
-    is_at_work = found.is_alive and sign is not None and sign.state == RUNNING
-    if is_done and not is_at_work and (sign is None or sign.state != FAILED):
+def _state(
+    run_dir: Path, found: Liveness, record: HeartbeatRecord | None, *, is_done: bool
+) -> tuple[str, str]:
+    """Return the state, and why the run ended unless it is complete."""
+    is_at_work = found.is_alive and record is not None and record.state == RUNNING
+    if is_done and not is_at_work and (record is None or record.state != FAILED):
         return FINISHED, ""
-    if sign is not None and sign.state == STOPPED:
-        return STOPPED, sign.message
-    if sign is not None and sign.state == FAILED:
-        return FAILED, _first_error(run_dir) or sign.message
+    if record is not None and record.state == STOPPED:
+        return STOPPED, record.message
+    if record is not None and record.state == FAILED:
+        return FAILED, _first_error(run_dir) or record.message
     if found.is_alive:
-        return (STARTING if sign is None or sign.step is None else RUNNING), ""
-    if sign is None:
-        return (STARTING if _is_just_written(run_dir / RUN_CONFIG) else NOT_STARTED), ""
+        return (STARTING if record is None or record.step is None else RUNNING), ""
+    if record is None:
+        return (STARTING if _is_recent(run_dir / RUN_CONFIG) else NOT_STARTED), ""
     last = _first_error(run_dir)
-    quiet = f"process {sign.pid} on {sign.host} is gone, or cut off, without a word"
-    return FAILED, f"{quiet}; {last}" if last else quiet
+    missing = f"process {record.pid} on {record.host} was killed or is unreachable"
+    return FAILED, f"{missing}; {last}" if last else missing
 
 
-def _is_just_written(file: Path) -> bool:
-    """As every start does, some time before its first sign of life."""
+def _is_recent(file: Path) -> bool:
+    """Return whether a start has just written the file, before its first heartbeat."""
     return time.time() - file.stat().st_mtime < _STARTS_WITHIN
 
 
 def _first_error(run_dir: Path) -> str:
-    """The last line of the rank that was the first to write of an error; empty if none did."""
+    """Return the last line of the rank log that was written first; empty without logs."""
     logs = sorted(islice((run_dir / LOGS).glob("rank-*.log"), _MOST_LOGS))
-    said = []
+    found = []
     for each in logs:
-        with contextlib.suppress(OSError):  # a restart may take it away meanwhile
+        with contextlib.suppress(OSError):  # a restart may move it meanwhile
             about = each.stat()
             if each.is_file() and about.st_size:
-                said.append((about.st_mtime, f"{each.name}: {_last_line(each)}"))
-    return min(said)[1] if said else ""
+                found.append((about.st_mtime, f"{each.name}: {_last_line(each)}"))
+    return min(found)[1] if found else ""
 
 
 def _last_line(path: Path) -> str:
@@ -180,11 +227,13 @@ def _last_line(path: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")[:_LONGEST]
 
 
-def _eta(sign: Sign | None, tail: Tail, step: int, total: int | None) -> float | None:
-    """As its pace has been since it started, saves and validations included."""
-    each = sign.seconds_per_step if sign else None
+def _eta(
+    record: HeartbeatRecord | None, steps: Sequence[MetricsLine], step: int, total: int | None
+) -> float | None:
+    """Return the time left at the pace since the start, including saves and validations."""
+    each = record.seconds_per_step if record else None
     if each is None:
-        each = tail.recent(lambda line: line.seconds)
+        each = _recent([line.seconds for line in steps[-_RECENT:]])
     return None if each is None or total is None else each * max(0, total - step)
 
 
@@ -206,10 +255,10 @@ def _newest(run_dir: Path, now: float) -> Newest | None:
         age_seconds=max(0.0, now - (folder / MANIFEST).stat().st_mtime),
         num_bytes=sum(expected.values()),
         owes_validation=manifest.progress.owes_validation,
-        problem="" if wrong is None else f"{wrong} is missing, or not of its size",
+        problem="" if wrong is None else f"{wrong}: missing or of the wrong size",
     )
 
 
-def _warnings(run_dir: Path, tail: Tail) -> list[str]:
-    said = [f"step {line.step}: {line.warning}" for line in tail.warnings]
-    return [*said, *passed_over(run_dir / CHECKPOINTS)]
+def _warnings(run_dir: Path, lines: Sequence[MetricsLine]) -> list[str]:
+    found = [f"step {line.step}: {line.warning}" for line in lines if line.warning]
+    return [*found[-_MOST_WARNINGS:], *passed_over(run_dir / CHECKPOINTS)]

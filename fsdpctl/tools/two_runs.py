@@ -1,27 +1,70 @@
-"""Two runs side by side: losses, configurations, and the newest checkpoints of one step."""
+"""The comparison of two runs: losses, settings, and the newest checkpoints of a common step."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import UNSET
 
 from fsdpctl.checkpoint.folders import complete_checkpoints, step_folder, step_of
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.errors import UsageError
-from fsdpctl.tools.series import FIGURES, Series, compared, read_figures
+from fsdpctl.run.files import METRICS
+from fsdpctl.run.metrics import read_metrics
 from fsdpctl.tools.tensors import CheckpointDifference, compare_checkpoints
 
-_WHERE = ("train.run_dir",)  # of the run, nothing that it does
-# Of bytes that will be read: a context in which they are counted.
+FIGURES = ("loss", "val_loss", "grad_norm")
+Values = dict[int, float | None]  # by step; None: not finite
+_NOT_COMPARED = ("train.run_dir",)
+# Given the number of bytes to read, a context with a function that counts those read.
 Bar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """A key of the configuration that differs; None where it is not set."""
+class Point:
+    """The values of both runs at a step."""
+
+    step: int
+    a: float | None  # None: not finite
+    b: float | None
+
+    @property
+    def difference(self) -> float:
+        """The absolute difference; infinite if only one value is finite."""
+        if self.a is None or self.b is None:
+            return 0.0 if self.a is self.b else math.inf
+        return abs(self.a - self.b)
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """The comparison of one metric."""
+
+    name: str
+    compared: int  # steps of both runs
+    only_a: int  # steps of one run
+    only_b: int
+    first: Point | None  # the first step where they differ
+    largest: Point | None  # the step with the largest difference
+    num_different: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the object for `--json`."""
+        found = asdict(self)
+        if self.largest is not None:
+            apart = self.largest.difference
+            found["largest"]["difference"] = apart if math.isfinite(apart) else None
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A configuration key whose values differ; None: not set."""
 
     key: str
     a: str | None
@@ -30,33 +73,33 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class TwoRuns:
-    """How two runs differ."""
+    """The differences between two runs."""
 
     a: Path
     b: Path
-    series: dict[str, Series]  # by figure
-    configuration: tuple[Words, ...]
-    checkpoint: CheckpointDifference | None  # None: there are none of the same step
+    series: dict[str, Series]  # by name
+    configuration: tuple[Setting, ...]
+    checkpoint: CheckpointDifference | None  # None: no common step
     has_checkpoints: bool  # whether either run has any
 
     @property
     def differences(self) -> list[str]:
-        """What of losses and tensors is not equal, a clause each; configurations do not count."""
+        """The differences of losses and tensors, a clause each; settings do not count."""
         return [*_of_losses(self.series), *self._of_tensors()]
 
     def _of_tensors(self) -> Iterator[str]:
         found = self.checkpoint
         if found is None:
             if self.has_checkpoints:
-                yield "no complete checkpoint of a step that both have"
+                yield "no common step with a complete checkpoint"
             return
         if found.different:
             yield f"{len(found.different)} of {len(found.tensors)} tensors at step {found.step}"
         if missing := len(found.only_a) + len(found.only_b):
-            yield f"{missing} tensors at step {found.step} that only one has"
+            yield f"{missing} tensors at step {found.step} in one run only"
 
     def to_dict(self) -> dict[str, Any]:
-        """What `compare-runs --json` prints."""
+        """Return the object for `compare-runs --json`."""
         return {
             "a": str(self.a),
             "b": str(self.b),
@@ -71,29 +114,29 @@ class TwoRuns:
 def _of_losses(series: dict[str, Series]) -> Iterator[str]:
     loss, validation = series["loss"], series["val_loss"]
     if not loss.compared:
-        yield "no step that both have done"
+        yield "no common step"
     for each in (loss, validation):
         if each.first is not None:
             values = " and ".join("not finite" if v is None else f"{v:.9g}" for v in
                                   (each.first.a, each.first.b))  # fmt: skip
             yield f"{each.name} from step {each.first.step} on ({values})"
     if loss.compared and loss.only_a + loss.only_b:
-        yield f"{loss.only_a + loss.only_b} steps that only one has done"
+        yield f"{loss.only_a + loss.only_b} steps in one run only"
 
 
 def compare_runs(a: Path, b: Path, bar: Bar) -> TwoRuns:
-    """How the runs in two directories differ.
+    """Compare the runs in two directories.
 
     Args:
-        a: one.
-        b: another.
-        bar: told how many bytes of checkpoints will be read, and then of those that were.
+        a: Run directory.
+        b: Another run directory.
+        bar: Counts the bytes of checkpoints that are read.
 
     Raises:
-        UsageError: one is no run, or its metrics are damaged.
-        CheckpointError: a checkpoint is damaged; names the file.
+        UsageError: If a directory is not a run or its metrics are corrupted.
+        CheckpointError: If a checkpoint is corrupted; names the file.
     """
-    words = [_words(each) for each in (a, b)]
+    settings = [_settings(each) for each in (a, b)]
     figures = [read_figures(each) for each in (a, b)]
     steps = [{step_of(each) for each in complete_checkpoints(x / CHECKPOINTS)} for x in (a, b)]
     checkpoint = None
@@ -104,18 +147,18 @@ def compare_runs(a: Path, b: Path, bar: Bar) -> TwoRuns:
         b,
         {name: compared(name, figures[0][name], figures[1][name]) for name in FIGURES},
         tuple(
-            Words(key, words[0].get(key), words[1].get(key))
-            for key in sorted(words[0].keys() | words[1].keys())
-            if key not in _WHERE and words[0].get(key) != words[1].get(key)
+            Setting(key, settings[0].get(key), settings[1].get(key))
+            for key in sorted(settings[0].keys() | settings[1].keys())
+            if key not in _NOT_COMPARED and settings[0].get(key) != settings[1].get(key)
         ),
         checkpoint,
         any(steps),
     )
 
 
-def _words(run_dir: Path) -> dict[str, str]:
+def _settings(run_dir: Path) -> dict[str, str]:
     if not (run_dir / RUN_CONFIG).is_file():
-        raise UsageError(f"{run_dir}: not a run of fsdpctl: it has no {RUN_CONFIG}")
+        raise UsageError(f"{run_dir}: not a run of fsdpctl ({RUN_CONFIG} not found)")
     return dict(read_recipe(run_dir / RUN_CONFIG))
 
 
@@ -123,3 +166,34 @@ def _compare_checkpoints(a: Path, b: Path, step: int, bar: Bar) -> CheckpointDif
     readers = [CheckpointReader(step_folder(each / CHECKPOINTS, step)) for each in (a, b)]
     with bar(sum(reader.num_bytes for reader in readers)) as advance:
         return compare_checkpoints(readers[0], readers[1], advance)
+
+
+def read_figures(run_dir: Path) -> dict[str, Values]:
+    """Read the values of every step from metrics.jsonl; of a repeated step the last ones.
+
+    Raises:
+        UsageError: If the file does not exist or is corrupted.
+    """
+    found: dict[str, Values] = {name: {} for name in FIGURES}
+    for line in read_metrics(run_dir / METRICS):
+        for name in FIGURES:
+            value = getattr(line, name)
+            if value is not UNSET:
+                found[name][line.step] = value
+    return found
+
+
+def compared(name: str, a: Values, b: Values) -> Series:
+    """Compare the metric `name` of two runs."""
+    both = sorted(a.keys() & b.keys())
+    points = [Point(step, a[step], b[step]) for step in both]
+    apart = [point for point in points if point.difference > 0]
+    return Series(
+        name,
+        compared=len(both),
+        only_a=len(a.keys() - b.keys()),
+        only_b=len(b.keys() - a.keys()),
+        first=apart[0] if apart else None,
+        largest=max(apart, key=lambda point: point.difference, default=None),
+        num_different=len(apart),
+    )

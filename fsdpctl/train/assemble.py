@@ -1,4 +1,4 @@
-"""The one place where a configuration becomes objects."""
+"""Construction of a training run from a resolved configuration."""
 
 import os
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from fsdpctl.checkpoint.manifest import BaseInfo, Progress
 from fsdpctl.checkpoint.pretrained import open_base, open_weights, weights_folder, whole_weights
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.comm.collectives import ObjectExchange, collectives_for
-from fsdpctl.comm.pulse import LOADING, PULSE
+from fsdpctl.comm.rank_status import LOADING, RANK_STATUS
 from fsdpctl.comm.world import World
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.chats.data import open_data
-from fsdpctl.data.source import DataSet
+from fsdpctl.data.open import open_data
+from fsdpctl.data.tokens import DataSet
 from fsdpctl.engine.build import Source, divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
@@ -32,15 +32,24 @@ from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.peers.model import peer_model
 from fsdpctl.peers.setup import PeerSetup
-from fsdpctl.plan.batch import BatchPlan, plan_batches
+from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.engines import OURS
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import get_strategy, ranks_per_copy
 from fsdpctl.resolve.blocks import checkpoint_block, compile_block
+from fsdpctl.run.environment import add_start, describe_start, place_of
 from fsdpctl.shards import TrainedModel
-from fsdpctl.train.loop import Trainer
-from fsdpctl.train.parts import Optimizer, Outside, TrainingParts
-from fsdpctl.train.run_watch import RunWatch
+from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
+from fsdpctl.train.callbacks.checks import Checks
+from fsdpctl.train.callbacks.heartbeat import Heartbeat
+from fsdpctl.train.callbacks.profiling import Profiling
+from fsdpctl.train.callbacks.reporting import RunReporter
+from fsdpctl.train.callbacks.sample import Sample
+from fsdpctl.train.callbacks.validation import Validation
+from fsdpctl.train.journal import Journal
+from fsdpctl.train.memory_snapshot import watch_allocations
+from fsdpctl.train.parts import LaunchContext, Optimizer, TrainingParts
+from fsdpctl.train.trainer import Trainer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -48,9 +57,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def make_model(
     config: Config, device: torch.device, *, strategy: str | None = None, empty: bool = False
 ) -> ShardedModel:
-    """The model, sharded by our engine as the configuration says. Collective.
+    """Return the model, sharded by fsdpctl's engine as configured. Collective.
 
-    With its weights drawn from the seed, or `empty` with zeros, to be filled.
+    Its weights are initialized from the seed, or zeros if `empty`.
     """
     given = config.strategy.under(strategy) if strategy else config.strategy
     sharding = Sharding(
@@ -65,7 +74,7 @@ def make_model(
 
 
 def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> TrainedModel:
-    """The same in the hands of the engine that the configuration names. Collective."""
+    """Return the model, sharded by the configured engine. Collective."""
     if config.engine.name == OURS:
         model = make_model(config, device, empty=empty)
         model.mesh.measure_waits()
@@ -88,17 +97,17 @@ def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> 
 
 
 def _draw(config: Config) -> Callable[[str, Tensor], None]:
-    """What gives a parameter its first values, and shows the launcher that this rank gets on."""
+    """Return the initializer of a parameter, which also reports progress to the watchdog."""
 
     def draw(name: str, whole: Tensor) -> None:
-        PULSE.at(LOADING)
+        RANK_STATUS.at(LOADING)
         initialize_parameter(name, whole, seed=config.train.seed, config=config.model)
 
     return draw
 
 
 def make_module(config: Config) -> nn.Module:
-    """The module without values, its blocks recomputed and compiled as configured."""
+    """Return the module on the meta device, with blocks checkpointed and compiled as configured."""
     module = build_model(config.model)
     for unit in divide_module(module, None):
         if unit.kind == "block":
@@ -111,7 +120,7 @@ def make_module(config: Config) -> nn.Module:
 
 
 def make_optimizer(config: Config, model: TrainedModel) -> Optimizer:
-    """The optimizer over the model's shards."""
+    """Return the optimizer over the model's shards."""
     about = config.optimizer
     if about.name == "sgd":
         return ShardedSGD(
@@ -127,46 +136,79 @@ def make_optimizer(config: Config, model: TrainedModel) -> Optimizer:
 
 
 def make_trainer(
-    config: Config, world: World, outside: Outside, *, shows: bool, lines: tuple[str, ...] = ()
-) -> Trainer:
-    """Everything for a run, brought to where its newest checkpoint was. Collective.
-
-    Args:
-        config: resolved.
-        world: the ranks.
-        outside: who asks for an end, and since when this runs.
-        shows: whether rank 0 shows the progress, and tells others of it.
-        lines: what it prints first.
-    """
-    run_dir = Path(str(config.train.run_dir))
-    watch = RunWatch(config, run_dir, ObjectExchange(), world.device, is_on=shows)
-    with watch.keeping_snapshot():
-        return _make_trainer(config, world, outside, watch, shows=shows, lines=lines)
-
-
-def _make_trainer(
     config: Config,
     world: World,
-    outside: Outside,
-    watch: RunWatch,
+    context: LaunchContext,
     *,
     shows: bool,
-    lines: tuple[str, ...],
+    only_measures: bool = False,
+    lines: tuple[str, ...] = (),
 ) -> Trainer:
-    run_dir, data = watch.run_dir, _data(config)
+    """Return the trainer of a run in the state of its newest checkpoint. Collective.
+
+    Args:
+        config: Resolved configuration.
+        world: The ranks.
+        context: Process of this rank.
+        shows: Whether rank 0 shows the progress, writes heartbeats and runs the user's command.
+        only_measures: Whether the run only does steps, without validation and checkpoints.
+        lines: Messages to print first.
+    """
+    run_dir, ranks = Path(str(config.train.run_dir)), ObjectExchange()
+    is_main = world.rank == 0
+    heartbeat = Heartbeat(run_dir, ranks, is_on=shows and is_main)
+    if config.log.memory_snapshot:
+        watch_allocations(world.device)
+    if shows:
+        places = ranks.gather_objects(place_of(world.device))
+        if is_main:
+            add_start(run_dir, describe_start(run_dir, places))
+    parts, done, base = _load(config, run_dir, world, ranks)
+    journal = Journal(config, run_dir, done.step, is_main=is_main, shows=shows)
+    for line in lines:
+        journal.say(line)
+    if only_measures:
+        return Trainer(parts, done, context, journal, [RunReporter(journal, None)])
+    checkpoints = CheckpointManager(
+        config, run_dir, ranks, journal, base, runs_command=shows and is_main
+    )
+    callbacks = [  # in the order of their hooks, at the end too
+        Profiling(parts.model, run_dir, world.rank, at_start=config.train.profile),
+        Validation(config, has_data=parts.val_batches is not None),
+        checkpoints,
+        journal.loggers,
+        heartbeat,
+        RunReporter(journal, checkpoints),
+        Checks(run_dir, done.step),
+        Sample(),
+    ]
+    return Trainer(parts, done, context, journal, callbacks)
+
+
+def _load(
+    config: Config, run_dir: Path, world: World, ranks: ObjectExchange
+) -> tuple[TrainingParts, Progress, BaseInfo | None]:
+    """Make the objects of a run, and load its newest checkpoint or its first weights.
+
+    Returns the objects, the progress, and the model with weights that checkpoints leave out.
+    """
+    train, data = config.train, _data(config)
     plan = plan_batches(
-        config.train.global_batch_size,
+        train.global_batch_size,
         world.world_size,
-        micro_batch_size=config.train.micro_batch_size,
+        micro_batch_size=train.micro_batch_size,
         num_micro_batches=config.accumulation.steps,
     )
     newest = newest_checkpoint(run_dir / CHECKPOINTS)
-    is_read = newest is not None or config.model.is_pretrained
-    model = make_trained_model(config, world.device, empty=is_read)
+    model = make_trained_model(
+        config, world.device, empty=newest is not None or config.model.is_pretrained
+    )
     optimizer = make_optimizer(config, model)
     done, base = _fill(config, model, optimizer, data, newest)
-    _meet(watch)
-    train = config.train
+    # All ranks have read: the slowest may take longer than NCCL waits in a first collective.
+    ranks.gather_objects(None)
+    RANK_STATUS.at("ready")
+    val = data.val
     parts = TrainingParts(
         config=config,
         run_dir=run_dir,
@@ -174,25 +216,16 @@ def _make_trainer(
         model=model,
         optimizer=optimizer,
         train_batches=Batches(data.train.rows(train.seq_len), plan, train.seed, data.vocab_size),
-        val_batches=_validation(data, train.seq_len, plan),
+        val_batches=(
+            None if val is None else Batches(val.rows(train.seq_len), plan, 0, data.vocab_size)
+        ),
         device=world.device,
-        outside=outside,
-        watch=watch,
-        shows=shows,
-        lines=lines,
-        base=base,
     )
-    return Trainer(parts, done)
-
-
-def _meet(watch: RunWatch) -> None:
-    """All ranks have read: the slowest may take longer than NCCL waits in a first collective."""
-    watch.ranks.gather_objects(None)
-    PULSE.at("ready")
+    return parts, done, base
 
 
 def _data(config: Config) -> DataSet:
-    """The data, read once on each node: what it was made into is in a cache then. Collective."""
+    """Return the data. One rank of each node prepares it first, for the cache. Collective."""
     ranks, is_first = ObjectExchange(), int(os.environ.get("LOCAL_RANK", 0)) == 0
     data = open_data(config.data, config.train.seed) if is_first else None
     if config.data.holds_documents:
@@ -207,25 +240,21 @@ def _fill(
     data: DataSet,
     newest: Path | None,
 ) -> tuple[Progress, BaseInfo | None]:
-    """Read what the model begins with, where that is not drawn.
+    """Load the newest checkpoint or pretrained weights, if any.
 
-    Returns how far the run had come, and what has the weights that its checkpoints leave out.
+    Returns the progress, and the model with the weights that checkpoints leave out, if any.
     """
     if newest is not None:
         return _resume(newest, model, optimizer, data)
     if not config.model.is_pretrained:
         return Progress(), None
-    # Decided once: `model.path` may be a run that goes on while the ranks look.
+    # Rank 0 decides: `model.path` may be a run that saves checkpoints meanwhile.
     (found, *_) = model.collectives.gather_objects(str(weights_folder(config.model)))
     folder = Path(found)
     weights = open_weights(config.model, folder)
     load_weights(first_weights(config.model, model.module, config.train.seed, weights), model)
     trains_all = all(shard.trainable for shard in model.flat_shards())
     return Progress(), None if trains_all else base_info(folder, weights, model.collectives)
-
-
-def _validation(data: DataSet, seq_len: int, plan: BatchPlan) -> Batches | None:
-    return None if data.val is None else Batches(data.val.rows(seq_len), plan, 0, data.vocab_size)
 
 
 def _resume(
@@ -235,8 +264,8 @@ def _resume(
         reader = CheckpointReader(newest)
         if reader.manifest.progress.data_fingerprint not in ("", data.fingerprint):
             raise UsageError(
-                f"train.run_dir={newest.parent.parent}: the data is not what the run was trained "
-                "on so far; choose another train.run_dir="
+                f"train.run_dir={newest.parent.parent}: the data differs from that of the run's "
+                "earlier steps; set another train.run_dir"
             )
     except CheckpointError as error:
         raise CheckpointError(f"{error}{way_on(newest)}") from None

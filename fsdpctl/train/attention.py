@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.comm.collectives import ObjectExchange
-from fsdpctl.comm.marks import mark, seconds_between
+from fsdpctl.comm.waits import mark, seconds_between
 from fsdpctl.comm.world import World
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
@@ -23,8 +23,8 @@ from fsdpctl.resolve.machine import with_architecture
 from fsdpctl.run.directory import rewrite_config
 
 _WARM_UP, _ROUNDS = 2, 5
-_TIE = 0.03  # of the fastest kernel's time: less than timings differ by themselves
-_FIRST_CUDNN = 91501  # 9.15.1: before it lengths that 128 does not divide were wrong at times
+_TIE = 0.03  # of the fastest kernel's time: smaller than the noise of timings
+_FIRST_CUDNN = 91501  # 9.15.1: earlier results may be wrong for lengths not divisible by 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Selection:
 
     @property
     def line(self) -> str:
-        """The selection in words."""
+        """The selection and the timings, to print."""
         parts = [f"{name} {1e3 * self.seconds[name]:.3g} ms" for name in self._sorted()]
         return f"attention: {self.kernel} selected ({', '.join(parts)}, forward and backward)"
 
@@ -83,11 +83,11 @@ def own_timings(config: Config, device: torch.device) -> dict[str, float]:
 
 
 def _candidates(config: Config, shape: Shape, device: torch.device) -> list[str]:
-    """Of those that may run, the ones that the layers of `shape` would use."""
+    """Return the kernels that may run and that the layers of `shape` would use."""
     seen = _seen(shape, device)
     unused = set()
     if None not in seen or (torch.backends.cudnn.version() or 0) < _FIRST_CUDNN:
-        unused.add(CUDNN)  # it computes whole rows alone
+        unused.add(CUDNN)  # it supports unmasked sequences only
     if any(each is not None and each.offsets is not None for each in seen):
         unused.add(EFFICIENT)  # it would need a mask of all pairs
     return [each for each in candidates(config) if each not in unused and can_undo(each)]
@@ -110,13 +110,13 @@ def selected(timed: Sequence[Mapping[str, float]]) -> Selection:
 
 
 def check_kernel(config: Config, device: torch.device) -> None:
-    """See that the kernel of a resolved configuration runs on this rank's GPU.
+    """Check that the kernel of a resolved configuration runs on this rank's GPU.
 
     Raises:
-        UsageError: If it does not.
+        UsageError: If the kernel does not run.
     """
     kernel, shape = str(config.model.attention), Shape.of(config)
-    with using(kernel):  # that says itself what is missing
+    with using(kernel):  # raises if a package is missing
         pass
     if not timings(shape, [kernel], device, rounds=1):
         dtype = str(shape.dtype).removeprefix("torch.")
@@ -135,7 +135,7 @@ def timings(
     for kernel in kernels:
         try:
             with warnings.catch_warnings(), using(kernel, alone=True):
-                warnings.simplefilter("ignore")  # of torch, why a kernel does not run
+                warnings.simplefilter("ignore")  # torch warns why a kernel does not run
                 found[kernel] = _seconds(shape, device, rounds)
         except torch.OutOfMemoryError as error:
             no_room = error
@@ -147,7 +147,7 @@ def timings(
 
 
 def _seconds(shape: Shape, device: torch.device, rounds: int) -> float:
-    """Seconds of a layer's forward and backward, the mean of all layers."""
+    """Return the seconds of forward and backward of a layer, averaged over all layers."""
     seen = _seen(shape, device)
     total = 0.0
     for sight in {id(each): each for each in seen}.values():
@@ -159,7 +159,7 @@ def _seconds(shape: Shape, device: torch.device, rounds: int) -> float:
 def _seconds_of_layer(
     shape: Shape, sight: Sight | None, device: torch.device, rounds: int
 ) -> float:
-    generator = torch.Generator(device).manual_seed(0)  # the run's own is left as it is
+    generator = torch.Generator(device).manual_seed(0)  # leaves the run's generator unchanged
     heads = (shape.heads[0], shape.heads[1], shape.heads[1], shape.heads[0])
     q, k, v, gradient = (_drawn(shape, count, device, generator) for count in heads)
     for each in (q, k, v):
@@ -175,7 +175,7 @@ def _seconds_of_layer(
 
 
 def _drawn(shape: Shape, heads: int, device: torch.device, generator: torch.Generator) -> Tensor:
-    """Projections as a layer has them: (batch, heads, length, width), heads innermost in memory."""
+    """Draw projections laid out as a layer's: (batch, heads, length, width), heads innermost."""
     size = (shape.batch, shape.length, heads, shape.width)
     drawn = torch.randn(size, generator=generator, device=device, dtype=shape.dtype)
     return drawn.transpose(1, 2)
@@ -187,7 +187,7 @@ def _seen(shape: Shape, device: torch.device) -> list[Sight | None]:
 
 
 def _documents(shape: Shape, device: torch.device) -> Documents | None:
-    """Documents as long as estimates assume them."""
+    """Return documents of the length that estimates assume."""
     if not shape.has_documents:
         return None
     whole, rest = divmod(shape.length, ASSUMED_TOKENS)
@@ -198,8 +198,8 @@ def _documents(shape: Shape, device: torch.device) -> Documents | None:
 def settled(config: Config, world: World) -> tuple[Config, tuple[str, ...]]:
     """Select the attention kernel of a resolved configuration on GPUs. Collective.
 
-    Returns the configuration with it, which rank 0 writes to the run's directory, and what is to
-    be printed.
+    Returns the configuration with the kernel, which rank 0 also writes to the run directory, and
+    messages to print.
 
     Raises:
         UsageError: If the kernel does not run.

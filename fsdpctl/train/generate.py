@@ -1,4 +1,4 @@
-"""Text out of a model, token by token."""
+"""Text generation, token by token."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from fsdpctl.models.parts import Decoder, evaluating
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is drawn from a model's odds."""
+    """Parameters of random sampling."""
 
     seed: int
-    temperature: float = 0.8  # 0: always the likeliest
-    top_p: float = 1.0  # only of the likeliest that together have so much of the odds
-    ends: tuple[int, ...] = ()  # after these nothing follows; they are given back too
+    temperature: float = 0.8  # 0: greedy
+    top_p: float = 1.0  # probability mass of the likeliest tokens to sample from
+    ends: tuple[int, ...] = ()  # tokens that end the text; they are returned too
 
 
 @torch.no_grad()
@@ -32,17 +32,17 @@ def generate(
     device: torch.device,
     caches: bool = True,
 ) -> list[int]:
-    """The tokens that follow `prompt`, one a turn. All ranks of a sharded model call it alike.
+    """Return the tokens that follow `prompt`, one per turn. Collective for a sharded model.
 
     Args:
-        model: token ids in, logits out; with a cache of keys and values.
-        prompt: at least one token.
-        turns: as many on every rank, so that they stay in step: `range(COUNT)`, or what ends
+        model: Decoder with a cache of keys and values.
+        prompt: At least one token.
+        turns: An iterable of the same length on every rank: `range(COUNT)`, or one that may end
             sooner.
-        context: how many of the last tokens the model sees.
-        sampling: how each is drawn.
-        device: where the model runs.
-        caches: keep keys and values; not where blocks are compiled, for each length anew.
+        context: Number of last tokens that the model sees.
+        sampling: Sampling parameters.
+        device: Device of the model.
+        caches: Whether to cache keys and values; compiled blocks would compile for each length.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
     tokens, cache = list(prompt), Cache()
@@ -50,7 +50,7 @@ def generate(
         with evaluating(model), without_cudnn():
             if caches and len(tokens) <= context:
                 logits = model(torch.tensor([tokens[len(cache) :]], device=device), cache=cache)
-            else:  # every token's place has changed, and with it all that was computed of it
+            else:  # the position of every token has changed, so nothing in the cache is valid
                 logits = model(torch.tensor([tokens[-context:]], device=device))
         tokens.append(draw(logits[0, -1].float().cpu(), sampling, generator))
         if tokens[-1] in sampling.ends:
@@ -59,7 +59,7 @@ def generate(
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token from 1-D logits; nucleus sampling as in Holtzman et al., 2020."""
+    """Draw one token from 1-D logits by nucleus sampling (Holtzman et al., 2020)."""
     if not sampling.temperature:
         return int(logits.argmax())
     odds = torch.softmax(logits / sampling.temperature, dim=-1)

@@ -1,19 +1,19 @@
-"""A rank's own gradient, looked at before the ranks' are added up."""
+"""The norm of a rank's own gradient, before gradients are summed over ranks."""
 
 import torch
 from torch import Tensor, nn
 
 
 class GradientProbe:
-    """The norm of the gradient where it leaves the embedding, over the passes of a step.
+    """The norm of the gradient at the output of the embedding, over the micro-batches of a step.
 
-    All that goes wrong in a backward comes by there, on the rank where it does; in the sums over
-    ranks nobody can tell whose it was. It costs one pass over a tensor as large as a hidden state.
-    A gradient that overflows on its way into a parameter's own is not seen.
+    A non-finite value in a backward pass arrives there on the rank where it occurs; the sum over
+    ranks no longer shows the rank. It costs one read of a tensor as large as a hidden state.
+    A gradient that overflows only in a parameter's own gradient is not detected.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Watch the input embedding of `module`, if it says which that is."""
+        """Watch the input embedding of `module`, if it has `get_input_embeddings`."""
         self._norms: list[Tensor] = []
         find = getattr(module, "get_input_embeddings", None)
         if find is not None:
@@ -27,6 +27,6 @@ class GradientProbe:
         self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
 
     def take(self) -> Tensor | None:
-        """A scalar; None where no gradient came by since the last time."""
+        """Return the norm since the last call as a scalar, or None without a gradient."""
         norms, self._norms = self._norms, []
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else None

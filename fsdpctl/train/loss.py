@@ -1,4 +1,4 @@
-"""The loss of a micro-batch, and of a validation set."""
+"""The loss of a micro-batch and of a validation set."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from fsdpctl.comm.base import Collectives
 from fsdpctl.data.batches import Batches, MicroBatch
 from fsdpctl.data.rows import IGNORED
-from fsdpctl.data.source import DataSet
+from fsdpctl.data.tokens import DataSet
 from fsdpctl.models.documents import Documents, make_documents, send
 from fsdpctl.models.parts import Decoder, evaluating
 
@@ -18,9 +18,9 @@ from fsdpctl.models.parts import Decoder, evaluating
 def summed_loss(
     model: Callable[..., Tensor], batch: MicroBatch, device: torch.device, chunk_tokens: int
 ) -> Tensor:
-    """Cross entropy in nats, in float32, summed over the targets that count.
+    """Return the cross entropy in nats, in float32, summed over targets that are not masked.
 
-    Logits exist for `chunk_tokens` tokens at a time, or for all if that is 0.
+    Logits are computed for `chunk_tokens` tokens at a time; 0: for all at once.
     """
     tokens, targets = send(batch.tokens, device), send(batch.targets, device)
     loss: Tensor = model(tokens, targets, chunk_tokens or None, **_documents(batch, device))
@@ -28,7 +28,7 @@ def summed_loss(
 
 
 def _documents(batch: MicroBatch, device: torch.device) -> dict[str, Documents]:
-    """What a decoder is told where rows hold several."""
+    """Return the decoder's keyword argument for packed sequences of several documents."""
     return {"documents": make_documents(batch.lengths, device)} if batch.lengths else {}
 
 
@@ -43,11 +43,11 @@ def validation_loss(
     chunk_tokens: int,
     goes_on: Callable[[int], bool] = lambda number: True,
 ) -> float | None:
-    """Mean nats per token over the validation data. Collective.
+    """Return the mean loss in nats per token over the validation data. Collective.
 
     Every rank runs the same number of passes, and losses are added in float64, so that the result
     does not depend on the number of ranks beyond the rounding of single passes. After each global
-    batch `goes_on(NUMBER)` is asked; where that says no, on all ranks alike, the result is None.
+    batch, `goes_on(NUMBER)` is called; if it returns False, as on all ranks, this returns None.
     """
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for number in range(batches.num_validation_batches(at_most)):
@@ -75,7 +75,7 @@ def _pass_loss(
 
 
 def describe_validation(loss: float, data: DataSet, *, compare: bool) -> str:
-    """A validation loss in words; at the end compared with gzip where that makes sense."""
+    """Describe a validation loss; with `compare`, relative to gzip if the data allows it."""
     text = f"validation loss {loss:.4f} nats per token"
     if data.val is None or not data.val.num_bytes:
         return text
@@ -83,5 +83,5 @@ def describe_validation(loss: float, data: DataSet, *, compare: bool) -> str:
     text += f", {bits:.3f} bits per byte"
     if compare and data.gzip_bits_per_byte is not None:
         relation = "below" if bits < data.gzip_bits_per_byte else "not below"
-        text += f": {relation} the {data.gzip_bits_per_byte:.3f} that gzip -9 needs for this text"
+        text += f" ({relation} gzip -9: {data.gzip_bits_per_byte:.3f})"
     return text

@@ -1,26 +1,26 @@
-"""What a CUDA device held when it had no room: a file for https://pytorch.org/memory_viz.
+"""A snapshot of CUDA memory after an out-of-memory error, for https://pytorch.org/memory_viz.
 
-What is held then is known at no cost. Where each tensor was made is only known of those that were
-watched since, which every allocation pays for: on request.
+The allocations cost nothing to record. The Python lines that made them are recorded only on
+request, since that slows down every allocation.
 """
 
 from pathlib import Path
 
 import torch
 
-_MOST_ENTRIES = 100_000  # of the history; the file stays below some hundred megabytes
+_MOST_ENTRIES = 100_000  # of the history; keeps the file below a few hundred MB
 
 
 def watch_allocations(device: torch.device) -> None:
-    """From now on remember where tensors are made, in lines of Python."""
+    """Record the Python lines that allocate tensors from now on."""
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_ENTRIES)
 
 
 def keep_snapshot(error: BaseException, run_dir: Path, rank: int) -> None:
-    """Where `error` is that a device has no room, write what it holds; the error then says where.
+    """Write a snapshot if `error` is out-of-memory, and add the file's path to the error.
 
-    What fails here is left out: the error itself is what matters.
+    A failure to write it is ignored: the error itself matters more.
     """
     if not isinstance(error, torch.OutOfMemoryError):
         return
@@ -29,6 +29,4 @@ def keep_snapshot(error: BaseException, run_dir: Path, rank: int) -> None:
         torch.cuda.memory._dump_snapshot(str(path))
     except Exception:
         return
-    error.args = (
-        f"{error}; what the device held is in {path}, which https://pytorch.org/memory_viz shows",
-    )
+    error.args = (f"{error}; memory snapshot: {path} (open it at https://pytorch.org/memory_viz)",)

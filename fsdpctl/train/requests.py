@@ -1,63 +1,65 @@
-"""What is asked of a living run: by signals, by files in its directory, by the clock.
+"""Stop, save and profile requests: by signals, by files in the run directory, by the time limit.
 
-Note: a rank hears for itself, and does nothing about it: what it heard goes with the record of a
-step, or with what the ranks say to each other between the batches of a validation and the tokens of
-a sample, so that all of them heed it at the same place. Files and the clock are rank 0's.
+Note: a rank only collects requests. They travel with the record of a step, or are exchanged between
+the batches of a validation and the tokens of a sample, so that all ranks act on them at the same
+point. Only rank 0 looks at files and the clock.
 """
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+import torch
+
+from fsdpctl.comm.base import AsyncHostCopy, Collectives, raised
 from fsdpctl.config.model_path import RUN_CONFIG
-from fsdpctl.train.kept import KeptFiles
 
 STOP, SAVE, PROFILE = "STOP", "SAVE", "PROFILE"
 REQUESTS = (STOP, SAVE, PROFILE)  # files in the run directory
-_LOOKS_EVERY = 1.0  # seconds: a file system of a cluster is asked for it
+_INTERVAL = 1.0  # seconds between looks at files: each is a request to a cluster's file system
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What was asked for; the fields are in the order of `flags`."""
+class RequestFlags:
+    """The requests of one rank or of all; the fields are in the order of `flags`."""
 
-    by_signal: bool = False  # to end
-    by_file: bool = False
-    by_clock: bool = False
-    is_lost: bool = False  # the run directory: to end, once it is written again
+    by_signal: bool = False  # stop
+    by_file: bool = False  # stop
+    by_clock: bool = False  # stop
     save: bool = False
     profile: bool = False
 
     @property
     def ends(self) -> bool:
-        """Whether the run is to end, for whatever reason."""
-        return self.by_signal or self.by_file or self.by_clock or self.is_lost
+        """Whether the run is to stop."""
+        return self.by_signal or self.by_file or self.by_clock
 
     @property
     def flags(self) -> tuple[bool, ...]:
-        """How ranks say it to each other."""
+        """The form in which ranks exchange them."""
         return astuple(self)
 
-    def __or__(self, other: "Asked") -> "Asked":
-        return Asked(*(a or b for a, b in zip(self.flags, other.flags, strict=True)))
+    def __or__(self, other: "RequestFlags") -> "RequestFlags":
+        return RequestFlags(*(a or b for a, b in zip(self.flags, other.flags, strict=True)))
 
 
 class TimeLimit:
-    """When a run must ask itself to stop, so that all is saved within its time.
+    """The time at which a run must stop so that everything is saved within its limit.
 
     That is when less is left than twice the longest step and three times the longest save. Between
-    two looks lies a step, on CUDA one more is under way; a save that was due may have begun, then
-    comes the last one: a third of what saves need is spare.
-    The first step of a start, which compiles and allocates, does not count; the one that is under
-    way counts as far as it has come.
+    two looks there is one step, and on CUDA another in progress. A save that was due may have
+    begun, and the last one follows: a third of the time for saves is a margin.
+    The first step of a start, which compiles and allocates, does not count; the step in progress
+    counts with its time so far.
     """
 
     def __init__(self, seconds: float | None, started: float, longest_save: float) -> None:
-        """`seconds` since `started`, in seconds since the epoch; None: for ever.
+        """Set a limit of `seconds` after `started`, in seconds since the epoch; None: no limit.
 
-        `longest_save` is what is known of earlier starts; saves of this one may be longer.
+        `longest_save` comes from earlier starts; saves of this start may take longer.
         """
         self._ends = None if seconds is None else started + seconds
         self._longest_step = 0.0
@@ -65,90 +67,130 @@ class TimeLimit:
         self._num_steps = 0
 
     def step_took(self, seconds: float) -> None:
-        """A step is over."""
+        """Take a completed step into account."""
         self._num_steps += 1
         if self._num_steps > 1:
             self._longest_step = max(self._longest_step, seconds)
 
     def save_took(self, seconds: float) -> None:
-        """A checkpoint is complete, so long after it was begun."""
+        """Take a complete checkpoint into account."""
         self._longest_save = max(self._longest_save, seconds)
 
     def is_near(self, seconds: float = 0.0) -> bool:
-        """Whether it is time to stop, in a step that has taken so many seconds so far."""
+        """Return whether it is time to stop, `seconds` into the current step."""
         if self._ends is None:
             return False
         step = max(self._longest_step, seconds)
         return time.time() + 2 * step + 3 * self._longest_save >= self._ends
 
 
-class Requests:
-    """This rank's ears."""
+class RequestCollector:
+    """The requests that this rank has received."""
 
-    def __init__(self, run_dir: Path, files: KeptFiles, limit: TimeLimit | None) -> None:
-        """Of a run that has begun; `limit` is rank 0's, which alone looks for files."""
+    def __init__(
+        self,
+        run_dir: Path,
+        limit: TimeLimit,
+        *,
+        is_main: bool,
+        stop_requested: Callable[[], bool],
+        check: Callable[[], None],
+    ) -> None:
+        """Collect the requests of a run.
+
+        Args:
+            run_dir: Run directory, with the files that request something.
+            limit: Time limit.
+            is_main: Whether this is rank 0; other ranks only look for signals.
+            stop_requested: Returns whether a signal requested a stop.
+            check: Called on rank 0 before each look at files.
+        """
         self._run_dir = run_dir
-        self._files = files
-        self.limit = limit
-        self._heard: set[str] = set()  # files that all ranks have been told of, and are still there
+        self.limit, self._is_main = limit, is_main
+        self._stop_requested, self._check = stop_requested, check
+        self._passed_on: set[str] = set()  # files that all ranks know of, until they are removed
         self._looked = time.monotonic()
 
-    def look(self, *, by_signal: bool, seconds: float = 0.0) -> Asked:
-        """What is asked for now; what a file asks for is said once.
-
-        `seconds`: what the step has taken so far, where this is in one.
-        """
-        if self.limit is None:
-            return Asked(by_signal=by_signal, is_lost=self._files.look())
+    def look(self, seconds: float = 0.0) -> RequestFlags:
+        """Return the current requests, `seconds` into the current step; each file only once."""
+        by_signal = self._stop_requested()
+        if not self._is_main:
+            return RequestFlags(by_signal=by_signal)
         new = self._new_files()
-        return Asked(
+        return RequestFlags(
             by_signal=by_signal,
             by_file=STOP in new,
             by_clock=self.limit.is_near(seconds),
-            is_lost=self._files.look(),
             save=SAVE in new,
             profile=PROFILE in new,
         )
 
     def _new_files(self) -> Sequence[str]:
-        if time.monotonic() - self._looked < _LOOKS_EVERY:
+        if time.monotonic() - self._looked < _INTERVAL:
             return ()
         self._looked = time.monotonic()
-        there = [name for name in REQUESTS if (self._run_dir / name).exists()]
-        new = [name for name in there if name not in self._heard]
-        self._heard |= set(new)
+        self._check()
+        found = [name for name in REQUESTS if (self._run_dir / name).exists()]
+        new = [name for name in found if name not in self._passed_on]
+        self._passed_on |= set(new)
         return new
 
-    def is_heard(self, name: str) -> bool:
-        """Whether rank 0 has passed on what the file `name` asks for, and has not done with it."""
-        return name in self._heard
-
     def done(self, name: str) -> None:
-        """What the file asked for is done: it goes."""
-        if name in self._heard and _remove(self._run_dir / name):
-            self._heard.discard(name)
+        """Remove the file of a request that has been fulfilled."""
+        if name in self._passed_on and _remove(self._run_dir / name):
+            self._passed_on.discard(name)
 
     def remove_left_over(self) -> list[str]:
-        """Remove what was asked of an earlier start; returns a line of each."""
-        if self.limit is None:
-            return []
+        """Remove the requests to an earlier start; return a message for each."""
         found = [name for name in REQUESTS if _is_left_over(self._run_dir, name)]
-        for name in found:
-            _remove(self._run_dir / name)
-        return [f"{name} was left from before this start; removed" for name in found]
+        return self._remove(found, "from before this start")
 
-    def end(self) -> list[str]:
-        """The run is over: remove what came too late; returns a line of each."""
-        if self.limit is None:
-            return []
+    def remove_late(self) -> list[str]:
+        """Remove the requests that came after the last step; return a message for each."""
         found = [name for name in REQUESTS if (self._run_dir / name).exists()]
-        for name in found:
+        return self._remove(found, "came after the last step")
+
+    def _remove(self, names: Sequence[str], why: str) -> list[str]:
+        if not self._is_main:
+            return []
+        for name in names:
             _remove(self._run_dir / name)
-        return [f"{name} came when there was nothing left to do; removed" for name in found]
+        return [f"{name}: request removed ({why})" for name in names]
+
+
+class RequestSync:
+    """An exchange of requests between the ranks during validation and sampling."""
+
+    def __init__(
+        self,
+        look: Callable[[], RequestFlags],
+        ranks: Collectives,
+        device: torch.device,
+        lag: int = 0,
+    ) -> None:
+        """Exchange the results of `look()`; the newest `lag` exchanges are not waited for."""
+        self.received = RequestFlags()
+        self._look, self._ranks, self._device, self._lag = look, ranks, device, lag
+        self._pending: deque[AsyncHostCopy] = deque()
+
+    def goes_on(self) -> bool:
+        """Exchange requests; return whether no rank is known to have to stop. Collective."""
+        self._pending.append(raised(self._ranks, self._look().flags, self._device))
+        return not self._receive(self._lag).ends
+
+    def complete(self) -> RequestFlags:
+        """Return all requests exchanged so far."""
+        return self._receive(0)
+
+    def _receive(self, lag: int) -> RequestFlags:
+        while len(self._pending) > lag:
+            counts = self._pending.popleft().tolist()
+            self.received |= RequestFlags(*(count > 0 for count in counts))
+        return self.received
 
 
 def take_stop(run_dir: Path) -> bool:
-    """Whether a STOP asks this start for an end; it is removed."""
+    """Return whether a STOP file is for this start, and remove it."""
     if not (run_dir / STOP).exists() or _is_left_over(run_dir, STOP):
         return False
     _remove(run_dir / STOP)
@@ -156,19 +198,16 @@ def take_stop(run_dir: Path) -> bool:
 
 
 def early_request(run_dir: Path, seconds: float | None, started: float) -> str | None:
-    """Why a start that has nothing to save yet is to end at once; None: it is not.
-
-    A STOP that is there is removed, unless it was left over.
-    """
+    """Return why a start without a completed step must stop, or None. Removes STOP."""
     if seconds is not None and time.time() >= started + seconds:
-        return f"launch.time_limit={seconds:g} is over"
-    return f"{run_dir / STOP} was there" if take_stop(run_dir) else None
+        return f"launch.time_limit={seconds:g} exceeded"
+    return f"requested by {run_dir / STOP}" if take_stop(run_dir) else None
 
 
 def _is_left_over(run_dir: Path, name: str) -> bool:
-    """Whether the file is older than this start, which wrote the configuration anew.
+    """Return whether the file is older than this start, which rewrote the configuration.
 
-    Both times are of the file system that has both.
+    Both times come from the same file system.
     """
     with contextlib.suppress(OSError):
         return (run_dir / name).stat().st_mtime_ns < (run_dir / RUN_CONFIG).stat().st_mtime_ns
@@ -176,7 +215,7 @@ def _is_left_over(run_dir: Path, name: str) -> bool:
 
 
 def _remove(path: Path) -> bool:
-    """Whether it is gone; what cannot be removed must not ask for ever."""
+    """Remove a file, and return whether it is gone: one that stays must not repeat a request."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
         return True

@@ -1,4 +1,4 @@
-"""What workers that were started again know of the failure before."""
+"""The failure before a restart, as the restarted workers record it."""
 
 import os
 import time
@@ -12,24 +12,24 @@ RESTART = "FSDPCTL_RESTART"  # in the environment
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Why ranks were started again, and what it cost."""
+    """The cause and the cost of a restart."""
 
     number: int
     reason: str
     failed_at: float  # seconds since the epoch
-    lost_steps: int  # done before, and to be done again
+    lost_steps: int  # completed before, and to be repeated
 
     def to_text(self) -> str:
-        """For the environment of the next workers."""
+        """Return the value for the environment of the workers."""
         return msgspec.json.encode(self).decode()
 
     def to_line(self, step: int) -> dict[str, Any]:
-        """What metrics.jsonl says of it, once `step` is done."""
+        """Return the object for metrics.jsonl once `step` is completed."""
         seconds = round(time.time() - self.failed_at, 3)
         return {"step": step, "restart": {**asdict(self), "seconds_to_next_step": seconds}}
 
 
-def restart_of() -> Restart | None:
-    """Of the workers to which this one belongs; None where they were not started again."""
+def current_restart() -> Restart | None:
+    """Return the restart that started this worker, or None."""
     text = os.environ.get(RESTART)
     return None if text is None else msgspec.json.decode(text, type=Restart)

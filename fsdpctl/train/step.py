@@ -1,4 +1,4 @@
-"""One optimizer step, from the samples to the new weights; nothing in it waits for a device."""
+"""One optimizer step, from the samples to the updated weights, without waiting for the device."""
 
 import contextlib
 import hashlib
@@ -8,20 +8,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdpctl.optim.record import Limits, OwnWord, record_step
+from fsdpctl.optim.record import Limits, LocalStepStats, record_step
 from fsdpctl.optim.schedule import lr_factor
 from fsdpctl.run.clock import StepClock
+from fsdpctl.run.flops import ModelFlops
+from fsdpctl.run.step_metrics import StepMetrics, peak_memory
 from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.parts import LaunchedStep, TrainingParts
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What came of a step's passes on this rank, beside its gradients."""
+    """The losses and tokens of all micro-batches of a step on this rank."""
 
-    loss_sum: Tensor  # over its target tokens; float64
-    tokens: int  # how many those were
-    nominal_tokens: int  # how many the losses were divided by
+    loss_sum: Tensor  # over the target tokens; float64
+    tokens: int  # target tokens
+    nominal_tokens: int  # the number by which the losses were divided
 
 
 def launch_step(
@@ -30,18 +32,19 @@ def launch_step(
     samples: int,
     *,
     limits: Limits,
-    own: Callable[[], OwnWord],
+    own: Callable[[], LocalStepStats],
     is_traced: bool = False,
 ) -> LaunchedStep:
-    """Launch the step that comes after `step` steps and `samples` samples. Collective.
+    """Launch the step that follows `step` steps and `samples` samples. Collective.
 
     Args:
-        parts: of the run.
-        step: optimizer steps done.
-        samples: samples consumed.
-        limits: above which it is not applied.
-        own: what this rank has to say, asked after its passes.
-        is_traced: nothing is left under way after it; a trace that ends would crash torch.
+        parts: Objects of the run.
+        step: Completed optimizer steps.
+        samples: Consumed samples.
+        limits: Limits above which the step is not applied.
+        own: Returns this rank's requests and gradient norm; called after its backward passes.
+        is_traced: Whether a profile is recorded: then nothing is prefetched for the next step,
+            since torch crashes if a trace ends in between.
     """
     config, ranks = parts.config, parts.model.collectives
     clock = StepClock(parts.device, parts.model.take_waits)
@@ -65,15 +68,33 @@ def launch_step(
     parts.optimizer.zero_grad()
     clock.lap("optimizer")
     if step + 1 < config.train.steps and parts.model.can_prefetch and not is_traced:
-        # Beside what is reported, saved and loaded before the next forward.
+        # Overlaps with reporting, saving and loading before the next forward.
         parts.model.prefetch_forward_params()
     after = samples + config.train.global_batch_size
     tokens = parts.train_batches.count_tokens(samples)
     return LaunchedStep(step + 1, after, tokens, record, limits, lr, clock)
 
 
+def finish_step(
+    launched: LaunchedStep, device: torch.device, flops: ModelFlops, num_ranks: int
+) -> StepMetrics:
+    """Return the metrics of a launched step; may wait for the device."""
+    figures = launched.record.figures()
+    return StepMetrics(
+        launched.step,
+        launched.samples,
+        launched.tokens,
+        figures,
+        launched.lr,
+        launched.clock.times(),
+        peak_memory(device),
+        flops,
+        num_ranks,
+    )
+
+
 def _run_micro_steps(parts: TrainingParts, step: int, samples: int, clock: StepClock) -> _Share:
-    """Forward and backward of every micro-batch."""
+    """Run forward and backward of every micro-batch."""
     config, plan = parts.config, parts.train_batches.plan
     rank = parts.model.collectives.rank
     nominal = plan.micro_batch_size * plan.num_micro_batches * config.train.seq_len
@@ -96,6 +117,6 @@ def _run_micro_steps(parts: TrainingParts, step: int, samples: int, clock: StepC
 
 
 def _reseed(*place: int) -> None:
-    """Give torch's generators a state that follows from where in the run this is."""
+    """Seed torch's generators from the position in the run."""
     digest = hashlib.blake2b(repr(place).encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -1,4 +1,4 @@
-"""What the launcher starts on every rank: `python -m fsdpctl.train.worker RUN_DIR [measure]`."""
+"""The program of every rank: `python -m fsdpctl.train.worker RUN_DIR [measure]`."""
 
 import contextlib
 import ctypes
@@ -14,17 +14,20 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from fsdpctl.errors import STOP_SIGNALS
+
 if TYPE_CHECKING:
-    from fsdpctl.comm.stores import Store
+    from fsdpctl.comm.world import Store, World
+    from fsdpctl.config.schema import Config
 
 MODULE = "fsdpctl.train.worker"
-MEASURE = "measure"  # as last argument: only steps, and nothing is shown
+MEASURE = "measure"  # as last argument: only steps, without output
 
 _PR_SET_PDEATHSIG = 1
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
-_LOOKS_EVERY, _MOMENT = 1.0, 0.3  # seconds
+
+_INTERVAL, _MOMENT = 1.0, 0.3  # seconds
 _stop_signal: int | None = None
-_has_begun = threading.Event()  # there is something to save
+_can_save = threading.Event()  # a step is completed
 
 
 def _request_stop(number: int, frame: FrameType | None) -> None:
@@ -33,18 +36,18 @@ def _request_stop(number: int, frame: FrameType | None) -> None:
 
 
 def tie_to_launcher() -> None:
-    """Have the kernel kill this worker when its launcher dies, however it dies.
+    """Have the kernel kill this worker, and its children, when its launcher exits.
 
-    Its children go with it in the same way. There is no grace for saving: without its launcher a
-    rank may be stopped, or its peers gone, and the last checkpoint is complete. Until the first
-    step is done a request to stop ends the worker at once, wherever it waits or compiles.
+    It does not save first: without its launcher a rank may be suspended or its peers missing, and
+    the last checkpoint is complete. Until the first step is completed, a stop request ends the
+    worker at once, wherever it waits or compiles.
     """
-    for number in _STOPPING:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     _die_with_parent()
     os.register_at_fork(after_in_child=_die_with_parent)
     if os.getppid() != int(os.environ.get("FSDPCTL_LAUNCHER", os.getppid())):
-        sys.exit(1)  # it died before the kernel was told
+        sys.exit(1)  # the launcher exited before the call above
 
 
 def _die_with_parent() -> None:
@@ -52,13 +55,13 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _heed_from_now_on(wait_for_all: Callable[[], None]) -> None:
-    """There is something to save: a signal lets the step end, and saves.
+def _handle_signals(wait_for_all: Callable[[], None]) -> None:
+    """From now on, let a stop signal complete the step and save.
 
-    A rank that a signal has ended before it got here fails those that wait for it: they have had
-    that signal too, or will in a moment, and end by it as well.
+    If a signal ended another rank before it got here, waiting for that rank fails. This rank has
+    received the same signal or will in a moment, and also ends by it.
     """
-    for number in _STOPPING:
+    for number in STOP_SIGNALS:
         signal.signal(number, _request_stop)
     try:
         wait_for_all()
@@ -68,32 +71,32 @@ def _heed_from_now_on(wait_for_all: Callable[[], None]) -> None:
             signal.signal(_stop_signal, signal.SIG_DFL)
             os.kill(os.getpid(), _stop_signal)
         raise
-    _has_begun.set()
+    _can_save.set()
 
 
-def _watch_the_start(run_dir: Path, seconds: float | None, started: float) -> None:
-    """Until there is something to save, end this rank, and so the others, once that is asked for.
+def _watch_start(run_dir: Path, seconds: float | None, started: float) -> None:
+    """Until a step is completed, end this rank, and thereby the others, on a stop request.
 
-    What asks is no signal, and the thread that trains may compile or wait for as long as it takes.
+    These requests are not signals, and the training thread may compile or wait for a long time.
     """
     from fsdpctl.errors import StoppedError
     from fsdpctl.train.requests import early_request
 
-    while not _has_begun.wait(_LOOKS_EVERY):
+    while not _can_save.wait(_INTERVAL):
         if (why := early_request(run_dir, seconds, started)) is not None:
-            error = StoppedError(f"stopped before there was anything to save; {why}")
+            error = StoppedError(f"stopped before there was anything to save ({why})")
             report(error)
             _leave(error.exit_code)
 
 
 def _ignore_stops() -> None:
-    """The work is done: whoever asks now comes too late, and must not make a failure of it."""
-    for number in _STOPPING:
+    """Ignore stop signals: the run is complete, and must not fail because of a late one."""
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _keep_errors(logs: Path, rank: int) -> Path:
-    """Send standard error to a file of this rank; it is removed when the rank ends well."""
+    """Redirect standard error to a file of this rank, which is removed if the rank succeeds."""
     path = logs / f"rank-{rank:05d}.log"
     with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
         os.dup2(file.fileno(), 2)
@@ -101,7 +104,7 @@ def _keep_errors(logs: Path, rank: int) -> Path:
 
 
 def report(error: BaseException) -> None:
-    """Leave the cause for the launcher, in the file that torch's agent reads."""
+    """Write the cause for the launcher to the file that torch's agent reads."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     get_error_handler().record_exception(error)
@@ -111,52 +114,58 @@ def _train(run_dir: Path, store: "Store | None", *, only_measures: bool) -> None
     import torch
 
     from fsdpctl.comm.world import joined_world
-    from fsdpctl.models.kernels import using
     from fsdpctl.run.directory import read_config
     from fsdpctl.run.lock import RunLock
-    from fsdpctl.train.assemble import make_trainer
-    from fsdpctl.train.attention import settled
-    from fsdpctl.train.parts import Outside
 
     config = read_config(run_dir)
     lock = RunLock(run_dir)
     lock.join()
     started = _launch_began()
-    outside = Outside(lambda: _stop_signal is not None, started, _heed_from_now_on)
     if int(os.environ["RANK"]) == 0:
         about = (run_dir, config.launch.time_limit, started)
-        threading.Thread(target=_watch_the_start, args=about, daemon=True).start()
+        threading.Thread(target=_watch_start, args=about, daemon=True).start()
     if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or torch refuses products
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by torch
         torch.use_deterministic_algorithms(True)
     with joined_world(str(config.launch.device), config.launch.timeout, store) as world:
-        trainer = None
-        try:
-            config, lines = settled(config, world)
-            with using(config.model.attention):
-                trainer = make_trainer(config, world, outside, shows=not only_measures, lines=lines)
-                if only_measures:
-                    trainer.measure()
-                else:
-                    trainer.run()
-            _ignore_stops()
-        except Exception as error:
-            report(error)  # before anything that may have to wait
-            if trainer is not None:
-                trainer.leave()
-            raise
+        _run(config, world, started, only_measures=only_measures)
     lock.release()
 
 
+def _run(config: "Config", world: "World", started: float, *, only_measures: bool) -> None:
+    from fsdpctl.models.kernels import using
+    from fsdpctl.train.assemble import make_trainer
+    from fsdpctl.train.attention import settled
+    from fsdpctl.train.memory_snapshot import keep_snapshot
+    from fsdpctl.train.parts import LaunchContext
+
+    context = LaunchContext(lambda: _stop_signal is not None, started, _handle_signals)
+    about = {"shows": not only_measures, "only_measures": only_measures}
+    trainer = None
+    try:
+        config, lines = settled(config, world)
+        with using(config.model.attention):
+            trainer = make_trainer(config, world, context, **about, lines=lines)
+            trainer.run()
+        _ignore_stops()
+    except Exception as error:
+        if not only_measures:
+            keep_snapshot(error, Path(str(config.train.run_dir)), world.rank)
+        report(error)  # before anything that may have to wait
+        if trainer is not None:
+            trainer.leave()
+        raise
+
+
 def _launch_began() -> float:
-    """In seconds since the epoch; without the launcher's word it is when this process began."""
+    """Return when the launch began, or this process, in seconds since the epoch."""
     import psutil
 
     return float(os.environ.get("FSDPCTL_STARTED") or psutil.Process().create_time())
 
 
 def _leave(code: int) -> NoReturn:
-    """End at once: the usual end of a process may wait for peers that wait for it."""
+    """Exit at once: the regular shutdown may wait for peers that wait for this rank."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -164,17 +173,17 @@ def _leave(code: int) -> NoReturn:
 
 
 def main() -> None:
-    """Train as the run directory's config.yaml says; the exit code says how it ended."""
+    """Train as config.yaml in the run directory says, and exit with the code of the outcome."""
     tie_to_launcher()
     _work(Path(sys.argv[1]), only_measures=MEASURE in sys.argv[2:])
 
 
 def become_rank(run_dir: Path, store: "Store") -> None:
-    """The same in this process, which somebody else has started as the rank that RANK says.
+    """Train in this process, which another launcher has started as rank `RANK`.
 
     Args:
-        run_dir: prepared by rank 0.
-        store: where the ranks meet.
+        run_dir: Run directory, prepared by rank 0.
+        store: Store in which the ranks meet.
     """
     tie_to_launcher()
     _work(run_dir, store)
@@ -184,13 +193,13 @@ def _work(run_dir: Path, store: "Store | None" = None, *, only_measures: bool = 
     rank, terminal = int(os.environ["RANK"]), os.dup(2)
     log = _keep_errors(run_dir / "logs", rank)
     from fsdpctl.errors import FsdpctlError
-    from fsdpctl.train.standing import answer_to_watch
+    from fsdpctl.train.watchdog_client import serve_watchdog
 
-    answer_to_watch()
+    serve_watchdog()
     try:
         _train(run_dir, store, only_measures=only_measures)
     except FsdpctlError as error:
-        if store is not None and rank == 0:  # there is no launcher of ours to say it
+        if store is not None and rank == 0:  # there is no launcher of fsdpctl to print it
             os.write(terminal, f"fsdpctl: {error}\n".encode())
         with contextlib.suppress(OSError):
             print(f"{socket.gethostname()}: {error}", file=sys.stderr)
@@ -203,7 +212,7 @@ def _work(run_dir: Path, store: "Store | None" = None, *, only_measures: bool = 
         _leave(1)
     with contextlib.suppress(OSError):
         log.unlink(missing_ok=True)
-    _leave(0)  # threads of torch's may abort a process whose interpreter ends beside them
+    _leave(0)  # torch's threads may abort a process while its interpreter shuts down
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.train.after_save import AfterSave
-from fsdpctl.train.saver import Saver
+from fsdpctl.train.callbacks.after_save import AfterSave
+from fsdpctl.train.callbacks.saver import Saver
 from tests.checkpoint.killer import Killer
 from tests.checkpoint.test_round_trip import read_everything, train_on, trained, whole_tensors
 from tests.distributed import distributed
@@ -35,7 +35,7 @@ MODES = ("sync", "async")
 def make_saver(folder: Path, mode: str, keep_last: int = 1) -> Saver:
     config = replace(Config(), checkpoint=CheckpointConfig(mode=mode, keep_last=keep_last))
     (folder / CHECKPOINTS).mkdir(exist_ok=True)
-    return Saver(config, folder, ObjectExchange(), AfterSave([], 1.0, folder))
+    return Saver(config, folder, ObjectExchange(), AfterSave([], 1.0, folder, print))
 
 
 def save(saver: Saver, model: ShardedModel, optimizer: ShardedAdamW, step: int) -> None:

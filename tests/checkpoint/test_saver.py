@@ -25,7 +25,7 @@ from fsdpctl.checkpoint.folders import (
 )
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.publish import lack_of_space
-from fsdpctl.comm.pulse import PULSE
+from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
@@ -37,7 +37,7 @@ from tests.distributed import distributed
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @distributed(world_size=2)
-def test_a_checkpoint_is_of_the_step_it_was_asked_at(
+def test_a_checkpoint_has_the_state_of_the_step_it_was_requested_at(
     rank: int, world_size: int, strategy: str, tmp_path: Path
 ) -> None:
     """Training changes every weight and state while the thread has not written one."""
@@ -70,7 +70,7 @@ def test_a_checkpoint_is_of_the_step_it_was_asked_at(
 
 @pytest.mark.parametrize("mode", MODES)
 @distributed(world_size=2)
-def test_a_disk_that_fills_up_is_an_error_on_every_rank_and_costs_nothing_else(
+def test_a_full_disk_is_an_error_on_every_rank_and_keeps_older_checkpoints(
     rank: int, world_size: int, mode: str, tmp_path: Path
 ) -> None:
     model, optimizer = trained("full_shard")
@@ -81,7 +81,7 @@ def test_a_disk_that_fills_up_is_an_error_on_every_rank_and_costs_nothing_else(
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     saver.save(model, optimizer, Progress(2), 0.0)
     saver.wait()
-    with pytest.raises(FsdpctlError, match=r"step-00000002 could not be written: rank-00001"):
+    with pytest.raises(FsdpctlError, match=r"step-00000002: could not be written: rank-00001"):
         saver.take_saved()
     names = sorted(each.name for each in (tmp_path / CHECKPOINTS).iterdir())
     assert names == [LATEST, "step-00000001"]
@@ -91,7 +91,7 @@ def test_a_disk_that_fills_up_is_an_error_on_every_rank_and_costs_nothing_else(
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_space_is_asked_for_before_anything_is_written(tmp_path, monkeypatch):
+def test_free_space_is_checked_before_anything_is_written(tmp_path, monkeypatch):
     assert lack_of_space(tmp_path / "not" / "there", 1 << 20) == ""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 5 << 20))
     assert lack_of_space(tmp_path, 3 << 20) == ""
@@ -99,7 +99,7 @@ def test_space_is_asked_for_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 1 << 20))
     saver = make_saver(tmp_path, "sync")
     saver.save(model, optimizer, Progress(2), 0.0)
-    with pytest.raises(FsdpctlError, match=r"no space left: [\d,]+ bytes are needed, 1,048,576"):
+    with pytest.raises(FsdpctlError, match=r"no space left: [\d,]+ bytes needed, 1,048,576"):
         saver.take_saved()
     assert not list((tmp_path / CHECKPOINTS).iterdir())
 
@@ -130,34 +130,34 @@ def test_which_checkpoints_are_kept(tmp_path, keep, left):
     assert (tmp_path / "step-00000070").is_dir()
 
 
-def test_an_incomplete_newest_checkpoint_is_passed_over_and_said(tmp_path):
+def test_an_incomplete_newest_checkpoint_is_skipped_and_reported(tmp_path):
     folder = tmp_path / CHECKPOINTS
     one, two, three = fake_checkpoints(folder, 100, 200, 100_000_000)
     (folder / LATEST).symlink_to(three.name)
     assert passed_over(folder) == []
     (three / MANIFEST).unlink()
     (line,) = passed_over_in(tmp_path)
-    assert f"{three} is incomplete" in line
+    assert f"{three}: incomplete" in line
     assert line.endswith("the newest complete checkpoint is step-00000200")
     assert find_checkpoint(tmp_path) == newest_checkpoint(folder) == two
     shutil.rmtree(three)
     (line,) = passed_over_in(tmp_path)
-    assert "latest leads to no checkpoint" in line
+    assert "latest: does not point to a checkpoint" in line
     assert find_checkpoint(folder) == two
     assert passed_over_in(one) == []
     for each in (one, two):
         (each / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match="step-00000100 is incomplete"):
+    with pytest.raises(CheckpointError, match="step-00000100: incomplete"):
         find_checkpoint(tmp_path)
     shutil.rmtree(folder)
-    with pytest.raises(UsageError, match="no finished checkpoint"):
+    with pytest.raises(UsageError, match="no complete checkpoint"):
         find_checkpoint(tmp_path)
 
 
-def test_a_save_that_training_waits_for_is_seen_to_get_on(tmp_path, monkeypatch):
+def test_a_save_that_training_waits_for_reports_its_progress(tmp_path, monkeypatch):
     model, optimizer = trained("full_shard")
     beats: list[str] = []
-    monkeypatch.setattr(PULSE, "at", beats.append)
+    monkeypatch.setattr(RANK_STATUS, "at", beats.append)
     written = vars(save)["write_tensor_file"]
 
     def write_slowly(path: Path, header: bytes, chunks: Iterator[memoryview]) -> int:

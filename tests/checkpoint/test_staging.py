@@ -8,7 +8,7 @@ from fsdpctl.checkpoint.tensors import Staging
 
 
 @pytest.mark.parametrize("chunk", [128, 1000, 4096, 1 << 30])
-def test_copies_are_right_in_chunks_that_stay(monkeypatch, chunk):
+def test_copies_are_correct_in_reused_chunks(monkeypatch, chunk):
     monkeypatch.setattr(tensors, "_CHUNK_BYTES", chunk)
     sources = [torch.randn(n, dtype=dtype) for n in (3, 100, 0, 700, 1)
                for dtype in (torch.float32, torch.bfloat16)]  # fmt: skip

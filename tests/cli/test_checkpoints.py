@@ -53,7 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_pretrained_model_trains_and_goes_out_with_its_tokenizer(trained, tmp_path):
+def test_a_pretrained_model_is_trained_and_exported_with_its_tokenizer(trained, tmp_path):
     result = fsdpctl("consolidate-checkpoint", str(trained / "run"), "out", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -75,7 +75,7 @@ def test_a_pretrained_model_trains_and_goes_out_with_its_tokenizer(trained, tmp_
 
 
 @pytest.mark.slow
-def test_a_run_begins_with_the_weights_of_another(trained):
+def test_a_run_starts_from_the_weights_of_another(trained):
     said = train(trained, "second", "model=hf", "model.path=run", "optimizer.lr=1e-9")
     newest = trained / "run" / "checkpoints" / "step-00000006"
     assert f"weights from {newest}" in said
@@ -89,13 +89,13 @@ def test_a_run_begins_with_the_weights_of_another(trained):
 
 
 @pytest.mark.slow
-def test_shard_and_consolidate_give_back_every_byte(trained, tmp_path):
+def test_shard_and_consolidate_keep_every_byte(trained, tmp_path):
     source = str(trained / "in")
     words = ["shard-checkpoint", source, "sharded", "--world-size", "3"]
     assert fsdpctl(*words, cwd=tmp_path).returncode == 0
     again = fsdpctl(*words, cwd=tmp_path)
     assert again.returncode == 2
-    assert "exists already" in again.stderr
+    assert "already exists" in again.stderr
     assert fsdpctl("verify-checkpoint", "sharded", cwd=tmp_path).returncode == 0
     shown = json.loads(fsdpctl("inspect-checkpoint", "sharded", "--json", cwd=tmp_path).stdout)
     spans = shown["tensors"]["model/lm_head.weight"]["spans"]
@@ -115,7 +115,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def go_on(run: Path, trained: Path, code: int = 0) -> str:
+def resume(run: Path, trained: Path, code: int = 0) -> str:
     """Two more steps."""
     words = ["model=hf", f"model.path={trained / 'in'}", f"data.path={trained / 'words.txt'}"]
     return train(run.parent, "run", *words, "train.steps=8", code=code)
@@ -129,29 +129,29 @@ def flip(file: Path, key: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_whose_newest_checkpoint_is_incomplete_says_so_and_goes_on(run, trained):
+def test_a_run_with_an_incomplete_newest_checkpoint_reports_it_and_resumes(run, trained):
     checkpoints = run / "checkpoints"
     (checkpoints / "step-00000006" / "manifest.json").unlink()
-    said = go_on(run, trained)
-    assert "step-00000006 is incomplete" in said
+    said = resume(run, trained)
+    assert "step-00000006: incomplete" in said
     assert "resumes at step 4" in said
     assert [step for step, loss, _ in figures(run) if loss is not None] == list(range(1, 9))
     assert fsdpctl("verify-checkpoint", "run", cwd=run.parent).returncode == 0
 
 
 @pytest.mark.slow
-def test_a_run_whose_newest_checkpoint_is_damaged_names_it_and_the_way_on(run, trained):
+def test_a_run_with_a_corrupted_newest_checkpoint_names_it_and_the_next_step(run, trained):
     newest = run / "checkpoints" / "step-00000006"
     flip(newest / "rank-00001.safetensors", "model/lm_head.weight")
-    said = go_on(run, trained, code=4)
-    assert "rank-00001.safetensors: damaged: the checksum of model/lm_head.weight" in said
+    said = resume(run, trained, code=4)
+    assert "rank-00001.safetensors: corrupted: the checksum of model/lm_head.weight" in said
     before = run / "checkpoints" / "step-00000004"
     assert "--resume run/checkpoints/step-00000004 starts a new run" in said
     assert before.is_dir()
     for command in (["verify-checkpoint", "run"], ["consolidate-checkpoint", "run", "out"]):
         result = fsdpctl(*command, cwd=run.parent)
         assert result.returncode == 4
-        assert "rank-00001.safetensors: damaged" in result.stderr
+        assert "rank-00001.safetensors: corrupted" in result.stderr
     assert not (run.parent / "out").exists()
 
 
@@ -173,17 +173,17 @@ MISTAKES = {
     "--format": (["consolidate-checkpoint", "x", "y", "--format", "ggf"], "did you mean gguf"),
     "--max-file-size": (
         ["consolidate-checkpoint", "x", "y", "--format", "gguf", "--max-file-size", "1GB"],
-        "only with --format hf",
+        "only valid with --format hf",
     ),
     "shard": (["shard-checkpoint", "org/name", "y"], "hf download org/name"),
-    "weights": (["train", "model.weights=x"], "here it is model.path"),
+    "weights": (["train", "model.weights=x"], "use model=hf and model.path"),
     "hub": (["estimate-memory", "model=Qwen/Qwen3-4B"], "model=hf model.path=Qwen/Qwen3-4B"),
     "mode": (["train", "checkpoint.mode=later"], "async, sync"),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_answered_in_a_line(name):
+def test_a_mistake_is_reported_in_one_line(name):
     typed, answer = MISTAKES[name]
     code, said = invoke(*typed)
     assert code == 2

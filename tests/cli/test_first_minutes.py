@@ -67,7 +67,7 @@ def test_a_key_with_dashes_is_checked_like_others():
     code, said = invoke("train", "--train.stepz", "7", "--print-config")
     assert (code, "did you mean train.steps?" in said) == (2, True)
     code, said = invoke("train", "--learning-rate", "7", "--print-config")
-    assert (code, "here it is optimizer.lr" in said) == (2, True)
+    assert (code, "use optimizer.lr" in said) == (2, True)
     code, said = invoke("train", "--train.steps")
     assert (code, "train.steps=: allowed is" in said) == (2, True)
 
@@ -90,7 +90,7 @@ def test_a_word_alone_is_answered_with_what_it_may_be(words, word, said):
 def test_files_of_other_tools_are_answered_by_their_words(tmp_path):
     (tmp_path / "axolotl.yaml").write_text("datasets:\n  - path: x\n    type: alpaca\n")
     code, said = invoke("train", str(tmp_path / "axolotl.yaml"))
-    assert (code, "datasets: no such key; here it is data=text" in said) == (2, True)
+    assert (code, "datasets: no such key; use data=text" in said) == (2, True)
 
 
 def test_the_bare_command_shows_what_there_is(tmp_path):
@@ -114,18 +114,18 @@ def test_ranks_are_said_as_in_torchrun():
         ("cutoff_len=8", "train.seq_len"),
         ("warmup_ratio=0.1", "lr_scheduler.warmup_ratio"),
         ("val_set_size=0.1", "data.val_fraction"),
-        ("base_model=x", "model.path, with model=hf"),
-        ("--activation_checkpoint.mode=full", "here it is activation_checkpointing"),
-        ("wandb_project=x", "here it is log.wandb_project"),
+        ("base_model=x", "use model=hf and model.path"),
+        ("--activation_checkpoint.mode=full", "use activation_checkpointing"),
+        ("wandb_project=x", "use log.wandb_project"),
         ("num_nodes=2", "launch.nnodes"),
         ("tp_size=2", "tensor parallelism"),
-        ("lora_r=8", "here it is model.lora.rank"),
-        ("lora_target_modules=x", "here it is model.lora.targets"),
-        ("unfrozen_parameters=x", "here it is model.trainable=REGEX"),
+        ("lora_r=8", "use model.lora.rank"),
+        ("lora_target_modules=x", "use model.lora.targets"),
+        ("unfrozen_parameters=x", "use model.trainable=REGEX"),
         ("qlora=true", "quantized training"),
         ("load_in_4bit=true", "quantized training"),
-        ("sample_packing=true", "here it is data.packing"),
-        ("report_to=wandb", "here it is log.wandb=true"),
+        ("sample_packing=true", "use data.packing"),
+        ("report_to=wandb", "use log.wandb=true"),
         ("push_to_hub=true", "uploads"),
         ("resume_from_checkpoint=x", "--resume PATH"),
         ("fp16=true", "precision=bf16"),
@@ -151,11 +151,8 @@ def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path):
     file.write_text("base_model: x\nsequence_len: 4\nadapter: lora\noptimizer.lr: 1\n")
     code, said = invoke("train", str(file), "--dry-run")
     assert code == 2
-    assert "base_model: no such key; here it is model.path" in said
-    assert (
-        "also unknown: sequence_len (here it is train.seq_len), adapter (here it is model.lora"
-        in said
-    )
+    assert "base_model: no such key; use model=hf and model.path" in said
+    assert "nor are known: sequence_len (use train.seq_len), adapter (use model.lora" in said
 
 
 @pytest.mark.parametrize(
@@ -172,9 +169,9 @@ def test_reshard_after_forward_chooses_the_strategy(words, ours):
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["reshard_after_forward=maybe"], "expected true, false"),
-     (["strategy=no_shard", "reshard_after_forward=false"], "whole at all times"),
-     (["strategy=nonsense", "reshard_after_forward=false"], "no such strategy")],
+    [(["reshard_after_forward=maybe"], "allowed is true, false"),
+     (["strategy=no_shard", "reshard_after_forward=false"], "always unsharded"),
+     (["strategy=nonsense", "reshard_after_forward=false"], "expected one of")],
 )  # fmt: skip
 def test_reshard_after_forward_says_what_it_can(words, said):
     code, answer = invoke("train", *words, "--dry-run")
@@ -241,12 +238,12 @@ def test_a_length_that_fits_is_a_round_one_and_nothing_that_fits_is_helped():
     found = json.loads(invoke("estimate-memory", *length, "--fit", "seq_len", "--json")[1])["fit"]
     assert found["value"] % 256 == 0
     assert found["estimate"]["verdict"] == "fits"
-    assert found["following"]["verdict"] != "fits"
-    assert found["following"]["seq_len"] == found["value"] + 256
+    assert found["next"]["verdict"] != "fits"
+    assert found["next"]["seq_len"] == found["value"] + 256
     small = [*length, "cluster.memory=40GiB", "--fit", "micro_batch"]
     code, said = invoke("estimate-memory", *small)
     assert code == 0
-    assert "nothing, train.micro_batch_size=1 is too large" in said
+    assert "nothing: train.micro_batch_size=1 does not fit" in said
     assert "to fit" in said
     assert "activation_checkpointing=full" in said.split("with ", 1)[1]
 
@@ -318,7 +315,7 @@ def test_nothing_is_compared_with_itself():
         "strategy=full_shard prefetch=both",
     ]
     assert same == [
-        "strategy=no_shard prefetch=both: is the same as strategy=no_shard prefetch=none"
+        "strategy=no_shard prefetch=both: skipped, runs the same as strategy=no_shard prefetch=none"
     ]
 
 
@@ -378,7 +375,7 @@ def test_keys_of_another_tools_file_are_translated_together(tmp_path):
     code, said = invoke("train", str(file), "--dry-run")
     assert code == 2
     assert "tpu_env: no such key" in said
-    assert "num_machines (here it is launch.nnodes), learning_rate (here it is optim" in said
+    assert "num_machines (use launch.nnodes), learning_rate (use optim" in said
 
 
 def test_a_value_that_is_a_list_is_refused_where_the_key_is_ours(tmp_path):

@@ -105,7 +105,7 @@ def test_links_out_of_a_checkpoint_are_not_followed(checkpoint, tmp_path):
         (copy / name).rename(tmp_path / f"aside-{name}")
         (copy / name).symlink_to(tmp_path / f"aside-{name}")
         for code, said in every_reader(copy, tmp_path):
-            assert (code, "leads out of its folder" in said) == (4, True), (name, said)
+            assert (code, "outside its directory" in said) == (4, True), (name, said)
 
 
 @pytest.mark.parametrize(
@@ -320,12 +320,12 @@ def far_token(tokens: Path) -> None:
 
 
 TOKEN_FILES = {
-    "wrong checksum": (lambda file: header(file, xxh3="0" * 16), "damaged"),
+    "wrong checksum": (lambda file: header(file, xxh3="0" * 16), "corrupted"),
     "another version": (lambda file: header(file, version=2), "version 2"),
     "no version": (lambda file: header(file, version=None), "version None"),
-    "a token above": (far_token, "above its vocabulary"),
+    "a token above": (far_token, "the size of the vocabulary"),
     "count of text": (lambda file: header(file, num_tokens="2000"), "num_tokens"),
-    "infinite count": (lambda file: header(file, num_tokens=float("inf")), "no number"),
+    "infinite count": (lambda file: header(file, num_tokens=float("inf")), "not a number"),
     "vocabulary of 2^53": (lambda file: header(file, vocab_size=1 << 53), "vocab_size"),
     "bytes of a fraction": (lambda file: header(file, num_bytes=1.5), "num_bytes"),
     "deep": (lambda file: file.with_suffix(".json").write_bytes(DEEP), "deeper"),
@@ -367,7 +367,7 @@ def test_a_choice_of_ones_own_is_plain_words(tmp_path, monkeypatch, case):
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("train.steps: 1\ntrain.steps: 2\n", "train.steps is there twice"),
+        ("train.steps: 1\ntrain.steps: 2\n", "train.steps appears twice"),
         ("train.steps: 1\ntrain: {steps: 2}\n", "given twice"),
         ("a: &a {x: 1}\n" + "".join(f"b{n}: {{p: *a, q: *a}}\n" for n in range(64)), "aliases"),
         ("model: " * 3000 + "x", "not YAML"),

@@ -1,4 +1,4 @@
-"""What is asked of a living run, in every phase of it: heard, done, and said."""
+"""Stop, save and profile requests in every phase of a run."""
 
 import json
 import os
@@ -21,7 +21,8 @@ PLANTED = """
 import os, time
 if "RANK" in os.environ:
     from pathlib import Path
-    from fsdpctl.train import generate, loop, loss, saver
+    from fsdpctl.train import generate, loss, trainer
+    from fsdpctl.train.callbacks import saver
 
     SLOW = os.environ.get("SLOW", "")
 
@@ -40,14 +41,14 @@ if "RANK" in os.environ:
 
     slow("validation", 1.5, loss, "_pass_loss")
     slow("sample", 0.3, generate, "draw")
-    slow("first step", 3600, loop, "launch_step")
-    slow("step", 3, loop, "launch_step")
+    slow("first step", 3600, trainer, "launch_step")
+    slow("step", 3, trainer, "launch_step")
     slow("save", 3, saver, "write_checkpoint")
 """
 
 
 class Run:
-    """One of a tiny model, in a folder of its own."""
+    """A run of a tiny model in its own folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.dir = folder, folder / "run"
@@ -90,7 +91,7 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    """Nothing of it is left when a test fails."""
+    """Make a run, and kill it if a test fails."""
     made = Run(tmp_path)
     yield made
     if made.process is not None:
@@ -100,7 +101,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float | None, float | None]]:
-    """The figures of 40 steps that nobody has disturbed."""
+    """Return the values of 40 undisturbed steps."""
     run = Run(tmp_path_factory.mktemp("whole"))
     code, said = ended(run.start(40))
     assert code == 0, said
@@ -131,16 +132,18 @@ WAYS = pytest.mark.parametrize("way", ["SIGTERM", "file"])
 
 @WAYS
 @pytest.mark.parametrize("last", [False, True])
-def test_a_validation_is_left_and_made_up_for(run, whole, way, last):
+def test_a_stopped_validation_is_done_by_the_next_start(run, whole, way, last):
     process = run.start(40, slow="validation", after=3 if last else 0)  # 3 batches in each
     wait_for(run.has_come_to("validation"))
     ask(way, run, process)
     code, said = ended(process)
     step = 40 if last else 20
     assert code == 75, said
-    assert re.search(rf"step {step}: validation left after \d of 3 batches, as asked to stop", said)
+    assert re.search(
+        rf"step {step}: validation stopped after \d of 3 batches \(stop requested", said
+    )
     assert f"stopped at step {step} of 40, saved" in said
-    assert "its validation is missing" in said
+    assert "its validation is pending" in said
     assert f"step-{step:08d}" in run.checkpoints()
     assert not (run.dir / "STOP").exists()
     code, said = ended(run.start(40))
@@ -150,34 +153,34 @@ def test_a_validation_is_left_and_made_up_for(run, whole, way, last):
     assert (code, "finished at step 40; nothing to do" in said) == (0, True), said
 
 
-def test_a_request_before_a_validation_leaves_it_out(run, whole):
+def test_a_stop_request_before_a_validation_skips_it(run, whole):
     process = run.start(40, slow="step", after=19)
     wait_for(run.has_come_to("step"))
     process.terminate()
     code, said = ended(process)
     assert code == 75, said
-    assert "step 20: not validated, as asked to stop" in said
-    assert "stopped at step 20 of 40, saved; its validation is missing" in said
+    assert "step 20: validation skipped (stop requested)" in said
+    assert "stopped at step 20 of 40, saved; its validation is pending" in said
     code, said = ended(run.start(40))
     assert code == 0, said
     assert figures(run.dir) == whole
 
 
 @WAYS
-def test_a_sample_is_cut_short_and_the_run_is_done(run, way):
+def test_a_stop_request_shortens_the_sample_and_the_run_is_complete(run, way):
     process = run.start(10, "train.sample_tokens=500", slow="sample", after=3)
     wait_for(run.has_come_to("sample"))
     ask(way, run, process)
     code, said = ended(process)
     assert (code, "done: run" in said) == (0, True), said
-    assert re.search(r"a sample, cut short after \d+ of 500 tokens as asked to stop:", said)
+    assert re.search(r"sample, stopped after \d+ of 500 tokens \(stop requested\):", said)
     assert not (run.dir / "STOP").exists()
     assert run.checkpoints()[-1] == "step-00000010"
 
 
 @pytest.mark.parametrize("way", ["SIGTERM", "SIGINT", "file", "time limit"])
 @pytest.mark.parametrize("resumed", [False, True])
-def test_until_the_first_step_is_done_a_request_ends_it_at_once(run, way, resumed):
+def test_before_the_first_step_a_stop_request_ends_the_run_at_once(run, way, resumed):
     if resumed:
         code, said = ended(run.start(10))
         assert code == 0, said
@@ -207,18 +210,18 @@ def test_a_save_at_the_end_is_completed(run, way):
     assert not (run.dir / "STOP").exists()
 
 
-def test_a_stop_between_steps_is_that_of_a_signal(run, whole):
+def test_a_stop_file_saves_like_a_signal(run, whole):
     process = run.start(LONG)
     wait_for(run.has_stepped())
     (run.dir / "STOP").touch()
     code, said = ended(process)
     assert code == 75, said
-    assert re.search(r"stopped at step \d+ of 100000, saved; run/STOP was there; the same", said)
+    assert re.search(r"stopped at step \d+ of 100000, saved; requested by run/STOP; ", said)
     step = figures(run.dir)[-1][0]
     assert run.checkpoints()[-1] == f"step-{step:08d}"
 
 
-def test_a_save_is_made_and_the_run_goes_on(run):
+def test_a_save_request_saves_and_the_run_continues(run):
     process = run.start(LONG, "checkpoint.every=0")
     wait_for(run.has_stepped())
     (run.dir / "SAVE").touch()
@@ -231,7 +234,7 @@ def test_a_save_is_made_and_the_run_goes_on(run):
     assert ended(process)[0] == 75
 
 
-def test_a_save_is_made_within_a_validation(run):
+def test_a_save_request_saves_during_a_validation(run):
     process = run.start(40, "checkpoint.every=0", slow="validation")
     wait_for(run.has_come_to("validation"))
     (run.dir / "SAVE").touch()
@@ -243,7 +246,7 @@ def test_a_save_is_made_within_a_validation(run):
     assert "step 20: validation loss" in said
 
 
-def test_a_trace_of_a_living_run(run):
+def test_a_profile_request_traces_a_running_run(run):
     process = run.start(LONG, slow="save")
     for _ in range(2):
         before = list((run.dir / "profile").glob("*")) if (run.dir / "profile").exists() else []
@@ -259,7 +262,7 @@ def test_a_trace_of_a_living_run(run):
     assert ended(process)[0] == 75
 
 
-def test_what_was_left_over_is_removed_and_said(run):
+def test_requests_from_before_the_start_are_removed(run):
     assert ended(run.start(10))[0] == 0
     for name in ("STOP", "SAVE", "PROFILE"):
         (run.dir / name).touch()
@@ -267,13 +270,13 @@ def test_what_was_left_over_is_removed_and_said(run):
     code, said = ended(run.start(20))
     assert code == 0, said
     for name in ("STOP", "SAVE", "PROFILE"):
-        assert f"{name} was left from before this start; removed" in said
+        assert f"{name}: request removed (from before this start)" in said
         assert not (run.dir / name).exists()
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_time_limit_is_kept_with_all_that_is_saved(run, mode, monkeypatch):
-    """Each save takes three seconds, and counts before the last one is begun."""
+    """Each save takes three seconds, which counts before the last one begins."""
     began = time.time()
     assert ended(run.start(10))[0] == 0
     limit = int(2 * (time.time() - began)) + 20
@@ -304,20 +307,20 @@ def test_a_file_stops_every_node(tmp_path):
             for process in nodes:
                 code, said = ended(process)
                 assert code == 75, said
-                assert "run/STOP was there" in said
+                assert "requested by run/STOP" in said
         finally:
             for process in nodes:
                 process.kill()
         assert not (run.dir / "STOP").exists()
 
 
-def test_numbers_that_are_not_finite_end_it_with_76(tmp_path):
+def test_non_finite_steps_exit_with_76(tmp_path):
     run = Run(tmp_path)
     more = ["optimizer.lr=1e30", "lr_scheduler.warmup_steps=0", "optimizer.max_grad_norm=0"]
     for action, advice in (
         ("stop", "train.on_nonfinite=skip"),
         ("skip", "train.max_skips=3"),
-        ("rollback", "but there is none yet"),
+        ("rollback", "no checkpoint exists yet"),
     ):
         about = ["train.max_skips=3", f"train.on_nonfinite={action}", f"train.run_dir=of-{action}"]
         result = fsdpctl("train", *run.words(40, *more, *about), cwd=tmp_path)

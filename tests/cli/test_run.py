@@ -123,7 +123,7 @@ def test_a_corrupted_checkpoint_exits_with_code_4(finished, tmp_path):
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     result = fsdpctl("train", *changed, "train.steps=160", cwd=tmp_path)
     assert result.returncode == 4
-    assert "rank-00001.safetensors: damaged" in result.stderr
+    assert "rank-00001.safetensors: corrupted" in result.stderr
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 

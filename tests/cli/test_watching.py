@@ -82,7 +82,11 @@ def test_a_run_is_seen_to_run_to_stop_to_go_on_and_to_finish(tmp_path):
     process = start(tmp_path, 100_000)
     wait_for(has_stepped(tmp_path))
     found = status(tmp_path)
-    assert (found["state"], found["seen"], found["total_steps"]) == ("running", "process", 100_000)
+    assert (found["state"], found["liveness_source"], found["total_steps"]) == (
+        "running",
+        "process",
+        100_000,
+    )
     assert isinstance(found["step"], int)
     assert found["step"] >= 30
     process.send_signal(signal.SIGTERM)
@@ -100,7 +104,7 @@ def test_a_run_is_seen_to_run_to_stop_to_go_on_and_to_finish(tmp_path):
     process.kill()
     process.communicate()
     wait_for(lambda: status(tmp_path)["state"] == "failed")
-    assert "is gone, or cut off" in str(status(tmp_path)["message"])
+    assert "was killed or is unreachable" in str(status(tmp_path)["message"])
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Samples, their order, and where they come from."""
+"""Samples, their order and their sources."""
 
 import json
 
@@ -15,23 +15,23 @@ from transformers import PreTrainedTokenizerFast
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.files import Text, hold_out, read_text, standard_library
+from fsdpctl.data.open import open_data
 from fsdpctl.data.order import permute, samples_at
 from fsdpctl.data.rows import IGNORED
-from fsdpctl.data.source import DataSet, load_data
 from fsdpctl.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
-from fsdpctl.data.tokens import TokenStream, open_token_file, write_token_file
+from fsdpctl.data.tokens import DataSet, TokenStream, open_token_file, write_token_file
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
 
 
 def stream(data: DataSet) -> TokenStream:
-    """Of what is trained on."""
+    """Return the training part."""
     assert isinstance(data.train, TokenStream)
     return data.train
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 5))
-def test_an_epochs_order_is_a_permutation(count, seed, epoch):
+def test_the_order_of_an_epoch_is_a_permutation(count, seed, epoch):
     order = permute(np.arange(count, dtype=np.uint64), count, seed, epoch)
     assert sorted(order.tolist()) == list(range(count))
 
@@ -52,7 +52,7 @@ def test_an_order_is_well_mixed():
 
 
 @given(st.integers(0, 200), st.integers(1, 60), st.integers(1, 50))
-def test_any_stretch_of_positions_is_the_same_sequence(position, length, count):
+def test_any_range_of_positions_gives_the_same_sequence(position, length, count):
     whole = samples_at(0, position + length, count, seed=7)
     assert samples_at(position, length, count, seed=7).tolist() == whole[position:].tolist()
 
@@ -94,7 +94,7 @@ def test_validation_sees_every_sample_once_and_in_order():
     assert rows == list(range(20))
 
 
-def test_a_sequence_longer_than_the_data_is_refused():
+def test_a_sequence_longer_than_the_data_is_rejected():
     stream = TokenStream(np.arange(5, dtype=np.uint16), None)
     with pytest.raises(UsageError, match=r"train.seq_len=5: longer than the data"):
         Batches(stream.rows(5), plan_batches(1, 1), 0, 101)
@@ -103,7 +103,7 @@ def test_a_sequence_longer_than_the_data_is_refused():
 def test_a_token_beyond_the_vocabulary_names_the_file():
     stream = TokenStream(np.arange(50, dtype=np.uint16), None, origin="t.bin")
     batches = Batches(stream.rows(5), plan_batches(9, 1), 0, 20)
-    with pytest.raises(UsageError, match=r"t.bin: damaged"):
+    with pytest.raises(UsageError, match=r"t.bin: corrupted"):
         batches.training(0, 0, 0)
 
 
@@ -115,7 +115,7 @@ def test_the_standard_library_is_text_and_splits_into_whole_files():
     assert 0.01 < val.num_bytes / text.num_bytes <= 0.02
 
 
-def test_of_one_file_the_end_is_held_out_at_a_line():
+def test_the_end_of_a_single_file_is_held_out_at_a_line_break():
     document = "".join(f"line {i} ä\n" for i in range(1000)).encode()
     train, val = hold_out(Text((document,)), 0.1)
     assert val is not None
@@ -124,7 +124,7 @@ def test_of_one_file_the_end_is_held_out_at_a_line():
     assert 0.08 < val.num_bytes / len(document) < 0.12
 
 
-def test_a_cut_is_never_within_a_character():
+def test_the_split_is_never_within_a_character():
     document = ("日本" * 5000).encode()
     for fraction in (0.1, 0.11, 0.12, 0.13):
         train, val = hold_out(Text((document,)), fraction)
@@ -151,14 +151,14 @@ def test_files_directories_and_globs(tmp_path):
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (lambda path: None, "no such file"),
-        (lambda path: path.write_bytes(b""), "there is no text in it"),
+        (lambda path: None, "not found; expected a file"),
+        (lambda path: path.write_bytes(b""), "no text found"),
         (lambda path: path.write_bytes(b"\0\1\2\xff"), "not UTF-8 text"),
         (lambda path: path.write_bytes(b"abc\xff"), "not UTF-8 text"),
-        (lambda path: path.mkdir(), "there is no text in it"),
+        (lambda path: path.mkdir(), "no text found"),
     ],
 )
-def test_missing_empty_and_binary_files_are_refused(tmp_path, make, word):
+def test_missing_empty_and_binary_files_are_rejected(tmp_path, make, word):
     path = tmp_path / "x"
     make(path)
     with pytest.raises(UsageError, match=word):
@@ -166,7 +166,7 @@ def test_missing_empty_and_binary_files_are_refused(tmp_path, make, word):
 
 
 def _numbered(count: int) -> FileTokenizer:
-    """A tokenizer of so many words."""
+    """Return a tokenizer of `count` words."""
     vocabulary = {f"w{number}": number for number in range(count)}
     text = Tokenizer(WordLevel(vocabulary, unk_token="w0")).to_str()
     return FileTokenizer("numbered", {"tokenizer.json": text.encode()})
@@ -192,7 +192,7 @@ def _spoil(path, **changes):
     ("spoil", "word"),
     [
         (lambda path: path.unlink(), "no such token file"),
-        (lambda path: path.with_suffix(".json").unlink(), "there is no t.json beside it"),
+        (lambda path: path.with_suffix(".json").unlink(), "the header t.json is missing"),
         (lambda path: path.with_suffix(".json").write_text("{"), "not JSON"),
         (lambda path: path.with_suffix(".json").write_text("{}"), "not the header"),
         (lambda path: path.write_bytes(b"abc"), "3 bytes"),
@@ -200,7 +200,7 @@ def _spoil(path, **changes):
         (lambda path: _spoil(path, num_tokens=99), "99 tokens"),
     ],
 )
-def test_broken_token_files_are_refused(tmp_path, spoil, word):
+def test_corrupted_token_files_are_rejected(tmp_path, spoil, word):
     path = tmp_path / "t.bin"
     write_token_file(path, np.arange(9, dtype=np.uint16), ByteTokenizer(), num_bytes=9)
     spoil(path)
@@ -219,7 +219,7 @@ def word_tokenizer(tmp_path):
     return folder
 
 
-def test_a_tokenizer_of_ones_own_marks_the_ends_and_is_cached(
+def test_tokens_of_a_tokenizer_json_end_documents_and_are_cached(
     tmp_path, monkeypatch, word_tokenizer
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -229,18 +229,18 @@ def test_a_tokenizer_of_ones_own_marks_the_ends_and_is_cached(
     config = DataConfig(
         name="text", path=str(tmp_path / "text"), val_fraction=0, tokenizer=str(word_tokenizer)
     )
-    first = load_data(config)
+    first = open_data(config)
     assert stream(first).tokens.tolist() == [0, 1, 0, 3, 1, 2, 3]
-    assert len(list((tmp_path / "cache" / "fsdpctl").glob("*.bin"))) == 1
-    assert load_data(config).fingerprint == first.fingerprint
+    assert len(list((tmp_path / "cache" / "fsdpctl").glob("text-*"))) == 1
+    assert open_data(config).fingerprint == first.fingerprint
     assert (first.vocab_size, first.val) == (4, None)
 
 
-def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
+def test_a_directory_without_a_tokenizer_is_rejected(tmp_path):
     (tmp_path / "t").write_text("text")
     config = DataConfig(name="text", path=str(tmp_path / "t"), tokenizer=str(tmp_path))
-    with pytest.raises(UsageError, match="there is no tokenizer.json"):
-        load_data(config)
+    with pytest.raises(UsageError, match="tokenizer.json not found"):
+        open_data(config)
 
 
 @pytest.mark.parametrize(
@@ -255,34 +255,34 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
     ],
     ids=["truncation", "padding"],
 )  # fmt: skip
-def test_limits_that_a_tokenizer_file_keeps_do_not_change_the_text(
+def test_truncation_and_padding_of_a_tokenizer_file_are_disabled(
     tmp_path, monkeypatch, word_tokenizer, limits
 ):
-    """As in transformers; and the file goes on as it came."""
+    """As in transformers. The file itself is unchanged."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     text = "a b a b a b a b"
     (tmp_path / "text").write_text(text)
     config = DataConfig(
         name="text", path=str(tmp_path / "text"), val_fraction=0, tokenizer=str(word_tokenizer)
     )
-    without = load_data(config)
+    without = open_data(config)
     file = word_tokenizer / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | limits))
-    limited = load_data(config)
+    limited = open_data(config)
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(file))
     assert stream(limited).tokens.tolist() == stream(without).tokens.tolist() == [0, 1] * 4 + [3]
     assert limited.tokenizer.encode_prompt(text) == theirs(text)["input_ids"] == [0, 1] * 4
     assert limited.tokenizer.files()["tokenizer.json"] == file.read_bytes()
 
 
-def test_a_token_file_brings_the_tokenizer_that_made_it_unless_that_has_changed(
+def test_a_token_file_uses_the_tokenizer_that_made_it_unless_that_has_changed(
     tmp_path, word_tokenizer
 ):
     path = tmp_path / "t.bin"
     tokenizer = open_tokenizer(str(word_tokenizer))
     write_token_file(path, np.tile(np.arange(4, dtype=np.uint16), 99), tokenizer, num_bytes=None)
     config = DataConfig(name="tokens", path=str(path), val_fraction=0)
-    assert load_data(config).tokenizer.decode([0, 1]) == "a b"
+    assert open_data(config).tokenizer.decode([0, 1]) == "a b"
     file = word_tokenizer / "tokenizer.json"
     file.write_text(file.read_text().replace('"a"', '"c"'))
-    assert load_data(config).tokenizer.name == "bytes"
+    assert open_data(config).tokenizer.name == "bytes"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.documents import DocumentSet, Packing
-from fsdpctl.data.packing import pack
+from fsdpctl.data.order import pack
 from fsdpctl.data.rows import IGNORED, documents_of
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
@@ -52,7 +52,7 @@ def test_which_come_together_depends_on_the_seed_and_on_nothing_else():
 
 
 @pytest.mark.parametrize("shares_rows", [True, False])
-@pytest.mark.parametrize("too_long", ["cut", "drop"])
+@pytest.mark.parametrize("too_long", ["truncate", "drop"])
 @given(lengths=st.lists(st.integers(2, 2 * ROOM), min_size=1, max_size=40))
 def test_each_trained_token_is_a_target_once_and_follows_what_it_followed(
     lengths, shares_rows, too_long
@@ -61,7 +61,7 @@ def test_each_trained_token_is_a_target_once_and_follows_what_it_followed(
     rows = documents.rows(ROOM)
     wanted = set[int]()
     for start, end in zip(documents.starts, documents.starts[1:], strict=False):
-        if end - start - 1 <= ROOM or too_long == "cut":
+        if end - start - 1 <= ROOM or too_long == "truncate":
             part = range(start + 1, min(end, start + 1 + ROOM))
             wanted |= {place + 1 for place in part if documents.trained[place]}
     found = list[int]()
@@ -93,9 +93,9 @@ def test_what_has_no_trained_token_within_a_row_is_left_out_and_counted():
     assert (rows.num_too_long, rows.num_untrained, len(rows)) == (1, 0, 1)
 
 
-def test_where_nothing_is_left_it_is_said():
+def test_the_error_says_why_nothing_is_left():
     rows = some(30, 40, packing=Packing(too_long="drop")).rows(ROOM)
-    with pytest.raises(UsageError, match=r"seq_len=16: of 2 samples 2 are longer, and 0 have"):
+    with pytest.raises(UsageError, match=r"seq_len=16: of 2 samples, 2 are longer and 0 have"):
         Batches(rows, plan_batches(1, 1), 0, 500)
 
 

@@ -9,7 +9,6 @@ import sys
 import sysconfig
 import tempfile
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 _HERE = Path(__file__).parent
@@ -28,8 +27,8 @@ def library() -> Path:
 @functools.cache
 def missing() -> str | None:
     """Why there cannot be an emulated device here; None if there can."""
-    if find_spec("nvidia") is not None:
-        return "the emulated CUDA device needs a CPU build of torch"
+    if Path("/dev/nvidiactl").exists():
+        return "this machine has GPUs of its own"
     if library().exists():
         return None
     if not (shutil.which("c++") and shutil.which("make")):

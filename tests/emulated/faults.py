@@ -11,15 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdpctl.checkpoint.tensors import Staging
-from fsdpctl.comm.arriving import Arriving
-from fsdpctl.comm.base import Handle, InPlace
+from fsdpctl.comm.base import AsyncHostCopy, Handle, InPlace
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.collecting import Collector
+from fsdpctl.engine.gatherer import ParamSync
 from fsdpctl.engine.reduction import GradientReducer
-from fsdpctl.engine.renewal import Renewal
-from fsdpctl.engine.slots import Slot
-from fsdpctl.engine.unit import ShardedUnit
+from fsdpctl.engine.unit import ShardedUnit, Slot
 from fsdpctl.optim import record
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.layout import Span
@@ -69,7 +67,7 @@ def _done_at_once(self: NcclCollectives, done: torch.cuda.Event, result: Tensor)
 # ---- Waits that are missing before and after each kind of collective
 
 KINDS = {
-    "gather_together": (Case(), MAPPED, DDP),
+    "all_gather": (Case(), MAPPED, DDP),
     "reduce_scatter": (Case(), MAPPED),
     "_exchange": (WIRE,),
     "start_all_reduce": (HYBRID, DDP),
@@ -86,7 +84,7 @@ for _name, _cases in KINDS.items():
             if name == "_exchange":
                 _within(NcclCollectives, name, NcclCollectives, "_wait", _nothing)
 
-        if (_name, _case.strategy) not in {("gather_together", "no_shard")}:
+        if (_name, _case.strategy) not in {("all_gather", "no_shard")}:
             FAULTS[f"no wait before {_name}, {_case.strategy}"] = _case, _before
             FAULTS[f"no wait after {_name}, {_case.strategy}"] = _case, _after
 
@@ -96,7 +94,7 @@ for _name, _cases in KINDS.items():
 
 @fault(Case())
 def own_part_is_copied_on_another_stream() -> None:
-    right = NcclCollectives.gather_together
+    right = NcclCollectives.all_gather
 
     def wrong(self: NcclCollectives, buffers: Sequence[Any]) -> Handle:
         for each in buffers:
@@ -105,7 +103,7 @@ def own_part_is_copied_on_another_stream() -> None:
                     self._own(each).copy_(each.shard)
         return right(self, [replace(each, shard=None) for each in buffers])
 
-    _replace(NcclCollectives, "gather_together", wrong)
+    _replace(NcclCollectives, "all_gather", wrong)
 
 
 @fault(Case(), ZERO1)
@@ -165,13 +163,13 @@ def a_slot_lies_on_another_device() -> None:
 
 @fault(HPZ)
 def a_gather_does_not_wait_for_what_replicas_send() -> None:
-    _replace(Renewal, "begin_gather", _nothing)
+    _replace(ParamSync, "begin_gather", _nothing)
 
 
 @fault(ZERO1)
 def a_unit_runs_before_its_update_has_arrived() -> None:
-    _replace(Renewal, "begin_forward", _nothing)
-    _replace(Renewal, "begin_unit", _nothing)
+    _replace(ParamSync, "begin_forward", _nothing)
+    _replace(ParamSync, "begin_unit", _nothing)
 
 
 @fault(Case())
@@ -189,13 +187,13 @@ def events_are_never_waited_for() -> None:
 
 @fault(Case())
 def figures_are_read_before_they_have_arrived() -> None:
-    right = Arriving.__init__
+    right = AsyncHostCopy.__init__
 
-    def wrong(self: Arriving, values: Tensor) -> None:
+    def wrong(self: AsyncHostCopy, values: Tensor) -> None:
         right(self, values)
         self._ready = None
 
-    _replace(Arriving, "__init__", wrong)
+    _replace(AsyncHostCopy, "__init__", wrong)
 
 
 @fault(Case())
@@ -280,14 +278,14 @@ def gradients_are_summed_instead_of_averaged() -> None:
 
 @fault(Case())
 def parts_lie_off_by_some_elements() -> None:
-    right = NcclCollectives.gather_together
+    right = NcclCollectives.all_gather
 
     def wrong(self: NcclCollectives, buffers: Sequence[Any]) -> Handle:
         moved = [None if each.shard is None else each.shard.roll(1) for each in buffers]
         rolled = [replace(each, shard=shard) for each, shard in zip(buffers, moved, strict=True)]
         return right(self, rolled)
 
-    _replace(NcclCollectives, "gather_together", wrong)
+    _replace(NcclCollectives, "all_gather", wrong)
 
 
 @fault(Case(precision="bf16"))

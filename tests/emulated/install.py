@@ -146,7 +146,7 @@ _H100 = SimpleNamespace(
 
 def install():
     """torch.cuda has devices from here on."""
-    if hasattr(torch._C, "_cuda_getDeviceCount"):
+    if hasattr(torch.cuda, "emulated"):
         return
     faulthandler.enable()  # a touch of device memory ends the process: say where
     dist: Any = torch.distributed
@@ -188,8 +188,9 @@ def install():
     for name, value in functions.items():
         setattr(torch._C, name, value)
     # If torch has a kernel for the CPU and one for all devices, the former: values are the CPU's.
-    names = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")
-    c.install_operators([each.removeprefix("aten::") for each in names if each[:6] == "aten::"])
+    found = map(torch._C._dispatch_get_registrations_for_dispatch_key, ("CPU", "CUDA"))
+    names = {each for of_key in found for each in of_key if each.startswith("aten::")}
+    c.install_operators(sorted(each.removeprefix("aten::") for each in names))
     cuda: Any = torch.cuda
     streams = importlib.reload(torch.cuda.streams)  # its classes have the new bases
     cuda.Stream, cuda.Event, cuda.ExternalStream = (
@@ -210,6 +211,7 @@ def install():
     cuda.is_bf16_supported = lambda including_emulation=True: True
     cuda.is_current_stream_capturing = cuda.graphs.is_current_stream_capturing = lambda: False
     cuda.nccl.version = lambda: (2, 28, 9)
+    torch.backends.cudnn.version.__globals__["_init"] = lambda: False  # there is no cuDNN
     torch.version.cuda = "13.0"
     importlib.import_module("torch._meta_registrations")  # kernels that tell shapes
 

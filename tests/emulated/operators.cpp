@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -264,8 +265,16 @@ void resize_storage(at::Storage storage, size_t size) {  // untyped_storage().re
   storage.unsafeGetStorageImpl()->set_nbytes(size);
 }
 
+// A CUDA build does as a CPU build: attention by its math, and norms by operators that the CPU has.
+int64_t math_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>, bool) { return 0; }
+void composite(const c10::OperatorHandle& op, Stack* stack) { op.callBoxedForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd, *stack); }
+struct Silent : c10::WarningHandler { void process(const c10::Warning&) override {} };
+
 // Operators of `names` run by the CPU's kernels; those below have their own.
 void install_operators(const std::vector<std::string>& names) {
+  Silent silent;  // a CUDA build has kernels, which are replaced
+  c10::WarningUtils::WarningHandlerGuard guard(&silent);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&math_attention);
   static auto* lib = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   auto& m = *lib;
   const std::set<std::string> own{"empty.memory_format", "empty_strided", "copy_", "_local_scalar_dense", "resize_", "record_stream", "native_dropout",
@@ -288,6 +297,8 @@ void install_operators(const std::vector<std::string>& names) {
   m.impl("set_.source_Storage", static_cast<Tensor& (*)(Tensor&, at::Storage)>(at::native::set_));
   m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
   for (auto& name : names) if (!own.count(name)) m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run>());
+  static auto* by_autograd = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::AutogradCUDA, __FILE__, __LINE__);
+  by_autograd->impl("_fused_rms_norm", torch::CppFunction::makeFromBoxedFunction<&composite>());
   static auto* others = new torch::Library(torch::Library::IMPL, "_", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   others->fallback(torch::CppFunction::makeFromBoxedFunction<&run>());
 }

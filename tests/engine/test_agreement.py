@@ -44,7 +44,9 @@ DISAGREEMENTS: dict[str, Callable[[int], ShardedModel]] = {
     "rank 1 has nothing more": lambda r: shard_model(nn.Linear(3, 3, bias=r == 0)),
     "has strategy no_shard": lambda r: shard_model(nn.Linear(3, 3), ["full_shard", "no_shard"][r]),
     "rank 1 has Prefetch": lambda r: shard_model(nn.Linear(3, 3), prefetch=Prefetch(r, 0)),
-    "has no values": lambda r: shard_model(nn.Linear(3, 3, device="meta" if r else None)),
+    "on the meta device, without values": lambda r: shard_model(
+        nn.Linear(3, 3, device="meta" if r else None)
+    ),
     "Conv2d": lambda r: shard_model(make_net(tied=True), units=[nn.Conv2d if r else OddBlock]),
     "no embeddings here": lambda r: shard_model(_Embeddingless() if r else nn.Linear(3, 3)),
     r"rank 1 has buffer count \[2\]": lambda r: shard_model(_with_buffer(1 + r)),

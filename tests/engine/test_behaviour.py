@@ -224,7 +224,7 @@ def test_syncing_without_gradients_is_an_error(rank: int, world_size: int) -> No
 
 
 def test_an_owner_map_where_there_is_none_is_an_error():
-    with pytest.raises(UsageError, match="only valid with strategy=shard_optimizer"):
+    with pytest.raises(UsageError, match="only valid with shard_optimizer"):
         shard_model(make_net(tied=True), "full_shard", owner_map="balanced")
 
 
@@ -312,7 +312,7 @@ def test_updates_that_arrive_late_change_nothing(
             if number == 2:
                 with torch.no_grad():
                     next_token_loss(model, of_ranks[rank][0])
-        assert bool(model._runtime.renewal._arriving) == overlaps
+        assert bool(model._runtime.param_sync._arriving) == overlaps
         found.append(model.state_dict())
     assert largest_difference(*found) == 0.0
 

@@ -45,10 +45,10 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]:
 class SleepyCollectives(NcclCollectives):
     """Every collective is preceded by a pause on its own stream: a missing wait shows."""
 
-    def gather_together(self, buffers):
+    def all_gather(self, buffers):
         with torch.cuda.stream(self.gather_stream):
             torch.cuda._sleep(SLEEP_CYCLES)
-        return super().gather_together(buffers)
+        return super().all_gather(buffers)
 
     def reduce_scatter(self, gradients, parts, dtype):
         with torch.cuda.stream(self.reduce_stream):

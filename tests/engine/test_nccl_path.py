@@ -1,14 +1,17 @@
 """What NCCL's collectives are told, and what is made of their results: here gloo answers them."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdpctl.comm.nccl import _ReceivedRows
 from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.parameters import ShardedParameters
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
-from fsdpctl.engine.streams import ComputeStream
 from fsdpctl.errors import EngineError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.schedule import Prefetch
@@ -93,6 +96,29 @@ def test_the_sum_over_copies_follows_a_reduction_at_once(rank: int, world_size: 
         assert begun.index(("combine", unit)) < begun.index(("reduced", unit))
 
 
+class _Operators(TorchDispatchMode):
+    """Counts operators; on CUDA each launches a kernel."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
+def test_the_number_of_kernels_does_not_grow_with_the_ranks(out: torch.dtype) -> None:
+    counts = set()
+    for ranks in (2, 64):
+        rows = torch.randn(ranks, 8).bfloat16()
+        total = torch.empty(8, dtype=out)
+        with _Operators() as operators:
+            _ReceivedRows(rows, rows, lambda: None).finish(total, 0.5, torch.float32)
+        counts.add(operators.count)
+        torch.testing.assert_close(total, (rows.float().sum(0) * 0.5).to(out), rtol=1e-2, atol=1e-2)
+    assert counts == {2}  # a sum and a scaling
+
+
 WIDE = 401  # words: the embedding has 30 times what a block has
 
 
@@ -153,8 +179,8 @@ def test_bytes_on_the_wire_are_halved(rank: int, world_size: int) -> None:
 def test_another_stream_than_that_of_sharding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = [Stream(), Stream()]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[0])
-    stream = ComputeStream(torch.device("cuda", 0))
-    stream.refuse_another()
+    parameters = ShardedParameters([], torch.device("cuda", 0))
+    parameters.check()
     streams.reverse()
     with pytest.raises(EngineError, match="another CUDA stream"):
-        stream.refuse_another()
+        parameters.check()

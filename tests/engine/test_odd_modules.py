@@ -234,7 +234,7 @@ def test_embeddings_of_every_kind_equal_one_process(
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (ByForward, r"blocks.0.\w+ computes with its weight, which is not here"),
+        (ByForward, r"blocks.0.\w+ computes with its weight, which is not gathered"),
         (InParts, "blocks.1.up computes with its weight"),
         (Rescales, "writes to its own parameters in forward"),
     ],

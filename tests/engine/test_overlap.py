@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.base import Gathering, Handle, InPlace, LocalCollectives, Reduction, Stretches
+from fsdpctl.comm.base import Collectives, Gathering, Handle, InPlace, Reduction, Stretches
 from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
 from fsdpctl.engine.model import ShardedModel
@@ -78,15 +78,15 @@ class Block(nn.Module):
         return made
 
 
-class DelayedCollectives(LocalCollectives):
+class DelayedCollectives(Collectives):
     """One rank, whose collectives take time nevertheless."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
 
-    def gather_together(self, buffers: Sequence[Gathering]) -> Handle:
+    def all_gather(self, buffers: Sequence[Gathering]) -> Handle:
         """Ready after a while."""
-        wait, done = self.clock.start("gather"), super().gather_together(buffers)
+        wait, done = self.clock.start("gather"), super().all_gather(buffers)
 
         def finish() -> Tensor:
             wait()

@@ -19,8 +19,8 @@ from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.candidates import Axes, Point
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
-from fsdpctl.estimate.foresight import Foresight
 from fsdpctl.estimate.local_hardware import cluster_of_device, with_speed
+from fsdpctl.estimate.prediction import StepPredictor
 from fsdpctl.estimate.ranking import Ranking
 from fsdpctl.estimate.search import KEPT, choose
 from fsdpctl.plan.strategy import STRATEGIES
@@ -86,7 +86,7 @@ def test_no_combination_that_fits_is_predicted_to_be_faster_than_the_selected_on
                 while point is not None:
                     config = axes.config(point)
                     if estimator.estimate(config).verdict == "fits":
-                        fitting.append(Foresight(estimator).step(config).seconds)
+                        fitting.append(StepPredictor(estimator).predict(config).seconds)
                     point = axes.less_prefetch(point)
     assert found.estimate.verdict == "fits"
     assert found.ranked[0].seconds <= TIE * min(fitting)
@@ -314,4 +314,4 @@ def test_specs_that_are_set_are_not_assumed():
     assert torch.cuda.is_available() or "assumed" in whose
     config = placed("strategy=full_shard")
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
-    assert Foresight().step(with_speed(config)[0]).seconds > 0
+    assert StepPredictor().predict(with_speed(config)[0]).seconds > 0

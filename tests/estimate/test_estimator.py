@@ -132,9 +132,7 @@ def test_the_answer_fits_and_the_next_does_not(what):
         found = largest_that_fits(Estimator(), resolved(*words), what)
         if found.estimate is None:
             continue
-        again = [
-            Estimator().estimate(each.config) for each in (found.estimate, found.following) if each
-        ]
+        again = [Estimator().estimate(each.config) for each in (found.estimate, found.next) if each]
         assert [each.verdict == "fits" for each in again] == [True, False][: len(again)], words
 
 

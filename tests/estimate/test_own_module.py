@@ -119,7 +119,7 @@ def test_fully_shard_gathers_nothing_for_one_rank():
     for ranks, gathers in ((1, False), (2, True)):
         found = estimated(world_size=ranks, assumed=fsdpctl.Assumed(engine="fsdp2"))
         items = [
-            found.step.writer.item(key).what
+            found.step.recorder.item(key).what
             for key, nbytes in found.step.script.operations(2)
             if nbytes > 0
         ]
@@ -134,7 +134,7 @@ def test_fully_shard_of_copies_keeps_what_is_all_reduced():
             assumed=fsdpctl.Assumed(engine="fsdp2", num_micro_batches=2),
             sharding=fsdpctl.Sharding(strategy, dp_shard_size=size),
         )
-        script, item = found.step.script, found.step.writer.item
+        script, item = found.step.script, found.step.recorder.item
         live, most = set[int](), 0
         for key, nbytes in script.operations(2):
             if key >= 0 and item(key).category == "gradients":

@@ -28,7 +28,7 @@ def test_a_plain_name_comes_back():
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
-        with pytest.raises(UsageError, match="no regular file"):
+        with pytest.raises(UsageError, match="not a regular file"):
             open_regular(path)
     with pytest.raises(UsageError, match="No such file"):
         open_regular(tmp_path / "missing")
@@ -44,7 +44,7 @@ def test_links_are_followed_within_the_folder_only(tmp_path):
     (tmp_path / "way").symlink_to(folder)
     assert read_regular(folder / "inside", 9) == b"t"
     assert read_regular(tmp_path / "way" / "inside", 9) == b"t"
-    with pytest.raises(UsageError, match="leads out of its folder"):
+    with pytest.raises(UsageError, match="outside its directory"):
         read_regular(folder / "outside", 9)
     assert read_regular(folder / "outside", 9, follows=True) == b"s"
 

@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,7 +30,9 @@ class Hosts:
         """Pull a host's cable, or put it back."""
         _ip("link", "set", self._links[host], "up" if is_in else "down")
 
-    def start(self, host: int, *words: str, cwd: Path) -> subprocess.Popen[str]:
+    def start(
+        self, host: int, *words: str, cwd: Path, env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         """`fsdpctl` with these words on a host; what it says goes to one pipe."""
         return subprocess.Popen(
             ["ip", "netns", "exec", self.names[host], sys.executable, "-m", "fsdpctl", *words],
@@ -38,7 +40,7 @@ class Hosts:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=environment(),
+            env=env or environment(),
         )
 
 

@@ -57,7 +57,7 @@ def test_each_of_two_nodes_may_have_a_torchrun(tmp_path):
     assert figures(tmp_path / "run") == figures(_undisturbed(tmp_path))
 
 
-def test_a_setting_that_cannot_work_ends_all_ranks(tmp_path):
+def test_an_invalid_setting_ends_all_ranks(tmp_path):
     started = _torchrun(tmp_path, ["--nproc-per-node=2"], "strategy.owner_map=balanced")
     said, _ = started.communicate(timeout=_SECONDS)
     assert started.returncode == 1  # torchrun's own
@@ -65,7 +65,7 @@ def test_a_setting_that_cannot_work_ends_all_ranks(tmp_path):
     assert "fsdpctl: rank 0: strategy.owner_map=balanced: only" in said
 
 
-def test_a_process_that_torchrun_started_is_not_alone(tmp_path):
+def test_a_process_of_torchrun_requires_launch_env(tmp_path):
     words = ["train", *SMALL, f"data.path={make_text(tmp_path)}"]
     done = subprocess.run(
         [sys.executable, "-m", "fsdpctl", *words],

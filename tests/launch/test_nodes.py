@@ -1,5 +1,6 @@
 """Several machines: they meet, train as one would, stop together, and say what happened."""
 
+import os
 import signal
 import subprocess
 import time
@@ -12,10 +13,10 @@ import pytest
 
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import UsageError
+from fsdpctl.launch.handshake import Plan, _check_directory, difference
 from fsdpctl.launch.interface import LOOPBACK, own_address, split_endpoint
-from fsdpctl.launch.local import launch_workers
-from fsdpctl.launch.meeting import Plan, _looks_elsewhere, difference
-from fsdpctl.launch.nodes import Nodes, Round
+from fsdpctl.launch.local import _environment, launch_workers
+from fsdpctl.launch.nodes import Nodes, RestartRound
 from fsdpctl.launch.outcome import Ended, Failure
 from fsdpctl.launch.rendezvous import bound_store
 from tests.cli.run import TINY, figures, fsdpctl, make_text
@@ -56,9 +57,9 @@ def together(count: int, act: Callable[[Nodes], object]) -> list[Future[object]]
     return results
 
 
-def test_all_start_where_all_can(tmp_path: Path) -> None:
+def test_all_nodes_start_if_all_can(tmp_path: Path) -> None:
     def act(nodes: Nodes) -> object:
-        meeting = nodes.meeting
+        meeting = nodes.handshake
         if nodes.own == 0:
             meeting.invite(tmp_path, 1)
             return str(tmp_path)
@@ -69,38 +70,38 @@ def test_all_start_where_all_can(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())  # what they looked for is gone
 
 
-def test_none_starts_where_one_cannot(tmp_path: Path) -> None:
+def test_no_node_starts_if_one_cannot(tmp_path: Path) -> None:
     def act(nodes: Nodes) -> object:
         if nodes.own == 0:
-            nodes.meeting.invite(tmp_path, 2)
+            nodes.handshake.invite(tmp_path, 2)
         launch = LaunchConfig(nproc_per_node=nodes.own + 1)
-        return nodes.own == 0 or nodes.meeting.accept(lambda plan: difference(plan, launch))
+        return nodes.own == 0 or nodes.handshake.accept(lambda plan: difference(plan, launch))
 
     for each in together(3, act):
-        with pytest.raises(UsageError, match=r"^node 2 .*nproc_per_node=3, and 2 on node 0"):
+        with pytest.raises(UsageError, match=r"^node 2 .*nproc_per_node=3: expected 2, as on"):
             each.result()
 
 
-def test_another_directory_of_that_name_is_noticed(tmp_path: Path) -> None:
-    said = _looks_elsewhere(Plan(run_dir=str(tmp_path), token="1234"))
-    assert "every node needs the same directory" in said
-    (tmp_path / "meeting").write_text("4321")
-    assert _looks_elsewhere(Plan(run_dir=str(tmp_path), token="1234")) == said
-    (tmp_path / "meeting").write_text("1234")
-    assert _looks_elsewhere(Plan(run_dir=str(tmp_path), token="1234")) == ""
+def test_a_different_directory_of_the_same_name_is_detected(tmp_path: Path) -> None:
+    said = _check_directory(Plan(run_dir=str(tmp_path), token="1234"))
+    assert "all nodes need the same directory" in said
+    (tmp_path / "handshake").write_text("4321")
+    assert _check_directory(Plan(run_dir=str(tmp_path), token="1234")) == said
+    (tmp_path / "handshake").write_text("1234")
+    assert _check_directory(Plan(run_dir=str(tmp_path), token="1234")) == ""
 
 
-def test_other_programs_are_noticed() -> None:
+def test_different_programs_are_detected() -> None:
     mine = LaunchConfig(nproc_per_node=1)
     assert "on node 0" in difference(Plan(versions="fsdpctl 7"), mine)
 
 
-def test_what_keeps_node_0_from_starting_is_said_by_the_others() -> None:
+def test_all_nodes_report_why_node_0_does_not_start() -> None:
     def act(nodes: Nodes) -> object:
         if nodes.own == 0:
-            nodes.meeting.call_off("model.num_heads=5: must divide")
+            nodes.handshake.call_off("model.num_heads=5: must divide")
             return None
-        return nodes.meeting.accept(lambda plan: "")
+        return nodes.handshake.accept(lambda plan: "")
 
     first, second = together(2, act)
     assert first.result() is None
@@ -109,7 +110,7 @@ def test_what_keeps_node_0_from_starting_is_said_by_the_others() -> None:
 
 
 @pytest.mark.slow
-def test_failures_and_silence_are_known_on_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_nodes_detect_failed_and_unreachable_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdpctl.launch.nodes._SILENCE_SECONDS", 6.0)
     failure = Failure(2, "there", -9, "", 1)
 
@@ -125,10 +126,10 @@ def test_failures_and_silence_are_known_on_all_nodes(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_nodes_that_are_left_are_renumbered_in_the_next_round() -> None:
+def test_remaining_nodes_are_renumbered_in_the_next_round() -> None:
     def act(nodes: Nodes) -> object:
         if nodes.own == 0:
-            nodes.order(0, Round([0, 2], 1))
+            nodes.order(0, RestartRound([0, 2], 1))
             return nodes.place()
         following = nodes.await_order(0)
         return nodes.place() if nodes.own in following.nodes else None
@@ -136,30 +137,30 @@ def test_nodes_that_are_left_are_renumbered_in_the_next_round() -> None:
     assert [each.result() for each in together(3, act)] == [(0, 2), None, (1, 2)]
 
 
-def test_a_launcher_that_goes_before_the_start_is_named() -> None:
+def test_a_launcher_that_leaves_before_the_start_is_named() -> None:
     def act(nodes: Nodes) -> object:
         if nodes.own == 1:
-            nodes.meeting.leave("was stopped before it began")
+            nodes.handshake.leave("was stopped before it began")
             return None
-        return nodes.meeting.accept(lambda plan: "")
+        return nodes.handshake.accept(lambda plan: "")
 
     with pytest.raises(UsageError, match="node 1: was stopped"):
         together(3, act)[2].result()
 
 
-def test_a_number_that_is_taken_is_refused() -> None:
+def test_a_duplicate_node_rank_is_rejected() -> None:
     endpoint = free_endpoint()
     nodes = Nodes(launches(2, endpoint)[0])
     again = launches(2, endpoint)[1]
     second = Nodes(again)
-    with pytest.raises(UsageError, match="node 1: there is another one"):
+    with pytest.raises(UsageError, match="node 1: already in use"):
         Nodes(again)
     second.leave()
     nodes.leave()
 
 
-def test_an_endpoint_of_another_machine_is_refused_by_node_0() -> None:
-    with pytest.raises(UsageError, match="node 0 cannot listen there"):
+def test_node_0_rejects_an_endpoint_of_another_machine() -> None:
+    with pytest.raises(UsageError, match="node 0 cannot listen"):
         bound_store("192.0.2.1", 29500)
 
 
@@ -169,13 +170,28 @@ def test_an_endpoint_is_a_host_and_a_port(endpoint: str) -> None:
         split_endpoint(endpoint, for_others=True)
 
 
-def test_an_interface_that_is_not_there_is_named() -> None:
-    with pytest.raises(UsageError, match=r"launch.interface=eth99: .*there are .*lo"):
+def test_an_unknown_interface_is_named() -> None:
+    with pytest.raises(UsageError, match=r"launch.interface=eth99: .*expected one of .*lo"):
         own_address(LOOPBACK, "eth99")
 
 
-def test_other_commands_do_not_run_as_a_world_of_their_own(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="only `fsdpctl train` runs on several machines"):
+@pytest.mark.parametrize(
+    ("named", "is_alone", "expected"),
+    [(None, False, None), ("eth7", False, "=eth7"), (None, True, "=eth7")],
+)
+def test_nccl_gets_an_interface_only_if_the_user_names_one(
+    monkeypatch: pytest.MonkeyPatch, named: str | None, is_alone: bool, expected: str | None
+) -> None:
+    """On several nodes; otherwise nccl.conf and InfiniBand decide. A single node uses loopback."""
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    launch = LaunchConfig(nproc_per_node=1, interface=named)
+    with _environment(launch, "eth7", is_alone=is_alone):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+        assert os.environ.get("NCCL_SOCKET_IFNAME") == expected
+
+
+def test_other_commands_do_not_support_several_nodes(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="only supported by `fsdpctl train`"):
         launch_workers("none", [], launches(2, "h:1")[0], logs=tmp_path)
 
 
@@ -200,7 +216,7 @@ def _ended(started: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     [(2, 1, "full_shard"), (3, 1, "shard_optimizer"), (2, 2, "hybrid_shard"), (2, 2, "no_shard")]
     + [(2, 2, "hybrid_shard_optimizer")],
 )
-def test_hosts_train_as_one_machine_does(
+def test_several_hosts_train_like_one_machine(
     tmp_path: Path, nodes: int, ranks: int, strategy: str
 ) -> None:
     words = [f"strategy={strategy}", "train.steps=30"]
@@ -228,7 +244,7 @@ def _wait_for_a_step(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_request_on_one_node_saves_and_ends_all(tmp_path: Path) -> None:
+def test_a_stop_request_on_one_node_saves_and_stops_all(tmp_path: Path) -> None:
     with hosts(2) as found:
         started = _start(found, tmp_path, "launch.nproc_per_node=1", "train.steps=100000")
         _wait_for_a_step(tmp_path / "run")

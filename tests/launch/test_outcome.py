@@ -11,7 +11,7 @@ def failure(rank: int, code: int, message: str = "", at: int = 100) -> Failure:
     return Failure(rank, "h", code, message, at)
 
 
-def test_who_waited_in_vain_is_not_accused():
+def test_a_rank_that_timed_out_is_not_the_cause():
     waited = failure(0, 1, "[gloo] Timed out waiting 10000ms for recv operation to complete")
     stopped = failure(1, -signal.SIGKILL, at=130)  # by the agent, half a minute later
     outcome = Outcome((waited, stopped), None)
@@ -21,20 +21,20 @@ def test_who_waited_in_vain_is_not_accused():
     assert outcome.silent_ranks == [1]
 
 
-def test_who_was_killed_broke_the_others_talks():
+def test_a_killed_rank_is_the_cause_of_broken_connections():
     killed = failure(1, -signal.SIGKILL)
     outcome = Outcome((failure(0, 1, "Connection closed by peer [127.0.0.1]:1"), killed), None)
     assert outcome.cause is killed
 
 
-def test_own_words_come_before_broken_talks():
+def test_a_reported_error_comes_before_broken_connections():
     spoken = failure(1, 2, "token 7 is 99, above its vocabulary of 9")
     outcome = Outcome((failure(0, 1, "Connection reset by peer"), spoken), None)
     assert outcome.cause is spoken
     assert not spoken.waited_in_vain
 
 
-def test_own_words_count_though_it_was_killed_later():
+def test_a_reported_error_counts_if_the_rank_was_killed_later():
     """As where the process group of a failed rank cannot end before its peers give up."""
     spoken = failure(3, -signal.SIGKILL, "CUDA out of memory")
     others = [failure(rank, -signal.SIGABRT, at=700) for rank in range(3)]
@@ -42,13 +42,13 @@ def test_own_words_count_though_it_was_killed_later():
     assert spoken.cause == "CUDA out of memory"
 
 
-def test_words_of_the_agent_are_not_the_ranks_own():
+def test_messages_of_the_agent_are_not_the_ranks_own():
     killed = ProcessFailure(0, 1234, -signal.SIGKILL, "/no/such/file")
     assert failure_of(0, killed).message == ""
     assert failure_of(0, killed).cause == "killed by signal 9 (SIGKILL)"
 
 
-def test_clocks_of_several_hosts_need_not_agree():
+def test_clocks_of_hosts_may_differ():
     broken = Failure(0, "early", 1, "Connection closed by peer", 92)
     killed = Failure(2, "late", -signal.SIGKILL, "", 100)
     refused = Failure(2, "late", 2, "data.path=x: damaged", 100)
@@ -56,6 +56,6 @@ def test_clocks_of_several_hosts_need_not_agree():
     assert Outcome((broken, refused), None).cause == refused
 
 
-def test_who_was_stopped_before_there_were_ranks_keeps_others_from_going_on():
+def test_a_node_stopped_before_its_ranks_started_stops_the_others():
     assert Ended(stopped_early=True).has_failed
     assert not Ended().has_failed

@@ -33,7 +33,7 @@ def test_a_store_listens_on_its_address_alone():
     del store
 
 
-def test_every_round_has_a_store_of_its_own():
+def test_every_round_has_its_own_store():
     rendezvous = Rendezvous()
     first, second = rendezvous.next_rendezvous(), rendezvous.next_rendezvous()
     first.store.set("key", "old")

@@ -52,7 +52,7 @@ def _undisturbed(folder: Path, ranks: int, *words: str) -> Path:
     return folder / "whole"
 
 
-def test_a_rank_that_is_killed_costs_only_steps(tmp_path):
+def test_a_killed_rank_costs_only_steps(tmp_path):
     words = ["train.steps=120", "launch.max_restarts=2"]
     started = _begin(tmp_path, *words)
     _wait_for_step(tmp_path, 30)
@@ -66,26 +66,26 @@ def test_a_rank_that_is_killed_costs_only_steps(tmp_path):
     assert sorted(figures(tmp_path / "run"), key=str) == sorted(figures(whole), key=str)
 
 
-def test_a_hanging_rank_is_named_and_restarted(tmp_path):
+def test_a_hung_rank_is_named_and_restarted(tmp_path):
     started = _begin(tmp_path, "train.steps=60", "launch.max_restarts=1", "launch.hang_timeout=6")
     _wait_for_step(tmp_path, 2)
     _workers(started)[0].send_signal(signal.SIGSTOP)
     said, _ = started.communicate(timeout=_SECONDS)
     assert started.returncode == 0, said
-    assert "restart 1 of 1: stood still for more than launch.hang_timeout=6 s: rank 0" in said
+    assert "restart 1 of 1: no progress for more than launch.hang_timeout=6 s: rank 0" in said
     assert "stopped by a signal" in said
     stacks = (tmp_path / "run" / "logs" / "restart-1" / "rank-00001.log").read_text()
     assert "fsdpctl/train/loop.py" in stacks  # where the other one waited
 
 
-def test_a_non_finite_step_is_not_restarted(tmp_path):
+def test_an_invalid_configuration_is_not_restarted(tmp_path):
     started = _begin(tmp_path, "optimizer.lr=1e30", "train.steps=60", "launch.max_restarts=3")
     said, _ = started.communicate(timeout=_SECONDS)
     assert started.returncode == 76, said
     assert "restart" not in said
 
 
-def test_a_restart_without_progress_is_followed_by_one_with_fewer_ranks(tmp_path):
+def test_a_restart_without_progress_uses_fewer_ranks(tmp_path):
     started = _begin(
         tmp_path, "train.steps=80", "launch.max_restarts=3", "launch.nproc_per_node=2",
         "launch.nproc_min=1",
@@ -107,7 +107,7 @@ def test_a_restart_without_progress_is_followed_by_one_with_fewer_ranks(tmp_path
     assert last_step(tmp_path / "run" / "metrics.jsonl") == 80
 
 
-def test_a_run_resumes_without_a_lost_node(tmp_path):
+def test_a_run_continues_without_a_lost_node(tmp_path):
     with hosts(3) as found:
         started = _start(
             found, tmp_path, "launch.nproc_per_node=1", "train.steps=300",

@@ -39,7 +39,7 @@ def _wait(what: str, is_so: object) -> None:
     ],
     ids=["a task per node", "a task per rank"],
 )
-def test_both_ways_to_start_train_as_ever(tmp_path, tasks, more):
+def test_both_launchers_train_normally(tmp_path, tasks, more):
     (tmp_path / "slurm").mkdir()
     with slurm(tmp_path / "slurm") as cluster:
         command = [sys.executable, "-m", "fsdpctl", *words(tmp_path, "train.steps=30", *more)]
@@ -70,7 +70,7 @@ def _submit(cluster: Slurm, folder: Path) -> str:
     return cluster.run("sbatch", "--parsable", "job.sbatch", *found, cwd=folder)
 
 
-def test_a_job_that_is_preempted_saves_and_goes_on_from_there(tmp_path):
+def test_a_preempted_job_saves_and_resumes(tmp_path):
     (tmp_path / "slurm").mkdir()
     run = tmp_path / "run"
     with slurm(tmp_path / "slurm") as cluster:

@@ -84,16 +84,16 @@ def test_an_existing_destination_is_kept_unless_told_otherwise(tmp_path):
     reader = CheckpointReader(tmp_path / "step-00000001")
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "precious").write_text("x")
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="already exists"):
         consolidate(reader, tmp_path / "hf")
     assert (tmp_path / "hf" / "precious").read_text() == "x"
-    with pytest.raises(UsageError, match="no earlier export"):
+    with pytest.raises(UsageError, match="not an earlier export"):
         consolidate(reader, tmp_path / "hf", overwrite=True)
-    with pytest.raises(UsageError, match="is where the checkpoint"):
+    with pytest.raises(UsageError, match="conflicts with the checkpoint"):
         consolidate(reader, tmp_path / "step-00000001" / "hf")
     (tmp_path / "hf" / "precious").unlink()
     consolidate(reader, tmp_path / "hf")
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="already exists"):
         consolidate(reader, tmp_path / "hf")
     (tmp_path / "link").symlink_to("hf")
     (tmp_path / "hf" / "generation_config.json").touch()  # of an export of another model
@@ -102,11 +102,11 @@ def test_an_existing_destination_is_kept_unless_told_otherwise(tmp_path):
     file = tmp_path / "hf" / "model.safetensors"
     weights = file.read_bytes()
     save_file(load_file(file), file)
-    with pytest.raises(UsageError, match="no earlier export"):  # but somebody's model
+    with pytest.raises(UsageError, match="not an earlier export"):  # but somebody's model
         consolidate(reader, tmp_path / "hf", overwrite=True)
     file.write_bytes(weights)
     (tmp_path / "hf" / "notes.txt").touch()
-    with pytest.raises(UsageError, match="no earlier export"):
+    with pytest.raises(UsageError, match="not an earlier export"):
         consolidate(reader, tmp_path / "hf", overwrite=True)
     (tmp_path / "hf" / "notes.txt").unlink()
     (tmp_path / "link").unlink()
@@ -119,6 +119,6 @@ def test_a_damaged_checkpoint_gives_no_directory(tmp_path):
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match="rank-00000.safetensors: damaged"):
+    with pytest.raises(CheckpointError, match="rank-00000.safetensors: corrupted"):
         consolidate(CheckpointReader(find_checkpoint(tmp_path)), tmp_path / "hf")
     assert [each.name for each in tmp_path.iterdir()] == ["step-00000001"]

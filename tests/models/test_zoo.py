@@ -54,7 +54,7 @@ def test_a_model_of_others_is_trained_as_by_one_process(
 @pytest.mark.parametrize(
     "task, family, said",
     [
-        ("masked", "squeezebert", "computes with its weight, which is not here"),
+        ("masked", "squeezebert", "computes with its weight, which is not gathered"),
         ("causal", "rwkv", "the module writes to its own parameters in forward"),
     ],
 )

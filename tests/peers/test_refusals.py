@@ -13,10 +13,10 @@ from tests.train.ranks import words
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["engine=ddp"], "engine=ddp: not with strategy=full_shard; it can no_shard"),
-        (["engine=fsdp2", "strategy=no_shard"], "it can shard_grad_op, full_shard, hybrid_shard"),
-        (["engine=fsdp2", "strategy=shard_optimizer"], "not with strategy=shard_optimizer"),
-        (["engine=fsdp2", "strategy=hybrid_shard_optimizer"], "not with strategy"),
+        (["engine=ddp"], "engine=ddp: strategy=full_shard not supported; expected no_shard"),
+        (["engine=fsdp2", "strategy=no_shard"], "expected shard_grad_op, full_shard, hybrid_shard"),
+        (["engine=fsdp2", "strategy=shard_optimizer"], "strategy=shard_optimizer not supported"),
+        (["engine=fsdp2", "strategy=hybrid_shard_optimizer"], "not supported"),
         (
             [
                 "engine=ddp",

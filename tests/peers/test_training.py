@@ -114,7 +114,7 @@ def test_bad_numbers_are_dealt_with(action: str, tmp_path: Path) -> None:
     starts = [begin(tmp_path, 2, name, *engine, *more) for name, engine in each.items()]
     train_with_accidents(world_size=2, starts=starts)
     for name in each:
-        bad = [line["bad_numbers"] for line in lines(tmp_path / name) if "bad_numbers" in line]
+        bad = [line["rejected_step"] for line in lines(tmp_path / name) if "rejected_step" in line]
         assert [(one["reason"], one["rank"]) for one in bad] == [
             ("nonfinite_loss", 1),
             ("nonfinite_grad", 0),

@@ -89,5 +89,5 @@ def test_units_can_be_named_by_class():
 
 
 def test_an_unknown_class_is_an_error():
-    with pytest.raises(UsageError, match="no such modules"):
+    with pytest.raises(UsageError, match="not found in the model"):
         divide_into_units(decoder(), classes=["Attention"])

@@ -1,4 +1,4 @@
-"""What was measured, and what is made of it between and beyond."""
+"""Profiles, and the times predicted between and beyond the measured sizes."""
 
 import json
 from dataclasses import asdict, replace
@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.work import Work, WorkKind
+from fsdpctl.predict.compute import Work, WorkKind
 from fsdpctl.predict.network import NET, NODE, CollectiveKind, Group
 from fsdpctl.predict.profile import (
     VERSION,
@@ -33,22 +33,22 @@ PROFILE = Profile(
         Observed("mul", "memory", 0, 1000, 4, (0, 0, 0, 0), 1e-6),
         Observed("mul", "memory", 0, 3000, 4, (0, 0, 0, 0), 3e-6),
     ],
-    per_operator=1e-7,
-    copying=[Point(1e3, 1e-6), Point(1e6, 1e-3)],
-    stepping=[Point(1e3, 1e-6), Point(1e6, 7e-3)],
+    host_seconds_per_operator=1e-7,
+    memory_copy=[Point(1e3, 1e-6), Point(1e6, 1e-3)],
+    optimizer_step=[Point(1e3, 1e-6), Point(1e6, 7e-3)],
     collectives={kind.value: [Point(1e3, 1e-4), Point(1e6, 1e-2)] for kind in CollectiveKind},
-    slows=0.5,
-    yields=0.25,
+    compute_slowdown=0.5,
+    comm_slowdown=0.25,
     drift=0.02,
 )
 
 
-def test_times_lie_straight_between_what_was_measured():
+def test_times_are_linear_between_measured_sizes():
     points = [Point(10, 1.0), Point(20, 3.0)]
     assert [on_curve(points, n) for n in (1, 10, 15, 20, 40)] == [1.0, 1.0, 2.0, 3.0, 6.0]
 
 
-def test_operators_take_what_those_of_their_name_and_size_took():
+def test_operators_take_the_time_of_those_with_their_name_and_size():
     device = MeasuredDevice(PROFILE)
     product = Work("mm", WorkKind.MATMUL, 2 * 64**3, 0, 4, (1, 64, 64, 64))
     assert device.seconds(product) == pytest.approx(1e-3, rel=0.01)
@@ -60,42 +60,43 @@ def test_operators_take_what_those_of_their_name_and_size_took():
     assert device.seconds(unknown) == pytest.approx(1e-6 + 1e-7)
 
 
-def test_a_collective_takes_what_it_took_or_what_the_cable_needs():
-    about = (PROFILE.collectives, PROFILE.ranks, PROFILE.slows, PROFILE.yields, 0.02)
-    here = MeasuredNetwork(*about, inter=None).transfer(CollectiveKind.GATHER, 1e6, Group(2, 1))
+def test_a_collective_takes_its_measured_time_or_that_of_a_slower_link():
+    gather, reduce = CollectiveKind.GATHER, CollectiveKind.ALL_REDUCE
+    here = MeasuredNetwork(PROFILE, inter=None).transfer(gather, 1e6, Group(2, 1))
     assert here.link == NODE
     assert here.latency + here.seconds == pytest.approx(1e-2)
-    assert (here.nbytes, here.slows, here.yields, here.drift) == (5e5, 0.5, 0.25, 0.02)
-    slow = MeasuredNetwork(*about, inter=1e7).transfer(CollectiveKind.GATHER, 1e6, Group(2, 2))
+    about = (here.nbytes, here.compute_slowdown, here.comm_slowdown, here.drift)
+    assert about == (5e5, 0.5, 0.25, 0.02)
+    slow = MeasuredNetwork(PROFILE, inter=1e7).transfer(gather, 1e6, Group(2, 2))
     assert slow.link == NET
     assert slow.seconds == pytest.approx(0.05 / 0.94)
-    # It takes as much of the cores as here, over a longer time.
-    assert slow.slows == pytest.approx(0.01 / (0.05 / 0.94) * 0.5)
-    assert slow.yields == 0.0
-    both = MeasuredNetwork(*about, inter=1e7).transfer(CollectiveKind.ALL_REDUCE, 1e6, Group(2, 2))
+    # It takes as much of the cores as within a node, over a longer time.
+    assert slow.compute_slowdown == pytest.approx(0.01 / (0.05 / 0.94) * 0.5)
+    assert slow.comm_slowdown == 0.0
+    both = MeasuredNetwork(PROFILE, inter=1e7).transfer(reduce, 1e6, Group(2, 2))
     assert both.nbytes == 2 * slow.nbytes
 
 
-def test_a_file_is_read_again(tmp_path):
+def test_a_written_profile_is_read(tmp_path):
     file = tmp_path / "here.json"
     file.write_text(json.dumps(asdict(PROFILE)))
     assert read_profile(file) == PROFILE
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("{}", "version"),
         ("nothing", "not JSON"),
-        (json.dumps(asdict(replace(PROFILE, version=VERSION + 1))), "this version reads"),
-        (json.dumps(asdict(replace(PROFILE, copying=[]))), "has no"),
+        (json.dumps(asdict(replace(PROFILE, version=VERSION + 1))), "not supported"),
+        (json.dumps(asdict(replace(PROFILE, memory_copy=[]))), "are required"),
         (json.dumps({**asdict(PROFILE), "operators": [["mm"]]}), "operators"),
-        (json.dumps({**asdict(PROFILE), "slows": 2.0}), "slows"),
-        (json.dumps(asdict(replace(PROFILE, copying=[Point(1, -1.0)]))), "copying"),
+        (json.dumps({**asdict(PROFILE), "compute_slowdown": 2.0}), "compute_slowdown"),
+        (json.dumps(asdict(replace(PROFILE, memory_copy=[Point(1, -1.0)]))), "memory_copy"),
     ],
 )
-def test_what_is_no_profile_is_refused(content, said, tmp_path):
+def test_invalid_profiles_are_rejected(content, message, tmp_path):
     file = tmp_path / "here.json"
     file.write_text(content)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         read_profile(file)

@@ -1,4 +1,4 @@
-"""What must hold of a foreseen step whatever the model and the machine."""
+"""Properties of a predicted step for any model and machine."""
 
 from dataclasses import dataclass, replace
 
@@ -8,11 +8,11 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import placed_for_estimate
-from fsdpctl.estimate.foresight import Foreseen, Foresight
+from fsdpctl.estimate.prediction import StepPrediction, StepPredictor
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.plan.work import Work
+from fsdpctl.predict.compute import Work
 from fsdpctl.predict.network import NET, NODE, CollectiveKind, Group
-from fsdpctl.predict.tasks import Transfer
+from fsdpctl.predict.simulator import Transfer
 from fsdpctl.resolve.machine import resolved_strategy
 
 TINY = (
@@ -20,7 +20,7 @@ TINY = (
     "model.num_kv_heads=8 model.vocab_size=4096 cluster=h100 launch.nnodes=2 train.seq_len=512 "
     "train.micro_batch_size=1 train.global_batch_size=16"
 )
-FORESIGHT = Foresight()
+PREDICTOR = StepPredictor()
 
 
 def placed(*words: str) -> Config:
@@ -29,24 +29,24 @@ def placed(*words: str) -> Config:
     return replace(config, strategy=resolved_strategy(config, config.strategy))
 
 
-def step(*words: str) -> Foreseen:
-    return FORESIGHT.step(placed(*words))
+def step(*words: str) -> StepPrediction:
+    return PREDICTOR.predict(placed(*words))
 
 
 @dataclass(frozen=True)
 class Free:
     """A device that takes no time."""
 
-    per_step: float = 0.0
-    issuing: float = 0.0
+    step_overhead: float = 0.0
+    host_seconds: float = 0.0
 
     def seconds(self, work: Work) -> float:
         return 0.0
 
-    def copying(self, nbytes: float) -> float:
+    def copy_seconds(self, nbytes: float) -> float:
         return 0.0
 
-    def stepping(self, nbytes: float, moments: int) -> float:
+    def optimizer_seconds(self, nbytes: float, moments: int) -> float:
         return 0.0
 
 
@@ -70,16 +70,16 @@ class Plain:
 
 def on(monkeypatch: pytest.MonkeyPatch, device: object = None, network: object = None) -> None:
     if device is not None:
-        monkeypatch.setattr("fsdpctl.estimate.foresight.device_of", lambda config: device)
+        monkeypatch.setattr("fsdpctl.estimate.prediction.device_of", lambda config: device)
     if network is not None:
-        monkeypatch.setattr("fsdpctl.estimate.foresight.network_of", lambda config: network)
+        monkeypatch.setattr("fsdpctl.estimate.prediction.network_of", lambda config: network)
 
 
 ALL = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
 @ALL
-def test_without_communication_a_step_takes_what_is_computed(strategy, monkeypatch):
+def test_without_communication_a_step_takes_its_computation(strategy, monkeypatch):
     on(monkeypatch, network=Instant())
     found = step(f"strategy={strategy}")
     assert found.exposed_communication == 0.0
@@ -87,7 +87,7 @@ def test_without_communication_a_step_takes_what_is_computed(strategy, monkeypat
 
 
 @ALL
-def test_where_computing_is_free_a_step_takes_what_is_sent(strategy, monkeypatch):
+def test_without_computation_a_step_takes_its_transfers(strategy, monkeypatch):
     on(monkeypatch, Free(), Plain())
     found = step(f"strategy={strategy}")
     assert found.seconds == pytest.approx(found.sent[NODE] / 1e9, rel=1e-6)
@@ -139,10 +139,10 @@ class TwoSpeeds:
 
 
 @pytest.mark.parametrize("inter", [0.02, 0.05, 0.08, 0.1, 0.2, 0.8])
-def test_copies_win_exactly_where_the_links_say_so(inter, monkeypatch):
+def test_replicas_win_exactly_if_the_links_are_slow_enough(inter, monkeypatch):
     on(monkeypatch, Free(), TwoSpeeds(inter))
     found = {name: step(f"strategy={name}") for name in ("full_shard", "hybrid_shard")}
-    # Of S bytes: two gathers and a reduction of twice as wide gradients; copies add an eighth up.
+    # Per byte: two gathers and a reduction of twice as wide gradients; replicas add an eighth.
     full = 4 * (15 / 16) / min(1.0, 8 * inter)
     hybrid = 4 * (7 / 8) + 2 * 2 * (1 / 2) / 8 / min(1.0, inter)
     assert (found["hybrid_shard"].seconds < found["full_shard"].seconds) == (hybrid < full)
@@ -162,6 +162,6 @@ def test_pytorchs_engines_send_at_least_as_much(engine):
     assert theirs.seconds >= 0.95 * ours.seconds
 
 
-def test_a_machine_that_nobody_knows_is_refused():
+def test_a_machine_without_specs_is_rejected():
     with pytest.raises(UsageError, match="profile-device"):
         step("cluster=local", "launch.device=cpu", "launch.nnodes=1")

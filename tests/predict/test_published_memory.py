@@ -18,9 +18,10 @@ from fsdpctl.estimate.trace import trace
 from fsdpctl.plan.sizes import Itemsizes
 from fsdpctl.predict.allocator import CachingAllocator
 from fsdpctl.predict.compute import Program
-from fsdpctl.predict.fsdp2_steps import FullyShard, FullyShardSteps
-from fsdpctl.predict.peak import Constant, Script, settle
-from fsdpctl.predict.script import Category, Writer
+from fsdpctl.predict.fsdp2_steps import Fsdp2Model, Fsdp2Steps
+from fsdpctl.predict.memory_recorder import MemoryRecorder
+from fsdpctl.predict.peak import Constant, Script, replay
+from fsdpctl.predict.recorder import Category
 from fsdpctl.resolve.blocks import checkpoint_block
 from tests.predict.titan import LLAMA_7B, LLAMA_8B, Shape, Titan
 
@@ -45,11 +46,11 @@ def estimated(
     passed = trace(model, [*blocks, *others], lambda: run(model), "cuda")
     assert all(row.is_regular(passed) for row in rows)
     program = Program(passed, [unit.name for unit in units[1:]], rows)
-    writer = Writer(program, units[-1].name, last_is_head=True)
-    sharded = FullyShard(units, 8, Itemsizes(2, 4, 4), True, 1, (True,), fused=False)
-    script = Script(writer, FullyShardSteps(sharded, writer), draws=False, constants=CUBLAS)
+    writer = MemoryRecorder(program, units[-1].name, last_is_head=True)
+    sharded = Fsdp2Model(units, 8, Itemsizes(2, 4, 4), True, 1, (True,), fused=False)
+    script = Script(writer, Fsdp2Steps(sharded, writer), draws=False, constants=CUBLAS)
     allocator = CachingAllocator(streams=writer.streams)
-    settle(script, allocator)
+    replay(script, allocator)
     return allocator
 
 

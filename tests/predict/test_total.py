@@ -23,9 +23,9 @@ from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.plan.transport import Transport
 from fsdpctl.predict.allocator import PlainAllocator
 from fsdpctl.predict.engine_bytes import planned_step
-from fsdpctl.predict.own_steps import OwnSteps
-from fsdpctl.predict.peak import Script, settle
-from fsdpctl.predict.script import Writer
+from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
+from fsdpctl.predict.memory_recorder import MemoryRecorder
+from fsdpctl.predict.peak import Script, replay
 from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
 from fsdpctl.train.assemble import make_model, make_optimizer
 from tests.distributed import distributed
@@ -129,9 +129,9 @@ def predicted(
     last = traced.units[-1]
     chunk = config.train.loss_chunk_tokens or 0
     program = traced.program(micro, config.train.seq_len, chunk)
-    writer = Writer(program, last.name, last_is_head=last.kind == "head")
+    writer = MemoryRecorder(program, last.name, last_is_head=last.kind == "head")
     allocator = PlainAllocator()
-    settle(Script(writer, OwnSteps(plan, place, writer), draws=False), allocator)
+    replay(Script(writer, FsdpctlSteps(plan, place, writer), draws=False), allocator)
     plan = replace(plan, reduces=(*plan.reduces[:1] * (steps - 1), True))
     return allocator.peak_allocated, planned_step(plan, place)
 

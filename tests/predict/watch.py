@@ -85,16 +85,17 @@ def _threads_let_go() -> Iterator[None]:
         return started
 
     with ExitStack() as patches:
-        for name in ("start_all_reduce", "gather_together"):
+        for name in ("start_all_reduce", "all_gather"):
             patched = until_let_go(getattr(GlooCollectives, name))
             patches.enter_context(mock.patch.object(GlooCollectives, name, patched))
         yield
 
 
 def _uses(tensor: Tensor) -> int:
-    """How many references there are to its memory."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
+    """Count references to the memory: by views, and by threads that hold the tensor itself."""
+    views: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    holders: int = tensor._use_count()  # type: ignore[attr-defined]  # not in torch's stubs
+    return views + holders
 
 
 def watched_step(model: ShardedModel, step: Callable[[], None]) -> tuple[int, list[Event]]:

@@ -1,4 +1,4 @@
-"""Run directories as a run leaves them, without a run."""
+"""Run directories as a run leaves them, made without a run."""
 
 import json
 import os
@@ -10,15 +10,15 @@ from typing import Any
 
 from fsdpctl.checkpoint.folders import step_folder
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
-from fsdpctl.run.files import ALIVE, LOGS, METRICS
-from fsdpctl.run.heartbeat import Sign, namespace_here
+from fsdpctl.run.files import HEARTBEAT, LOGS, METRICS
+from fsdpctl.run.heartbeat import HeartbeatRecord, pid_namespace
 from tests.hostile import make_checkpoint
 
-GONE = (1 << 22) - 1  # a process id that the kernel gives last
+GONE = (1 << 22) - 1  # a process id that the kernel assigns last
 
 
 def make_run(folder: Path, *, steps: int = 100, done: int = 0) -> Path:
-    """A run of `steps`, of which `done` are written down."""
+    """Make the directory of a run of `steps`, of which `done` are completed."""
     (folder / LOGS).mkdir(parents=True)
     (folder / CHECKPOINTS).mkdir()
     (folder / RUN_CONFIG).write_text(f"train.steps: {steps}\n")
@@ -41,17 +41,17 @@ def write_lines(run: Path, *lines: dict[str, Any]) -> None:
 
 
 def save(run: Path, step: int) -> Path:
-    """A checkpoint of the run."""
+    """Make a checkpoint of the run."""
     return make_checkpoint(step_folder(run / CHECKPOINTS, step))
 
 
-def write_sign(run: Path, **about: Any) -> Sign:
-    """A sign of life of this very process, but for what is said."""
+def write_heartbeat(run: Path, **about: Any) -> HeartbeatRecord:
+    """Write a heartbeat of this process, except for `about`."""
     now = time.time()
-    sign = {
-        "host": socket.gethostname(), "pid": os.getpid(), "namespace": namespace_here(),
+    record = {
+        "host": socket.gethostname(), "pid": os.getpid(), "namespace": pid_namespace(),
         "began": now, "time": now, "step": 1,
     }  # fmt: skip
-    made = Sign(**{**sign, **about})
-    (run / ALIVE).write_text(json.dumps(asdict(made)))
+    made = HeartbeatRecord(**{**record, **about})
+    (run / HEARTBEAT).write_text(json.dumps(asdict(made)))
     return made

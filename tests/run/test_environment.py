@@ -1,4 +1,4 @@
-"""What is written down of each start."""
+"""environment.json: what each start of a run used."""
 
 import json
 import os
@@ -9,11 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdpctl.run import environment, starts
-from fsdpctl.run.environment import Place, add_start, describe_start, place_of, relevant
+from fsdpctl.run import environment
+from fsdpctl.run.environment import (
+    Place,
+    add_start,
+    describe_start,
+    place_of,
+    read_starts,
+    relevant,
+    revision,
+)
 from fsdpctl.run.files import ENVIRONMENT, OVERRIDES
-from fsdpctl.run.git import revision
-from fsdpctl.run.starts import read_starts
 
 
 def git(folder: Path, *words: str) -> str:
@@ -35,7 +41,7 @@ def checkout(tmp_path):
     return folder
 
 
-def test_a_start_is_described(tmp_path, checkout, monkeypatch):
+def test_a_start_records_ranks_devices_command_and_commit(tmp_path, checkout, monkeypatch):
     monkeypatch.chdir(checkout)
     (tmp_path / OVERRIDES).write_text("model=gpt2\ntrain.steps=3\n")
     places = [Place("a", "X"), Place("a", "X"), Place("b", "Y")]
@@ -48,22 +54,21 @@ def test_a_start_is_described(tmp_path, checkout, monkeypatch):
     assert place_of(torch.device("cpu")) == Place(platform.node(), "cpu")
 
 
-def test_of_variables_only_those_that_decide_how_ranks_compute():
+def test_only_variables_that_affect_the_computation_are_recorded():
     kept = {"NCCL_DEBUG": "a", "CUDA_VISIBLE_DEVICES": "0", "PYTORCH_ALLOC_CONF": "c"}
     secrets = {"WANDB_API_KEY": "s", "AWS_SECRET_ACCESS_KEY": "s", "MY_NCCL_": "s", "HOME": "/"}
     assert relevant({**secrets, **kept}) == kept
 
 
-def test_starts_follow_one_another_up_to_a_number(tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, "MOST_STARTS", 3)
+def test_the_newest_starts_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(environment, "MAX_STARTS", 3)
     for number in range(5):
         add_start(tmp_path, {"started": number})
     assert [each["started"] for each in read_starts(tmp_path)] == [2, 3, 4]
-    assert starts.MOST_STARTS >= 100
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"starts": 1}'])
-def test_what_cannot_be_read_keeps_no_run_from_starting(tmp_path, content):
+def test_an_unreadable_file_does_not_prevent_a_start(tmp_path, content):
     (tmp_path / ENVIRONMENT).write_text(content)
     add_start(tmp_path, {"started": 1})
     assert read_starts(tmp_path) == [{"started": 1}]
@@ -73,7 +78,7 @@ def test_what_cannot_be_read_keeps_no_run_from_starting(tmp_path, content):
 # ---- git -------------------------------------------------------------------------------------
 
 
-def test_the_commit_and_whether_files_differ(checkout):
+def test_a_revision_has_the_commit_and_whether_files_differ(checkout):
     commit = git(checkout, "rev-parse", "HEAD")
     below = checkout / "a" / "b"
     below.mkdir(parents=True)
@@ -89,7 +94,7 @@ def test_the_commit_and_whether_files_differ(checkout):
     assert (changed.commit, changed.dirty) == (commit, True)
 
 
-def test_wherever_the_commit_is_written(checkout, tmp_path):
+def test_the_commit_is_found_in_packed_refs_detached_heads_and_worktrees(checkout, tmp_path):
     expected = revision(checkout)
     git(checkout, "pack-refs", "--all")
     assert not (checkout / ".git" / "refs" / "heads" / "main").exists()
@@ -109,8 +114,8 @@ def test_a_folder_without_a_commit_has_none(checkout, tmp_path, head):
     assert revision(tmp_path) is None
 
 
-def test_nothing_that_a_repository_names_is_executed(checkout, tmp_path):
-    """git itself would run all of these; one of them is tried, so that this is known."""
+def test_programs_that_a_repository_configures_are_not_executed(checkout, tmp_path):
+    """git would run all of these; `git status` at the end shows that it does."""
     program = tmp_path / "program"
     program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\ncat\n")
     program.chmod(0o755)
@@ -127,8 +132,6 @@ def test_nothing_that_a_repository_names_is_executed(checkout, tmp_path):
     assert (tmp_path / "ran").exists()
 
 
-def test_without_git_only_the_commit_is_known(checkout, monkeypatch, tmp_path):
+def test_the_commit_is_unknown_without_git(checkout, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = revision(checkout)
-    assert found is not None
-    assert found.dirty is None
+    assert revision(checkout) is None

@@ -1,12 +1,18 @@
-"""The sign of life in alive.json."""
+"""The heartbeat in heartbeat.json."""
 
 import os
 import shutil
 import time
 from collections.abc import Callable
+from typing import cast
 
-from fsdpctl.run.files import ALIVE
-from fsdpctl.run.heartbeat import Heartbeat, read_sign
+from fsdpctl.comm.collectives import ObjectExchange
+from fsdpctl.run.files import HEARTBEAT
+from fsdpctl.run.heartbeat import read_heartbeat
+from fsdpctl.train.callbacks.heartbeat import Heartbeat
+from fsdpctl.train.trainer import Trainer
+
+RANKS, RUN = cast(ObjectExchange, None), cast(Trainer, None)
 
 
 def wait_for(what: Callable[[], object], seconds: float = 20) -> None:
@@ -16,62 +22,62 @@ def wait_for(what: Callable[[], object], seconds: float = 20) -> None:
         time.sleep(0.005)
 
 
-def test_it_is_given_while_nothing_happens(tmp_path):
-    heartbeat = Heartbeat(tmp_path, every=0.01)
-    first = read_sign(tmp_path)
+def test_heartbeats_are_written_while_nothing_happens(tmp_path):
+    heartbeat = Heartbeat(tmp_path, RANKS, every=0.01)
+    first = read_heartbeat(tmp_path)
     assert first is not None
     assert (first.pid, first.step, first.is_of_this_host) == (os.getpid(), None, True)
 
     def is_later() -> bool:
-        sign = read_sign(tmp_path)  # whole, whenever it is looked at
-        assert sign is not None
-        return sign.time > first.time + 0.05
+        record = read_heartbeat(tmp_path)  # whole, whenever it is looked at
+        assert record is not None
+        return record.time > first.time + 0.05
 
     wait_for(is_later)
-    heartbeat.end("ended")
+    heartbeat.close("ended")
 
 
-def test_it_has_the_step_and_how_long_one_takes(tmp_path):
-    heartbeat = Heartbeat(tmp_path, every=1000)
-    heartbeat.step(10)
-    first = read_sign(tmp_path)
+def test_a_heartbeat_has_the_step_and_the_time_per_step(tmp_path):
+    heartbeat = Heartbeat(tmp_path, RANKS, every=1000)
+    heartbeat.set_step(10)
+    first = read_heartbeat(tmp_path)
     assert first is not None
     assert (first.step, first.seconds_per_step) == (10, None)
     time.sleep(0.02)
-    heartbeat.step(12)
-    heartbeat.end("failed", "x" * 10_000)
-    sign = read_sign(tmp_path)
-    assert sign is not None
-    assert (sign.step, sign.state, len(sign.message)) == (12, "failed", 2000)
-    assert sign.seconds_per_step is not None
-    assert 0.01 <= sign.seconds_per_step < 10
+    heartbeat.set_step(12)
+    heartbeat.close("failed", "x" * 10_000)
+    record = read_heartbeat(tmp_path)
+    assert record is not None
+    assert (record.step, record.state, len(record.message)) == (12, "failed", 2000)
+    assert record.seconds_per_step is not None
+    assert 0.01 <= record.seconds_per_step < 10
 
 
-def test_it_goes_back_with_the_run(tmp_path):
-    heartbeat = Heartbeat(tmp_path, every=1000)
-    heartbeat.step(10)
-    heartbeat.step(20)
-    heartbeat.go_back(12)
-    heartbeat.end("stopped")
-    sign = read_sign(tmp_path)
-    assert sign is not None
-    assert (sign.step, sign.seconds_per_step) == (12, None)
+def test_a_heartbeat_goes_back_with_the_run(tmp_path):
+    heartbeat = Heartbeat(tmp_path, RANKS, every=1000)
+    heartbeat.set_step(10)
+    heartbeat.set_step(20)
+    heartbeat.went_back(RUN, 12)
+    heartbeat.close("stopped")
+    record = read_heartbeat(tmp_path)
+    assert record is not None
+    assert (record.step, record.seconds_per_step) == (12, None)
 
 
 def test_after_the_end_there_is_no_more(tmp_path):
-    heartbeat = Heartbeat(tmp_path, every=0.01)
-    heartbeat.end("stopped")
-    (tmp_path / ALIVE).unlink()
+    heartbeat = Heartbeat(tmp_path, RANKS, every=0.01)
+    heartbeat.close("stopped")
+    (tmp_path / HEARTBEAT).unlink()
     time.sleep(0.1)
-    assert read_sign(tmp_path) is None
+    assert read_heartbeat(tmp_path) is None
 
 
 def test_a_folder_that_goes_and_comes_ends_nothing(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    heartbeat = Heartbeat(run, every=0.01)
+    heartbeat = Heartbeat(run, RANKS, every=0.01)
     shutil.rmtree(run, ignore_errors=True)
     time.sleep(0.05)
     run.mkdir(exist_ok=True)
-    wait_for((run / ALIVE).exists)
-    heartbeat.end("ended")
+    wait_for((run / HEARTBEAT).exists)
+    heartbeat.close("ended")

@@ -1,4 +1,4 @@
-"""What a look at a run directory tells, and what it does not do."""
+"""The state of a run by its directory, and what reading it does not do."""
 
 import json
 import os
@@ -10,12 +10,12 @@ import pytest
 
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.run import tail
-from fsdpctl.run.files import ALIVE, ENVIRONMENT, LOCK, LOGS, METRICS
+from fsdpctl.run.files import ENVIRONMENT, HEARTBEAT, LOCK, LOGS, METRICS
+from fsdpctl.tools import status
 from fsdpctl.tools.status import read_status
 from tests.cli.run import environment, invoke
 from tests.hostile import everything_in
-from tests.run.runs import GONE, make_run, save, step_line, write_lines, write_sign
+from tests.run.runs import GONE, make_run, save, step_line, write_heartbeat, write_lines
 
 HOLD = (
     "import fcntl, os, sys, time\n"
@@ -38,87 +38,89 @@ def launcher(tmp_path):
     process.communicate()
 
 
-# ---- whether it lives ------------------------------------------------------------------------
+# ---- liveness --------------------------------------------------------------------------------
 
 
-def test_a_launcher_that_holds_the_lock_is_seen_before_the_first_sign_of_life(tmp_path, launcher):
+def test_a_launcher_that_holds_the_lock_is_found_before_the_first_heartbeat(tmp_path, launcher):
     found = read_status(tmp_path / "run")
-    assert (found.state, found.seen, found.pid) == ("starting", "process", launcher.pid)
+    assert (found.state, found.liveness_source, found.pid) == ("starting", "process", launcher.pid)
     launcher.kill()
     launcher.wait()
     assert read_status(tmp_path / "run").state == "not started"
 
 
-def test_a_look_writes_nothing(tmp_path, launcher):
+def test_reading_the_status_writes_nothing(tmp_path, launcher):
     before = everything_in(tmp_path)
     read_status(tmp_path / "run")
     assert everything_in(tmp_path) == before
 
 
 @pytest.mark.parametrize(
-    ("about", "state", "seen"),
+    ("about", "state", "source"),
     [
         ({}, "running", "process"),
         ({"step": None}, "starting", "process"),
-        ({"pid": GONE}, "failed", "nothing"),  # however young its sign
-        ({"began": 1e9}, "failed", "nothing"),  # the process id is another's by now
-        ({"host": "other", "pid": GONE}, "running", "sign of life"),
-        ({"namespace": 1, "pid": GONE}, "running", "sign of life"),  # in a container
+        ({"pid": GONE}, "failed", "nothing"),  # however recent the heartbeat
+        ({"began": 1e9}, "failed", "nothing"),  # the process id belongs to another process by now
+        ({"host": "other", "pid": GONE}, "running", "heartbeat"),
+        ({"namespace": 1, "pid": GONE}, "running", "heartbeat"),  # in a container
         ({"host": "other", "time": time.time() - 3600}, "failed", "nothing"),
         ({"state": "stopped", "message": "stopped at step 3"}, "stopped", "process"),
         ({"state": "failed", "message": "no room"}, "failed", "process"),
     ],
 )
-def test_who_cannot_see_the_process_goes_by_its_sign_of_life(tmp_path, about, state, seen):
+def test_the_heartbeat_decides_if_the_process_is_not_visible(tmp_path, about, state, source):
     run = make_run(tmp_path / "run", done=3)
-    sign = write_sign(run, **about)
+    record = write_heartbeat(run, **about)
     found = read_status(run)
     assert found.state == state
-    assert found.seen == (seen if sign.state == "running" else "nothing")
-    assert found.message == (sign.message or found.message)
-    assert ("is gone, or cut off" in found.message) == (state == "failed" and not sign.message)
+    assert found.liveness_source == (source if record.state == "running" else "nothing")
+    assert found.message == (record.message or found.message)
+    assert ("was killed or is unreachable" in found.message) == (
+        state == "failed" and not record.message
+    )
 
 
 def test_a_finished_run_is_one_whose_last_step_is_saved(tmp_path):
     run = make_run(tmp_path / "run", steps=3, done=3)
-    write_sign(run, pid=GONE, state="ended", step=3)
+    write_heartbeat(run, pid=GONE, state="ended", step=3)
     assert read_status(run).state == "failed"
     save(run, 3)
     assert read_status(run).state == "finished"
-    write_sign(run, step=3)  # it validates, or waits for a command
+    write_heartbeat(run, step=3)  # it validates, or waits for a command
     assert read_status(run).state == "running"
-    write_sign(run, pid=GONE, step=3)
+    write_heartbeat(run, pid=GONE, step=3)
     assert read_status(run).state == "finished"
     (run / RUN_CONFIG).write_text("train.steps: 4\n")
     assert read_status(run).state != "finished"
 
 
-def test_of_a_failure_the_rank_that_wrote_first_is_quoted(tmp_path):
+def test_a_failure_quotes_the_rank_that_wrote_first(tmp_path):
     run = make_run(tmp_path / "run", done=3)
-    write_sign(run, state="failed", message="Connection closed by peer")
+    write_heartbeat(run, state="failed", message="Connection closed by peer")
     for rank, text in ((0, "Connection closed by peer\n"), (1, "Traceback\n\nRuntimeError: x\n\n")):
         (run / LOGS / f"rank-{rank:05d}.log").write_text(text)
     os.utime(run / LOGS / "rank-00001.log", (1e9, 1e9))
     assert read_status(run).message == "rank-00001.log: RuntimeError: x"
 
 
-def test_a_run_that_was_just_started_elsewhere_is_starting(tmp_path):
+def test_a_run_that_was_just_started_is_starting(tmp_path):
     run = make_run(tmp_path / "run")
     assert read_status(run).state == "not started"
     os.utime(run / RUN_CONFIG)
     assert read_status(run).state == "starting"
 
 
-# ---- how far it is ---------------------------------------------------------------------------
+# ---- progress --------------------------------------------------------------------------------
 
 
-def test_figures_are_those_of_the_end(tmp_path):
+def test_values_are_those_of_the_newest_steps(tmp_path):
     run = make_run(tmp_path / "run", steps=100, done=60)
     write_lines(run, {"step": 60, "val_loss": 0.25}, {"step": 60, "checkpoint_seconds": 1.0})
     write_lines(run, *(step_line(step) for step in (61, 62)))
     save(run, 50)
     save(run, 60)
-    write_sign(run, step=62, seconds_per_step=2.0)
+    write_heartbeat(run, step=62, seconds_per_step=2.0)
     found = read_status(run)
     assert (found.step, found.total_steps, found.eta_seconds) == (62, 100, 76.0)
     assert (found.loss, found.val_loss, found.val_step) == (1 / 62, 0.25, 60)
@@ -132,7 +134,7 @@ def test_figures_are_those_of_the_end(tmp_path):
     assert 0 <= found.checkpoint.age_seconds < 600
 
 
-def test_what_went_wrong_is_counted_and_quoted(tmp_path):
+def test_skipped_steps_restarts_and_warnings_are_reported(tmp_path):
     run = make_run(tmp_path / "run", done=2)
     write_lines(run, step_line(3, loss=None), step_line(4, grad_norm=None), step_line(5))
     write_lines(run, {"step": 5, "restart": {"reason": "lost"}}, {"step": 5, "restart": 1})
@@ -144,37 +146,37 @@ def test_what_went_wrong_is_counted_and_quoted(tmp_path):
     *quoted, incomplete = found.warnings
     assert quoted == [f"step 5: no {n}" for n in range(4, 9)]
     assert "step-00000005 is incomplete" in incomplete
-    write_lines(run, *({"step": 5, "bad_numbers": {"reason": "loss_spike"}} for _ in range(7)))
+    write_lines(run, *({"step": 5, "rejected_step": {"reason": "loss_spike"}} for _ in range(7)))
     assert read_status(run).skipped_steps == 7
 
 
-def test_of_a_long_file_the_end_is_read(tmp_path, monkeypatch):
+def test_only_the_end_of_a_long_file_is_read(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run", steps=5000, done=3000)
     whole = read_status(run)
-    monkeypatch.setattr(tail, "_MOST_BYTES", 20_000)
+    monkeypatch.setattr(status, "_METRICS_BYTES", 20_000)
     found = read_status(run)
     assert (whole.since_step, found.step, found.loss) == (1, 3000, whole.loss)
     assert 2800 < found.since_step < 2950
     assert found.tokens_per_second == whole.tokens_per_second
 
 
-def test_a_line_that_is_being_written_is_not_there_yet(tmp_path):
+def test_an_incomplete_last_line_is_skipped(tmp_path):
     run = make_run(tmp_path / "run", done=3)
     with (run / METRICS).open("a") as file:
         file.write('{"step": 4, "lo')
     assert read_status(run).step == 3
 
 
-def test_a_checkpoint_of_another_size_is_not_complete(tmp_path):
+def test_a_checkpoint_of_the_wrong_size_is_reported(tmp_path):
     run = make_run(tmp_path / "run", done=3)
     with (save(run, 3) / "rank-00000.safetensors").open("ab") as file:
         file.write(b"x")
     found = read_status(run).checkpoint
     assert found is not None
-    assert found.problem == "rank-00000.safetensors is missing, or not of its size"
+    assert found.problem == "rank-00000.safetensors: missing or of the wrong size"
 
 
-# ---- what others may have made of it ---------------------------------------------------------
+# ---- corrupted and hostile files -------------------------------------------------------------
 
 DAMAGE = {
     "no line": (METRICS, b'{"step": 1}\nnothing\n'),
@@ -182,8 +184,8 @@ DAMAGE = {
     "not Unicode": (METRICS, b'{"step": 1, "warning": "\xff"}\n'),
     "infinite": (METRICS, b'{"step": 1, "val_loss": 1e999}\n'),
     "deep": (METRICS, b'{"step": 1, "restart": ' + b"[" * 9999 + b"]" * 9999 + b"}\n"),
-    "no sign": (ALIVE, b"{}"),
-    "a large sign": (ALIVE, b" " * (1 << 17)),
+    "no heartbeat": (HEARTBEAT, b"{}"),
+    "a large heartbeat": (HEARTBEAT, b" " * (1 << 17)),
     "starts of another type": (ENVIRONMENT, b'{"starts": [1]}'),
     "no configuration": (RUN_CONFIG, b"- 1"),
     "no number of steps": (RUN_CONFIG, b"train.steps: many"),
@@ -191,7 +193,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_file_is_named_in_one_line(tmp_path, what):
+def test_a_corrupted_file_is_named_in_one_line(tmp_path, what):
     run = make_run(tmp_path / "run", done=3)
     name, content = DAMAGE[what]
     (run / name).write_bytes(content)
@@ -201,9 +203,9 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path, what):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [METRICS, ALIVE, ENVIRONMENT])
+@pytest.mark.parametrize("name", [METRICS, HEARTBEAT, ENVIRONMENT])
 @pytest.mark.parametrize("way", ["pipe", "link", "folder"])
-def test_nothing_but_files_of_the_run_is_opened(tmp_path, name, way):
+def test_only_regular_files_of_the_run_are_opened(tmp_path, name, way):
     run = make_run(tmp_path / "run")
     (tmp_path / "secret").write_text("{}")
     (run / name).unlink(missing_ok=True)
@@ -217,7 +219,7 @@ def test_nothing_but_files_of_the_run_is_opened(tmp_path, name, way):
         read_status(run)
 
 
-def test_a_lock_of_others_is_no_reason_to_fail(tmp_path):
+def test_an_invalid_lock_file_is_ignored(tmp_path):
     run = make_run(tmp_path / "run", done=1)
     os.mkfifo(run / LOCK)
     assert read_status(run).state == "not started"
@@ -226,7 +228,7 @@ def test_a_lock_of_others_is_no_reason_to_fail(tmp_path):
     assert read_status(run).state == "not started"
 
 
-def test_a_damaged_manifest_is_named(tmp_path):
+def test_a_corrupted_manifest_is_named(tmp_path):
     run = make_run(tmp_path / "run", done=3)
     (save(run, 3) / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"step-00000003/manifest.json"):
@@ -236,7 +238,7 @@ def test_a_damaged_manifest_is_named(tmp_path):
 # ---- the command -----------------------------------------------------------------------------
 
 
-def test_it_prints_a_table_or_json(tmp_path, monkeypatch):
+def test_the_command_prints_a_table_or_json(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = make_run(tmp_path / "runs" / "one", steps=4, done=3)
     save(run, 2)
@@ -257,18 +259,21 @@ def test_it_prints_a_table_or_json(tmp_path, monkeypatch):
     assert found["checkpoint"]["step"] == 2
 
 
-def test_which_run_is_asked_for_in_one_line(tmp_path, monkeypatch):
+def test_a_missing_run_is_one_line_with_suggestions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert invoke("status") == (2, "runs/latest: there is none here; say which run")
+    assert invoke("status") == (2, "runs/latest: not found; pass a run directory")
     for name in ("a", "b"):
         make_run(tmp_path / "runs" / name)
     code, said = invoke("status")
-    assert (code, said) == (2, "runs/latest: there is none here; say which run, as runs/a, runs/b")
+    assert (code, said) == (
+        2,
+        "runs/latest: not found; pass a run directory, such as runs/a, runs/b",
+    )
     code, said = invoke("status", "runs")
-    assert (code, said) == (2, "runs: not a run of fsdpctl: it has no config.yaml")
+    assert (code, said) == (2, "runs: not a run of fsdpctl (config.yaml not found)")
 
 
-def test_a_look_imports_no_torch(tmp_path):
+def test_the_command_imports_no_torch(tmp_path):
     run = make_run(tmp_path / "run", done=3)
     save(run, 3)
     code = (

@@ -166,7 +166,7 @@ def test_steps_that_only_one_has_done_are_a_difference(run, twin):
     write_lines(twin, step_line(4), step_line(5))
     found = compare(run, twin)
     assert (found.series["loss"].only_a, found.series["loss"].only_b) == (0, 2)
-    assert found.differences == ["2 steps that only one has done"]
+    assert found.differences == ["2 steps in one run only"]
 
 
 def test_a_loss_that_is_not_finite_differs_from_a_number_alone(run, twin):
@@ -194,7 +194,7 @@ def test_the_newest_checkpoint_of_a_step_that_both_have_is_compared(run, twin):
     shutil.rmtree(twin / "checkpoints" / "step-00000003")
     found = compare(run, twin)
     assert found.checkpoint is None
-    assert found.differences == ["no complete checkpoint of a step that both have"]
+    assert found.differences == ["no common step with a complete checkpoint"]
 
 
 def test_configurations_are_told_and_do_not_count(run, twin):
@@ -224,7 +224,7 @@ def test_a_damaged_line_is_named_and_a_torn_one_is_none(run, twin):
     assert compare(run, twin).differences == []
     with (twin / METRICS).open("a") as file:
         file.write("\n")
-    with pytest.raises(UsageError, match=r"twin/metrics\.jsonl: line 6 is damaged"):
+    with pytest.raises(UsageError, match=r"twin/metrics\.jsonl, line 6: corrupted"):
         compare(run, twin)
 
 
@@ -237,7 +237,7 @@ def test_scripts_are_told_by_the_exit_code_and_people_by_a_table(run, twin):
     words = ["compare-runs", str(run), str(twin)]
     code, text = invoke(*words, "--assert-equal")
     assert code == 0
-    for part in ("loss", "equal", "configurations are the same", "none of which differ"):
+    for part in ("loss", "equal", "configurations are equal", "none differ"):
         assert part in text
     write_lines(twin, step_line(3, loss=2.0))
     code, text = invoke(*words)

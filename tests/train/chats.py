@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.chats.data import open_data
+from fsdpctl.data.open import open_data
 from fsdpctl.data.rows import IGNORED, Rows
 from fsdpctl.models.documents import spans
 from fsdpctl.optim.schedule import lr_factor

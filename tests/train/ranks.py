@@ -1,4 +1,4 @@
-"""Trains on ranks of this process's making, with what is planted into their numbers."""
+"""Training on ranks forked from this process, with planted losses and gradients."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -19,9 +19,9 @@ from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import look, prepare_run_dir
 from fsdpctl.train import step
 from fsdpctl.train.assemble import make_trainer
-from fsdpctl.train.loop import Trainer
 from fsdpctl.train.loss import summed_loss
-from fsdpctl.train.parts import Outside
+from fsdpctl.train.parts import LaunchContext
+from fsdpctl.train.trainer import Trainer
 from tests.cli.run import TINY, make_text
 from tests.distributed import distributed
 
@@ -52,7 +52,7 @@ PLANTED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def words(folder: Path, ranks: int, *more: str) -> list[str]:
-    """Of a run without validation, in which every step has the same learning rate."""
+    """Return the settings of a run without validation and with a constant learning rate."""
     given = [
         *TINY, f"data.path={make_text(folder)}", "data.val_fraction=0", "optimizer.lr=1e-2",
         "lr_scheduler=constant", "lr_scheduler.warmup_steps=0", "optimizer.max_grad_norm=0",
@@ -67,8 +67,12 @@ def resolved(typed: list[str]) -> Config:
     return settle(open_run(compose_config(typed)).config).config
 
 
-def made(typed: list[str], stop_requested: Callable[[], bool] = lambda: False) -> Trainer:
-    """On every rank, where the run's directory stands; collective."""
+def made(
+    typed: list[str],
+    stop_requested: Callable[[], bool] = lambda: False,
+    device: torch.device = CPU,
+) -> Trainer:
+    """Return the trainer of this rank, and make the run directory. Collective."""
     opened = open_run(compose_config(typed))
     config = settle(opened.config).config
     seen = look(config, "auto")
@@ -77,13 +81,13 @@ def made(typed: list[str], stop_requested: Callable[[], bool] = lambda: False) -
         seen.run_dir.mkdir(exist_ok=True)
         prepare_run_dir(seen, config, typed, collect_assets(config, opened.data))
     dist.barrier()
-    world = World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), CPU)
-    outside = Outside(stop_requested, time.time(), lambda wait_for_all: wait_for_all())
-    return make_trainer(seen.config, world, outside, shows=False)
+    world = World(dist.get_rank(), dist.get_rank(), dist.get_world_size(), device)
+    context = LaunchContext(stop_requested, time.time(), lambda wait_for_all: wait_for_all())
+    return make_trainer(seen.config, world, context, shows=False)
 
 
 def plant(trainer: Trainer, plants: Plants) -> None:
-    """Into the losses of its batches, which come one a step."""
+    """Plant values into the losses of batches, one per step."""
     count = trainer.samples // trainer.parts.config.train.global_batch_size
 
     def planted(*about: Any) -> Tensor:
@@ -106,9 +110,9 @@ def train(
     stops_at: int = 0,
     result: str = "",
 ) -> None:
-    """To the end, or until it is stopped before the step `stops_at`.
+    """Train to the end, or until a stop is requested before step `stops_at`.
 
-    The weights go to the file `result`, what it ended with to `result`.error.
+    The weights are written to the file `result`, and the error to `result`.error.
     """
     holder: list[Trainer] = []
 
@@ -117,7 +121,7 @@ def train(
 
     trainer = made(typed, is_asked)
     holder.append(trainer)
-    trainer._lag = lag  # as on CUDA
+    trainer.lag = lag  # as on CUDA
     plant(trainer, plants)
     error = ""
     try:

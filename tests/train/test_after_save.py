@@ -13,8 +13,8 @@ import pytest
 from fsdpctl.checkpoint.folders import Retention, complete_checkpoints, remove_old
 from fsdpctl.errors import UsageError
 from fsdpctl.resolve.preflight import command_words
-from fsdpctl.train import after_save
-from fsdpctl.train.after_save import AfterSave, Told
+from fsdpctl.train.callbacks import after_save
+from fsdpctl.train.callbacks.after_save import AfterSave, HookMessage
 from tests.checkpoint.test_saver import fake_checkpoints
 from tests.cli.run import environment
 from tests.run.test_heartbeat import wait_for
@@ -28,11 +28,12 @@ def script(folder: Path, text: str) -> list[str]:
     return [str(file)]
 
 
-def made(folder: Path, words: list[str], timeout: float = 60) -> tuple[AfterSave, list[Told]]:
+def made(
+    folder: Path, words: list[str], timeout: float = 60
+) -> tuple[AfterSave, list[HookMessage]]:
     """The runner, and what it will have told."""
-    told: list[Told] = []
-    runner = AfterSave(words, timeout, folder)
-    runner.tell = told.append
+    told: list[HookMessage] = []
+    runner = AfterSave(words, timeout, folder, told.append)
     return runner, told
 
 
@@ -102,7 +103,7 @@ def test_one_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch):
 
 
 def test_the_end_waits_only_so_long_and_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(after_save, "_TELLS_EVERY", 0.2)
+    monkeypatch.setattr(after_save, "_REPORT_INTERVAL", 0.2)
     runner, told = made(tmp_path, script(tmp_path, "sleep 600"), timeout=1.0)
     for step, folder in zip((10, 20), fake_checkpoints(tmp_path / "c", 10, 20), strict=True):
         runner.add(folder, step, nothing)
@@ -110,10 +111,10 @@ def test_the_end_waits_only_so_long_and_says_so(tmp_path, monkeypatch):
     began = time.monotonic()
     runner.wait(said.append)
     assert time.monotonic() - began < 10
-    assert said[0].startswith("waiting for checkpoint.after_save: 2 to go")
+    assert said[0].startswith("waiting for checkpoint.after_save: 2 left")
     first, second = (each.outcome for each in told)
     assert first == "timed out"
-    assert second in ("timed out", "passed over")  # its turn came in the last moment, or not
+    assert second in ("timed out", "skipped")  # its turn came in the last moment, or not
 
 
 def test_what_it_runs_on_is_not_deleted_before_it_is_done(tmp_path):
@@ -133,8 +134,8 @@ def test_what_it_runs_on_is_not_deleted_before_it_is_done(tmp_path):
     assert complete_checkpoints(folder) == [one, three]
     (tmp_path / "gate").write_text("")
     runner.wait(pytest.fail)
-    assert [(each.step, each.outcome) for each in told] == [(10, "done"), (20, "passed over")]
-    assert "deleted before its turn" in told[1].message
+    assert [(each.step, each.outcome) for each in told] == [(10, "done"), (20, "skipped")]
+    assert "checkpoint deleted before its turn" in told[1].message
     assert complete_checkpoints(folder) == [three]
 
 
@@ -163,9 +164,9 @@ def test_it_ends_with_the_rank_that_started_it(tmp_path):
     folder = fake_checkpoints(tmp_path / "c", 10)[0]
     code = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from fsdpctl.train.after_save import AfterSave\n"
-        f"AfterSave({words!r}, 600, Path({str(tmp_path)!r})).add(Path({str(folder)!r}), 10, print)"
-        "\ntime.sleep(600)"
+        "from fsdpctl.train.callbacks.after_save import AfterSave\n"
+        f"runner = AfterSave({words!r}, 600, Path({str(tmp_path)!r}), print)\n"
+        f"runner.add(Path({str(folder)!r}), 10, print)\ntime.sleep(600)"
     )
     rank = subprocess.Popen([sys.executable, "-c", code], env=environment())
     wait_for(lambda: (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text())

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, and what a profile shows of it."""
+"""The phases of a step in time, and in a profile."""
 
 import json
 import time
@@ -11,12 +11,12 @@ import torch
 from fsdpctl.comm.waits import HostWaits
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.run.clock import StepClock
-from fsdpctl.train.profiling import Tracing
+from fsdpctl.train.callbacks.profiling import Profiling
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches
 
 
-def test_what_is_waited_for_is_no_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_does_not_count_as_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 4.0, 5.0, 6.0, 6.5, 8.5])  # the clock, at every look
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
     waits = HostWaits()
@@ -33,7 +33,7 @@ def test_what_is_waited_for_is_no_computation(monkeypatch: pytest.MonkeyPatch) -
 
 
 @distributed(world_size=2)
-def test_ranks_count_what_they_wait_for(rank: int, world_size: int) -> None:
+def test_a_rank_counts_the_time_it_waits_for_others(rank: int, world_size: int) -> None:
     for strategy in ("full_shard", "no_shard"):
         model = shard_model(make_net(tied=False), strategy)
         model.mesh.take_waits()
@@ -48,12 +48,14 @@ def test_ranks_count_what_they_wait_for(rank: int, world_size: int) -> None:
 def test_a_trace_names_units_and_collectives(tmp_path: Path, steps: int, traced: int) -> None:
     model = shard_model(make_net(tied=False), "no_shard")
     batch = token_batches(1, 1)[0][0][0]
-    with Tracing(model, tmp_path, 0) as tracing:
-        tracing.begin(range(10, 10 + steps))
-        for _ in range(steps):
-            next_token_loss(model, batch).backward()
-            tracing.step()
-    assert not tracing.is_on
+    profiling = Profiling(model, tmp_path, 0)
+    profiling.start(range(10, 10 + steps))
+    written = []
+    for step in range(steps):
+        next_token_loss(model, batch).backward()
+        if profiling.advance():
+            written.append(step)
+    assert written == [min(steps, 5) - 1]
     (file,) = (tmp_path / "profile").iterdir()
     assert file.name == "from-step-10-rank-0.json"
     events = json.loads(file.read_text())["traceEvents"]
@@ -69,25 +71,26 @@ def test_a_trace_names_units_and_collectives(tmp_path: Path, steps: int, traced:
     assert all(before[1] <= after[0] for before, after in pairwise(passes))
 
 
-def test_without_a_profile_nothing_is_named(tmp_path: Path) -> None:
+def test_without_a_profile_units_have_no_names(tmp_path: Path) -> None:
     model = shard_model(make_net(tied=False), "no_shard")
-    with Tracing(model, tmp_path, 0) as tracing, torch.profiler.profile() as trace:
+    profiling = Profiling(model, tmp_path, 0)
+    with torch.profiler.profile() as trace:
         next_token_loss(model, token_batches(1, 1)[0][0][0]).backward()
-        assert not tracing.step()
+        assert not profiling.advance()
     assert not [each.key for each in trace.key_averages() if each.key.startswith("forward ")]
 
 
-def test_a_trace_that_is_asked_for_later_is_one_of_its_own(tmp_path: Path) -> None:
+def test_a_trace_requested_later_has_its_own_files(tmp_path: Path) -> None:
     model = shard_model(make_net(tied=False), "no_shard")
     batch = token_batches(1, 1)[0][0][0]
     written = []
-    with Tracing(model, tmp_path, 0) as tracing:
-        for step in range(12):
-            if step in (1, 6):
-                tracing.begin(range(step, 12), later=True)
-            next_token_loss(model, batch).backward()
-            if tracing.step():
-                written.append(step)
+    profiling = Profiling(model, tmp_path, 0)
+    for step in range(12):
+        if step in (1, 6):
+            profiling.start(range(step, 12), later=True)
+        next_token_loss(model, batch).backward()
+        if profiling.advance():
+            written.append(step)
     assert written == [4, 9]  # one that starts the tracer, and three
     names = sorted(file.name for file in (tmp_path / "profile").iterdir())
     assert names == ["from-step-1-rank-0.json", "from-step-6-rank-0.json"]

@@ -15,8 +15,8 @@ from fsdpctl.errors import UsageError
 from fsdpctl.resolve import preflight as besides
 from fsdpctl.resolve.preflight import check_preflight
 from fsdpctl.run.files import TENSORBOARD, WANDB_ID
-from fsdpctl.train import loggers
-from fsdpctl.train.loggers import Loggers
+from fsdpctl.train.callbacks import loggers
+from fsdpctl.train.callbacks.loggers import Loggers
 
 BOTH = replace(Config(), log=LogConfig(tensorboard=True, wandb=True))
 LINE = {"step": 3, "loss": 0.5, "mfu": None, "after_save": "done", "tokens": 7, "flag": True}
@@ -73,7 +73,7 @@ def test_one_that_fails_is_said_once_and_the_other_goes_on(tmp_path, tools, monk
     both.close()
     assert len(said) == 1
     assert said[0].startswith("log.wandb: ")
-    assert said[0].endswith("; the run goes on without it")
+    assert said[0].endswith("; the run continues without it")
     assert "\n" not in said[0]
     assert len(one.heard) == 3
 
@@ -84,7 +84,7 @@ def test_one_that_does_not_end_is_left(tmp_path, tools, monkeypatch):
     tools[1].close = lambda *, well: never.wait(5)
     said: list[str] = []
     Loggers(BOTH, tmp_path, 0, said.append).close()
-    assert said == ["log.wandb: not done after 0.05 s; left so"]
+    assert said == ["log.wandb: not closed within 0.05 s, values may be missing"]
     never.set()
 
 

@@ -13,11 +13,13 @@ def dumped(monkeypatch):
     return found
 
 
-def test_the_error_says_where_the_snapshot_lies(tmp_path, dumped):
+def test_the_error_names_the_snapshot_file(tmp_path, dumped):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     keep_snapshot(error, tmp_path, 3)
     assert dumped == [str(tmp_path / "memory-snapshot-rank-00003.bin")]
-    assert str(error).startswith("CUDA out of memory. Tried to allocate 2.00 GiB.; what the device")
+    assert str(error).startswith(
+        "CUDA out of memory. Tried to allocate 2.00 GiB.; memory snapshot: "
+    )
     assert dumped[0] in str(error)
 
 

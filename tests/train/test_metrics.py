@@ -1,4 +1,4 @@
-"""What is written down of every step."""
+"""metrics.jsonl: written by one start, cut back by the next, read by everything."""
 
 import errno
 import json
@@ -7,12 +7,13 @@ import threading
 from pathlib import Path
 
 import pytest
+from msgspec import UNSET
 
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.run.metrics import MetricsFile, last_step, was_validated, went_on
+from fsdpctl.run.metrics import MetricsFile, last_step, read_metrics, was_validated, went_on
 
 
-def test_lines_after_the_checkpoint_are_cut_off(tmp_path: Path):
+def test_lines_after_the_checkpoint_are_removed(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)) + '{"st')
     file = MetricsFile(path, 3)
@@ -22,27 +23,27 @@ def test_lines_after_the_checkpoint_are_cut_off(tmp_path: Path):
     assert lines == [{"step": 1}, {"step": 2}, {"step": 3}, {"step": 4, "loss": 1.0}]
 
 
-def test_a_damaged_line_is_not_cut_off(tmp_path: Path):
+def test_a_file_with_a_corrupted_line_is_not_changed(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(UsageError, match=r"metrics.jsonl: line 2 is damaged"):
+    with pytest.raises(UsageError, match=r"metrics.jsonl, line 2: corrupted"):
         MetricsFile(path, 3)
     assert len(path.read_text().splitlines()) == 3
 
 
-def test_what_cannot_be_written_is_named(tmp_path: Path):
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(UsageError, match=r"metrics.jsonl: " + os.strerror(errno.EISDIR)):
         MetricsFile(tmp_path / "metrics.jsonl", 0)
 
 
-def test_others_are_told_of_each_line_that_was_written(tmp_path: Path):
-    path, heard = tmp_path / "metrics.jsonl", []
-    file = MetricsFile(path, 0, lambda line: heard.append((line["step"], path.read_text())))
-    file.write({"step": 1})
-    file.write({"step": 2})
-    file.close()
-    assert heard == [(1, '{"step": 1}\n'), (2, '{"step": 1}\n{"step": 2}\n')]
+def test_the_reader_distinguishes_missing_from_non_finite_values(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": null, "grad_norm": 2}\n{"step": 1, "val_loss": 3.5}\n{"st')
+    step, validation = read_metrics(path)
+    assert (step.loss, step.grad_norm, step.val_loss) == (None, 2.0, UNSET)
+    assert (validation.loss, validation.val_loss) == (UNSET, 3.5)
+    assert (step.is_step, validation.is_step) == (True, False)
 
 
 def test_lines_of_several_threads_stay_whole(tmp_path: Path):
@@ -73,9 +74,9 @@ def test_a_full_disk_is_named(tmp_path: Path):
     file.close()
 
 
-def test_what_is_known_of_steps_that_were_not_applied_is_not_cut_off(tmp_path: Path):
+def test_rejected_steps_are_not_removed(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
-    bad = {"step": 5, "bad_numbers": {"reason": "nonfinite_loss"}}
+    bad = {"step": 5, "rejected_step": {"reason": "nonfinite_loss"}}
     lines = [{"step": 4, "loss": 1.0}, {"step": 5, "loss": None}, bad]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     file = MetricsFile(path, 3)
@@ -89,7 +90,7 @@ def test_what_is_known_of_steps_that_were_not_applied_is_not_cut_off(tmp_path: P
     assert kept == [bad, {"step": 4, "loss": 2.0}, {"step": 5, "loss": 4.0}]
 
 
-def test_earlier_saves_tell_how_long_one_may_take(tmp_path: Path):
+def test_the_longest_earlier_save_is_known(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     new = MetricsFile(path, 0)
     new.close()
@@ -101,7 +102,7 @@ def test_earlier_saves_tell_how_long_one_may_take(tmp_path: Path):
     assert later.seconds_to_save == 4.5  # of a step that is cut off, too
 
 
-def test_a_validation_that_is_there_is_found(tmp_path: Path):
+def test_a_finite_validation_loss_is_found(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     assert not was_validated(path, 20)
     lines = [
@@ -114,13 +115,13 @@ def test_a_validation_that_is_there_is_found(tmp_path: Path):
     assert not was_validated(path, 40)
 
 
-def test_the_last_step_is_the_newest_whatever_is_told_after_it(tmp_path: Path):
+def test_the_last_step_is_the_newest_whatever_follows_it(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 40, "loss": 1.0}\n{"step": 25, "after_save": "done"}\n{"st')
     assert last_step(path) == 40
 
 
-def test_ranks_that_were_started_again_went_on_once_they_have_said_so(tmp_path: Path):
+def test_a_restart_made_progress_if_it_is_recorded(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     assert not went_on(path, 1)
     path.write_text('{"step": 30, "loss": 1.0}\n')

@@ -15,8 +15,8 @@ from fsdpctl.run.flops import (
     model_flops,
     peak_flops,
 )
-from fsdpctl.run.metrics import PeakMemory, StepMetrics
 from fsdpctl.run.progress import RunProgress
+from fsdpctl.run.step_metrics import PeakMemory, StepMetrics
 from fsdpctl.train.assemble import make_model
 
 
@@ -130,15 +130,15 @@ def test_flops_are_those_of_the_formula(words, expected):
 def test_a_run_says_what_mfu_is_the_share_of(monkeypatch):
     config = compose_config(SHAPE).config
     model = make_model(config, torch.device("cpu"))
-    assert describe_flops(config, model).endswith("; MFU n/a: no peak is known of a CPU")
+    assert describe_flops(config, model).endswith("; MFU n/a: no peak FLOP/s known for a CPU")
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
     launch = replace(config.launch, device="cuda")
     on_cuda = replace(config, launch=launch)
-    assert "MFU n/a: peaks are known of bfloat16" in describe_flops(on_cuda, model)
+    assert "MFU n/a: peak FLOP/s known for bfloat16 only" in describe_flops(on_cuda, model)
     precision = replace(config.precision, param_dtype="bfloat16")
     in_bf16 = replace(on_cuda, precision=precision)
     assert describe_flops(in_bf16, model).endswith(
-        "MFU of 989 TFLOP/s a rank, NVIDIA H200 in bfloat16"
+        "MFU of 989 TFLOP/s per rank (NVIDIA H200 in bfloat16)"
     )
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA T4")
-    assert describe_flops(in_bf16, model).endswith("MFU n/a: no peak is known of NVIDIA T4")
+    assert describe_flops(in_bf16, model).endswith("MFU n/a: no peak FLOP/s known for NVIDIA T4")

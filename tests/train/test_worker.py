@@ -1,4 +1,4 @@
-"""A rank that fails alone, where a process group cannot be ended without its peers; and signals."""
+"""A rank that fails alone while its process group blocks, and signals."""
 
 import signal
 import subprocess
@@ -10,22 +10,23 @@ import pytest
 
 from tests.cli.run import TINY, command, environment, make_text
 
-# What stands in for NCCL: ending the process group blocks, and so does a checkpoint's thread.
+# A stand-in for NCCL: ending the process group blocks, and so does a checkpoint's thread.
 PLANTED = """
 import os, time
 if "RANK" in os.environ:
     import torch.distributed as dist
-    from fsdpctl.train import loop, saver
+    from fsdpctl.train import trainer
+    from fsdpctl.train.callbacks import saver
 
     dist.destroy_process_group = lambda *group: time.sleep(3600)
-    step = loop.Trainer._train_step
+    launch = trainer.Trainer._launch
 
     def fails(self):
         if self.step == 5 and os.environ["RANK"] == "1":
             raise RuntimeError("planted on one rank")
-        step(self)
+        launch(self)
 
-    loop.Trainer._train_step = fails
+    trainer.Trainer._launch = fails
     if "BLOCKS_SAVING" in os.environ:
         saver.write_checkpoint = lambda *about: time.sleep(3600)
 """
@@ -33,7 +34,7 @@ if "RANK" in os.environ:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks_saving", [False, True])
-def test_its_words_end_the_run_at_once(tmp_path: Path, blocks_saving: bool) -> None:
+def test_the_error_of_one_rank_ends_the_run_at_once(tmp_path: Path, blocks_saving: bool) -> None:
     (tmp_path / "sitecustomize.py").write_text(PLANTED)
     tiny = [word for word in TINY if not word.startswith("checkpoint.every")]
     words = [*tiny, f"data.path={make_text(tmp_path)}", "train.steps=20", "launch.timeout=300"]
@@ -62,7 +63,7 @@ worker.tie_to_launcher()
 def wait_for_all():
     {}
 
-worker._heed_from_now_on(wait_for_all)
+worker._handle_signals(wait_for_all)
 os.kill(os.getpid(), signal.SIGTERM)
 sys.exit(5 if worker._stop_signal == signal.SIGTERM else 6)
 """
@@ -78,7 +79,9 @@ sys.exit(5 if worker._stop_signal == signal.SIGTERM else 6)
         ("raise OSError('closed by peer')", 1),
     ],
 )
-def test_no_rank_fails_of_a_signal_that_another_one_had_first(meanwhile: str, code: int) -> None:
+def test_a_signal_that_another_rank_received_first_is_not_a_failure(
+    meanwhile: str, code: int
+) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ARRIVES.format(meanwhile)], env=environment(), timeout=60,
         capture_output=True, check=False,

@@ -1,32 +1,32 @@
-"""An axolotl configuration (YAML) in our words, by axolotl's schema of version 0.19 and before."""
+"""Translation of axolotl's YAML file, by its schema up to version 0.19."""
 
 import re
 
-from fsdpctl.config.importers.models import words_of_name
+from fsdpctl.config.importers.models import settings_of_model
 from fsdpctl.config.importers.parts import (
-    IDLE_OF_FSDP,
     TOO_HIGH,
+    UNUSED_OF_FSDP,
     deepspeed_file,
     read_fsdp,
     read_optimizer,
     read_zero,
-    refused_degree,
+    unsupported_degree,
 )
-from fsdpctl.config.importers.said import Said, Value
-from fsdpctl.config.importers.translation import Batch, Degrees, Translation
+from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
+from fsdpctl.config.importers.translation import RankDegrees, SourceBatch, Translation
 from fsdpctl.errors import UsageError
 
-# What would make the figure one of another training.
+# Keys with which the estimate would be for another kind of training.
 _OTHER_TRAININGS = {
     "rl": "trains on preferences, with a second model",
     "reward_model": "trains a reward model",
     "process_reward_model": "trains a reward model",
-    "qat": "trains with quantization played in, which takes more",
-    "lora_modules_to_save": "trains whole layers besides the adapters, which takes more",
-    "lora_target_parameters": "adapts what is no linear layer",
-    "peft_use_dora": "DoRA takes more than LoRA",
-    "eager_attention": "eager attention keeps a score for each pair of tokens",
-    "overrides_of_model_config": "changes the model; put the change into a config.json",
+    "qat": "quantization-aware training needs more memory",
+    "lora_modules_to_save": "trains full layers in addition to adapters, which needs more memory",
+    "lora_target_parameters": "adapts parameters other than linear layers",
+    "peft_use_dora": "DoRA needs more memory than LoRA",
+    "eager_attention": "eager attention stores a score for each pair of tokens",
+    "overrides_of_model_config": "changes the model; edit its config.json instead",
 }
 _DEGREES = {
     "tensor": ("tensor_parallel_size", "tensor_parallel_degree", "tensor_parallel"),
@@ -38,18 +38,18 @@ _SMALLER = {
     "load_in_4bit": "the frozen weights are estimated in bf16, not in 4 bits",
     "load_in_8bit": "the frozen weights are estimated in bf16, not in 8 bits",
     "gptq": "the frozen weights are estimated in bf16, not quantized",
-    "activation_offloading": "activations stay on the device here",
-    "lora_mlp_kernel": "kernels of others",
-    "lora_qkv_kernel": "kernels of others",
-    "lora_o_kernel": "kernels of others",
-    "peft_layers_to_transform": "all layers are adapted here",
+    "activation_offloading": "activations are estimated on the device",
+    "lora_mlp_kernel": "third-party kernels",
+    "lora_qkv_kernel": "third-party kernels",
+    "lora_o_kernel": "third-party kernels",
+    "peft_layers_to_transform": "adapters are estimated on all layers",
 }
-# With these not all logits exist at once.
+# With these, not all logits exist at once.
 _FUSED_LOSSES = (
     "cut_cross_entropy", "chunked_cross_entropy", "liger_fused_linear_cross_entropy",
     "unsloth_cross_entropy_loss",
 )  # fmt: skip
-_IDLE = (
+_UNUSED = (
     "dataset*", "test_dataset*", "pretraining_dataset*", "shuffle_*", "skip_prepare_dataset",
     "dataloader_*", "wandb_*", "use_wandb", "mlflow_*", "use_mlflow", "comet_*", "use_comet",
     "swanlab*", "trackio*", "gradio_*", "ray_*", "use_ray", "use_tensorboard", "output_dir",
@@ -69,186 +69,195 @@ _IDLE = (
     "lora_model_dir", "lora_fan_in_fan_out", "lora_on_cpu", "merge_lora", "peft.loftq*",
     "plugins", "torch_compile_*", "torchao_*", "telemetry*", "micro_batch_size",
     "field_messages", "message_*", "unfrozen_parameters", "fp16", "float32",
-    *(f"fsdp_config.{each}" for each in IDLE_OF_FSDP), "fsdp_version", "fsdp",
+    *(f"fsdp_config.{each}" for each in UNUSED_OF_FSDP), "fsdp_version", "fsdp",
     "fsdp_final_state_dict_type",
 )  # fmt: skip
 
 
-def is_axolotl(said: Said) -> bool:
-    """Whether a YAML file is one of axolotl's."""
-    return "base_model" in said
+def is_axolotl(source: SourceConfig) -> bool:
+    """Return whether a YAML file is a configuration of axolotl."""
+    return "base_model" in source
 
 
-def read_axolotl(said: Said) -> Translation:
-    """What it means.
+def read_axolotl(source: SourceConfig) -> Translation:
+    """Translate a configuration.
 
     Raises:
-        UsageError: it trains in a way that the figure could not be for.
+        UsageError: If its training can't be estimated.
     """
-    found = Translation("axolotl", said)
-    _refuse_other_trainings(said)
+    found = Translation("axolotl", source)
+    _check_training(source)
     _read_model(found)
     _read_length(found)
     adapts = _read_adapters(found)
     shards = _read_sharding(found)
     _read_precision(found, keeps_masters=adapts or shards)
     _read_recomputation(found)
-    read_optimizer(found, said.take("optimizer"), "optimizer")
+    read_optimizer(found, source.take("optimizer"), "optimizer")
     _read_without(found)
-    found.sort_rest(_IDLE)
+    found.sort_rest(_UNUSED)
     return found
 
 
-def _refuse_other_trainings(said: Said) -> None:
+def _check_training(source: SourceConfig) -> None:
     for key, why in _OTHER_TRAININGS.items():
-        if key in said and (value := said.take(key)) and not value.is_off:
-            raise said.refused(value, f"{why}; the figure would be for something else")
-    if any(each.key.startswith("qat.") for each in said.peek()):
-        raise UsageError(f"{said.file}: qat: {_OTHER_TRAININGS['qat']}")
+        if key in source and (value := source.take(key)) and not value.is_off:
+            raise source.error(value, f"{why}; the estimate would be wrong")
+    if any(each.key.startswith("qat.") for each in source.peek()):
+        raise UsageError(f"{source.file}: qat: {_OTHER_TRAININGS['qat']}")
     for what, keys in _DEGREES.items():
-        value = said.take(*keys)
+        value = source.take(*keys)
         if value and not value.is_off and value.text.strip() != "1":
-            raise refused_degree(said, value, what)
+            raise unsupported_degree(source, value, what)
 
 
 def _read_model(found: Translation) -> None:
-    base, revision = found.said.take("base_model"), found.said.text("revision_of_model")
+    base, revision = found.source.take("base_model"), found.source.text("revision_of_model")
     if base is None:
-        found.missing.append(("model", "base_model: not set; say which, as model=llama3_8b"))
+        found.missing.append(
+            ("model", "base_model: not set; add model=llama3_8b, or model=hf model.path=DIR")
+        )
         return
     try:
-        words = words_of_name(base.text.strip() + (f"@{revision}" if revision else ""))
+        settings = settings_of_model(base.text.strip() + (f"@{revision}" if revision else ""))
     except UsageError as error:
         raise UsageError(f"{found.file}: base_model: {error}") from None
-    if words:
-        found.became(base, *words)
+    if settings:
+        found.map(base, *settings)
     else:
         found.missing.append(
-            ("model", f"base_model: {base.text}: no directory, not in the cache of Hugging Face, "
-             "and no model that is known here by name; say which, as model=llama3_8b or model=hf "
-             "model.path=DIR with its config.json")
+            ("model", f"base_model: {base.text}: not a directory, in the Hugging Face cache, or a "
+             "known name; add model=llama3_8b, or model=hf model.path=DIR")
         )  # fmt: skip
 
 
 def _read_length(found: Translation) -> None:
-    length = found.said.take("sequence_len")
-    found.became(length, f"train.seq_len={length.text if length else 512}", default="sequence_len")
-    packing = found.said.take("sample_packing")
+    length = found.source.take("sequence_len")
+    found.map(length, f"train.seq_len={length.text if length else 512}", default="sequence_len")
+    packing = found.source.take("sample_packing")
     if packing and packing.is_on:
-        found.became(packing, "data=chat", "data.packing=true")
+        found.map(packing, "data=chat", "data.packing=true")
     elif packing:
-        found.became(packing, note="each sample taken to be as long as sequence_len")
-    micro = found.said.positive("micro_batch_size")
-    passes = found.said.positive("gradient_accumulation_steps")
-    both = found.said.positive("batch_size")  # of a rank and step
+        found.map(packing, note="each sample is estimated with sequence_len tokens")
+    micro = found.source.positive("micro_batch_size")
+    passes = found.source.positive("gradient_accumulation_steps")
+    both = found.source.positive("batch_size")  # per rank and step
     if both and passes is None:
         passes = max(1, both // (micro or 1))
-    found.batch = Batch(
+    found.batch = SourceBatch(
         ("micro_batch_size", "gradient_accumulation_steps"), micro or 1, passes or 1
     )
 
 
 def _read_precision(found: Translation, *, keeps_masters: bool) -> None:
-    """In bf16 the weights are loaded so; FSDP, DeepSpeed and adapters have masters in fp32."""
-    said = found.said
+    """Translate the dtypes. FSDP, DeepSpeed and adapters have fp32 master weights, others don't."""
+    source = found.source
     mixed = "precision=bf16" if keeps_masters else "precision=bf16_true"
-    loaded = "" if keeps_masters else "the weights are loaded in it, and nothing widens them"
-    pure, half, narrow = said.take("bfloat16"), said.take("fp16", "float16"), said.take("bf16")
-    if (eight := said.take("fp8")) and not eight.is_off:
-        found.without(eight, "products are estimated in bf16")
+    loaded = "" if keeps_masters else "the weights are loaded in this dtype"
+    pure, half, narrow = (
+        source.take("bfloat16"),
+        source.take("fp16", "float16"),
+        source.take("bf16"),
+    )
+    if (eight := source.take("fp8")) and not eight.is_off:
+        found.exclude(eight, "matrix products are estimated in bf16")
         narrow = narrow or eight
     if pure and pure.is_on:
-        found.became(pure, "precision=bf16_true")
+        found.map(pure, "precision=bf16_true")
     elif half and half.is_on:
-        found.became(half, mixed, note=loaded or "as many bytes as fp16")
+        found.map(half, mixed, note=loaded or "same size as fp16")
     elif narrow is None or not narrow.is_off:
-        found.became(narrow, mixed, default="bf16", note=loaded)
+        found.map(narrow, mixed, default="bf16", note=loaded)
     else:
-        found.became(narrow, "precision=fp32")
+        found.map(narrow, "precision=fp32")
 
 
 def _read_recomputation(found: Translation) -> None:
-    value = found.said.take("gradient_checkpointing")
+    value = found.source.take("gradient_checkpointing")
     if value is None or value.is_off:
-        found.became(value, "activation_checkpointing=none", default="gradient_checkpointing")
+        found.map(value, "activation_checkpointing=none", default="gradient_checkpointing")
         return
-    found.became(value, "activation_checkpointing=full")
+    found.map(value, "activation_checkpointing=full")
     if not value.is_on:  # offload, offload_disk
-        found.without(value, f"what blocks keep stays on the device here; {TOO_HIGH}")
+        found.exclude(value, f"activations are estimated on the device; {TOO_HIGH}")
 
 
 def _read_adapters(found: Translation) -> bool:
-    """Returns whether there are any."""
-    said = found.said
-    adapter = said.take("adapter")
-    rank, alpha = said.take("lora_r"), said.take("lora_alpha")
-    linear, targets = said.take("lora_target_linear"), said.take("lora_target_modules")
+    """Translate the adapters, and return whether there are any."""
+    source = found.source
+    adapter = source.take("adapter")
+    rank, alpha = source.take("lora_r"), source.take("lora_alpha")
+    linear, targets = source.take("lora_target_linear"), source.take("lora_target_modules")
     if adapter is None:
-        parts = said.take("unfrozen_parameters")
+        parts = source.take("unfrozen_parameters")
         if parts:
             found.missing.append(
-                ("model.trainable", f"unfrozen_parameters: {parts.text[:80]}: expressions are not "
-                 "taken from files; type what is trained, as model.trainable=REGEX")
+                ("model.trainable", f"unfrozen_parameters: {parts.text[:80]}: regular expressions "
+                 "are not read from files; add model.trainable=REGEX")
             )  # fmt: skip
         return False
     kind = adapter.text.strip().lower()
     if kind not in ("lora", "qlora"):
-        raise said.refused(adapter, "only lora and qlora are known here")
-    shown = Value("adapter, lora_r", f"{kind}, {rank.text if rank else '(not set)'}", ())
-    found.became(shown, f"model.lora.rank={rank.text if rank else 8}")
+        raise source.error(adapter, "expected lora or qlora")
+    shown = SourceKey("adapter, lora_r", f"{kind}, {rank.text if rank else '(not set)'}", ())
+    found.map(shown, f"model.lora.rank={rank.text if rank else 8}")
     if kind == "qlora":
-        found.without(adapter, f"{_SMALLER['load_in_4bit']}; {TOO_HIGH}")
-        said.take("load_in_4bit")
+        found.exclude(adapter, f"{_SMALLER['load_in_4bit']}; {TOO_HIGH}")
+        source.take("load_in_4bit")
     if alpha:
-        found.became(alpha, f"model.lora.alpha={alpha.text}")
+        found.map(alpha, f"model.lora.alpha={alpha.text}")
     if targets and not (linear and linear.is_on):
         ends = "|".join(map(re.escape, targets.items))
-        found.became(targets, rf"model.lora.targets=(^|\.)({ends})$")
+        found.map(targets, rf"model.lora.targets=(^|\.)({ends})$")
     elif linear or targets:
-        found.became(linear or targets, "model.lora.targets=all_linear")
-    if (scaled := said.take("peft_use_rslora")) and scaled.is_on:
-        found.became(scaled, "model.lora.rslora=true")
-    found.own_engine = "PyTorch's own engines are estimated without adapters"
+        found.map(linear or targets, "model.lora.targets=all_linear")
+    if (scaled := source.take("peft_use_rslora")) and scaled.is_on:
+        found.map(scaled, "model.lora.rslora=true")
+    found.own_engine = "the estimates of PyTorch's engines don't support adapters"
     return True
 
 
 def _read_sharding(found: Translation) -> bool:
-    """Returns whether anything is sharded, or kept by a tool that has masters in fp32."""
-    said = found.said
-    version = said.text("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version")
-    modes, deepspeed = said.take("fsdp"), said.take("deepspeed")
-    replicate, shard = said.positive("dp_replicate_size"), said.positive("dp_shard_size")
-    has_section = any(each.key.startswith("fsdp_config.") for each in said.peek())
+    """Translate the sharding, and return whether FSDP or DeepSpeed is used."""
+    source = found.source
+    version = source.text("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version")
+    modes, deepspeed = source.take("fsdp"), source.take("deepspeed")
+    replicate, shard = source.positive("dp_replicate_size"), source.positive("dp_shard_size")
+    has_section = any(each.key.startswith("fsdp_config.") for each in source.peek())
     if deepspeed:
         if (inner := deepspeed_file(found, deepspeed)) is not None:
             read_zero(found, inner, "zero_optimization.", "stage")
-    elif "deepspeed.zero_optimization" in said:
-        read_zero(found, said, "deepspeed.zero_optimization.", "stage")
+    elif "deepspeed.zero_optimization" in source:
+        read_zero(found, source, "deepspeed.zero_optimization.", "stage")
     elif modes or has_section:
-        words = [each.strip().lower() for each in (modes.items if modes else ())]
-        strategy = next((each for each in words if each not in ("auto_wrap", "offload")), "")
+        modes_set = [each.strip().lower() for each in (modes.items if modes else ())]
+        strategy = next((each for each in modes_set if each not in ("auto_wrap", "offload")), "")
         read_fsdp(found, "fsdp_config", version=version or "1", strategy=strategy)
-        if modes and "offload" in words:
-            found.without(modes, f"states stay on the device here; {TOO_HIGH}")
+        if modes and "offload" in modes_set:
+            found.exclude(modes, f"model states are estimated on the device; {TOO_HIGH}")
     else:
-        found.became(None, "strategy=no_shard", "engine=ddp", default="fsdp, deepspeed")
+        found.map(None, "strategy=no_shard", "engine=ddp", default="fsdp, deepspeed")
         return False
     if replicate or shard:
-        found.degrees = Degrees(("dp_replicate_size", "dp_shard_size"), replicate or 1, shard or -1)
+        found.degrees = RankDegrees(
+            ("dp_replicate_size", "dp_shard_size"), replicate or 1, shard or -1
+        )
     return True
 
 
 def _read_without(found: Translation) -> None:
     for key in _FUSED_LOSSES:
-        if (value := found.said.take(key)) and not value.is_off:
-            found.became(value, note="logits for some tokens at a time, as train.loss_chunk_tokens")
+        if (value := found.source.take(key)) and not value.is_off:
+            found.map(
+                value, note="logits of a few tokens at a time, as with train.loss_chunk_tokens"
+            )
             found.whole_logits = False
     for key, why in _SMALLER.items():
-        if (value := found.said.take(key)) and not value.is_off:
-            found.without(value, f"{why}; {TOO_HIGH}")
-    compiled = found.said.take("torch_compile")
+        if (value := found.source.take(key)) and not value.is_off:
+            found.exclude(value, f"{why}; {TOO_HIGH}")
+    compiled = found.source.take("torch_compile")
     if compiled and not compiled.is_off:
-        found.without(compiled, "estimated as if uncompiled, which takes more as a rule")
-    for each in found.said.peek():
-        if each.key.startswith("liger_") and (value := found.said.take(each.key)) and value.is_on:
-            found.without(value, f"kernels of others; {TOO_HIGH}")
+        found.exclude(compiled, "estimated without compilation, which usually needs more memory")
+    for each in found.source.peek():
+        if each.key.startswith("liger_") and (value := found.source.take(each.key)) and value.is_on:
+            found.exclude(value, f"third-party kernels; {TOO_HIGH}")

@@ -1,4 +1,4 @@
-"""What becomes of the configuration of another tool: rows of theirs and ours, and what is left."""
+"""The translation of another tool's configuration: settings of fsdpctl, and what remains."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -6,12 +6,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.config.importers.said import Said, Value
+from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.schema import GROUPS, KEYS
-from fsdpctl.config.words import NOT_OFFERED, OURS
+from fsdpctl.config.synonyms import NOT_NEEDED, NOT_SUPPORTED, SYNONYMS
 
-# Ours that an estimate of memory depends on; sections stand for all that is in them.
-_MATTER = (
+# Settings of fsdpctl that affect the memory estimate; a section includes all of its keys.
+_AFFECT_MEMORY = (
     "model", "strategy", "prefetch", "accumulation", "precision", "activation_checkpointing",
     "engine", "launch.nproc_per_node", "launch.nnodes", "launch.device", "train.seq_len",
     "train.micro_batch_size", "train.global_batch_size", "train.global_batch_tokens",
@@ -20,128 +20,127 @@ _MATTER = (
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """Keys of theirs, and what they became."""
+class TranslationRow:
+    """Keys of the other tool with the settings that they become."""
 
-    key: str  # with commas between several
+    key: str  # separated by commas if there are several
     value: str
-    words: tuple[str, ...] = ()  # KEY=VALUE
+    settings: tuple[str, ...] = ()  # KEY=VALUE
     note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """Return the row for `--json`."""
         return {
-            "key": self.key, "value": self.value, "words": list(self.words), "note": self.note,
+            "key": self.key, "value": self.value, "settings": list(self.settings),
+            "note": self.note,
         }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """What one step computes; the number of ranks, which it depends on, is not known yet."""
+class SourceBatch:
+    """The batch sizes of the file, which don't depend on the number of ranks."""
 
     keys: tuple[str, ...]
-    micro: int | None  # samples of a rank and pass
-    accumulation: int | None = None  # passes
-    whole: int | None = None  # samples of a step, over all ranks
+    micro: int | None  # samples per rank and micro-batch
+    accumulation: int | None = None  # micro-batches per step
 
 
 @dataclass(frozen=True, slots=True)
-class Degrees:
-    """How ranks are arranged; -1: as many as there are."""
+class RankDegrees:
+    """The arrangement of ranks; -1 means all remaining ranks."""
 
     keys: tuple[str, ...]
-    replicate: int  # copies
-    shard: int  # ranks of a copy
-    reshards: bool = True  # parameters are freed after forward
+    replicate: int  # replicas
+    shard: int  # ranks per replica
 
     @property
     def shown(self) -> tuple[str, str]:
-        """Keys and values for people."""
+        """The keys and values for a table."""
         return ", ".join(self.keys), f"{self.replicate}, {self.shard}"
 
     @property
     def total(self) -> int | None:
-        """Ranks, where both are said."""
+        """The number of ranks, if both degrees are set."""
         return self.replicate * self.shard if self.shard > 0 else None
 
 
 @dataclass(slots=True)
 class Translation:
-    """A configuration of another tool, as far as it is understood."""
+    """The configuration of another tool, as far as fsdpctl recognizes it."""
 
     tool: str
-    said: Said
-    rows: list[Row] = field(default_factory=list)
-    unlike: list[Row] = field(default_factory=list)  # is estimated without; the note says why
-    idle: list[str] = field(default_factory=list)  # keys without influence on memory
-    unknown: list[str] = field(default_factory=list)
-    # What has to be typed, as it cannot be taken from the file: a key of ours, and why.
+    source: SourceConfig
+    rows: list[TranslationRow] = field(default_factory=list)
+    excluded: list[TranslationRow] = field(default_factory=list)  # not estimated; see the note
+    no_memory_effect: list[str] = field(default_factory=list)
+    unrecognized: list[str] = field(default_factory=list)
+    # Settings that must be given on the command line, and the reason.
     missing: list[tuple[str, str]] = field(default_factory=list)
-    batch: Batch | None = None
-    degrees: Degrees | None = None
-    whole_gradients: bool = False  # until the last of several passes
-    whole_logits: bool = True  # those of all tokens of a pass exist at once
-    own_engine: str = ""  # why the figure is for fsdpctl's engine, whatever the file uses
+    batch: SourceBatch | None = None
+    degrees: RankDegrees | None = None
+    whole_gradients: bool = False  # gradients stay unsharded until the last micro-batch
+    whole_logits: bool = True  # the logits of all tokens of a micro-batch exist at once
+    own_engine: str = ""  # why the estimate is for fsdpctl's engine
 
     @property
     def file(self) -> Path:
-        """Where it was read."""
-        return self.said.file
+        """The file of the configuration."""
+        return self.source.file
 
     @property
-    def words(self) -> dict[str, str]:
-        """What the rows became, by key."""
-        return self.words_of(self.rows)
+    def settings(self) -> dict[str, str]:
+        """The settings of all rows by key."""
+        return self.settings_of(self.rows)
 
-    def words_of(self, rows: Iterable[Row]) -> dict[str, str]:
-        """What `rows` became, by key; a later one wins."""
-        pairs = (word.partition("=") for row in rows for word in row.words)
-        words = {name: text for name, _, text in pairs}
+    def settings_of(self, rows: Iterable[TranslationRow]) -> dict[str, str]:
+        """Return the settings of `rows` by key. Later rows take precedence."""
+        pairs = (setting.partition("=") for row in rows for setting in row.settings)
+        settings = {name: text for name, _, text in pairs}
         if self.own_engine:
-            words.pop("engine", None)
-        return words
+            settings.pop("engine", None)
+        return settings
 
-    def became(self, value: Value | None, *words: str, default: str = "", note: str = "") -> None:
-        """`value` means `words`; where it is not set, that of `default`, a key of theirs."""
+    def map(
+        self, value: SourceKey | None, *settings: str, default: str = "", note: str = ""
+    ) -> None:
+        """Add a row. If `value` is None, `default` is the key whose default it describes."""
         if value is None:
-            self.rows.append(Row(default, "(not set)", words, note))
+            self.rows.append(TranslationRow(default, "(not set)", settings, note))
         else:
-            self.rows.append(Row(value.key, value.text, words, note))
+            self.rows.append(TranslationRow(value.key, value.text, settings, note))
 
-    def without(self, value: Value, why: str) -> None:
-        """The estimate leaves `value` out."""
-        self.unlike.append(Row(value.key, value.text, note=why))
+    def exclude(self, value: SourceKey, why: str) -> None:
+        """Record that the estimate doesn't include `value`."""
+        self.excluded.append(TranslationRow(value.key, value.text, note=why))
 
-    def sort_rest(self, idle: Iterable[str]) -> None:
-        """Say of all keys that nobody took what they are.
+    def sort_rest(self, unused: Iterable[str]) -> None:
+        """Classify all keys that are left.
 
         Args:
-            idle: patterns of keys that have no influence on memory.
+            unused: Patterns of keys that don't affect memory.
         """
-        patterns = tuple(idle)
-        for value in self.said.rest():
+        patterns = tuple(unused)
+        for value in self.source.rest():
             if any(fnmatchcase(value.key, pattern) for pattern in patterns):
-                self.idle.append(value.key)
+                self.no_memory_effect.append(value.key)
             else:
                 self._sort(value)
 
-    def _sort(self, value: Value) -> None:
+    def _sort(self, value: SourceKey) -> None:
         last = value.key.rsplit(".", 1)[-1]
-        ours = OURS.get(value.key, OURS.get(last, ""))
+        ours = SYNONYMS.get(value.key, SYNONYMS.get(last, ""))
         name = ours.partition("=")[0]
-        reason = NOT_OFFERED.get(last)
+        reason = NOT_SUPPORTED.get(last)
         if reason is not None:
             if not value.is_off:
-                self.without(value, f"fsdpctl does not offer {reason}")
-        elif ours in KEYS and _matters(ours):
-            self.became(value, f"{ours}={value.text}")
-        elif ours.startswith("nothing;") or (
-            (name in KEYS or name in GROUPS) and not _matters(name)
-        ):
-            self.idle.append(value.key)
+                self.exclude(value, f"fsdpctl does not support {reason}")
+        elif ours in KEYS and _affects_memory(ours):
+            self.map(value, f"{ours}={value.text}")
+        elif last in NOT_NEEDED or ((name in KEYS or name in GROUPS) and not _affects_memory(name)):
+            self.no_memory_effect.append(value.key)
         else:
-            self.unknown.append(value.key)
+            self.unrecognized.append(value.key)
 
 
-def _matters(name: str) -> bool:
-    return any(name == each or name.startswith(f"{each}.") for each in _MATTER)
+def _affects_memory(name: str) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in _AFFECT_MEMORY)

@@ -1,44 +1,54 @@
-"""Lines of conversations through templates and the tokenizer, into the parts of a data set."""
+"""Files of conversations, rendered and tokenized: the arrays of a data set."""
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpctl.data.chats.cache import Kept, part_of
-from fsdpctl.data.chats.child import Setup
-from fsdpctl.data.chats.chosen import is_held_out, repeat_hash, repeats
-from fsdpctl.data.chats.files import Source, lines_of
-from fsdpctl.data.chats.rows import Chat, Line, Plain
-from fsdpctl.data.chats.samples import Made, Sample
-from fsdpctl.data.chats.tokens import ChatTokens, Encoder, Flags
-from fsdpctl.data.chats.workers import Workers, workers
-from fsdpctl.data.tokenizer import FileTokenizer, Tokens
+from fsdpctl.data.chats.files import ChatSource, is_held_out, lines_of, repeat_hash, repeats
+from fsdpctl.data.chats.formats import Chat, ChatLine, Plain
+from fsdpctl.data.chats.samples import ChatSample
+from fsdpctl.data.chats.workers import TemplateSetup, Workers, workers
+from fsdpctl.data.documents import Flags
+from fsdpctl.data.tokenizer import Encoded, FileTokenizer, Tokens
 from fsdpctl.errors import UsageError
 
 OnRows = Callable[[int], None]
+PARTS = ("train", "val")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is made of which files."""
+class BuildPlan:
+    """The files of a data set and how to render them."""
 
-    sources: tuple[Source, ...]
-    val_sources: tuple[Source, ...]
-    val_fraction: float  # of the sources, where there are no val_sources
-    setup: Callable[[], tuple[Setup, str]]  # of the template, and what it is called
+    sources: tuple[ChatSource, ...]
+    val_sources: tuple[ChatSource, ...]
+    val_fraction: float  # of the sources, if there are no val_sources
+    setup: Callable[[], tuple[TemplateSetup, str]]  # the template and its location
     on_rows: OnRows = lambda count: None
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a row's samples go."""
+class Built:
+    """The arrays of a data set by name (`train.tokens`, …), and what is worth a note about them."""
 
-    is_val: bool
+    arrays: dict[str, NDArray[Any]]
+    counts: dict[str, int]
+    formats: list[str]  # per file, validation files last
+    end_tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Destination:
+    """The part that the samples of a line belong to, and how often an epoch repeats them."""
+
+    part: str
     times: int
 
 
@@ -47,50 +57,53 @@ class _Part:
     tokens: list[Tokens] = field(default_factory=list)
     trained: list[Flags] = field(default_factory=list)
 
-    def whole(self, dtype: type[np.unsignedinteger]) -> ChatTokens:
-        lengths = [len(each) for each in self.tokens]
-        starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
-        tokens = np.concatenate([np.zeros(0, dtype), *self.tokens]).astype(dtype)
-        return part_of(tokens, np.concatenate([np.zeros(0, bool), *self.trained]), starts)
+    def arrays(self, dtype: type[np.unsignedinteger]) -> dict[str, NDArray[Any]]:
+        starts = np.cumsum([0, *map(len, self.tokens)], dtype=np.int64)
+        tokens = np.concatenate(self.tokens).astype(dtype)
+        return {"tokens": tokens, "trained": np.concatenate(self.trained), "starts": starts}
 
 
 class Building:
-    """The samples of a data set while they are made."""
+    """The tokenized samples of a data set, collected file by file."""
 
-    def __init__(self, plan: Plan, tokenizer: FileTokenizer) -> None:
-        """By a plan, with the tokenizer of the model."""
+    def __init__(self, plan: BuildPlan, tokenizer: FileTokenizer) -> None:
+        """Set the plan and the model's tokenizer."""
         self._plan, self._tokenizer = plan, tokenizer
         self._encoder = Encoder(tokenizer)
-        self._parts = {is_val: _Part() for is_val in (False, True)}
+        self._parts = {name: _Part() for name in PARTS}
         self._counts: Counter[str] = Counter()
-        self._formats: list[str] = []
         self._ends: Counter[int] = Counter()
         self._workers: Workers | None = None
 
-    def build(self) -> Kept:
-        """Read everything.
+    def build(self) -> Built:
+        """Read all files.
 
         Raises:
-            UsageError: a line cannot be trained on, or nothing is left to train on.
+            UsageError: If a line can't be trained on, or if no sample is left to train on.
         """
         times = self._times()
         with ExitStack() as stack:
-            for number, source in enumerate(self._plan.sources):
-                self._add(source, stack, None if times is None else times[number], is_val=False)
-            for source in self._plan.val_sources:
-                self._add(source, stack, None, is_val=True)
-        dtype = np.uint16 if self._tokenizer.vocab_size <= 1 << 16 else np.uint32
-        train, val = (self._parts[is_val].whole(dtype) for is_val in (False, True))
-        if not train.num_samples:
+            formats = [
+                self._add(source, stack, None if times is None else times[number])
+                for number, source in enumerate(self._plan.sources)
+            ]
+            formats += [self._add(each, stack, None, "val") for each in self._plan.val_sources]
+        if not self._parts["train"].tokens:
             dropped = self._counts["without_loss"]
-            why = f"; {dropped} samples have no token with a loss" if dropped else ""
-            raise UsageError(f"data.path: there is nothing to train on{why}")
+            reason = f"; {dropped} samples have no token that is trained on" if dropped else ""
+            raise UsageError(f"data.path: nothing to train on{reason}")
+        dtype = np.uint16 if self._tokenizer.vocab_size <= 1 << 16 else np.uint32
+        arrays = {
+            f"{name}.{kind}": array
+            for name, part in self._parts.items()
+            if part.tokens
+            for kind, array in part.arrays(dtype).items()
+        }
         ends = [token for token, _ in self._ends.most_common(4)]
-        held = val if val.num_samples else None
-        return Kept(train, held, dict(self._counts), self._formats, ends)
+        return Built(arrays, dict(self._counts), formats, ends)
 
     def _times(self) -> list[NDArray[np.int64]] | None:
-        """How often each conversation is used, where files have shares: that takes their number."""
+        """Return how often each conversation is repeated, which needs their number; None: once."""
         shares = [each.share for each in self._plan.sources if each.share is not None]
         if not shares:
             return None
@@ -105,22 +118,28 @@ class Building:
         return repeats(hashes, shares)
 
     def _holds_out(self, content: bytes) -> bool:
-        if self._plan.val_sources:
-            return False
-        return is_held_out(content, self._plan.val_fraction)
+        return not self._plan.val_sources and is_held_out(content, self._plan.val_fraction)
 
     def _add(
-        self, source: Source, stack: ExitStack, times: NDArray[np.int64] | None, *, is_val: bool
-    ) -> None:
+        self,
+        source: ChatSource,
+        stack: ExitStack,
+        times: NDArray[np.int64] | None,
+        part: str | None = None,
+    ) -> str:
+        """Add the samples of a file, to `part` or to the part that each line's hash decides.
+
+        Returns:
+            The format of the file.
+        """
         name, lines = lines_of(source.path)
-        self._formats.append(name)
-        placed = self._placed(lines, source.path, times, is_val=is_val)
+        placed = self._placed(lines, source.path, times, part)
         first = next(placed, None)
         if first is None:
-            return
-        rows = _chained(first, placed)
-        if isinstance(first[0].row, Plain):
-            texts = ((line.row, place) for line, place in rows if isinstance(line.row, Plain))
+            return name
+        rows = chain([first], placed)
+        if isinstance(first[0].content, Plain):
+            texts = ((line.content, to) for line, to in rows if isinstance(line.content, Plain))
             made = self._encoder.texts(texts)
         else:
             if self._workers is None:
@@ -128,73 +147,113 @@ class Building:
                 size = sum(os.path.getsize(each.path) for each in files)
                 self._workers = stack.enter_context(workers(*self._plan.setup(), size))
             made = self._encoder.samples(self._rendered(self._workers, rows))
-        for tokens, trained, place in made:
-            self._take(tokens, trained, place)
+        for tokens, trained, destination in made:
+            self._take(tokens, trained, destination)
+        return name
 
     def _placed(
         self,
-        lines: Iterator[tuple[Line, bytes]],
+        lines: Iterator[tuple[ChatLine, bytes]],
         path: str,
         times: NDArray[np.int64] | None,
-        *,
-        is_val: bool,
-    ) -> Iterator[tuple[Line, _Place]]:
-        """Each line with the part that it goes to, without those that go nowhere."""
+        part: str | None,
+    ) -> Iterator[tuple[ChatLine, _Destination]]:
+        """Yield each line with its destination, without lines that an epoch doesn't contain."""
         number = 0
         for line, content in lines:
             self._plan.on_rows(1)
-            held = is_val or self._holds_out(content)
-            often = 1
-            if times is not None and not held:
+            to = part or ("val" if self._holds_out(content) else "train")
+            repeated = 1
+            if times is not None and to == "train":
                 if number >= len(times):
                     raise UsageError(f"{path}: changed while it was read")
-                often = int(times[number])
+                repeated = int(times[number])
                 number += 1
-            self._counts["val_chats" if held else "chats"] += often
-            if often:
-                yield line, _Place(held, often)
+            self._counts["val_chats" if to == "val" else "chats"] += repeated
+            if repeated:
+                yield line, _Destination(to, repeated)
 
     def _rendered(
-        self, found: Workers, rows: Iterator[tuple[Line, _Place]]
-    ) -> Iterator[tuple[Sample, _Place]]:
-        places: deque[_Place] = deque()
+        self, found: Workers, rows: Iterator[tuple[ChatLine, _Destination]]
+    ) -> Iterator[tuple[ChatSample, _Destination]]:
+        destinations: deque[_Destination] = deque()
 
         def chats() -> Iterator[tuple[Chat, str]]:
-            for line, place in rows:
-                assert isinstance(line.row, Chat)
-                places.append(place)
-                yield line.row, line.where
+            for line, destination in rows:
+                assert isinstance(line.content, Chat)
+                destinations.append(destination)
+                yield line.content, line.where
 
         for made in found.results(chats()):
-            place = places.popleft()
-            self._count(made)
+            destination = destinations.popleft()
+            self._counts.update(made.counts)
+            self._counts["marked"] += any(each.is_marked for each in made.samples)
+            self._counts["found"] += any(not each.is_marked for each in made.samples)
             for sample in made.samples:
-                yield sample, place
+                yield sample, destination
 
-    def _count(self, made: Made) -> None:
-        self._counts.update(made.counts)
-        self._counts["marked"] += any(each.is_marked for each in made.samples)
-        self._counts["found"] += any(not each.is_marked for each in made.samples)
-
-    def _take(self, tokens: Tokens, trained: Flags, place: _Place) -> None:
-        if not trained[1:].any():  # the first token of a sample is nobody's target
+    def _take(self, tokens: Tokens, trained: Flags, to: _Destination) -> None:
+        if not trained[1:].any():  # the first token of a sample is never a target
             self._counts["without_loss"] += 1
             return
         self._ends.update(self._encoder.ends(tokens, trained))
-        part = self._parts[place.is_val]
-        part.tokens += [tokens] * place.times
-        part.trained += [trained] * place.times
+        self._parts[to.part].tokens += [tokens] * to.times
+        self._parts[to.part].trained += [trained] * to.times
 
 
-def _chained(
-    first: tuple[Line, _Place], rest: Iterator[tuple[Line, _Place]]
-) -> Iterator[tuple[Line, _Place]]:
-    yield first
-    yield from rest
+class Encoder:
+    """Tokenizes samples in batches, which the tokenizer distributes over threads."""
 
+    _BATCH = 256
 
-def named_sources(sources: Sequence[Source]) -> str:
-    """The files in words."""
-    return ", ".join(
-        each.path if each.share is None else f"{each.path} ({each.share:.0%})" for each in sources
-    )
+    def __init__(self, tokenizer: FileTokenizer) -> None:
+        """Set the model's tokenizer."""
+        self._tokenizer = tokenizer
+        self._is_control = np.zeros(tokenizer.vocab_size, dtype=bool)
+        self._is_control[list(tokenizer.controls.values())] = True
+        self._beginning = np.array(tokenizer.beginning(), dtype=np.int64)
+        self._end = np.array([] if tokenizer.end is None else [tokenizer.end], dtype=np.int64)
+
+    def samples(
+        self, samples: Iterable[tuple[ChatSample, Any]]
+    ) -> Iterator[tuple[Tokens, Flags, Any]]:
+        """Yield the tokens of each sample, whether each token is trained on, and the label."""
+        for sample, encoded, label in self._encoded(samples):
+            yield encoded.tokens, self._flags(sample, encoded), label
+
+    def texts(self, texts: Iterable[tuple[Plain, Any]]) -> Iterator[tuple[Tokens, Flags, Any]]:
+        """Yield the same for plain text, with the tokenizer's beginning and end tokens."""
+        for text, encoded, label in self._encoded(texts):
+            tokens = np.concatenate([self._beginning, encoded.tokens, self._end])
+            flags = np.ones(len(tokens), dtype=bool)
+            flags[: len(self._beginning)] = False
+            within = slice(len(self._beginning), len(self._beginning) + len(encoded.tokens))
+            flags[within] = encoded.stops > text.untrained
+            yield tokens.astype(encoded.tokens.dtype), flags, label
+
+    def _encoded(self, items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Encoded, Any]]:
+        source = iter(items)
+        while batch := list(islice(source, self._BATCH)):
+            encoded = self._tokenizer.encode_texts([item.text for item, _ in batch])
+            for (item, label), each in zip(batch, encoded, strict=True):
+                yield item, each, label
+
+    def _flags(self, sample: ChatSample, encoded: Encoded) -> Flags:
+        """Return True for each token that has a character in a span, even if a span's edge cuts it.
+
+        This is the behavior of transformers, except for a last character of several tokens, of
+        which transformers marks the first. A control token that contains the whitespace after it
+        isn't trained on for that, unless the template marks the whitespace.
+        """
+        flags = np.zeros(len(encoded.tokens), dtype=bool)
+        for start, stop in sample.spans:
+            within = (encoded.stops > start) & (encoded.starts < stop)
+            if not sample.is_marked:
+                within &= ~(self._is_control[encoded.tokens] & (encoded.starts < start))
+            flags |= within
+        return flags
+
+    def ends(self, tokens: Tokens, flags: Flags) -> list[int]:
+        """Return the control tokens that end spans of trained tokens."""
+        last = flags & ~np.append(flags[1:], False)
+        return [int(each) for each in tokens[last & self._is_control[tokens]]]

@@ -1,17 +1,18 @@
-"""A conversation and its renderings, of its beginnings and with other words in a turn."""
+"""A conversation and its renderings: of its beginnings, and with other text in a message."""
 
 import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from fsdpctl.data.chats.messages import ASSISTANT, REASONING
+import msgspec
+
+from fsdpctl.data.chats.formats import ASSISTANT, REASONING, Chat, Message
 from fsdpctl.data.chats.render import Rendered, Renderer
-from fsdpctl.data.chats.rows import Chat, Message
 from fsdpctl.io.documents import parse_json
 
-# No two have a first or last character in common, so that whatever a template writes beside a
-# content is seen by one of two not to be of it.
+# No two share their first or last character. Whatever a template writes next to the content
+# therefore differs from the first or last character of at least one of two fillers.
 FILLERS = (
     "Dxw first filler words 4",
     "kzq second filler words 9",
@@ -21,47 +22,47 @@ FILLERS = (
 
 
 def fillers_for(message: Message) -> list[str]:
-    """Two that begin and end otherwise than the message does."""
+    """Return two fillers that begin and end with other characters than the message."""
     text = text_of(message).strip()
     return [each for each in FILLERS if each[0] != text[:1] and each[-1] != text[-1:]][:2]
 
 
 class Conversation:
-    """A chat under one template."""
+    """A chat with a template to render it."""
 
     def __init__(self, renderer: Renderer, chat: Chat, controls: re.Pattern[str] | None) -> None:
-        """`controls` finds the tokenizer's control tokens in text; None: it has none."""
+        """Set the template and the pattern of the tokenizer's control tokens, if it has any."""
         self.renderer, self.chat, self.controls = renderer, chat, controls
-        self._known: dict[tuple[int, bool], Rendered] = {}
+        self._cache: dict[tuple[int, bool], Rendered] = {}
 
     @property
     def messages(self) -> list[Message]:
-        """All of them."""
+        """All messages of the chat."""
         return self.chat.messages
 
     @property
     def answers(self) -> list[int]:
-        """Which messages are the assistant's."""
+        """The indices of the assistant messages."""
         return [i for i, each in enumerate(self.messages) if each["role"] == ASSISTANT]
 
     def upto(self, count: int, *, prompted: bool = False) -> Rendered:
-        """The first `count` messages, rendered."""
+        """Render the first `count` messages."""
         key = (count, prompted)
-        if key not in self._known:
-            self._known[key] = self.render(self.messages[:count], prompted=prompted)
-        return self._known[key]
+        if key not in self._cache:
+            self._cache[key] = self.render(self.messages[:count], prompted=prompted)
+        return self._cache[key]
 
     def render(self, messages: Sequence[Message], *, prompted: bool = False) -> Rendered:
-        """Any messages, with the tools and variables of this chat."""
+        """Render any messages with the tools and variables of this chat."""
         return self.renderer.render(
             messages, tools=self.chat.tools, options=self.chat.options, prompted=prompted
         )
 
 
 def filled(message: Message, filler: str) -> Message:
-    """The message with `filler` for its content, and for the names and arguments of its calls.
+    """Replace the content of a message, and the names and arguments of its calls, by `filler`.
 
-    Of one that only reasons, for its reasoning.
+    If the message has neither, its reasoning is replaced.
     """
     content = message["content"]
     changed = dict(message)
@@ -87,22 +88,20 @@ def _filled_call(call: dict[str, Any], filler: str) -> dict[str, Any]:
 
 
 def with_arguments(chat: Chat, *, as_text: bool) -> Chat:
-    """The chat with the arguments of all calls as objects, or as JSON.
+    """Return the chat with the arguments of all calls as objects, or as JSON text.
 
-    Templates take one or the other; data has either.
+    Data has either form, and a template supports one of them.
 
     Raises:
-        UsageError: they are text that is no JSON.
+        UsageError: If arguments are text that isn't JSON.
     """
-    if not any(each.get("tool_calls") for each in chat.messages):
-        return chat
     messages = [
         {**each, "tool_calls": [_with_arguments(call, as_text) for call in each["tool_calls"]]}
         if each.get("tool_calls")
         else each
         for each in chat.messages
     ]
-    return Chat(messages, chat.trained, chat.tools, chat.options)
+    return msgspec.structs.replace(chat, messages=messages)
 
 
 def _with_arguments(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
@@ -113,22 +112,19 @@ def _with_arguments(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
     if as_text:
         changed = {**function, "arguments": json.dumps(given, ensure_ascii=False)}
     else:
-        where = f"the arguments of {function['name']:.40}"
+        where = f"arguments of {function['name']:.40}"
         changed = {**function, "arguments": parse_json(given or "{}", dict[str, Any], where)}
     return {**call, "function": changed} if "function" in call else changed
 
 
 def with_joined_parts(chat: Chat) -> Chat:
-    """The chat with every content as one text, for templates that know no parts."""
-    messages = [
-        {**each, "content": text_of(each)} if isinstance(each["content"], list) else each
-        for each in chat.messages
-    ]
-    return Chat(messages, chat.trained, chat.tools, chat.options)
+    """Return the chat with each content as one text, for templates that don't support parts."""
+    messages = [{**each, "content": text_of(each)} for each in chat.messages]
+    return msgspec.structs.replace(chat, messages=messages)
 
 
 def text_of(message: Message) -> str:
-    """The message's content as one text."""
+    """Return the content of a message as one text."""
     content = message["content"]
     if isinstance(content, list):
         return "".join(part["text"] for part in content)

@@ -1,45 +1,52 @@
-"""Files of conversations: which ones, with which shares, and their lines one after another."""
+"""Files of conversations: which ones, their lines, and how an epoch is made of them.
+
+A hash of a conversation's content decides whether it is held out for validation and how often it is
+repeated. New data therefore moves no conversation between training and validation.
+"""
 
 import gzip
 import math
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, cast
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
-from fsdpctl.data.chats.formats import FormatError, recognised, row_of
-from fsdpctl.data.chats.rows import Line, content_of
+from fsdpctl.data.chats.formats import ChatLine, detect_format, parse_line
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import MIB, parse_json
 from fsdpctl.io.files import open_regular
 
-MOST_LINE = 8 * MIB  # bytes; some two million tokens
-_AT_ONCE = 1 << 22
-_JSON_LINE = re.compile(r"line 1 (?=column)")  # of a line there is only one
+MOST_LINE = 8 * MIB  # bytes; about two million tokens
+_CHUNK_BYTES = 1 << 22
+_PARQUET_ROWS = 256  # converted at a time
+_JSON_LINE = re.compile(r"line 1 (?=column)")  # the JSON parser counts lines within our line
 _PARQUET = ".parquet"
+_PART_SEED, _REPEAT_SEED = 1, 2  # makes the two decisions independent of each other
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A file, and its share of an epoch's conversations; None: as many as it has."""
+class ChatSource:
+    """A file and its share of an epoch's conversations; None means all of its conversations."""
 
     path: str
     share: float | None = None
 
 
-def sources_of(text: str, key: str = "data.path") -> tuple[Source, ...]:
-    """The files that a key names: FILE, or FILE:SHARE,FILE:SHARE, in brackets if one likes.
+def sources_of(text: str, key: str = "data.path") -> tuple[ChatSource, ...]:
+    """Return the files that a key names: FILE or FILE:SHARE,FILE:SHARE, with optional brackets.
 
-    Shares are made to add up to one.
+    Shares are normalized to a sum of one.
 
     Raises:
-        UsageError: a file is missing, or only some have a share.
+        UsageError: If a file is missing, or if only some of the files have a share.
     """
     if os.path.exists(text):
         return (_existing(text, None, key),)
@@ -48,17 +55,19 @@ def sources_of(text: str, key: str = "data.path") -> tuple[Source, ...]:
         inner = inner[1:-1]
     found = [_source(word.strip(), key) for word in inner.split(",") if word.strip()]
     if not found:
-        raise UsageError(f"{key}={text}: names no file")
+        raise UsageError(f"{key}={text}: expected at least one file")
     shares = [each.share for each in found if each.share is not None]
     if shares and len(shares) < len(found):
         missing = next(each.path for each in found if each.share is None)
-        raise UsageError(f"{key}={text}: {missing} has no share: give all of them one, or none")
+        raise UsageError(
+            f"{key}={text}: {missing} has no share; give a share for all files or none"
+        )
     if len(found) == 1 or not shares:
-        return tuple(Source(each.path) for each in found)
-    return tuple(Source(each.path, (each.share or 0) / sum(shares)) for each in found)
+        return tuple(ChatSource(each.path) for each in found)
+    return tuple(ChatSource(each.path, (each.share or 0) / sum(shares)) for each in found)
 
 
-def _source(word: str, key: str) -> Source:
+def _source(word: str, key: str) -> ChatSource:
     path, colon, share = word.rpartition(":")
     if os.path.exists(os.path.expanduser(word)) or not colon:
         return _existing(word, None, key)
@@ -67,20 +76,20 @@ def _source(word: str, key: str) -> Source:
     except ValueError:
         return _existing(word, None, key)
     if not (math.isfinite(number) and number > 0):
-        raise UsageError(f"{key}: {word}: a share is a number above 0")
+        raise UsageError(f"{key}: {word}: expected a share above 0")
     return _existing(path, number, key)
 
 
-def _existing(path: str, share: float | None, key: str) -> Source:
+def _existing(path: str, share: float | None, key: str) -> ChatSource:
     path = os.path.expanduser(path)
     if not os.path.isfile(path):
-        what = "a directory; name its files" if os.path.isdir(path) else "no such file"
+        what = "is a directory; name its files" if os.path.isdir(path) else "no such file"
         raise UsageError(f"{key}={path}: {what}")
-    return Source(path, share)
+    return ChatSource(path, share)
 
 
 def absolute_paths(text: str, key: str = "data.path") -> str:
-    """The same text with every file's path made absolute."""
+    """Return `text` with the path of each file made absolute."""
     found = sources_of(text, key)
     if len(found) == 1:
         return os.path.abspath(found[0].path)
@@ -90,61 +99,60 @@ def absolute_paths(text: str, key: str = "data.path") -> str:
     )
 
 
-def files_checksum(sources: tuple[Source, ...]) -> str:
-    """Identifies the files' contents and shares."""
+def files_checksum(sources: Sequence[ChatSource]) -> str:
+    """Return a checksum of the contents and shares of files."""
     digest = xxhash.xxh3_128()
     for source in sources:
         digest.update(f"{source.share!r} {source.path.endswith(_PARQUET)};".encode())
         with open(open_regular(Path(source.path), follows=True), "rb") as file:
             size = 0
-            while part := file.read(_AT_ONCE):
+            while part := file.read(_CHUNK_BYTES):
                 digest.update(part)
                 size += len(part)
         digest.update(size.to_bytes(8, "little"))
     return digest.hexdigest()
 
 
-def lines_of(path: str) -> tuple[str, Iterator[tuple[Line, bytes]]]:
-    """The format of a file's first line, and all its lines with what identifies their contents.
+def lines_of(path: str) -> tuple[str, Iterator[tuple[ChatLine, bytes]]]:
+    """Return the format of a file, and its lines, each with its content as bytes.
 
     Raises:
-        UsageError: (also while they are read) a line cannot be trained on, or there is none; the
-            message names file and line.
+        UsageError: Also during iteration: if the file has no lines, or if a line can't be trained
+            on. The message names the file and the line.
     """
     found = _objects(path)
     first = next(found, None)
     if first is None:
-        raise UsageError(f"{path}: there is no line in it")
+        raise UsageError(f"{path}: empty; expected at least one line")
     try:
-        name = recognised(first[1])
-    except FormatError as error:
+        name = detect_format(first[1])
+    except UsageError as error:
         raise UsageError(f"{path}, line {first[0]}: {error}") from None
     return name, _lines(path, name, chain([first], found))
 
 
 def _lines(
     path: str, name: str, found: Iterator[tuple[int, dict[str, Any]]]
-) -> Iterator[tuple[Line, bytes]]:
+) -> Iterator[tuple[ChatLine, bytes]]:
     for number, fields in found:
         try:
-            line = Line(row_of(name, fields), path, number)
-            yield line, content_of(line.row)
-        except FormatError as error:
+            line = ChatLine(parse_line(name, fields), path, number)
+            content = line.to_bytes()
+        except UsageError as error:
             raise UsageError(f"{path}, line {number}: {error}") from None
         except UnicodeEncodeError:
-            raise UsageError(f"{path}, line {number}: half of a surrogate pair in it") from None
+            raise UsageError(f"{path}, line {number}: contains half of a surrogate pair") from None
+        yield line, content
 
 
 def _objects(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects in a file, with the numbers of their lines (or rows), from one."""
+    """Yield the objects in a file with their line (or row) numbers, starting at 1."""
     if path.endswith(_PARQUET):
-        from fsdpctl.data.chats.parquet import objects_of_parquet
-
-        yield from objects_of_parquet(path)
+        yield from _objects_of_parquet(path)
         return
     with open(open_regular(Path(path), follows=True), "rb") as raw:
-        is_packed = raw.peek(2)[:2] == b"\x1f\x8b"
-        file: IO[bytes] = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if is_packed else raw
+        is_compressed = raw.peek(2)[:2] == b"\x1f\x8b"
+        file: IO[bytes] = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if is_compressed else raw
         number = 0
         while True:
             number += 1
@@ -156,7 +164,7 @@ def _objects(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
             if not line:
                 return
             if len(line) > MOST_LINE:
-                raise UsageError(f"{where}: longer than the {MOST_LINE >> 20} MiB of a line")
+                raise UsageError(f"{where}: longer than the limit of {MOST_LINE >> 20} MiB")
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if line.strip():
                 yield number, _object(line, where)
@@ -164,10 +172,68 @@ def _objects(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
-        text = line.decode("utf-8").rstrip("\r\n")  # else it would speak of a second line
+        text = line.decode("utf-8").rstrip("\r\n")  # so that errors at the end have no line number
     except UnicodeDecodeError as error:
         raise UsageError(f"{where}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
     try:
         return parse_json(text, dict[str, Any], where)
     except UsageError as error:
         raise UsageError(_JSON_LINE.sub("", str(error))) from None
+
+
+def _objects_of_parquet(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise UsageError(f"{path}: requires pyarrow; `pip install 'fsdpctl[parquet]'`") from None
+    number = 0
+    try:
+        with ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except (ArrowException, OSError, ValueError) as error:
+        reason = f"{' '.join(str(error).split()):.200}"
+        raise UsageError(f"{path}, row {number + 1}: cannot be read: {reason}") from None
+
+
+def is_held_out(content: bytes, fraction: float) -> bool:
+    """Return whether a conversation is in the `fraction` that is held out for validation."""
+    return xxhash.xxh3_64_intdigest(content, seed=_PART_SEED) < int(fraction * (1 << 64))
+
+
+def repeat_hash(content: bytes) -> int:
+    """Return the hash by which the conversations of a file are ranked for one more repetition."""
+    return xxhash.xxh3_64_intdigest(content, seed=_REPEAT_SEED)
+
+
+def repeats(
+    files: Sequence[NDArray[np.uint64]], shares: Sequence[float]
+) -> list[NDArray[np.int64]]:
+    """Return how often an epoch repeats each conversation of each file.
+
+    The epoch has as many conversations as without shares.
+
+    Args:
+        files: The `repeat_hash` of each conversation, per file.
+        shares: Each file's fraction of an epoch's conversations; the sum is one.
+
+    Raises:
+        UsageError: If a file has no conversations, or a share of less than one.
+    """
+    total = sum(map(len, files))
+    found = []
+    for hashes, share in zip(files, shares, strict=True):
+        wanted = round(share * total)
+        if not len(hashes) or not wanted:
+            raise UsageError(
+                f"data.path: a share of {share:.3g} of {total} conversations, of a file with "
+                f"{len(hashes)} to train on, rounds to 0 conversations"
+            )
+        times, more = divmod(wanted, len(hashes))
+        counts = np.full(len(hashes), times, dtype=np.int64)
+        counts[np.argsort(hashes, kind="stable")[:more]] += 1
+        found.append(counts)
+    return found

@@ -1,68 +1,77 @@
-"""From the data section of a configuration to conversations as tokens."""
+"""Conversations of the section `data`, rendered and tokenized once, then mapped from the cache."""
 
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import xxhash
 
 from fsdpctl.config.data import DataConfig
-from fsdpctl.data.chats.building import Building, OnRows, Plan, named_sources
-from fsdpctl.data.chats.cache import cache_folder, read_cache, write_cache
-from fsdpctl.data.chats.child import Setup
-from fsdpctl.data.chats.files import files_checksum, sources_of
-from fsdpctl.data.chats.notes import notes_on
-from fsdpctl.data.chats.template import ChatTemplate, open_template
-from fsdpctl.data.chats.tokens import ChatTokens
-from fsdpctl.data.chats.workers import MOST_BYTES, MOST_SECONDS
+from fsdpctl.data.cache import CacheEntry, read_cache, write_cache
+from fsdpctl.data.chats.building import PARTS, Building, BuildPlan, OnRows
+from fsdpctl.data.chats.files import ChatSource, files_checksum, sources_of
+from fsdpctl.data.chats.template import ChatTemplate, control_pattern, open_template
+from fsdpctl.data.chats.workers import MOST_BYTES, MOST_SECONDS, TemplateSetup
+from fsdpctl.data.documents import DocumentSet, Packing
 from fsdpctl.data.tokenizer import BYTES, FileTokenizer, open_tokenizer, tokenizer_checksum
+from fsdpctl.data.tokens import DataSet
 from fsdpctl.errors import UsageError
 
-_ENCODING = 1  # counts the ways in which chats became tokens: what another one kept is not used
+_Files = tuple[Sequence[ChatSource], Sequence[ChatSource]]  # to train on, and to validate
+_Rendering = tuple[FileTokenizer, ChatTemplate | None, str]  # with today's date
+_ENCODING = 2  # increase it if the same input gives other tokens
+_POLICIES = {
+    "split": "each is trained on as it is when it is the last one",
+    "last": "only the last assistant message is trained on",
+    "keep": "they are trained on as rewritten",
+}
+# What happened in rendering, with the key of its count and the noun that is counted.
+_EVENTS = {
+    "rewritten_chats": (
+        "conversation",
+        "whose assistant messages the template rewrites once others follow: {policy}",
+    ),
+    "not_as_served": ("assistant message", "after messages that are rendered differently later"),
+    "switched_off": ("assistant message", "masked by the data (weight, train)"),
+    "without_loss": ("sample", "dropped, with no token that is trained on"),
+    "control_tokens": ("message", "with control tokens in the text, encoded as control tokens"),
+    "left_out": ("message", "not rendered verbatim by the template"),
+    "arguments_as_text": ("conversation", "with arguments of calls given to the template as text"),
+    "joined_parts": ("conversation", "with parts joined into one text for the template"),
+}
 
 
 @dataclass(frozen=True, slots=True)
-class ChatSet:
-    """What a run trains on and validates with, where that is conversations."""
+class ChatSet(DataSet):
+    """The conversations that a run trains and validates on."""
 
-    train: ChatTokens
-    val: ChatTokens | None
+    train: DocumentSet
+    val: DocumentSet | None
     tokenizer: FileTokenizer
-    template: ChatTemplate | None  # None: no line needed one
-    date: str  # what the template took for today, YYYY-MM-DD: to be kept as data.date
-    end_tokens: tuple[int, ...]  # that end an answer, the most frequent first
-    description: str
-    notes: tuple[str, ...]  # what is worth saying, a line each
-
-    @property
-    def vocab_size(self) -> int:
-        """Of the tokenizer."""
-        return self.tokenizer.vocab_size
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the content of both parts."""
-        return self.train.checksum + (self.val.checksum if self.val else "")
 
 
-def open_chats(config: DataConfig, on_rows: OnRows = lambda count: None) -> ChatSet:
-    """The conversations of a run, made into tokens once and mapped from the user's cache later.
+def open_chats(config: DataConfig, seed: int = 0, on_rows: OnRows = lambda count: None) -> ChatSet:
+    """Open the conversations of a run.
 
     Args:
-        config: the section `data`; `tokenizer` is a directory with a tokenizer.json and, unless
-            `template` names a file, a chat template.
-        on_rows: called with the conversations done since the last call; not at all for kept ones.
+        config: The section `data`; `tokenizer` is a directory with a tokenizer.json and, unless
+            `template` is set, a chat template.
+        seed: Determines which conversations share a sequence.
+        on_rows: Called with the number of conversations read since the last call; never called if
+            they are in the cache.
 
     Raises:
-        UsageError: a file, a line, the template or the tokenizer cannot be used; of a line the
-            message names file and number.
+        UsageError: If a file, a line, the template or the tokenizer can't be used.
     """
     if config.path is None:
-        raise UsageError("data=chat: say which, as data.path=FILE.jsonl")
+        raise UsageError("data=chat: data.path is required, such as data.path=FILE.jsonl")
     if config.tokenizer in (None, BYTES):
         raise UsageError(
-            "data=chat: takes a model's tokenizer: model=hf model.path=DIR, or data.tokenizer=DIR"
+            "data=chat: requires a model's tokenizer; set model=hf model.path=DIR, or "
+            "data.tokenizer=DIR"
         )
     today = _date(config.date)
     tokenizer = open_tokenizer(config.tokenizer)
@@ -71,35 +80,72 @@ def open_chats(config: DataConfig, on_rows: OnRows = lambda count: None) -> Chat
     sources = sources_of(config.path)
     held = () if config.val_path is None else sources_of(config.val_path, "data.val_path")
     if any(each.share is not None for each in held):
-        raise UsageError(f"data.val_path={config.val_path}: validation has no shares")
+        raise UsageError(f"data.val_path={config.val_path}: shares are only valid in data.path")
 
-    def setup() -> tuple[Setup, str]:
+    def setup() -> tuple[TemplateSetup, str]:
         if isinstance(template, UsageError):
             raise template
         return setup_of(template, tokenizer, today, config), template.source
 
     known = None if isinstance(template, UsageError) else template
-    name = _digest(config, known, tokenizer, today, files_checksum(sources) + files_checksum(held))
-    folder = cache_folder(name)
-    kept = read_cache(folder)
-    if kept is None:
-        plan = Plan(sources, held, config.val_fraction, setup, on_rows)
-        kept = write_cache(folder, Building(plan, tokenizer).build())
-    used = known if kept.counts.get("marked") or kept.counts.get("found") else None
+    files = sources, held
+    name = _entry_name(config, files, (tokenizer, known, today))
+    entry = read_cache(name)
+    if entry is None:
+        plan = BuildPlan(sources, held, config.val_fraction, setup, on_rows)
+        built = Building(plan, tokenizer).build()
+        facts = {each: getattr(built, each) for each in ("counts", "formats", "end_tokens")}
+        entry = write_cache(name, built.arrays, facts)
+    return _data_set(config, seed, files, entry, (tokenizer, known, today))
+
+
+def _data_set(
+    config: DataConfig, seed: int, files: _Files, entry: CacheEntry, rendering: _Rendering
+) -> ChatSet:
+    tokenizer, template, today = rendering
+    counts: dict[str, int] = entry.facts["counts"]
+    if not (counts.get("marked") or counts.get("found")):
+        template = None  # all lines are plain text
+    packing = Packing(config.packing is not False, config.too_long, seed)
+    train, val = (_part(entry, name, packing, str(config.path)) for name in PARTS)
+    assert train is not None
+    names = (
+        each.path if each.share is None else f"{each.path} ({each.share:.0%})" for each in files[0]
+    )
     return ChatSet(
-        kept.train,
-        kept.val,
+        train,
+        val,
         tokenizer,
-        used,
-        today,
-        tuple(kept.end_tokens),
-        named_sources(sources),
-        notes_on(kept, (*sources, *held), used, config, today),
+        tokenizer.vocab_size,
+        ", ".join(names),
+        gzip_bits_per_byte=None,
+        notes=_notes(config, (*files[0], *files[1]), entry, (train, val), (template, today)),
+        date=today if template is not None and template.tells_date else None,
+        template=template.text if template is not None and config.template is not None else None,
+        end_tokens=tuple(entry.facts["end_tokens"]),
+        prompt=_first_prompt(val or train),
     )
 
 
+def _part(entry: CacheEntry, name: str, packing: Packing, origin: str) -> DocumentSet | None:
+    if f"{name}.tokens" not in entry.arrays:
+        return None
+    keys = [f"{name}.{each}" for each in ("tokens", "trained", "starts")]
+    tokens, trained, starts = (entry.arrays[each] for each in keys)
+    checksum = "".join(entry.checksums[each] for each in keys)
+    origin = origin if name == "train" else "the validation data"
+    return DocumentSet(tokens, trained, starts, packing, origin, checksum)
+
+
+def _first_prompt(part: DocumentSet) -> tuple[int, ...]:
+    """Return the tokens before the first assistant message of the first sample."""
+    tokens, trained = part[0]
+    answers = np.flatnonzero(trained[1:]) + 1
+    return tuple(int(each) for each in tokens[: answers[0] if len(answers) else len(tokens)])
+
+
 def _template(config: DataConfig) -> ChatTemplate | UsageError:
-    """The template; why there is none, which matters only once a line needs one."""
+    """Return the template, or the error that matters once a line needs a template."""
     try:
         return open_template(Path(str(config.tokenizer)), config.template)
     except UsageError as error:
@@ -108,26 +154,24 @@ def _template(config: DataConfig) -> ChatTemplate | UsageError:
         return error
 
 
-def _date(said: str | None) -> str:
-    if said is None:
+def _date(day: str | None) -> str:
+    if day is None:
         return date.today().isoformat()
     try:
-        return datetime.strptime(said, "%Y-%m-%d").date().isoformat()
+        return datetime.strptime(day, "%Y-%m-%d").date().isoformat()
     except ValueError:
-        raise UsageError(f"data.date={said}: allowed is a day, as 2026-01-31, or auto") from None
+        raise UsageError(f"data.date={day}: expected a day such as 2026-01-31, or auto") from None
 
 
 def setup_of(
     template: ChatTemplate, tokenizer: FileTokenizer, today: str, config: DataConfig = DataConfig()
-) -> Setup:
-    """What the process of a template is told."""
-    # The longest first: some begin as others do.
-    controls = sorted(tokenizer.controls, key=lambda text: (-len(text), text))
-    return Setup(
+) -> TemplateSetup:
+    """Return what a process needs to render conversations."""
+    return TemplateSetup(
         template.text,
         template.tool_text,
         template.special_tokens,
-        "|".join(re.escape(each) for each in controls if each),
+        control_pattern(tokenizer),
         today,
         config.train_on,
         config.rewritten_turns,
@@ -136,17 +180,12 @@ def setup_of(
     )
 
 
-def _digest(
-    config: DataConfig,
-    template: ChatTemplate | None,
-    tokenizer: FileTokenizer,
-    today: str,
-    files: str,
-) -> str:
-    """Identifies what the tokens are made of."""
+def _entry_name(config: DataConfig, files: _Files, rendering: _Rendering) -> str:
+    """Return the name of the cache entry: a checksum of everything that determines the tokens."""
+    tokenizer, template, today = rendering
     parts = [
         str(_ENCODING),
-        files,
+        *map(files_checksum, files),
         tokenizer_checksum(tokenizer),
         str(tokenizer.end),
         "" if template is None else template.checksum,
@@ -155,4 +194,65 @@ def _digest(
         config.rewritten_turns,
         "" if config.val_path is not None else repr(config.val_fraction),
     ]
-    return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
+    return f"chats-{xxhash.xxh3_128_hexdigest(chr(10).join(parts).encode())}"
+
+
+def _notes(
+    config: DataConfig,
+    files: Sequence[ChatSource],
+    entry: CacheEntry,
+    parts: tuple[DocumentSet, DocumentSet | None],
+    rendering: tuple[ChatTemplate | None, str],
+) -> tuple[str, ...]:
+    """Return lines about the data, most important first."""
+    counts: dict[str, int] = entry.facts["counts"]
+    lines = [
+        f"{file.path}: {name}" + ("" if file.share is None else f", {file.share:.1%} of an epoch")
+        for file, name in zip(files, entry.facts["formats"], strict=True)
+    ]
+    template, today = rendering
+    if template is not None:
+        lines += _about_template(config, counts, template, today)
+    train, val = parts
+    lines.append(_about_part("train", train, counts.get("chats", 0)))
+    if val is not None:
+        lines.append(_about_part("validation", val, counts.get("val_chats", 0)))
+    elif config.val_fraction:
+        lines.append(
+            f"no validation: data.val_fraction={config.val_fraction:g} selects none of the few "
+            "conversations"
+        )
+    policy = f"{_POLICIES.get(config.rewritten_turns)} (data.rewritten_turns)"
+    lines += (
+        f"{_number(counts[name], noun)} {text.format(policy=policy)}"
+        for name, (noun, text) in _EVENTS.items()
+        if counts.get(name)
+    )
+    return tuple(lines)
+
+
+def _about_template(
+    config: DataConfig, counts: dict[str, Any], template: ChatTemplate, today: str
+) -> list[str]:
+    lines = [f"chat template: {template.source}"]
+    answers = _number(counts.get("answers", 0), "assistant message")
+    if config.train_on == "all":
+        lines.append("all tokens are trained on (data.train_on=all)")
+    elif counts.get("marked"):
+        lines.append(f"{answers}, marked by the template's generation blocks")
+    else:
+        lines.append(f"{answers}, located in the rendered text, with the tokens that end them")
+    if template.tells_date:
+        lines.append(f"date given to the template: {today} (data.date)")
+    return lines
+
+
+def _about_part(name: str, part: DocumentSet, chats: int) -> str:
+    return (
+        f"{name}: {_number(chats, 'conversation')}, {_number(len(part), 'sample')}, "
+        f"{part.num_tokens:,} tokens, {part.num_trained / part.num_tokens:.0%} of them trained on"
+    )
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,41 +1,43 @@
-"""Conversations as they are trained, to be looked at before anything runs."""
+"""Conversations as text: samples with the trained tokens highlighted, and prompts for an answer."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from rich.text import Text
 
-from fsdpctl.data.chats.tokens import ChatTokens
+from fsdpctl.data.chats.formats import Chat, Message
+from fsdpctl.data.chats.open import setup_of
+from fsdpctl.data.chats.template import open_template
+from fsdpctl.data.chats.workers import workers
+from fsdpctl.data.documents import DocumentSet
 from fsdpctl.data.tokenizer import FileTokenizer
 
 _TRAINED = "bold green"
-_OPEN, _CLOSE = "⟦", "⟧"  # in no text of a chat, as a rule
+_OPEN, _CLOSE = "⟦", "⟧"  # rare in conversations
 _MOST_SHOWN = 2000  # tokens of a sample
 _BAR = 40  # columns
 
 
 def preview(
-    chats: ChatTokens, tokenizer: FileTokenizer, *, count: int = 2, colour: bool = True
+    chats: DocumentSet, tokenizer: FileTokenizer, *, count: int = 2, color: bool = True
 ) -> list[Text]:
-    """The first samples as text, what has a loss in a style of its own.
+    """Return the first samples as text, with the trained tokens highlighted.
 
     Args:
-        chats: the samples.
-        tokenizer: what made them.
-        count: how many.
-        colour: whether styles can be seen; else what has a loss stands in brackets.
+        chats: The samples.
+        tokenizer: The tokenizer of the samples.
+        count: The number of samples.
+        color: Whether the terminal shows colors; if not, brackets enclose trained tokens.
     """
     return [
-        sample_text(chats, tokenizer, number, colour=colour)
-        for number in range(min(count, chats.num_samples))
+        _sample_text(chats, tokenizer, number, color=color)
+        for number in range(min(count, len(chats)))
     ]
 
 
-def sample_text(
-    chats: ChatTokens, tokenizer: FileTokenizer, number: int, *, colour: bool = True
-) -> Text:
-    """One sample, as `preview` shows it."""
-    tokens, trained = chats.sample(number)
+def _sample_text(chats: DocumentSet, tokenizer: FileTokenizer, number: int, *, color: bool) -> Text:
+    tokens, trained = chats[number]
     text = Text()
     done = ""
     shown = [int(each) for each in tokens[:_MOST_SHOWN]]
@@ -43,20 +45,20 @@ def sample_text(
     for start, stop in zip(edges, edges[1:], strict=False):
         done, piece = _piece(tokenizer, shown, done, (start, stop))
         if trained[start]:
-            text.append(piece if colour else f"{_OPEN}{piece}{_CLOSE}", style=_TRAINED)
+            text.append(piece if color else f"{_OPEN}{piece}{_CLOSE}", style=_TRAINED)
         else:
             text.append(piece)
     if len(tokens) > len(shown):
-        text.append(f" … {len(tokens) - len(shown):,} tokens more")
+        text.append(f" … {len(tokens) - len(shown):,} more tokens")
     return text
 
 
 def _piece(
     tokenizer: FileTokenizer, tokens: Sequence[int], done: str, span: tuple[int, int]
 ) -> tuple[str, str]:
-    """The text up to the end of the span, and what of it is the span's.
+    """Return the text up to the end of the span, and the part of it that belongs to the span.
 
-    Taken from the whole: how a token is spaced hangs on those before it.
+    The part is taken from the whole text, because spaces depend on the tokens before.
     """
     start, stop = span
     whole = tokenizer.decode_all(tokens[:stop])
@@ -65,10 +67,9 @@ def _piece(
     return whole, tokenizer.decode_all(tokens[start:stop])
 
 
-def histogram(chats: ChatTokens) -> list[str]:
-    """How long the samples are: a line for each power of two, with a bar."""
-    lengths = chats.lengths
-    bins = np.bincount(np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
+def histogram(chats: DocumentSet) -> list[str]:
+    """Return the distribution of sample lengths: a line with a bar for each power of two."""
+    bins = np.bincount(np.ceil(np.log2(np.maximum(chats.lengths, 1))).astype(np.int64))
     used = np.flatnonzero(bins)
     if not len(used):
         return []
@@ -77,3 +78,25 @@ def histogram(chats: ChatTokens) -> list[str]:
         bar = "█" * round(_BAR * bins[power] / bins.max())
         lines.append(f"up to {1 << power:>8,} tokens {bins[power]:>9,} {bar}".rstrip())
     return lines
+
+
+def prompt_tokens(
+    folder: Path, tokenizer: FileTokenizer, messages: Sequence[Message], today: str
+) -> list[int]:
+    """Return the prompt for an assistant message that follows `messages`.
+
+    Args:
+        folder: The directory with the template.
+        tokenizer: The tokenizer of the model.
+        messages: Messages with `role` and `content`.
+        today: The date for the template, YYYY-MM-DD.
+
+    Raises:
+        UsageError: If there is no template, or if it rejects the messages.
+    """
+    template = open_template(folder, None)
+    chat = Chat(list(messages), [], is_question=True)
+    with workers(setup_of(template, tokenizer, today), template.source, 0) as found:
+        (made,) = found.results([(chat, template.source)])
+    (sample,) = made.samples
+    return tokenizer.encode_prompt(sample.text)

@@ -1,11 +1,13 @@
-"""Which template a model's directory has, and the named tokens that it may write."""
+"""The chat template of a model's directory, and the named tokens that it may write."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from fsdpctl.data.tokenizer import FileTokenizer
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import MIB, read_json
 from fsdpctl.io.files import read_text_file
@@ -13,39 +15,46 @@ from fsdpctl.io.files import read_text_file
 TEMPLATE_FILE, _MORE = "chat_template.jinja", "additional_chat_templates"
 _CONFIG, _MAP = "tokenizer_config.json", "special_tokens_map.json"
 _DEFAULT, _TOOLS = "default", "tool_use"
-_MOST_BYTES = MIB  # the longest published has a fiftieth of it
+_MOST_BYTES = MIB  # fifty times the longest published template
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A template's text and where it is from."""
+    """The text of a template and its location."""
 
     text: str
-    tool_text: str  # for conversations with tools; mostly the same
-    source: str  # to be shown
+    tool_text: str  # for conversations with tools; usually the same
+    source: str  # for messages
     special_tokens: dict[str, str]
 
     @property
     def tells_date(self) -> bool:
-        """Whether it may write today's date."""
+        """Whether the template may write today's date."""
         return "strftime_now" in self.text + self.tool_text
 
     @property
     def checksum(self) -> str:
-        """Identifies all that decides what it writes, but the date."""
+        """A checksum of everything that determines the output, except the date."""
         parts = [self.text, self.tool_text, *sorted(map(str, self.special_tokens.items()))]
         return xxhash.xxh3_128_hexdigest("\0".join(parts).encode("utf-8", "surrogatepass"))
 
 
-def open_template(folder: Path, file: str | None) -> ChatTemplate:
-    """The template in `file` (`data.template`), else the one that a tokenizer's directory has.
+def control_pattern(tokenizer: FileTokenizer) -> str:
+    """Return a regular expression that matches the tokenizer's control tokens; empty if none."""
+    # Longest first: some control tokens begin with others.
+    controls = sorted(tokenizer.controls, key=lambda text: (-len(text), text))
+    return "|".join(re.escape(each) for each in controls if each)
 
-    As transformers does, chat_template.jinja is preferred to what tokenizer_config.json says, and
-    one named `tool_use` is for conversations with tools.
+
+def open_template(folder: Path, file: str | None) -> ChatTemplate:
+    """Return the template in `file` (`data.template`), else that of a tokenizer's directory.
+
+    As in transformers, chat_template.jinja takes precedence over tokenizer_config.json, and a
+    template named `tool_use` is for conversations with tools.
 
     Raises:
-        UsageError: there is none.
+        UsageError: If there is no template.
     """
     tokens = special_tokens(folder)
     if file is not None:
@@ -54,19 +63,19 @@ def open_template(folder: Path, file: str | None) -> ChatTemplate:
     named, source = _templates(folder)
     if not named:
         raise UsageError(
-            f"{folder}: its tokenizer has no chat template ({TEMPLATE_FILE}, or chat_template in "
-            f"{_CONFIG}); data.template=FILE gives one"
+            f"{folder}: the tokenizer has no chat template; expected {TEMPLATE_FILE}, or "
+            f"chat_template in {_CONFIG}; or set data.template=FILE"
         )
     if _DEFAULT not in named:
         raise UsageError(
-            f"{folder}: of its chat templates none is the default ({', '.join(sorted(named))}); "
-            "data.template=FILE chooses one"
+            f"{folder}: no default among the chat templates {', '.join(sorted(named))}; set "
+            "data.template=FILE"
         )
     return ChatTemplate(named[_DEFAULT], named.get(_TOOLS, named[_DEFAULT]), source, tokens)
 
 
 def _templates(folder: Path) -> tuple[dict[str, str], str]:
-    """All that the directory has, by name, and the file that the default is in."""
+    """Return all templates of a directory by name, and the location of the default one."""
     found: dict[str, str] = {}
     if (folder / _MORE).is_dir():
         found = {
@@ -78,18 +87,18 @@ def _templates(folder: Path) -> tuple[dict[str, str], str]:
         return {**found, _DEFAULT: own}, str(folder / TEMPLATE_FILE)
     if found:
         return found, str(folder / _MORE)
-    said = _config(folder).get("chat_template")
+    content = _config(folder).get("chat_template")
     where = f"{folder / _CONFIG}: chat_template"
-    if said is None:
+    if content is None:
         return {}, ""
-    if isinstance(said, str):
-        return {_DEFAULT: said}, where
-    if isinstance(said, list) and all(isinstance(each, dict) for each in said):
-        named = {str(each.get("name")): each.get("template") for each in said}
+    if isinstance(content, str):
+        return {_DEFAULT: content}, where
+    if isinstance(content, list) and all(isinstance(each, dict) for each in content):
+        named = {str(each.get("name")): each.get("template") for each in content}
         texts = {name: text for name, text in named.items() if isinstance(text, str)}
-        if len(texts) == len(said):
+        if len(texts) == len(content):
             return texts, where
-    raise UsageError(f"{where}: is neither text nor a list of named texts")
+    raise UsageError(f"{where}: expected text or a list of named texts")
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -98,7 +107,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """The tokens that a tokenizer's directory names: `bos_token` and the like, if they are set."""
+    """Return the tokens that a tokenizer's directory names, such as `bos_token`, if set."""
     config = _config(folder)
     old = folder / _MAP
     if "added_tokens_decoder" not in config and old.is_file():

@@ -1,37 +1,39 @@
-"""Where an answer stands in a rendering, of templates that do not mark it.
+"""The position of an assistant message in a rendering.
 
-The content is found by rendering the conversation again with other words in its place (after
-axolotl's turn locator): what differs is the content, whatever the template does with it. What a
-model writes begins before it, where the prompt that it is given ends, and goes on behind it, to
-the end of the first control token. What cannot be found so is refused.
+Templates with `generation` blocks mark it. For other templates, the conversation is rendered again
+with other text in the message (after axolotl's turn locator): the difference is the content. The
+trained span starts at the end of the prompt that a model is served with, and stops after the next
+control token. If that isn't certain, the conversation is rejected.
 """
 
 from dataclasses import dataclass
 
-from fsdpctl.data.chats.conversation import Conversation, filled, fillers_for
-from fsdpctl.data.chats.messages import ASSISTANT
-from fsdpctl.data.chats.rows import Message
+from fsdpctl.data.chats.conversation import Conversation, filled, fillers_for, text_of
+from fsdpctl.data.chats.formats import ASSISTANT, Message
+from fsdpctl.data.chats.render import Spans
+
+_THOUGHT = "</think>"  # templates may move or drop the reasoning before it
 
 
 class TurnError(Exception):
-    """An answer's boundaries cannot be found; the message is for the user."""
+    """The boundaries of an assistant message can't be found; the text is for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An answer in a rendering, in characters."""
+    """An assistant message in a rendering, in characters."""
 
     start: int
-    stop: int  # behind the control token that ends it
-    is_prompted: bool  # the rendering begins with the prompt that a model is given when it serves
+    stop: int  # after the control token that ends it
+    is_prompted: bool  # the rendering begins with the prompt that a model is served with
 
 
 def find_turn(talk: Conversation, index: int, count: int) -> Turn:
-    """Where message `index` stands in the rendering of the first `count` messages.
+    """Locate message `index` in the rendering of the first `count` messages.
 
     Raises:
-        TurnError: it cannot be said for sure.
-        RenderError: the template refuses what it is given.
+        TurnError: If its boundaries aren't certain.
+        RenderError: If the template rejects the messages.
     """
     whole = talk.upto(count).text
     low, high = _content(talk, index, talk.messages[:count])
@@ -40,14 +42,14 @@ def find_turn(talk: Conversation, index: int, count: int) -> Turn:
     end = talk.controls.search(whole, high) if talk.controls else None
     if end is None:
         raise TurnError(
-            f"message {index + 1}: no control token of the tokenizer ends the answer, which is "
-            f"followed by {whole[high : high + 40]!r}"
+            f"message {index + 1}: no control token of the tokenizer ends the assistant message, "
+            f"which is followed by {whole[high : high + 40]!r}"
         )
     return Turn(start, end.end(), is_prompted)
 
 
 def _content(talk: Conversation, index: int, messages: list[Message]) -> tuple[int, int]:
-    """What differs when other words stand in the message."""
+    """Return the span that changes with the text of the message."""
     whole = talk.render(messages).text
     found = _differing(talk, index, messages, whole)
     if found is None:
@@ -58,8 +60,8 @@ def _content(talk: Conversation, index: int, messages: list[Message]) -> tuple[i
     foreign = [each for each in inside if each not in own]
     if foreign:
         raise TurnError(
-            f"message {index + 1}: its boundaries were not found: {foreign[0]} lies between what "
-            "differs when its words do"
+            f"message {index + 1}: boundaries not found: the span that changes with its text "
+            f"contains {foreign[0]}"
         )
     return low, high
 
@@ -81,11 +83,11 @@ def _differing(
 
 
 def _start(talk: Conversation, index: int, count: int, content: int) -> tuple[int, bool]:
-    """Where the prompt of an answer ends, and whether the rendering begins with all of it."""
+    """Return where the message's prompt ends, and whether the rendering begins with all of it."""
     whole, prompt = talk.upto(count).text, talk.upto(index, prompted=True).text
     if whole.startswith(prompt):
         return len(prompt), True
-    # Something before is written otherwise: only what stands behind the message before counts.
+    # Earlier messages are rendered differently, so only the text after the previous one counts.
     before = _ends_of_message_before(talk, index, count)
     if before is None:
         return min(common_prefix(whole, prompt), content), False
@@ -97,7 +99,7 @@ def _start(talk: Conversation, index: int, count: int, content: int) -> tuple[in
 
 
 def _ends_of_message_before(talk: Conversation, index: int, count: int) -> tuple[int, int] | None:
-    """Where its content ends, in the prompt and in the rendering."""
+    """Return where the previous message's content ends, in the prompt and in the rendering."""
     if index == 0 or talk.messages[index - 1]["role"] == ASSISTANT:
         return None
     ends = []
@@ -118,30 +120,30 @@ def _ends_of_message_before(talk: Conversation, index: int, count: int) -> tuple
 def _check_header(
     talk: Conversation, index: int, start: int, ahead: str, *, is_prompted: bool
 ) -> None:
-    """See that an answer does not begin with what the template writes ahead of every answer.
+    """Check that a message doesn't begin with the header of assistant messages.
 
-    `ahead` is what stands between `start` and the content: whitespace, reasoning, what opens a
-    call. A template that tells prompts from histories says itself where answers begin.
+    `ahead` is the text between `start` and the content: whitespace, reasoning, or the opening of a
+    call. A template that supports add_generation_prompt determines itself where a message begins.
     """
     if not ahead.strip():
         return
     if is_prompted:
-        heeded = talk.upto(index).text != talk.upto(index, prompted=True).text
-        if heeded or not _ahead_of_plain(talk, index, start).strip():
+        has_prompt = talk.upto(index).text != talk.upto(index, prompted=True).text
+        if has_prompt or not _ahead_of_plain(talk, index, start).strip():
             return
-        why = "the template does not heed add_generation_prompt"
+        why = "the template ignores add_generation_prompt"
     elif talk.controls is None or talk.controls.search(ahead) is None:
         return
     else:
         why = "the rendering does not begin with the prompt"
     raise TurnError(
-        f"message {index + 1}: where it begins was not found: {why}, and {ahead.strip()[:40]!r} "
-        "stands ahead of it"
+        f"message {index + 1}: its beginning was not found: {why}, and {ahead.strip()[:40]!r} "
+        "precedes the content"
     )
 
 
 def _ahead_of_plain(talk: Conversation, index: int, start: int) -> str:
-    """What stands between the prompt and an answer of words alone."""
+    """Return the text between the prompt and the content of a message that has only text."""
     messages = [*talk.messages[:index], {"role": ASSISTANT, "content": "plain words"}]
     whole = talk.render(messages).text
     found = _differing(talk, index, messages, whole)
@@ -149,7 +151,7 @@ def _ahead_of_plain(talk: Conversation, index: int, start: int) -> str:
 
 
 def common_prefix(one: str, other: str) -> int:
-    """How many characters two texts begin with in common."""
+    """Return the number of characters that two texts have in common at the beginning."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -158,3 +160,39 @@ def common_prefix(one: str, other: str) -> int:
         else:
             high = middle - 1
     return low
+
+
+def marks_of(talk: Conversation, index: int) -> tuple[Spans, int]:
+    """Return the generation blocks of message `index` as the last message.
+
+    Returns:
+        The spans, and which of them contains the content.
+
+    Raises:
+        TurnError: If the blocks don't enclose the content.
+        RenderError: If the template rejects the messages.
+    """
+    rendered = talk.upto(index + 1)
+    own = rendered.marks[_marks_before(talk, index) :]
+    body = text_of(talk.messages[index]).rpartition(_THOUGHT)[2].strip()
+    texts = [rendered.text[start:stop] for start, stop in own]
+    if not "".join(texts).strip() or (body in rendered.text and body not in "".join(texts)):
+        raise TurnError(
+            f"message {index + 1}: the template's generation blocks do not enclose it; blocks "
+            "within a macro or a set block are misplaced"
+        )
+    holding = [number for number, text in enumerate(texts) if body and body in text]
+    return own, holding[0] if holding else len(own) - 1
+
+
+def marks_in_whole(talk: Conversation, index: int) -> Spans:
+    """Return the generation blocks of message `index` in the rendering of all messages."""
+    whole = talk.upto(len(talk.messages)).marks
+    later = [each for each in talk.answers if each > index]
+    stop = _marks_before(talk, later[0]) if later else len(whole)
+    return whole[_marks_before(talk, index) : stop]
+
+
+def _marks_before(talk: Conversation, index: int) -> int:
+    """Return the number of blocks before a message: those in its prompt."""
+    return len(talk.upto(index, prompted=True).marks) if index else 0

@@ -1,110 +1,187 @@
-"""The processes that run templates, and the rows that are sent through them, in order."""
+"""Processes that run chat templates, which are untrusted programs.
+
+A template runs in a child process that opens nothing, with limits on its memory and computing time.
+The child runs `python -m` this module. It reads a `TemplateSetup` and then lists of chats, and
+replies to each in order, in MessagePack.
+
+Note: `concurrent.futures.ProcessPoolExecutor` with such limits would be shorter, but it unpickles
+results. A template that escapes its sandbox could then run code in the process that trains. Here it
+can only send data of the expected types. An executor can't end a worker that hangs, either.
+"""
 
 import os
-import select
+import re
+import resource
+import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from multiprocessing.connection import Connection
 from pathlib import Path
+from socket import socketpair
+from threading import Event, Timer
 
 import msgspec
 
 import fsdpctl
-from fsdpctl.data.chats.child import LENGTH_BYTES, Answer, Setup, seconds_for, send
-from fsdpctl.data.chats.rows import Chat
-from fsdpctl.data.chats.samples import Made
+from fsdpctl.data.chats.formats import Chat
+from fsdpctl.data.chats.render import Renderer, RenderError
+from fsdpctl.data.chats.samples import ChatSample, ChatSamples, LossPolicy, samples_of
+from fsdpctl.data.chats.turns import TurnError
 from fsdpctl.errors import UsageError
 
-MOST_SECONDS, MOST_BYTES = 10.0, 2 << 30  # for a chat, of which few take a hundredth
-_PATIENCE = 20  # times as long by the clock, on a busy machine, before a process is given up
-_AT_ONCE = 32  # chats
-_WORTH_ONE = 1 << 19  # bytes, that take about as long as a process takes to begin
+MOST_SECONDS, MOST_BYTES = 10.0, 2 << 30  # per chat; most need less than a hundredth
+_PATIENCE = 20  # wall-clock time, in multiples of computing time, before a process is killed
+_MOST_REPLY = 1 << 30  # bytes
+_BATCH = 32  # chats
+_BYTES_PER_PROCESS = 1 << 19  # input that takes about as long as starting a process
+_MANY = 100  # messages
 
 
-@dataclass(frozen=True, slots=True)
-class _Parcel:
-    """What a process is busy with."""
+class TemplateSetup(msgspec.Struct, array_like=True):
+    """Everything that the chats of a data set have in common."""
 
-    process: subprocess.Popen[bytes]
-    places: list[str]  # where each of the chats is from
-    seconds: float  # that they may compute
+    template: str
+    tool_template: str  # for conversations with tools; usually the same
+    special_tokens: dict[str, str]
+    controls: str  # a pattern; empty: no control tokens
+    date: str
+    train_on: str
+    rewritten_turns: str
+    most_seconds: float  # of computing, for a chat of a few messages
+    most_bytes: int  # of memory
+
+    def seconds_for(self, chat: Chat) -> float:
+        """Return the computing time for a chat: each message needs some renderings of all."""
+        return self.most_seconds * (1 + len(chat.messages) // _MANY)
+
+
+class Reply(msgspec.Struct, array_like=True):
+    """The samples of a chat, or the reason why there are none."""
+
+    made: ChatSamples | None
+    error: str = ""
+
+
+class _Worker:
+    """A child process, with the locations of the chats that it works on."""
+
+    def __init__(self) -> None:
+        self.process, self._connection = _start()
+        self._places: list[str] = []
+        self._seconds = 0.0
+
+    def send(self, message: object, places: list[str], seconds: float) -> None:
+        self._places, self._seconds = places, seconds
+        try:
+            self._connection.send_bytes(msgspec.msgpack.encode(message))
+        except OSError:
+            raise UsageError(f"{self._where}: the template ended its process") from None
+
+    def receive(self) -> list[Reply]:
+        """Wait for the replies to the last message, in order, up to the first error.
+
+        Raises:
+            UsageError: If a chat is rejected, or if the process exits or hangs.
+        """
+        late = Event()
+
+        def give_up() -> None:
+            late.set()
+            self.process.kill()
+
+        patience = Timer(self._seconds * _PATIENCE, give_up)
+        patience.daemon = True
+        patience.start()
+        try:
+            content = self._connection.recv_bytes(_MOST_REPLY)
+            replies = msgspec.msgpack.decode(content, type=list[Reply])
+        except (EOFError, OSError, msgspec.MsgspecError):
+            reason = "does not finish" if late.is_set() else "ended its process; out of memory?"
+            raise UsageError(f"{self._where}: the template {reason}") from None
+        finally:
+            patience.cancel()
+        for reply, place in zip(replies, self._places, strict=False):
+            if reply.error:
+                raise UsageError(f"{place}: {reply.error}")
+        return replies
 
     @property
-    def where(self) -> str:
-        """All of them, for what cannot be said of one."""
-        first, last = self.places[0], self.places[-1]
+    def _where(self) -> str:
+        first, last = self._places[0], self._places[-1]
         return first if first == last else f"{first} (to {last})"
+
+    def close(self) -> None:
+        self.process.kill()
+        with suppress(OSError):
+            self._connection.close()
+        self.process.wait()
 
 
 class Workers:
-    """Some processes with the same template."""
+    """Processes that all run the same template."""
 
-    def __init__(self, setup: Setup, where: str, count: int) -> None:
-        """Start `count` of them; `where` names the template.
+    def __init__(self, setup: TemplateSetup, where: str, count: int) -> None:
+        """Start `count` processes.
+
+        Args:
+            setup: The template and its limits.
+            where: The location of the template, for messages.
+            count: The number of processes.
 
         Raises:
-            UsageError: it is no template.
+            UsageError: If the template can't be compiled.
         """
         self._setup = setup
-        self._processes = [_start() for _ in range(count)]
+        self._workers = [_Worker() for _ in range(count)]
         try:
-            for process in self._processes:
-                _send(process, setup, where)
-            for process in self._processes:
-                self._answers(_Parcel(process, [where], setup.most_seconds))
+            for worker in self._workers:
+                worker.send(setup, [where], setup.most_seconds)
+            for worker in self._workers:
+                worker.receive()
         except BaseException:
             self.close()
             raise
 
-    def results(self, chats: Iterable[tuple[Chat, str]]) -> Iterator[Made]:
-        """What each of the chats becomes, in their order; the text is where one is from.
+    def results(self, chats: Iterable[tuple[Chat, str]]) -> Iterator[ChatSamples]:
+        """Yield the samples of each chat, in order. The texts are the chats' locations.
 
         Raises:
-            UsageError: the template refuses one, or its turns are not found; begins with where.
+            UsageError: If the template rejects a chat. The message begins with its location.
         """
-        # A process has one parcel at a time: while it writes an answer, nobody writes to it.
-        waiting: deque[_Parcel] = deque()
-        for number, some in enumerate(_some_at_a_time(chats)):
-            if len(waiting) == len(self._processes):
-                yield from self._made(waiting.popleft())
-            process = self._processes[number % len(self._processes)]
-            seconds = sum(seconds_for(self._setup, chat) for chat, _ in some)
-            parcel = _Parcel(process, [where for _, where in some], seconds)
-            _send(process, [chat for chat, _ in some], parcel.where)
-            waiting.append(parcel)
+        # A process has one batch at a time, so that it never writes while the parent writes to it.
+        source = iter(chats)
+        waiting: deque[_Worker] = deque()
+        idle = deque(self._workers)
+        while batch := list(islice(source, _BATCH)):
+            if not idle:
+                idle.append(waiting.popleft())
+                yield from _made(idle[0])
+            worker = idle.popleft()
+            seconds = sum(self._setup.seconds_for(chat) for chat, _ in batch)
+            worker.send([chat for chat, _ in batch], [place for _, place in batch], seconds)
+            waiting.append(worker)
         while waiting:
-            yield from self._made(waiting.popleft())
-
-    def _made(self, parcel: "_Parcel") -> Iterator[Made]:
-        return (each.made for each in self._answers(parcel) if each.made is not None)
-
-    def _answers(self, parcel: "_Parcel") -> list[Answer]:
-        length = int.from_bytes(_read(parcel, LENGTH_BYTES), "little")
-        answers = msgspec.msgpack.decode(_read(parcel, length), type=list[Answer])
-        for answer, where in zip(answers, parcel.places, strict=False):
-            if answer.error:
-                raise UsageError(f"{where}: {answer.error}")
-        return answers
+            yield from _made(waiting.popleft())
 
     def close(self) -> None:
-        """End the processes."""
-        for process in self._processes:
-            process.kill()
-            for stream in (process.stdin, process.stdout):
-                if stream is not None:
-                    with suppress(BrokenPipeError):  # what it was not told is of no use now
-                        stream.close()
-            process.wait()
+        """Kill the processes."""
+        for worker in self._workers:
+            worker.close()
+
+
+def _made(worker: _Worker) -> Iterator[ChatSamples]:
+    return (each.made for each in worker.receive() if each.made is not None)
 
 
 @contextmanager
-def workers(setup: Setup, where: str, num_bytes: int) -> Iterator[Workers]:
-    """As many as files of so many bytes have use for on this machine, while the block runs."""
-    useful = 1 + num_bytes // _WORTH_ONE
+def workers(setup: TemplateSetup, where: str, num_bytes: int) -> Iterator[Workers]:
+    """Run as many processes as input of `num_bytes` can use on this machine."""
+    useful = 1 + num_bytes // _BYTES_PER_PROCESS
     found = Workers(setup, where, max(1, min(8, os.cpu_count() or 1, useful)))
     try:
         yield found
@@ -112,42 +189,104 @@ def workers(setup: Setup, where: str, num_bytes: int) -> Iterator[Workers]:
         found.close()
 
 
-def _some_at_a_time(chats: Iterable[tuple[Chat, str]]) -> Iterator[list[tuple[Chat, str]]]:
-    source = iter(chats)
-    while some := list(islice(source, _AT_ONCE)):
-        yield some
-
-
-def _start() -> subprocess.Popen[bytes]:
-    """A child that finds this very package, and nothing in the current folder."""
+def _start() -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a child that imports this package, and nothing from the current directory."""
     root = str(Path(fsdpctl.__file__).parent.parent)
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "fsdpctl.data.chats.child"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": root},
-    )
+    ours, theirs = socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "fsdpctl.data.chats.workers", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": root},
+        )
+    return process, Connection(ours.detach())
 
 
-def _send(process: subprocess.Popen[bytes], value: object, where: str) -> None:
-    assert process.stdin is not None
+class _OutOfTimeError(BaseException):
+    """The time is up. Not an Exception, so that a template's handlers don't catch it."""
+
+
+def main() -> None:
+    """Reply to messages until the parent closes the connection."""
+    connection = Connection(int(sys.argv[1]))
+    with suppress(EOFError, OSError):
+        setup = msgspec.msgpack.decode(connection.recv_bytes(), type=TemplateSetup)
+        _limit(setup)
+        prepared: list[Callable[[Chat], ChatSamples]] = []
+        ready = _within(setup, setup.most_seconds, lambda: prepared.append(_prepare(setup)))
+        connection.send_bytes(msgspec.msgpack.encode([ready]))
+        while prepared:
+            chats = msgspec.msgpack.decode(connection.recv_bytes(), type=list[Chat])
+            replies = list(_replies(setup, prepared[0], chats))
+            connection.send_bytes(msgspec.msgpack.encode(replies))
+
+
+def _replies(
+    setup: TemplateSetup, work: Callable[[Chat], ChatSamples], chats: list[Chat]
+) -> Iterator[Reply]:
+    """Yield a reply for each chat, up to the first error."""
+    for chat in chats:
+        reply = _within(setup, setup.seconds_for(chat), partial(work, chat))
+        yield reply
+        if reply.error:
+            return
+
+
+def _prepare(setup: TemplateSetup) -> Callable[[Chat], ChatSamples]:
+    plain = Renderer(setup.template, setup.special_tokens, setup.date)
+    with_tools = plain
+    if setup.tool_template != setup.template:
+        with_tools = Renderer(setup.tool_template, setup.special_tokens, setup.date)
+    controls = re.compile(setup.controls) if setup.controls else None
+    policy = LossPolicy(setup.train_on, setup.rewritten_turns)
+
+    def work(chat: Chat) -> ChatSamples:
+        renderer = with_tools if chat.tools else plain
+        if chat.is_question:
+            prompt = renderer.render(
+                chat.messages, tools=chat.tools, options=chat.options, prompted=True
+            )
+            return ChatSamples([ChatSample(prompt.text, [])], {})
+        return samples_of(renderer, chat, policy, controls)
+
+    return work
+
+
+def _within(setup: TemplateSetup, seconds: float, work: Callable[[], ChatSamples | None]) -> Reply:
+    """Run `work` for at most `seconds` of computing."""
     try:
-        send(process.stdin, value)
-    except BrokenPipeError:
-        raise UsageError(f"{where}: the process of the template ended") from None
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        try:
+            return Reply(work())
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    except _OutOfTimeError:
+        return Reply(None, f"the template computes for longer than {seconds:g} s")
+    except MemoryError:
+        pass
+    except (RenderError, TurnError) as error:
+        if not str(error).startswith("MemoryError"):
+            return Reply(None, str(error))
+    return Reply(None, f"the template needs more than {setup.most_bytes >> 20} MiB of memory")
 
 
-def _read(parcel: _Parcel, count: int) -> bytes:
-    assert parcel.process.stdout is not None
-    file, parts, left = parcel.process.stdout.fileno(), [], count
-    while left:
-        ready, _, _ = select.select([file], [], [], parcel.seconds * _PATIENCE)
-        if not ready:
-            raise UsageError(f"{parcel.where}: the template does not come to an end")
-        part = os.read(file, min(left, 1 << 20))
-        if not part:
-            raise UsageError(f"{parcel.where}: the process of the template ended: no memory left?")
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
+def _limit(setup: TemplateSetup) -> None:
+    """Limit this process. ITIMER_VIRTUAL counts its own time, however busy the machine is."""
+
+    def stop(number: int, frame: object) -> None:
+        raise _OutOfTimeError
+
+    signal.signal(signal.SIGVTALRM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it too, and kills the child
+    with suppress(OSError, ValueError):  # a system without these limits has the one on time
+        resource.setrlimit(resource.RLIMIT_AS, (setup.most_bytes, setup.most_bytes))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+if __name__ == "__main__":
+    main()

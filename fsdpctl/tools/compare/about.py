@@ -1,4 +1,4 @@
-"""How a comparison was made: where, with what, by which command."""
+"""The conditions of a comparison: subject, machine, versions, command."""
 
 import os
 import platform
@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
@@ -19,119 +18,90 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class About:
-    """What a report says of how its figures came about."""
+class ComparisonInfo:
+    """The conditions under which the rows of a report were obtained."""
 
-    what: str  # "measured" or "foreseen"
+    what: str  # "measured" or "predicted"
     subject: str  # the model, in a few words
     where: str  # the machine, in a few words
-    how: str  # how often and how long
+    how: str  # number and length of the runs
     command: str
     versions: dict[str, str]
     machine: dict[str, str]
-    made: str  # when, UTC
-    is_whole: bool = True  # nobody stopped it
+    created_at: str  # UTC
+    is_complete: bool = True  # False: stopped early
 
     @property
     def title(self) -> str:
-        """What was measured where."""
+        """The subject and the machine."""
         return f"{self.subject}, {self.what} on {self.where}"
 
 
-def about_comparison(
+def describe(
     configs: Sequence[Config],
     rows: Sequence[Row],
     *,
-    is_foreseen: bool,
+    is_predicted: bool,
     how: str,
     command: str,
-    is_whole: bool,
-) -> About:
-    """Of a comparison that ran on this machine, or was foreseen for a cluster.
+    is_complete: bool,
+) -> ComparisonInfo:
+    """Describe a comparison on this machine, or its prediction for a cluster.
 
     Args:
-        configs: of its variants.
-        rows: what came of them.
-        is_foreseen: nothing ran.
-        how: how often and how long each ran.
-        command: what was typed.
-        is_whole: whether nobody stopped it.
+        configs: The variants' configurations.
+        rows: The variants' results.
+        is_predicted: Whether nothing ran.
+        how: Number and length of the runs.
+        command: The command line.
+        is_complete: Whether all variants were compared.
     """
-    where = _cluster(configs) if is_foreseen else _here(configs)
-    return About(
-        what="foreseen" if is_foreseen else "measured",
-        subject=subject_of(configs),
-        where=f"{_ranks(rows)} {where.name}",
+    import torch
+
+    first = configs[0]
+    versions = {"fsdpctl": __version__, "torch": torch.__version__}
+    if is_predicted:
+        names = dict.fromkeys(each.cluster.profile or each.cluster.name for each in configs)
+        device = ", ".join(names)
+        specs = asdict(first.cluster).items()
+        machine = {n: str(v) for n, v in specs if v is not None and n != "name"}
+    else:
+        processor = _processor()
+        device = f"the CPU ({processor})"
+        versions["python"] = platform.python_version()
+        machine = {
+            "processor": f"{processor}, {os.cpu_count()} cores",
+            "memory": f"{psutil.virtual_memory().total / _GIB:.1f} GiB",
+            "system": platform.platform(terse=True),
+        }
+        if torch.cuda.is_available() and first.launch.device != "cpu":
+            device = torch.cuda.get_device_name()
+            versions["CUDA"] = str(torch.version.cuda)
+            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+            machine["devices"] = f"{torch.cuda.device_count()} x {device}"
+    models = ", ".join(dict.fromkeys(each.model.name for each in configs))
+    sizes = {row.world_size for row in rows if row.world_size}
+    ranks = f"{_range(sizes)} {'rank' if sizes == {1} else 'ranks'} of " if sizes else ""
+    return ComparisonInfo(
+        what="predicted" if is_predicted else "measured",
+        subject=f"{models}, {_range({each.train.seq_len for each in configs})} tokens per sample",
+        where=ranks + device,
         how=how,
         command=command,
-        versions=where.versions,
-        machine=where.machine,
-        made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        is_whole=is_whole,
+        versions=versions,
+        machine=machine,
+        created_at=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        is_complete=is_complete,
     )
 
 
-class _Where(NamedTuple):
-    """As in `About`."""
-
-    name: str
-    versions: dict[str, str]
-    machine: dict[str, str]
-
-
-def _here(configs: Sequence[Config]) -> _Where:
-    import torch
-
-    on_cuda = torch.cuda.is_available() and configs[0].launch.device != "cpu"
-    processor = _processor()
-    device = torch.cuda.get_device_name() if on_cuda else f"the CPU ({processor})"
-    versions = {**_versions(), "python": platform.python_version()}
-    machine = {
-        "processor": f"{processor}, {os.cpu_count()} cores",
-        "memory": f"{psutil.virtual_memory().total / _GIB:.1f} GiB",
-        "system": platform.platform(terse=True),
-    }
-    if on_cuda:
-        versions["CUDA"] = str(torch.version.cuda)
-        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        machine["devices"] = f"{torch.cuda.device_count()} x {device}"
-    return _Where(device, versions, machine)
-
-
-def _cluster(configs: Sequence[Config]) -> _Where:
-    clusters = dict.fromkeys(each.cluster.profile or each.cluster.name for each in configs)
-    figures = {
-        name: str(value)
-        for name, value in asdict(configs[0].cluster).items()
-        if value is not None and name != "name"
-    }
-    return _Where(", ".join(clusters), _versions(), figures)
-
-
-def _versions() -> dict[str, str]:
-    import torch
-
-    return {"fsdpctl": __version__, "torch": torch.__version__}
-
-
-def subject_of(configs: Sequence[Config]) -> str:
-    """What is trained, in a few words."""
-    models = ", ".join(dict.fromkeys(each.model.name for each in configs))
-    lengths = sorted({each.train.seq_len for each in configs})
-    between = f"{lengths[0]} to {lengths[-1]}" if len(lengths) > 1 else f"{lengths[0]}"
-    return f"{models}, {between} tokens a sample"
-
-
-def _ranks(rows: Sequence[Row]) -> str:
-    sizes = sorted({row.world_size for row in rows if row.world_size})
-    if not sizes:
-        return ""
-    between = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
-    return f"{between} {'rank' if sizes == [1] else 'ranks'} of"
+def _range(values: set[int]) -> str:
+    least, most = min(values), max(values)
+    return f"{least}" if least == most else f"{least} to {most}"
 
 
 def _processor() -> str:
-    """Its name, as Linux has it."""
+    """Return the processor's name, on Linux that in /proc/cpuinfo."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -141,10 +111,10 @@ def _processor() -> str:
 
 
 def command_of(words: Sequence[str], options: Sequence[str]) -> str:
-    """What was typed, without what is executed: that is nobody else's business."""
-    told = [word for word in words if not _is_executed(word.partition("=")[0])]
-    return shlex.join(["fsdpctl", "compare", *told, *options])
-
-
-def _is_executed(name: str) -> bool:
-    return name in KEYS and KEYS[name].is_executed
+    """Return the command line without settings that are executed, which may be confidential."""
+    shown = []
+    for word in words:
+        key = KEYS.get(word.partition("=")[0])
+        if key is None or not key.is_executed:
+            shown.append(word)
+    return shlex.join(["fsdpctl", "compare", *shown, *options])

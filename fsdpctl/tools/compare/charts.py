@@ -1,6 +1,7 @@
 """The charts of a comparison, as PNG files."""
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,15 +9,16 @@ from typing import Any
 from fsdpctl.tools.compare.row import OK, Row
 from fsdpctl.tools.compare.table import names_of
 
-_WIDTH, _BAR, _AROUND = 9.5, 0.42, 1.75  # inches: of all, of a bar, of what is around the bars
+_WIDTH, _BAR, _AROUND, _LINES = 9.5, 0.42, 1.75, 4.6  # inches: width, height per bar, margin, lines
 _DPI = 144
-_THICK = 0.62  # of a bar, of its room
-# Okabe and Ito's colours, which people with colour-blindness tell apart.
+_THICK = 0.62  # of a bar, relative to its space
+# Okabe and Ito's colors, which people with color blindness can distinguish.
 _BLUE, _SKY, _GREEN, _ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 _RED, _PURPLE, _GREY = "#D55E00", "#CC79A7", "#BBBBBB"
+_COLORS = (_BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY, "black")  # of lines
 _TIMES = {
     "compute_seconds": ("forward and backward", _BLUE),
-    "exposed_communication_seconds": ("waiting for other ranks", _RED),
+    "exposed_communication_seconds": ("exposed communication", _RED),
     "optimizer_seconds": ("optimizer", _ORANGE),
     "data_seconds": ("data", _GREY),
 }
@@ -28,184 +30,212 @@ _MEMORY = {
     "reduce_buffers": _PURPLE,
 }
 _REST = "#DDDDDD"
-COLORS = (_BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY, "black")  # of lines
 _SCALES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _COUNTS = ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
+_RANKS = ("launch.nnodes", "launch.nproc_per_node")
+_Point = tuple[int, float, bool]  # ranks, tokens per second per rank, whether it fits
+_Drawing = tuple[Any, str, str]  # figure, name of the file, caption
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A picture, and what it shows in words."""
+    """A picture and its caption."""
 
     path: Path
     caption: str
 
 
 def draw_charts(rows: Sequence[Row], title: str, best: Row | None, folder: Path) -> list[Chart]:
-    """Those for which something is known of `rows`; `best` stands out.
+    """Draw every chart for which `rows` have values.
 
     Args:
-        rows: measured or foreseen.
-        title: what was measured where; it stands below what a chart shows.
-        best: of the rows the recommended one.
-        folder: an existing directory.
+        rows: Measured or predicted.
+        title: Subject and machine, shown below the title of a chart.
+        best: The recommended row, which is highlighted.
+        folder: An existing directory.
     """
     import matplotlib
 
     matplotlib.use("agg")
-    return [
-        chart
-        for draw in (_draw_speed, _draw_time, _draw_memory, _draw_largest)
-        for chart in draw(rows, title, best, folder)
-    ]
+    ran = [row for row in rows if row.status == OK]
+    drawings = (
+        _throughput([row for row in ran if row.tokens_per_second], title, best),
+        _time([row for row in ran if row.compute_seconds is not None], title),
+        _memory([row for row in rows if row.estimated_breakdown], title),
+        _largest([row for row in rows if row.largest is not None], title),
+        _scaling(rows, title),
+    )
+    charts = []
+    for figure, name, caption in filter(None, drawings):
+        figure.savefig(folder / name, dpi=_DPI)
+        charts.append(Chart(folder / name, caption))
+    return charts
 
 
-def _draw_speed(rows: Sequence[Row], title: str, best: Row | None, folder: Path) -> Iterator[Chart]:
-    shown = [row for row in rows if row.status == OK and row.tokens_per_second]
-    if not shown:
-        return
-    figure, axes = _figure("Throughput", title, shown)
-    speeds = [row.speed for row in shown]
-    colors = [_BLUE if row is best else _SKY for row in shown]
-    places = range(len(shown))
-    axes.barh(places, speeds, height=_THICK, color=colors)
-    for place, row in zip(places, shown, strict=True):
+def _throughput(rows: Sequence[Row], title: str, best: Row | None) -> _Drawing | None:
+    if not rows:
+        return None
+    figure, axes = _bar_axes("Throughput", title, rows)
+    colors = [_BLUE if row is best else _SKY for row in rows]
+    axes.barh(range(len(rows)), [row.speed for row in rows], height=_THICK, color=colors)
+    for place, row in enumerate(rows):
         low, high = row.spread
         if high > low:
             axes.errorbar(
                 row.speed, place, xerr=[[row.speed - low], [high - row.speed]],
                 color="black", capsize=4, linewidth=1.2,
             )  # fmt: skip
-        axes.annotate(
-            f"{row.speed:,.0f}", (0, place), xytext=(6, 0), textcoords="offset points", va="center",
-            color="white" if row is best else "black",
-        )  # fmt: skip
-    axes.set_xlim(0, max(row.spread[1] for row in shown) * 1.04)
-    axes.set_xlabel("tokens per second, of all ranks")
+        _annotate(axes, 0, place, f"{row.speed:,.0f}", "white" if row is best else "black")
+    axes.set_xlim(0, max(row.spread[1] for row in rows) * 1.04)
+    axes.set_xlabel("tokens per second, all ranks")
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    several = any(len(row.rounds) > 1 for row in shown)
-    spread = "its slowest and fastest round" if several else "the middle half of its steps"
-    whiskers = f"; whiskers: {spread}" if any(row.tokens_per_second_spread for row in shown) else ""
-    dark = " The dark bar is the recommended one." if best in shown else ""
+    several = any(len(row.rounds) > 1 for row in rows)
+    spread = "slowest and fastest round" if several else "quartiles of its steps"
+    whiskers = f"; whiskers: {spread}" if any(row.tokens_per_second_spread for row in rows) else ""
+    dark = " The dark bar is recommended." if best in rows else ""
     caption = f"Tokens per second of all ranks, median of the rounds{whiskers}.{dark}"
-    yield saved(figure, folder / "throughput.png", caption)
+    return figure, "throughput.png", caption
 
 
-def _draw_time(rows: Sequence[Row], title: str, best: Row | None, folder: Path) -> Iterator[Chart]:
-    shown = [row for row in rows if row.status == OK and row.compute_seconds is not None]
-    if not shown:
-        return
-    figure, axes = _figure("Where the time of a step goes", title, shown)
-    seconds = [[getattr(row, name) or 0.0 for row in shown] for name in _TIMES]
-    totals = [sum(parts) for parts in zip(*seconds, strict=True)]
-    scale, unit = (1, "seconds") if max(totals) >= 1 else (1e3, "milliseconds")
+def _time(rows: Sequence[Row], title: str) -> _Drawing | None:
+    if not rows:
+        return None
+    figure, axes = _bar_axes("Time of a step", title, rows)
+    seconds = {name: [getattr(row, name) or 0.0 for row in rows] for name in _TIMES}
+    longest = max(sum(parts) for parts in zip(*seconds.values(), strict=True))
+    scale, unit = (1, "seconds") if longest >= 1 else (1e3, "milliseconds")
     stacks = [
-        (label, color, [value * scale for value in values])
-        for values, (label, color) in zip(seconds, _TIMES.values(), strict=True)
+        (*_TIMES[name], [each * scale for each in values]) for name, values in seconds.items()
     ]
-    left = _stacked(axes, stacks)
-    for place, total in enumerate(left):
-        axes.annotate(
-            f"{total:,.3g}" if total < 100 else f"{total:,.0f}", (total, place), xytext=(6, 0),
-            textcoords="offset points", va="center",
-        )  # fmt: skip
-    axes.set_xlim(0, max(left) * 1.12)
-    axes.set_xlabel(f"{unit} of a step, on rank 0")
+    ends = _stacked(axes, stacks)
+    for place, total in enumerate(ends):
+        _annotate(axes, total, place, f"{total:,.3g}" if total < 100 else f"{total:,.0f}")
+    axes.set_xlim(0, max(ends) * 1.12)
+    axes.set_xlabel(f"{unit} per step, on rank 0")
     _legend(axes)
-    caption = "What a step consists of on rank 0, medians of the rounds."
-    yield saved(figure, folder / "time.png", caption)
+    return figure, "time.png", "Parts of a step on rank 0, medians of the rounds."
 
 
-def _draw_memory(
-    rows: Sequence[Row], title: str, best: Row | None, folder: Path
-) -> Iterator[Chart]:
-    shown = [row for row in rows if row.estimated_breakdown]
-    if not shown:
-        return
-    figure, axes = _figure("Memory of the fullest rank at its peak", title, shown)
-    parts = [row.estimated_breakdown or {} for row in shown]
-    totals = [sum(each.values()) for each in parts]
-    scale, unit = _scaled(max(totals), _SCALES)
-    left = _stacked(
-        axes,
-        [
-            (
-                f"{name.replace('_', ' ')} (estimated)",
-                _MEMORY.get(name, _REST),
-                [each.get(name, 0) / scale for each in parts],
-            )
-            for name in dict.fromkeys(name for each in parts for name in each)
-        ],
-    )
-    _mark(axes, shown, "peak_allocated_bytes", scale, "engine", "black")
-    _mark(axes, shown, "peak_tensor_bytes", scale, "all tensors", _RED)
-    limits = [row.memory_bytes / scale for row in shown if row.memory_bytes]
-    axes.set_xlim(0, max(left) * 1.06)
-    if limits and min(limits) < 1.6 * max(left):
-        axes.set_xlim(0, max(max(left), min(limits)) * 1.06)
-        axes.axvline(
-            min(limits), color="black", linestyle="--", linewidth=1, label="what a rank may use"
+def _memory(rows: Sequence[Row], title: str) -> _Drawing | None:
+    if not rows:
+        return None
+    figure, axes = _bar_axes("Peak memory of the rank with the highest peak", title, rows)
+    parts = [row.estimated_breakdown or {} for row in rows]
+    scale, unit = _scaled(max(sum(each.values()) for each in parts), _SCALES)
+    stacks = [
+        (
+            f"{name.replace('_', ' ')} (estimated)",
+            _MEMORY.get(name, _REST),
+            [each.get(name, 0) / scale for each in parts],
         )
-    axes.set_xlabel(f"{unit} on a rank")
+        for name in dict.fromkeys(name for each in parts for name in each)
+    ]
+    longest = max(_stacked(axes, stacks))
+    _mark(axes, rows, "peak_engine_bytes", scale, "engine", "black")
+    _mark(axes, rows, "peak_tensor_bytes", scale, "all tensors", _RED)
+    limit = min((row.memory_bytes / scale for row in rows if row.memory_bytes), default=None)
+    axes.set_xlim(0, longest * 1.06)
+    if limit is not None and limit < 1.6 * longest:
+        axes.set_xlim(0, max(longest, limit) * 1.06)
+        axes.axvline(limit, color="black", linestyle="--", linewidth=1, label="available to a rank")
+    axes.set_xlabel(f"{unit} per rank")
     _legend(axes)
     caption = (
-        "What a rank holds at its peak, by the estimate; the marks are what was measured. What the "
-        "engine owns is shown as it is at the engine's own peak."
+        "Memory of a rank at its peak, by the estimate; marks show measured peaks. Parts that the "
+        "engine owns are shown at the engine's own peak."
     )
-    yield saved(figure, folder / "memory.png", caption)
+    return figure, "memory.png", caption
 
 
-def _draw_largest(
-    rows: Sequence[Row], title: str, best: Row | None, folder: Path
-) -> Iterator[Chart]:
-    shown = [row for row in rows if row.largest is not None]
-    if not shown:
-        return
-    several = len({row.engine for row in shown}) > 1
-    names = [f"{row.strategy} ({row.engine})" if several else row.strategy for row in shown]
-    figure, axes = _figure("The largest model that fits, by the estimate", title, shown, names)
-    counts = [row.largest.num_params for row in shown if row.largest]
-    scale, unit = _scaled(max(counts), _COUNTS)
-    axes.barh(range(len(shown)), [count / scale for count in counts], height=_THICK, color=_GREEN)
-    for place, row in enumerate(shown):
-        assert row.largest is not None
-        axes.annotate(
-            f"{row.largest.num_params / scale:,.1f} ({row.largest.num_layers:,} blocks)",
-            (row.largest.num_params / scale, place), xytext=(6, 0), textcoords="offset points",
-            va="center",
-        )  # fmt: skip
-    axes.set_xlim(0, max(counts) / scale * 1.28)
+def _largest(rows: Sequence[Row], title: str) -> _Drawing | None:
+    if not rows:
+        return None
+    several = len({row.engine for row in rows}) > 1
+    names = [f"{row.strategy} ({row.engine})" if several else row.strategy for row in rows]
+    figure, axes = _bar_axes("Largest model that fits, by the estimate", title, rows, names)
+    sizes = [row.largest for row in rows if row.largest]
+    scale, unit = _scaled(max(each.num_params for each in sizes), _COUNTS)
+    counts = [each.num_params / scale for each in sizes]
+    axes.barh(range(len(rows)), counts, height=_THICK, color=_GREEN)
+    for place, (each, count) in enumerate(zip(sizes, counts, strict=True)):
+        _annotate(axes, count, place, f"{count:,.1f} ({each.num_layers:,} blocks)")
+    axes.set_xlim(0, max(counts) * 1.28)
     axes.set_xlabel(f"{unit} of parameters")
     caption = (
-        "The same model with as many blocks as fit, on as many ranks as this was measured on, with "
-        "the other settings of the first variant of each strategy; above 256 blocks, about."
+        "The same model with as many blocks as fit, on the same number of ranks, with the other "
+        "settings of the first variant of each strategy. Above 256 blocks, the number is "
+        "approximate."
     )
-    yield saved(figure, folder / "largest.png", caption)
+    return figure, "largest.png", caption
 
 
-def _figure(
-    what: str, title: str, rows: Sequence[Row], names: Sequence[str] | None = None
-) -> tuple[Any, Any]:
-    """Axes with a place for each row, the first on top."""
+def _scaling(rows: Sequence[Row], title: str) -> _Drawing | None:
+    curves: dict[str, list[_Point]] = defaultdict(list)
+    for row in rows:
+        if row.tokens_per_second and row.world_size:
+            others = [text for name, text in row.varied.items() if name not in _RANKS]
+            point = row.world_size, row.tokens_per_second / row.world_size, row.status == OK
+            curves[" · ".join(others) or row.strategy].append(point)
+    if all(len(points) < 2 for points in curves.values()):
+        return None
+    figure, axes = _figure("Throughput per rank", title, _LINES)
+    for number, (name, points) in enumerate(curves.items()):
+        color = _COLORS[number % len(_COLORS)]
+        sizes, speeds, fits = zip(*sorted(points), strict=True)
+        axes.plot(sizes, speeds, color=color, label=name)
+        faces = [color if each else "white" for each in fits]
+        axes.scatter(sizes, speeds, edgecolors=color, c=faces, zorder=3)
+    ticks = sorted({size for points in curves.values() for size, _, _ in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{size:,}" for size in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("tokens per second per rank")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(visible=True, color="#e6e6e6")
+    _legend(axes)
+    caption = (
+        "Tokens per second per rank over the number of ranks: a level line is perfect scaling. "
+        "Hollow points do not fit."
+    )
+    return figure, "scaling.png", caption
+
+
+def _figure(heading: str, title: str, height: float) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH, _AROUND + _BAR * len(rows)), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     axes = figure.subplots()
-    figure.suptitle(what, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    figure.suptitle(heading, x=0.01, ha="left", fontsize=13, fontweight="bold")
     axes.set_title(title, loc="left", fontsize=9, color="#444444", x=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _bar_axes(
+    heading: str, title: str, rows: Sequence[Row], names: Sequence[str] | None = None
+) -> tuple[Any, Any]:
+    """Return a figure and axes with a position for each row, the first at the top."""
+    figure, axes = _figure(heading, title, _AROUND + _BAR * len(rows))
     keys = names_of(rows) if names is None else ("strategy",)
     labels = names or [" · ".join(row.varied.values()) or row.strategy for row in rows]
     axes.set_yticks(range(len(rows)), labels)
     axes.set_ylabel(" · ".join(keys), fontsize=9, color="#444444")
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.grid(visible=True, color="#e6e6e6")
-    axes.set_axisbelow(True)
     return figure, axes
 
 
+def _annotate(axes: Any, x: float, place: int, text: str, color: str = "black") -> None:
+    axes.annotate(
+        text, (x, place), xytext=(6, 0), textcoords="offset points", va="center", color=color
+    )
+
+
 def _stacked(axes: Any, stacks: Sequence[tuple[str, str, list[float]]]) -> list[float]:
-    """Draw bars of several parts, each with its label and colour; returns where they end."""
+    """Draw stacked bars from parts with label, color and lengths; return the bars' lengths."""
     left = [0.0] * len(stacks[0][2])
     for label, color, lengths in stacks:
         if any(lengths):
@@ -215,7 +245,7 @@ def _stacked(axes: Any, stacks: Sequence[tuple[str, str, list[float]]]) -> list[
 
 
 def _mark(axes: Any, rows: Sequence[Row], name: str, scale: float, what: str, color: str) -> None:
-    """A stroke where a figure of each row is, as far as it was measured."""
+    """Mark the measured value of each row, if known."""
     known = [(at, nbytes) for at, row in enumerate(rows) if (nbytes := getattr(row, name))]
     if known:
         axes.scatter(
@@ -232,9 +262,3 @@ def _legend(axes: Any) -> None:
 
 def _scaled(most: float, scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
     return next((each for each in scales if most >= each[0]), scales[-1])
-
-
-def saved(figure: Any, path: Path, caption: str) -> Chart:
-    """Write a picture."""
-    figure.savefig(path, dpi=_DPI)
-    return Chart(path, caption)

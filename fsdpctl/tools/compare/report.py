@@ -1,4 +1,4 @@
-"""The files of a comparison: JSON, CSV, charts, and a page that needs nothing else."""
+"""The files of a comparison: JSON, CSV, charts, and a self-contained page."""
 
 import base64
 import json
@@ -9,49 +9,54 @@ from struct import unpack
 
 from jinja2 import Environment, StrictUndefined
 
-from fsdpctl.tools.compare.about import About
+from fsdpctl.tools.compare.about import ComparisonInfo
 from fsdpctl.tools.compare.charts import Chart, draw_charts
-from fsdpctl.tools.compare.curves import draw_scaling
-from fsdpctl.tools.compare.judge import Recommendation, failures, losses, recommend
+from fsdpctl.tools.compare.recommendation import Recommendation, failures, losses, recommend
 from fsdpctl.tools.compare.row import OK, Row
 from fsdpctl.tools.compare.table import as_csv, columns
 
 JSON, CSV, PAGE, ABOUT = "compare.json", "compare.csv", "compare.html", "about.json"
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
-_WIDTH_AT, _SHARPER = 16, 1.5  # of a PNG: where its width stands; pixels of it for one of the page
+_WIDTH_AT, _SCALE = 16, 1.5  # offset of the width in a PNG; its pixels per pixel of the page
 
 
 def as_json(rows: Sequence[Row]) -> str:
-    """The list of rows that `compare --json` prints."""
+    """Return the list of rows that `compare --json` prints."""
     return json.dumps([row.to_dict() for row in rows], indent=2)
 
 
-def write_report(rows: Sequence[Row], about: About, folder: Path) -> None:
-    """Write everything that is known of `rows` into an existing directory.
+def write_report(rows: Sequence[Row], about: ComparisonInfo, folder: Path) -> None:
+    """Write all results into an existing directory.
 
     Raises:
-        OSError: something cannot be written.
+        OSError: If a file cannot be written.
     """
-    said = recommend(rows)
-    (folder / JSON).write_text(as_json(rows) + "\n", encoding="utf-8")
-    (folder / CSV).write_text(as_csv(rows), encoding="utf-8")
-    told = {**asdict(about), "recommendation": said.text}
-    (folder / ABOUT).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-    charts = draw_charts(rows, about.title, said.best, folder)
-    charts += draw_scaling(rows, about.title, folder)
-    (folder / PAGE).write_text(page(rows, about, said, charts), encoding="utf-8")
+    found = recommend(rows)
+    content = {**asdict(about), "recommendation": found.text}
+    charts = draw_charts(rows, about.title, found.best, folder)
+    for name, text in (
+        (JSON, as_json(rows) + "\n"),
+        (CSV, as_csv(rows)),
+        (ABOUT, json.dumps(content, indent=2) + "\n"),
+        (PAGE, _page(rows, about, found, charts)),
+    ):
+        (folder / name).write_text(text, encoding="utf-8")
 
 
-def page(rows: Sequence[Row], about: About, said: Recommendation, charts: Sequence[Chart]) -> str:
-    """One HTML file with everything in it; it loads nothing and runs nothing."""
+def _page(
+    rows: Sequence[Row], about: ComparisonInfo, found: Recommendation, charts: Sequence[Chart]
+) -> str:
+    """Return one HTML file with everything in it, which loads nothing and runs nothing."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    lines = [{"number": n, "kind": _kind(row, said)} for n, row in enumerate(rows)]
+    kinds = {OK: ""}
     return template.render(
         about=about,
-        recommendation=said.text,
+        recommendation=found.text,
         columns=columns(rows),
-        lines=lines,
+        kinds=[
+            "best-row" if row is found.best else kinds.get(row.status, "failed") for row in rows
+        ],
         notes=[*failures(rows), *losses(rows)],
         charts=[_embedded(chart) for chart in charts],
         runs=[
@@ -62,18 +67,11 @@ def page(rows: Sequence[Row], about: About, said: Recommendation, charts: Sequen
     )
 
 
-def _kind(row: Row, said: Recommendation) -> str:
-    """The class of its line in the table."""
-    if row is said.best:
-        return "best-row"
-    return "" if row.status == OK else "failed"
-
-
 def _embedded(chart: Chart) -> dict[str, str | int]:
     content = chart.path.read_bytes()
     (width,) = unpack(">I", content[_WIDTH_AT : _WIDTH_AT + 4])
     return {
         "source": f"data:image/png;base64,{base64.b64encode(content).decode()}",
-        "width": round(width / _SHARPER),
+        "width": round(width / _SCALE),
         "caption": chart.caption,
     }

@@ -1,4 +1,4 @@
-"""From words with commas to the settings of each run."""
+"""Expansion of settings with commas into the settings of each run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,42 +12,49 @@ from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.engines import has_strategy
 from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.tools.compare.row import Row
 
-_OURS = dict.fromkeys(LENGTHS, "--steps says how long each run is") | {
-    "train.run_dir": "--out keeps the runs"
+_SET_BY_COMPARE = dict.fromkeys(LENGTHS, "pass --steps to set the length of each run") | {
+    "train.run_dir": "pass --out to keep the runs"
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is run in each round."""
+    """A configuration to compare with others."""
 
-    varied: dict[str, str]  # only what differs between the runs
+    varied: dict[str, str]  # the settings that differ between variants
     composed: Composed
-    words: tuple[str, ...] = ()  # all that were typed for it, without its length
+    words: tuple[str, ...] = ()  # all settings on the command line, without its length
 
     @property
     def label(self) -> str:
-        """The words that make it what it is."""
+        """The settings that identify it."""
         return " ".join(f"{name}={text}" for name, text in self.varied.items())
+
+    @property
+    def row(self) -> Row:
+        """A row without results."""
+        config = self.composed.config
+        return Row(self.varied, config.strategy.name, config.engine.name)
 
 
 def variants(
     words: Sequence[str], recipe: str | None, config_dir: Path | None, *, steps: int
 ) -> list[Variant]:
-    """Every combination of the alternatives in `words`; of all strategies where there are none.
+    """Return every combination of the alternatives in `words`; without any, all strategies.
 
-    Commas separate alternatives of choices and numbers; in texts, such as paths, they are commas.
-    Where strategies vary, values that one of them has no use for are left out under it. Where only
-    engines vary and nobody named a strategy, strategies vary too: no engine of PyTorch's has all.
+    Commas separate alternatives of group options and numbers; in texts, such as paths, they have no
+    meaning. If strategies vary, each variant ignores values that its strategy does not use. If
+    engines vary and no strategy is set, strategies vary too: none of PyTorch's engines has all.
 
     Raises:
-        UsageError: a word is unknown, or its value is not allowed.
+        UsageError: If a setting is unknown, or its value is invalid.
     """
     for word in words:
         name = word.partition("=")[0]
-        if name in _OURS:
-            raise UsageError(f"{name}: compare decides it; {_OURS[name]}")
+        if name in _SET_BY_COMPARE:
+            raise UsageError(f"{name}: not supported by compare; {_SET_BY_COMPARE[name]}")
     alternatives = {
         name: list(dict.fromkeys(text.split(",")))
         for name, equals, text in (word.partition("=") for word in words)
@@ -55,9 +62,9 @@ def variants(
     }
     for name, texts in alternatives.items():
         if "" in texts:
-            raise UsageError(f"{name}={','.join(texts)}: an alternative between commas is empty")
+            raise UsageError(f"{name}={','.join(texts)}: empty alternative between commas")
     names = [word.partition("=")[0] for word in words]
-    if len(names) != len(set(names)):  # its error names both
+    if len(names) != len(set(names)):  # raises an error that names both
         compose_config(words, recipe, config_dir)
     between_engines = "engine" in alternatives and "strategy" not in _named_in(recipe)
     if "strategy" not in names and (between_engines or not alternatives):
@@ -70,16 +77,16 @@ def variants(
 
 
 def distinct(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
-    """Those that differ in what they run, and a line for each of the others.
+    """Return the variants that run differently, and a line for each duplicate.
 
-    Where parameters are whole at rest nothing is gathered, so prefetch changes nothing.
+    A strategy that keeps unsharded parameters gathers none, so prefetching has no effect on it.
     """
     kept: dict[frozenset[tuple[str, str]], Variant] = {}
     lines = []
     for each in found:
         config = each.composed.config
         name = config.strategy.name
-        gathers = name not in STRATEGIES or STRATEGIES[name].shards_params  # or is to be chosen
+        gathers = name not in STRATEGIES or STRATEGIES[name].shards_params  # unknown: `auto`
         words = frozenset(
             (name, text)
             for name, text in config_words(config).items()
@@ -87,17 +94,17 @@ def distinct(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
         )
         first = kept.setdefault(words, each)
         if first is not each:
-            lines.append(f"{each.label}: is the same as {first.label}")
+            lines.append(f"{each.label}: skipped, runs the same as {first.label}")
     return list(kept.values()), lines
 
 
 def possible(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
-    """Of combinations those that their engine has, and a line that says which it does not.
+    """Return the variants whose engine has their strategy, and a line about the others.
 
-    One that was asked for by itself stays, to be answered.
+    A single variant is kept, so that running it reports the error.
 
     Raises:
-        UsageError: none of them is left.
+        UsageError: If none is left.
     """
     if len(found) < 2:
         return list(found), []
@@ -108,10 +115,12 @@ def possible(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
             kept.append(each)
         elif strategy not in lacking.setdefault(engine, []):
             lacking[engine].append(strategy)
-    said = "; ".join(f"engine={e} does not have {', '.join(s)}" for e, s in lacking.items())
+    problem = "; ".join(
+        f"engine={engine} does not support {', '.join(names)}" for engine, names in lacking.items()
+    )
     if not kept:
-        raise UsageError(said)
-    return kept, [f"left out: {said}"] if said else []
+        raise UsageError(problem)
+    return kept, [f"skipped: {problem}"] if problem else []
 
 
 def _named_in(recipe: str | None) -> set[str]:

@@ -1,4 +1,4 @@
-"""Configurations of other tools, in our words."""
+"""Translation of other tools' configurations."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,6 @@ from fsdpctl.config.importers.read import read_others
 from fsdpctl.config.importers.translation import Translation
 from fsdpctl.config.schema import GROUPS
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.estimator import Estimator, estimate_strategies
 from fsdpctl.estimate.from_others import Asked, completed
 from tests.hostile import make_checkpoint, make_hugging_face
 
@@ -20,7 +19,7 @@ H100 = "cluster=h100"
 
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path, monkeypatch):
-    """The Hub's cache of whoever runs the tests says nothing here."""
+    """Use an empty Hugging Face cache."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
@@ -39,10 +38,9 @@ def written(folder: Path, text: str, name: str = "file.yaml") -> Path:
 
 
 AXOLOTL = "base_model: meta-llama/Llama-3.1-8B\nmicro_batch_size: 1\nfsdp: [full_shard]\n"
-TITAN = '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 4096\n'
 
 
-def test_an_axolotl_file_with_fsdp_is_read_whole():
+def test_all_keys_of_an_axolotl_file_are_recognized():
     found = asked("axolotl-full.yaml")
     config, batches = found.composed.config, found.composed.config.train
     assert (config.model.name, batches.seq_len, batches.micro_batch_size) == ("llama3_8b", 4096, 2)
@@ -53,12 +51,12 @@ def test_an_axolotl_file_with_fsdp_is_read_whole():
     assert (config.data.name, config.data.packing) == ("chat", True)
     assert config.prefetch.name == "backward"
     assert batches.loss_chunk_tokens == 0
-    assert found.translation.unknown == []
-    assert found.translation.unlike == []
-    assert {"learning_rate", "wandb_name", "datasets"} <= set(found.translation.idle)
+    assert found.translation.unrecognized == []
+    assert found.translation.excluded == []
+    assert {"learning_rate", "wandb_name", "datasets"} <= set(found.translation.no_memory_effect)
 
 
-def test_what_a_quantized_file_leaves_out_of_the_figure_is_said():
+def test_the_translation_lists_what_the_estimate_excludes():
     found = asked("axolotl-qlora.yml")
     config, lora = found.composed.config, found.composed.config.model.lora
     assert (lora.rank, lora.alpha, lora.dropout, lora.rslora) == (32, 16, 0.05, True)
@@ -68,41 +66,17 @@ def test_what_a_quantized_file_leaves_out_of_the_figure_is_said():
     assert found.translation.own_engine
     assert config.accumulation.name == "every"  # FSDP 2 has no no_sync
     assert config.train.loss_chunk_tokens is None
-    without = {row.key: row.note for row in found.translation.unlike}
+    without = {row.key: row.note for row in found.translation.excluded}
     assert set(without) == {
         "adapter", "gradient_checkpointing", "optimizer", "fsdp_config.offload_params",
         "liger_rms_norm",
     }  # fmt: skip
     assert all("too high" in note for note in without.values())
-    assert found.translation.unknown == ["a_key_of_tomorrow"]
+    assert found.translation.unrecognized == ["a_key_of_tomorrow"]
 
 
-def test_a_torchtitan_file_is_read_whole():
-    found = asked("torchtitan.toml", "launch.nnodes=2")
-    config = found.composed.config
-    assert (config.model.name, config.train.seq_len) == ("llama3_8b", 4096)
-    assert (config.strategy.name, config.strategy.dp_shard_size) == ("hybrid_shard", 8)
-    assert (config.train.micro_batch_size, config.train.global_batch_size) == (2, 64)
-    assert config.accumulation.name == "every"
-    assert config.activation_checkpointing.name == "selective"
-    assert (config.precision.name, config.engine.name) == ("bf16", "fsdp2")
-    assert [row.key for row in found.translation.unlike] == ["compile.enable"]
-    assert found.translation.unknown == []
-
-
-def test_a_published_run_is_estimated_from_its_file(tmp_path):
-    """Eight H100 measured 82.4 GiB: torchtitan's table for 8 B, with 2 samples of 8192."""
-    text = TITAN.replace("4096", "8192\nlocal_batch_size = 2") + (
-        "[parallelism]\ndata_parallel_shard_degree = 8\n"
-        "[activation_checkpoint]\nmode = 'selective'\nselective_ac_option = 'op'\n"
-    )
-    found = asked(written(tmp_path, text, "llama3_8b.toml"), "launch.allocator=native")
-    (estimate,) = estimate_strategies(Estimator(), found.composed.config, every=False)
-    assert estimate.peak_reserved / 2**30 == pytest.approx(82.4, rel=0.01)
-
-
-def test_an_accelerate_file_takes_the_model_from_typed_words():
-    with pytest.raises(UsageError, match="says nothing of the model"):
+def test_an_accelerate_file_needs_a_model_on_the_command_line():
+    with pytest.raises(UsageError, match="names no model"):
         asked("accelerate-fsdp.yaml")
     found = asked("accelerate-fsdp.yaml", "model=qwen3_4b", "train.micro_batch_size=2")
     config = found.composed.config
@@ -110,7 +84,7 @@ def test_an_accelerate_file_takes_the_model_from_typed_words():
     assert (config.model.name, config.strategy.name) == ("qwen3_4b", "hybrid_shard")
     assert (config.prefetch.name, config.activation_checkpointing.name) == ("both", "full")
     assert config.train.global_batch_size == 2 * 16
-    assert found.translation.unknown == []
+    assert found.translation.unrecognized == []
 
 
 def test_a_stage_of_deepspeed_is_a_strategy():
@@ -119,11 +93,11 @@ def test_a_stage_of_deepspeed_is_a_strategy():
     assert (config.strategy.name, config.engine.name) == ("full_shard", "fsdpctl")
     assert config.precision.name == "fp32"
     assert (config.accumulation.steps, config.train.global_batch_size) == (8, 8 * 4)
-    (offload,) = found.translation.unlike
+    (offload,) = found.translation.excluded
     assert offload.key == "deepspeed_config.offload_optimizer_device"
 
 
-def test_the_json_that_a_file_names_is_read(tmp_path):
+def test_the_deepspeed_file_that_a_configuration_names_is_read(tmp_path):
     inner = {
         "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}},
         "bf16": {"enabled": True},
@@ -139,12 +113,12 @@ def test_the_json_that_a_file_names_is_read(tmp_path):
     file = written(tmp_path, AXOLOTL + "deepspeed: zero2.json\n")
     assert asked(file).composed.config.strategy.name == "shard_grad_op"
     file = written(tmp_path, AXOLOTL + "deepspeed: zero7.json\n")
-    with pytest.raises(UsageError, match="there is no such file here; say its stage"):
+    with pytest.raises(UsageError, match="zero7.json: not found; add the stage"):
         asked(file)
     assert asked(file, "strategy=zero1").composed.config.strategy.name == "shard_optimizer"
 
 
-def test_typed_words_win_over_the_file():
+def test_the_command_line_overrides_the_file():
     typed = ["strategy=no_shard", "train.micro_batch_size=1", "model=llama3_1b", "precision=fp32"]
     found = asked("axolotl-qlora.yml", *typed)
     config = found.composed.config
@@ -160,21 +134,19 @@ def test_typed_words_win_over_the_file():
     assert ours.engine.name == "fsdpctl"  # fully_shard has no such strategy
 
 
-def test_a_mistake_in_typed_words_is_not_laid_to_the_file():
+def test_errors_on_the_command_line_do_not_name_the_file():
     with pytest.raises(UsageError) as caught:
         asked("axolotl-full.yaml", "train.seq_length=3")
     assert str(caught.value).startswith("train.seq_length:")
 
 
-def test_what_became_words_composes_by_itself():
-    for file, typed in (("axolotl-full.yaml", []), ("torchtitan.toml", ["launch.nnodes=2"])):
-        found = asked(file, *typed)
-        words = [word for row in found.rows for word in row.words]
-        again = compose_config([*words, *typed, H100]).config
-        assert again == found.composed.config
+def test_translated_settings_compose_to_the_same_configuration():
+    found = asked("axolotl-full.yaml")
+    settings = [setting for row in found.rows for setting in row.settings]
+    assert compose_config([*settings, H100]).config == found.composed.config
 
 
-def test_hardware_is_assumed_where_there_is_none(monkeypatch):
+def test_hardware_is_assumed_without_a_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     found = completed(read("axolotl-full.yaml"), [], None)
     assert found.composed.config.cluster.name == "h100"
@@ -183,7 +155,7 @@ def test_hardware_is_assumed_where_there_is_none(monkeypatch):
     assert found.composed.config.cluster.name == "local"
 
 
-def test_a_directory_or_the_cache_of_the_hub_says_what_a_model_is(tmp_path):
+def test_models_are_found_in_directories_and_in_the_hub_cache(tmp_path):
     folder = make_hugging_face(make_checkpoint(tmp_path / "step-00000001"), tmp_path / "hf")
     text = AXOLOTL.replace("meta-llama/Llama-3.1-8B", str(folder)) + "sequence_len: 16\n"
     assert asked(written(tmp_path, text)).composed.config.model.path == str(folder)
@@ -197,7 +169,7 @@ def test_a_directory_or_the_cache_of_the_hub_says_what_a_model_is(tmp_path):
     model = asked(written(tmp_path, text)).composed.config.model
     assert (model.path, model.init) == (str(snapshot), "random")  # there are no weights
     text = AXOLOTL.replace("meta-llama/Llama-3.1-8B", str(tmp_path))
-    with pytest.raises(UsageError, match=r"there is no config\.json in it"):
+    with pytest.raises(UsageError, match=r"config\.json not found"):
         asked(written(tmp_path, text))
 
 
@@ -217,21 +189,20 @@ def test_a_directory_or_the_cache_of_the_hub_says_what_a_model_is(tmp_path):
         ("openai-community/gpt2-xl", None),
     ],
 )
-def test_names_on_the_hub_that_are_known(tmp_path, name, choice):
+def test_known_names_on_the_hub_become_options(tmp_path, name, choice):
     file = written(tmp_path, f"base_model: {name}\nmicro_batch_size: 1\nsequence_len: 512\n")
     if choice is None:
-        with pytest.raises(UsageError, match="say which, as model="):
+        with pytest.raises(UsageError, match="add model=llama3_8b, or model=hf"):
             asked(file)
     else:
         assert asked(file).composed.config.model.name == choice
 
 
-def test_choices_that_files_become_exist():
+def test_options_for_known_names_exist():
     from fsdpctl.config.files import choices_of
     from fsdpctl.config.importers import models
 
-    named = {*models._ON_THE_HUB.values(), *models._IN_TORCHTITAN.values()}
-    assert named <= set(choices_of("model"))
+    assert {*models._ON_THE_HUB.values()} <= set(choices_of("model"))
     assert "model" in GROUPS
 
 
@@ -261,7 +232,7 @@ def test_values_of_axolotl(tmp_path, lines, words):
         assert config.accumulation.steps == 8
 
 
-def test_without_fsdp_axolotl_keeps_all_on_each_rank(tmp_path):
+def test_axolotl_without_fsdp_is_unsharded(tmp_path):
     text = AXOLOTL.replace("fsdp: [full_shard]\n", "")
     config = asked(written(tmp_path, text)).composed.config
     assert (config.strategy.name, config.engine.name) == ("no_shard", "ddp")
@@ -271,59 +242,27 @@ def test_without_fsdp_axolotl_keeps_all_on_each_rank(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("section", "lines", "words"),
-    [
-        ("parallelism", "data_parallel_shard_degree = 4", {"launch.nproc_per_node": 4}),
-        ("parallelism", "data_parallel_shard_degree = 32", {"launch.nnodes": 4}),
-        ("parallelism", 'fsdp_reshard_after_forward = "never"', {"strategy": "shard_grad_op"}),
-        (
-            "parallelism",
-            "data_parallel_replicate_degree = 8\ndata_parallel_shard_degree = 1",
-            {"strategy": "no_shard", "engine": "ddp"},
-        ),
-        ("activation_checkpoint", 'mode = "none"', {"activation_checkpointing": "none"}),
-        (
-            "activation_checkpoint",
-            'mode = "selective"\nselective_ac_option = "1"',
-            {"activation_checkpointing": "full"},
-        ),
-        ("training2", 'mixed_precision_param = "float32"', {"precision": "fp32"}),
-        ("training2", 'dtype = "bfloat16"', {"precision": "bf16_true"}),
-    ],
-)
-def test_values_of_torchtitan(tmp_path, section, lines, words):
-    both = 'mode = "full"\n'
-    text = TITAN + (f"{lines}\n" if section == "training2" else f"[{section}]\n{lines}\n")
-    if section != "activation_checkpoint":
-        text += f"[activation_checkpoint]\n{both}"
-    config = asked(written(tmp_path, text, "file.toml")).composed.config
-    for name, value in words.items():
-        section, _, key = name.partition(".")
-        assert getattr(getattr(config, section), key or "name") == value
-
-
-@pytest.mark.parametrize(
     ("lines", "part"),
     [
         ("rl: dpo", "rl: dpo: trains on preferences"),
-        ("tensor_parallel_size: 2", "does not offer tensor parallelism"),
-        ("context_parallel_size: 2", "does not offer context parallelism"),
-        ("qat:\n  weight_dtype: int4", "quantization played in"),
-        ("adapter: lora\nlora_modules_to_save: [lm_head]", "trains whole layers besides"),
-        ("adapter: ia3", "only lora and qlora"),
-        ("optimizer: ademamix", "what it keeps is not known here"),
+        ("tensor_parallel_size: 2", "does not support tensor parallelism"),
+        ("context_parallel_size: 2", "does not support context parallelism"),
+        ("qat:\n  weight_dtype: int4", "quantization-aware training needs more memory"),
+        ("adapter: lora\nlora_modules_to_save: [lm_head]", "trains full layers in addition"),
+        ("adapter: ia3", "expected lora or qlora"),
+        ("optimizer: ademamix", "unknown optimizer states"),
         ("unfrozen_parameters: ['.*']", "model.trainable=REGEX"),
         ("sequence_len: many", "train.seq_len=many"),
-        ("gradient_accumulation_steps: 0", "from 1 on"),
-        ("gradient_accumulation_steps: few", "a whole number is expected"),
-        ("fsdp_config:\n  fsdp_sharding_strategy: HALF", "allowed is full_shard"),
-        ("fsdp_config:\n  fsdp_auto_wrap_policy: NO_WRAP", "gathered at once"),
+        ("gradient_accumulation_steps: 0", "expected at least 1, got 0"),
+        ("gradient_accumulation_steps: few", "expected a whole number"),
+        ("fsdp_config:\n  fsdp_sharding_strategy: HALF", "expected full_shard"),
+        ("fsdp_config:\n  fsdp_auto_wrap_policy: NO_WRAP", "gathers the whole model at once"),
         ("dp_replicate_size: 3", "does not divide the 8 ranks"),
-        ("deepspeed:\n  zero_optimization:\n    stage: 5", "allowed is 0 to 3"),
-        ("sequence_len: 8\nsequence_len: 9", "is there twice"),
+        ("deepspeed:\n  zero_optimization:\n    stage: 5", "expected 0 to 3"),
+        ("sequence_len: 8\nsequence_len: 9", "appears twice"),
     ],
 )
-def test_what_the_figure_could_not_be_for_is_refused_in_a_line(tmp_path, lines, part):
+def test_training_that_cannot_be_estimated_is_rejected(tmp_path, lines, part):
     file = written(tmp_path, f"{AXOLOTL}{lines}\n")
     with pytest.raises(UsageError) as caught:
         asked(file)
@@ -335,27 +274,21 @@ def test_what_the_figure_could_not_be_for_is_refused_in_a_line(tmp_path, lines, 
 @pytest.mark.parametrize(
     ("name", "text", "part"),
     [
-        ("run.py", "import os; os._exit(9)", "a program"),
-        ("run.json", "{}", "are read"),
-        ("run.toml", "[training", "not TOML"),
-        ("run.toml", "x = 1", "of none of the tools"),
-        ("run.toml", TITAN + "[parallelism]\ntensor_parallel_degree = 2\n", "tensor parallelism"),
-        ("run.toml", TITAN.replace("8B", "debugmodel"), "model.flavor: llama3 debugmodel"),
-        ("run.toml", TITAN, "activation_checkpointing=full"),  # theirs is every second block
-        ("run.toml", TITAN + '[optimizer]\nname = "Lion"\n[activation_checkpoint]\nmode = "full"',
-         "optimizer.name: Lion"),
+        ("run.py", "import os; os._exit(9)", "expected the YAML file of axolotl"),
+        ("run.toml", "x = 1", "not supported"),
         ("run.yaml", "model: llama3_8b\nstrategy: full_shard\n", "--recipe"),
-        ("run.yaml", "model_name_or_path: x\nstage: sft\n", "of none of the tools"),
-        ("run.yaml", "- a\n- b\n", "no mapping"),
-        ("run.yaml", "distributed_type: MEGATRON_LM\n", "only NO, FSDP"),
-        ("run.yaml", "compute_environment: AMAZON_SAGEMAKER\n", "only LOCAL_MACHINE"),
-        ("run.yaml", "distributed_type: FSDP\nnum_processes: 3\nnum_machines: 2\n", "different"),
+        ("run.yaml", "model_name_or_path: x\nstage: sft\n", "unknown format"),
+        ("run.yaml", "- a\n- b\n", "expected a mapping"),
+        ("run.yaml", "distributed_type: MEGATRON_LM\n", "expected NO, FSDP"),
+        ("run.yaml", "compute_environment: AMAZON_SAGEMAKER\n", "expected LOCAL_MACHINE"),
+        ("run.yaml", "distributed_type: FSDP\nnum_processes: 3\nnum_machines: 2\n",
+         "same number of ranks"),
         ("run.yaml", "distributed_type: FSDP\nparallelism_config:\n"
          "  parallelism_config_tp_size: 2\n", "tensor parallelism"),
         ("gone.yaml", None, "No such file"),
     ],
 )  # fmt: skip
-def test_what_is_not_read_is_said_in_a_line(tmp_path, name, text, part):
+def test_unsupported_files_are_rejected(tmp_path, name, text, part):
     file = tmp_path / name
     if text is not None:
         file.write_text(text)
@@ -365,7 +298,7 @@ def test_what_is_not_read_is_said_in_a_line(tmp_path, name, text, part):
     assert str(caught.value).startswith(str(file))
 
 
-def test_degrees_of_accelerate_are_copies_and_shards(tmp_path):
+def test_degrees_of_accelerate_become_hybrid_sharding(tmp_path):
     text = (
         "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\n"
         "fsdp_config:\n  fsdp_version: 2\n  fsdp_reshard_after_forward: false\n"
@@ -384,7 +317,7 @@ def test_one_process_is_one_rank(tmp_path):
     assert config.precision.name == "fp32"
 
 
-def test_nothing_of_a_file_is_executed(tmp_path):
+def test_files_are_never_executed(tmp_path):
     mark = tmp_path / "mark"
     text = f"{AXOLOTL}foo: !!python/object/apply:os.system ['touch {mark}']\n"
     asked(written(tmp_path, text))

@@ -1,11 +1,11 @@
-"""Conversations opened as a run opens them, and looked at."""
+"""Conversations, opened as in a run."""
 
 from pathlib import Path
 from typing import Any
 
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.chats.open import ChatSet, open_chats
-from fsdpctl.data.chats.tokens import ChatTokens
+from fsdpctl.data.documents import DocumentSet
 from fsdpctl.data.tokenizer import FileTokenizer
 from tests.data.chats.families import write_lines, write_tokenizer
 
@@ -15,18 +15,18 @@ DATE = "2026-01-31"
 def opened(
     folder: Path, name: str, rows: list[Any], template: str | None = None, **about: Any
 ) -> ChatSet:
-    """The rows under the family's template, or another."""
+    """Open rows with the template of the family, or with `template`."""
     tokenizer = write_tokenizer(folder / "tokenizer", name, template)
     file = write_lines(folder / "chats.jsonl", rows)
     given = {"val_fraction": 0, "date": DATE, "path": str(file), **about}
     return open_chats(DataConfig(name="chat", tokenizer=str(tokenizer), **given))
 
 
-def trained_texts(chats: ChatTokens, tokenizer: FileTokenizer) -> list[list[str]]:
-    """Of each sample, the stretches of tokens that have a loss, as text."""
+def trained_texts(chats: DocumentSet, tokenizer: FileTokenizer) -> list[list[str]]:
+    """Return the trained spans of each sample as text."""
     found = []
-    for number in range(chats.num_samples):
-        tokens, trained = chats.sample(number)
+    for number in range(len(chats)):
+        tokens, trained = chats[number]
         texts, run = [], []
         for token, flag in zip(tokens.tolist(), trained.tolist(), strict=True):
             if flag:
@@ -39,6 +39,6 @@ def trained_texts(chats: ChatTokens, tokenizer: FileTokenizer) -> list[list[str]
 
 
 def trained_of(folder: Path, name: str, rows: list[Any], **about: Any) -> list[list[str]]:
-    """The same of rows under a family's template."""
+    """Return the trained spans of rows, opened by `opened`."""
     found = opened(folder, name, rows, **about)
     return trained_texts(found.train, found.tokenizer)

@@ -1,12 +1,18 @@
-"""Formats that conversations come in, and lines that cannot be trained on."""
+"""Formats of conversations, and lines that can't be trained on."""
 
 import gzip
 import json
 
 import pytest
 
-from fsdpctl.data.chats.files import MOST_LINE, Source, absolute_paths, lines_of, sources_of
-from fsdpctl.data.chats.rows import Chat, Plain
+from fsdpctl.data.chats.files import (
+    MOST_LINE,
+    ChatSource,
+    absolute_paths,
+    lines_of,
+    sources_of,
+)
+from fsdpctl.data.chats.formats import Chat, Plain
 from fsdpctl.errors import UsageError
 from tests.data.chats.families import say, write_lines
 from tests.data.chats.opened import opened, trained_of
@@ -15,7 +21,7 @@ CHAT = say("hello", "good day", system="be kind")
 FORMATS = {
     "messages": {"messages": CHAT},
     "messages as text": {"messages": json.dumps(CHAT)},
-    "role names of others": {
+    "synonyms of roles": {
         "messages": [
             {"role": "system", "content": "be kind"},
             {"role": "human", "content": "hello"},
@@ -35,24 +41,24 @@ FORMATS = {
 
 
 def rows_of(file):
-    return [line.row for line, _ in lines_of(str(file))[1]]
+    return [line.content for line, _ in lines_of(str(file))[1]]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_formats_say_the_same_conversation(name, tmp_path):
+def test_all_formats_give_the_same_conversation(name, tmp_path):
     file = write_lines(tmp_path / "a.jsonl", [FORMATS[name]])
     assert rows_of(file) == [Chat(CHAT, [True] * 3)] or rows_of(file) == [
         Chat(CHAT, [False, False, True])
     ]
 
 
-def test_an_instruction_has_its_input_below_it_and_its_history_before(tmp_path):
+def test_an_instruction_is_followed_by_its_input_and_preceded_by_its_history(tmp_path):
     row = {"instruction": "add", "input": "1 2", "output": "3", "history": [["hi", "ho"]]}
     (found,) = rows_of(write_lines(tmp_path / "a.jsonl", [row]))
     assert found.messages == say("hi", "ho", "add\n1 2", "3")
 
 
-def test_a_prompts_answers_are_not_trained(tmp_path):
+def test_assistant_messages_in_a_prompt_are_masked(tmp_path):
     rows = [{"prompt": say("a", "b", "c"), "completion": say("x", "d")[1:]}]
     assert trained_of(tmp_path, "chatml", rows) == [["d<|im_end|>"]]
 
@@ -68,7 +74,7 @@ def test_texts_are_trained_with_the_tokenizers_end_and_need_no_template(tmp_path
     assert found.template is None
 
 
-def test_calls_in_shared_chats_are_calls_and_results_are_the_tools(tmp_path):
+def test_function_calls_in_conversations_become_tool_calls(tmp_path):
     turns = [
         {"from": "user", "value": "weather?"},
         {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Rome"}}'},
@@ -88,7 +94,7 @@ def test_nulls_are_dropped_at_any_depth(tmp_path):
     assert found.tools is None
 
 
-def test_parts_are_given_as_they_are_or_joined_as_the_template_takes_them(tmp_path):
+def test_parts_are_joined_if_the_template_does_not_support_them(tmp_path):
     parts = [{"type": "text", "text": "good"}, {"type": "text", "text": " day"}]
     rows = [{"messages": [*say("x"), {"role": "assistant", "content": parts}]}]
     assert trained_of(tmp_path / "a", "gemma3", rows) == [["goodday<end_of_turn>"]]
@@ -96,7 +102,7 @@ def test_parts_are_given_as_they_are_or_joined_as_the_template_takes_them(tmp_pa
         assert trained_of(tmp_path / name, name, rows) == [["good day<|im_end|>"]]
 
 
-def test_packed_files_marks_of_byte_order_and_other_line_ends_are_read(tmp_path):
+def test_gzip_byte_order_marks_and_crlf_are_supported(tmp_path):
     lines = json.dumps({"text": "a"}).encode() + b"\r\n\r\n" + json.dumps({"text": "b"}).encode()
     plain, packed = tmp_path / "a.jsonl", tmp_path / "a.jsonl.gz"
     plain.write_bytes(b"\xef\xbb\xbf" + lines)
@@ -105,7 +111,7 @@ def test_packed_files_marks_of_byte_order_and_other_line_ends_are_read(tmp_path)
     assert [line.number for line, _ in lines_of(str(plain))[1]] == [1, 3]
 
 
-def test_parquet_is_read_as_lines_are(tmp_path):
+def test_parquet_gives_the_same_conversations_as_json_lines(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -121,35 +127,35 @@ def test_parquet_is_read_as_lines_are(tmp_path):
 GOOD = json.dumps({"messages": CHAT}).encode()
 BAD = {
     b'{"messages": [': "not JSON: .*column",
-    b'{"messages": []}': "it has no messages",
-    b'{"text": "x"}': "no messages, which the file's first line has",
+    b'{"messages": []}': "the conversation has no messages",
+    b'{"text": "x"}': "messages: required, as in the file's first line",
     b"[1, 2]": "not as expected",
-    b'{"messages": [], "messages": []}': "messages is there twice",
+    b'{"messages": [], "messages": []}': "messages appears twice",
     b'{"messages": "x"}': "not JSON",
-    b'{"messages": 5}': "messages: is no list",
-    b'{"messages": [5]}': "message 1: is no object",
-    b'{"messages": [{"role": "robot", "content": "x"}]}': "message 1: its role robot is not known",
+    b'{"messages": 5}': "messages: expected a list, got a number",
+    b'{"messages": [5]}': "message 1: expected a JSON object, got a number",
+    b'{"messages": [{"role": "robot", "content": "x"}]}': "role robot: not supported",
     b'{"messages": [{"role": "asistant", "content": "x"}]}': "did you mean assistant",
-    b'{"messages": [{"content": "x"}]}': "message 1: its role is missing",
-    b'{"messages": [{"role": "user", "content": "x"}]}': "no message is the assistant's",
-    b'{"messages": [{"role": "user", "content": ""}]}': "message 1: the user's content is empty",
-    b'{"messages": [{"role": "assistant"}]}': "message 1: the assistant's content is empty",
-    b'{"messages": [{"role": "user", "content": 5}]}': "neither text nor a list",
+    b'{"messages": [{"content": "x"}]}': "message 1: role: required",
+    b'{"messages": [{"role": "user", "content": "x"}]}': "no assistant message",
+    b'{"messages": [{"role": "user", "content": ""}]}': "empty; required for role user",
+    b'{"messages": [{"role": "assistant"}]}': "empty; required for role assistant",
+    b'{"messages": [{"role": "user", "content": 5}]}': "expected text or a list of parts",
     b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "of type image",
-    b'{"messages": [{"role": "assistant", "content": "x", "weight": 2}]}': "allowed is 0 or 1",
-    b'{"messages": [{"role": "assistant", "content": "x", "train": 1}]}': "true or false",
-    b'{"messages": [{"role": "assistant", "tool_calls": [{}]}]}': "no name of a function",
+    b'{"messages": [{"role": "assistant", "content": "x", "weight": 2}]}': "expected 0 or 1",
+    b'{"messages": [{"role": "assistant", "content": "x", "train": 1}]}': "expected true or false",
+    b'{"messages": [{"role": "assistant", "tool_calls": [{}]}]}': "the function's name is required",
     b'{"messages": [{"role": "user", "content": "\xff"}]}': "not UTF-8: .* at byte 44",
-    b'{"messages": [{"role": "user", "content": "\\ud800"}]}': "assistant's|surrogate",
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}': "no assistant message|surrogate",
     b'{"messages": ' + b"[" * 100 + b"]" * 100 + b"}": "nested deeper",
     b'{"messages": [{"role": "user", "content": "'
     + b"x" * MOST_LINE
-    + b'"}]}': "longer than the 8",
+    + b'"}]}': "longer than the limit of 8",
 }
 
 
 @pytest.mark.parametrize("line", BAD, ids=range(len(BAD)))
-def test_a_bad_line_is_told_by_file_and_number(line, tmp_path):
+def test_errors_name_the_file_and_the_line(line, tmp_path):
     file = tmp_path / "chats.jsonl"
     file.write_bytes(GOOD + b"\n\n" + line + b"\n" + GOOD + b"\n")
     with pytest.raises(UsageError, match=f"chats.jsonl, line 3: .*(?:{BAD[line]})") as caught:
@@ -158,36 +164,36 @@ def test_a_bad_line_is_told_by_file_and_number(line, tmp_path):
     assert len(str(caught.value)) < 400
 
 
-def test_half_a_surrogate_pair_is_no_text(tmp_path):
+def test_half_a_surrogate_pair_is_rejected(tmp_path):
     file = tmp_path / "chats.jsonl"
     file.write_text('{"text": "\\ud800"}\n')
-    with pytest.raises(UsageError, match="line 1: half of a surrogate pair"):
+    with pytest.raises(UsageError, match="line 1: contains half of a surrogate pair"):
         rows_of(file)
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "there is no line"),
-        (b'{"question": "x"}\n', "no conversation in it: it has question; known are messages"),
+        (b"", "empty; expected at least one line"),
+        (b'{"question": "x"}\n', "unknown format with keys question; expected messages"),
         (gzip.compress(GOOD, mtime=0)[:-9], "line .: cannot be read"),
     ],
 )
-def test_a_file_that_is_none_is_refused(content, said, tmp_path):
+def test_files_in_no_supported_format_are_rejected(content, said, tmp_path):
     file = tmp_path / "chats.jsonl"
     file.write_bytes(content)
     with pytest.raises(UsageError, match=f"chats.jsonl.*{said}"):
         rows_of(file)
 
 
-def test_files_are_named_with_shares_or_without(tmp_path, monkeypatch):
+def test_files_have_shares_or_not(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a.jsonl", "b.jsonl", "c,d:1.jsonl"):
         (tmp_path / name).write_text("x")
-    assert sources_of("a.jsonl") == (Source("a.jsonl"),)
-    assert sources_of("c,d:1.jsonl") == (Source("c,d:1.jsonl"),)
-    assert sources_of("a.jsonl,b.jsonl") == (Source("a.jsonl"), Source("b.jsonl"))
-    both = (Source("a.jsonl", 0.75), Source("b.jsonl", 0.25))
+    assert sources_of("a.jsonl") == (ChatSource("a.jsonl"),)
+    assert sources_of("c,d:1.jsonl") == (ChatSource("c,d:1.jsonl"),)
+    assert sources_of("a.jsonl,b.jsonl") == (ChatSource("a.jsonl"), ChatSource("b.jsonl"))
+    both = (ChatSource("a.jsonl", 0.75), ChatSource("b.jsonl", 0.25))
     assert sources_of("[a.jsonl:3, b.jsonl:1]") == both
     whole = absolute_paths("[a.jsonl:3, b.jsonl:1]")
     assert [each.path for each in sources_of(whole)] == [
@@ -202,13 +208,13 @@ def test_files_are_named_with_shares_or_without(tmp_path, monkeypatch):
     [
         ("x.jsonl", "data.path=x.jsonl: no such file"),
         ("a.jsonl:1,x.jsonl:2", "data.path=x.jsonl: no such file"),
-        ("a.jsonl:1,b.jsonl", "b.jsonl has no share"),
-        ("a.jsonl:0,b.jsonl:1", "a share is a number above 0"),
+        ("a.jsonl:1,b.jsonl", "b.jsonl has no share; give a share for all files or none"),
+        ("a.jsonl:0,b.jsonl:1", "expected a share above 0"),
         (".", "a directory"),
-        ("[]", "names no file"),
+        ("[]", "expected at least one file"),
     ],
 )
-def test_what_names_no_files_is_refused(text, said, tmp_path, monkeypatch):
+def test_invalid_lists_of_files_are_rejected(text, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("x")

@@ -1,16 +1,16 @@
-"""Conversations as data sets: kept, divided, weighed, and looked at."""
+"""Data sets of conversations: cached, split, repeated, and previewed."""
 
 import numpy as np
 import pytest
 
 from fsdpctl.config.data import DataConfig
+from fsdpctl.data.cache import cache_folder
 from fsdpctl.data.chats import building
-from fsdpctl.data.chats.cache import cache_folder
-from fsdpctl.data.chats.chosen import is_held_out, repeats
+from fsdpctl.data.chats.files import is_held_out, repeats
 from fsdpctl.data.chats.open import open_chats
 from fsdpctl.data.chats.preview import histogram, preview
-from fsdpctl.data.chats.tokens import ChatTokens
-from fsdpctl.data.source import load_data
+from fsdpctl.data.documents import DocumentSet
+from fsdpctl.data.open import open_data
 from fsdpctl.errors import UsageError
 from tests.data.chats.families import say, write_lines, write_tokenizer
 from tests.data.chats.opened import opened, trained_texts
@@ -29,7 +29,7 @@ def kept_folder():
     return found
 
 
-def test_what_was_read_once_is_mapped_from_the_cache(tmp_path, monkeypatch):
+def test_tokens_are_mapped_from_the_cache(tmp_path, monkeypatch):
     first = opened(tmp_path, "qwen3", numbered(20), val_fraction=0.3)
     monkeypatch.setattr(building, "workers", None)  # would be called to render again
     again = opened(tmp_path, "qwen3", numbered(20), val_fraction=0.3)
@@ -44,9 +44,9 @@ def test_what_was_read_once_is_mapped_from_the_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "header", "gone"])
-def test_what_is_damaged_in_the_cache_is_made_again(damage, tmp_path):
+def test_a_corrupted_cache_entry_is_rebuilt(damage, tmp_path):
     first = opened(tmp_path, "chatml", numbered(5))
-    file = kept_folder() / ("header.json" if damage == "header" else "train.tokens")
+    file = kept_folder() / ("header.json" if damage == "header" else "train.tokens.npy")
     content = file.read_bytes()
     if damage == "gone":
         file.unlink()
@@ -57,7 +57,7 @@ def test_what_is_damaged_in_the_cache_is_made_again(damage, tmp_path):
     assert (kept_folder() / file.name).read_bytes()[-2:] == content[-2:]
 
 
-def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch):
+def test_a_read_only_cache_is_ignored(tmp_path, monkeypatch):
     first = opened(tmp_path, "chatml", numbered(3))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -68,7 +68,7 @@ def test_a_cache_that_cannot_be_written_only_costs_time(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "change", [{"train_on": "all"}, {"rewritten_turns": "keep"}, {"date": "2026-02-01"}]
 )
-def test_what_decides_the_tokens_decides_which_are_kept(change, tmp_path):
+def test_settings_that_change_the_tokens_have_their_own_cache_entries(change, tmp_path):
     rows = [{"messages": say("a", "b", "c", "d")}]
     first = opened(tmp_path, "gpt_oss", rows)
     assert opened(tmp_path, "gpt_oss", rows, **change).fingerprint != first.fingerprint
@@ -82,7 +82,7 @@ def test_more_data_moves_no_conversation_to_the_other_part(tmp_path):
     assert held <= set(said_in(more.val, more.tokenizer))
     assert not held & set(said_in(more.train, more.tokenizer))
     assert few.val is not None
-    assert few.train.num_samples + few.val.num_samples == 60
+    assert len(few.train) + len(few.val) == 60
 
 
 def test_a_share_is_held_out_of_many():
@@ -94,7 +94,7 @@ def test_a_file_can_validate_instead(tmp_path):
     write_lines(tmp_path / "held.jsonl", numbered(3, 900))
     found = opened(tmp_path, "chatml", numbered(4), val_path=str(tmp_path / "held.jsonl"))
     assert found.val is not None
-    assert (found.train.num_samples, found.val.num_samples) == (4, 3)
+    assert (len(found.train), len(found.val)) == (4, 3)
     assert "ok 900" in said_in(found.val, found.tokenizer)[0]
 
 
@@ -115,7 +115,7 @@ def test_repeats_reach_their_shares_exactly():
     counts = repeats(hashes, [0.5, 0.5])
     assert [int(each.sum()) for each in counts] == [54, 54]
     assert counts[1].max() - counts[1].min() <= 1
-    with pytest.raises(UsageError, match="that is none"):
+    with pytest.raises(UsageError, match="rounds to 0"):
         repeats(hashes, [0.999, 0.001])
 
 
@@ -124,8 +124,8 @@ def test_rows_are_counted_while_they_are_read(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", numbered(70))
     done: list[int] = []
     config = DataConfig(name="chat", path=str(file), tokenizer=str(tokenizer), val_fraction=0)
-    found = open_chats(config, done.append)
-    assert sum(done) == found.train.num_samples == 70
+    found = open_chats(config, 0, done.append)
+    assert sum(done) == len(found.train) == 70
     # In the order of the file, however many processes there are.
     assert [text.split()[1][:2].strip("<") for text in said_in(found.train, found.tokenizer)] == [
         str(n) for n in range(70)
@@ -135,14 +135,14 @@ def test_rows_are_counted_while_they_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"path": None}, "data=chat: say which"),
-        ({"tokenizer": None}, "takes a model's tokenizer"),
-        ({"tokenizer": "bytes"}, "takes a model's tokenizer"),
+        ({"path": None}, "data=chat: data.path is required"),
+        ({"tokenizer": None}, "requires a model's tokenizer"),
+        ({"tokenizer": "bytes"}, "requires a model's tokenizer"),
         ({"val_path": "x.jsonl"}, "data.val_path=x.jsonl: no such file"),
         ({"template": "x.jinja"}, "x.jinja: No such file"),
     ],
 )
-def test_what_is_missing_is_told(change, said, tmp_path):
+def test_errors_name_what_is_missing(change, said, tmp_path):
     tokenizer = write_tokenizer(tmp_path / "tokenizer", "chatml")
     file = write_lines(tmp_path / "a.jsonl", numbered(1))
     about = {"path": str(file), "tokenizer": str(tokenizer), **change}
@@ -150,31 +150,29 @@ def test_what_is_missing_is_told(change, said, tmp_path):
         open_chats(DataConfig(name="chat", **about))
 
 
-def test_chats_are_not_read_as_text(tmp_path):
-    with pytest.raises(UsageError, match="chats are no text"):
-        load_data(DataConfig(name="chat", path=str(tmp_path)))
-    with pytest.raises(UsageError, match="data.train_on=all: only with data=chat"):
-        load_data(DataConfig(name="text", path=str(tmp_path), train_on="all"))
+def test_chat_keys_require_chats(tmp_path):
+    with pytest.raises(UsageError, match="data.train_on=all: only valid with data=chat"):
+        open_data(DataConfig(name="text", path=str(tmp_path), train_on="all"))
 
 
-def test_a_part_without_conversations_is_told(tmp_path):
+def test_a_note_reports_that_nothing_was_held_out(tmp_path):
     found = opened(tmp_path, "chatml", numbered(2), val_fraction=0.0001)
     assert found.val is None
-    assert any("held out none" in note for note in found.notes)
+    assert any("selects none" in note for note in found.notes)
 
 
 def of_lengths(*lengths, trained=None):
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     flags = np.ones(starts[-1], bool) if trained is None else np.array(trained, bool)
-    return ChatTokens(np.arange(starts[-1], dtype=np.uint16), flags, starts, "")
+    return DocumentSet(np.arange(starts[-1], dtype=np.uint16), flags, starts)
 
 
-def test_a_preview_marks_what_has_a_loss(tmp_path):
+def test_a_preview_highlights_trained_tokens(tmp_path):
     found = opened(tmp_path, "chatml", numbered(3))
     first, second = preview(found.train, found.tokenizer)
     assert "ok 0<|im_end|>" in first.plain
     assert [first.plain[span.start : span.end] for span in first.spans] == ["ok 0<|im_end|>"]
-    (bare,) = preview(found.train, found.tokenizer, count=1, colour=False)
+    (bare,) = preview(found.train, found.tokenizer, count=1, color=False)
     assert "assistant\n⟦ok 0<|im_end|>⟧\n" in bare.plain
     assert "say 1" in second.plain
 

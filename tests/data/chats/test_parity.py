@@ -49,7 +49,7 @@ def test_tokens_are_those_of_transformers(name, tmp_path):
     found = opened(tmp_path, name, ROWS, rewritten_turns="keep").train
     for number, messages in enumerate(CHATS):
         expected = with_transformers(tmp_path / "tokenizer", messages)
-        assert found.sample(number)[0].tolist() == expected["input_ids"]
+        assert found[number][0].tolist() == expected["input_ids"]
 
 
 @pytest.mark.parametrize("name", MARKED)
@@ -62,7 +62,7 @@ def test_trained_positions_are_those_of_transformers_where_a_template_has_marks(
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"return_offsets_mapping": True},
         )
-        tokens, trained = found.sample(number)
+        tokens, trained = found[number]
         assert tokens.tolist() == expected["input_ids"]
         theirs = completed(expected["assistant_masks"], expected["offset_mapping"])
         assert trained.tolist() == theirs
@@ -73,10 +73,10 @@ def test_trained_positions_are_those_of_transformers_where_a_template_has_marks(
 def test_each_sample_of_a_rewritten_chat_is_the_conversation_up_to_there(name, tmp_path):
     messages = CHATS[0]
     found = opened(tmp_path, name, [{"messages": messages}])
-    assert found.train.num_samples == 2
+    assert len(found.train) == 2
     for number, count in enumerate((2, 4)):
         expected = with_transformers(tmp_path / "tokenizer", messages[:count])["input_ids"]
-        assert found.train.sample(number)[0].tolist() == expected
+        assert found.train[number][0].tolist() == expected
 
 
 def test_a_split_last_character_is_trained_whole_where_transformers_marks_its_first_byte(tmp_path):

@@ -1,4 +1,4 @@
-"""Where templates come from, what they see, and what they cannot do."""
+"""Where templates are found, what they can use, and what is blocked."""
 
 import json
 import time
@@ -21,7 +21,7 @@ def rendered(source, messages=TALK, **about):
     return Renderer(source, {"bos_token": "<s>"}, DATE).render(messages, **about).text
 
 
-def test_a_template_is_looked_for_where_transformers_looks(tmp_path):
+def test_templates_are_found_where_transformers_finds_them(tmp_path):
     folder = write_tokenizer(tmp_path, "chatml", "config")
     about = json.loads((folder / "tokenizer_config.json").read_text())
     cases: list[tuple[dict, str]] = [
@@ -41,7 +41,7 @@ def test_a_template_is_looked_for_where_transformers_looks(tmp_path):
         assert found.special_tokens == theirs.special_tokens_map
 
 
-def test_a_template_for_tools_is_used_where_there_are_tools(tmp_path):
+def test_conversations_with_tools_use_the_template_for_tools(tmp_path):
     folder = write_tokenizer(tmp_path, "chatml")
     config = folder / "tokenizer_config.json"
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
@@ -49,8 +49,8 @@ def test_a_template_for_tools_is_used_where_there_are_tools(tmp_path):
     assert (open_template(folder, None).text, open_template(folder, None).tool_text) == ("a", "b")
 
 
-def test_a_file_given_is_used_and_a_missing_template_is_asked_for(tmp_path):
-    with pytest.raises(UsageError, match="has no chat template .*data.template=FILE gives one"):
+def test_a_given_file_is_used_and_a_missing_template_is_an_error(tmp_path):
+    with pytest.raises(UsageError, match="has no chat template.* set data.template=FILE"):
         opened(tmp_path, "chatml", [{"messages": TALK}], template="")
     file = tmp_path / "own.jinja"
     file.write_text(template_of("chatml"))
@@ -63,11 +63,11 @@ def test_a_file_given_is_used_and_a_missing_template_is_asked_for(tmp_path):
         val_fraction=0,
     )
     found = opening.open_chats(config)
-    assert found.train.num_samples == 1
+    assert len(found.train) == 1
     assert any(str(file) in note for note in found.notes)
 
 
-def test_templates_see_what_transformers_gives_them():
+def test_templates_have_the_variables_of_transformers():
     assert rendered("{{ bos_token }}{{ tools }}{{ documents }}{{ add_generation_prompt }}") == (
         "<s>NoneNoneFalse"
     )
@@ -100,7 +100,7 @@ BREAKOUTS = [
 
 
 @pytest.mark.parametrize("source", BREAKOUTS)
-def test_a_template_that_reaches_for_attributes_is_refused(source):
+def test_templates_cannot_reach_private_attributes(source):
     with pytest.raises(RenderError):
         rendered(source)
 
@@ -115,7 +115,7 @@ def test_a_template_that_reaches_for_attributes_is_refused(source):
         ("{% do x %}", "unknown tag"),
     ],
 )
-def test_what_is_no_template_is_told(source, said, tmp_path):
+def test_invalid_templates_are_rejected(source, said, tmp_path):
     with pytest.raises(UsageError, match=f"tokenizer_config.json: chat_template: .*{said}"):
         opened(tmp_path, "chatml", [{"messages": TALK}], source)
 
@@ -129,22 +129,22 @@ ENDLESS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENDLESS)
-def test_a_template_without_an_end_is_ended(name, tmp_path, monkeypatch):
+def test_templates_have_limits_on_time_and_memory(name, tmp_path, monkeypatch):
     monkeypatch.setattr(opening, "MOST_SECONDS", 1.0)
     begun = time.monotonic()
-    said = "computes for longer than 1 s" if name == "time" else "more than 2048 MiB"
+    said = "computes for longer than 1 s" if name == "time" else "needs more than 2048 MiB"
     with pytest.raises(UsageError, match=f"chats.jsonl, line 1: the template .*{said}"):
         opened(tmp_path, "chatml", [{"messages": TALK}], ENDLESS[name])
     assert time.monotonic() - begun < 60
 
 
-def test_what_a_template_refuses_is_told_with_the_line(tmp_path):
+def test_errors_of_a_template_name_the_line(tmp_path):
     rows = [{"messages": TALK}, {"messages": say("a", "b", system="no")}]
     with pytest.raises(UsageError, match=r"line 2: System role not supported$"):
         opened(tmp_path, "gemma2", rows)
 
 
-def test_the_date_is_the_one_asked_for_and_a_kept_one_holds(tmp_path):
+def test_templates_get_the_configured_date(tmp_path):
     rows = [{"messages": TALK}]
     first = opened(tmp_path, "llama32", rows)
     assert "31 Jan 2026" in first.tokenizer.decode_all(first.train.tokens.tolist())
@@ -153,11 +153,11 @@ def test_the_date_is_the_one_asked_for_and_a_kept_one_holds(tmp_path):
     assert other.date == "2025-06-01"
     undated = [opened(tmp_path, "chatml", rows, date=date) for date in (DATE, "2025-06-01", None)]
     assert len({each.fingerprint for each in undated}) == 1
-    with pytest.raises(UsageError, match="data.date=today: allowed is a day"):
+    with pytest.raises(UsageError, match="data.date=today: expected a day"):
         opened(tmp_path, "llama32", rows, date="today")
 
 
-def test_modules_in_the_current_folder_are_not_the_childs(tmp_path, monkeypatch):
+def test_the_child_imports_nothing_from_the_current_directory(tmp_path, monkeypatch):
     (tmp_path / "jinja2.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
-    assert opened(tmp_path, "chatml", [{"messages": TALK}]).train.num_samples == 1
+    assert len(opened(tmp_path, "chatml", [{"messages": TALK}]).train) == 1

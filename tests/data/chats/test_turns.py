@@ -1,4 +1,4 @@
-"""Which characters of a conversation have a loss, worked out by hand."""
+"""Trained characters of conversations, determined by hand."""
 
 import re
 
@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpctl.data.chats.conversation import FILLERS
+from fsdpctl.data.chats.formats import Chat
 from fsdpctl.data.chats.render import Renderer
-from fsdpctl.data.chats.rows import Chat
-from fsdpctl.data.chats.samples import Wanted, samples_of
+from fsdpctl.data.chats.samples import LossPolicy, samples_of
 from fsdpctl.errors import UsageError
 from tests.data.chats.families import FAMILIES, MARKED, say, template_of
 from tests.data.chats.opened import opened, trained_of, trained_texts
@@ -125,10 +125,10 @@ def test_rewritten_turns_are_as_one_asks(policy, tmp_path):
 
 def test_rewritten_turns_can_be_refused_and_are_counted(tmp_path):
     rows = [{"messages": say("a", "b")}, {"messages": TALK}]
-    with pytest.raises(UsageError, match=r"chats.jsonl, line 2: message 2: .* otherwise once"):
+    with pytest.raises(UsageError, match="line 2: message 2: the template rewrites it once"):
         opened(tmp_path, "qwen3", rows, rewritten_turns="refuse")
-    assert any("1 conversation in which" in note for note in opened(tmp_path, "qwen3", rows).notes)
-    assert not any("otherwise" in note for note in opened(tmp_path, "phi3", rows).notes)
+    assert any("1 conversation whose" in note for note in opened(tmp_path, "qwen3", rows).notes)
+    assert not any("rewrites" in note for note in opened(tmp_path, "phi3", rows).notes)
 
 
 def test_reasoning_is_trained_where_the_template_writes_it(tmp_path):
@@ -185,7 +185,7 @@ NOT_FOUND = {
     "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}": "no control token .* ends",
     "{% for m in messages %}{{ '<|im_start|>' + m.role + ': ' + m.content + '<|im_end|>' }}"
-    "{% endfor %}": "where it begins was not found: .* add_generation_prompt",
+    "{% endfor %}": "its beginning was not found: .* add_generation_prompt",
     "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}": (
         "message 2: the template does not write it"
     ),
@@ -214,9 +214,9 @@ def test_an_end_token_that_is_none_of_the_tokenizers_is_not_taken_for_one(tmp_pa
 def test_a_sample_without_a_loss_is_dropped_and_counted(tmp_path):
     silent = [{**each, "train": False} for each in TALK]
     found = opened(tmp_path, "chatml", [{"messages": TALK}, {"messages": silent}])
-    assert found.train.num_samples == 1
+    assert len(found.train) == 1
     assert any("1 sample dropped" in note for note in found.notes)
-    with pytest.raises(UsageError, match="nothing to train on; 1 samples"):
+    with pytest.raises(UsageError, match="nothing to train on; 1 sample"):
         opened(tmp_path / "b", "chatml", [{"messages": silent}])
 
 
@@ -278,7 +278,7 @@ def test_any_words_are_found_where_marks_have_them(name, texts):
     made = []
     for marked in (False, True):
         renderer = Renderer(template_of(name, marked=marked), named, "2026-01-31")
-        made.append(samples_of(renderer, chat, Wanted("assistant", "split"), controls).samples)
+        made.append(samples_of(renderer, chat, LossPolicy("assistant", "split"), controls).samples)
     (found,), (expected,) = made
     assert found.text == expected.text
     assert found.spans == expected.spans

@@ -1,10 +1,14 @@
-"""The processes that templates run in, where they do not answer."""
+"""The processes that templates run in, also if they don't reply."""
+
+import os
+import signal
+from multiprocessing import Pipe
 
 import pytest
 
 from fsdpctl.data.chats import workers as running
-from fsdpctl.data.chats.child import Setup, seconds_for
-from fsdpctl.data.chats.rows import Chat
+from fsdpctl.data.chats.formats import Chat
+from fsdpctl.data.chats.workers import TemplateSetup
 from fsdpctl.errors import UsageError
 from tests.data.chats.families import say, template_of
 from tests.data.chats.opened import DATE
@@ -16,10 +20,12 @@ PLACES = [(CHAT, f"chats.jsonl, line {number}") for number in range(1, 71)]
 def setup():
     template = template_of("chatml")
     controls = r"<\|im_start\|>|<\|im_end\|>"
-    return Setup(template, template, {}, controls, DATE, "assistant", "split", 10.0, 2 << 30)
+    return TemplateSetup(
+        template, template, {}, controls, DATE, "assistant", "split", 10.0, 2 << 30
+    )
 
 
-def test_answers_come_in_order_from_several_processes():
+def test_replies_of_several_processes_are_in_order():
     with running.workers(setup(), "t", 1 << 30) as found:
         chats = [
             (Chat(say("a", str(number)), [True, True]), f"line {number}") for number in range(150)
@@ -31,30 +37,41 @@ def test_answers_come_in_order_from_several_processes():
     ]
 
 
-def test_a_process_that_ends_is_told_with_the_lines_that_it_had():
+def test_the_error_names_the_lines_of_a_process_that_exits():
     with running.workers(setup(), "t", 0) as found:
         results = found.results(PLACES)
         next(results)
-        found._processes[0].kill()
+        found._workers[0].process.kill()
         with pytest.raises(
-            UsageError, match="line 33 .to chats.jsonl, line 64.: the process of the"
+            UsageError, match="line 33 .to chats.jsonl, line 64.: the template ended its process"
         ):
             list(results)
 
 
-def test_a_process_that_stands_still_is_given_up(monkeypatch):
-    monkeypatch.setattr(running, "_PATIENCE", 0)
-    with pytest.raises(UsageError, match="^t: the template does not come to an end$"):
-        running.Workers(setup(), "t", 1)
+def test_a_process_that_hangs_is_killed(monkeypatch):
+    with running.workers(setup(), "t", 0) as found:
+        monkeypatch.setattr(running, "_PATIENCE", 0.001)
+        os.kill(found._workers[0].process.pid, signal.SIGSTOP)
+        with pytest.raises(UsageError, match="line 32.: the template does not finish$"):
+            next(found.results(PLACES))
 
 
-def test_no_process_is_left_over():
+def test_a_reply_of_another_type_is_an_error(monkeypatch):
+    ours, theirs = Pipe()
+    theirs.send({"anything": "pickled"})
+    with running.workers(setup(), "t", 0) as found:
+        monkeypatch.setattr(found._workers[0], "_connection", ours)
+        with pytest.raises(UsageError, match="the template ended its process"):
+            next(found.results(PLACES))
+
+
+def test_all_processes_are_ended():
     with running.workers(setup(), "t", 1 << 30) as found:
-        processes = found._processes
+        processes = [worker.process for worker in found._workers]
     assert all(process.poll() is not None for process in processes)
 
 
-def test_long_conversations_may_compute_for_longer():
+def test_long_conversations_have_more_time():
     long = Chat(say("a", "b") * 150, [True] * 300)
-    assert seconds_for(setup(), CHAT) == 10
-    assert seconds_for(setup(), long) == 40
+    assert setup().seconds_for(CHAT) == 10
+    assert setup().seconds_for(long) == 40

@@ -1,22 +1,23 @@
-"""Made-up variants, to report."""
+"""Made-up variants for reports."""
 
 from dataclasses import replace
 from typing import Any
 
 from fsdpctl.estimate.fit import LargestModel
-from fsdpctl.tools.compare.about import About
-from fsdpctl.tools.compare.figures import summarised
+from fsdpctl.tools.compare.about import ComparisonInfo
+from fsdpctl.tools.compare.figures import summarized
 from fsdpctl.tools.compare.row import FAILED, Round, Row
 
 MIB = 1 << 20
-ABOUT = About(
-    "measured", "llama_tiny, 16 tokens a sample", "2 ranks of some CPU", "3 rounds of 8 steps each",
-    "fsdpctl compare strategy=a,b", {"torch": "9.9"}, {"processor": "<some> CPU"}, "2026-01-01",
+ABOUT = ComparisonInfo(
+    "measured", "llama_tiny, 16 tokens per sample", "2 ranks of some CPU",
+    "3 rounds of 8 steps per variant", "fsdpctl compare strategy=a,b", {"torch": "9.9"},
+    {"processor": "<some> CPU"}, "2026-01-01",
 )  # fmt: skip
 
 
 def round_at(speed: float, **about: Any) -> Round:
-    """Of a run with so many tokens per second, of 1,000 tokens a step."""
+    """Return the summary of a run at `speed` tokens per second with 1,000 tokens per step."""
     seconds = 1000 / speed
     figures: dict[str, Any] = {
         "run_dir": None,
@@ -28,7 +29,7 @@ def round_at(speed: float, **about: Any) -> Round:
         "optimizer_seconds": 0.08 * seconds,
         "data_seconds": 0.02 * seconds,
         "mfu": None,
-        "peak_allocated_bytes": 9 * MIB,
+        "peak_engine_bytes": 9 * MIB,
         "peak_tensor_bytes": None,
         "peak_reserved_bytes": None,
         "final_loss": 2.5,
@@ -37,7 +38,7 @@ def round_at(speed: float, **about: Any) -> Round:
 
 
 def measured(name: str, *speeds: float, memory: float = 50, **about: Any) -> Row:
-    """A variant that ran at these speeds, before anything is made of them."""
+    """Return a variant that ran at these speeds, before it is summarized."""
     breakdown = {"parameters": 4 * MIB, "gradients": 5 * MIB, "activations and the rest": 41 * MIB}
     rounds = tuple(
         round_at(speed, run_dir=f"runs/{name}/round-{at + 1}", **about)
@@ -45,16 +46,16 @@ def measured(name: str, *speeds: float, memory: float = 50, **about: Any) -> Row
     )
     return Row(
         {"strategy": name}, name, world_size=2, sent_bytes_per_step=3 * MIB, rounds=rounds,
-        estimated_peak_allocated_bytes=9 * MIB, estimated_breakdown=breakdown,
+        estimated_peak_engine_bytes=9 * MIB, estimated_breakdown=breakdown,
         estimated_peak_tensor_bytes=int(memory * MIB), memory_bytes=100 * MIB,
         largest=LargestModel(12, 3_000_000),
     )  # fmt: skip
 
 
 def failed(name: str) -> Row:
-    return replace(Row({"strategy": name}, name), status=f"{FAILED}<rank 1> is gone")
+    return replace(Row({"strategy": name}, name), status=f"{FAILED}<rank 1> was killed")
 
 
 def of(*rows: Row) -> list[Row]:
-    """With their figures."""
-    return summarised(rows)
+    """Return the rows with their summaries."""
+    return summarized(rows)

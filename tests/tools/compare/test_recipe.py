@@ -1,4 +1,4 @@
-"""The best variant, written down."""
+"""The best variant as a recipe."""
 
 from dataclasses import replace
 
@@ -40,22 +40,22 @@ def test_a_written_recipe_is_the_variant(tmp_path, words, recipe):
         assert replace(again, train=train) == measured
 
 
-def test_a_recipe_says_no_more_than_it_has_to():
+def test_a_recipe_has_only_settings_that_differ_from_the_defaults():
     (first, _) = variants(["strategy=no_shard,full_shard"], None, None, steps=4)
     assert recipe_words(first) == {"strategy": "no_shard", "engine": "fsdpctl"}
 
 
-def test_commands_are_not_written_down():
+def test_settings_that_are_executed_are_not_written():
     (only,) = variants(["strategy=no_shard", "checkpoint.after_save=rm"], None, None, steps=4)
     assert not any(KEYS[name].is_executed for name in recipe_words(only) if name in KEYS)
 
 
-def test_a_file_that_is_there_is_refused_before_anything_runs(tmp_path):
+def test_an_existing_file_is_rejected_before_anything_runs(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("strategy: no_shard\n")
     code, said = invoke("compare", "--write-recipe", str(file))
-    assert (code, "is there already" in said) == (2, True)
-    with pytest.raises(UsageError, match="cannot be written"):
+    assert (code, "already exists" in said) == (2, True)
+    with pytest.raises(UsageError, match="not writable"):
         check_recipe_file(tmp_path / "nowhere" / "x.yaml")
     (each,) = variants(["strategy=full_shard"], None, None, steps=4)
     with pytest.raises(UsageError, match="exists"):

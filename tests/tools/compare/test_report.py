@@ -64,56 +64,56 @@ def test_the_page_needs_nothing_from_elsewhere_and_runs_nothing(folder):
     assert "://" not in (folder / "compare.html").read_text()
 
 
-def test_the_page_says_first_what_is_recommended_then_all_the_rest(folder):
+def test_the_page_begins_with_the_recommendation(folder):
     text = Page((folder / "compare.html").read_text()).text
     wanted = [
         ABOUT.title, "Recommendation", "strategy=no_shard: 1,", "All variants", "hybrid_shard",
-        "<rank 1> is gone", "all losses are equal", "How it was measured", ABOUT.command,
-        "<some> CPU", "torch 9.9", "runs/full_shard/round-3",
+        "<rank 1> was killed", "all losses are equal", "How the values were measured",
+        ABOUT.command, "<some> CPU", "torch 9.9", "runs/full_shard/round-3",
     ]  # fmt: skip
     places = [text.find(each) for each in wanted]
     assert -1 not in places
     assert places == sorted(places)
 
 
-def test_the_charts_are_pictures_with_something_on_them(folder):
+def test_the_charts_are_not_empty(folder):
     for name in ("throughput", "time", "memory", "largest"):
         picture = imread(folder / f"{name}.png")
         assert picture.shape[1] > 1000
         assert picture[..., :3].std() > 0.05
 
 
-def test_json_has_the_rows_and_csv_their_figures(folder):
+def test_json_has_the_rows_and_csv_their_values(folder):
     rows = json.loads((folder / "compare.json").read_text())
     assert [row["status"] for row in rows] == [row.status for row in ROWS]
     assert rows[0]["rounds"][2]["run_dir"] == "runs/full_shard/round-3"
     lines = list(csv.DictReader((folder / "compare.csv").read_text().splitlines()))
     assert [line["strategy"] for line in lines] == ["full_shard", "no_shard", "hybrid_shard"]
     for line, row in zip(lines, rows, strict=True):
-        for name in ("tokens_per_second", "peak_allocated_bytes", "final_loss"):
+        for name in ("tokens_per_second", "peak_engine_bytes", "final_loss"):
             assert line[name] == ("" if row[name] is None else str(row[name]))
     assert json.loads((folder / "about.json").read_text())["recommendation"]
 
 
-def test_nothing_is_drawn_of_what_nobody_knows(tmp_path):
-    write_report([failed("a")], replace(ABOUT, is_whole=False), tmp_path)
+def test_no_chart_is_drawn_without_values(tmp_path):
+    write_report([failed("a")], replace(ABOUT, is_complete=False), tmp_path)
     assert not list(tmp_path.glob("*.png"))
-    assert "It was stopped" in (tmp_path / "compare.html").read_text()
+    assert "Incomplete:" in (tmp_path / "compare.html").read_text()
 
 
-def test_foreseen_variants_are_reported_by_the_same_code(tmp_path):
-    foreseen = [
+def test_predicted_variants_have_the_same_report(tmp_path):
+    predicted = [
         Row({"strategy": name}, name, tokens_per_second=speed, step_seconds=1.0)
         for name, speed in (("a", 10.0), ("b", 20.0))
     ]
-    write_report(foreseen, replace(ABOUT, what="foreseen", where="8 x H100"), tmp_path)
+    write_report(predicted, replace(ABOUT, what="predicted", where="8 x H100"), tmp_path)
     page = (tmp_path / "compare.html").read_text()
-    assert "foreseen on 8 x H100" in page
-    assert "How it was foreseen" in page
+    assert "predicted on 8 x H100" in page
+    assert "How the values were predicted" in page
     assert [each.name for each in tmp_path.glob("*.png")] == ["throughput.png"]
 
 
-def test_columns_of_which_nothing_is_known_are_left_out():
+def test_columns_without_values_are_omitted():
     titles = [column.title for column in columns(ROWS)]
     assert "MFU" not in titles
     assert titles[0] == "strategy"
@@ -121,7 +121,7 @@ def test_columns_of_which_nothing_is_known_are_left_out():
     assert "43.2%" in next(c for c in columns(with_mfu) if c.title == "MFU").cells
 
 
-def test_the_columns_say_which_engine_where_engines_vary():
+def test_the_first_column_is_the_engine_if_engines_vary():
     rows = [replace(r, varied={"engine": "ddp", **r.varied}, engine="ddp") for r in ROWS]
     assert columns(rows)[0].title == "engine"
     assert as_csv(rows).startswith("config.engine,config.strategy,strategy,engine,")

@@ -1,0 +1,122 @@
+"""A configuration of another tool: keys and values as text, until they are translated."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from fsdpctl.errors import UsageError
+
+_MOST_KEYS = 10_000  # aliases turn few lines into many
+_MOST_DEEP = 16
+_UNSET = ("", "null", "~")
+_OFF = ("false", "no", "off", "0", "none", *_UNSET)
+_ON = ("true", "yes", "on", "1")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceKey:
+    """A key of the file with its value."""
+
+    key: str  # dotted
+    text: str  # of a list: its items, separated by commas
+    items: tuple[str, ...]  # of a list; else only the text
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the value disables something."""
+        return self.text.strip().lower() in _OFF
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the value is true, and not one of several options."""
+        return self.text.strip().lower() in _ON
+
+
+class SourceConfig:
+    """The keys of a file. Each key can be taken once."""
+
+    def __init__(self, file: Path, content: object) -> None:
+        """Set the file and its content: nested mappings, as in YAML.
+
+        Raises:
+            UsageError: If the content isn't a mapping, or is too large.
+        """
+        if not isinstance(content, Mapping):
+            raise UsageError(f"{file}: expected a mapping of keys to values")
+        self.file = file
+        flat = list(islice(_flatten("", content, file), _MOST_KEYS + 1))
+        if len(flat) > _MOST_KEYS:
+            raise UsageError(f"{file}: more than {_MOST_KEYS} keys")
+        self._left = {each.key: each for each in flat}
+
+    def __contains__(self, key: str) -> bool:
+        """Return whether the file has `key` or a key below it, even if it isn't set."""
+        return any(each == key or each.startswith(f"{key}.") for each in self._left)
+
+    def take(self, *keys: str) -> SourceKey | None:
+        """Remove all of `keys`, and return the first one that is set."""
+        found = [value for key in keys if (value := self._left.pop(key, None)) is not None]
+        return next((each for each in found if each.text.strip().lower() not in _UNSET), None)
+
+    def text(self, *keys: str, default: str = "") -> str:
+        """Take a key and return its text."""
+        value = self.take(*keys)
+        return default if value is None else value.text.strip()
+
+    def whole(self, *keys: str) -> int | None:
+        """Take a key and return its whole number, or None if it isn't set or is `auto`.
+
+        Raises:
+            UsageError: If the value is another text.
+        """
+        value = self.take(*keys)
+        if value is None or value.text.strip().lower() == "auto":
+            return None
+        try:
+            return int(value.text)
+        except ValueError:
+            raise self.error(value, "expected a whole number") from None
+
+    def positive(self, *keys: str) -> int | None:
+        """Take a key and return its whole number, as `whole`.
+
+        Raises:
+            UsageError: If the number is less than 1.
+        """
+        found = self.whole(*keys)
+        if found is not None and found < 1:
+            raise UsageError(f"{self.file}: {keys[0]}: expected at least 1, got {found}")
+        return found
+
+    def error(self, value: SourceKey, why: str) -> UsageError:
+        """Return an error about a value."""
+        return UsageError(f"{self.file}: {value.key}: {value.text[:80]}: {why}")
+
+    def peek(self) -> tuple[SourceKey, ...]:
+        """Return the keys that are set and not taken."""
+        return tuple(x for x in self._left.values() if x.text.strip().lower() not in _UNSET)
+
+    def rest(self) -> Iterator[SourceKey]:
+        """Take all keys that are left, in the order of the file."""
+        left, self._left = self.peek(), {}
+        yield from left
+
+
+def _flatten(prefix: str, content: Mapping[object, object], file: Path) -> Iterator[SourceKey]:
+    if prefix.count(".") >= _MOST_DEEP:
+        raise UsageError(f"{file}: {prefix[:80]}: nested too deeply")
+    for word, value in content.items():
+        key = f"{prefix}{word}"
+        if isinstance(value, Mapping):
+            yield from _flatten(f"{key}.", value, file)
+        elif isinstance(value, list):
+            # For lists of mappings, such as data sets, only their presence matters.
+            items = tuple("{}" if isinstance(x, Mapping | list) else _text(x) for x in value)
+            yield SourceKey(key, ", ".join(items), items)
+        else:
+            yield SourceKey(key, _text(value), (_text(value),))
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else "" if value is None else str(value)

@@ -1,0 +1,153 @@
+"""Comparison between ranks: parameters with gradients, gathered units, and replicated values."""
+
+import torch
+from torch import Tensor
+
+from fsdpctl.comm.base import Handle
+from fsdpctl.comm.replica_check import as_integers, compare_replicas
+from fsdpctl.engine.runtime import Runtime
+from fsdpctl.errors import EngineError
+
+
+class GradPresence:
+    """Sums presence bits of gradients and a fingerprint of the gathers once per step, in float64.
+
+    The all-reduce starts with the last backward of a step, next to its last reductions. The number
+    of backwards per step is known from the previous step; if the all-reduce has not started when
+    the optimizer needs it, it starts then. The host waits for a device only if a parameter had no
+    gradient.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._started: tuple[int, Handle] | None = None  # with this rank's fingerprint
+        self._sums: Tensor | None = None  # counts, then the sum of the fingerprints
+        self._unchecked: tuple[int, Tensor, torch.cuda.Event] | None = None
+        units = runtime.units.values()
+        self._buffers = [buffer for unit in units for buffer in unit.trained_buffers]
+        self._names = [param.name for b in self._buffers for param in b.layout.params]
+        self._all_present = torch.ones(
+            len(self._names) + 1, dtype=torch.float64, device=runtime.device
+        )
+        self._num_backwards = 0  # that reduced, since the last step of the optimizer
+        self._usual_number = 1  # of these per step
+        runtime.when_all_is_sent = self.backward_ends
+
+    def backward_ends(self) -> None:
+        """Count a backward whose last reductions have started."""
+        self._num_backwards += 1
+        if self._num_backwards >= self._usual_number:
+            self._start()
+
+    def _start(self) -> None:
+        if self._started is not None:
+            self._started[1].wait()  # its result is unused, but its memory is in use until then
+        handle = self._runtime.mesh.world.start_all_reduce(self._own())
+        self._started, self._sums = (self._runtime.gatherer.fingerprint, handle), None
+
+    def absent_everywhere(self) -> frozenset[str]:
+        """Return the names of trainable parameters that had a gradient on no rank. Collective.
+
+        Raises:
+            EngineError: If the ranks did not gather the same units in the same order.
+        """
+        if self._num_backwards:
+            if self._started is None:
+                self._start()
+            self._usual_number, self._num_backwards = self._num_backwards, 0
+        if self._started is not None:
+            (fingerprint, handle), self._started = self._started, None
+            self._sums = handle.wait()
+            self._check(fingerprint, self._sums)
+        if self._runtime.has_all_gradients or self._sums is None:
+            return frozenset()
+        *counts, _ = self._sums.tolist()
+        pairs = zip(self._names, counts, strict=True)
+        return frozenset(name for name, count in pairs if not count)
+
+    def _own(self) -> Tensor:
+        """Return this rank's presence bits and fingerprint."""
+        runtime = self._runtime
+        fingerprint = float(runtime.gatherer.fingerprint)
+        if runtime.has_all_gradients:
+            own = self._all_present.clone()
+            own[-1:].fill_(fingerprint)
+            return own
+        present = [
+            float(index in buffer.present)
+            for buffer in self._buffers
+            for index in range(len(buffer.params))
+        ]
+        bits = torch.tensor([*present, fingerprint], dtype=torch.float64)
+        is_on_cuda = runtime.device.type == "cuda"
+        return (bits.pin_memory() if is_on_cuda else bits).to(runtime.device, non_blocking=True)
+
+    def _check(self, fingerprint: int, sums: Tensor) -> None:
+        """Compare the fingerprints; on CUDA one step later, once their sum has arrived."""
+        runtime = self._runtime
+        expected = fingerprint * runtime.mesh.world.size
+        runtime.gatherer.fingerprint = 0
+        if not runtime.strategy.shards_params:
+            return
+        if not sums.is_cuda:
+            _check_fingerprint(expected, sums[-1])
+            return
+        self.settle()
+        found = sums[-1].to("cpu", non_blocking=True)
+        self._unchecked = expected, found, torch.cuda.current_stream().record_event()
+
+    def settle(self) -> None:
+        """Complete the last comparison, before anything permanent is done.
+
+        Raises:
+            EngineError: If the ranks did not gather the same units in the same order.
+        """
+        if self._unchecked is not None:
+            (before, found, arrived), self._unchecked = self._unchecked, None
+            arrived.synchronize()
+            _check_fingerprint(before, found)
+
+
+def _check_fingerprint(expected: int, found: Tensor) -> None:
+    if int(found) != expected:
+        raise EngineError(
+            "the ranks ran the model's units in different orders, so the gathered parameters are "
+            "mixed up; every rank must call the same units in the same order"
+        )
+
+
+@torch.no_grad()
+def check_replicas(runtime: Runtime) -> None:
+    """Compare what several ranks hold by checksums. Collective.
+
+    Raises:
+        EngineError: If a parameter differs; the message names it and the rank.
+    """
+    mesh = runtime.mesh
+    if runtime.strategy.shards_params and mesh.replicas is None:
+        return
+    place = mesh.shard.rank if runtime.strategy.shards_params else 0
+    compare_replicas(mesh.world, place, _checksums(runtime))
+
+
+def _checksums(runtime: Runtime) -> dict[str, tuple[int, ...]]:
+    """Return the sums of the bits of each parameter, as far as several ranks hold it."""
+    names, sums = [], []
+    for buffer in (buffer for unit in runtime.units.values() for buffer in unit.buffers):
+        shard = buffer.shard
+        alike = []
+        if buffer.resting is not None:
+            alike.append((buffer.resting.span, buffer.resting.values))
+        has_replicas = runtime.strategy.shards_params and shard.layout.shares == 1
+        if shard.is_replicated or has_replicas:
+            alike.append((shard.held, shard.master))
+        for held, values in alike:
+            bits = as_integers(values)
+            for piece in buffer.layout.pieces(held):
+                inside = piece.in_flat.shift(-held.start)
+                names.append(piece.param.name)
+                sums.append(bits[inside.start : inside.stop].sum(dtype=torch.int64))
+    found: dict[str, tuple[int, ...]] = {}
+    for name, checksum in zip(names, torch.stack(sums).tolist() if sums else (), strict=True):
+        found[name] = (*found.get(name, ()), checksum)
+    return found

@@ -1,0 +1,225 @@
+"""The handshake of the launchers of several nodes, or of another launcher's ranks, before a run.
+
+Node 0, or rank 0, decides and writes. The others check that they have the same program and the same
+directory. All messages are JSON in a store at node 0's address; nothing is unpickled.
+"""
+
+import hashlib
+import platform
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+import fsdpctl
+from fsdpctl.comm.world import DistStoreError, PrefixStore, Store
+from fsdpctl.config.placement import LaunchConfig
+from fsdpctl.errors import FsdpctlError, UsageError
+
+_TOKEN = "handshake"  # a file in the run directory
+_POLL = timedelta(seconds=1)  # between checks whether a member has left
+_LEFT = "other members did not start, have exited, or are unreachable"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The message of node 0 to the others."""
+
+    run_dir: str = ""
+    token: str = ""  # the contents of a file in it
+    versions: str = ""  # of fsdpctl, torch and Python
+    code: str = ""  # a digest of the program's source
+    nproc_per_node: int = 0
+    refusal: str = ""  # why the run does not start
+    members: int = 0  # nodes or ranks
+    is_finished: bool = False  # the run is finished, so that there is nothing to do
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    refusal: str = ""
+
+
+class Handshake:
+    """One member, a node or a rank, of the handshake before a run."""
+
+    def __init__(self, store: Store, own: int, count: int, *, noun: str, patience: float) -> None:
+        """Join as number `own` of `count` nodes or ranks (`noun`) in a store that all reach.
+
+        Raises:
+            UsageError: If another member has the same number.
+        """
+        self.own, self.count, self.noun = own, count, noun
+        self._store = PrefixStore("handshake", store)
+        self._patience = patience
+        self._has_invited = False
+        if self._store.add(f"here/{own}", 1) > 1:
+            raise UsageError(f"{noun} {own}: already in use by another {noun}")
+
+    def invite(self, run_dir: Path, nproc_per_node: int) -> None:
+        """Send the run directory to the others and wait until all are ready; only number 0 does.
+
+        Raises:
+            UsageError: If one of them cannot take part; then none does.
+        """
+        token = run_dir / _TOKEN
+        plan = Plan(
+            str(run_dir.absolute()), secrets.token_hex(16), _versions(), _code(),
+            nproc_per_node, members=self.count,
+        )  # fmt: skip
+        token.write_text(plan.token)
+        self._send("plan", plan)
+        self._has_invited = True
+        answers = [self._receive(key, _Answer) for key in self._of_others("ready")]
+        refusals = [each.refusal for each in answers if each.refusal]
+        self._send("go", _Answer("; ".join(refusals)))
+        token.unlink(missing_ok=True)
+        if refusals:
+            self._wait_for_others("heard")
+            raise UsageError("; ".join(refusals))
+
+    def call_off(self, reason: str, *, is_finished: bool = False) -> None:
+        """Tell the others that nothing starts, unless they were invited; only number 0 does."""
+        if self._has_invited:
+            return
+        self._send("plan", Plan(refusal=reason, is_finished=is_finished))
+        self._wait_for_others("ready")
+
+    def accept(self, check: Callable[[Plan], str]) -> Plan:
+        """Receive the plan of number 0, and answer whether this member can take part.
+
+        Args:
+            check: Returns why it cannot, or an empty string.
+
+        Raises:
+            UsageError: If this or another member cannot, or nothing starts.
+        """
+        plan = self._receive("plan", Plan)
+        if plan.refusal:
+            self._send(f"ready/{self.own}", _Answer())
+            if not plan.is_finished:
+                raise UsageError(f"{self.noun} 0: {plan.refusal}")
+            return plan
+        refusal = self._check_count(plan) or check(plan) or _check_directory(plan)
+        where = f"{self.noun} {self.own} ({socket.gethostname()})"
+        self._send(f"ready/{self.own}", _Answer(f"{where}: {refusal}" if refusal else ""))
+        answer = self._receive("go", _Answer)
+        self._send(f"heard/{self.own}", _Answer())
+        if answer.refusal:
+            raise UsageError(answer.refusal)
+        return plan
+
+    def _check_count(self, plan: Plan) -> str:
+        if plan.members == self.count:
+            return ""
+        return (
+            f"started as one of {self.count} {self.noun}s, but {self.noun} 0 expects {plan.members}"
+        )
+
+    def leave(self, reason: str) -> None:
+        """Tell the others, before they begin, that this member does not take part after all."""
+        with suppressing_losses():
+            self._send("left", _Answer(f"{self.noun} {self.own}: {reason}"))
+
+    def _wait_for_others(self, answer: str) -> None:
+        """Wait a moment for the others, because the store exits with number 0."""
+        with suppressing_losses():
+            self._store.wait(self._of_others(answer), timedelta(seconds=2))
+
+    def _of_others(self, key: str) -> list[str]:
+        return [f"{key}/{each}" for each in range(1, self.count)]
+
+    def _send(self, key: str, value: object) -> None:
+        self._store.set(key, encode(value))
+
+    def _receive(self, key: str, kind: type[T]) -> T:
+        deadline = time.monotonic() + self._patience
+        while True:
+            try:
+                self._store.wait([key], _POLL)
+                return decode(self._store.get(key), kind)
+            except DistStoreError:
+                if self._store.check(["left"]):
+                    raise UsageError(decode(self._store.get("left"), _Answer).refusal) from None
+                if time.monotonic() > deadline:
+                    limit = f"{self._patience:g} s (launch.timeout)"
+                    raise UsageError(f"no {key!r} message within {limit}: {_LEFT}") from None
+            except RuntimeError:
+                raise UsageError(f"no {key!r} message: {_LEFT}") from None
+
+
+def encode(value: object) -> str:
+    """Return a message that `decode` reads."""
+    return msgspec.json.encode(value).decode()
+
+
+def decode(text: bytes, kind: type[T]) -> T:
+    """Return the value of another launcher's message.
+
+    Raises:
+        FsdpctlError: If it is not of type `kind`.
+    """
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.MsgspecError as error:
+        raise FsdpctlError(f"message of another launcher: corrupted: {error}") from None
+
+
+@contextmanager
+def suppressing_losses() -> Iterator[None]:
+    """Suppress the errors that are raised if the other launchers are unreachable."""
+    try:
+        yield
+    except (FsdpctlError, RuntimeError):
+        return
+
+
+def _check_directory(plan: Plan) -> str:
+    token = Path(plan.run_dir) / _TOKEN
+    try:
+        if token.read_text() == plan.token:
+            return ""
+    except OSError:
+        pass
+    return (
+        f"train.run_dir={plan.run_dir}: files of node 0 not found; all nodes need the same "
+        "directory, on a file system that they share"
+    )
+
+
+def difference(plan: Plan, launch: LaunchConfig) -> str:
+    """Return how this node's program or launch differs from node 0's, or an empty string."""
+    if _versions() != plan.versions:
+        return f"{_versions()} differs from {plan.versions} on node 0"
+    if _code() != plan.code:
+        return "fsdpctl's source differs from node 0's; install the same version on all nodes"
+    if launch.nproc_per_node != plan.nproc_per_node:
+        return (
+            f"launch.nproc_per_node={launch.nproc_per_node}: expected {plan.nproc_per_node}, as on "
+            "node 0"
+        )
+    return ""
+
+
+def _versions() -> str:
+    python = platform.python_version()
+    return f"fsdpctl {fsdpctl.__version__}, torch {version('torch')}, Python {python}"
+
+
+def _code() -> str:
+    """Return a digest of the program's source."""
+    root = Path(fsdpctl.__file__).parent
+    found = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        found.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return found.hexdigest()[:16]

@@ -1,0 +1,222 @@
+"""The training step of fsdpctl's engine: the plan's events, and the computation between them."""
+
+from collections import defaultdict, deque
+
+from fsdpctl.plan.layout import ParamSpec
+from fsdpctl.plan.runs import decay_group, optimizer_runs
+from fsdpctl.plan.schedule import Event, EventKind
+from fsdpctl.plan.sizes import RankPlace
+from fsdpctl.plan.transport import Transport, adds_whole
+from fsdpctl.predict.compute import Part
+from fsdpctl.predict.engine_bytes import (
+    TrainingPlan,
+    held_masters,
+    plan_slots,
+    planned_step,
+    planned_update,
+)
+from fsdpctl.predict.fsdpctl_buffers import EngineBuffers
+from fsdpctl.predict.network import CollectiveKind
+from fsdpctl.predict.recorder import COPIES, GATHERS, REDUCTIONS, Category, RankGroup, Recorder
+
+K = EventKind
+C = CollectiveKind
+_WITHOUT = -1  # the group of parameters that get no gradient
+
+
+class FsdpctlSteps:
+    """The steps of one rank; the optimizer's gathers are waited for in the next step."""
+
+    def __init__(self, plan: TrainingPlan, place: RankPlace, recorder: Recorder) -> None:
+        self._plan = plan
+        self._place = place
+        self._recorder = recorder
+        self._events = planned_step(plan, place)
+        self._update = planned_update(plan, place)
+        self._buffers = EngineBuffers(plan, place, recorder, self._events)
+        self._gathers: dict[str, int] = {}
+        self._renewing: dict[str, int] = {}
+        self._reducing: dict[str, deque[tuple[int, int]]] = defaultdict(deque)  # keys and bytes
+        self._combining: dict[str, deque[int]] = defaultdict(deque)
+        self._last_reduced: dict[str, int] = {}
+        self._has_states = False
+
+    def setup(self, *, draws: bool) -> None:
+        """Build the model; `draws`: initialize its values on the device, one unit at a time."""
+        _allocate_model(self._plan, self._place, self._recorder, draws=draws)
+
+    def step(self) -> None:
+        """Run all forward-backward passes, the reductions and the optimizer."""
+        recorder, root = self._recorder, self._plan.order.root
+        recorder.compute(Part.BEFORE)
+        passes = len(self._plan.reduces)
+        for event in self._events:
+            if event.buffer is not None:
+                self._buffers.change(event)
+            elif event.kind is K.LEAVE and event.unit == root:
+                recorder.compute(Part.END)
+                passes -= 1
+                if passes:
+                    recorder.compute(Part.BEFORE)
+            else:
+                self._do(event)
+        self._optimize()
+
+    def _do(self, event: Event) -> None:
+        recorder, unit = self._recorder, event.unit
+        match event.kind:
+            case K.FORWARD:
+                self._forward(unit)
+            case K.LEAVE:
+                recorder.compute(Part.AROUND, unit)
+                if unit == self._plan.order.forward[-1]:
+                    recorder.compute(Part.LOSS)
+            case K.BACKWARD:
+                recorder.compute(Part.BACKWARD, unit)
+            case K.GATHER:
+                self._gather(unit, event.nbytes)
+            case K.READY:
+                recorder.wait(self._gathers.pop(unit, None))
+            case K.HOLD:
+                self._buffers.drop_gradients(event)
+            case K.REDUCE:
+                self._buffers.drop_gradients(event)
+                self._reduce(unit, event.nbytes)
+            case K.REDUCED:
+                key, nbytes = self._reducing[unit].popleft()
+                recorder.wait(key)
+                self._add_up(unit, nbytes)
+                self._last_reduced[unit] = key
+            case K.COMBINE:
+                self._combine(unit, event.nbytes)
+            case K.COMBINED:
+                recorder.wait(self._combining[unit].popleft())
+
+    def _forward(self, unit: str) -> None:
+        recorder, order = self._recorder, self._plan.order
+        recorder.wait(self._renewing.pop(unit, None))
+        if unit != order.root:
+            recorder.compute(Part.FORWARD, unit)
+            return
+        self._buffers.begin_pass()
+        recorder.compute(Part.START)
+        if not order.forward:
+            recorder.compute(Part.LOSS)
+
+    def _gather(self, unit: str, nbytes: int) -> None:
+        recorder, sizes = self._recorder, self._plan.sizes
+        recorder.wait(self._renewing.pop(unit, None))
+        widened = 1 + sizes.master / sizes.param  # the cast into this rank's part
+        recorder.copy(widened * nbytes / self._place.size, f"cast {unit}")
+        self._gathers[unit] = recorder.start(
+            C.GATHER, nbytes, RankGroup.SHARD, f"gather {unit}", queue=GATHERS
+        )
+
+    def _reduce(self, unit: str, nbytes: int) -> None:
+        recorder, transport = self._recorder, self._place.transport
+        if transport is Transport.NCCL or not self._plan.strategy.shards_grads:
+            recorder.copy(2 * nbytes, f"collect gradients of {unit}")
+        kind = self._reduction()
+        key = recorder.start(
+            kind, nbytes, RankGroup.SHARD, f"reduce {unit}", queue=REDUCTIONS,
+            is_held=kind is C.ALL_REDUCE and transport is Transport.GLOO,
+        )  # fmt: skip
+        self._reducing[unit].append((key, nbytes))
+        self._last_reduced[unit] = key
+
+    def _reduction(self) -> CollectiveKind:
+        whole = adds_whole(self._place.transport, self._place.size)
+        return C.ALL_REDUCE if whole and not self._plan.strategy.shards_grads else C.REDUCE_SCATTER
+
+    def _add_up(self, unit: str, nbytes: int) -> None:
+        """Let the rank add the gradients of all ranks, or only scale the sum."""
+        ranks, kind = self._place.size, self._reduction()
+        adds = self._place.transport is Transport.GLOO and kind is C.REDUCE_SCATTER
+        passes = ranks + 1 if adds else 2
+        own = nbytes if kind is C.ALL_REDUCE else nbytes / ranks
+        if ranks > 1:
+            self._recorder.copy(passes * own, f"sum of {unit}")
+
+    def _combine(self, unit: str, nbytes: int) -> None:
+        strategy = self._plan.strategy
+        kind = C.REDUCE_SCATTER if strategy.shards_over_copies else C.ALL_REDUCE
+        group, queue = RankGroup.REPLICAS, COPIES
+        if self._place.num_replicas == 1:  # the parts of unsharded gradients are put together
+            kind, group, queue = C.GATHER, RankGroup.SHARD, GATHERS
+        after = self._last_reduced.get(unit) if strategy.replicates else None
+        label = f"sum over copies of {unit}"
+        key = self._recorder.start(kind, nbytes, group, label, queue=queue, after=after)
+        self._combining[unit].append(key)
+
+    def _optimize(self) -> None:
+        plan, recorder = self._plan, self._recorder
+        recorder.at("the optimizer's step")
+        if not self._has_states:
+            self._has_states = True
+            _allocate_states(plan, self._place, recorder)
+        self._buffers.end_step()
+        trained = (each for of in plan.layouts.values() for each in of if each.trainable)
+        owned = sum(held_masters(plan, self._place, layout).numel for layout in trained)
+        recorder.optimize(owned, plan.sizes.master, plan.states.moments)
+        group = RankGroup.REPLICAS if plan.strategy.shards_over_copies else RankGroup.SHARD
+        for event in self._update:
+            label = f"renew {event.unit}"
+            key = recorder.start(C.GATHER, event.nbytes, group, label, queue=GATHERS)
+            self._renewing[event.unit] = key
+        recorder.end_step()
+
+
+def _allocate_model(
+    plan: TrainingPlan, place: RankPlace, recorder: Recorder, *, draws: bool
+) -> None:
+    """Build the model; `draws`: initialize its values on the device, one unit at a time."""
+    recorder.at("building the model")
+    scratch: dict[int, int] = {}  # by the bytes of an element
+    slots = {name: slot for slot in plan_slots(plan) for name in slot.units}
+    made: set[str] = set()
+    keeps, sizes = plan.strategy.keeps_whole_params, plan.sizes
+    for unit, layouts in plan.layouts.items():
+        slot = slots[unit]
+        is_new = slot.units[0] not in made
+        if is_new:
+            made.add(slot.units[0])
+            key = recorder.allocate(Category.GATHERED_UNITS, unit, "slot", slot.nbytes)
+        for layout in layouts:
+            if layout.shares > 1:
+                nbytes = layout.parts[place.rank].numel * sizes.param
+                recorder.allocate(Category.PARAMETERS, unit, "parts to be gathered", nbytes)
+            stays, itemsize = keeps or layout.shares > 1, sizes.kept(layout)
+            if not (stays and sizes.param == itemsize):
+                nbytes = held_masters(plan, place, layout).numel * itemsize
+                what = "master weights" if layout.trainable else "frozen weights"
+                recorder.allocate(Category.PARAMETERS, unit, what, nbytes)
+            if draws and itemsize not in scratch:
+                alike = (each for of in plan.layouts.values() for each in of)
+                largest = max(each.numel for each in alike if sizes.kept(each) == itemsize)
+                scratch[itemsize] = recorder.allocate(
+                    Category.PARAMETERS, "", "values being drawn", largest * itemsize
+                )
+        if is_new and not keeps and not slot.resident:
+            recorder.free(key)
+    for key in scratch.values():
+        recorder.free(key)
+
+
+def _allocate_states(plan: TrainingPlan, place: RankPlace, recorder: Recorder) -> None:
+    """Allocate the optimizer states of the parameters that have gradients, group by group."""
+
+    def group_of(param: ParamSpec) -> int:
+        return decay_group(param) if recorder.has_gradient(param) else _WITHOUT
+
+    runs = [
+        (run, unit)
+        for unit, layouts in plan.layouts.items()
+        for layout in layouts
+        if layout.trainable
+        for run in optimizer_runs(layout, held_masters(plan, place, layout), group_of)
+        if run.group != _WITHOUT
+    ]
+    for run, unit in sorted(runs, key=lambda each: each[0].group):
+        nbytes = run.span.numel * plan.sizes.master
+        for size in plan.states.of(nbytes):
+            recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)

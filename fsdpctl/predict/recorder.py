@@ -1,0 +1,172 @@
+"""The interface between the description of a training step and what it costs."""
+
+from collections import Counter
+from enum import StrEnum
+from typing import Protocol
+
+from fsdpctl.plan.layout import ParamSpec
+from fsdpctl.plan.schedule import Buffer
+from fsdpctl.predict.compute import Part
+from fsdpctl.predict.network import CollectiveKind
+
+# Queues of collectives.
+GATHERS, REDUCTIONS, COPIES = "gathers", "reductions", "sums over copies"
+
+
+class Category(StrEnum):
+    """The purpose of memory."""
+
+    PARAMETERS = "parameters"  # at rest: master weights, and parts to be gathered in another dtype
+    GRADIENTS = "gradients"  # reduced, or as autograd made them
+    OPTIMIZER_STATES = "optimizer_states"
+    GATHERED_UNITS = "gathered_units"  # parameters to compute with
+    REDUCE_BUFFERS = "reduce_buffers"
+    ACTIVATIONS = "activations"
+    LOGITS_AND_LOSS = "logits_and_loss"
+    WORKSPACES = "workspaces"  # of kernels
+
+
+CATEGORY_OF = {
+    Buffer.PARAMS: Category.GATHERED_UNITS,
+    Buffer.WHOLE_GRADS: Category.REDUCE_BUFFERS,
+    Buffer.WORKSPACE: Category.REDUCE_BUFFERS,
+    Buffer.SUM: Category.REDUCE_BUFFERS,
+    Buffer.COMBINING: Category.REDUCE_BUFFERS,
+    Buffer.GRADS: Category.GRADIENTS,
+}
+
+
+class RankGroup(StrEnum):
+    """The ranks that take part in a collective."""
+
+    SHARD = "shard"  # they share one replica of the model
+    REPLICAS = "replicas"  # they hold the same part of different replicas
+    WORLD = "world"
+
+
+class Recorder:
+    """Receives what a rank does in a training step, and ignores it.
+
+    Each engine describes its step once. Memory, time and traffic are recorders that override the
+    methods that concern them. Sizes are in bytes.
+    """
+
+    def compute(self, part: Part, unit: str = "") -> None:
+        """Run a part of a forward-backward pass."""
+
+    def has_gradient(self, param: ParamSpec) -> bool:
+        """Return whether backward makes a gradient of a parameter."""
+        return param.trainable
+
+    # ---- memory, in the order in which the host requests it ------------------------------
+
+    def at(self, doing: str, unit: str = "") -> None:
+        """Name the moment of the step that begins."""
+
+    def allocate(
+        self, category: Category, unit: str, what: str, nbytes: int, *, stream: int = 0
+    ) -> int:
+        """Allocate memory on a stream and return the key that frees it."""
+        return 0
+
+    def free(self, key: int | None) -> None:
+        """Free memory, if there is a key."""
+
+    def become(self, key: int, category: Category, what: str) -> None:
+        """Change the purpose of allocated memory."""
+
+    def pass_through(self, nbytes: int) -> None:
+        """Allocate memory and free it at once."""
+
+    def gradient(self, param: str) -> int | None:
+        """Return the key of the gradient that autograd made of a parameter in this pass."""
+        return None
+
+    def keep(self, key: int) -> None:
+        """Let a gradient of autograd outlive its pass."""
+
+    # ---- time, in the order in which the device executes it ------------------------------
+
+    def copy(self, nbytes: float, label: str) -> None:
+        """Read and write `nbytes` in total on the compute stream."""
+
+    def start(
+        self,
+        kind: CollectiveKind,
+        nbytes: float,
+        group: RankGroup,
+        label: str,
+        *,
+        queue: str,
+        after: int | None = None,
+        is_held: bool = False,
+    ) -> int:
+        """Start a collective over a buffer of `nbytes` and return the key to wait for.
+
+        Args:
+            kind: what the ranks do.
+            nbytes: of the whole buffer.
+            group: which ranks.
+            label: for timelines.
+            queue: collectives of one queue run one after another.
+            after: the collective that has to end first.
+            is_held: whether it starts together with others, see `TaskRecorder.start`.
+        """
+        return 0
+
+    def wait(self, key: int | None) -> None:
+        """Let the compute stream wait for a collective, if there is a key."""
+
+    def optimize(self, numel: float, itemsize: int, moments: int) -> None:
+        """Compute the gradient norm and update `numel` elements with `moments` per element."""
+
+    def end_step(self) -> None:
+        """Account for the time between two steps."""
+
+
+class Steps(Protocol):
+    """The steps of a rank under some engine; the state carries over from one to the next."""
+
+    def setup(self, *, draws: bool) -> None:
+        """Build the model; `draws`: initialize its values on the device, one unit at a time."""
+        ...
+
+    def step(self) -> None:
+        """Run all forward-backward passes, the reductions and the optimizer."""
+        ...
+
+
+class TrafficRecorder(Recorder):
+    """Sums the bytes of collectives by their kind and group."""
+
+    def __init__(self) -> None:
+        self.nbytes: Counter[tuple[CollectiveKind, RankGroup]] = Counter()
+
+    def start(
+        self,
+        kind: CollectiveKind,
+        nbytes: float,
+        group: RankGroup,
+        label: str,
+        *,
+        queue: str,
+        after: int | None = None,
+        is_held: bool = False,
+    ) -> int:
+        """Count a collective."""
+        self.nbytes[kind, group] += nbytes  # type: ignore[assignment]  # bytes may be fractions
+        return 0
+
+    def sent(self, group: RankGroup, ranks: int) -> float:
+        """Return the bytes that one of `ranks` ranks sends to its group.
+
+        In a ring of n ranks, each sends (n - 1) / n of a tensor that is gathered or
+        reduce-scattered, and twice that of one that is all-reduced. Direct exchanges and broadcasts
+        of all parts average the same over the ranks.
+        """
+        total = sum(
+            nbytes * (2 if kind is CollectiveKind.ALL_REDUCE else 1)
+            for (kind, among), nbytes in self.nbytes.items()
+            if among is group
+        )
+        return total * (ranks - 1) / ranks

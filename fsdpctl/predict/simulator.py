@@ -1,0 +1,224 @@
+"""Simulates the tasks of a rank: a compute stream, queues of collectives, and the links they share.
+
+A discrete-event simulation in which everything in progress has a speed. Transfers over one link
+share it. A transfer slows down concurrent computation, and may be slowed down by it. Speeds change
+only when something starts or ends, so time advances from one such moment to the next. Ranks that
+compute independently drift apart like random walks: with the square root of the time since one last
+waited for another. A collective transfers data once its last rank has started it.
+"""
+
+import json
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import sqrt
+
+COMPUTE = "compute"
+_MAX_SLOWDOWN = 0.9  # of the computation, whatever is in progress
+_DONE = 1e-12  # seconds
+_MICRO = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A collective, priced as if nothing else were in progress."""
+
+    link: str  # shared with other transfers
+    latency: float  # seconds before data is transferred
+    seconds: float  # in which data is transferred, with the whole link
+    nbytes: float = 0.0  # that a rank sends over the link
+    compute_slowdown: float = 0.0  # share of the computing speed that is lost meanwhile
+    comm_slowdown: float = 0.0  # share of the link's speed that is lost during computation
+    drift: float = 0.0  # how much later other ranks start: seconds per root of a second apart
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Work of the compute stream."""
+
+    seconds: float
+    label: str
+    phase: str = "compute"  # or optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A collective that is put in a queue; each queue runs one at a time."""
+
+    key: int
+    queue: str
+    transfer: Transfer
+    label: str
+    after: int | None = None  # the collective that has to end first
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The compute stream waits until a collective ends."""
+
+    key: int
+
+
+Task = Compute | Start | Wait
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineSpan:
+    """Something that ran from `start` to `end`, in seconds since the start of the step."""
+
+    lane: str  # COMPUTE, or the name of a queue
+    label: str
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class SimulatedStep:
+    """The result of a simulation."""
+
+    seconds: float = 0.0
+    computing: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by phase
+    exposed: float = 0.0  # seconds in which the compute stream waited for a collective
+    sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # bytes, by link
+    spans: list[TimelineSpan] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A collective, until it ends."""
+
+    start: Start
+    latency: float
+    seconds: float
+    ready: float  # when the last rank has started it
+    began: float | None = None
+
+
+class StepSimulator:
+    """A simulated rank. Collectives in flight at the end of a `run` continue in the next."""
+
+    def __init__(self) -> None:
+        self._step = SimulatedStep()
+        self._queues: dict[str, deque[_Running]] = defaultdict(deque)
+        self._pending: set[int] = set()
+        self._met = 0.0  # when this rank last waited for others
+
+    def run(self, tasks: Iterable[Task]) -> SimulatedStep:
+        """Execute `tasks`, starting at time 0."""
+        before, self._step = self._step.seconds, SimulatedStep()
+        self._met -= before
+        for running in (each for queue in self._queues.values() for each in queue):
+            running.ready -= before
+            if running.began is not None:
+                running.began -= before
+        for task in tasks:
+            if isinstance(task, Compute):
+                self._compute(task)
+            elif isinstance(task, Start):
+                self._start(task)
+            elif isinstance(task, Wait):
+                self._wait(task.key)
+        return self._step
+
+    def _start(self, task: Start) -> None:
+        transfer, now = task.transfer, self._step.seconds
+        self._pending.add(task.key)
+        self._step.sent[transfer.link] += transfer.nbytes
+        ready = now + transfer.drift * sqrt(now - self._met)
+        running = _Running(task, transfer.latency, transfer.seconds, ready)
+        self._queues[task.queue].append(running)
+
+    def _compute(self, task: Compute) -> None:
+        began, left = self._step.seconds, task.seconds
+        while left > _DONE:
+            left -= self._advance(left)
+        self._step.computing[task.phase] += self._step.seconds - began
+        if self._step.seconds > began:
+            self._step.spans.append(TimelineSpan(COMPUTE, task.label, began, self._step.seconds))
+
+    def _wait(self, key: int) -> None:
+        began = self._step.seconds
+        while key in self._pending:
+            self._advance(None)
+        if self._step.seconds > began:
+            self._met = self._step.seconds
+        self._step.exposed += self._step.seconds - began
+
+    def _advance(self, computing: float | None) -> float:
+        """Advance until something ends, and return how much of `computing` was done."""
+        firsts, now = self._firsts(), self._step.seconds
+        heads = [each for each in firsts if each.ready <= now + _DONE]
+        flowing = [each for each in heads if each.latency <= _DONE]
+        slowdown = sum(each.start.transfer.compute_slowdown for each in heads)
+        speed = 1.0 - min(_MAX_SLOWDOWN, slowdown)
+        rates = self._rates(flowing, computes=computing is not None)
+        until = [each.ready - now for each in firsts if each.ready > now + _DONE]
+        until += [each.latency for each in heads if each.latency > _DONE]
+        until += [each.seconds / rates[id(each)] for each in flowing]
+        if computing is not None:
+            until.append(computing / speed)
+        step = min(until)
+        now = self._step.seconds = now + step
+        for each in heads:
+            if each.latency > _DONE:
+                each.latency -= step
+            else:
+                each.seconds -= step * rates[id(each)]
+            if each.latency <= _DONE and each.seconds <= _DONE:
+                self._end(each, now)
+        return step * speed
+
+    def _firsts(self) -> list[_Running]:
+        """Return the first of each queue, unless it has to wait for another."""
+        firsts = []
+        for queue in self._queues.values():
+            if queue and queue[0].start.after not in self._pending:
+                if queue[0].began is None:
+                    queue[0].began = self._step.seconds
+                firsts.append(queue[0])
+        return firsts
+
+    @staticmethod
+    def _rates(flowing: list[_Running], *, computes: bool) -> dict[int, float]:
+        on_link: dict[str, int] = defaultdict(int)
+        for each in flowing:
+            on_link[each.start.transfer.link] += 1
+        rates = {}
+        for each in flowing:
+            transfer = each.start.transfer
+            rate = 1.0 / on_link[transfer.link]
+            rates[id(each)] = rate * (1.0 - transfer.comm_slowdown) if computes else rate
+        return rates
+
+    def _end(self, each: _Running, now: float) -> None:
+        assert each.began is not None
+        self._queues[each.start.queue].popleft()
+        self._pending.discard(each.start.key)
+        span = TimelineSpan(each.start.queue, each.start.label, each.began, now)
+        self._step.spans.append(span)
+
+
+def chrome_trace(step: SimulatedStep, title: str) -> str:
+    """Return the timeline of a step in the Trace Event Format of Perfetto and chrome://tracing."""
+    lanes = sorted({each.lane for each in step.spans}, key=lambda lane: (lane != COMPUTE, lane))
+    numbers = {lane: number for number, lane in enumerate(lanes)}
+    events: list[dict[str, object]] = [
+        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": title}}
+    ]
+    events += [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": lane}}
+        for lane, number in numbers.items()
+    ]
+    events += [
+        {
+            "ph": "X",
+            "name": each.label,
+            "cat": each.lane,
+            "pid": 0,
+            "tid": numbers[each.lane],
+            "ts": round(each.start * _MICRO, 3),
+            "dur": round((each.end - each.start) * _MICRO, 3),
+        }
+        for each in step.spans
+    ]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

@@ -1,0 +1,117 @@
+"""Chrome traces of a few steps, in which units and collectives have names."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+from fsdpctl.shards import TrainedModel
+from fsdpctl.train.callback import Callback
+from fsdpctl.train.requests import PROFILE, RequestFlags
+
+if TYPE_CHECKING:
+    from fsdpctl.train.trainer import Trainer
+
+FOLDER = "profile"
+_TRACED = 3  # steps
+_SKIPPED = 2  # at a start: the first creates optimizer states, the second starts the tracer
+_SKIPPED_LATER = 1
+
+
+class Profiling(Callback):
+    """Traces at the start of a run or on request, each in new files, one per rank.
+
+    They are `profile/from-step-S-rank-N.json`, for https://ui.perfetto.dev and chrome://tracing.
+    """
+
+    def __init__(
+        self, model: TrainedModel, run_dir: Path, rank: int, *, at_start: bool = False
+    ) -> None:
+        """Trace into `run_dir`; with `at_start` also without a request."""
+        self._model = model
+        self._folder = run_dir / FOLDER
+        self._rank = rank
+        self._at_start = at_start
+        self._profile: profile | None = None
+        self._is_written = False
+
+    def begin(self, run: "Trainer") -> None:
+        """Start the trace of a start."""
+        if self._at_start:
+            self.start(range(run.step, run.total_steps))
+            run.is_traced = True
+
+    def launched(self, run: "Trainer") -> None:
+        """Advance the trace by a step; once it is complete, end it on all ranks."""
+        if self.advance():
+            run.is_traced = False
+            run.ranks.barrier()  # the files of the other ranks are complete too
+            run.requests.done(PROFILE)
+
+    def act(self, run: "Trainer", requested: RequestFlags) -> RequestFlags:
+        """Start a requested trace."""
+        if requested.profile and not run.is_traced and run.step < run.total_steps:
+            self.start(range(run.step, run.total_steps), later=True)
+            run.is_traced = True
+        return requested
+
+    def end(self, run: "Trainer", error: BaseException | None) -> None:
+        """Write the part of a trace that exists."""
+        self.stop()
+
+    def start(self, steps: range, *, later: bool = False) -> None:
+        """Trace three of `steps`, which begin now, or all of them if there are too few.
+
+        These are the third to the fifth, or with `later`, after the run's first steps, the second
+        to the fourth.
+        """
+        self._model.name_ranges(is_on=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = self._folder / f"from-step-{steps.start}-rank-{self._rank}.json"
+
+        def write(traced: profile) -> None:
+            traced.export_chrome_trace(str(file))
+            self._is_written = True
+
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(
+            activities=activities,
+            schedule=_schedule(len(steps), _SKIPPED_LATER if later else _SKIPPED),
+            on_trace_ready=write,
+        )
+        self._profile.start()
+
+    def advance(self) -> bool:
+        """Count a step; return whether the trace is complete and written."""
+        if self._profile is None:
+            return False
+        self._profile.step()
+        if not self._is_written:
+            return False
+        self.stop()
+        return True
+
+    def stop(self) -> None:
+        """End a trace in progress."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._model.name_ranges(is_on=False)
+        self._profile, self._is_written = None, False
+
+
+def _schedule(steps: int, skipped: int) -> Callable[[int], ProfilerAction]:
+    first = skipped if steps >= skipped + _TRACED else 0
+    last = min(first + _TRACED, steps) - 1
+
+    def action(step: int) -> ProfilerAction:
+        if step == last:
+            return ProfilerAction.RECORD_AND_SAVE
+        if first <= step < last:
+            return ProfilerAction.RECORD
+        return ProfilerAction.WARMUP if step == first - 1 else ProfilerAction.NONE
+
+    return action

@@ -1,0 +1,110 @@
+"""The record of a run: messages on the terminal and in the log, values in metrics.jsonl."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fsdpctl.config.model_path import RUN_CONFIG
+from fsdpctl.config.schema import Config
+from fsdpctl.errors import FsdpctlError
+from fsdpctl.run.files import LOG, METRICS
+from fsdpctl.run.metrics import MetricsFile
+from fsdpctl.run.progress import RunProgress
+from fsdpctl.train.callbacks.loggers import Loggers
+
+
+class Journal:
+    """The record of a run, for any thread. On ranks other than 0 it does nothing."""
+
+    def __init__(
+        self, config: Config, run_dir: Path, step: int, *, is_main: bool, shows: bool
+    ) -> None:
+        """Continue the record of a run after `step`.
+
+        Args:
+            config: Resolved configuration.
+            run_dir: Run directory.
+            step: Completed steps; later entries are removed.
+            is_main: Whether this is rank 0.
+            shows: Whether rank 0 shows the progress and writes to experiment loggers.
+
+        Raises:
+            UsageError: If metrics.jsonl is corrupted or cannot be written.
+        """
+        assert config.train.steps is not None
+        self._run_dir, self._step = run_dir, step
+        self._metrics = MetricsFile(run_dir / METRICS, step) if is_main else None
+        self.progress = RunProgress(
+            config.train.steps,
+            step,
+            log_every=config.train.log_every,
+            shows=is_main and shows,
+            log=run_dir / LOG,
+        )
+        self.loggers = Loggers(config, run_dir, step, self.warn, is_on=is_main and shows)
+
+    @property
+    def seconds_to_save(self) -> float:
+        """The longest time that a checkpoint of this run took so far."""
+        return 0.0 if self._metrics is None else self._metrics.seconds_to_save
+
+    def say(self, line: str) -> None:
+        """Print a message."""
+        self.progress.say(line)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append an object to metrics.jsonl, and send its numbers to the experiment loggers.
+
+        Raises:
+            FsdpctlError: If the file cannot be written.
+        """
+        if self._metrics is not None:
+            self._metrics.write(line)
+            if "loss" in line:
+                self._step = line["step"]
+            self.loggers.line(line)
+
+    def record(self, line: dict[str, Any], message: str = "") -> None:
+        """Print a message and append an object.
+
+        A full disk is ignored: it fails the run where training writes.
+        """
+        if message:
+            self.say(message)
+        with suppress(FsdpctlError, ValueError):  # ValueError: the file is closed
+            self.write(line)
+
+    def warn(self, message: str) -> None:
+        """Print a warning, and record it with the last completed step."""
+        self.say(message)
+        with suppress(FsdpctlError, ValueError):  # as in `record`; loggers take numbers only
+            if self._metrics is not None:
+                self._metrics.write({"step": self._step, "warning": message})
+
+    def cut_back(self, step: int) -> None:
+        """Remove the entries after `step`, except rejected steps and restarts.
+
+        Raises:
+            FsdpctlError: If the file cannot be written.
+        """
+        if self._metrics is not None:
+            self._metrics.cut_back(step)
+
+    def check_in_place(self) -> None:
+        """Check on rank 0 that the run directory still exists.
+
+        Raises:
+            FsdpctlError: If it was deleted or moved, or metrics.jsonl was.
+        """
+        if self._metrics is None:
+            return
+        if not (self._run_dir / RUN_CONFIG).exists() or not self._metrics.is_in_place:
+            raise FsdpctlError(
+                f"{self._run_dir}: deleted or moved during the run; training stopped without "
+                "saving. Restore the directory, and run the same command to resume"
+            )
+
+    def close(self) -> None:
+        """Close metrics.jsonl."""
+        if self._metrics is not None:
+            self._metrics.close()

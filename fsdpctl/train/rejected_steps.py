@@ -1,0 +1,202 @@
+"""Rejection of steps with a non-finite or spiking loss or gradient norm.
+
+Note: the device decides whether a step is applied, from sums that are the same on every rank and
+limits that every rank knows in advance, so nothing waits for the decision. The limits of a step
+come from the steps up to the second to last: on CUDA the host knows no more when it launches the
+step, and the decision must be the same on the CPU and after a resume.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from fsdpctl.checkpoint.folders import newest_checkpoint
+from fsdpctl.checkpoint.load import load_checkpoint
+from fsdpctl.checkpoint.manifest import AcceptedStep, Progress
+from fsdpctl.checkpoint.pretrained import whole_weights
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.comm.rank_status import RANK_STATUS, READING
+from fsdpctl.config.model_path import CHECKPOINTS
+from fsdpctl.config.training import TrainConfig
+from fsdpctl.data.batches import Batches
+from fsdpctl.errors import NonFiniteError
+from fsdpctl.optim.record import Limits, StepFigures
+from fsdpctl.train.parts import TrainingParts
+
+Reason = Literal["nonfinite_loss", "nonfinite_grad", "loss_spike", "grad_spike"]
+Action = Literal["stop", "skip", "rollback"]
+
+_WINDOW, _LEAST = 128, 32  # accepted steps that count; the number required for a limit
+_DEVIATION = 1.4826  # standard deviations in a median absolute deviation of normal values
+_FLOOR = 1e-3  # of the median: constant values have no deviation
+_LAG = 1  # preceding steps that the limits of a step do not include
+_MOST_LOG = 700.0  # a float holds exp(700)
+_DONE: dict[Action, str] = {
+    "stop": "rejected, training stops",
+    "skip": "skipped",
+    "rollback": "rejected, rolling back to the newest checkpoint",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedStep:
+    """A step that was not applied."""
+
+    step: int
+    reason: Reason
+    rank: int | None  # the rank with the value; None if only the sum shows it
+    loss: float
+    grad_norm: float
+    threshold: float | None  # the limit that a spike exceeded
+    action: Action
+    number: int  # of rejected steps in the run, including this one
+
+    @property
+    def message(self) -> str:
+        """The action and its cause."""
+        cause = f"loss {self.loss:.6g}, gradient norm {self.grad_norm:.6g}"
+        if self.threshold is not None:
+            what = "loss" if self.reason == "loss_spike" else "gradient norm"
+            cause += f", {what} above {self.threshold:.4g}"
+        if self.rank is not None:
+            cause += f", rank {self.rank}"
+        return f"step {self.step}: {_DONE[self.action]} ({cause})"
+
+    def to_line(self, batches: Batches, position: int) -> dict[str, Any]:
+        """Return the object for metrics.jsonl.
+
+        Args:
+            batches: Training batches.
+            position: Samples consumed before the step.
+        """
+        of_rank = [] if self.rank is None else batches.numbers(position, self.rank)
+        about = {
+            "reason": self.reason,
+            "action": self.action,
+            "rank": self.rank,
+            "loss": _written(self.loss),
+            "grad_norm": _written(self.grad_norm),
+            "threshold": self.threshold,
+            "number": self.number,
+            "samples": batches.numbers(position),
+            "rank_samples": of_rank,
+        }
+        return {"step": self.step, "rejected_step": about}
+
+
+def _written(value: float) -> float | str:
+    """Return a non-finite value as text: JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else str(value)
+
+
+class RejectionRule:
+    """The rule that accepts or rejects each step, with the same result on every rank."""
+
+    def __init__(self, config: TrainConfig, done: Progress) -> None:
+        """Continue with the accepted steps of `done`."""
+        self._config = config
+        self.number = done.num_skips
+        self.accepted = tuple(done.accepted)
+
+    def limits(self, step: int) -> Limits:
+        """Return the limits above which `step`, counted from 1, is not applied."""
+        factor = self._config.spike_factor
+        known = [each for each in self.accepted if each.step < step - _LAG][-_WINDOW:]
+        if factor is None or len(known) < _LEAST:
+            return Limits()
+        log_norm = _threshold([each.log_grad_norm for each in known], factor)
+        return Limits(
+            loss=_threshold([each.loss for each in known], factor),
+            grad_norm=math.exp(min(log_norm, _MOST_LOG)),
+        )
+
+    def judge(self, step: int, figures: StepFigures, limits: Limits) -> RejectedStep | None:
+        """Count and return a step that these limits rejected; None if it was applied."""
+        if figures.was_applied:
+            self._accept(step, figures)
+            return None
+        reason = _reason(figures, limits)
+        self.number += 1
+        thresholds = {"loss_spike": limits.loss, "grad_spike": limits.grad_norm}
+        return RejectedStep(
+            step,
+            reason,
+            _rank_of(reason, figures),
+            figures.loss,
+            figures.grad_norm,
+            thresholds.get(reason),
+            "stop" if self.number > self._config.max_skips else self._action,
+            self.number,
+        )
+
+    @property
+    def _action(self) -> Action:
+        actions: dict[str, Action] = {"skip": "skip", "rollback": "rollback"}
+        return actions.get(self._config.on_nonfinite, "stop")
+
+    def _accept(self, step: int, figures: StepFigures) -> None:
+        if self._config.spike_factor is None:
+            return
+        log_norm = math.log(max(figures.grad_norm, math.exp(-_MOST_LOG)))
+        kept = self.accepted[-(_WINDOW + _LAG) + 1 :]
+        self.accepted = (*kept, AcceptedStep(step, figures.loss, log_norm))
+
+    def go_back(self, done: Progress) -> None:
+        """Restore the accepted steps of `done`; the number of rejected steps stays."""
+        self.accepted = tuple(done.accepted)
+
+    def as_error(self, rejected: RejectedStep) -> NonFiniteError:
+        """Return the error that ends the run."""
+        if self._config.on_nonfinite == "stop":
+            advice = (
+                "a lower optimizer.lr may help; train.on_nonfinite=skip continues without such "
+                "steps, train.on_nonfinite=rollback from the newest checkpoint"
+            )
+        else:
+            advice = f"train.max_skips={self._config.max_skips} reached"
+        return NonFiniteError(f"{rejected.message}; {advice}")
+
+
+def _threshold(values: Sequence[float], factor: float) -> float:
+    """Return the median plus `factor` robust standard deviations."""
+    middle = median(values)
+    deviation = median(abs(each - middle) for each in values)
+    return middle + factor * _DEVIATION * max(deviation, _FLOOR * abs(middle))
+
+
+def _reason(figures: StepFigures, limits: Limits) -> Reason:
+    if not math.isfinite(figures.loss):
+        return "nonfinite_loss"
+    if not math.isfinite(figures.grad_norm):
+        return "nonfinite_grad"
+    return "loss_spike" if figures.loss > limits.loss else "grad_spike"
+
+
+def _rank_of(reason: Reason, figures: StepFigures) -> int | None:
+    """Return the first rank with a non-finite value, or the rank with the largest of a spike."""
+    is_loss = reason in ("nonfinite_loss", "loss_spike")
+    values = figures.rank_losses if is_loss else figures.rank_grad_norms
+    if reason in ("nonfinite_loss", "nonfinite_grad"):
+        return next((rank for rank, v in enumerate(values) if not math.isfinite(v)), None)
+    largest = max(values, default=0.0)
+    return values.index(largest) if largest > 0 else None
+
+
+def load_newest(parts: TrainingParts) -> Progress | None:
+    """Load the newest complete checkpoint, if any. Collective; none may be in progress.
+
+    Raises:
+        CheckpointError: If the checkpoint is corrupted.
+    """
+    newest = newest_checkpoint(parts.run_dir / CHECKPOINTS)
+    # Rank 0 decides: a network file system may not show all ranks the same.
+    (folder, *_) = parts.model.collectives.gather_objects("" if newest is None else str(newest))
+    if not folder:
+        return None
+    RANK_STATUS.at(READING)
+    parts.model.rest()
+    reader = CheckpointReader(Path(folder))
+    return load_checkpoint(reader, parts.model, parts.optimizer, whole_weights(reader))

@@ -1,0 +1,87 @@
+"""What ends a run on CUDA devices: signals, ranks that stand still; and several hosts."""
+
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import emulated
+from tests.cli.run import command, figures
+from tests.emulated.test_trainer import FP32, assert_close, environment, train
+from tests.launch.hosts import hosts
+from tests.launch.test_nodes import _ended
+from tests.launch.test_restarts import _wait_for_step, _workers
+from tests.train.ranks import words
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(emulated.missing() is not None, reason=str(emulated.missing())),
+]
+STEPS = "train.steps=30"  # rounding grows to 1e-6 in more
+
+
+def begin(folder: Path, *more: str) -> "subprocess.Popen[str]":
+    """Start two ranks with devices; returns once step 6 is done."""
+    given = [FP32, f"train.run_dir={folder / 'run'}", "launch.device=cuda", *more]
+    process = subprocess.Popen(
+        command("train", *words(folder, 2, *given)), cwd=folder, env=environment(folder),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    _wait_for_step(folder, 6)
+    return process
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
+def test_a_run_that_was_ended_goes_on(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    process = begin(tmp_path, "train.steps=200")
+    ranks = _workers(process)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=90)
+    assert process.returncode == code, said
+    psutil.wait_procs(ranks, timeout=20)
+    last = f"train.steps={figures(tmp_path / 'run')[-1][0] + 3}"
+    train(tmp_path, "run", "cuda", last)
+    train(tmp_path, "cpu", "cpu", last)
+    assert_close(tmp_path / "run", tmp_path / "cpu")
+
+
+def test_a_rank_that_is_killed_is_started_again(tmp_path: Path) -> None:
+    process = begin(tmp_path, STEPS, "launch.max_restarts=1")
+    _workers(process)[1].kill()
+    said, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, said
+    assert "killed by signal 9 (SIGKILL); 2 ranks go on from step " in said
+    train(tmp_path, "cpu", "cpu", STEPS)
+    assert_close(tmp_path / "run", tmp_path / "cpu")
+
+
+def test_a_rank_that_stands_still_is_named_and_started_again(tmp_path: Path) -> None:
+    process = begin(tmp_path, STEPS, "launch.max_restarts=1", "launch.hang_timeout=6")
+    _workers(process)[0].send_signal(signal.SIGSTOP)
+    said, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, said
+    assert "stood still for more than launch.hang_timeout=6 s: rank 0" in said
+    train(tmp_path, "cpu", "cpu", STEPS)
+    assert_close(tmp_path / "run", tmp_path / "cpu")
+
+
+def test_hosts_with_a_device_each_have_the_losses_of_cpu_ranks(tmp_path: Path) -> None:
+    given = [FP32, "train.steps=8", f"train.run_dir={tmp_path / 'run'}", "launch.device=cuda"]
+    with hosts(2) as found:
+        nodes = ["launch.nnodes=2", f"launch.rdzv_endpoint={found.addresses[0]}:29500"]
+        typed = words(tmp_path, 1, *given, *nodes)
+        ends = _ended(
+            [
+                found.start(
+                    host, "train", *typed, f"launch.node_rank={host}", cwd=tmp_path,
+                    env=environment(tmp_path, devices=1),
+                )
+                for host in range(2)
+            ]
+        )  # fmt: skip
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert not (tmp_path / "problems").exists(), (tmp_path / "problems").read_text()
+    train(tmp_path, "cpu", "cpu")
+    assert_close(tmp_path / "run", tmp_path / "cpu")

@@ -1,0 +1,231 @@
+"""Ranks that stand still: who it is, and what is said of it."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdpctl.comm.rank_status import (
+    LOADING,
+    PAGE,
+    READING,
+    RankStatus,
+    RankStatusPage,
+    make_status_file,
+    read_rank_statuses,
+)
+from fsdpctl.comm.recorder import recorded
+from fsdpctl.config.placement import LaunchConfig
+from fsdpctl.launch.hang import RankState, culprits, report
+from fsdpctl.launch.out_of_memory import kills_so_far
+from fsdpctl.launch.watchdog import PAGES, Watchdog
+from tests.distributed import distributed
+
+LAUNCH = LaunchConfig(nproc_per_node=2, hang_timeout=1)
+
+
+def beats_in(file: Path) -> list[RankStatus]:
+    with file.open("rb") as pages:
+        return read_rank_statuses(pages)
+
+
+def state(rank: int, **about: object) -> RankState:
+    given = {"state": "S", "seconds": 9.0, "step": 3, "place": "reduce blocks.1", "waits": True}
+    return RankState(rank, "host", **{**given, **about})  # type: ignore[arg-type]
+
+
+def test_a_launcher_reads_the_heartbeats_of_its_ranks(tmp_path):
+    make_status_file(tmp_path / "pages", 3)
+    pulse = RankStatusPage()
+    pulse.at("nowhere")  # nobody reads it yet
+    pulse.open(tmp_path / "pages", 1)
+    pulse.at("forward blocks.3", 7)
+    pulse.wait(begins=True)
+    first, second, third = beats_in(tmp_path / "pages")
+    assert (second.count, second.step, second.place, second.waits) == (
+        2,
+        7,
+        "forward blocks.3",
+        True,
+    )
+    assert first.count == third.count == 0
+    assert first.step is None
+
+
+def test_long_places_stay_on_their_page(tmp_path):
+    make_status_file(tmp_path / "pages", 2)
+    pulse = RankStatusPage()
+    pulse.open(tmp_path / "pages", 0)
+    pulse.at("ä" * PAGE)
+    first, second = beats_in(tmp_path / "pages")
+    assert first.place.startswith("ää")
+    assert second.count == 0
+
+
+def test_a_stopped_rank_is_the_culprit():
+    assert culprits([state(0), state(1, state="T"), state(2, begun={"world": 1})]) == [1]
+
+
+def test_a_rank_that_started_fewer_collectives_is_the_culprit():
+    groups = [{"world": 5, "a": 2}, {"world": 5, "a": 2}, {"world": 4, "b": 7}]
+    assert culprits([state(rank, begun=each) for rank, each in enumerate(groups)]) == [2]
+
+
+def test_a_rank_that_does_not_wait_while_others_do_is_the_culprit():
+    assert culprits([state(0), state(1, waits=False), state(2)]) == [1]
+    assert culprits([state(0), state(1)]) == []
+
+
+def test_a_report_names_rank_step_place_and_collective():
+    said = report([state(0), state(1, waits=False, pending="gloo:all_reduce of 4 in world")], 30)
+    assert "hang_timeout=30 s: rank 1 on host: step 3, reduce blocks.1" in said
+    assert "gloo:all_reduce of 4 in world" in said
+    assert "rank 0" not in said
+
+
+def _sleeper() -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+
+def _watched(folder: Path, processes: list["subprocess.Popen[bytes]"], beats: int) -> Watchdog:
+    watch = Watchdog(folder, LAUNCH, lambda: {n: each.pid for n, each in enumerate(processes)})
+    for index in range(beats):
+        pulse = RankStatusPage()
+        pulse.open(folder / PAGES, index)
+        pulse.at("forward blocks.0", 1)
+        pulse._count = 0
+        pulse.wait(begins=index == 0)
+    return watch
+
+
+def test_hung_ranks_are_named_and_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("fsdpctl.launch.watchdog._REPORT_SECONDS", 0.1)
+    processes = [_sleeper(), _sleeper()]
+    processes[1].send_signal(signal.SIGSTOP)
+    with _watched(tmp_path, processes, beats=2) as watch:
+        codes = [each.wait(timeout=20) for each in processes]
+    assert "rank 1" in watch.hang
+    assert "stopped by a signal" in watch.hang
+    # The first was asked for its stack, which this program does not know how to write.
+    assert codes == [-signal.SIGUSR2, -signal.SIGKILL]
+
+
+@pytest.mark.slow
+def test_a_page_that_is_being_written_is_not_a_hang(tmp_path, monkeypatch):
+    monkeypatch.setattr("fsdpctl.launch.watchdog._POLL_SECONDS", 0.0002)
+    beats = (
+        "import sys; from pathlib import Path; from fsdpctl.comm import rank_status\n"
+        "pulse = rank_status.RankStatusPage(); pulse.open(Path(sys.argv[1]), 0)\n"
+        "while True: pulse.at('forward blocks.3', 7)"
+    )
+    processes = [_sleeper()]
+    launch = LaunchConfig(nproc_per_node=1, hang_timeout=2)
+    watch = Watchdog(tmp_path, launch, lambda: {0: processes[0].pid})
+    processes.append(subprocess.Popen([sys.executable, "-c", beats, tmp_path / PAGES]))
+    while not beats_in(tmp_path / PAGES)[0].count:
+        time.sleep(0.05)
+    with watch:
+        time.sleep(3)
+        assert processes[0].poll() is None
+        for each in processes:
+            each.kill()
+            each.wait()
+    assert watch.hang == ""
+
+
+@pytest.mark.slow
+def test_a_launcher_that_was_suspended_does_not_blame_its_ranks(tmp_path, monkeypatch):
+    """A launcher that was stopped for a while, and its ranks with it."""
+    monkeypatch.setattr("fsdpctl.launch.watchdog._POLL_SECONDS", 0.6)
+    monkeypatch.setattr("fsdpctl.launch.watchdog._LONGEST_POLL", 0.1)
+    processes = [_sleeper(), _sleeper()]
+    with _watched(tmp_path, processes, beats=2) as watch:
+        time.sleep(2)
+        assert [each.poll() for each in processes] == [None, None]
+        for each in processes:
+            each.kill()
+            each.wait()
+    assert watch.hang == ""
+
+
+def test_ranks_that_outlive_a_killed_rank_are_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("fsdpctl.launch.watchdog._GRACE_SECONDS", 0.5)
+    processes = [_sleeper(), _sleeper()]
+    with _watched(tmp_path, processes, beats=0) as watch:
+        processes[0].kill()
+        processes[0].wait(timeout=20)
+        assert processes[1].wait(timeout=20) == -signal.SIGKILL
+    assert watch.hang == ""
+    assert watch.failed_at is not None
+
+
+@pytest.mark.slow
+def test_ranks_that_make_progress_are_not_killed(tmp_path, monkeypatch):
+    """Such as to complete a checkpoint, once another rank has failed."""
+    monkeypatch.setattr("fsdpctl.launch.watchdog._GRACE_SECONDS", 0.6)
+    processes = [_sleeper(), _sleeper()]
+    with _watched(tmp_path, processes, beats=2):
+        processes[0].kill()
+        processes[0].wait(timeout=20)
+        pulse = RankStatusPage()
+        pulse.open(tmp_path / PAGES, 1)
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            pulse.at("completing a checkpoint", 1)
+            time.sleep(0.05)
+        assert processes[1].poll() is None
+        assert processes[1].wait(timeout=20) == -signal.SIGKILL
+
+
+@distributed(world_size=2)
+def test_the_recorder_identifies_the_rank_that_is_behind(rank, world_size):
+    group = dist.new_group(list(range(world_size)), group_desc="gathers")
+    for _ in range(3 - rank):  # rank 1 does not begin the last one
+        work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
+    found = recorded()
+    (count,) = (count for name, count in found.begun.items() if name.endswith("gathers"))
+    assert count == 3 - rank
+    dist.barrier()  # both have looked
+    if rank == 0:
+        assert "all_reduce of 2 in" in found.pending
+    else:
+        dist.all_reduce(torch.ones(2), group=group)
+    assert work is not None
+    work.wait()
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("line", "file", "count"),
+    [
+        ("0::/a/b", "a/b/memory.events", 3),
+        ("4:memory:/a", "memory/a/memory.oom_control", 3),
+    ],
+)
+def test_out_of_memory_kills_are_counted(tmp_path, line, file, count):
+    root = tmp_path / "cgroup"
+    (root / file).parent.mkdir(parents=True)
+    (root / file).write_text(f"low 0\noom_kill {count}\n")
+    (tmp_path / "own").write_text(line + "\n")
+    assert kills_so_far(root, tmp_path / "own") == count
+
+
+@pytest.mark.parametrize(
+    ("place", "step", "seconds"),
+    [("forward head", 3, 300), ("ready", None, 480), (LOADING, None, 1200), (READING, 3, 1200)],
+)
+def test_a_hang_is_named_before_nccl_ends_the_process(tmp_path, place, step, seconds):
+    watch = Watchdog(tmp_path, LaunchConfig(nproc_per_node=1, timeout=600), dict)
+    watch._pages.close()
+    watch._beats = [RankStatus(1, step, waits=False, place=place)]
+    assert watch._limit_of(0) == seconds
+
+
+def test_a_report_before_the_first_step_has_the_elapsed_seconds():
+    said = report([state(0), state(1, waits=False)], 32, is_usual=False)
+    assert "for more than 32 s before its first step" in said

@@ -1,0 +1,105 @@
+"""Concurrent tasks, with results computed by hand."""
+
+import pytest
+
+from fsdpctl.predict.simulator import (
+    COMPUTE,
+    Compute,
+    SimulatedStep,
+    Start,
+    StepSimulator,
+    Task,
+    Transfer,
+    Wait,
+)
+
+
+def simulated(*tasks: Task) -> SimulatedStep:
+    return StepSimulator().run(tasks)
+
+
+def start(
+    key: int, seconds: float, *, queue: str = "a", after: int | None = None, **about
+) -> Start:
+    link = about.pop("link", "wire")
+    transfer = Transfer(link, about.pop("latency", 0.0), seconds, **about)
+    return Start(key, queue, transfer, f"transfer {key}", after)
+
+
+def test_computation_hides_concurrent_transfers():
+    found = simulated(start(1, 2.0), Compute(3.0, "x"), Wait(1))
+    assert (found.seconds, found.exposed) == (3.0, 0.0)
+    found = simulated(start(1, 5.0), Compute(3.0, "x"), Wait(1))
+    assert (found.seconds, found.exposed) == (5.0, 2.0)
+
+
+def test_a_transfer_slows_down_concurrent_computation():
+    found = simulated(start(1, 2.0, compute_slowdown=0.25), Compute(3.0, "x"), Wait(1))
+    # 1.5 seconds' worth are done in 2, and 1.5 more follow.
+    assert found.seconds == pytest.approx(3.5)
+    assert found.computing["compute"] == pytest.approx(3.5)
+
+
+def test_computation_slows_down_a_concurrent_transfer():
+    found = simulated(start(1, 2.0, comm_slowdown=0.5), Compute(1.0, "x"), Wait(1))
+    assert found.seconds == pytest.approx(2.5)  # half a second's worth in the first
+    assert found.exposed == pytest.approx(1.5)
+
+
+def test_a_queue_runs_in_order():
+    found = simulated(start(1, 1.0), start(2, 1.0), Wait(2))
+    assert found.seconds == pytest.approx(2.0)
+    assert [each.label for each in found.spans] == ["transfer 1", "transfer 2"]
+
+
+def test_two_queues_share_a_link_but_not_two_links():
+    shared = simulated(start(1, 1.0), start(2, 1.0, queue="b"), Wait(1), Wait(2))
+    assert shared.seconds == pytest.approx(2.0)
+    apart = simulated(start(1, 1.0), start(2, 1.0, queue="b", link="other"), Wait(1), Wait(2))
+    assert apart.seconds == pytest.approx(1.0)
+
+
+def test_latency_does_not_occupy_the_link():
+    found = simulated(
+        start(1, 1.0, latency=1.0), start(2, 1.0, queue="b"), Wait(1), Wait(2)
+    )  # the second is over when the first begins to flow
+    assert found.seconds == pytest.approx(2.0)
+
+
+def test_a_collective_waits_for_the_one_it_follows():
+    found = simulated(start(1, 1.0), start(2, 1.0, queue="b", after=1), Wait(2))
+    assert found.seconds == pytest.approx(2.0)
+    assert [(each.lane, each.start) for each in found.spans] == [("a", 0.0), ("b", 1.0)]
+
+
+def test_collectives_in_flight_continue_in_the_next_run():
+    simulator = StepSimulator()
+    assert simulator.run([start(1, 3.0), Compute(1.0, "x")]).seconds == 1.0
+    found = simulator.run([Compute(1.0, "y"), Wait(1)])
+    assert (found.seconds, found.exposed) == (2.0, 1.0)
+    assert [(each.lane, each.start, each.end) for each in found.spans] == [
+        (COMPUTE, 0.0, 1.0),
+        ("a", -1.0, 2.0),
+    ]
+
+
+def test_ranks_drift_with_the_root_of_the_time_since_they_met():
+    apart: list[Task] = [Compute(4.0, "x"), start(1, 1.0, drift=0.1), Wait(1)]
+    found = simulated(*apart)
+    assert found.seconds == pytest.approx(4.0 + 0.2 + 1.0)
+    # They met in the wait: what is started right after it starts with the others.
+    again = simulated(*apart, start(2, 1.0, drift=0.1), Wait(2))
+    assert again.seconds == pytest.approx(found.seconds + 1.0)
+    # A rank with other work does not notice; meanwhile nothing is sent that slows it down.
+    hidden = simulated(
+        *apart[:1], start(1, 1.0, drift=0.1, compute_slowdown=0.5), Compute(5.0, "x"), Wait(1)
+    )
+    assert hidden.seconds == pytest.approx(4.0 + 5.0 + 0.5)
+    assert hidden.exposed == 0.0
+
+
+def test_drift_continues_in_the_next_step():
+    simulator = StepSimulator()
+    simulator.run([Compute(4.0, "x")])
+    found = simulator.run([Compute(5.0, "x"), start(1, 1.0, drift=0.1), Wait(1)])
+    assert found.seconds == pytest.approx(5.0 + 0.3 + 1.0)
