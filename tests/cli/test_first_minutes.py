@@ -152,7 +152,7 @@ def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path):
     code, said = invoke("train", str(file), "--dry-run")
     assert code == 2
     assert "base_model: no such key; use model=hf and model.path" in said
-    assert "nor are known: sequence_len (use train.seq_len), adapter (use model.lora" in said
+    assert "also unknown: sequence_len (use train.seq_len), adapter (use model.lora" in said
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_settings_that_are_not_auto_are_kept():
     assert {each.selection.activation_checkpointing for each in found.ranked} == {"full"}
     found = ranking(*OPEN, "accumulation.steps=4")
     assert found.best.selection.micro_batch_size == 1
-    with pytest.raises(UsageError, match="accumulation.steps=3: 8 samples"):
+    with pytest.raises(UsageError, match="accumulation.steps=3: expected 2 or auto for 8 samples"):
         ranking(*OPEN, "accumulation.steps=3")
 
 
