@@ -287,7 +287,9 @@ def test_an_inspection_begins_with_a_summary_and_weights(tmp_path):
     assert said[2] == "optimizer states: none"
 
 
-@pytest.mark.parametrize(("count", "said"), [(1, "1 binary file skipped"), (2, "2 binary files skipped")])
+@pytest.mark.parametrize(
+    ("count", "said"), [(1, "1 binary file skipped"), (2, "2 binary files skipped")]
+)
 def test_one_file_is_no_files(words, tmp_path, count, said):
     folder = tmp_path / "texts"
     folder.mkdir()

@@ -12,7 +12,6 @@ from typing import Any, cast
 import pytest
 
 from fsdpctl.comm.collectives import ObjectExchange
-from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.output import CheckpointConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
