@@ -15,8 +15,8 @@ from fsdpctl.errors import UsageError
 from fsdpctl.tools.compare.row import NOT_REACHED, OK, REFUSED
 
 if TYPE_CHECKING:
-    from fsdpctl.tools.compare.about import ComparisonInfo
     from fsdpctl.tools.compare.measure import MeasuredComparison
+    from fsdpctl.tools.compare.report import ComparisonInfo
     from fsdpctl.tools.compare.row import Row
     from fsdpctl.tools.compare.simulate import SimulatedComparison
     from fsdpctl.tools.compare.vary import Variant
@@ -115,8 +115,7 @@ class _Command:
         *,
         is_complete: bool,
     ) -> None:
-        from fsdpctl.tools.compare.about import describe
-        from fsdpctl.tools.compare.report import PAGE, as_json, write_report
+        from fsdpctl.tools.compare.report import PAGE, as_json, describe, write_report
         from fsdpctl.tools.compare.simulate import SimulatedComparison
 
         rows = comparison.rows
@@ -151,7 +150,7 @@ class _Command:
         return f"{rounds} of {self.length} steps per variant"
 
     def _command(self) -> str:
-        from fsdpctl.tools.compare.about import command_of
+        from fsdpctl.tools.compare.report import command_of
 
         recipe, config_dir = self.asked.recipe, self.asked.config_dir
         options = ["--steps", str(self.length), "--rounds", str(self.num_rounds)]

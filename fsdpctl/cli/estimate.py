@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from fsdpctl.cli.config_args import ConfigArguments, composed_from, configured
-from fsdpctl.cli.console import note, say, show_table
+from fsdpctl.cli.console import new_table, note, say, show_table
 from fsdpctl.cli.from_others import asked_from, show_translation
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.plan.strategy import STRATEGIES
@@ -25,7 +25,7 @@ _DOES_NOT_FIT = 3
 _FITTED = ("micro_batch", "seq_len", "model")
 _VERDICTS = {
     "fits": "fits",
-    "thrashes": "fits only if the allocator empties its cache again and again, which is slow",
+    "thrashes": "fits only if the allocator repeatedly empties its cache, which is slow",
     "too_large": "does not fit",
 }
 _SHORT_VERDICTS = {"too_large": _VERDICTS["too_large"]}
@@ -35,20 +35,21 @@ _SHORT_VERDICTS = {"too_large": _VERDICTS["too_large"]}
 def estimate_memory(
     asked: ConfigArguments,
     all_strategies: Annotated[
-        bool, typer.Option("--all-strategies", help="One line for each strategy.")
+        bool, typer.Option("--all-strategies", help="Estimate all strategies, one line each.")
     ] = False,
     fit: Annotated[
         str | None,
         typer.Option(
             metavar="|".join(_FITTED),
-            help="Find the largest micro-batch, length or number of blocks that fits.",
+            help="Find the largest micro-batch, sequence length or number of blocks that fits.",
         ),
     ] = None,
     require_fit: Annotated[
-        bool, typer.Option("--require-fit", help="End with code 3 if it does not fit.")
+        bool,
+        typer.Option("--require-fit", help="Exit with code 3 if the configuration does not fit."),
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Draw pictures into this directory.")
+        Path | None, typer.Option(metavar="DIR", help="Directory to write charts to.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     source: Annotated[
@@ -56,17 +57,18 @@ def estimate_memory(
         typer.Option(
             "--from",
             metavar="FILE",
-            help="Estimate the configuration of axolotl or accelerate in FILE.",
+            help="Configuration file of axolotl or accelerate to import.",
         ),
     ] = None,
 ) -> None:
-    """Say what each rank will hold in memory, and whether that fits.
+    """Estimate peak memory per rank before a run.
 
-    For the same settings as `train`, on hardware that need not be there. `auto` is resolved against
-    `cluster`: `cluster=h100 launch.nnodes=4`. `cluster.memory=80GiB` is what a rank has.
+    Takes the settings of `train`, for hardware that need not exist: `cluster=h100 launch.nnodes=4`.
+    `auto` is resolved for `cluster`. `cluster.memory=80GiB` sets the memory of a rank.
     """
     if fit is not None and fit not in _FITTED:
-        raise UsageError(f"--fit {fit}: allowed is {', '.join(_FITTED)}{nearest(fit, _FITTED)}")
+        expected = ", ".join(_FITTED)
+        raise UsageError(f"--fit {fit}: expected {expected}{nearest(fit, _FITTED)}")
     others = None if source is None else asked_from(source, asked)
     composed = others.composed if others else composed_from(asked, quiet=as_json)
     from fsdpctl.estimate.estimator import Estimator
@@ -101,7 +103,7 @@ def estimate_memory(
 
 
 def _fits(estimator: "Estimator", estimates: list["RunEstimate"], fit: str | None) -> list["Fit"]:
-    """The largest that fits, for each estimate, if that was asked for."""
+    """Return the largest size that fits for each estimate, if requested."""
     if fit is None:
         return []
     from fsdpctl.estimate.fit import largest_that_fits
@@ -112,7 +114,7 @@ def _fits(estimator: "Estimator", estimates: list["RunEstimate"], fit: str | Non
 def _entries(
     found: "list[tuple[RunEstimate, Ranking | None]]", fits: "list[Fit]"
 ) -> list[dict[str, Any]]:
-    """What `--json` prints of each."""
+    """Return the objects that `--json` prints."""
     entries = [
         {**estimate.to_dict(), **({} if ranking is None else {"selected": ranking.to_dict()})}
         for estimate, ranking in found
@@ -128,19 +130,19 @@ def _draw(estimates: list["RunEstimate"], fits: list["Fit"], folder: Path) -> No
     fitted = [each.estimate for each in fits if each.estimate]
     drawn = [*draw_estimates(estimates, folder), *draw_estimates(fitted, folder, "fit")]
     for path in drawn:
-        note(f"drawn: {path}")
+        note(f"written: {path}")
     if len(fits) > 1 and any(each.estimate for each in fits):
         names = [each.config.strategy.name for each in estimates]
-        note(f"drawn: {draw_largest(fits, names, folder)}")
+        note(f"written: {draw_largest(fits, names, folder)}")
 
 
 def _show_all(estimates: list["RunEstimate"], fits: list["Fit"]) -> None:
     for line in _heading(estimates[0]):
         say(line)
     show_table(_strategies_table(estimates))
-    there = {each.config.strategy.name for each in estimates}
-    if missing := [name for name in STRATEGIES if name not in there]:
-        say(f"engine={estimates[0].config.engine.name} does not have {', '.join(missing)}")
+    shown = {each.config.strategy.name for each in estimates}
+    if missing := [name for name in STRATEGIES if name not in shown]:
+        say(f"engine={estimates[0].config.engine.name} does not support {', '.join(missing)}")
     for each, fit in zip(estimates, fits, strict=False):
         say(f"{each.config.strategy.name}: {_fit_line(fit)}")
 
@@ -168,7 +170,7 @@ def _show_one(estimator: "Estimator", found: "RunEstimate", fits: list["Fit"]) -
 def _fits_with(
     estimator: "Estimator", changes: list[tuple["Change", "RunEstimate"]], fits: list["Fit"]
 ) -> Iterator[str]:
-    """The largest with each of the changes, where that was asked for and nothing fits without."""
+    """Yield the largest size that fits with each change, if nothing fits without."""
     from fsdpctl.estimate.fit import FITTED, largest_that_fits
 
     for fit in fits:
@@ -186,13 +188,13 @@ def _heading(first: "RunEstimate") -> list[str]:
     nodes = "" if launch.nnodes == 1 else f" on {launch.nnodes} nodes"
     batches, prefetch = first.batches, config.prefetch
     recomputes = config.activation_checkpointing.name
-    compiled = "; as if uncompiled" if config.train.compile else ""
+    compiled = "; estimated without torch.compile" if config.train.compile else ""
     return [
         f"model   {config.model.name}, {first.num_params:,} parameters{_trained(first)}",
         f"ranks   {world_size(config)} on {launch.device}{nodes}, {_size(first.memory_bytes)} each "
         f"(cluster={config.cluster.name}), engine {config.engine.name}",
         f"dtypes  {precision.param_dtype} compute, {precision.reduce_dtype} reduction, "
-        f"{precision.master_dtype} masters",
+        f"{precision.master_dtype} master weights",
         f"step    {first.tokens_per_step:,} tokens: each rank {batches.num_micro_batches} x "
         f"{batches.micro_batch_size} samples of {config.train.seq_len}; accumulation "
         f"{config.accumulation.name}; activation checkpointing {recomputes}{compiled}; prefetch "
@@ -204,34 +206,25 @@ def _heading(first: "RunEstimate") -> list[str]:
 def _trained(estimate: "RunEstimate") -> str:
     if estimate.num_trained == estimate.num_params:
         return ""
-    return f", of which {estimate.num_trained:,} are trained"
+    return f", {estimate.num_trained:,} trained"
 
 
 def _strategies_table(estimates: list["RunEstimate"]) -> Table:
-    """What is held at the peak, for each strategy."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("strategy")
+    """Return the memory at the peak, a row for each strategy."""
     parts = [name for name in estimates[0].step.breakdown if name != "rounding"]
-    for name in [*parts, "allocated", "reserved", "margin"]:
-        table.add_column(name.replace("_", " "), justify="right")
-    table.add_column("")
+    names = [name.replace("_", " ") for name in [*parts, "allocated", "reserved", "margin"]]
+    table = new_table("strategy", *names, "", right=names)
     for each in estimates:
         cells = [_size(each.step.breakdown[name]) for name in parts]
         totals = [_size(each.allocated), _size(each.peak_reserved), _size(each.margin)]
-        table.add_row(
-            each.config.strategy.name,
-            *cells,
-            *totals,
-            _SHORT_VERDICTS.get(each.verdict, each.verdict),
-        )
+        verdict = _SHORT_VERDICTS.get(each.verdict, each.verdict)
+        table.add_row(each.config.strategy.name, *cells, *totals, verdict)
     return table
 
 
 def _breakdown_table(found: "RunEstimate") -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(f"{found.config.strategy.name}, on a rank at the peak")
-    table.add_column("", justify="right")
-    table.add_column("the largest of it")
+    title = f"{found.config.strategy.name}, per rank at the peak"
+    table = new_table(title, "", "largest tensors", right=("",))
     for name, nbytes in found.step.breakdown.items():
         largest = [each for each in found.step.peak.largest if each.category == name]
         named = [f"{each.count} x {each.what}, {_size(each.nbytes)}" for each in largest[:2]]
@@ -250,10 +243,10 @@ def _conclusions(found: "RunEstimate") -> list[str]:
             f"{config.launch.allocator}"
         )
     lines += [
-        f"outside {_size(outside.low)} to {_size(outside.high)} assumed: the process"
+        f"outside {_size(outside.low)} to {_size(outside.high)} (assumed): the process"
         + (", its CUDA context, and NCCL" if config.launch.device == "cuda" else ""),
-        f"host    about {_size(found.host_bytes)} of memory for a worker; a checkpoint is "
-        f"{_size(found.checkpoint_bytes)} on the disk",
+        f"host    about {_size(found.host_bytes)} of memory per worker; a checkpoint takes "
+        f"{_size(found.checkpoint_bytes)} of disk",
         f"verdict {_VERDICTS[found.verdict]}: {_size(abs(found.margin))} "
         f"{'to spare' if found.margin >= 0 else 'missing'}",
     ]
@@ -262,7 +255,7 @@ def _conclusions(found: "RunEstimate") -> list[str]:
 
 def _fit_line(found: "Fit") -> str:
     if found.estimate is None:
-        return f"nothing: {found.key}=1 does not fit"
+        return f"none: {found.key}=1 does not fit"
     held = _size(found.estimate.peak_reserved)
     if found.key == "model.num_layers":
         held += f", {found.estimate.num_params:,} parameters"
@@ -273,9 +266,9 @@ def _fit_line(found: "Fit") -> str:
 
 
 def change_lines(changes: list[tuple["Change", "RunEstimate"]]) -> list[str]:
-    """What to change so that it fits."""
+    """Return lines with the changes that make a configuration fit."""
     if not changes:
-        return ["to fit  no change was found that makes it fit"]
+        return ["to fit  no change found that makes it fit"]
     lines = [
         f"{' '.join(change.words)}: {_size(estimate.peak_reserved)}; {change.cost}"
         for change, estimate in changes

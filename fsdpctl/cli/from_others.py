@@ -1,17 +1,13 @@
-"""What `--from FILE` asks for, and how it is told."""
+"""`--from FILE`: a configuration of another tool, and the report of its translation."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-from rich.text import Text
-
 from fsdpctl.cli.config_args import ConfigArguments, normalized
-from fsdpctl.cli.console import say, show_table
+from fsdpctl.cli.console import add_row, new_table, say, show_table
 from fsdpctl.errors import UsageError
-from fsdpctl.io.console import printable
 
 if TYPE_CHECKING:
     from fsdpctl.estimate.from_others import Asked as AskedFromOthers
@@ -20,16 +16,16 @@ _WIDTH = 88
 
 
 def asked_from(file: Path, asked: ConfigArguments) -> "AskedFromOthers":
-    """The configuration of another tool in `file`, with what was typed beside it.
+    """Return the configuration of another tool in `file`, with settings from the command line.
 
     Raises:
-        UsageError: it cannot be estimated; or a recipe is given too.
+        UsageError: If it cannot be estimated, or a recipe is given too.
     """
     from fsdpctl.config.importers.read import read_others
 
     words, recipe, config_dir = normalized(asked)
     if recipe is not None:
-        raise UsageError(f"--from {file}: and the recipe {recipe}: one of them; words go with both")
+        raise UsageError(f"--from {file}: conflicts with the recipe {recipe}; pass only one")
     translation = read_others(file.expanduser())
     from fsdpctl.estimate.from_others import completed
 
@@ -37,21 +33,19 @@ def asked_from(file: Path, asked: ConfigArguments) -> "AskedFromOthers":
 
 
 def show_translation(asked: "AskedFromOthers") -> None:
-    """A table of what became of the file's keys, and lines of what did not."""
+    """Print a table of the file's keys with their settings, then the keys without any."""
     found = asked.translation
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in (f"{found.tool}: {found.file}", "", "becomes", ""):
-        table.add_column(Text(printable(name)))
+    table = new_table(f"{found.tool}: {found.file}", "", "setting", "")
     for row in asked.rows:
         words = [word for word in row.settings if not (found.own_engine and word[:7] == "engine=")]
         lost = [word for word in words if word in asked.overruled]
         note = row.note
         if lost:
-            note = f"overruled: {' '.join(lost)}" + (f"; {note}" if note else "")
-        cells = (row.key, row.value, " ".join(w for w in words if w not in lost) or "-", note)
-        table.add_row(*(Text(printable(cell)) for cell in cells))
+            note = f"overridden: {' '.join(lost)}" + (f"; {note}" if note else "")
+        settings = " ".join(word for word in words if word not in lost)
+        add_row(table, row.key, row.value, settings or "-", note)
     for name, text in asked.typed.items():
-        table.add_row("(typed)", "", Text(printable(f"{name}={text}")), "")
+        add_row(table, "(command line)", "", f"{name}={text}", "")
     show_table(table)
     say()
     for line in _left_out(asked):
@@ -63,11 +57,11 @@ def _left_out(asked: "AskedFromOthers") -> Iterator[str]:
     if found.own_engine:
         yield f"engine  fsdpctl: {found.own_engine}"
     for row in found.excluded:
-        yield f"not so  {row.key}={row.value}: {row.note}"
+        yield f"differs {row.key}={row.value}: {row.note}"
     if found.unrecognized:
-        yield from _listed("unknown", f"may change the figure: {', '.join(found.unrecognized)}")
+        yield from _listed("unknown", f"may change the estimate: {', '.join(found.unrecognized)}")
     if found.no_memory_effect:
-        yield from _listed("unused", f"no influence on memory: {', '.join(found.no_memory_effect)}")
+        yield from _listed("unused", f"no effect on memory: {', '.join(found.no_memory_effect)}")
     yield ""
 
 

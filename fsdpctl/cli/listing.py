@@ -25,17 +25,17 @@ _JSON_TYPES = {
 
 def list_choices(
     group: Annotated[
-        str | None, typer.Argument(help="A group or section, as in `fsdpctl list model`.")
+        str | None, typer.Argument(help="Group or section to list, as in `fsdpctl list model`.")
     ] = None,
     config_dir: Annotated[
-        Path | None, typer.Option(help="A directory with further choices, a folder per group.")
+        Path | None, typer.Option(help="Directory with more options, a subdirectory per group.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     json_schema: Annotated[
         bool, typer.Option("--json-schema", help="Print the JSON schema of recipes, for editors.")
     ] = False,
 ) -> None:
-    """List all groups and recipes, or a group's keys."""
+    """List settings, options and recipes."""
     from fsdpctl.config.compose import compose_config
 
     default = compose_config([], config_dir=config_dir).config
@@ -44,7 +44,7 @@ def list_choices(
     elif as_json:
         sections = [group] if group in SECTIONS else list(SECTIONS) if group is None else []
         if not sections:
-            raise UsageError(f"{group}: no such group{hint(str(group), [*SECTIONS, *KEYS])}")
+            raise UsageError(_unknown(str(group)))
         found = [_described(each, default, config_dir) for each in sections]
         recipes = {"name": "recipe", "default": None, "choices": recipe_names(), "keys": []}
         emit(json.dumps(found if group else [*found, recipes], indent=2))
@@ -53,12 +53,16 @@ def list_choices(
     elif group in SECTIONS:
         _list_section(group, default, config_dir)
     else:
-        known = ", ".join(SECTIONS)
-        raise UsageError(f"{group}: no such group{hint(group, [*SECTIONS, *KEYS])} ({known})")
+        raise UsageError(_unknown(group))
+
+
+def _unknown(group: str) -> str:
+    expected = ", ".join(SECTIONS)
+    return f"{group}: unknown group{hint(group, [*SECTIONS, *KEYS])} (expected {expected})"
 
 
 def _described(section: str, default: Config, config_dir: Path | None) -> dict[str, Any]:
-    """A group's choices and keys."""
+    """Return the options and keys of a group as the object to print."""
     part = getattr(default, section)
     is_group = section in GROUPS
     return {
@@ -80,7 +84,7 @@ def _described(section: str, default: Config, config_dir: Path | None) -> dict[s
 
 
 def _schema(config_dir: Path | None) -> dict[str, Any]:
-    """What a recipe may say, as flat words or nested sections."""
+    """Return the JSON schema of recipes, with flat settings or nested sections."""
     flat: dict[str, Any] = {group: {"enum": choices_of(group, config_dir)} for group in GROUPS}
     flat |= {name: _schema_of(key) for name, key in KEYS.items() if not key.is_executed}
     nested = {}
@@ -99,7 +103,7 @@ def _schema(config_dir: Path | None) -> dict[str, Any]:
 
 
 def _nested(flat: dict[str, Any], section: str) -> dict[str, Any]:
-    """The keys of a section, and again of the sections within it."""
+    """Return the schema of a section and, recursively, of the sections in it."""
     prefix = f"{section}."
     inner = {n.removeprefix(prefix): value for n, value in flat.items() if n.startswith(prefix)}
     deeper = {name.split(".")[0] for name in inner if "." in name}
@@ -121,30 +125,30 @@ def _schema_of(key: Key) -> dict[str, Any]:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, show_header=bool(columns), header_style="bold")
     for column in columns or ("", ""):
-        table.add_column(column, no_wrap=column in ("key", "choice", ""), overflow="fold")
+        table.add_column(column, no_wrap=column in ("key", "option", ""), overflow="fold")
     return table
 
 
 def _list_everything(default: Config, config_dir: Path | None) -> None:
-    groups = _table("group", "choices (the default first)")
+    groups = _table("group", "options (default first)")
     for group in GROUPS:
         first = getattr(default, group).name
         others = [each for each in choices_of(group, config_dir) if each != first]
         groups.add_row(group, ", ".join([first, *others]))
     out.print(groups)
-    say(f"\nsections with keys only: {', '.join(s for s in SECTIONS if s not in GROUPS)}")
-    recipes = _table("recipe", "what it shows")
+    say(f"\nsections without options: {', '.join(s for s in SECTIONS if s not in GROUPS)}")
+    recipes = _table("recipe", "purpose")
     for name in recipe_names():
         recipes.add_row(name, first_comment(package_folder("recipes") / f"{name}.yaml"))
     say()
     out.print(recipes)
-    say("\n`fsdpctl list GROUP` shows a group's choices and keys.")
+    say("\n`fsdpctl list GROUP` shows the options and keys of a group.")
 
 
 def _list_section(section: str, default: Config, config_dir: Path | None) -> None:
     part = getattr(default, section)
     if section in GROUPS:
-        choices = _table("choice", "what it is")
+        choices = _table("option", "description")
         for choice in choices_of(section, config_dir):
             file = package_folder("conf") / section / f"{choice}.yaml"
             marked = f"{choice} (default)" if choice == part.name else choice

@@ -13,23 +13,30 @@ from fsdpctl.cli.console import say
 
 def sample(  # noqa: PLR0913  # each is an option
     source: Source,
-    prompt: Annotated[str, typer.Option(help="The text to continue.")] = "",
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     chat: Annotated[
-        bool, typer.Option("--chat", help="Ask the prompt by the model's chat template.")
+        bool,
+        typer.Option("--chat", help="Format the prompt by the model's chat template."),
     ] = False,
-    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to generate.")] = 200,
-    seed: Annotated[int, typer.Option(min=0, max=2**53, help="Another seed, another text.")] = 0,
+    tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to generate.")] = 200,
+    seed: Annotated[int, typer.Option(min=0, max=2**53, help="Seed of the random sampling.")] = 0,
     temperature: Annotated[
-        float, typer.Option(min=0.0, max=100.0, help="Below 1 more likely, above 1 more various.")
+        float,
+        typer.Option(
+            min=0.0,
+            max=100.0,
+            help="Sampling temperature.",
+        ),
     ] = 0.8,
     top_p: Annotated[
-        float, typer.Option(min=1e-6, max=1.0, help="Only the likeliest with so much of the odds.")
+        float,
+        typer.Option(min=1e-6, max=1.0, help="Total probability of the tokens to sample from."),
     ] = 1.0,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Always the likeliest.")] = False,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Choose the likeliest token.")] = False,
 ) -> None:
-    """Generate text from a checkpoint or a Hugging Face directory, in this process.
+    """Generate text from a checkpoint or a model.
 
-    With --chat and no --prompt, questions are lines of standard input, each with an answer.
+    With --chat and without --prompt, each line of standard input is a user message.
     """
     from fsdpctl.config.hub_cache import cached_model
     from fsdpctl.config.model_path import is_hugging_face
@@ -43,14 +50,14 @@ def sample(  # noqa: PLR0913  # each is an option
         say(sample_text(place, prompt, tokens, sampling))
         return
     talk = ChatSession(place, tokens, sampling)
-    for asked in [prompt] if prompt else _questions():
-        say(talk.answer(asked))
+    for message in [prompt] if prompt else _user_messages():
+        say(talk.answer(message))
 
 
-def _questions() -> Iterator[str]:
-    """Until the input ends."""
+def _user_messages() -> Iterator[str]:
+    """Yield lines of standard input until it ends."""
     shown = "> " if sys.stdin.isatty() else ""
     with suppress(EOFError):
         while True:
-            if asked := input(shown).strip():
-                yield asked
+            if message := input(shown).strip():
+                yield message

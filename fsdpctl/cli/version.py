@@ -9,7 +9,7 @@ from fsdpctl.cli.console import say
 
 
 def print_version(wanted: bool) -> None:
-    """Print versions and devices, and end."""
+    """Print versions and devices, and exit."""
     if not wanted:
         return
     import torch

@@ -42,7 +42,7 @@ class Plan:
     nproc_per_node: int = 0
     refusal: str = ""  # why the run does not start
     members: int = 0  # nodes or ranks
-    is_finished: bool = False  # the run is finished, so that there is nothing to do
+    is_finished: bool = False  # the run is finished, with nothing left to do
 
 
 @dataclass(frozen=True, slots=True)

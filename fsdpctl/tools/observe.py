@@ -1,4 +1,4 @@
-"""Times the operators of real passes, and copies, on this device."""
+"""Measurement of the operators of real forward and backward passes, and of copies."""
 
 import statistics
 import time
@@ -19,10 +19,10 @@ from fsdpctl.models.registry import build_model
 from fsdpctl.predict.compute import Work
 from fsdpctl.predict.profile import Observed, Point
 
-_ROUNDS = 3  # of each model, of which the medians count
-_FEWEST, _MORE, _BYTES = 5, 40, 64 << 20  # rounds of a size: as many as make up so many bytes
-# Architecture, width, length of a sample, samples, vocabulary: of models with two blocks each. With
-# many words come tensors that the host's allocator takes from the system anew each time.
+_ROUNDS = 3  # per model; medians are used
+_FEWEST, _MORE, _BYTES = 5, 40, 64 << 20  # rounds per size: as many as add up to these bytes
+# Architecture, width, length of a sample, samples, vocabulary of models with two blocks each. Large
+# vocabularies result in tensors that the host's allocator requests from the system each time.
 SMALL = (
     ("llama", 128, 64, 4, 512), ("llama", 128, 128, 8, 512), ("llama", 256, 128, 8, 1024),
     ("gpt2", 256, 64, 16, 1024), ("qwen3", 256, 256, 4, 2048), ("llama", 512, 128, 4, 2048),
@@ -34,13 +34,13 @@ LARGE = (
     ("qwen3", 2048, 4096, 1, 32768), ("llama", 4096, 4096, 1, 16384),
     ("llama", 4096, 8192, 1, 131072),
 )  # fmt: skip
-LAUNCHES, _PASS_LAUNCHES = 0.005, 0.1  # seconds in which the host launches a few kernels, or a pass
-_CYCLES = 2e9  # of a GPU's clock in a second, about
+LAUNCHES, _PASS_LAUNCHES = 0.005, 0.1  # seconds for the host to launch a few kernels, or a pass
+_CYCLES = 2e9  # of a GPU's clock per second, approximately
 Sized = tuple[str, int, int, int, int]
 
 
 class _Stopwatch(TorchDispatchMode):
-    """Notes what each operator asks of the device, and how long it took."""
+    """Records the work of each operator and its time."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -96,18 +96,21 @@ def observe_models(
     meet: Callable[[], object],
     say: Callable[[str], None],
 ) -> tuple[list[Observed], float]:
-    """What operators took in passes of `models`, and the host's part of each.
+    """Measure the operators of `models`, and the host's overhead per operator.
 
     Args:
-        models: as in SMALL.
-        device: that computes.
-        dtype: of the parameters.
-        meet: returns when all ranks have called it, so that they compute at the same time.
-        say: is told what comes next.
+        models: As in SMALL.
+        device: The device to measure.
+        dtype: Of the parameters.
+        meet: A barrier of all ranks, so that they compute concurrently.
+        say: Called with a line about each measurement.
+
+    Returns:
+        The operators with their seconds, and the host's seconds per operator.
     """
     seen: dict[Sized, list[list[tuple[Work, float]]]] = defaultdict(list)
     timed: dict[Sized, list[float]] = defaultdict(list)
-    # In rounds: a moment in which the machine is slower is a part of what is known of each model.
+    # In rounds, so that a moment in which the machine is slower affects all models alike.
     for number, sized in product(range(_ROUNDS), models):
         architecture, width, length, samples, _ = sized
         about = f"{architecture}, width {width}, {samples} x {length} tokens"
@@ -140,7 +143,7 @@ def _medians(seen: Sequence[Sequence[tuple[Work, float]]]) -> Iterator[Observed]
 
 
 def _merged(observed: Sequence[Observed]) -> list[Observed]:
-    """One of each kind and size, with the mean of their times."""
+    """Merge operators of the same kind and size, with the mean of their times."""
     alike: dict[Observed, list[float]] = defaultdict(list)
     for each in observed:
         alike[each._replace(seconds=0.0)].append(each.seconds)
@@ -148,7 +151,7 @@ def _merged(observed: Sequence[Observed]) -> list[Observed]:
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds until the device has done it, its launches by the host included."""
+    """Return the seconds until the device has finished, including launches by the host."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()
@@ -161,7 +164,7 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
 def device_seconds(
     run: Callable[[], object], device: torch.device, ahead: float = LAUNCHES
 ) -> float:
-    """Return the seconds that the device takes, once the host has launched it all.
+    """Return the seconds of the device alone, after the host has launched everything.
 
     A GPU idles for `ahead` seconds first, so that the host's launches are hidden.
     """
@@ -182,9 +185,9 @@ def observe_sizes(
     device: torch.device,
     meet: Callable[[], object],
 ) -> list[Point]:
-    """How long what `make(size)` makes takes, for each of `sizes` in bytes: medians.
+    """Measure `make(size)()` for each of `sizes` in bytes; return medians.
 
-    Small ones run more often: what else goes on for a moment must not decide their time.
+    Small sizes run more often, so that short disturbances do not affect their times.
     """
     points = []
     for size in sizes:

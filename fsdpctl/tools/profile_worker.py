@@ -1,4 +1,4 @@
-"""One of the ranks that measure a machine together; rank 0 writes what came of it."""
+"""A rank that measures this machine together with others; rank 0 writes the profile."""
 
 import os
 import sys
@@ -31,14 +31,14 @@ from fsdpctl.train.worker import report, tie_to_launcher
 MODULE = "fsdpctl.tools.profile_worker"
 _KIB, _MIB = 1 << 10, 1 << 20
 _SIZES = [4 * _KIB, 64 * _KIB, 256 * _KIB, _MIB, 4 * _MIB, 16 * _MIB, 64 * _MIB]
-_BESIDE = 16 * _MIB  # of a collective that is measured beside arithmetic
-_SIDES = {"cpu": 256, "cuda": 4096}  # of matrices whose products take longer than their launches
+_OVERLAPPED = 16 * _MIB  # of a collective that is measured during computation
+_SIDES = {"cpu": 256, "cuda": 4096}  # of matrices whose products take longer than their launch
 _ROUNDS = 15
 _APART, _MEETINGS = (0.004, 0.008, 0.016), 8  # seconds between meetings, and how many
 
 
 def measure(device: torch.device, name: str, say: Callable[[str], None]) -> Profile:
-    """What this machine's ranks can do at the same time. Collective."""
+    """Measure this machine with all its ranks at the same time. Collective."""
     world = collectives_for(device)
     dtype = _dtype(device)
     models = LARGE if device.type == "cuda" else SMALL
@@ -54,9 +54,9 @@ def measure(device: torch.device, name: str, say: Callable[[str], None]) -> Prof
             say(f"{kind.value} among {world.size} ranks")
             run = partial(_COLLECTIVES[kind], world, device)
             collectives[kind.value] = observe_sizes(_SIZES, run, device, world.barrier)
-        say("arithmetic beside a collective")
-        compute_slowdown, comm_slowdown = _beside(world, device)
-        say("how ranks drift apart")
+        say("computation during a collective")
+        compute_slowdown, comm_slowdown = _overlap(world, device)
+        say("drift between ranks")
         drift = _drift(world, device)
     return Profile(
         version=VERSION,
@@ -77,7 +77,7 @@ def measure(device: torch.device, name: str, say: Callable[[str], None]) -> Prof
 
 
 def _copy(device: torch.device, nbytes: int) -> Callable[[], object]:
-    """Half of the bytes are read, half written."""
+    """Return a copy that reads half of the bytes and writes half."""
     source = torch.ones(nbytes // 8, device=device)
     return partial(torch.empty_like(source).copy_, source)
 
@@ -100,7 +100,7 @@ def _reduce_scatter(world: Collectives, device: torch.device, nbytes: int) -> Ca
 
     def run() -> None:
         stretches = [(Span(0, whole.numel()), whole)]
-        # Only sent; what adds up is counted where it is done.
+        # Sending only; the additions are part of the computation.
         world.reduce_scatter(stretches, parts, torch.float32).wait()
 
     return run
@@ -127,16 +127,16 @@ def _dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _beside(world: Collectives, device: torch.device) -> tuple[float, float]:
-    """The shares of arithmetic, and of a collective, that are lost beside each other."""
+def _overlap(world: Collectives, device: torch.device) -> tuple[float, float]:
+    """Return the shares of speed that computation and a collective lose when they overlap."""
     left = _matrix(device)
-    whole = torch.zeros(_BESIDE // 4, device=device)
+    whole = torch.zeros(_OVERLAPPED // 4, device=device)
     parts = EvenParts(whole.numel() // world.size, world.size)
     gather = partial(world.all_gather, [Gathering(whole, parts)])
     gather().wait()
     alone = _timed(world, device, lambda: gather().wait())
     one = _timed(world, device, lambda: torch.mm(left, left))
-    # As long as the collective, by the first rank's clock: all must do the same.
+    # As long as the collective by rank 0's clock, because all ranks must do the same.
     products = max(1, int(world.gather_objects(alone / one)[0]))
 
     def both() -> None:
@@ -151,7 +151,7 @@ def _beside(world: Collectives, device: torch.device) -> tuple[float, float]:
 
 
 def _drift(world: Collectives, device: torch.device) -> float:
-    """Seconds that another rank comes later, for each root of a second since they met."""
+    """Return the seconds by which ranks drift apart, per root of a second since a barrier."""
     left = _matrix(device)
     whole = torch.zeros(_SIZES[0] // 4, device=device)
     parts = EvenParts(whole.numel() // world.size, world.size)

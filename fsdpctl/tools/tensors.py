@@ -1,4 +1,4 @@
-"""The tensors of two checkpoints, compared element by element; some megabytes in memory."""
+"""Comparison of the tensors of two checkpoints, element by element, in a few MiB of memory."""
 
 import math
 from collections.abc import Callable
@@ -12,29 +12,29 @@ from fsdpctl.checkpoint.cast import numbers
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.plan.layout import Span
 
-# Elements read at a time; of a stored chunk at its edge the whole is read and checked.
+# Elements read at a time; stored chunks at the edges are read and verified completely.
 _WINDOW = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """How a tensor that two checkpoints have differs."""
+    """The difference of a tensor between two checkpoints."""
 
     key: str
     numel: int
     num_different: int  # elements
-    max_abs: float | None  # None: one has a number where the other has none, or an infinite one
-    relative_norm: float | None  # of the difference, to the larger of the two
-    about: str = ""  # why it was not compared element by element
+    max_abs: float | None  # None: only one of them is finite in some element
+    relative_norm: float | None  # of the difference, relative to the larger of the two norms
+    about: str = ""  # a difference in shape or dtype
 
     @property
     def differs(self) -> bool:
-        """Whether it does, in any element or in what it is."""
+        """Whether any element, the shape or the dtype differs."""
         return self.num_different > 0 or bool(self.about)
 
     @property
     def badness(self) -> tuple[float, float]:
-        """What the worst has most of."""
+        """A value that is larger for worse differences."""
         if self.about or self.max_abs is None or self.relative_norm is None:
             return math.inf, math.inf
         return self.relative_norm, self.max_abs
@@ -42,20 +42,20 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDifference:
-    """How two checkpoints of one step differ."""
+    """The difference of two checkpoints of the same step."""
 
     step: int
-    tensors: tuple[TensorDifference, ...]  # that both have, the worst first
+    tensors: tuple[TensorDifference, ...]  # of tensors in both, the worst first
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
 
     @property
     def different(self) -> tuple[TensorDifference, ...]:
-        """Those that differ."""
+        """The tensors that differ."""
         return tuple(each for each in self.tensors if each.differs)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `--json` prints of it."""
+        """Return the object that `--json` prints."""
         return {
             "step": self.step,
             "num_tensors": len(self.tensors),
@@ -68,15 +68,15 @@ class CheckpointDifference:
 def compare_checkpoints(
     a: CheckpointReader, b: CheckpointReader, on_bytes: Callable[[int], None]
 ) -> CheckpointDifference:
-    """Every tensor of both, whatever number of ranks wrote them.
+    """Compare every tensor of two checkpoints, written by any numbers of ranks.
 
     Args:
-        a: one.
-        b: another.
-        on_bytes: called with the bytes read since the last call.
+        a: A checkpoint.
+        b: Another checkpoint.
+        on_bytes: Called with the bytes read since the last call.
 
     Raises:
-        CheckpointError: a checksum does not match; names the file.
+        CheckpointError: If a checksum does not match; the message names the file.
     """
     ours, theirs = a.manifest.tensors.keys(), b.manifest.tensors.keys()
     found = [_compare(a, b, key, on_bytes) for key in sorted(ours & theirs)]
@@ -115,14 +115,14 @@ def _numbers(
 
 
 class _Sums:
-    """What is known of a tensor after some of its elements."""
+    """The difference of a tensor in the elements so far."""
 
     def __init__(self) -> None:
         self.different = 0
         self._max, self._apart, self._norms = 0.0, 0.0, [0.0, 0.0]
 
     def add(self, a: NDArray[np.float64], b: NDArray[np.float64]) -> None:
-        """The next elements; NaN is what NaN is."""
+        """Add the next elements; NaN equals NaN."""
         same = (a == b) | (np.isnan(a) & np.isnan(b))
         self.different += int(a.size - np.count_nonzero(same))
         for which, values in enumerate((a, b)):
@@ -136,10 +136,10 @@ class _Sums:
 
     @property
     def result(self) -> tuple[float | None, float | None]:
-        """The largest difference, and the norm of all in relation to that of the tensor."""
+        """The largest difference, and the relative norm of the difference."""
         largest = max(self._norms)
         if not math.isfinite(self._max):
             return None, None
-        if not math.isfinite(largest):  # something infinite, or NaN, that both have
+        if not math.isfinite(largest):  # both have infinite values or NaN
             return self._max, None if self.different else 0.0
         return self._max, math.sqrt(self._apart / largest) if largest else 0.0

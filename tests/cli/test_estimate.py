@@ -1,4 +1,4 @@
-"""`fsdpctl estimate-memory` as a person or a program reads it."""
+"""`fsdpctl estimate-memory`: its text and JSON."""
 
 import json
 from pathlib import Path
@@ -119,7 +119,7 @@ def test_a_configuration_of_another_tool_is_translated_and_estimated():
     words = ["--from", str(OTHERS / "axolotl-full.yaml"), "cluster=h200"]
     code, text = invoke("estimate-memory", *words)
     assert code == 0
-    for part in ("model=llama3_8b", "accumulation=last", "no influence on memory", "to spare"):
+    for part in ("model=llama3_8b", "accumulation=last", "no effect on memory", "to spare"):
         assert part in text
     code, text = invoke("estimate-memory", *words, "strategy=no_shard", "--json")
     found = json.loads(text)
@@ -143,11 +143,11 @@ def test_settings_that_a_file_of_another_tool_lacks_are_reported():
     file = str(OTHERS / "axolotl-qlora.yml")
     code, text = invoke("estimate-memory", "--from", file, "cluster=h100")
     assert code == 0
-    assert "not so  optimizer=adamw_bnb_8bit: estimated with AdamW's two states" in text
-    assert "unknown may change the figure: a_key_of_tomorrow" in text
+    assert "differs optimizer=adamw_bnb_8bit: estimated with AdamW's two states" in text
+    assert "unknown may change the estimate: a_key_of_tomorrow" in text
     assert "engine  fsdpctl: the estimates of PyTorch's engines don't support adapters" in text
     code, said = invoke("estimate-memory", "--from", file, "--recipe", "shakespeare")
-    assert (code, "one of them" in said) == (2, True)
+    assert (code, "pass only one" in said) == (2, True)
     words = ["--from", str(OTHERS / "axolotl-full.yaml"), "cluster=h100", "--all-strategies"]
     code, text = invoke("estimate-memory", *words, "--json")
     assert {each["from"]["tool"] for each in json.loads(text)} == {"axolotl"}

@@ -243,15 +243,15 @@ def test_a_length_that_fits_is_a_round_one_and_nothing_that_fits_is_helped():
     small = [*length, "cluster.memory=40GiB", "--fit", "micro_batch"]
     code, said = invoke("estimate-memory", *small)
     assert code == 0
-    assert "nothing: train.micro_batch_size=1 does not fit" in said
+    assert "none: train.micro_batch_size=1 does not fit" in said
     assert "to fit" in said
     assert "activation_checkpointing=full" in said.split("with ", 1)[1]
 
 
 def test_what_an_engine_does_not_have_is_said():
     words = ["estimate-memory", "model=gpt2", "cluster=h100", "--all-strategies"]
-    assert "engine=ddp does not have" in invoke(*words, "engine=ddp")[1]
-    assert "does not have" not in invoke(*words)[1]
+    assert "engine=ddp does not support" in invoke(*words, "engine=ddp")[1]
+    assert "does not support" not in invoke(*words)[1]
 
 
 # ---- said, where silence misled --------------------------------------------------------------
@@ -287,7 +287,9 @@ def test_an_inspection_begins_with_a_summary_and_weights(tmp_path):
     assert said[2] == "optimizer states: none"
 
 
-@pytest.mark.parametrize(("count", "said"), [(1, "1 binary file skipped"), (2, "2 binary files skipped")])
+@pytest.mark.parametrize(
+    ("count", "said"), [(1, "1 binary file skipped"), (2, "2 binary files skipped")]
+)
 def test_one_file_is_no_files(words, tmp_path, count, said):
     folder = tmp_path / "texts"
     folder.mkdir()

@@ -119,7 +119,7 @@ def test_every_command_has_a_help_text(name):
 def test_a_source_without_a_checkpoint_is_a_usage_error(name, tmp_path):
     assert invoke(name, str(tmp_path / "none"))[0] == 2
     code, said = invoke(name, str(tmp_path))
-    assert (code, "no finished checkpoint" in said) == (2, True)
+    assert (code, "no complete checkpoint" in said) == (2, True)
 
 
 def test_a_consolidation_with_nonsense_is_refused(tmp_path):

@@ -51,7 +51,7 @@ def test_without_words_it_is_the_data_of_the_run(places):
     code, said = invoke("evaluate", str(places["checkpoint"]), "data.val_fraction=0.0001")
     assert (code, "Python's standard library" in said) == (0, True)
     code, said = invoke("evaluate", str(places["checkpoint"] / "none"))
-    assert (code, "no such directory" in said) == (2, True)
+    assert (code, "directory not found" in said) == (2, True)
 
 
 def test_another_share_of_the_runs_data_is_still_of_its_data(tmp_path):

@@ -145,7 +145,7 @@ def test_skipped_steps_restarts_and_warnings_are_reported(tmp_path):
     assert (found.skipped_steps, found.restarts, found.starts) == (2, 2, 2)
     *quoted, incomplete = found.warnings
     assert quoted == [f"step 5: no {n}" for n in range(4, 9)]
-    assert "step-00000005 is incomplete" in incomplete
+    assert "step-00000005: incomplete" in incomplete
     write_lines(run, *({"step": 5, "rejected_step": {"reason": "loss_spike"}} for _ in range(7)))
     assert read_status(run).skipped_steps == 7
 

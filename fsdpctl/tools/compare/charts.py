@@ -8,28 +8,34 @@ from typing import Any
 
 from fsdpctl.tools.compare.row import OK, Row
 from fsdpctl.tools.compare.table import names_of
+from fsdpctl.tools.drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    LIGHT,
+    MEMORY,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    annotate,
+    bar_axes,
+    bars,
+    mark,
+    new_figure,
+    outer_legend,
+    stacked,
+)
 
-_WIDTH, _BAR, _AROUND, _LINES = 9.5, 0.42, 1.75, 4.6  # inches: width, height per bar, margin, lines
+_LINES = 4.6  # inches, the height of a chart of lines
 _DPI = 144
-_THICK = 0.62  # of a bar, relative to its space
-# Okabe and Ito's colors, which people with color blindness can distinguish.
-_BLUE, _SKY, _GREEN, _ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
-_RED, _PURPLE, _GREY = "#D55E00", "#CC79A7", "#BBBBBB"
-_COLORS = (_BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY, "black")  # of lines
+_COLORS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, "black")  # of lines
 _TIMES = {
-    "compute_seconds": ("forward and backward", _BLUE),
-    "exposed_communication_seconds": ("exposed communication", _RED),
-    "optimizer_seconds": ("optimizer", _ORANGE),
-    "data_seconds": ("data", _GREY),
+    "compute_seconds": ("forward and backward", BLUE),
+    "exposed_communication_seconds": ("exposed communication", RED),
+    "optimizer_seconds": ("optimizer", ORANGE),
+    "data_seconds": ("data", GREY),
 }
-_MEMORY = {
-    "parameters": _BLUE,
-    "optimizer_states": _GREEN,
-    "gathered_units": _SKY,
-    "gradients": _ORANGE,
-    "reduce_buffers": _PURPLE,
-}
-_REST = "#DDDDDD"
 _SCALES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _COUNTS = ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
 _RANKS = ("launch.nnodes", "launch.nproc_per_node")
@@ -54,9 +60,6 @@ def draw_charts(rows: Sequence[Row], title: str, best: Row | None, folder: Path)
         best: The recommended row, which is highlighted.
         folder: An existing directory.
     """
-    import matplotlib
-
-    matplotlib.use("agg")
     ran = [row for row in rows if row.status == OK]
     drawings = (
         _throughput([row for row in ran if row.tokens_per_second], title, best),
@@ -76,8 +79,8 @@ def _throughput(rows: Sequence[Row], title: str, best: Row | None) -> _Drawing |
     if not rows:
         return None
     figure, axes = _bar_axes("Throughput", title, rows)
-    colors = [_BLUE if row is best else _SKY for row in rows]
-    axes.barh(range(len(rows)), [row.speed for row in rows], height=_THICK, color=colors)
+    colors = [BLUE if row is best else SKY for row in rows]
+    bars(axes, [row.speed for row in rows], color=colors)
     for place, row in enumerate(rows):
         low, high = row.spread
         if high > low:
@@ -85,7 +88,7 @@ def _throughput(rows: Sequence[Row], title: str, best: Row | None) -> _Drawing |
                 row.speed, place, xerr=[[row.speed - low], [high - row.speed]],
                 color="black", capsize=4, linewidth=1.2,
             )  # fmt: skip
-        _annotate(axes, 0, place, f"{row.speed:,.0f}", "white" if row is best else "black")
+        annotate(axes, 0, place, f"{row.speed:,.0f}", "white" if row is best else "black")
     axes.set_xlim(0, max(row.spread[1] for row in rows) * 1.04)
     axes.set_xlabel("tokens per second, all ranks")
     axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -107,12 +110,12 @@ def _time(rows: Sequence[Row], title: str) -> _Drawing | None:
     stacks = [
         (*_TIMES[name], [each * scale for each in values]) for name, values in seconds.items()
     ]
-    ends = _stacked(axes, stacks)
+    ends = stacked(axes, stacks)
     for place, total in enumerate(ends):
-        _annotate(axes, total, place, f"{total:,.3g}" if total < 100 else f"{total:,.0f}")
+        annotate(axes, total, place, f"{total:,.3g}" if total < 100 else f"{total:,.0f}")
     axes.set_xlim(0, max(ends) * 1.12)
     axes.set_xlabel(f"{unit} per step, on rank 0")
-    _legend(axes)
+    outer_legend(axes)
     return figure, "time.png", "Parts of a step on rank 0, medians of the rounds."
 
 
@@ -125,21 +128,21 @@ def _memory(rows: Sequence[Row], title: str) -> _Drawing | None:
     stacks = [
         (
             f"{name.replace('_', ' ')} (estimated)",
-            _MEMORY.get(name, _REST),
+            MEMORY.get(name, LIGHT),
             [each.get(name, 0) / scale for each in parts],
         )
         for name in dict.fromkeys(name for each in parts for name in each)
     ]
-    longest = max(_stacked(axes, stacks))
-    _mark(axes, rows, "peak_engine_bytes", scale, "engine", "black")
-    _mark(axes, rows, "peak_tensor_bytes", scale, "all tensors", _RED)
+    longest = max(stacked(axes, stacks))
+    _mark(axes, rows, "peak_engine_bytes", scale, "engine, measured", "black")
+    _mark(axes, rows, "peak_tensor_bytes", scale, "all tensors, measured", RED)
     limit = min((row.memory_bytes / scale for row in rows if row.memory_bytes), default=None)
     axes.set_xlim(0, longest * 1.06)
     if limit is not None and limit < 1.6 * longest:
         axes.set_xlim(0, max(longest, limit) * 1.06)
         axes.axvline(limit, color="black", linestyle="--", linewidth=1, label="available to a rank")
     axes.set_xlabel(f"{unit} per rank")
-    _legend(axes)
+    outer_legend(axes)
     caption = (
         "Memory of a rank at its peak, by the estimate; marks show measured peaks. Parts that the "
         "engine owns are shown at the engine's own peak."
@@ -152,13 +155,13 @@ def _largest(rows: Sequence[Row], title: str) -> _Drawing | None:
         return None
     several = len({row.engine for row in rows}) > 1
     names = [f"{row.strategy} ({row.engine})" if several else row.strategy for row in rows]
-    figure, axes = _bar_axes("Largest model that fits, by the estimate", title, rows, names)
+    figure, axes = bar_axes("Largest model that fits, by the estimate", title, names, "strategy")
     sizes = [row.largest for row in rows if row.largest]
     scale, unit = _scaled(max(each.num_params for each in sizes), _COUNTS)
     counts = [each.num_params / scale for each in sizes]
-    axes.barh(range(len(rows)), counts, height=_THICK, color=_GREEN)
+    bars(axes, counts, color=GREEN)
     for place, (each, count) in enumerate(zip(sizes, counts, strict=True)):
-        _annotate(axes, count, place, f"{count:,.1f} ({each.num_layers:,} blocks)")
+        annotate(axes, count, place, f"{count:,.1f} ({each.num_layers:,} blocks)")
     axes.set_xlim(0, max(counts) * 1.28)
     axes.set_xlabel(f"{unit} of parameters")
     caption = (
@@ -178,7 +181,7 @@ def _scaling(rows: Sequence[Row], title: str) -> _Drawing | None:
             curves[" · ".join(others) or row.strategy].append(point)
     if all(len(points) < 2 for points in curves.values()):
         return None
-    figure, axes = _figure("Throughput per rank", title, _LINES)
+    figure, axes = new_figure("Throughput per rank", title, _LINES)
     for number, (name, points) in enumerate(curves.items()):
         color = _COLORS[number % len(_COLORS)]
         sizes, speeds, fits = zip(*sorted(points), strict=True)
@@ -189,12 +192,12 @@ def _scaling(rows: Sequence[Row], title: str) -> _Drawing | None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{size:,}" for size in ticks])
     axes.minorticks_off()
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.03)
     axes.set_xlabel("ranks")
     axes.set_ylabel("tokens per second per rank")
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(visible=True, color="#e6e6e6")
-    _legend(axes)
+    outer_legend(axes)
     caption = (
         "Tokens per second per rank over the number of ranks: a level line is perfect scaling. "
         "Hollow points do not fit."
@@ -202,62 +205,17 @@ def _scaling(rows: Sequence[Row], title: str) -> _Drawing | None:
     return figure, "scaling.png", caption
 
 
-def _figure(heading: str, title: str, height: float) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-    axes = figure.subplots()
-    figure.suptitle(heading, x=0.01, ha="left", fontsize=13, fontweight="bold")
-    axes.set_title(title, loc="left", fontsize=9, color="#444444", x=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_axisbelow(True)
-    return figure, axes
+def _bar_axes(heading: str, title: str, rows: Sequence[Row]) -> tuple[Any, Any]:
+    """Return a figure and axes with a bar for each row."""
+    labels = [" · ".join(row.varied.values()) or row.strategy for row in rows]
+    return bar_axes(heading, title, labels, " · ".join(names_of(rows)))
 
 
-def _bar_axes(
-    heading: str, title: str, rows: Sequence[Row], names: Sequence[str] | None = None
-) -> tuple[Any, Any]:
-    """Return a figure and axes with a position for each row, the first at the top."""
-    figure, axes = _figure(heading, title, _AROUND + _BAR * len(rows))
-    keys = names_of(rows) if names is None else ("strategy",)
-    labels = names or [" · ".join(row.varied.values()) or row.strategy for row in rows]
-    axes.set_yticks(range(len(rows)), labels)
-    axes.set_ylabel(" · ".join(keys), fontsize=9, color="#444444")
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.xaxis.grid(visible=True, color="#e6e6e6")
-    return figure, axes
-
-
-def _annotate(axes: Any, x: float, place: int, text: str, color: str = "black") -> None:
-    axes.annotate(
-        text, (x, place), xytext=(6, 0), textcoords="offset points", va="center", color=color
-    )
-
-
-def _stacked(axes: Any, stacks: Sequence[tuple[str, str, list[float]]]) -> list[float]:
-    """Draw stacked bars from parts with label, color and lengths; return the bars' lengths."""
-    left = [0.0] * len(stacks[0][2])
-    for label, color, lengths in stacks:
-        if any(lengths):
-            axes.barh(range(len(left)), lengths, left=left, height=_THICK, color=color, label=label)
-        left = [start + length for start, length in zip(left, lengths, strict=True)]
-    return left
-
-
-def _mark(axes: Any, rows: Sequence[Row], name: str, scale: float, what: str, color: str) -> None:
+def _mark(axes: Any, rows: Sequence[Row], name: str, scale: float, label: str, color: str) -> None:
     """Mark the measured value of each row, if known."""
-    known = [(at, nbytes) for at, row in enumerate(rows) if (nbytes := getattr(row, name))]
+    known = [(value / scale, at) for at, row in enumerate(rows) if (value := getattr(row, name))]
     if known:
-        axes.scatter(
-            [nbytes / scale for _, nbytes in known], [at for at, _ in known], marker="|",
-            color=color, s=420, linewidth=2.4, label=f"{what}, measured", zorder=3,
-        )  # fmt: skip
-
-
-def _legend(axes: Any) -> None:
-    axes.legend(
-        loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=9, markerscale=0.45
-    )
+        mark(axes, known, label, color)
 
 
 def _scaled(most: float, scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
