@@ -31,7 +31,7 @@ from fsdpctl.config.auto import Selection, left_open
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
-from fsdpctl.estimate.candidates import Axes, Point
+from fsdpctl.estimate.candidates import Axes, SearchPoint
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.local_hardware import with_speed
 from fsdpctl.resolve.machine import placed_on_cluster
@@ -69,12 +69,12 @@ def drawn(seed: int) -> list[str]:
     ]
 
 
-def combinations(axes: Axes) -> Iterator[Point]:
+def combinations(axes: Axes) -> Iterator[SearchPoint]:
     """All of them."""
     for strategy in axes.strategies:
         for mode in axes.recomputations:
             for place in range(len(axes.sizes)):
-                point: Point | None = axes.point(strategy, mode, place, most=True)
+                point: SearchPoint | None = axes.point(strategy, mode, place, most=True)
                 while point is not None:
                     yield point
                     point = axes.less_prefetch(point)

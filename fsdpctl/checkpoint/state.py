@@ -11,7 +11,7 @@ from fsdpctl.plan.layout import Piece, Span
 from fsdpctl.shards import FlatShard, Sharded, trainable_shards
 
 
-class SteppedRun(Protocol):
+class OptimizerRun(Protocol):
     """A part of a shard that the optimizer steps as one tensor."""
 
     @property
@@ -36,7 +36,7 @@ class ShardedOptimizer(Protocol):
         """Create the states that the first step would create."""
         ...
 
-    def run_states(self) -> Iterator[tuple[SteppedRun, dict[str, Tensor]]]:
+    def run_states(self) -> Iterator[tuple[OptimizerRun, dict[str, Tensor]]]:
         """Yield each run with its states: the scalar `step`, and tensors of the run's shape."""
         ...
 

@@ -15,7 +15,7 @@ from fsdpctl.io.console import printable
 
 if TYPE_CHECKING:
     from fsdpctl.tools.tensors import CheckpointDifference, TensorDifference
-    from fsdpctl.tools.two_runs import Point, TwoRuns
+    from fsdpctl.tools.two_runs import ComparedStep, TwoRuns
 
 _SHOWN = 20  # tensors
 _NOT_SET = "not set"
@@ -95,7 +95,7 @@ def _steps(found: "TwoRuns") -> Iterator[str]:
             yield f"{count:,} steps only in {name}"
 
 
-def _pair(point: "Point") -> str:
+def _pair(point: "ComparedStep") -> str:
     return " and ".join("not finite" if x is None else f"{x:.9g}" for x in (point.a, point.b))
 
 

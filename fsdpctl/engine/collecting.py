@@ -23,7 +23,7 @@ from fsdpctl.plan.reductions import share_of_parts
 
 
 @dataclass(slots=True)
-class Sent:
+class SentReduction:
     """A reduction in flight of one flat buffer."""
 
     reduction: Reduction
@@ -58,7 +58,7 @@ class Collector:
         scale = 1 / self.mesh.world.size
         return (scale, 1.0) if self.adds_whole(buffer) else (1.0, scale)
 
-    def send(self, unit: str, buffer: UnitBuffer) -> Sent:
+    def send(self, unit: str, buffer: UnitBuffer) -> SentReduction:
         """Start the reduction of all of a buffer's gradients.
 
         All ranks send the same messages, whether they held gradients back or not.
@@ -78,17 +78,21 @@ class Collector:
             )
         return self._start(buffer, [(Span(0, buffer.layout.numel), flat)], flat)
 
-    def _start(self, buffer: UnitBuffer, gradients: Stretches, held: Tensor | None = None) -> Sent:
+    def _start(
+        self, buffer: UnitBuffer, gradients: Stretches, held: Tensor | None = None
+    ) -> SentReduction:
         nbytes = sum(values.nbytes for _, values in gradients) if held is None else held.nbytes
         collectives = self.mesh.shard
         if self.adds_whole(buffer):
             ((_, whole),) = gradients
             added = InPlace(collectives.start_all_reduce(whole, at_once=False))
-            return Sent(added, nbytes, held)
+            return SentReduction(added, nbytes, held)
         dtype = self.dtype_of(buffer)
-        return Sent(collectives.reduce_scatter(gradients, buffer.layout.parts, dtype), nbytes, held)
+        return SentReduction(
+            collectives.reduce_scatter(gradients, buffer.layout.parts, dtype), nbytes, held
+        )
 
-    def send_piece(self, buffer: UnitBuffer, piece: int, pieces: int) -> Sent | None:
+    def send_piece(self, buffer: UnitBuffer, piece: int, pieces: int) -> SentReduction | None:
         """Start the reduction of one of `pieces` shares of every rank's part; None if it is empty.
 
         The parameters keep their gradients.
@@ -100,7 +104,7 @@ class Collector:
         size = self.mesh.shard.size
         whole, parts = Span(0, flat.numel()), EvenParts(flat.numel() // size, size)
         reduction = self.mesh.shard.reduce_scatter([(whole, flat)], parts, self.dtype_of(buffer))
-        return Sent(reduction, flat.nbytes, share=share)
+        return SentReduction(reduction, flat.nbytes, share=share)
 
     def _wire(self, buffer: UnitBuffer, *, in_place: bool) -> torch.dtype:
         """Return the dtype in which one backward's gradients are sent to the owners of parts."""

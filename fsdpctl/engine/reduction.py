@@ -16,7 +16,7 @@ from torch import Tensor
 from fsdpctl.comm.base import Gathering, Handle
 from fsdpctl.comm.mesh import Chain, Mesh
 from fsdpctl.engine.buffer import UnitBuffer
-from fsdpctl.engine.collecting import Collector, Sent
+from fsdpctl.engine.collecting import Collector, SentReduction
 from fsdpctl.engine.ledger import Ledger
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.plan.layout import EvenParts, Span
@@ -31,7 +31,9 @@ class _InFlight:
     unit: ShardedUnit
     piece: int
     nbytes: int  # as planned
-    sent: list[tuple[int, Sent]] = field(default_factory=list)  # with the number of the buffer
+    sent: list[tuple[int, SentReduction]] = field(
+        default_factory=list
+    )  # with the number of the buffer
     # Of the second collective: number of the buffer, share of this rank's part, handle.
     handles: list[tuple[int, Span | None, Handle]] = field(default_factory=list)
 
@@ -209,7 +211,7 @@ class GradientReducer:
         self._note_combining(started, nbytes)
 
     @staticmethod
-    def _new_sum(buffer: UnitBuffer, sent: Sent) -> Tensor:
+    def _new_sum(buffer: UnitBuffer, sent: SentReduction) -> Tensor:
         param = buffer.shard.param
         own = param.numel() if sent.share is None else sent.share.numel
         return param.new_empty(own * buffer.layout.shares)
@@ -222,7 +224,7 @@ class GradientReducer:
         self.ledger.free(Buffer.WORKSPACE, *key)
         self.ledger.free(Buffer.WHOLE_GRADS, *key)
 
-    def _take_sum(self, started: _InFlight, number: int, sent: Sent) -> Tensor:
+    def _take_sum(self, started: _InFlight, number: int, sent: SentReduction) -> Tensor:
         """Wait, and return this rank's part of the mean in memory of its own.
 
         If this rank keeps the full gradient, its part is in place within that, in the buffer of the

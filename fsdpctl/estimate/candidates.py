@@ -23,7 +23,7 @@ from fsdpctl.resolve.machine import resolved_strategy, world_size
 _MOST_PASSES = 8  # micro-batches per step up to which every number that divides the share is tried
 
 
-class Point(NamedTuple):
+class SearchPoint(NamedTuple):
     """One value per setting."""
 
     strategy: str
@@ -65,21 +65,21 @@ class Axes:
         prefetches = sum(len(self._prefetches(each)) for each in self.strategies)
         return prefetches * len(self.recomputations) * len(self.sizes)
 
-    def point(self, strategy: str, recomputation: str, place: int, *, most: bool) -> Point:
+    def point(self, strategy: str, recomputation: str, place: int, *, most: bool) -> SearchPoint:
         """Return a point with the size at index `place`, and the most prefetch or the least."""
         last = len(self._prefetches(strategy)) - 1
-        return Point(strategy, recomputation, self.sizes[place], last if most else 0)
+        return SearchPoint(strategy, recomputation, self.sizes[place], last if most else 0)
 
-    def less_prefetch(self, point: Point) -> Point | None:
+    def less_prefetch(self, point: SearchPoint) -> SearchPoint | None:
         """Return the point with less prefetch, or None."""
         return point._replace(prefetch=point.prefetch - 1) if point.prefetch else None
 
-    def selection(self, point: Point) -> Selection:
+    def selection(self, point: SearchPoint) -> Selection:
         """Return the values of a point."""
         prefetch = self._prefetches(point.strategy)[point.prefetch]
         return Selection(point.strategy, point.recomputation, prefetch, point.size)
 
-    def config(self, point: Point) -> Config:
+    def config(self, point: SearchPoint) -> Config:
         """Return the configuration of a point."""
         config = filled(self.placed, self.selection(point))
         strategy = resolved_strategy(config, config.strategy.under(config.strategy.name))

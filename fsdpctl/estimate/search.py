@@ -18,7 +18,7 @@ from typing import NamedTuple
 from fsdpctl.config.auto import left_open
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.candidates import Axes, Point
+from fsdpctl.estimate.candidates import Axes, SearchPoint
 from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
 from fsdpctl.estimate.local_hardware import with_speed
 from fsdpctl.estimate.prediction import StepPredictor
@@ -86,8 +86,8 @@ class _Search:
     def __init__(self, estimator: Estimator, axes: Axes) -> None:
         self.axes = axes
         self._estimator, self._predictor = estimator, StepPredictor(estimator)
-        self._estimates: dict[Point, RunEstimate | None] = {}
-        self._seconds: dict[Point, float] = {}
+        self._estimates: dict[SearchPoint, RunEstimate | None] = {}
+        self._seconds: dict[SearchPoint, float] = {}
         self._error: UsageError | None = None
 
     def ranked(self) -> list[Candidate]:
@@ -114,7 +114,7 @@ class _Search:
 
     # ---- time ----------------------------------------------------------------------------
 
-    def _fastest(self) -> Iterator[Point]:
+    def _fastest(self) -> Iterator[SearchPoint]:
         """Yield points that fit, the fastest first, until the rest cannot matter."""
         heap = [(self._time(point), point) for point in self._promising()]
         heapq.heapify(heap)
@@ -129,7 +129,7 @@ class _Search:
             elif (less := self.axes.less_prefetch(point)) is not None:
                 heapq.heappush(heap, (self._time(less), less))
 
-    def _promising(self) -> Iterator[Point]:
+    def _promising(self) -> Iterator[SearchPoint]:
         """Yield, per strategy, points with the least recomputation and the most prefetch."""
         for strategy in self.axes.strategies:
             below = -1  # index of the largest size that fits with less recomputation
@@ -138,18 +138,18 @@ class _Search:
                     yield self.axes.point(strategy, mode, place, most=True)
                 below = max(below, edge)
 
-    def _rest(self, found: set[Point], kinds: set[_Kind]) -> list[Point]:
+    def _rest(self, found: set[SearchPoint], kinds: set[_Kind]) -> list[SearchPoint]:
         """Return other points that fit, the fastest first; last those that differ in prefetch."""
         points = set()
         for strategy in self.axes.strategies:
             for mode, edge in self._edges(strategy):
                 for place in range(edge + 1):
-                    point: Point | None = self.axes.point(strategy, mode, place, most=True)
+                    point: SearchPoint | None = self.axes.point(strategy, mode, place, most=True)
                     while point is not None:
                         points.add(point)
                         point = self.axes.less_prefetch(point)
         fitting = [each for each in points - found if self._fits(each)]
-        best: list[Point] = []
+        best: list[SearchPoint] = []
         for each in sorted(
             fitting, key=lambda each: (_kind(each) in kinds, self._time(each), each)
         ):
@@ -157,7 +157,7 @@ class _Search:
                 best.append(each)
         return best
 
-    def _selected(self, found: list[Point]) -> Point:
+    def _selected(self, found: list[SearchPoint]) -> SearchPoint:
         """Return the point with least memory among the fastest, also with less prefetch."""
         limit = self._time(found[0]) * (1 + _TIE)
         alike = [point for point in found if self._time(point) <= limit]
@@ -168,7 +168,7 @@ class _Search:
                 less = self.axes.less_prefetch(less)
         return min(alike, key=lambda point: self._candidate(point).estimate.peak_reserved)
 
-    def _time(self, point: Point) -> float:
+    def _time(self, point: SearchPoint) -> float:
         if point not in self._seconds:
             self._seconds[point] = self._predictor.predict(self.axes.config(point)).seconds
         return self._seconds[point]
@@ -191,11 +191,11 @@ class _Search:
             if low >= 0:
                 yield mode, low
 
-    def _fits(self, point: Point) -> bool:
+    def _fits(self, point: SearchPoint) -> bool:
         estimate = self._estimate(point)
         return estimate is not None and estimate.verdict == "fits"
 
-    def _estimate(self, point: Point) -> RunEstimate | None:
+    def _estimate(self, point: SearchPoint) -> RunEstimate | None:
         if point not in self._estimates:
             try:
                 self._estimates[point] = self._estimator.estimate(self.axes.config(point))
@@ -204,13 +204,13 @@ class _Search:
                 self._estimates[point] = None
         return self._estimates[point]
 
-    def _candidate(self, point: Point) -> Candidate:
+    def _candidate(self, point: SearchPoint) -> Candidate:
         estimate = self._estimate(point)
         assert estimate is not None
         return Candidate(self.axes.selection(point), estimate, self._time(point))
 
 
-def _kind(point: Point) -> _Kind:
+def _kind(point: SearchPoint) -> _Kind:
     return _Kind(point.strategy, point.recomputation, point.size)
 
 

@@ -5,20 +5,20 @@ from itertools import groupby
 
 from torch import nn
 
-from fsdpctl.predict.compute import TRACED_OF_A_ROW, Row
+from fsdpctl.predict.compute import TRACED_OF_A_ROW, UnitRow
 
 _PLAIN = (bool, int, float, str, type(None))
 _NUMBERS_A_LAYER = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"})
 
 
-def shorten(module: nn.Module, units: Sequence[str]) -> list[Row]:
+def shorten(module: nn.Module, units: Sequence[str]) -> list[UnitRow]:
     """Shorten rows of like blocks in `module`, and return which blocks represent which.
 
     Args:
         module: on the meta device; it is modified.
         units: names of the blocks, in forward order.
     """
-    rows: list[Row] = []
+    rows: list[UnitRow] = []
     for parent, names in groupby(units, key=lambda name: name.rpartition(".")[0]):
         siblings = module.get_submodule(parent)
         members = [name.rpartition(".")[2] for name in names]
@@ -27,9 +27,9 @@ def shorten(module: nn.Module, units: Sequence[str]) -> list[Row]:
     return rows
 
 
-def _shorten_list(parent: str, siblings: nn.ModuleList) -> list[Row]:
+def _shorten_list(parent: str, siblings: nn.ModuleList) -> list[UnitRow]:
     blocks = list(siblings)
-    rows: list[Row] = []
+    rows: list[UnitRow] = []
     kept: list[nn.Module] = []
     number = 0
     for _, alike in groupby(blocks, key=_looks):
@@ -37,7 +37,7 @@ def _shorten_list(parent: str, siblings: nn.ModuleList) -> list[Row]:
         count = min(len(row), TRACED_OF_A_ROW)
         whole = tuple(f"{parent}.{number + index}" for index in range(len(row)))
         traced = tuple(f"{parent}.{len(kept) + index}" for index in range(count))
-        rows.append(Row(traced, whole))
+        rows.append(UnitRow(traced, whole))
         kept += row[:count]
         number += len(row)
     del siblings[:]

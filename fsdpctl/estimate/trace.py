@@ -25,7 +25,7 @@ from fsdpctl.predict.compute import (
     Part,
     Pass,
     Passing,
-    Place,
+    PassPosition,
     Work,
 )
 from fsdpctl.predict.no_gc import without_gc
@@ -36,13 +36,15 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, device: str, kernel: str | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.place = Place(Part.BEFORE)
+        self.place = PassPosition(Part.BEFORE)
         self.number = 0  # of the pass
-        self.parts: dict[Place, list[Happening]] = {}
-        self.work: dict[Place, list[Work]] = {}
-        self._made: dict[tuple[int, Place], list[Made]] = {}  # by pass and place
+        self.parts: dict[PassPosition, list[Happening]] = {}
+        self.work: dict[PassPosition, list[Work]] = {}
+        self._made: dict[tuple[int, PassPosition], list[Made]] = {}  # by pass and place
         self._is_cuda, self._kernel = device == "cuda", kernel
-        self._known: dict[int, tuple[int, Place, int]] = {}  # by storage: pass, place, number
+        self._known: dict[
+            int, tuple[int, PassPosition, int]
+        ] = {}  # by storage: pass, place, number
         self._watches: dict[int, weakref.ref[Any]] = {}
         self._muted: set[int] = set()
         self._doubts: set[int] = set()  # storages of results of `any`
@@ -50,9 +52,9 @@ class _Recorder(TorchDispatchMode):
     def begin_pass(self) -> None:
         self.number += 1
         self.parts, self.work = {}, {}
-        self.go_to(Place(Part.BEFORE))
+        self.go_to(PassPosition(Part.BEFORE))
 
-    def go_to(self, place: Place) -> None:
+    def go_to(self, place: PassPosition) -> None:
         self.place = place
         self.parts.setdefault(place, [])
 
@@ -127,7 +129,7 @@ class _Recorder(TorchDispatchMode):
     def passed(self) -> Pass:
         """Return the last pass; like tensors that outlive their passes are one and the same."""
         alive = sorted(self._known.values())
-        outliving: dict[tuple[Place, str], list[int]] = {}
+        outliving: dict[tuple[PassPosition, str], list[int]] = {}
         for number, place, index in alive:
             if number == self.number:
                 what = self._made[number, place][index].what
@@ -158,13 +160,13 @@ class _Hooks:
     def __init__(self, recorder: _Recorder, module: nn.Module, units: Sequence[str]) -> None:
         self._recorder = recorder
         self._params = dict(module.named_parameters())
-        self._seen: set[Place] = set()
+        self._seen: set[PassPosition] = set()
         self._handles = [
             handle for name in units for handle in self._hook(name, module.get_submodule(name))
         ]
         self._handles += [
-            module.register_forward_pre_hook(lambda *_: self._enter(Place(Part.START))),
-            module.register_forward_hook(lambda *_: self._enter(Place(Part.LOSS))),
+            module.register_forward_pre_hook(lambda *_: self._enter(PassPosition(Part.START))),
+            module.register_forward_hook(lambda *_: self._enter(PassPosition(Part.LOSS))),
         ]
         for name, param in self._params.items():
             if param.requires_grad:
@@ -181,20 +183,20 @@ class _Hooks:
 
     def _hook(self, name: str, module: nn.Module) -> list[Any]:
         def before(module: nn.Module, args: Any) -> None:
-            self._enter(Place(Part.FORWARD, name))
+            self._enter(PassPosition(Part.FORWARD, name))
 
         def after(module: nn.Module, args: Any, outputs: Any) -> None:
             for leaf in tree_leaves(outputs):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(lambda gradient: self._begin_backward(name))
-            self._enter(Place(Part.AROUND, name))
+            self._enter(PassPosition(Part.AROUND, name))
 
         return [
             module.register_forward_pre_hook(before),
             module.register_forward_hook(after),
         ]
 
-    def _enter(self, place: Place) -> None:
+    def _enter(self, place: PassPosition) -> None:
         if torch._C._current_graph_task_id() != -1:
             return
         if place in self._seen:
@@ -206,7 +208,7 @@ class _Hooks:
         self._recorder.go_to(place)
 
     def _begin_backward(self, name: str) -> None:
-        place = Place(Part.BACKWARD, name)
+        place = PassPosition(Part.BACKWARD, name)
         if place in self._seen:
             return
         if not any(each.part is Part.BACKWARD for each in self._seen):
@@ -224,7 +226,7 @@ class _Hooks:
         self._recorder.became_gradient(name, param.grad)
 
     def _end(self) -> None:
-        self._recorder.go_to(Place(Part.END))
+        self._recorder.go_to(PassPosition(Part.END))
         for param in self._params.values():
             if param.grad is not None:
                 self._recorder.disown(param.grad)

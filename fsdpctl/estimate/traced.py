@@ -14,7 +14,7 @@ from fsdpctl.models.documents import assumed_documents
 from fsdpctl.models.registry import build_model
 from fsdpctl.models.rope import rotation
 from fsdpctl.plan.units import UnitSpec
-from fsdpctl.predict.compute import Pass, Program, Row
+from fsdpctl.predict.compute import Pass, Program, UnitRow
 from fsdpctl.resolve.attention import assumed_of
 from fsdpctl.resolve.blocks import checkpoint_block
 
@@ -64,7 +64,7 @@ class TracedModule:
 
     def _prepare(self, module: nn.Module, *, shortens: bool) -> None:
         self._module = module
-        self._rows: list[Row] = shorten(self._module, self._blocks) if shortens else []
+        self._rows: list[UnitRow] = shorten(self._module, self._blocks) if shortens else []
         represented = {name for row in self._rows for name in row.whole}
         blocks = [name for row in self._rows for name in row.traced]
         blocks += [name for name in self._blocks if name not in represented]

@@ -14,7 +14,7 @@ from fsdpctl.predict.recorder import RankGroup, TrafficRecorder
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentBytes:
     """The bytes that a rank sends in a step."""
 
     within: float  # to the ranks that share its replica
@@ -26,7 +26,7 @@ class Sent:
         return round(self.within + self.between)
 
 
-def sent_in_step(config: Config, units: tuple[UnitSpec, ...], num_micro_batches: int) -> Sent:
+def sent_in_step(config: Config, units: tuple[UnitSpec, ...], num_micro_batches: int) -> SentBytes:
     """Return what a rank sends for a resolved configuration, whose model has these units."""
     plan, place = plan_run(config, units, num_micro_batches)
     every = config.accumulation.name == "every"
@@ -36,15 +36,15 @@ def sent_in_step(config: Config, units: tuple[UnitSpec, ...], num_micro_batches:
     return _sent(recorder, place)
 
 
-def sent_by_plan(plan: TrainingPlan, place: RankPlace) -> Sent:
+def sent_by_plan(plan: TrainingPlan, place: RankPlace) -> SentBytes:
     """Return what a rank of fsdpctl's engine sends for the micro-steps of `plan`."""
     recorder = TrafficRecorder()
     FsdpctlSteps(plan, place, recorder).step()
     return _sent(recorder, place)
 
 
-def _sent(recorder: TrafficRecorder, place: RankPlace) -> Sent:
-    return Sent(
+def _sent(recorder: TrafficRecorder, place: RankPlace) -> SentBytes:
+    return SentBytes(
         recorder.sent(RankGroup.SHARD, place.size),
         recorder.sent(RankGroup.REPLICAS, place.num_replicas),
     )

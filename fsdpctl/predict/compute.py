@@ -47,7 +47,7 @@ class Part(StrEnum):
     END = "end"  # when the backward is over
 
 
-class Place(NamedTuple):
+class PassPosition(NamedTuple):
     """A part of a pass."""
 
     part: Part
@@ -65,7 +65,7 @@ class Made(NamedTuple):
 class Gone(NamedTuple):
     """A tensor is freed."""
 
-    place: Place  # where it was made
+    place: PassPosition  # where it was made
     number: int
     is_old: bool  # whether the pass before made it
 
@@ -80,7 +80,7 @@ class Passing(NamedTuple):
 class Gradient(NamedTuple):
     """A tensor becomes the gradient of a parameter, which the engine frees."""
 
-    place: Place  # where it was made
+    place: PassPosition  # where it was made
     number: int
     param: str
 
@@ -91,7 +91,7 @@ Happening = Made | Gone | Passing | Gradient
 class Kept(NamedTuple):
     """A tensor that is made once and kept, such as a table of rotations."""
 
-    place: Place
+    place: PassPosition
     nbytes: int
     what: str
 
@@ -100,9 +100,9 @@ class Kept(NamedTuple):
 class Pass:
     """A pass that is not the first."""
 
-    parts: Mapping[Place, Sequence[Happening]]
+    parts: Mapping[PassPosition, Sequence[Happening]]
     kept: tuple[Kept, ...] = ()
-    work: Mapping[Place, Sequence[Work]] = field(default_factory=dict)
+    work: Mapping[PassPosition, Sequence[Work]] = field(default_factory=dict)
 
 
 # Of like units in a row, six are traced. Two at each end have other neighbors; both in the middle
@@ -112,7 +112,7 @@ _ENDS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class UnitRow:
     """Like units one after another, and those of the traced model that represent them."""
 
     traced: tuple[str, ...]
@@ -133,7 +133,10 @@ class Row:
         index = {name: number for number, name in enumerate(self.traced)}
         before, after = (
             [
-                [_relative(each, index, number) for each in passed.parts.get(Place(part, name), ())]
+                [
+                    _relative(each, index, number)
+                    for each in passed.parts.get(PassPosition(part, name), ())
+                ]
                 for part in (Part.FORWARD, Part.AROUND, Part.BACKWARD)
             ]
             for number, name in list(enumerate(self.traced))[_ENDS:-_ENDS]
@@ -158,36 +161,38 @@ Operation = tuple[int, int]  # a key and its bytes; 0: free; below 0: allocate a
 class Tensor:
     """A tensor of a pass."""
 
-    place: Place
+    place: PassPosition
     what: str
 
 
 class Program:
     """The pass through the whole model as operations on an allocator."""
 
-    def __init__(self, passed: Pass, units: Sequence[str], rows: Sequence[Row]) -> None:
+    def __init__(self, passed: Pass, units: Sequence[str], rows: Sequence[UnitRow]) -> None:
         """Expand a traced pass to all `units` of the model, in forward order."""
         self._passed = passed
         self._row_of = {name: row for row in rows for name in row.whole}
         self._index = {name: number for row in rows for number, name in enumerate(row.whole)}
         self._traced_index = {n: number for row in rows for number, n in enumerate(row.traced)}
         self._traced_row = {name: row for row in rows for name in row.traced}
-        self._first_key: dict[Place, int] = {}
+        self._first_key: dict[PassPosition, int] = {}
         self._sizes: list[int] = []
         self._tensors: list[Tensor] = []
         self.gradients: dict[str, int] = {}  # by parameter, the key of its gradient
-        places = [Place(Part.BEFORE), Place(Part.START)]
-        places += [Place(part, unit) for unit in units for part in (Part.FORWARD, Part.AROUND)]
-        places.append(Place(Part.LOSS))
-        places += [Place(Part.BACKWARD, unit) for unit in reversed(units)]
-        places.append(Place(Part.END))
+        places = [PassPosition(Part.BEFORE), PassPosition(Part.START)]
+        places += [
+            PassPosition(part, unit) for unit in units for part in (Part.FORWARD, Part.AROUND)
+        ]
+        places.append(PassPosition(Part.LOSS))
+        places += [PassPosition(Part.BACKWARD, unit) for unit in reversed(units)]
+        places.append(PassPosition(Part.END))
         for place in places:
             self._number(place)
         self.held_over: set[int] = set()  # keys that outlive their pass and are freed in the next
         self.parts = {place: self._operations(place) for place in places}
         self.work = {place: self._work(place) for place in places}
         self.kept = tuple(
-            Kept(Place(each.place.part, name), each.nbytes, each.what)
+            Kept(PassPosition(each.place.part, name), each.nbytes, each.what)
             for each in passed.kept
             for name in self._all_like(each.place.unit)
         )
@@ -201,17 +206,17 @@ class Program:
         """Return the tensor of a key."""
         return self._tensors[key]
 
-    def _source(self, place: Place) -> Sequence[Happening]:
-        return self._passed.parts.get(Place(place.part, self._stand_in(place.unit)), ())
+    def _source(self, place: PassPosition) -> Sequence[Happening]:
+        return self._passed.parts.get(PassPosition(place.part, self._stand_in(place.unit)), ())
 
-    def _work(self, place: Place) -> Sequence[Work]:
-        return self._passed.work.get(Place(place.part, self._stand_in(place.unit)), ())
+    def _work(self, place: PassPosition) -> Sequence[Work]:
+        return self._passed.work.get(PassPosition(place.part, self._stand_in(place.unit)), ())
 
     def _stand_in(self, unit: str) -> str:
         row = self._row_of.get(unit)
         return row.traced[row.stand_in(self._index[unit])] if row else unit
 
-    def _number(self, place: Place) -> None:
+    def _number(self, place: PassPosition) -> None:
         self._first_key[place] = len(self._sizes)
         for each in self._source(place):
             if isinstance(each, Made):
@@ -236,7 +241,7 @@ class Program:
             return self._all_like(traced)
         return (row.whole[self._index[here] + shift],)
 
-    def _operations(self, place: Place) -> list[Operation]:
+    def _operations(self, place: PassPosition) -> list[Operation]:
         operations: list[Operation] = []
         first = self._first_key[place]
         for each in self._source(place):
@@ -256,7 +261,7 @@ class Program:
 
     def _keys_meant(self, each: Gone | Gradient, here: str) -> Iterator[int]:
         for unit in self._units_meant(each.place.unit, here):
-            yield self._first_key[Place(each.place.part, unit)] + each.number
+            yield self._first_key[PassPosition(each.place.part, unit)] + each.number
 
     def _params_meant(self, traced: str, here: str) -> list[str]:
         """Return the names in the whole model for a parameter of the traced one."""

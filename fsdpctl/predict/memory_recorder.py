@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fsdpctl.plan.layout import ParamSpec
-from fsdpctl.predict.compute import Operation, Part, Place, Program
+from fsdpctl.predict.compute import Operation, Part, PassPosition, Program
 from fsdpctl.predict.recorder import Category, Recorder
 
 
@@ -109,7 +109,7 @@ class MemoryRecorder(Recorder):
 
     def compute(self, part: Part, unit: str = "") -> None:
         """Copy the operations of a part of a pass."""
-        operations = self.program.parts.get(Place(part, unit))
+        operations = self.program.parts.get(PassPosition(part, unit))
         if part is Part.BEFORE:
             self._instead.clear()
         if not operations:

@@ -19,7 +19,7 @@ _PAYLOAD = 0.94  # of a network link's rate: what TCP transfers through it both 
 _NEIGHBORS = 4  # measured products that determine the speed of a product of another size
 
 
-class Point(NamedTuple):
+class MeasuredPoint(NamedTuple):
     """The time that some bytes took."""
 
     nbytes: float
@@ -50,9 +50,11 @@ class Profile:
     torch: str
     operators: list[Observed]
     host_seconds_per_operator: float  # that no operator's own time includes
-    memory_copy: list[Point]  # bytes read and written together
-    optimizer_step: list[Point]  # AdamW: bytes of the master weights
-    collectives: dict[str, list[Point]] = field(default_factory=dict)  # by kind; whole buffers
+    memory_copy: list[MeasuredPoint]  # bytes read and written together
+    optimizer_step: list[MeasuredPoint]  # AdamW: bytes of the master weights
+    collectives: dict[str, list[MeasuredPoint]] = field(
+        default_factory=dict
+    )  # by kind; whole buffers
     compute_slowdown: float = 0.0  # share of the computing speed lost during a collective
     comm_slowdown: float = 0.0  # share of a collective's speed lost during computation
     drift: float = 0.0  # as in `Transfer`
@@ -90,7 +92,7 @@ def read_profile(path: Path) -> Profile:
     return found
 
 
-def on_curve(points: Sequence[Point], nbytes: float) -> float:
+def on_curve(points: Sequence[MeasuredPoint], nbytes: float) -> float:
     """Return the seconds for `nbytes`.
 
     They are linear between measured points, the first point's below them, and at the last point's
@@ -148,12 +150,12 @@ class MeasuredDevice:
         return work.flops * per_flop
 
 
-def _curve(observed: Sequence[Observed]) -> list[Point]:
+def _curve(observed: Sequence[Observed]) -> list[MeasuredPoint]:
     """Return the times by bytes, the mean if several had the same bytes."""
     alike: dict[int, list[float]] = defaultdict(list)
     for each in observed:
         alike[each.nbytes].append(each.seconds)
-    return [Point(size, sum(times) / len(times)) for size, times in sorted(alike.items())]
+    return [MeasuredPoint(size, sum(times) / len(times)) for size, times in sorted(alike.items())]
 
 
 def _distance(one: Sequence[int], other: Sequence[int]) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdpctl.plan.transport import ALL_REDUCED_TOGETHER
-from fsdpctl.predict.compute import Part, Place, Work
+from fsdpctl.predict.compute import Part, PassPosition, Work
 from fsdpctl.predict.hardware import Device
 from fsdpctl.predict.network import CollectiveKind, Group, Network
 from fsdpctl.predict.recorder import GATHERS, RankGroup, Recorder
@@ -25,7 +25,7 @@ class Machine:
 class TaskRecorder(Recorder):
     """The tasks of one rank; all ranks have the same."""
 
-    def __init__(self, works: Mapping[Place, Sequence[Work]], machine: Machine) -> None:
+    def __init__(self, works: Mapping[PassPosition, Sequence[Work]], machine: Machine) -> None:
         self._machine = machine
         self._tasks: list[Task] = []
         self._works = works
@@ -41,7 +41,7 @@ class TaskRecorder(Recorder):
 
     def compute(self, part: Part, unit: str = "") -> None:
         """Run the operators of a part, no faster than the host issues them."""
-        works = self._works.get(Place(part, unit), ())
+        works = self._works.get(PassPosition(part, unit), ())
         if id(works) not in self._seconds:
             device = self._machine.device
             computing = sum(map(device.seconds, works))

@@ -27,7 +27,7 @@ _FIRST_PORT, _PORTS = 20000, 12000  # below the ephemeral ports
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
+class LauncherRank:
     """The rank that this process is, if another launcher has started it."""
 
     rank: int
@@ -42,13 +42,13 @@ class RankPlace:
 
 def place_of(
     launch: LaunchConfig, environ: Mapping[str, str] = os.environ
-) -> tuple[LaunchConfig, RankPlace | None]:
+) -> tuple[LaunchConfig, LauncherRank | None]:
     """Return `launch` with the nodes of the launcher, and the rank that this process is, if any.
 
     Raises:
         UsageError: If the variables are missing, contradict `launch`, or are another launcher's.
     """
-    place: RankPlace | None = None
+    place: LauncherRank | None = None
     if launch.name == "env":
         place = _of_env(launch, environ)
     elif launch.name == "slurm":
@@ -108,7 +108,7 @@ def _check_alone(launch: LaunchConfig, environ: Mapping[str, str]) -> None:
             )
 
 
-def _of_env(launch: LaunchConfig, environ: Mapping[str, str]) -> RankPlace:
+def _of_env(launch: LaunchConfig, environ: Mapping[str, str]) -> LauncherRank:
     missing = [name for name in _OF_ENV if not environ.get(name)]
     if missing:
         raise UsageError(
@@ -125,7 +125,7 @@ def _of_env(launch: LaunchConfig, environ: Mapping[str, str]) -> RankPlace:
             "and as many on each"
         )
     attempt = "TORCHELASTIC_RESTART_COUNT"
-    return RankPlace(
+    return LauncherRank(
         rank, world, local, ranks, environ["MASTER_ADDR"], _number("MASTER_PORT", environ),
         attempt=_number(attempt, environ) if attempt in environ else 0,
         store_is_there=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -142,7 +142,7 @@ def _refuse_own_nodes(launch: LaunchConfig, choice: str) -> None:
 
 def _of_slurm(
     launch: LaunchConfig, environ: Mapping[str, str]
-) -> tuple[LaunchConfig, RankPlace | None]:
+) -> tuple[LaunchConfig, LauncherRank | None]:
     if any(f"SLURM_STEP_{name}" not in environ for name in _OF_STEP):
         raise UsageError(
             "launch=slurm: not in a job step; run it with srun, one task per node or one per rank: "
@@ -175,7 +175,7 @@ def _of_slurm(
         raise UsageError(
             f"launch.rdzv_endpoint={endpoint}: expected HOST:PORT of node 0, such as 10.0.0.1:29500"
         )
-    return launch, RankPlace(task, tasks, local, tasks // nodes, host, int(port))
+    return launch, LauncherRank(task, tasks, local, tasks // nodes, host, int(port))
 
 
 def first_host(environ: Mapping[str, str]) -> str:

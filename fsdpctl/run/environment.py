@@ -57,22 +57,22 @@ def add_start(run_dir: Path, start: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankDevice:
     """The host and the device of a rank."""
 
     host: str
     device: str
 
 
-def place_of(device: "torch.device") -> Place:
+def place_of(device: "torch.device") -> RankDevice:
     """Return the place of this rank."""
     import torch
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return Place(socket.gethostname(), name)
+    return RankDevice(socket.gethostname(), name)
 
 
-def describe_start(run_dir: Path, places: Sequence[Place]) -> dict[str, Any]:
+def describe_start(run_dir: Path, places: Sequence[RankDevice]) -> dict[str, Any]:
     """Return the entry of this start, whose ranks are at `places`."""
     import torch
     from torch.cuda import nccl

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fsdpctl.config.placement import LaunchConfig
     from fsdpctl.launch.handshake import Handshake, Plan
     from fsdpctl.launch.outcome import Outcome
-    from fsdpctl.resolve.launchers import RankPlace
+    from fsdpctl.resolve.launchers import LauncherRank
     from fsdpctl.start.begin import Begun
     from fsdpctl.start.talk import Talk
 
@@ -135,7 +135,7 @@ def _silence_torch_of_lost_peers() -> None:
 
 
 def _as_rank(
-    composed: "Composed", settings: list[str], resume: str, talk: "Talk", place: "RankPlace"
+    composed: "Composed", settings: list[str], resume: str, talk: "Talk", place: "LauncherRank"
 ) -> None:
     """Meet the other ranks, then become the worker: this process exits with it."""
     cores = (os.cpu_count() or 1) // place.local_world_size

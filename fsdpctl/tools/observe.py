@@ -17,7 +17,7 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.estimate.observed_work import work_of
 from fsdpctl.models.registry import build_model
 from fsdpctl.predict.compute import Work
-from fsdpctl.predict.profile import Observed, Point
+from fsdpctl.predict.profile import MeasuredPoint, Observed
 
 _ROUNDS = 3  # per model; medians are used
 _FEWEST, _MORE, _BYTES = 5, 40, 64 << 20  # rounds per size: as many as add up to these bytes
@@ -184,7 +184,7 @@ def observe_sizes(
     make: Callable[[int], Callable[[], object]],
     device: torch.device,
     meet: Callable[[], object],
-) -> list[Point]:
+) -> list[MeasuredPoint]:
     """Measure `make(size)()` for each of `sizes` in bytes; return medians.
 
     Small sizes run more often, so that short disturbances do not affect their times.
@@ -197,5 +197,5 @@ def observe_sizes(
         for _ in range(_FEWEST + _BYTES // max(size, _BYTES // _MORE)):
             meet()
             times.append(device_seconds(run, device))
-        points.append(Point(size, statistics.median(times)))
+        points.append(MeasuredPoint(size, statistics.median(times)))
     return points

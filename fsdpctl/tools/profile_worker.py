@@ -18,7 +18,7 @@ from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.comm.world import joined_world
 from fsdpctl.plan.layout import EvenParts, Span
 from fsdpctl.predict.network import CollectiveKind
-from fsdpctl.predict.profile import VERSION, Point, Profile
+from fsdpctl.predict.profile import VERSION, MeasuredPoint, Profile
 from fsdpctl.tools.observe import (
     LARGE,
     SMALL,
@@ -47,7 +47,7 @@ def measure(device: torch.device, name: str, say: Callable[[str], None]) -> Prof
     sizes = [size for size in _SIZES if size >= 64 * _KIB]
     memory_copy = observe_sizes(sizes, partial(_copy, device), device, world.barrier)
     optimizer_step = observe_sizes(sizes, partial(_adamw, device), device, world.barrier)
-    collectives: dict[str, list[Point]] = {}
+    collectives: dict[str, list[MeasuredPoint]] = {}
     compute_slowdown = comm_slowdown = drift = 0.0
     if world.size > 1:
         for kind in CollectiveKind:

@@ -26,7 +26,7 @@ Bar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ComparedStep:
     """The values of both runs at a step."""
 
     step: int
@@ -49,8 +49,8 @@ class Series:
     compared: int  # steps of both runs
     only_a: int  # steps of one run
     only_b: int
-    first: Point | None  # the first step where they differ
-    largest: Point | None  # the step with the largest difference
+    first: ComparedStep | None  # the first step where they differ
+    largest: ComparedStep | None  # the step with the largest difference
     num_different: int
 
     def to_dict(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def read_figures(run_dir: Path) -> dict[str, Values]:
 def compared(name: str, a: Values, b: Values) -> Series:
     """Compare the metric `name` of two runs."""
     both = sorted(a.keys() & b.keys())
-    points = [Point(step, a[step], b[step]) for step in both]
+    points = [ComparedStep(step, a[step], b[step]) for step in both]
     apart = [point for point in points if point.difference > 0]
     return Series(
         name,

@@ -44,7 +44,7 @@ from fsdpctl.train.callbacks.checks import Checks
 from fsdpctl.train.callbacks.heartbeat import Heartbeat
 from fsdpctl.train.callbacks.profiling import Profiling
 from fsdpctl.train.callbacks.reporting import RunReporter
-from fsdpctl.train.callbacks.sample import Sample
+from fsdpctl.train.callbacks.sample import SampleText
 from fsdpctl.train.callbacks.validation import Validation
 from fsdpctl.train.journal import Journal
 from fsdpctl.train.memory_snapshot import watch_allocations
@@ -180,7 +180,7 @@ def make_trainer(
         heartbeat,
         RunReporter(journal, checkpoints),
         Checks(run_dir, done.step),
-        Sample(),
+        SampleText(),
     ]
     return Trainer(parts, done, context, journal, callbacks)
 

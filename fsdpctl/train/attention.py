@@ -55,7 +55,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class KernelSelection:
     """The kernel of a run, and the seconds of a layer's forward and backward by kernel."""
 
     kernel: str
@@ -92,7 +92,7 @@ def _candidates(config: Config, shape: Shape, device: torch.device) -> list[str]
     return [each for each in candidates(config) if each not in unused and can_undo(each)]
 
 
-def selected(timed: Sequence[Mapping[str, float]]) -> Selection:
+def selected(timed: Sequence[Mapping[str, float]]) -> KernelSelection:
     """Select by the timings of rank 0 among the kernels that run on all ranks.
 
     Raises:
@@ -105,7 +105,7 @@ def selected(timed: Sequence[Mapping[str, float]]) -> Selection:
         raise UsageError("model.attention=auto: no kernel runs on all ranks; set model.attention")
     limit = min(seconds.values()) * (1 + _TIE)
     kernel = next(name for name, took in seconds.items() if took <= limit)
-    return Selection(kernel, seconds)
+    return KernelSelection(kernel, seconds)
 
 
 def check_kernel(config: Config, device: torch.device) -> None:

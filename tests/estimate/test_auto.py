@@ -17,7 +17,7 @@ from fsdpctl.config.files import choices_of
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.candidates import Axes, Point
+from fsdpctl.estimate.candidates import Axes, SearchPoint
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
 from fsdpctl.estimate.local_hardware import cluster_of_device, with_speed
 from fsdpctl.estimate.prediction import StepPredictor
@@ -82,7 +82,7 @@ def test_no_combination_that_fits_is_predicted_to_be_faster_than_the_selected_on
     for strategy in axes.strategies:
         for mode in axes.recomputations:
             for place in range(len(axes.sizes)):
-                point: Point | None = axes.point(strategy, mode, place, most=True)
+                point: SearchPoint | None = axes.point(strategy, mode, place, most=True)
                 while point is not None:
                     config = axes.config(point)
                     if estimator.estimate(config).verdict == "fits":

@@ -16,7 +16,7 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.predict.compute import Part, Place, Program
+from fsdpctl.predict.compute import Part, PassPosition, Program
 from fsdpctl.resolve.machine import resolved_strategy
 from tests.matrix import matrix
 
@@ -78,7 +78,7 @@ def test_a_few_traced_blocks_represent_all(model, mode, monkeypatch):
     assert short.gradients.keys() == whole.gradients.keys()
 
 
-def sized(program: Program, place: Place) -> list[tuple[int, str]]:
+def sized(program: Program, place: PassPosition) -> list[tuple[int, str]]:
     """The operations of a part; what is freed by what it is, because keys may differ."""
     return [
         (nbytes, program.tensor(key).what if key >= 0 else "")
@@ -91,7 +91,7 @@ def test_blocks_that_differ_are_all_traced():
     words += ["model.sliding_window=64", "model.first_sliding_layer=4"]
     found = TracedModel(resolved(*words))
     slow, fast = (
-        [nbytes for _, nbytes in found.program(1, 256, 0).parts[Place(Part.FORWARD, name)]]
+        [nbytes for _, nbytes in found.program(1, 256, 0).parts[PassPosition(Part.FORWARD, name)]]
         for name in ("model.layers.3", "model.layers.4")
     )
     assert slow != fast

@@ -10,7 +10,7 @@ import pytest
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.build import divide_module
 from fsdpctl.estimate.estimator import placed_for_estimate
-from fsdpctl.estimate.traffic import Sent, sent_in_step
+from fsdpctl.estimate.traffic import SentBytes, sent_in_step
 from fsdpctl.models.registry import build_model
 from fsdpctl.resolve.machine import resolved_strategy
 from tests.cli.run import TINY, command, environment, make_text
@@ -18,7 +18,7 @@ from tests.cli.run import TINY, command, environment, make_text
 FP32 = 4
 
 
-def sent(*words: str, micro_batches: int = 1) -> tuple[Sent, int]:
+def sent(*words: str, micro_batches: int = 1) -> tuple[SentBytes, int]:
     """Return the traffic, and the number of parameters."""
     given = ["launch.device=cpu", "model.vocab_size=256", *words]
     config = placed_for_estimate(compose_config(given).config)

@@ -12,8 +12,8 @@ from fsdpctl.predict.profile import (
     VERSION,
     MeasuredDevice,
     MeasuredNetwork,
+    MeasuredPoint,
     Observed,
-    Point,
     Profile,
     on_curve,
     read_profile,
@@ -34,9 +34,11 @@ PROFILE = Profile(
         Observed("mul", "memory", 0, 3000, 4, (0, 0, 0, 0), 3e-6),
     ],
     host_seconds_per_operator=1e-7,
-    memory_copy=[Point(1e3, 1e-6), Point(1e6, 1e-3)],
-    optimizer_step=[Point(1e3, 1e-6), Point(1e6, 7e-3)],
-    collectives={kind.value: [Point(1e3, 1e-4), Point(1e6, 1e-2)] for kind in CollectiveKind},
+    memory_copy=[MeasuredPoint(1e3, 1e-6), MeasuredPoint(1e6, 1e-3)],
+    optimizer_step=[MeasuredPoint(1e3, 1e-6), MeasuredPoint(1e6, 7e-3)],
+    collectives={
+        kind.value: [MeasuredPoint(1e3, 1e-4), MeasuredPoint(1e6, 1e-2)] for kind in CollectiveKind
+    },
     compute_slowdown=0.5,
     comm_slowdown=0.25,
     drift=0.02,
@@ -44,7 +46,7 @@ PROFILE = Profile(
 
 
 def test_times_are_linear_between_measured_sizes():
-    points = [Point(10, 1.0), Point(20, 3.0)]
+    points = [MeasuredPoint(10, 1.0), MeasuredPoint(20, 3.0)]
     assert [on_curve(points, n) for n in (1, 10, 15, 20, 40)] == [1.0, 1.0, 2.0, 3.0, 6.0]
 
 
@@ -92,7 +94,7 @@ def test_a_written_profile_is_read(tmp_path):
         (json.dumps(asdict(replace(PROFILE, memory_copy=[]))), "are required"),
         (json.dumps({**asdict(PROFILE), "operators": [["mm"]]}), "operators"),
         (json.dumps({**asdict(PROFILE), "compute_slowdown": 2.0}), "compute_slowdown"),
-        (json.dumps(asdict(replace(PROFILE, memory_copy=[Point(1, -1.0)]))), "memory_copy"),
+        (json.dumps(asdict(replace(PROFILE, memory_copy=[MeasuredPoint(1, -1.0)]))), "memory_copy"),
     ],
 )
 def test_invalid_profiles_are_rejected(content, message, tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.resolve.launchers import RankPlace, first_host, place_of
+from fsdpctl.resolve.launchers import LauncherRank, first_host, place_of
 
 LOCAL, ENV, SLURM = LaunchConfig(), LaunchConfig("env"), LaunchConfig("slurm")
 
@@ -55,7 +55,7 @@ def test_launch_local_is_rejected_under_another_launcher(environ, named):
 
 def test_torchruns_variables_determine_the_rank():
     launch, place = place_of(ENV, of_torchrun(5, 8, 4, TORCHELASTIC_USE_AGENT_STORE="True"))
-    assert place == RankPlace(5, 8, 1, 4, "10.0.0.1", 29500, store_is_there=True)
+    assert place == LauncherRank(5, 8, 1, 4, "10.0.0.1", 29500, store_is_there=True)
     assert (launch.nproc_per_node, launch.nnodes) == (4, 2)
 
 
@@ -109,7 +109,7 @@ def test_one_task_per_node_is_a_launcher():
 
 def test_one_task_per_rank_is_a_rank():
     launch, place = place_of(SLURM, of_slurm(3, 4, 2))
-    assert place == RankPlace(3, 4, 1, 2, "gpu-a003", 20000 + 7 * 1234)
+    assert place == LauncherRank(3, 4, 1, 2, "gpu-a003", 20000 + 7 * 1234)
     assert (launch.nnodes, launch.nproc_per_node) == (2, 2)
 
 

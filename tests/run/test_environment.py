@@ -11,7 +11,7 @@ import torch
 
 from fsdpctl.run import environment
 from fsdpctl.run.environment import (
-    Place,
+    RankDevice,
     add_start,
     describe_start,
     place_of,
@@ -44,14 +44,14 @@ def checkout(tmp_path):
 def test_a_start_records_ranks_devices_command_and_commit(tmp_path, checkout, monkeypatch):
     monkeypatch.chdir(checkout)
     (tmp_path / OVERRIDES).write_text("model=gpt2\ntrain.steps=3\n")
-    places = [Place("a", "X"), Place("a", "X"), Place("b", "Y")]
+    places = [RankDevice("a", "X"), RankDevice("a", "X"), RankDevice("b", "Y")]
     found = describe_start(tmp_path, places)
     assert json.loads(json.dumps(found)) == found
     assert (found["ranks"], found["hosts"], found["devices"]) == (3, ["a", "b"], {"X": 2, "Y": 1})
     assert found["command"] == ["model=gpt2", "train.steps=3"]
     assert (found["torch"], found["python"]) == (torch.__version__, platform.python_version())
     assert found["git"] == {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": False}
-    assert place_of(torch.device("cpu")) == Place(platform.node(), "cpu")
+    assert place_of(torch.device("cpu")) == RankDevice(platform.node(), "cpu")
 
 
 def test_only_variables_that_affect_the_computation_are_recorded():

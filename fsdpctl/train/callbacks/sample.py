@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fsdpctl.train.trainer import Trainer
 
 
-class Sample(Callback):
+class SampleText(Callback):
     """Generated text of `train.sample_tokens` tokens, or fewer if a stop is requested."""
 
     def end(self, run: "Trainer", error: BaseException | None) -> None:
