@@ -1,4 +1,4 @@
-"""What the fast tests find: the share of small mistakes in the code that make a test fail.
+"""Count the small mistakes in the code that the fast tests detect.
 
     python -m benchmarks.mutants --count 100 --out benchmarks/results/mutants.json
     python -m benchmarks.mutants --tree ../before --out before.json     # another checkout
@@ -89,8 +89,8 @@ def change(node: ast.AST) -> None:
         node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
     elif isinstance(node, ast.If | ast.IfExp):
         node.test = ast.UnaryOp(ast.Not(), node.test)
-    elif isinstance(node, ast.Constant):
-        node.value = int(node.value) + 1
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+        node.value += 1
     elif isinstance(node, ast.Expr):
         node.value = ast.Constant(None)
 
@@ -115,8 +115,9 @@ def drawn(tree: Path, count: int, seed: int) -> list[tuple[Mutant, str]]:
     return found
 
 
-def tried(tree: Path, mutant: Mutant, source: str, limit: float) -> Mutant:
+def tried(tree: Path, drawn_one: tuple[Mutant, str], limit: float) -> Mutant:
     """Run the room's tests on a copy of the checkout with the mutant."""
+    mutant, source = drawn_one
     tests = [f"tests/{each}" for each in ROOMS[mutant.room] if (tree / "tests" / each).exists()]
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
@@ -147,7 +148,7 @@ def main() -> None:
     with ThreadPoolExecutor(given.jobs) as pool:
         mutants = list(
             pool.map(
-                lambda each: tried(tree, *each, given.limit),
+                lambda each: tried(tree, each, given.limit),
                 drawn(tree, given.count, given.seed),
             )
         )

@@ -42,9 +42,8 @@ class _Recorder(TorchDispatchMode):
         self.work: dict[PassPosition, list[Work]] = {}
         self._made: dict[tuple[int, PassPosition], list[Made]] = {}  # by pass and place
         self._is_cuda, self._kernel = device == "cuda", kernel
-        self._known: dict[
-            int, tuple[int, PassPosition, int]
-        ] = {}  # by storage: pass, place, number
+        # By storage: pass, place, number.
+        self._known: dict[int, tuple[int, PassPosition, int]] = {}
         self._watches: dict[int, weakref.ref[Any]] = {}
         self._muted: set[int] = set()
         self._doubts: set[int] = set()  # storages of results of `any`
