@@ -3,11 +3,13 @@
     python -m benchmarks.startup --out benchmarks/results/startup.json
 
 Counts the package's files of which a function runs in the launcher for `train strategy=auto
---dry-run`, and the calls of what should run once. Then times `fsdpctl --help` against an empty
-Typer program, and the estimate of a model of 405 billion parameters on 16,384 ranks: medians.
+--dry-run`, the calls of what should run once, and the files between a line of chat and its loss.
+Then times `fsdpctl --help` against an empty Typer program, and the estimate of a model of 405
+billion parameters on 16,384 ranks: medians.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -16,7 +18,9 @@ from collections.abc import Callable
 from inspect import CO_OPTIMIZED
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from types import FrameType
+from unittest import mock
 
 from benchmarks.report import write_report
 
@@ -62,6 +66,47 @@ def dry_run() -> None:
         raise SystemExit(result.output)
 
 
+def chat_files(folder: Path) -> dict[str, int]:
+    """Count the files that run between a line of chat and its loss, without those of the model.
+
+    Returns:
+        The number in the process that trains, and in the process that renders the template.
+    """
+    import torch
+
+    from fsdpctl.config.data import DataConfig
+    from fsdpctl.data.batches import Batches
+    from fsdpctl.data.chats.formats import Chat, parse_line
+    from fsdpctl.data.chats.open import setup_of
+    from fsdpctl.data.chats.template import open_template
+    from fsdpctl.data.chats.workers import prepare
+    from fsdpctl.data.open import open_data
+    from fsdpctl.data.tokenizer import FileTokenizer, open_tokenizer
+    from fsdpctl.plan.batch import plan_batches
+    from fsdpctl.train.loss import summed_loss
+    from tests.data.chats.families import say, write_lines, write_tokenizer
+
+    line = {"messages": say("a question", "an answer")}
+    tokenizer = write_tokenizer(folder / "tokenizer", "chatml")
+    path = str(write_lines(folder / "chats.jsonl", [line]))
+    config = DataConfig(name="chat", tokenizer=str(tokenizer), path=path, val_fraction=0)
+    plan = plan_batches(1, 1)
+
+    def to_loss() -> None:
+        data = open_data(config)
+        batch = Batches(data.train.rows(64), plan, 0, data.vocab_size).training(0, 0, 0)
+        summed_loss(lambda *_, **__: torch.zeros(()), batch, torch.device("cpu"), 0)
+
+    opened = open_tokenizer(str(tokenizer))
+    assert isinstance(opened, FileTokenizer)
+    setup = setup_of(open_template(tokenizer, None), opened, "2026-01-31")
+    chat = parse_line("messages", line)
+    assert isinstance(chat, Chat)
+    rendered, _ = counted(lambda: prepare(setup)(chat))
+    trained = {file for file in counted(to_loss)[0] if "/fsdpctl/models/" not in file}
+    return {"training": len(trained), "rendering": len(rendered - trained)}
+
+
 def seconds(command: list[str]) -> float:
     """Return the wall time of a process."""
     began = time.perf_counter()
@@ -76,6 +121,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     words = parser.parse_args()
     files, calls = counted(dry_run)
+    with TemporaryDirectory() as folder, mock.patch.dict(os.environ, XDG_CACHE_HOME=folder):
+        chats = chat_files(Path(folder))
     fsdpctl = [sys.executable, "-m", "fsdpctl"]
     timed: dict[str, list[float]] = {"empty": [], "help": [], "estimate_405b": []}
     for _ in range(words.rounds):
@@ -86,6 +133,7 @@ def main() -> None:
     result = {
         "files": len(files),
         "calls": {name: calls[name] for name in ONCE},
+        "chat_files": chats,
         "seconds": found,
         "help_over_empty": round(found["help"] / found["empty"], 2),
     }

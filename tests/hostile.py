@@ -1,4 +1,4 @@
-"""Checkpoints, model directories and token files, and what a stranger could make of them."""
+"""Checkpoints, model directories and token files, and malicious versions of them."""
 
 import json
 import struct
@@ -32,7 +32,7 @@ RANK_FILE = "rank-00000.safetensors"
 
 
 def make_checkpoint(folder: Path, *words: str) -> Path:
-    """A checkpoint of a tiny model, with a tokenizer; `words` are of its run."""
+    """Write a checkpoint of a tiny model with a tokenizer; `words` are settings of its run."""
     config = compose_config([*TINY_MODEL, *words]).config
     model = make_model(config, torch.device("cpu"))
     about = About(Progress(1), config_words(config), ByteTokenizer().files())
@@ -41,13 +41,13 @@ def make_checkpoint(folder: Path, *words: str) -> Path:
 
 
 def make_hugging_face(checkpoint: Path, folder: Path) -> Path:
-    """The same as a Hugging Face directory of several files."""
+    """Export a checkpoint as a Hugging Face directory of several files."""
     consolidate(CheckpointReader(checkpoint), folder, max_file_bytes=20_000)
     return folder
 
 
 def make_tokens(path: Path) -> Path:
-    """A token file of bytes."""
+    """Write a token file of bytes."""
     tokens = np.tile(np.arange(97, 117, dtype=np.uint16), 1000)
     write_token_file(path, tokens, ByteTokenizer(), num_bytes=len(tokens))
     return path
@@ -63,14 +63,14 @@ def reseal(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None
 
 
 def read_header(file: Path) -> tuple[bytes, bytes]:
-    """The JSON of a safetensors file's header, and what is behind it."""
+    """Return the JSON header of a safetensors file, and the data after it."""
     content = file.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     return content[8 : 8 + length], content[8 + length :]
 
 
 def rewrite_header(file: Path, text: bytes) -> None:
-    """Another header before the same tensors."""
+    """Replace the header and keep the tensors."""
     _, data = read_header(file)
     file.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
@@ -95,7 +95,7 @@ def write_refitted(checkpoint: Path, text: bytes) -> None:
 
 
 def attach(checkpoint: Path, name: str, content: bytes) -> None:
-    """Put an attachment into the manifest; its file lies where `name` says."""
+    """Add an attachment to the manifest, with its file at `name`."""
     file = checkpoint / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(content)
@@ -104,7 +104,7 @@ def attach(checkpoint: Path, name: str, content: bytes) -> None:
 
 
 def everything_in(folder: Path) -> dict[str, bytes | None]:
-    """Names below a folder, and what the files hold."""
+    """Return the paths below a directory with the contents of files."""
     return {
         str(each.relative_to(folder)): each.read_bytes() if each.is_file() else None
         for each in folder.rglob("*")

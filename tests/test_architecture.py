@@ -50,7 +50,7 @@ SPEAKS_DISTRIBUTED = {"comm", "launch", "peers"}
 EXCEPTIONS = {("fsdpctl.train.worker", "torch.distributed.elastic.multiprocessing.errors")}
 MAX_FILE, MAX_FUNCTION, MAX_PARAMS = 300, 40, 7
 MAX_OPTIONS = 8  # of a command, which are typed by name
-MAX_ROOM = 0.15  # of the package
+MAX_ROOM = 0.12  # of the package
 
 Sources = Mapping[str, str]  # dotted module name -> source
 

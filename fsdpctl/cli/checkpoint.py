@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fsdpctl.cli.console import bytes_bar, note, say
-from fsdpctl.config.sizes import parse_bytes
+from fsdpctl.config.keys import parse_bytes
 from fsdpctl.errors import UsageError, nearest
 
 if TYPE_CHECKING:

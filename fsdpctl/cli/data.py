@@ -10,27 +10,27 @@ from fsdpctl.errors import UsageError
 
 
 def tokenize(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A text file, directory or glob.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Text file, directory or glob.")],
     destination: Annotated[
-        Path, typer.Argument(metavar="DST.bin", help="The token file; DST.json describes it.")
+        Path, typer.Argument(metavar="DST.bin", help="Token file; its header is DST.json.")
     ],
     tokenizer: Annotated[
-        str, typer.Option(metavar="bytes|DIR", help="DIR has a tokenizer.json.")
+        str, typer.Option(metavar="bytes|DIR", help="Tokenizer: bytes, or a directory.")
     ] = "bytes",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST.bin.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
 ) -> None:
-    """Make a token file for `data=tokens` of text."""
+    """Tokenize text into a token file."""
     from fsdpctl.data.files import left_out, read_text
     from fsdpctl.data.tokenizer import open_tokenizer
     from fsdpctl.data.tokens import write_token_file
 
     if not source:
-        raise UsageError("SRC: is empty; give a file, a directory or a glob")
+        raise UsageError("SRC: empty; expected a file, a directory or a glob")
     if destination.suffix != ".bin":
-        raise UsageError(f"{destination}: the name of a token file ends in .bin")
+        raise UsageError(f"{destination}: expected a name that ends in .bin")
     for file in (destination, destination.with_suffix(".json")):
         if file.exists() and not overwrite:
-            raise UsageError(f"{file}: exists already; --overwrite replaces it")
+            raise UsageError(f"{file}: already exists; pass --overwrite to replace it")
     text = read_text(source, "SRC")
     chosen = open_tokenizer(tokenizer)
     tokens = chosen.encode(text)
@@ -42,15 +42,15 @@ def tokenize(
 
 
 def data(
-    step: Annotated[int, typer.Option(min=1, help="Which step, counted from 1.")],
-    run: Annotated[Path, typer.Option(metavar="DIR", help="The run.")] = Path("runs/latest"),
+    step: Annotated[int, typer.Option(min=1, help="Step, starting at 1.")],
+    run: Annotated[Path, typer.Option(metavar="DIR", help="Run directory.")] = Path("runs/latest"),
     rank: Annotated[
-        int | None, typer.Option(min=0, help="Only what this rank had, where that is known.")
+        int | None, typer.Option(min=0, help="Show the samples of this rank only, if known.")
     ] = None,
 ) -> None:
-    """Show what a run was trained on in a step, as text, and why the step was left out if it was.
+    """Show the training samples of one step.
 
-    The samples of steps that were not applied, or from which the run went back, are on record.
+    Also shows why the step was skipped or rolled back, if it was.
     """
     from fsdpctl.tools.samples import samples_of_step
 

@@ -40,7 +40,7 @@ def sample(  # noqa: PLR0913  # each is an option
     """
     from fsdpctl.config.hub_cache import cached_model
     from fsdpctl.config.model_path import is_hugging_face
-    from fsdpctl.tools.sample import Talk, sample_text
+    from fsdpctl.tools.sample import ChatSession, sample_text
     from fsdpctl.train.generate import Sampling
 
     sampling = Sampling(seed, 0.0 if greedy else temperature, top_p)
@@ -49,7 +49,7 @@ def sample(  # noqa: PLR0913  # each is an option
     if not chat:
         say(sample_text(place, prompt, tokens, sampling))
         return
-    talk = Talk(place, tokens, sampling)
+    talk = ChatSession(place, tokens, sampling)
     for message in [prompt] if prompt else _user_messages():
         say(talk.answer(message))
 

@@ -76,11 +76,14 @@ def _print_config(composed: "Composed", resume: str) -> None:
 
     config = composed.config
     if left_open(config):
-        decision = _decision_on_cluster(composed)
-        selection = decision and decision.selection
-        if decision is None:
-            from fsdpctl.resolve.run import settle
+        from fsdpctl.resolve.machine import LOCAL
+        from fsdpctl.resolve.run import settle
+        from fsdpctl.start.decide import decide_on_cluster
 
+        if config.cluster.name != LOCAL:
+            decision = decide_on_cluster(config, note)
+            selection = decision.selection
+        else:
             _, seen, decision = _opened(composed, resume)
             selection = Selection.of(settle(seen.config, decision.selection).config)
         for line in decision.lines:
@@ -90,28 +93,21 @@ def _print_config(composed: "Composed", resume: str) -> None:
     say(config_to_yaml(config).rstrip())
 
 
-def _decision_on_cluster(composed: "Composed") -> "Decision | None":
-    """Select what is `auto` for a cluster other than this machine; return None for this machine."""
+def _opened(composed: "Composed", resume: str) -> "tuple[Opened, Look, Decision]":
+    """Open a run without the launcher's variables: it may be shown where no launcher runs."""
     from fsdpctl.config.auto import left_open
     from fsdpctl.resolve.machine import LOCAL
-    from fsdpctl.start.decide import decide_on_cluster
-
-    if composed.config.cluster.name == LOCAL or not left_open(composed.config):
-        return None
-    return decide_on_cluster(composed.config, note)
-
-
-def _opened(composed: "Composed", resume: str) -> "tuple[Opened, Look, Decision]":
-    """Open a run as if this were its launcher: it may be shown where no launcher runs."""
     from fsdpctl.resolve.run import open_run
     from fsdpctl.run.directory import look
-    from fsdpctl.start.decide import decide
+    from fsdpctl.start.decide import decide, decide_on_cluster
 
+    config = composed.config
     with count_of(CONVERSATIONS) as advance:
-        opened = open_run(composed, composed.config.launch, advance)
+        opened = open_run(composed, config.launch, advance)
     seen = look(opened.config, resume)
-    decision = None if seen.kept else _decision_on_cluster(composed)
-    return opened, seen, decision or decide(opened, seen, note)
+    if config.cluster.name != LOCAL and seen.kept is None and left_open(config):
+        return opened, seen, decide_on_cluster(config, note)
+    return opened, seen, decide(opened, seen, note)
 
 
 def _dry_run(composed: "Composed", resume: str) -> None:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 class Gathering:
     """A buffer of an all-gather: every rank's part of `whole` is filled in place from that rank.
 
-    This rank's part is first copied (and cast) from `shard`, unless `shard` is None.
+    This rank's part is first copied (and cast) from `shard`, if any.
     """
 
     whole: Tensor

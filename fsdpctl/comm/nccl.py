@@ -66,20 +66,17 @@ class NcclCollectives(ProcessGroupCollectives):
                     for work in self.start_broadcasts(each.whole, each.parts):
                         work.wait()
             for alike in together.values():
-                with self._one_launch(len(alike)):
+                # All-gathers within become one launch; torch requires one dtype for that.
+                one_launch: AbstractContextManager[object] = (
+                    dist.distributed_c10d._coalescing_manager(self.gather_group)
+                    if len(alike) > 1
+                    else nullcontext()
+                )
+                with one_launch:
                     for each in alike:
                         all_gather_single(each.whole, self._own(each), group=self.gather_group)
             done = self.gather_stream.record_event()
         return self._after(done, buffers[0].whole)
-
-    def _one_launch(self, count: int) -> AbstractContextManager[object]:
-        """Coalesce the all-gathers in the block; torch requires one dtype for that."""
-        if count < 2:
-            return nullcontext()
-        manager: AbstractContextManager[object] = dist.distributed_c10d._coalescing_manager(
-            self.gather_group
-        )
-        return manager
 
     def reduce_scatter(
         self, gradients: Stretches, parts: Sequence[Span], dtype: torch.dtype
@@ -121,7 +118,7 @@ class NcclCollectives(ProcessGroupCollectives):
             )
             done = self.reduce_stream.record_event()
         rows = received.view(self.size, own.numel)
-        return _ReceivedRows(whole, rows, partial(self._wait, done))
+        return Received(whole, rows, partial(self._wait, done))
 
     def chain(
         self,
@@ -163,7 +160,7 @@ class NcclCollectives(ProcessGroupCollectives):
         self.waits.around(lambda: torch.cuda.current_stream().wait_event(done))
 
 
-class _ReceivedRows:
+class Received:
     """Contributions in one tensor, (ranks, elements), which one kernel adds.
 
     The kernel accumulates in at least fp32, in an order that depends only on the number of ranks.

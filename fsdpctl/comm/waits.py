@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -29,18 +28,6 @@ def seconds_between(before: Mark, after: Mark) -> float:
     assert isinstance(before, float)
     assert isinstance(after, float)
     return after - before
-
-
-class Waits(Protocol):
-    """A sum of waiting times."""
-
-    def around(self, wait: Callable[[], object]) -> None:
-        """Call `wait()`, and add its duration."""
-        ...
-
-    def take(self) -> Seconds:
-        """Return the sum since the previous call."""
-        ...
 
 
 class HostWaits:
@@ -83,3 +70,6 @@ class CudaWaits:
         """Return the sum since the previous call; call it once the device has passed the events."""
         pairs, self._pairs = self._pairs, []
         return lambda: sum(seconds_between(*pair) for pair in pairs)
+
+
+Waits = HostWaits | CudaWaits

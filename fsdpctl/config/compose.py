@@ -12,11 +12,17 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from fsdpctl.config.config_dir import check_config_dir, own_choice
 from fsdpctl.config.files import choices_of, package_folder
 from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_path, with_model
 from fsdpctl.config.keys import AUTO, Value
-from fsdpctl.config.recipe import find_recipe, read_recipe, recipe_names, refuse_commands
+from fsdpctl.config.recipe import (
+    check_config_dir,
+    find_recipe,
+    own_choice,
+    read_recipe,
+    recipe_names,
+    refuse_commands,
+)
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
 from fsdpctl.config.serialize import to_config
 from fsdpctl.config.synonyms import hint

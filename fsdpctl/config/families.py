@@ -1,4 +1,4 @@
-"""How Hugging Face's families name what a model is."""
+"""The names of model settings in Hugging Face's architectures."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Their names of our keys, and the defaults of their classes for keys that may be missing."""
+    """The names of fsdpctl's keys in a config.json, and defaults for names that may be missing."""
 
     of_keys: dict[str, str]
     defaults: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Where the YAML files lie that come with fsdpctl."""
+"""The YAML files of the package: options in conf/, and recipes."""
 
 import re
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 def package_folder(name: str) -> Path:
-    """The folder `conf` or `recipes`: inside an installed package, else beside it."""
+    """Return the directory `conf` or `recipes`: within an installed package, else next to it."""
     package = Path(fsdpctl.__file__).parent
     inside = package / name
     return inside if inside.is_dir() else package.parent / name
 
 
 def first_comment(file: Path) -> str:
-    """The comment that a YAML file begins with: what it is."""
+    """Return the comment at the beginning of a YAML file, which describes it."""
     lines = []
     for line in read_text_file(file, MIB, follows=True).splitlines():
         if not line.startswith("#"):
@@ -29,13 +29,13 @@ def first_comment(file: Path) -> str:
 
 
 def choices_of(group: str, config_dir: Path | None = None) -> list[str]:
-    """The choices of a group, those in `config_dir` included."""
+    """Return the options of a group, including those in `config_dir`."""
     folders = [package_folder("conf"), *([config_dir] if config_dir else [])]
     return sorted({name for folder in folders for name in choices_below(folder / group)})
 
 
 def choices_below(folder: Path) -> Iterator[str]:
-    """The YAML files in `folder` whose names can be typed as a choice."""
+    """Yield the names of the YAML files in `folder` that are valid options."""
     for file in folder.glob("*.yaml"):
         if file.is_file() and _NAME.fullmatch(file.stem) and file.stem != "null":
             yield file.stem

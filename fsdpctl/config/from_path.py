@@ -1,4 +1,4 @@
-"""What `model.path` and `model.lora.path` say of a model: its shape, and its adapters'."""
+"""The settings of the model in `model.path`, and of the adapters in `model.lora.path`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,15 +11,15 @@ from fsdpctl.config.schema import KEYS
 from fsdpctl.config.serialize import known_key
 from fsdpctl.errors import CheckpointError, UsageError
 
-FROM_PATH = "hf"  # the choice of a model that a directory describes
+FROM_PATH = "hf"  # the option for a model that a directory describes
 
 
 def with_model(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """A name on the Hub, in `model.path`, made into the directory that has the model."""
-    said = dict(pairs)
-    if said.get("model") != FROM_PATH:
+    """Replace a name on the Hub in `model.path` by its cached directory."""
+    given = dict(pairs)
+    if given.get("model") != FROM_PATH:
         return pairs
-    weights = said.get("model.init") != "random"
+    weights = given.get("model.init") != "random"
     return [
         (name, local_model(text, weights=weights) if name == "model.path" else text)
         for name, text in pairs
@@ -27,17 +27,17 @@ def with_model(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def values_of_path(choices: Mapping[str, str], given: Mapping[str, str]) -> dict[str, Value]:
-    """What the model in `model.path` is, where `model=hf` says so."""
+    """Return the settings of the model in `model.path` if `model=hf`."""
     path = given.get("model.path")
     if choices.get("model") != FROM_PATH:
         for name in ("path", "init"):
             if given.get(f"model.{name}") not in (None, "auto", "random"):
                 raise UsageError(
-                    f"model.{name}={given[f'model.{name}']}: only with model={FROM_PATH}"
+                    f"model.{name}={given[f'model.{name}']}: only valid with model={FROM_PATH}"
                 )
         return {}
     if path is None:
-        raise UsageError(f"model={FROM_PATH}: say which, as model.path=DIR")
+        raise UsageError(f"model={FROM_PATH}: model.path is required, such as model.path=DIR")
     folder = str(KEYS["model.path"].parse(path))
     words = model_words(folder)
     try:
@@ -49,21 +49,19 @@ def values_of_path(choices: Mapping[str, str], given: Mapping[str, str]) -> dict
     for name in fixed if given.get("model.init") != "random" else ():
         if name in given and values.get(name, KEYS[name].default) != KEYS[name].parse(given[name]):
             raise UsageError(
-                f"{name}={given[name]}: the weights in model.path={path} are of "
-                f"{words.get(name, 'another')}; model.init=random begins without them"
+                f"{name}={given[name]}: conflicts with the weights in model.path={path} of "
+                f"{words.get(name, 'another value')}; set model.init=random to ignore them"
             )
     return values
 
 
 def values_of_adapters(choices: Mapping[str, str], given: Mapping[str, str]) -> dict[str, Value]:
-    """What the adapters in `model.lora.path` are, where they are given."""
+    """Return the settings of the adapters in `model.lora.path`, if it is set."""
     path = given.get("model.lora.path")
     if path is None:
         return {}
     if choices.get("model") != FROM_PATH:
-        raise UsageError(
-            f"model.lora.path={path}: only with model={FROM_PATH}, whose adapters it has"
-        )
+        raise UsageError(f"model.lora.path={path}: only valid with model={FROM_PATH}")
     words = adapter_words(str(KEYS["model.lora.path"].parse(path)))
     try:
         values = {name: KEYS[name].parse(text) for name, text in words.items()}
@@ -71,7 +69,5 @@ def values_of_adapters(choices: Mapping[str, str], given: Mapping[str, str]) -> 
         raise UsageError(f"model.lora.path={path}: {error}") from None
     for name in ADAPTER_KEYS:
         if name in given and values[name] != KEYS[name].parse(given[name]):
-            raise UsageError(
-                f"{name}={given[name]}: those in model.lora.path={path} have {words[name]}"
-            )
+            raise UsageError(f"{name}={given[name]}: model.lora.path={path} has {words[name]}")
     return values

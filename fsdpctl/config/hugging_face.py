@@ -1,4 +1,4 @@
-"""Between a Hugging Face config.json and our words for a model."""
+"""Conversion between a Hugging Face config.json and the settings of a model."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,14 +21,14 @@ _MODEL_CLASSES = {
     "phi3": "Phi3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
-# Ours first: several of theirs name the same function.
+# By fsdpctl's name; several names of Hugging Face mean the same function.
 _ACTIVATIONS = {
     "silu": ("silu", "swish"),
     "gelu": ("gelu",),
     "gelu_tanh": ("gelu_new", "gelu_pytorch_tanh"),
     "relu": ("relu",),
 }
-# What changes the computation, and has one value here.
+# Settings that change the computation, with the only supported value.
 _FIXED: dict[str, Any] = {
     "quantization_config": None,
     "partial_rotary_factor": 1.0,
@@ -40,7 +40,7 @@ _FIXED: dict[str, Any] = {
 }
 
 
-# Names under which other versions of transformers keep what is written anew.
+# Names of earlier transformers versions for settings that are written under new names.
 _WRITTEN_BEFORE = ("dtype", "rope_parameters", "transformers_version", "layer_types")
 
 
@@ -55,23 +55,23 @@ _ROPE_KEYS = {
 
 
 def model_words_of(file: Path) -> dict[str, str]:
-    """The model that a config.json describes, as words below `model.`.
+    """Return the settings of the model in a config.json, without the prefix `model.`.
 
     Raises:
-        UsageError: it cannot be read, or describes what is not offered.
+        UsageError: If the file can't be read, or if the model isn't supported.
     """
     content = read_json(file, dict[str, Any])
     family = content.get("model_type")
     if not isinstance(family, str) or family not in NAMES:
         known = ", ".join(ARCHITECTURES)
-        raise UsageError(f"{file}: model_type {family} is not offered; offered are {known}")
+        raise UsageError(f"{file}: model_type {family}: not supported; expected {known}")
     for name, only in _FIXED.items():
         if content.get(name, only) != only:
-            raise UsageError(f"{file}: {name} {content[name]} is not offered, only {only}")
+            raise UsageError(f"{file}: {name} {content[name]}: not supported; expected {only}")
     try:
         values = _values(content, family)
     except KeyError as error:
-        raise UsageError(f"{file}: {error.args[0]} is missing") from None
+        raise UsageError(f"{file}: {error.args[0]} is required") from None
     except (TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{file}: not as expected: {error}") from None
     values["architecture"] = family
@@ -91,7 +91,7 @@ def _values(content: Mapping[str, Any], family: str) -> dict[str, Any]:
     for ours, theirs in names.of_keys.items():
         if values[ours] is None and theirs not in _MAY_BE_NULL:
             raise KeyError(theirs)
-    KEYS["model.num_layers"].parse(str(values["num_layers"]))  # before they are gone through
+    KEYS["model.num_layers"].parse(str(values["num_layers"]))  # a limit for the loops below
     values["activation"] = _our_activation(values["activation"], family)
     if family == "gpt2":
         values["num_kv_heads"] = values["num_heads"]
@@ -103,16 +103,16 @@ def _values(content: Mapping[str, Any], family: str) -> dict[str, Any]:
 
 
 def _our_activation(theirs: object, family: str) -> str:
-    if family == "gemma" and theirs == "gelu":  # in its first files, where the other was meant
+    if family == "gemma" and theirs == "gelu":  # the first files say gelu, but mean gelu_tanh
         return "gelu_tanh"
     for ours, names in _ACTIVATIONS.items():
         if theirs in names:
             return ours
-    raise ValueError(f"activation {theirs} is not offered")
+    raise ValueError(f"activation {theirs} is not supported")
 
 
 def _rope_values(content: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
-    """From `rope_parameters`, or from what transformers wrote before version 5, which wins."""
+    """Read `rope_parameters`, or the names before transformers 5, which take precedence."""
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     values: dict[str, Any] = {}
     usual = 10000.0
@@ -121,16 +121,18 @@ def _rope_values(content: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]
         known = content.get("rope_local_base_freq", 10000.0)
         values["rope_local_theta"] = local.get("rope_theta", known)
         if local.get("rope_type", "default") != "default":
-            raise ValueError(f"rope_type {local['rope_type']} of sliding_attention is not offered")
+            raise ValueError(
+                f"rope_type {local['rope_type']} of sliding_attention is not supported"
+            )
         rope, usual = rope.get("full_attention") or rope, 1e6
     kind = rope.get("rope_type", rope.get("type", "default"))
     values["rope_theta"] = rope.get("rope_theta", content.get("rope_theta", usual))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor is not offered, only 1.0")
+        raise ValueError("partial_rotary_factor: expected 1.0")
     if kind in (None, "default"):
         return values
     if kind not in ("linear", "llama3"):
-        raise ValueError(f"rope_type {kind} is not offered, only linear and llama3")
+        raise ValueError(f"rope_type {kind} is not supported; expected linear or llama3")
     given = {"original_max_position_embeddings": max_seq_len, **rope}
     names = _ROPE_KEYS if kind == "llama3" else _LINEAR_KEYS
     scaled = {ours: given[theirs] for theirs, ours in names.items()}
@@ -138,7 +140,7 @@ def _rope_values(content: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]
 
 
 def _window_values(content: Mapping[str, Any], family: str, num_layers: int) -> dict[str, Any]:
-    """The sliding window, and the layers that have it."""
+    """Return the sliding window, and which layers have it."""
     if family in ("llama", "gemma"):
         return {}
     window = content.get("sliding_window", None if family == "phi3" else 4096)
@@ -154,27 +156,29 @@ def _window_values(content: Mapping[str, Any], family: str, num_layers: int) -> 
         slides = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
     kinds = ["sliding_attention" if each else "full_attention" for each in slides]
     if (content.get("layer_types") or kinds) != kinds:
-        raise ValueError(f"layer_types: not as {family} has them by its other words")
+        raise ValueError(
+            f"layer_types: not supported; they differ from those of {family} with these settings"
+        )
     if pattern is not None:
         return {"sliding_window": window, "sliding_pattern": pattern}
     return {"sliding_window": window, "first_sliding_layer": first} if any(slides) else {}
 
 
 def _pattern_of(kinds: Sequence[str] | None) -> int:
-    """Each so-many-th layer sees all tokens; Gemma 3's own where it is not said."""
+    """Return the period of layers with full attention; the default is that of Gemma 3."""
     if not kinds:
         return 6
     return 1 + next((n for n, kind in enumerate(kinds) if kind == "full_attention"), len(kinds))
 
 
 def config_json(config: ModelConfig, dtype: str, source: Mapping[str, Any]) -> dict[str, Any]:
-    """The contents of config.json for a model saved in `dtype`.
+    """Return the contents of config.json for a model.
 
     Args:
-        config: the model, its sizes filled in.
-        dtype: torch's name of it.
-        source: the config.json that the model came with; what is not about the model's shape
-            (token ids, for one) is kept.
+        config: The model, with all sizes set.
+        dtype: The dtype of the weights, as torch names it.
+        source: The config.json of the pretrained model; settings that don't describe the shape,
+            such as token ids, are kept.
     """
     family = config.architecture
     kept = {
@@ -192,13 +196,13 @@ def config_json(config: ModelConfig, dtype: str, source: Mapping[str, Any]) -> d
         "use_cache": True,
     }
     own = {} if family == "gpt2" else _of_llama_like(config)
-    # Their classes' defaults are tokens of the vocabulary they were made for.
+    # The defaults of the classes are tokens of the vocabulary of the first models.
     tokens = {"bos_token_id": None, "eos_token_id": None}
     return {**tokens, **kept, **about, **content, **own}
 
 
 def default_activation(architecture: str) -> str:
-    """What `model.activation=auto` means."""
+    """Return the activation function that `model.activation=auto` selects."""
     return "gelu_tanh" if architecture.startswith(("gpt2", "gemma")) else "silu"
 
 

@@ -1,25 +1,25 @@
-"""One configuration key: its type, what is allowed, what it means, and text made into its value."""
+"""Configuration keys: type, allowed values, meaning, and conversion from text."""
 
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, get_args, get_type_hints
 
-from fsdpctl.config.sizes import parse_bytes
 from fsdpctl.errors import UsageError, nearest
 
 AUTO, NONE = "auto", "none"
-CHOSEN = 0  # stands for `auto` where that is chosen, and what is not set means something else
-_LARGEST_WHOLE = 2**53  # up to here a float, and so 1e3, says exactly which number is meant
-Value = str | int | float | bool | None  # None stands for `auto` or, where optional, for not set
+CHOSEN = 0  # `auto`, for keys whose None means something else
+_LARGEST_WHOLE = 2**53  # up to here, a float such as 1e3 is exact
+Value = str | int | float | bool | None  # None: `auto`, or not set if optional
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What can be said about one key."""
+    """A configuration key."""
 
     name: str  # dotted
     type: Literal["text", "whole number", "number", "true or false"]
@@ -28,22 +28,22 @@ class Key:
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
-    auto: bool = False  # `auto` is allowed, and stored as None
-    is_chosen: bool = False  # `auto` is allowed, and stored as CHOSEN, below the minimum
+    auto: bool = False  # allows `auto`, stored as None
+    is_chosen: bool = False  # allows `auto`, stored as CHOSEN, below the minimum
     optional: bool = False  # may be left unset
     is_path: bool = False
-    is_executed: bool = False  # a command: taken from who types it, not from files
-    is_later: bool = False  # left out of words at its default: runs from before keep their names
-    unit: str = ""  # of a number that may also be typed as a size, such as 80GB
+    is_executed: bool = False  # a command: accepted on the command line only, not from files
+    is_later: bool = False  # omitted at its default, so that earlier runs keep their names
+    unit: str = ""  # of a number that can also be given as a size such as 80GB
 
     @property
     def allowed(self) -> str:
-        """The allowed values in words."""
+        """A description of the allowed values."""
         words = ", ".join(self.choices) or self.type
         if self.minimum is not None and self.maximum is not None:
             words += f" from {_written(self.minimum)} to {_written(self.maximum)}"
         elif self.minimum is not None:
-            words += f" from {_written(self.minimum)}"
+            words += f" of at least {_written(self.minimum)}"
         if self.unit:
             words += f" ({self.unit}), or a size such as 80GB"
         if self.auto:
@@ -54,11 +54,11 @@ class Key:
 
     @property
     def _may_be_none(self) -> bool:
-        """Whether a word unsets it; of text, that word may mean itself."""
+        """Whether `none` unsets the key; for text, `none` may be a value."""
         return self.optional and self.type != "text"
 
     def text(self, value: Value) -> str:
-        """How `value` is typed."""
+        """Return `value` as it is given on the command line."""
         if value is None:
             return AUTO if self.auto else ""
         if self.is_chosen and value == CHOSEN:
@@ -66,10 +66,10 @@ class Key:
         return str(value).lower() if isinstance(value, bool) else str(value)
 
     def parse(self, text: str) -> Value:
-        """The value that `text` means.
+        """Return the value that `text` means.
 
         Raises:
-            UsageError: it is not an allowed value.
+            UsageError: If it isn't allowed.
         """
         if (self.auto and text == AUTO) or (self._may_be_none and text == NONE):
             return None
@@ -80,28 +80,28 @@ class Key:
         if self.type == "true or false":
             if text.lower() in ("true", "false"):
                 return text.lower() == "true"
-            raise self._refused(text)
+            raise self._error(text)
         return self._parse_number(text)
 
     def _parse_text(self, text: str) -> str:
         if self.choices and text not in self.choices:
-            raise self._refused(text, nearest(text, self.choices))
+            raise self._error(text, nearest(text, self.choices))
         if not text:
-            raise self._refused(text)
+            raise self._error(text)
         return os.path.expanduser(text) if self.is_path else text
 
     def _parse_number(self, text: str) -> int | float:
         try:
             number = self._size(text) if self.unit and text[-1:].isalpha() else float(text)
         except ValueError:
-            raise self._refused(text) from None
+            raise self._error(text) from None
         whole = self.type == "whole number"
         if not math.isfinite(number) or (whole and number != int(number)):
-            raise self._refused(text)
+            raise self._error(text)
         if self.minimum is not None and number < self.minimum:
-            raise self._refused(text)
+            raise self._error(text)
         if number > (self.maximum or (_LARGEST_WHOLE if whole else number)):
-            raise self._refused(text)
+            raise self._error(text)
         if not whole:
             return number
         try:
@@ -115,17 +115,18 @@ class Key:
         except UsageError:
             raise ValueError(text) from None
 
-    def _refused(self, text: str, hint: str = "") -> UsageError:
-        return UsageError(f"{self.name}={text}: allowed is {self.allowed}{hint}")
+    def _error(self, text: str, hint: str = "") -> UsageError:
+        article = "" if self.choices or self.type in ("text", "true or false") else "a "
+        return UsageError(f"{self.name}={text}: expected {article}{self.allowed}{hint}")
 
 
 def _written(number: float) -> str:
-    """In digits where it is whole."""
+    """Return digits if the number is whole."""
     return str(int(number)) if number == int(number) else f"{number:g}"
 
 
 def key(default: Value, meaning: str, **about: Any) -> Any:
-    """A dataclass field that is a configuration key; `about` are fields of `Key`."""
+    """Return a dataclass field that is a configuration key; `about` are fields of `Key`."""
     return dataclasses.field(default=default, metadata={"meaning": meaning, **about})
 
 
@@ -138,9 +139,9 @@ _TYPES: dict[type, Literal["text", "whole number", "number", "true or false"]] =
 
 
 def keys_of(section: str, schema: type) -> dict[str, Key]:
-    """The keys of a section, by dotted name, from the fields of its dataclass.
+    """Return the keys of a section by dotted name, from the fields of its dataclass.
 
-    A field that is a dataclass itself is a section within the section.
+    A field that is a dataclass is a subsection.
     """
     hints = get_type_hints(schema)
     found: dict[str, Key] = {}
@@ -158,7 +159,7 @@ def keys_of(section: str, schema: type) -> dict[str, Key]:
 
 
 def section_from(section: str, schema: type, values: Mapping[str, Value], **more: Value) -> Any:
-    """The dataclass of a section, with `values` by dotted name and `more` by field."""
+    """Create the dataclass of a section from `values` by dotted name and `more` by field."""
     hints = get_type_hints(schema)
     content: dict[str, Any] = dict(more)
     for field in dataclasses.fields(schema):
@@ -171,5 +172,28 @@ def section_from(section: str, schema: type, values: Mapping[str, Value], **more
 
 
 def value_in(part: object, name: str) -> Any:
-    """The value of the key `name` in the section `part` that it begins with."""
+    """Return the value of the key `name` in `part`, its section."""
     return attrgetter(name.split(".", 1)[1])(part)
+
+
+_UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
+}  # fmt: skip
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
+
+
+def parse_bytes(text: str, key: str) -> int:
+    """Return the number of bytes of a size. GB is 10^9 bytes, GiB is 2^30 bytes.
+
+    Raises:
+        UsageError: If the text isn't a positive number with a known unit.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    unit = _UNITS.get(match.group(2).lower()) if match else None
+    number = float(match.group(1)) if match and len(text) < 20 else 0.0
+    count = int(number * unit) if unit else 0
+    if count <= 0:
+        raise UsageError(f"{key} {text}: expected a size above 0, such as 500MB, 5GB or 4GiB")
+    return count

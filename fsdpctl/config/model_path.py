@@ -1,4 +1,4 @@
-"""What model the directory `model.path` holds."""
+"""The model in the directory `model.path`."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,9 @@ from fsdpctl.config.sealed import MANIFEST, read_sealed
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.documents import as_type
 
-RUN_CONFIG = "config.yaml"  # of a run of ours
+RUN_CONFIG = "config.yaml"  # of a run
 CHECKPOINTS = "checkpoints"
-# Of a model, what its weights have to agree with.
+# Settings of a model that its weights determine.
 SHAPE_KEYS = tuple(
     f"model.{name}"
     for name in (
@@ -20,17 +20,17 @@ SHAPE_KEYS = tuple(
     )
 )  # fmt: skip
 LORA_KEYS = ("model.lora.rank", "model.lora.alpha", "model.lora.rslora", "model.lora.targets")
-# But of the run that saved it.
+# Settings of the run that saved a model, not of the model.
 _NOT_THE_MODELS = (
     "model.path", "model.init", "model.trainable", "model.lora.path", "model.attention"
 )  # fmt: skip
 
 
 def model_words(path: str) -> dict[str, str]:
-    """The model in a Hugging Face directory, a run, or a checkpoint, as words (`model.KEY`).
+    """Return the settings (`model.KEY`) of a Hugging Face directory, a run, or a checkpoint.
 
     Raises:
-        UsageError: there is none, or none that is offered.
+        UsageError: If the directory has no model, or one that isn't supported.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -45,28 +45,28 @@ def model_words(path: str) -> dict[str, str]:
     }
     if not words:
         raise UsageError(
-            f"model.path={path}: neither {CONFIG_JSON} nor a run or checkpoint of a model is in it"
+            f"model.path={path}: no model found; expected {CONFIG_JSON}, a run, or a checkpoint"
         )
     return words
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Whether a directory is no run and no checkpoint of ours, but has a config.json."""
+    """Return whether a directory has a config.json, and isn't a run or checkpoint."""
     return (folder / CONFIG_JSON).is_file() and not _words_of_ours(folder, above=False)
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a directory is one checkpoint of ours, or what is left of it."""
+    """Return whether a directory is a checkpoint, even if files are missing."""
     return (folder / MANIFEST).exists() and (
         any(folder.glob("rank-*.safetensors")) or not (folder / CONFIG_JSON).is_file()
     )
 
 
 def _words_of_ours(folder: Path, *, above: bool = True) -> dict[str, Any]:
-    """The configuration of a run or a checkpoint; with `above`, of a run's checkpoints too."""
+    """Return the settings of a run or checkpoint; `above`: also of the directory `checkpoints`."""
     if is_checkpoint(folder):
         words = read_sealed(folder).get("config", {})
-        where = f"{folder / MANIFEST}: damaged"
+        where = f"{folder / MANIFEST}: corrupted"
         return {"of": MANIFEST, **as_type(words, dict[str, str], where, CheckpointError)}
     places = [folder, folder.parent] if above else [folder]
     for file in (place / RUN_CONFIG for place in places):

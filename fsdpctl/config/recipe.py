@@ -1,29 +1,30 @@
-"""Recipes: YAML files of the very words one types, as `section.key: value` or nested."""
+"""YAML files of settings: recipes, and options that the user adds with --config-dir."""
 
 import shlex
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from fsdpctl.config.files import package_folder
+from fsdpctl.config.files import choices_below, choices_of, package_folder
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.io.documents import read_yaml
 
-_MOST_WORDS = 10_000  # aliases make few lines into many
+_MOST_SETTINGS = 10_000  # aliases turn few lines into many
 _MOST_DEEP = 8
+_FREE_GROUPS = ("model", "prefetch", "precision", "cluster")  # whose options only set values
 
 
 def recipe_names() -> list[str]:
-    """The recipes that come with fsdpctl."""
+    """Return the names of the recipes of the package."""
     return sorted(file.stem for file in package_folder("recipes").glob("*.yaml"))
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe, given by its name or as a path.
+    """Return the file of a recipe, given by its name or path.
 
     Raises:
-        UsageError: there is none.
+        UsageError: If it doesn't exist.
     """
     if name in recipe_names():
         return package_folder("recipes") / f"{name}.yaml"
@@ -39,44 +40,43 @@ def find_recipe(name: str) -> Path:
 
 
 def read_recipe(path: Path) -> list[tuple[str, str]]:
-    """The recipe's words and values as if typed, in its order.
+    """Return the settings of a recipe, in its order.
 
     Raises:
-        UsageError: it is not a YAML mapping of words to plain values.
+        UsageError: If the file isn't a YAML mapping of keys to plain values.
     """
-    return words_in(path, read_yaml(path))
+    return _settings_in(path, read_yaml(path))
 
 
 def refuse_commands(
     recipe: str, words: Sequence[tuple[str, str]], typed: Sequence[tuple[str, str]]
 ) -> None:
-    """See that a recipe, which may be somebody else's, says nothing that would be executed.
+    """Check that a recipe, which may be untrusted, sets no command.
 
     Raises:
-        UsageError: it does, and it is not typed too.
+        UsageError: If it does, and the command line doesn't set the same key.
     """
-    said = {name for name, _ in typed}
+    on_command_line = {name for name, _ in typed}
     for name, text in words:
-        if name in KEYS and KEYS[name].is_executed and name not in said:
+        if name in KEYS and KEYS[name].is_executed and name not in on_command_line:
             raise UsageError(
-                f"{recipe}: {name}: what is executed is typed, not read from files; if it is "
-                f"yours, type {name}={shlex.quote(text)}"
+                f"{recipe}: {name}: commands are only valid on the command line; to run it, add "
+                f"{name}={shlex.quote(text)}"
             )
 
 
-def words_in(path: Path, content: object) -> list[tuple[str, str]]:
-    """The words and values in `content`, which is the YAML of `path`, as `read_recipe`."""
-    words = list(islice(_flatten(path, "", content), _MOST_WORDS + 1))
-    if len(words) > _MOST_WORDS:
-        raise UsageError(f"{path}: more than {_MOST_WORDS} words")
+def _settings_in(path: Path, content: object) -> list[tuple[str, str]]:
+    words = list(islice(_flatten(path, "", content), _MOST_SETTINGS + 1))
+    if len(words) > _MOST_SETTINGS:
+        raise UsageError(f"{path}: more than {_MOST_SETTINGS} settings")
     return words
 
 
 def _flatten(path: Path, prefix: str, content: object) -> Iterator[tuple[str, str]]:
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: is no mapping of keys to values")
+        raise UsageError(f"{path}: expected a mapping of keys to values")
     if prefix.count(".") >= _MOST_DEEP:
-        raise UsageError(f"{path}: {prefix[:80]} is nested too deeply")
+        raise UsageError(f"{path}: {prefix[:80]}: nested too deeply")
     for word, value in content.items():
         name = f"{prefix}{word}"
         if isinstance(value, dict):
@@ -87,6 +87,46 @@ def _flatten(path: Path, prefix: str, content: object) -> Iterator[tuple[str, st
         elif isinstance(value, str):
             yield name, value
         elif name in KEYS or name in GROUPS:
-            raise UsageError(f"{path}: {name} has no plain value")
+            raise UsageError(f"{path}: {name}: expected a plain value")
         else:
-            yield name, ""  # which is no word of ours
+            yield name, ""  # unknown; reported later
+
+
+def check_config_dir(config_dir: Path | None) -> None:
+    """Check that a directory adds options only to free groups, under new names.
+
+    Raises:
+        UsageError: If it doesn't, or if the directory doesn't exist.
+    """
+    if config_dir is None:
+        return
+    if not config_dir.is_dir():
+        raise UsageError(f"--config-dir {config_dir}: no such directory")
+    for group in GROUPS:
+        if group not in _FREE_GROUPS and any(choices_below(config_dir / group)):
+            raise UsageError(
+                f"{config_dir / group}: the options of {group} are fixed; expected files for "
+                f"{', '.join(_FREE_GROUPS)}"
+            )
+        ours = set(choices_of(group))
+        for choice in sorted(ours.intersection(choices_below(config_dir / group))):
+            raise UsageError(
+                f"{config_dir / group / choice}.yaml: {group}={choice} already exists; rename "
+                "the file"
+            )
+
+
+def own_choice(file: Path) -> list[tuple[str, str]]:
+    """Read the settings of an option's file, which may have only comments.
+
+    Raises:
+        UsageError: If the file isn't a mapping of plain values.
+    """
+    content = read_yaml(file)
+    words = _settings_in(file, content) if content else []
+    for name, text in words:
+        if "${" in text:
+            raise UsageError(
+                f"{file}: {name}: {text}: interpolation is not supported; expected a plain value"
+            )
+    return words

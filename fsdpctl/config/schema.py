@@ -1,15 +1,15 @@
-"""The typed shape of a run's configuration: a dataclass per section, a field per key.
+"""The typed configuration of a run: a dataclass per section, a field per key.
 
-Sections that are groups have a `name`: the choice, a file in conf/. None stands for `auto` until
-a run resolves it.
+Sections that are groups have a `name`: the selected option, which is a file in conf/. None stands
+for `auto` until a run resolves it.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from fsdpctl.config.data import DataConfig
-from fsdpctl.config.keeping import CheckpointConfig, LogConfig
 from fsdpctl.config.keys import Key, key, keys_of
 from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.output import CheckpointConfig, LogConfig
 from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
 from fsdpctl.config.training import MOST_SAMPLES, TrainConfig
 from fsdpctl.plan.owners import OWNER_MAPS
@@ -20,19 +20,19 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class StrategyConfig:
-    """Which model states are sharded."""
+    """How model states are sharded."""
 
     name: str = "full_shard"
     dp_shard_size: int | None = key(
-        None, "hybrid_*: ranks that share one copy; auto: the ranks of a node", minimum=1, auto=True
+        None, "hybrid_*: ranks per replica; auto: the ranks of a node", minimum=1, auto=True
     )
     owner_map: str = key(
-        "even", "shard_optimizer: who keeps which optimizer states", choices=OWNER_MAPS
+        "even", "shard_optimizer: how optimizer states are assigned to ranks", choices=OWNER_MAPS
     )
 
     def under(self, name: str) -> "StrategyConfig":
-        """The same for the strategy `name`, without what that has no use for."""
-        if name not in STRATEGIES:  # one that is to be chosen
+        """Return the section for the strategy `name`, without keys that it doesn't use."""
+        if name not in STRATEGIES:  # auto
             return replace(self, name=name)
         row = STRATEGIES[name]
         size = self.dp_shard_size if row.replicates else None
@@ -41,21 +41,21 @@ class StrategyConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrefetchConfig:
-    """How many units' parameters are all-gathered ahead of the running one."""
+    """How many units ahead of the running one are all-gathered."""
 
     name: str = "both"
-    forward: int = key(1, "units ahead in forward", minimum=0)
-    backward: int = key(1, "units ahead in backward", minimum=0)
+    forward: int = key(1, "units to all-gather ahead in forward", minimum=0)
+    backward: int = key(1, "units to all-gather ahead in backward", minimum=0)
 
 
 @dataclass(frozen=True, slots=True)
 class AccumulationConfig:
-    """When gradients of several micro-batches are reduced: after every, or after the last."""
+    """When gradients are reduced: after every micro-batch, or after the last one of a step."""
 
     name: str = "every"
     steps: int | None = key(
         None,
-        "micro-batches of a step; auto: from the batch sizes",
+        "micro-batches per step; auto: computed from the batch sizes",
         minimum=1,
         maximum=MOST_SAMPLES,
         auto=True,
@@ -67,80 +67,78 @@ class PrecisionConfig:
     """Dtypes of compute, reduction and master weights."""
 
     name: str = "auto"
-    param_dtype: str | None = key(None, "of compute and gathers", choices=DTYPES, auto=True)
-    reduce_dtype: str | None = key(None, "of gradient reduction", choices=DTYPES, auto=True)
-    master_dtype: str | None = key(None, "of what the optimizer updates", choices=DTYPES, auto=True)
-    # Auto: over gloo param_dtype where that is narrower, over NCCL reduce_dtype.
-    wire_dtype: str | None = key(None, "of gradients between ranks", choices=DTYPES, auto=True)
+    param_dtype: str | None = key(
+        None, "dtype of computation and all-gathers", choices=DTYPES, auto=True
+    )
+    reduce_dtype: str | None = key(None, "dtype of gradient reduction", choices=DTYPES, auto=True)
+    master_dtype: str | None = key(None, "dtype of the master weights", choices=DTYPES, auto=True)
+    # auto: with gloo, param_dtype if that is narrower; with NCCL, reduce_dtype.
+    wire_dtype: str | None = key(
+        None, "dtype of gradients on the network", choices=DTYPES, auto=True
+    )
 
     @property
     def dtypes(self) -> tuple[str | None, ...]:
-        """All of them, in the order above."""
+        """All dtypes, in the order of the fields."""
         return self.param_dtype, self.reduce_dtype, self.master_dtype, self.wire_dtype
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """Which one, its numbers, and clipping."""
+    """The optimizer and gradient clipping."""
 
     name: str = "adamw"
     lr: float | None = key(
         None,
-        "peak learning rate; auto: 3e-3 up to 1 M parameters, falling with their 4th root; "
-        "a tenth for pretrained weights; sgd has none",
+        "peak learning rate; auto: 3e-3 / max(1, parameters in M)^(1/4), a tenth of that for "
+        "pretrained weights; required for sgd",
         minimum=0,
         auto=True,
     )
-    beta1: float = key(0.9, "adamw: decay of the first moment", minimum=0, maximum=0.999999)
-    beta2: float = key(0.95, "adamw: decay of the second moment", minimum=0, maximum=0.999999)
-    eps: float = key(1e-8, "adamw: added to the denominator", minimum=0)
-    momentum: float = key(
-        0.9,
-        "sgd: share of the last update in the next; 0: none",
-        minimum=0,
-        maximum=0.999999,
-        is_later=True,
-    )
+    beta1: float = key(0.9, "adamw: decay rate of the first moment", minimum=0, maximum=0.999999)
+    beta2: float = key(0.95, "adamw: decay rate of the second moment", minimum=0, maximum=0.999999)
+    eps: float = key(1e-8, "adamw: epsilon, added to the denominator", minimum=0)
+    momentum: float = key(0.9, "sgd: momentum; 0: none", minimum=0, maximum=0.999999, is_later=True)
     weight_decay: float = key(
-        0.1, "of matrices: decoupled, with sgd added to the gradient", minimum=0
+        0.1, "weight decay of matrices; decoupled in adamw, part of the gradient in sgd", minimum=0
     )
-    max_grad_norm: float = key(1.0, "gradients are scaled down to it; 0: never", minimum=0)
+    max_grad_norm: float = key(1.0, "gradient norm to clip to; 0: no clipping", minimum=0)
 
 
 @dataclass(frozen=True, slots=True)
 class LrSchedulerConfig:
-    """The learning rate over the steps."""
+    """The learning rate schedule."""
 
     name: str = "cosine"
-    warmup_steps: int = key(50, "steps of linear rise from 0", minimum=0)
+    warmup_steps: int = key(50, "steps of linear warmup from 0", minimum=0)
     warmup_ratio: float | None = key(
-        None, "the same as a share of all steps", minimum=0, maximum=1, optional=True
+        None, "warmup as a fraction of all steps", minimum=0, maximum=1, optional=True
     )
-    min_lr_ratio: float = key(0.1, "final over peak learning rate", minimum=0, maximum=1)
-    decay_ratio: float = key(0.2, "wsd: share of the steps that decay", minimum=0, maximum=1)
+    min_lr_ratio: float = key(0.1, "final learning rate / peak", minimum=0, maximum=1)
+    decay_ratio: float = key(0.2, "wsd: fraction of the steps that decay", minimum=0, maximum=1)
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationCheckpointingConfig:
-    """Which activations are computed again in backward instead of kept."""
+    """Which activations are recomputed in backward."""
 
     name: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class AutoConfig:
-    """How `auto` is chosen where it says what fits and is fastest."""
+    """How `auto` selects the fastest configuration that fits."""
 
     probe: bool = key(
         True,
-        "before a new run on this machine, the three that are foreseen fastest run some steps",
+        "measure the three candidates predicted to be fastest, if the run starts on this machine",
         is_later=True,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Everything that a run is told."""
+    """The complete configuration of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -163,22 +161,7 @@ class Config:
 
 
 SECTIONS: dict[str, type] = {
-    "model": ModelConfig,
-    "data": DataConfig,
-    "strategy": StrategyConfig,
-    "prefetch": PrefetchConfig,
-    "accumulation": AccumulationConfig,
-    "precision": PrecisionConfig,
-    "activation_checkpointing": ActivationCheckpointingConfig,
-    "optimizer": OptimizerConfig,
-    "lr_scheduler": LrSchedulerConfig,
-    "engine": EngineConfig,
-    "launch": LaunchConfig,
-    "cluster": ClusterConfig,
-    "train": TrainConfig,
-    "checkpoint": CheckpointConfig,
-    "log": LogConfig,
-    "auto": AutoConfig,
+    each.name: type(getattr(Config(), each.name)) for each in fields(Config)
 }
 GROUPS = tuple(name for name, schema in SECTIONS.items() if hasattr(schema, "name"))
 KEYS: dict[str, Key] = {

@@ -1,4 +1,4 @@
-"""The text of a checkpoint's manifest: JSON that carries its own checksum."""
+"""The text of a checkpoint's manifest: JSON with its own checksum."""
 
 import json
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ from fsdpctl.io.files import read_text_file
 
 MANIFEST, FORMAT = "manifest.json", "fsdpctl-checkpoint"
 _VERSION = 2
-_MOST_BYTES = 64 * MIB  # the largest known model on tens of thousands of ranks has ten
+_MOST_BYTES = 64 * MIB  # six times that of the largest known model on tens of thousands of ranks
 _BLANK = "0" * 32
 
 
 def seal(content: Mapping[str, Any]) -> str:
-    """The text with `content`; the checksum is that of the text with zeros in its place."""
+    """Return the text of a manifest. Its checksum is that of the text with zeros in its place."""
     whole = {"format": FORMAT, "version": _VERSION, **content, "xxh3": _BLANK}
     text = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
     before, _, after = text.rpartition(_BLANK)
@@ -30,21 +30,21 @@ def _checksum(text: str) -> str:
 
 
 def read_sealed(folder: Path) -> dict[str, Any]:
-    """What was sealed as the manifest of the checkpoint in `folder`.
+    """Read and verify the manifest of the checkpoint in `folder`.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of a version this one does not know.
+        CheckpointError: If it is missing, corrupted, or has an unsupported version.
     """
     path = folder / MANIFEST
     if not path.exists():
-        raise CheckpointError(f"{path}: missing: not a complete checkpoint")
+        raise CheckpointError(f"{path}: not found; the checkpoint is incomplete")
     text = read_text_file(path, _MOST_BYTES, CheckpointError)
-    where = f"{path}: damaged"
-    # A caller's own figures may be infinite.
+    where = f"{path}: corrupted"
+    # Metrics of the user may be infinite.
     content = parse_json(text, dict[str, Any], where, CheckpointError, finite=False)
     what = "the manifest of a checkpoint"
     check_version(content, (FORMAT, _VERSION), what, str(path), CheckpointError)
     before, digest, after = text.rpartition(str(content.get("xxh3")))
     if not digest or _checksum(before + _BLANK + after) != digest:
-        raise CheckpointError(f"{path}: damaged: its checksum does not match")
+        raise CheckpointError(f"{path}: corrupted: the checksum does not match")
     return content

@@ -1,4 +1,4 @@
-"""A configuration as words and as YAML, and back."""
+"""Conversion of a configuration to settings and YAML, and back."""
 
 from collections.abc import Mapping
 from operator import attrgetter
@@ -15,14 +15,14 @@ _TOY, _TOY_LENGTH, _USUAL_LENGTH = ModelConfig().name, 128, 4096
 
 
 def known_key(name: str) -> Key:
-    """What is known of a key; UsageError, with the nearest spelling, if there is none."""
+    """Return a key; UsageError with the nearest spelling if it doesn't exist."""
     if name not in KEYS:
         raise UsageError(f"{name}: no such key{hint(name, [*KEYS, *GROUPS])}")
     return KEYS[name]
 
 
 def to_config(values: Mapping[str, Value], choices: Mapping[str, str]) -> Config:
-    """The configuration of values by key, and the choices of groups."""
+    """Create the configuration from values by key, and the selected options of groups."""
     values = {**values, "train.seq_len": values["train.seq_len"] or _length(values, choices)}
     sections = {}
     for section, schema in SECTIONS.items():
@@ -36,15 +36,15 @@ def _length(values: Mapping[str, Value], choices: Mapping[str, str]) -> int:
 
 
 def usual_length(model: str, max_seq_len: int) -> int:
-    """What `train.seq_len=auto` is: a length that figures can be bought by, but for the toy."""
+    """Return the value of `train.seq_len=auto`, which is short for the toy model."""
     return _TOY_LENGTH if model == _TOY else min(max_seq_len, _USUAL_LENGTH)
 
 
 def config_from_words(words: Mapping[str, str]) -> Config:
-    """The configuration that `config_words` made into `words`, on whatever machine.
+    """Create the configuration from the result of `config_words`, on any machine.
 
     Raises:
-        UsageError: a key is unknown to this version, or its value is not allowed.
+        UsageError: If this version doesn't know a key, or doesn't allow its value.
     """
     for name in words.keys() - set(GROUPS):
         known_key(name)
@@ -56,19 +56,21 @@ def config_from_words(words: Mapping[str, str]) -> Config:
 
 
 def config_of_checkpoint(words: Mapping[str, str], where: str) -> Config:
-    """The configuration in a manifest.
+    """Create the configuration in a manifest, which is at `where`.
 
     Raises:
-        CheckpointError: which begins with `where`; as `config_from_words`.
+        CheckpointError: If `config_from_words` fails.
     """
     try:
         return config_from_words(words)
     except UsageError as error:
-        raise CheckpointError(f"{where}: damaged, or of another version: {error}") from None
+        raise CheckpointError(
+            f"{where}: corrupted, or written by another version: {error}"
+        ) from None
 
 
 def config_words(config: Config) -> dict[str, str]:
-    """The configuration as the words one would type; what is not set is left out."""
+    """Return the configuration as settings by key, without keys that aren't set."""
     words = {}
     for section in SECTIONS:
         part = getattr(config, section)
@@ -84,32 +86,32 @@ def config_words(config: Config) -> dict[str, str]:
 
 
 def _is_of_an_unused_section(part: object, name: str) -> bool:
-    """Whether a key lies in a section within a section that is as nobody has touched it."""
+    """Return whether a key is in a subsection that has only defaults."""
     path = name.split(".")[1:-1]
     inner = attrgetter(".".join(path))(part) if path else None
     return inner is not None and inner == type(inner)()
 
 
 def words_for_others(config: Config) -> dict[str, str]:
-    """The same without commands, which are nobody else's business, and may name what is secret."""
+    """Return the settings without commands, which may contain secrets."""
     executed = {name for name, each in KEYS.items() if each.is_executed}
     return {name: text for name, text in config_words(config).items() if name not in executed}
 
 
 def model_words_only(words: Mapping[str, str]) -> dict[str, str]:
-    """Of a configuration, what says which model it is."""
+    """Return only the settings of the model."""
     return {
         name: text for name, text in words.items() if name == "model" or name.startswith("model.")
     }
 
 
 def config_to_yaml(config: Config) -> str:
-    """The configuration as a recipe: reading it gives the same configuration again."""
+    """Return the configuration as a recipe, which gives the same configuration when read."""
     return words_to_yaml(config_words(config))
 
 
 def words_to_yaml(words: Mapping[str, str]) -> str:
-    """Words and their values as a recipe, a line each."""
+    """Return settings as a recipe, with a line for each."""
     lines = []
     for name, text in words.items():
         key = KEYS.get(name)

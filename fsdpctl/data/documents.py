@@ -1,4 +1,4 @@
-"""Documents of different lengths, with a loss mask, packed into sequences of one length."""
+"""Samples of one length, and documents of different lengths that are packed into them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +9,31 @@ import xxhash
 from numpy.typing import NDArray
 
 from fsdpctl.data.order import Numbers, pack
-from fsdpctl.data.rows import IGNORED, Sample
 from fsdpctl.data.tokenizer import Tokens
 
 Flags = NDArray[np.bool_]
+IGNORED = -100  # a target that is masked
 DROP, TRUNCATE = "drop", "truncate"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A sequence of tokens with their targets."""
+
+    tokens: Numbers  # (seq_len,)
+    targets: Numbers  # (seq_len,): the token after each of them, or IGNORED
+    lengths: tuple[int, ...] = ()  # of its documents, if a sample can have several
+    filling: int = 0  # tokens of the last document that are padding
+
+    def documents(self) -> list[list[int]]:
+        """Return the tokens of each document, with its last target if that is trained."""
+        found, start = [], 0
+        for length in self.lengths or (len(self.tokens),):
+            end = start + length
+            after = [int(self.targets[end - 1])] if self.targets[end - 1] != IGNORED else []
+            found.append([*self.tokens[start:end].tolist(), *after])
+            start = end
+        return found[:-1] if self.filling else found
 
 
 @dataclass(frozen=True, slots=True)

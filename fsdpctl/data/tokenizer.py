@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -30,29 +30,6 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 MOST_ASSET_BYTES = 256 * MIB  # per file; the largest known tokenizer.json has 35
 Tokens = NDArray[np.unsignedinteger]
-
-
-class Tokenizer(Protocol):
-    """The operations that training needs of a tokenizer."""
-
-    name: str
-    vocab_size: int
-
-    def encode(self, text: Text) -> Tokens:
-        """Tokenize all documents, concatenated."""
-        ...
-
-    def encode_prompt(self, prompt: str) -> list[int]:
-        """Tokenize a prompt; the result has at least one token."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
-        ...
-
-    def files(self) -> dict[str, bytes]:
-        """Return the files that transformers needs to open the tokenizer, by name."""
-        ...
 
 
 class ByteTokenizer:
@@ -94,14 +71,8 @@ class ByteTokenizer:
 def _byte_alphabet() -> list[str]:
     """Return the character of each byte in byte-level tokenizers (GPT-2's table)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    letters, spare = [], 0x100
-    for byte in range(256):
-        if byte in printable:
-            letters.append(chr(byte))
-        else:
-            letters.append(chr(spare))
-            spare += 1
-    return letters
+    spare = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +206,9 @@ def _guarded(where: str) -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def open_tokenizer(name: str | None) -> Tokenizer:

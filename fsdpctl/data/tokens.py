@@ -12,7 +12,7 @@ import xxhash
 from msgspec import Meta
 
 from fsdpctl.config.model import MOST_TOKENS
-from fsdpctl.data.rows import Corpus, Sample
+from fsdpctl.data.documents import DocumentSet, PackedRows, Sample
 from fsdpctl.data.tokenizer import Tokenizer, Tokens, tokenizer_checksum
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import MIB, as_type, check_version, read_json
@@ -85,6 +85,10 @@ class StreamRows:
     def count_tokens(self, numbers: Sequence[int]) -> int:
         """Return the tokens of some samples, which all have the same number."""
         return len(numbers) * self.seq_len
+
+
+Corpus = TokenStream | DocumentSet
+Rows = StreamRows | PackedRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,8 @@ goes through, and the ranks exchange the answers.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from weakref import WeakSet, ref
 
 import torch
@@ -41,7 +43,7 @@ class OutermostBackward:
 
     def __init__(self) -> None:
         self._number = _NONE
-        self._ending: ref[_Ending] | None = None
+        self._ending: ref[partial[None]] | None = None
 
     @property
     def has_begun(self) -> bool:
@@ -66,7 +68,7 @@ class OutermostBackward:
     def begin(self, on_end: Callable[[], None]) -> None:
         """Make the running backward the outermost one, and call `on_end()` when it is complete."""
         self._number = current_backward()
-        ending = _Ending(on_end)
+        ending = partial(on_end)  # a new object, to which autograd has the only reference
         self._ending = ref(ending)
         torch.autograd.Variable._execution_engine.queue_callback(ending)
 
@@ -80,16 +82,7 @@ class OutermostBackward:
         return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-class _Ending:
-    """A callback to which autograd has the only reference."""
-
-    def __init__(self, on_end: Callable[[], None]) -> None:
-        self._on_end = on_end
-
-    def __call__(self) -> None:
-        self._on_end()
-
-
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Witness:
     """Graph nodes that any backward through an output also goes through.
 
@@ -97,10 +90,7 @@ class Witness:
     that hook, because the nodes are older than the output.
     """
 
-    __slots__ = ("__weakref__", "nodes")
-
-    def __init__(self, nodes: list[Node]) -> None:
-        self.nodes = nodes
+    nodes: list[Node]
 
 
 class Forward:
@@ -150,14 +140,12 @@ class Forward:
         return any(executes(node) for each in self._witnesses for node in each.nodes)
 
 
+@dataclass(slots=True)
 class Call:
     """One forward of a unit, numbered in the order of all calls."""
 
-    __slots__ = ("forward", "number")
-
-    def __init__(self, forward: Forward, number: int) -> None:
-        self.forward = forward
-        self.number = number
+    forward: Forward
+    number: int
 
 
 class Calls:

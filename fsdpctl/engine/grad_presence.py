@@ -23,9 +23,9 @@ class GradPresence:
         self._started: tuple[int, Handle] | None = None  # with this rank's fingerprint
         self._sums: Tensor | None = None  # counts, then the sum of the fingerprints
         self._unchecked: tuple[int, Tensor, torch.cuda.Event] | None = None
-        units = runtime.units.values()
-        self._buffers = [buffer for unit in units for buffer in unit.trained_buffers]
-        self._names = [param.name for b in self._buffers for param in b.layout.params]
+        self._names = [
+            param.name for buffer in runtime.trained_buffers for param in buffer.layout.params
+        ]
         self._all_present = torch.ones(
             len(self._names) + 1, dtype=torch.float64, device=runtime.device
         )
@@ -75,7 +75,7 @@ class GradPresence:
             return own
         present = [
             float(index in buffer.present)
-            for buffer in self._buffers
+            for buffer in runtime.trained_buffers
             for index in range(len(buffer.params))
         ]
         bits = torch.tensor([*present, fingerprint], dtype=torch.float64)
@@ -133,7 +133,7 @@ def check_replicas(runtime: Runtime) -> None:
 def _checksums(runtime: Runtime) -> dict[str, tuple[int, ...]]:
     """Return the sums of the bits of each parameter, as far as several ranks hold it."""
     names, sums = [], []
-    for buffer in (buffer for unit in runtime.units.values() for buffer in unit.buffers):
+    for buffer in runtime.buffers:
         shard = buffer.shard
         alike = []
         if buffer.resting is not None:

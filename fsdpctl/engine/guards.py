@@ -31,11 +31,10 @@ def guard_module(module: nn.Module, runtime: Runtime) -> None:
     home = weakref.ref(runtime)
     for each in module.modules():
         runtime.hooks.append(each.register_state_dict_pre_hook(_check_state))
-    for unit in runtime.units.values():
-        for buffer in unit.buffers:
-            setattr(buffer.shard.param, _HOME, home)
-            for param in buffer.params:
-                mark_sharded(param, partial(_has_gradients, weakref.ref(buffer)))
+    for buffer in runtime.buffers:
+        setattr(buffer.shard.param, _HOME, home)
+        for param in buffer.params:
+            mark_sharded(param, partial(_has_gradients, weakref.ref(buffer)))
 
 
 def _has_gradients(of: weakref.ref[UnitBuffer]) -> bool:

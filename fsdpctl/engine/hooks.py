@@ -1,5 +1,6 @@
 """Binds module and autograd events to the runtime, without any decisions."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,6 +52,31 @@ class _Inputs:
         return self._versions.get(id(tensor)) == tensor._version
 
 
+def _hook(
+    module: nn.Module,
+    runtime: Runtime,
+    before: Callable[[Any, Any], Any],
+    after: Callable[[Any], None],
+) -> None:
+    """Register `before(args, kwargs)` and `after(outputs)` for this object.
+
+    A copy of the module has the hooks too, and must not run them.
+    """
+    own = id(module)
+
+    def before_own(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return before(args, kwargs) if id(module) == own else None
+
+    def after_own(module: nn.Module, args: Any, outputs: Any) -> None:
+        if id(module) == own:
+            after(outputs)
+
+    runtime.hooks += [
+        module.register_forward_pre_hook(before_own, with_kwargs=True, prepend=True),
+        module.register_forward_hook(after_own),
+    ]
+
+
 def hook_root(module: nn.Module, runtime: Runtime, param_dtype: torch.dtype | None) -> None:
     """Hook the outermost module, and cast its floating-point inputs to `param_dtype`."""
 
@@ -58,44 +84,30 @@ def hook_root(module: nn.Module, runtime: Runtime, param_dtype: torch.dtype | No
         is_float = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(param_dtype) if is_float else value  # type: ignore[attr-defined]  # narrowed by is_float
 
-    own = id(module)
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if id(module) != own:  # a copy, which has the hooks too
-            return None
+    def before(args: Any, kwargs: Any) -> Any:
         runtime.begin_forward()
         return (args, kwargs) if param_dtype is None else tree_map(cast, (args, kwargs))
 
-    def after(module: nn.Module, args: Any, outputs: Any) -> None:
-        if id(module) != own:
-            return
+    def after(outputs: Any) -> None:
         forward = None if in_backward() else runtime.calls.running
         for made in _made_from(outputs, _Inputs()):
             made.register_hook(lambda gradient: runtime.begin_backward(forward))
         runtime.end_forward()
 
-    runtime.hooks += [
-        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-        module.register_forward_hook(after),
-    ]
+    _hook(module, runtime, before, after)
 
 
 def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
     """Hook the module whose parameters form `unit`."""
+    given = _Inputs()
 
-    given, own_id = _Inputs(), id(module)
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before(args: Any, kwargs: Any) -> None:
         nonlocal given
-        if id(module) != own_id:
-            return
         runtime.begin_unit(unit)
         given = _Inputs((*args, *kwargs.values()))
 
-    def after(module: nn.Module, args: Any, outputs: Any) -> None:
+    def after(outputs: Any) -> None:
         nonlocal given
-        if id(module) != own_id:
-            return
         own, given = _made_from(outputs, given), _Inputs()
         if own:
             call = None if in_backward() else runtime.calls.open(unit.name)
@@ -106,10 +118,7 @@ def hook_unit(module: nn.Module, runtime: Runtime, unit: ShardedUnit) -> None:
                 )
         runtime.end_unit(unit)
 
-    runtime.hooks += [
-        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-        module.register_forward_hook(after),
-    ]
+    _hook(module, runtime, before, after)
 
 
 def hook_gradients(runtime: Runtime, unit: ShardedUnit) -> None:

@@ -39,7 +39,7 @@ class ShardedModel(nn.Module):
         self._has_ended = False
         self._presence = GradPresence(runtime)
         self.take_waits = runtime.mesh.take_waits
-        self._shards = tuple(b.shard for unit in runtime.units.values() for b in unit.buffers)
+        self._shards = tuple(buffer.shard for buffer in runtime.buffers)
         guards.guard_module(module, runtime)
         if runtime.strategy.shards_params:
             guards.watch_first_forward(module, runtime)
@@ -285,10 +285,6 @@ class ShardedModel(nn.Module):
     def ledger(self) -> Ledger:
         """The bytes of the engine's buffers without masters, now and at the peak."""
         return self._runtime.ledger
-
-    def unit_nbytes(self) -> dict[str, int]:
-        """Return the bytes of each unit's unsharded parameters, with padding."""
-        return {name: unit.nbytes for name, unit in self._runtime.units.items()}
 
     def gathered_nbytes(self) -> int:
         """Return the bytes that are allocated for gathered parameters now."""

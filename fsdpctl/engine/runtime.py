@@ -44,11 +44,12 @@ class Runtime:
         self._follow(order)
         self.root = self.units[order.root]
         self.mesh = mesh
+        self.buffers = tuple(buffer for unit in units for buffer in unit.buffers)
+        self.trained_buffers = tuple(each for each in self.buffers if each.shard.trainable)
         self.parameters = ShardedParameters(
             [
-                (unit.name, spec, param)
-                for unit in units
-                for buffer in unit.buffers
+                (buffer.shard.unit, spec, param)
+                for buffer in self.buffers
                 for spec, param in zip(buffer.layout.params, buffer.params, strict=True)
             ],
             self.device,
@@ -83,8 +84,7 @@ class Runtime:
     @property
     def has_all_gradients(self) -> bool:
         """Whether every trainable parameter had a gradient since gradients were dropped."""
-        trained = (buffer for unit in self.units.values() for buffer in unit.trained_buffers)
-        return all(len(each.present) == len(each.params) for each in trained)
+        return all(len(each.present) == len(each.params) for each in self.trained_buffers)
 
     # ---- forward -------------------------------------------------------------------------
 
@@ -287,8 +287,7 @@ class Runtime:
             self.reducer.finish()
             self.holds_back = False
         self.parameters.check_gradients()
-        buffers = (buffer for unit in self.units.values() for buffer in unit.trained_buffers)
-        if all(buffer.shard.grad is None for buffer in buffers):
+        if all(buffer.shard.grad is None for buffer in self.trained_buffers):
             raise EngineError("sync_gradients: there are no gradients; call backward first")
 
     @torch.no_grad()

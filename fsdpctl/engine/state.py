@@ -58,13 +58,12 @@ def full_parameters(runtime: Runtime, *, writeback: bool) -> Iterator[None]:
     runtime.gatherer.release_all()
     runtime.param_sync.finish()
     wholes = []
-    for unit in runtime.units.values():
-        for buffer in unit.buffers:
-            whole = _full_values(buffer.shard, runtime.mesh).clone()
-            for param, view in zip(buffer.params, buffer.param_views(whole), strict=True):
-                param.data = view
-                lend(param, is_lent=True)
-            wholes.append((buffer, whole))
+    for buffer in runtime.buffers:
+        whole = _full_values(buffer.shard, runtime.mesh).clone()
+        for param, view in zip(buffer.params, buffer.param_views(whole), strict=True):
+            param.data = view
+            lend(param, is_lent=True)
+        wholes.append((buffer, whole))
     try:
         yield
         if writeback:
@@ -98,7 +97,7 @@ def load_full_state(module: nn.Module, runtime: Runtime, state: Mapping[str, Any
         if name not in names and name not in buffers:
             raise EngineError(f"load_state_dict: unknown {name}{nearest(name, names)}")
     values = {names[name]: value for name, value in state.items() if name in names}
-    shards = [buffer.shard for unit in runtime.units.values() for buffer in unit.buffers]
+    shards = [buffer.shard for buffer in runtime.buffers]
     # Everything is checked before anything is written, on every rank.
     full = {
         param.name: _checked(values, param.name, param.shape)
@@ -132,7 +131,7 @@ def update_shards(runtime: Runtime, flat: Tensor) -> None:
     Raises:
         EngineError: If `flat` has another length.
     """
-    masters = [buffer.shard.master for unit in runtime.units.values() for buffer in unit.buffers]
+    masters = [buffer.shard.master for buffer in runtime.buffers]
     numel = sum(master.numel() for master in masters)
     if not isinstance(flat, Tensor):
         raise EngineError(f"update_shards: expected a 1-D tensor, got a {type(flat).__name__}")

@@ -1,1 +1,1 @@
-"""What a configuration will need, before it runs."""
+"""Estimates and predictions of a configuration before it runs."""

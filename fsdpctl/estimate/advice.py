@@ -1,4 +1,4 @@
-"""What to change where a run does not fit, and what that costs."""
+"""Changes with which a run fits, and their cost."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -18,9 +18,9 @@ _CHUNK = 1024  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something to change, and what it costs."""
+    """Changed settings, and their cost."""
 
-    words: tuple[str, ...]  # as they are typed
+    words: tuple[str, ...]  # the settings
     cost: str
     config: Config  # with it
 
@@ -28,15 +28,15 @@ class Change:
 def advice(
     estimator: Estimator, config: Config, *, more_ranks: bool = True
 ) -> list[tuple[Change, RunEstimate]]:
-    """The cheapest changes that make a resolved configuration fit, cheapest first; at most three.
+    """Return up to three changes that make a resolved configuration fit, cheapest first.
 
-    The order is by what they cost: nothing, a little time, communication, computation, more ranks
-    (unless these cannot be had).
+    They cost nothing, a little time, communication, computation, or (with `more_ranks`) more ranks,
+    in this order.
     """
     found: list[tuple[Change, RunEstimate]] = []
     for change in _changes(config, more_ranks=more_ranks):
         if any(set(cheaper.words) <= set(change.words) for cheaper, _ in found):
-            continue  # more than is needed
+            continue  # it includes a change that suffices
         try:
             estimate = estimator.estimate(change.config)
         except UsageError:
@@ -53,7 +53,7 @@ def _adds_ranks(change: Change) -> bool:
 
 
 def _changes(config: Config, *, more_ranks: bool) -> Iterator[Change]:
-    """Single changes, cheapest first; then more and more together; then more machines."""
+    """Yield single changes, cheapest first, then more and more of them, then more nodes."""
     for make in (
         _expandable,
         _chunked,
@@ -96,7 +96,7 @@ def _changes(config: Config, *, more_ranks: bool) -> Iterator[Change]:
 
 
 def _without(parts: Iterable[Change], later: Change) -> Iterator[Change]:
-    """What is left of `parts` once `later` gives some of their keys another value."""
+    """Yield `parts` without the keys that `later` sets."""
     for part in parts:
         words = tuple(word for word in part.words if not _same_key(word, later.words))
         if words:
@@ -126,7 +126,7 @@ def _reduced_every_time(config: Config) -> Iterator[Change]:
     passes = batches_of(config).num_micro_batches
     if config.accumulation.name == "last" and passes > 1:
         accumulation = replace(config.accumulation, name="every")
-        cost = f"gradients are reduced {passes} times a step instead of once"
+        cost = f"gradients are reduced {passes} times per step instead of once"
         yield Change(("accumulation=every",), cost, replace(config, accumulation=accumulation))
 
 
@@ -136,7 +136,7 @@ def _shared_out(config: Config) -> Iterator[Change]:
     if row is None or config.engine.name != "fsdpctl" or given.dp_shard_size == world_size(config):
         return
     changed = resolved_strategy(config, replace(given, name=row.name))
-    cost = "copies share gradients and states out, and send each other the new values"
+    cost = "replicas shard gradients and optimizer states, and exchange updated parameters"
     yield Change((f"strategy={row.name}",), cost, replace(config, strategy=changed))
 
 
@@ -150,23 +150,25 @@ def _fully_sharded(config: Config) -> Iterator[Change]:
     if config.engine.name == "ddp":
         words += ("engine=fsdpctl",)
         changed = replace(changed, engine=replace(config.engine, name="fsdpctl"))
-    cost = "every rank shares one copy, and gathers each unit in forward and again in backward"
+    cost = "all ranks share one replica; each unit is gathered in forward and again in backward"
     yield Change(words, cost, changed)
 
 
 def _recomputed_in_part(config: Config) -> Iterator[Change]:
     if config.activation_checkpointing.name == "none":
-        yield _checkpointed(config, "selective", "every second matrix product is computed again")
+        yield _checkpointed(config, "selective", "every second matrix product is recomputed")
 
 
 def _recomputed(config: Config) -> Iterator[Change]:
     if config.activation_checkpointing.name != "full":
-        yield _checkpointed(config, "full", "a third more computation: blocks run forward twice")
+        yield _checkpointed(
+            config, "full", "a third more computation: the forward of blocks runs twice"
+        )
 
 
 def _checkpointed(config: Config, mode: str, cost: str) -> Change:
-    chosen = ActivationCheckpointingConfig(mode)
-    changed = replace(config, activation_checkpointing=chosen)
+    selected = ActivationCheckpointingConfig(mode)
+    changed = replace(config, activation_checkpointing=selected)
     return Change((f"activation_checkpointing={mode}",), cost, changed)
 
 
@@ -189,19 +191,19 @@ def _with_micro_batch(config: Config, size: int) -> Change:
         accumulation=replace(config.accumulation, steps=None),
     )
     before, after = batches_of(config).num_micro_batches, batches_of(changed).num_micro_batches
-    cost = f"{after} smaller passes a step instead of {before}"
+    cost = f"{after} smaller micro-batches per step instead of {before}"
     return Change((f"train.micro_batch_size={size}", *_steps_as_needed(config)), cost, changed)
 
 
 def _steps_as_needed(config: Config) -> tuple[str, ...]:
-    """What must be typed where the number of passes was."""
+    """Return the setting that resets the number of passes, if it was set."""
     return () if config.accumulation.steps is None else ("accumulation.steps=auto",)
 
 
 def _computed_in_bf16(config: Config) -> Iterator[Change]:
     if config.precision.param_dtype == "float32":
         precision = replace(config.precision, param_dtype="bfloat16")
-        words, cost = ("precision.param_dtype=bfloat16",), "computation in bfloat16"
+        words, cost = ("precision.param_dtype=bfloat16",), "compute in bfloat16"
         yield Change(words, cost, replace(config, precision=precision))
 
 

@@ -1,4 +1,4 @@
-"""From a configuration to what its fullest rank holds: observed, planned, and played."""
+"""Estimates the memory of a configuration: it is traced, planned and replayed."""
 
 from collections import OrderedDict
 from dataclasses import replace
@@ -25,24 +25,24 @@ from fsdpctl.resolve.machine import (
     world_size,
 )
 
-_MOST_TRACED = 64  # models that a process keeps
+_MOST_TRACED = 64  # models that are kept
 _traced: OrderedDict[tuple[object, ...], TracedModel] = OrderedDict()
 
 
 class Estimator:
-    """Estimates configurations. A process traces each model once, for all its estimators."""
+    """Estimates configurations; each model is traced once per process."""
 
     def estimate(self, config: Config) -> RunEstimate:
-        """The estimate for a resolved configuration.
+        """Estimate a resolved configuration.
 
         Raises:
-            UsageError: it cannot work.
+            UsageError: If it is not valid.
         """
         traced = self.traced_model(config)
         if config.engine.name != OURS and traced.num_trained < traced.num_params:
             raise UsageError(
-                f"engine={config.engine.name}: is estimated for models that are trained whole, "
-                "without model.lora and model.trainable"
+                f"engine={config.engine.name}: model.lora and model.trainable are not supported in "
+                "estimates"
             )
         batches = batches_of(config)
         micro = batches.micro_batch_size
@@ -64,7 +64,7 @@ class Estimator:
         return RunEstimate(config, batches, traced.num_params, traced.num_trained, place.rank, step)
 
     def traced_model(self, config: Config) -> TracedModel:
-        """The model of a resolved configuration, to be observed."""
+        """Return the traced model of a resolved configuration."""
         alike = (
             config.model,
             config.precision.param_dtype,
@@ -81,7 +81,7 @@ class Estimator:
 
 
 def batches_of(config: Config) -> BatchPlan:
-    """Of a step; a global batch smaller than the ranks is taken as a sample for each."""
+    """Return the batches of a step, with at least one sample per rank."""
     train, ranks = config.train, world_size(config)
     return plan_batches(
         max(train.global_batch_size, ranks),
@@ -92,12 +92,12 @@ def batches_of(config: Config) -> BatchPlan:
 
 
 def estimate_strategies(estimator: Estimator, config: Config, *, every: bool) -> list[RunEstimate]:
-    """The estimate for the strategy of `config`, or with `every` for all that its engine has.
+    """Estimate the strategy of `config`, or with `every` all that its engine supports.
 
-    Values that a strategy has no use for are left out under it.
+    Settings that are not valid with a strategy are dropped.
 
     Raises:
-        UsageError: the configuration cannot work.
+        UsageError: If the configuration is not valid.
     """
     placed = placed_for_estimate(config)
     given = map(config.strategy.under, STRATEGIES) if every else [config.strategy]
@@ -109,10 +109,10 @@ def estimate_strategies(estimator: Estimator, config: Config, *, every: bool) ->
 
 
 def placed_for_estimate(config: Config) -> Config:
-    """`config` on its cluster, with the vocabulary of its data where it names none.
+    """Return `config` on its cluster, with the vocabulary of its data if it sets none.
 
     Raises:
-        UsageError: the configuration cannot work.
+        UsageError: If the configuration is not valid.
     """
     check_length(config)
     placed = with_batch_size(placed_on_cluster(config))

@@ -1,4 +1,4 @@
-"""What a configuration computes on and sends over: its cluster's figures, or its profile's."""
+"""The device and the network of a configuration, by its cluster's specs or its profile."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -13,16 +13,16 @@ from fsdpctl.predict.profile import MeasuredDevice, MeasuredNetwork, Profile, re
 from fsdpctl.resolve.attention import assumed_of
 
 _TERA, _GIGA = 1e12, 1e9
-_PER_STEP = 0.015  # seconds: loading, hooks and what the host waits for
-_USUAL = "hopper"  # of GPUs whose generation is not known
-_FP32_SHARE = 1 / 16  # of bf16's arithmetic, where nothing else is said
+_PER_STEP = 0.015  # seconds: data loading, hooks, and waits of the host
+_USUAL = "hopper"  # the assumed generation of unknown GPUs
+_FP32_SHARE = 1 / 16  # of the bf16 FLOP/s, unless cluster.flops_fp32 is set
 
 
 def device_of(config: Config) -> Device:
-    """What a placed configuration computes on.
+    """Return the device of a placed configuration.
 
     Raises:
-        UsageError: too little is known of it.
+        UsageError: If its specs are incomplete.
     """
     cluster = config.cluster
     if cluster.profile is not None:
@@ -55,10 +55,10 @@ def _attention(config: Config) -> Mapping[str, float]:
 
 
 def network_of(config: Config) -> Network:
-    """What its ranks send over.
+    """Return the network of a placed configuration.
 
     Raises:
-        UsageError: too little is known of it.
+        UsageError: If its specs are incomplete.
     """
     cluster, launch = config.cluster, config.launch
     inter = None if cluster.inter_bandwidth is None else cluster.inter_bandwidth * _GIGA
@@ -76,17 +76,17 @@ def network_of(config: Config) -> Network:
 
 
 def _check_profile(config: Config, profile: Profile) -> None:
-    """See that it was measured as this will compute."""
+    """Check that the profile is for the device and the dtype of the configuration."""
     device, dtype = "cuda" if profile.is_cuda else "cpu", config.precision.param_dtype
     if device != config.launch.device:
         raise UsageError(
-            f"cluster.profile={config.cluster.profile}: was measured on {device}; this computes on "
-            f"{config.launch.device} (launch.device={device} says so)"
+            f"cluster.profile={config.cluster.profile}: expected a profile of "
+            f"{config.launch.device}, got one of {device}; set launch.device={device} to use it"
         )
     if profile.dtype != dtype:
         raise UsageError(
-            f"cluster.profile={config.cluster.profile}: was measured in {profile.dtype}; this "
-            f"computes in {dtype} (precision.param_dtype={profile.dtype})"
+            f"cluster.profile={config.cluster.profile}: expected a profile in {dtype}, got one in "
+            f"{profile.dtype}; set precision.param_dtype={profile.dtype} to use it"
         )
 
 
@@ -102,6 +102,6 @@ def _measured(path: str) -> MeasuredDevice:
 
 def _unknown(config: Config, missing: str) -> UsageError:
     return UsageError(
-        f"cluster={config.cluster.name}: {missing} are not known; name another cluster, give them, "
-        "or measure this machine with profile-device FILE and give cluster.profile=FILE"
+        f"cluster={config.cluster.name}: {missing} required; set them or another cluster=, or "
+        "measure this machine with `fsdpctl profile-device FILE` and set cluster.profile=FILE"
     )

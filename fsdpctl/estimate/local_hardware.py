@@ -7,21 +7,11 @@ import torch
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.files import package_folder
+from fsdpctl.config.gpus import known_gpu
 from fsdpctl.config.placement import ClusterConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.resolve.machine import LOCAL
 
-# Prefixes of the names that torch has for devices -> the cluster with their specs.
-_CLUSTERS = (
-    ("NVIDIA A100-SXM4-40GB", "a100_40"),
-    ("NVIDIA A100", "a100_80"),
-    ("NVIDIA H100", "h100"),
-    ("NVIDIA H200", "h200"),
-    ("NVIDIA B200", "b200"),
-    ("NVIDIA L40S", "l40s"),
-    ("NVIDIA GeForce RTX 4090", "rtx4090"),
-    ("NVIDIA GeForce RTX 5090", "rtx5090"),
-)
 _ANY_GPU = "h100"
 _SPECS = (
     "flops",
@@ -84,7 +74,8 @@ def _of_this_gpu() -> tuple[ClusterConfig, str]:
 
 def cluster_of_device(name: str) -> str | None:
     """Return the cluster whose nodes have the device that torch calls `name`; None if unknown."""
-    return next((cluster for begins, cluster in _CLUSTERS if name.startswith(begins)), None)
+    gpu = known_gpu(name)
+    return None if gpu is None else gpu.cluster
 
 
 @cache

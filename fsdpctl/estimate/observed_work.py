@@ -1,4 +1,4 @@
-"""What an operator that was observed on tensors without memory asks of a device."""
+"""The work of operators that were traced on the meta device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ _FORWARDS = {
     _aten._scaled_dot_product_efficient_attention.default: 6,
     _aten._scaled_dot_product_cudnn_attention.default: 6,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: 4,
-}  # with where each is told whether it is causal
+}  # with the position of each one's `is_causal`
 _BACKWARDS = {
     _aten._scaled_dot_product_flash_attention_backward.default: 11,
     _aten._scaled_dot_product_efficient_attention_backward.default: 11,
@@ -25,11 +25,11 @@ _BACKWARDS = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 7,
 }
 _FREE = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.detach.default}
-_OF_A_FORWARD, _OF_A_BACKWARD = 2, 5  # matrix products of a length by a length
+_OF_A_FORWARD, _OF_A_BACKWARD = 2, 5  # matrix products of length by length
 
 
 def work_of(func: Any, args: Sequence[Any], kwargs: Any, result: object) -> Work | None:
-    """None where nothing is computed: `result` is a window into an argument, or only memory."""
+    """Return an operator's work, or None if `result` is a view of an argument, or only memory."""
     made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
     if func in _FREE or not made:
         return None
@@ -80,7 +80,7 @@ def _attention(func: Any, query: Tensor, key: Tensor, is_causal: bool, products:
 
 
 def _documents(func: Any, is_backward: bool, args: Sequence[Any]) -> Work:
-    """Documents one after another in a row: as if there were as few as offsets say, alike long."""
+    """Return the work on packed documents: as many as there are offsets, of equal length."""
     query, key, offsets, window = (
         (args[1], args[2], args[6], args[13])
         if is_backward
@@ -97,7 +97,7 @@ def _documents(func: Any, is_backward: bool, args: Sequence[Any]) -> Work:
 
 
 def _seen(length: int, window: Sequence[int] | None) -> int:
-    """Tokens that each one sees on average: all before it, or those in its window."""
+    """Return the tokens that each one attends to on average: all before it, or a window."""
     most = window[0] + 1 if window and window[0] >= 0 else length
     most = min(most, length)
     return max(1, round(most - most * most / (2 * length)))

@@ -1,6 +1,6 @@
-"""Which operators a device would use, and what their kernels take for themselves.
+"""The operators that a device would run, and the workspaces of their kernels.
 
-Tensors without memory have no device, so where torch chooses by device the choice is made here.
+Meta tensors have no device, so if torch selects an operator by device, it is selected here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,8 +32,8 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-class _Asked(NamedTuple):
-    """The rest of what attention is asked for, as torch names it."""
+class _Options(NamedTuple):
+    """The other arguments of attention, as torch names them."""
 
     attn_mask: Tensor | None = None
     dropout_p: float = 0.0
@@ -45,30 +45,30 @@ class _Asked(NamedTuple):
 def _cuda_attention(plain: Attention, kernel: str | None) -> Attention:
     """Dispatch as torch does on CUDA with `kernel` preferred; None: flash attention.
 
-    In float32, with a mask or with wide heads the memory-efficient kernel serves. It knows no heads
-    that share keys and values: with these torch computes plain products.
+    In float32, with a mask or with wide heads, torch uses the memory-efficient kernel. That does
+    not support heads that share keys and values, for which torch computes plain products.
     """
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        asked = _Asked(*args, **kwargs)
-        rest = (asked.dropout_p, asked.is_causal)
+        options = _Options(*args, **kwargs)
+        rest = (options.dropout_p, options.is_causal)
         in_two_bytes = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
         out: Tensor
-        if kernel not in (EFFICIENT, MATH) and asked.attn_mask is None and in_two_bytes:
+        if kernel not in (EFFICIENT, MATH) and options.attn_mask is None and in_two_bytes:
             if kernel == CUDNN:
                 out = _aten._scaled_dot_product_cudnn_attention(
-                    query, key, value, None, query.requires_grad, *rest, scale=asked.scale
+                    query, key, value, None, query.requires_grad, *rest, scale=options.scale
                 )[0]
                 return out
             out = _aten._scaled_dot_product_flash_attention(
-                query, key, value, *rest, scale=asked.scale
+                query, key, value, *rest, scale=options.scale
             )[0]
             return out
         if kernel == MATH or query.shape[1] != key.shape[1]:
             return plain(query, key, value, *args, **kwargs)
-        bias = None if asked.attn_mask is None else _as_bias(asked.attn_mask, query)
+        bias = None if options.attn_mask is None else _as_bias(options.attn_mask, query)
         out = _aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, query.requires_grad, *rest, scale=asked.scale
+            query, key, value, bias, query.requires_grad, *rest, scale=options.scale
         )[0]
         return out
 
@@ -87,43 +87,43 @@ def _cpu_attention(plain: Attention, kernel: str | None) -> Attention:
     """Dispatch as torch does for CPU tensors of the same shapes."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        asked = _Asked(*args, **kwargs)
-        if kernel == MATH or not _uses_flash_on_cpu(query, key, value, asked):
+        options = _Options(*args, **kwargs)
+        if kernel == MATH or not _uses_flash_on_cpu(query, key, value, options):
             return plain(query, key, value, *args, **kwargs)
-        bias = None if asked.attn_mask is None else _as_bias(asked.attn_mask, query)
-        rest = (asked.dropout_p, asked.is_causal)
+        bias = None if options.attn_mask is None else _as_bias(options.attn_mask, query)
+        rest = (options.dropout_p, options.is_causal)
         out: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, *rest, attn_mask=bias, scale=asked.scale
+            query, key, value, *rest, attn_mask=bias, scale=options.scale
         )[0]
         return out
 
     return attention
 
 
-def _uses_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, asked: _Asked) -> bool:
+def _uses_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, options: _Options) -> bool:
     with _disable_current_modes():
         chosen = torch._fused_sdp_choice(
             _on_cpu(query),
             _on_cpu(key),
             _on_cpu(value),
-            None if asked.attn_mask is None else _on_cpu(asked.attn_mask),
-            asked.dropout_p,
-            asked.is_causal,
-            scale=asked.scale,
-            enable_gqa=asked.enable_gqa,
+            None if options.attn_mask is None else _on_cpu(options.attn_mask),
+            options.dropout_p,
+            options.is_causal,
+            scale=options.scale,
+            enable_gqa=options.enable_gqa,
         )
     return int(chosen) == _FLASH
 
 
 def _on_cpu(like: Tensor) -> Tensor:
-    """A CPU tensor of that shape, in almost no memory."""
+    """Return a CPU tensor of that shape, in almost no memory."""
     *others, last = like.shape
     row = torch.empty(last, dtype=like.dtype, device="cpu", requires_grad=like.requires_grad)
     return row.expand(*others, last)
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """What the CUDA kernel saves: its input, and a float32 number a row."""
+    """The tensors that the CUDA kernel saves: its input, and a float32 number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def _cuda_rms_norm(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """One kernel, where torch has it."""
+    """Use one kernel, if torch does."""
 
     def rms_norm(
         x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
@@ -153,10 +153,10 @@ def _cuda_rms_norm(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @contextmanager
 def operators_of(device: str, kernel: str | None) -> Iterator[None]:
-    """Inside, tensors on the meta device are computed with as on `device`, attention in `kernel`.
+    """Run meta tensors as on `device` inside, with attention in `kernel`.
 
-    Functions are replaced, because a mode would not be active where checkpointed parts are computed
-    again in backward.
+    Functions are replaced, because a mode would not be active while checkpointed parts are
+    recomputed in backward.
     """
     attention, rms_norm = F.scaled_dot_product_attention, F.rms_norm
     try:
@@ -173,13 +173,13 @@ def operators_of(device: str, kernel: str | None) -> Iterator[None]:
 
 
 def cuda_workspace(op: Any, inputs: Sequence[Any], kernel: str | None) -> int:
-    """Bytes that a CUDA kernel has at once while it runs, besides its results.
+    """Return the bytes of a CUDA kernel's workspace, besides its results.
 
-    Of attention's backward: the softmax's sums, the query's gradient in float32, and where heads
-    share keys and values, their gradients: in FlashAttention 2 per query head, in later ones in
-    float32. cuDNN reports its workspace only when it plans; it is taken for that of
-    FlashAttention 3. Of the embedding's backward for more than a few tokens
-    (EmbeddingBackwardKernel.cu): what sorts them, and partial sums.
+    Attention's backward has the sums of the softmax, the query's gradient in float32, and if heads
+    share keys and values, their gradients: per query head in FlashAttention 2, in float32 in later
+    versions. cuDNN reports its workspace only when it plans; that of FlashAttention 3 is assumed.
+    The embedding's backward for more than a few tokens (EmbeddingBackwardKernel.cu) has buffers to
+    sort them, and partial sums.
     """
     if op in _BACKWARDS_OF_ROWS:
         query, key = inputs[1], inputs[2]
@@ -207,25 +207,25 @@ def cuda_workspace(op: Any, inputs: Sequence[Any], kernel: str | None) -> int:
 
 
 def _shared(query: Tensor, key: Tensor, heads: int, is_later: bool) -> int:
-    """Bytes for each element of a shared key, and of its value, in all heads."""
+    """Return the bytes per element of a shared key, or of its value, in all heads."""
     if is_later:
         return 4 * int(key.shape[heads])
     return query.itemsize * int(query.shape[heads])
 
 
 def _flash_workspace(query: Tensor, rows: int, width: int, shared: int) -> int:
-    """Of so many rows of all heads, and `shared` bytes of a column of keys, and of values."""
+    """Return the bytes for rows of all heads, and `shared` bytes per column of keys and values."""
     columns = _round_up(width, 32 if width <= 128 else 64)
     return int(rows * 4 * (1 + columns) + 2 * shared * width)
 
 
 def _efficient_workspace(query: Tensor) -> int:
-    """In float32 a product that is summed by rows; in two bytes the query's gradient in float32."""
+    """Return the bytes of a product that is summed by rows, or the query's float32 gradient."""
     return 4 * (query.numel() + query.numel() // query.shape[-1])
 
 
 def cpu_nbytes(op: Any, inputs: Sequence[Any], made: Tensor) -> int:
-    """Bytes of a result on the CPU, where a normalisation's statistics have its input's dtype."""
+    """Return the bytes of a result on the CPU; statistics of a norm have its input's dtype."""
     nbytes: int = made.untyped_storage().nbytes()
     if op is _aten.native_layer_norm.default and made.dtype != inputs[0].dtype:
         nbytes = nbytes * int(inputs[0].dtype.itemsize) // made.dtype.itemsize

@@ -1,4 +1,4 @@
-"""`fsdpctl.estimate_memory`: a module of your own, estimated before there is a device for it."""
+"""`fsdpctl.estimate_memory`: the memory of your own module, without a device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,20 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.config.sizes import parse_bytes
-from fsdpctl.engine.build import Division, divide_module
+from fsdpctl.config.keys import parse_bytes
+from fsdpctl.engine.build import divide_module
 from fsdpctl.engine.describe import dtype_name
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import Sharding
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.estimate.engines import fullest_rank, steps_of
-from fsdpctl.estimate.run_plan import REPEATING
+from fsdpctl.estimate.run_plan import REPEATING, lay_out_model, reducing_passes
 from fsdpctl.estimate.traced import TracedModule
 from fsdpctl.plan.engines import ENGINES
 from fsdpctl.plan.sizes import Itemsizes, RankPlace
-from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy, ranks_per_copy
-from fsdpctl.plan.transport import Transport
-from fsdpctl.plan.units import UnitSpec, lay_out
+from fsdpctl.plan.strategy import Strategy, get_strategy, ranks_per_copy
+from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.engine_bytes import TrainingPlan
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.step_estimate import ALLOCATORS, StepEstimate, estimate_steps
@@ -36,12 +35,12 @@ _CHOICES = {
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """How a module is trained that `estimate_memory` looks at."""
+    """The assumed training settings of `estimate_memory`."""
 
     device: str = "cuda"  # or cpu
     engine: str = "fsdpctl"  # or fsdp2, ddp
     allocator: str = "expandable"  # or native: of CUDA's memory
-    activation_checkpointing: str = "none"  # or selective, full: done to each block
+    activation_checkpointing: str = "none"  # or selective, full; of each block
     num_micro_batches: int = 1  # of a step
     reduce: str = "every"  # or last: in which micro-batches gradients are reduced
     fused_optimizer: bool = True  # fsdp2: AdamW in one kernel
@@ -49,7 +48,7 @@ class Assumed:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """What the fullest rank holds at most, in bytes."""
+    """The peak memory of the fullest rank, in bytes."""
 
     num_params: int
     rank: int
@@ -57,36 +56,36 @@ class MemoryEstimate:
 
     @property
     def peak_allocated(self) -> int:
-        """In tensors."""
+        """The bytes of all tensors."""
         return self.step.allocated
 
     @property
     def peak_reserved(self) -> int:
-        """By the caching allocator; on the CPU the same."""
+        """The bytes that the caching allocator reserves; on the CPU, those of all tensors."""
         return self.step.peak_reserved
 
     @property
     def breakdown(self) -> dict[str, int]:
-        """Of what is allocated, by category."""
+        """The allocated bytes by category."""
         return self.step.breakdown
 
     @property
     def when(self) -> str:
-        """In words, when that is."""
+        """The moment of the peak, as text."""
         return str(self.step.peak.when)
 
     def verdict(self, available: int | str) -> str:
-        """`fits`, `thrashes` or `too_large` where the allocator may have `available` bytes.
+        """Return `fits`, `thrashes` or `too_large` for an allocator with `available` bytes.
 
-        A size may be typed, as "76GiB". What a process takes outside the allocator (a CUDA context,
-        NCCL) must be left out of it.
+        A size may be text, such as "76GiB". Memory outside the allocator (a CUDA context, NCCL)
+        must be subtracted first.
         """
         if isinstance(available, str):
             available = parse_bytes(available, "available")
         return self.step.verdict(available)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Return the estimate for JSON."""
         return {
             "num_parameters": self.num_params,
             "rank": self.rank,
@@ -103,21 +102,21 @@ def estimate_memory(
     sharding: str | Sharding = "full_shard",
     assumed: Assumed = Assumed(),
 ) -> MemoryEstimate:
-    """What each rank will hold when a module is trained with `ShardedAdamW`.
+    """Estimate the memory of each rank that trains a module with `ShardedAdamW`.
 
-    Neither a device nor a process group is needed, and no memory for the module.
+    This requires neither a device nor a process group, nor memory for the module.
 
     Args:
-        module_fn: makes the module; tensors made in it have no memory.
-        input_fn: makes what the module is called with in a micro-batch of one rank: a tensor, a
-            tuple of arguments, or a dict of named ones.
+        module_fn: makes the module; its tensors are on the meta device.
+        input_fn: makes the arguments of the module for a micro-batch of one rank: a tensor, a
+            tuple, or a dict of keyword arguments.
         world_size: the number of ranks.
-        loss_fn: from what the module returns to the loss; by default that itself, or its `loss`.
-        sharding: a strategy's name, or everything that `shard_model` takes, as a `Sharding`.
+        loss_fn: computes the loss from the module's result; by default that itself, or its `loss`.
+        sharding: a strategy's name, or all arguments of `shard_model` as a `Sharding`.
         assumed: device, engine, micro-batches, activation checkpointing.
 
     Raises:
-        UsageError: a name is unknown, or sizes do not fit the number of ranks.
+        UsageError: If a name is unknown, or sizes do not match the number of ranks.
     """
     _check(assumed, world_size)
     given = Sharding(sharding) if isinstance(sharding, str) else sharding
@@ -156,12 +155,12 @@ def _check(assumed: Assumed, world_size: int) -> None:
     counts = {"world_size": world_size, "num_micro_batches": assumed.num_micro_batches}
     for name, count in counts.items():
         if type(count) is not int or count < 1:
-            raise UsageError(f"{name}={count}: allowed is a whole number from 1")
+            raise UsageError(f"{name}={count}: expected a whole number of at least 1")
     for name, choices in _CHOICES.items():
         value = getattr(assumed, name)
         if value not in choices:
             known = ", ".join(choices)
-            raise UsageError(f"{name}={value}: allowed is {known}{nearest(str(value), choices)}")
+            raise UsageError(f"{name}={value}: expected {known}{nearest(str(value), choices)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +176,9 @@ class _Run:
             self._run(module)
         except RuntimeError as error:  # torch's, NotImplementedError too
             why = [*str(error).strip().splitlines(), repr(error)][0]
-            raise UsageError(f"the module cannot be run without memory: {why}") from error
+            raise UsageError(
+                f"estimate_memory: the module cannot run on the meta device: {why}"
+            ) from error
 
     def _run(self, module: nn.Module) -> None:
         given = _cast(self.input_fn(), self.dtype)
@@ -189,13 +190,13 @@ class _Run:
             output = self.loss_fn(output)
         loss = getattr(output, "loss", output)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise UsageError("estimate_memory: the module returns no loss; give loss_fn=")
+            raise UsageError("estimate_memory: the module does not return a loss; pass loss_fn=")
         del output
         loss.backward()
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """Floating inputs in the dtype that is computed in, as the engine hands them on."""
+    """Cast floating-point inputs to the compute dtype, as the engine does."""
     if isinstance(value, Tensor):
         return value.to(dtype) if dtype is not None and value.is_floating_point() else value
     if isinstance(value, dict):
@@ -204,11 +205,11 @@ def _cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _item_sizes(module: nn.Module, precision: Precision, engine: str) -> Itemsizes:
-    """PyTorch's engines keep parameters in the dtype that the module has."""
+    """Return the bytes per element; PyTorch's engines keep the dtype of the module."""
     dtypes = {param.dtype for param in module.parameters() if param.is_floating_point()}
     if len(dtypes) > 1:
         names = ", ".join(sorted(map(dtype_name, dtypes)))
-        raise UsageError(f"estimate_memory: parameters of one dtype are estimated, not of {names}")
+        raise UsageError(f"estimate_memory: expected parameters of one dtype, got {names}")
     (dtype,) = dtypes or {torch.float32}
     master = precision.dtype_of_master(dtype) if engine == "fsdpctl" else dtype
     return Itemsizes(
@@ -226,16 +227,12 @@ def _plan(
     world_size: int,
     assumed: Assumed,
 ) -> tuple[Strategy, TrainingPlan, RankPlace]:
-    """The strategy that is asked for, and the plan of what runs."""
+    """Return the requested strategy, the plan of the effective one, and a rank's position."""
     strategy = given.strategy if isinstance(given.strategy, Strategy) else None
     strategy = strategy or get_strategy(str(given.strategy))
     size = ranks_per_copy(strategy, world_size, given.dp_shard_size)
-    row, parts = effective_strategy(strategy, size, world_size)
-    owner_map = given.owner_map if row.has_owner_map else "even"
-    shares = row.shares(world_size // parts)
-    division = Division(units, lay_out(units, parts, owner_map, shares=shares))
-    shown = min(assumed.num_micro_batches, REPEATING)
-    reduces = (*[assumed.reduce == "every"] * (shown - 1), True)
-    plan = TrainingPlan(division.order, division.layouts, row, sizes, given.prefetch, reduces)
-    transport = Transport.NCCL if assumed.device == "cuda" else Transport.GLOO
-    return strategy, plan, RankPlace(0, parts, world_size // parts, transport)
+    layout = lay_out_model(units, strategy, world_size, size, given.owner_map)
+    passes = min(assumed.num_micro_batches, REPEATING)
+    reduces = reducing_passes(passes, every=assumed.reduce == "every")
+    plan = layout.plan(sizes, given.prefetch, reduces)
+    return strategy, plan, layout.place(assumed.device)

@@ -1,4 +1,4 @@
-"""What the fullest rank of a run holds, and whether that fits."""
+"""The memory of the fullest rank of a run, and whether it fits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,24 +14,24 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bytes that are not known exactly."""
+    """Bytes that are only known approximately."""
 
     low: int
     high: int
 
 
-# Assumed, not computed: of a process that uses the device, and of each communicator.
+# Assumed, not computed: a process that uses the device, and each communicator.
 _CONTEXT = {
     "cuda": Range(int(0.4 * _GIB), int(0.7 * _GIB)),
     "cpu": Range(int(0.25 * _GIB), int(0.5 * _GIB)),
 }
 _COMMUNICATOR = Range(int(0.05 * _GIB), int(0.6 * _GIB))
-_HOST = {"cuda": 3 * _GIB, "cpu": _GIB // 2}  # of a worker, without what it trains
+_HOST = {"cuda": 3 * _GIB, "cpu": _GIB // 2}  # of a worker, without its model
 
 
 @dataclass(frozen=True, slots=True)
 class RunEstimate:
-    """What the fullest rank holds."""
+    """The memory of the fullest rank."""
 
     config: Config  # resolved
     batches: BatchPlan
@@ -42,23 +42,23 @@ class RunEstimate:
 
     @property
     def allocated(self) -> int:
-        """In tensors, at the peak."""
+        """The bytes of all tensors at the peak."""
         return self.step.allocated
 
     @property
     def peak_reserved(self) -> int:
-        """With the allocator that the run uses."""
+        """The peak bytes that the run's allocator reserves."""
         return self.step.peak_reserved
 
     @property
     def memory_bytes(self) -> int:
-        """What a rank may use."""
+        """The bytes that a rank may use."""
         assert self.config.cluster.memory is not None
         return int(self.config.cluster.memory * _GIB)
 
     @property
     def outside(self) -> Range:
-        """What is taken outside the allocator: the device's context, and communicators."""
+        """The bytes outside the allocator: the device's context, and communicators."""
         context = _CONTEXT[str(self.config.launch.device)]
         count = 0
         if self.config.launch.device == "cuda" and world_size(self.config) > 1:
@@ -70,24 +70,24 @@ class RunEstimate:
 
     @property
     def available(self) -> int:
-        """What is surely left for the allocator."""
+        """The bytes that are left for the allocator in any case."""
         return self.memory_bytes - self.outside.high
 
     @property
     def margin(self) -> int:
-        """What is left of that; below 0: what is missing."""
+        """The bytes that are left of those; negative: that are missing."""
         return self.available - self.peak_reserved
 
     @property
     def verdict(self) -> str:
-        """Whether that is enough; see `StepEstimate`."""
+        """The verdict; see `StepEstimate.verdict`."""
         return self.step.verdict(self.available)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of a checkpoint on the disk, without its manifest: masters and moments.
+        """The bytes of a checkpoint without its manifest: master weights and moments.
 
-        What is frozen and was read is left to what it was read from.
+        Frozen parameters of a pretrained model are not saved.
         """
         sizes, frozen = item_sizes(self.config), self.num_params - self.num_trained
         saved = 0 if self.config.model.is_pretrained else frozen * sizes.param
@@ -95,14 +95,14 @@ class RunEstimate:
 
     @property
     def host_bytes(self) -> int:
-        """Memory of a worker on its machine, about; with the copy that a checkpoint is made of."""
+        """The approximate host memory of a worker, with the copy that a checkpoint is made of."""
         base = _HOST[str(self.config.launch.device)]
         if self.config.checkpoint.mode != "async":
             return base
         return base + self.checkpoint_bytes // world_size(self.config)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `estimate-memory --json` prints."""
+        """Return the output of `estimate-memory --json`."""
         config, outside = self.config, self.outside
         return {
             "strategy": config.strategy.name,
@@ -127,5 +127,5 @@ class RunEstimate:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all ranks."""
+        """The tokens per step of all ranks."""
         return self.batches.global_batch_size * self.config.train.seq_len

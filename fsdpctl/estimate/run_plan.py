@@ -1,4 +1,4 @@
-"""From a configuration to the memory that the engine will take on its fullest rank."""
+"""The training plan of a configuration."""
 
 from dataclasses import dataclass
 
@@ -6,6 +6,7 @@ from torch import nn
 
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import Division, divide_module
+from fsdpctl.plan.owners import OwnerMap
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import DTYPE_BYTES, Itemsizes, RankPlace
 from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy
@@ -20,36 +21,68 @@ from fsdpctl.predict.engine_bytes import (
 )
 from fsdpctl.resolve.machine import world_size
 
-REPEATING = 3  # micro-steps after which another one needs nothing new
+REPEATING = 3  # micro-steps; another one needs no more memory
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedLayout:
-    """How a model lies on the ranks under the strategy that runs."""
+    """A model's layout on the ranks under the effective strategy."""
 
     division: Division
     strategy: Strategy
     ranks_per_copy: int
+    num_replicas: int
+
+    def plan(
+        self,
+        sizes: Itemsizes,
+        prefetch: Prefetch,
+        reduces: tuple[bool, ...],
+        states: KeptStates = ADAMW,
+    ) -> TrainingPlan:
+        """Return the training plan; `reduces` as in `TrainingPlan`."""
+        order, layouts = self.division.order, self.division.layouts
+        return TrainingPlan(order, layouts, self.strategy, sizes, prefetch, reduces, states)
+
+    def place(self, device: str) -> RankPlace:
+        """Return the position of the first rank."""
+        transport = Transport.NCCL if device == "cuda" else Transport.GLOO
+        return RankPlace(0, self.ranks_per_copy, self.num_replicas, transport)
+
+
+def lay_out_model(
+    units: tuple[UnitSpec, ...],
+    strategy: Strategy,
+    ranks: int,
+    copy_size: int,
+    owner_map: str | OwnerMap,
+) -> ShardedLayout:
+    """Lay out a model under a strategy with `copy_size` ranks per replica."""
+    effective, parts = effective_strategy(strategy, copy_size, ranks)
+    owner_map = owner_map if effective.has_owner_map else "even"
+    layouts = lay_out(units, parts, owner_map, shares=effective.shares(ranks // parts))
+    return ShardedLayout(Division(units, layouts), effective, parts, ranks // parts)
 
 
 def divide(config: Config, units: tuple[UnitSpec, ...]) -> ShardedLayout:
-    """Cut the units of a model as the resolved `config` says."""
-    ranks = world_size(config)
-    size = config.strategy.dp_shard_size or ranks
-    strategy, parts = effective_strategy(get_strategy(config.strategy.name), size, ranks)
-    owner_map = config.strategy.owner_map if strategy.has_owner_map else "even"
-    shares = strategy.shares(ranks // parts)
-    layouts = lay_out(units, parts, owner_map, shares=shares)
-    return ShardedLayout(Division(units, layouts), strategy, parts)
+    """Lay out the units of a model for a resolved configuration."""
+    given, ranks = config.strategy, world_size(config)
+    size = given.dp_shard_size or ranks
+    return lay_out_model(units, get_strategy(given.name), ranks, size, given.owner_map)
+
+
+def reducing_passes(count: int, *, every: bool) -> tuple[bool, ...]:
+    """Return whether each pass of a step reduces gradients: every one, or only the last."""
+    return (*[every] * (count - 1), True)
 
 
 def item_sizes(config: Config) -> Itemsizes:
-    """Bytes of one element, for a configuration that is placed."""
+    """Return the bytes per element, for a placed configuration."""
     return Itemsizes(*(DTYPE_BYTES[str(name)] for name in config.precision.dtypes))
 
 
 def kept_states(config: Config) -> KeptStates:
-    """What the optimizer keeps."""
+    """Return the optimizer states."""
     if config.optimizer.name == "sgd":
         return KeptStates(moments=int(config.optimizer.momentum > 0), counter=0)
     return ADAMW
@@ -58,23 +91,18 @@ def kept_states(config: Config) -> KeptStates:
 def plan_run(
     config: Config, units: tuple[UnitSpec, ...], num_micro_batches: int
 ) -> tuple[TrainingPlan, RankPlace]:
-    """What a resolved configuration asks of the engine, and where its first rank stands."""
-    cut = divide(config, units)
-    shown = min(num_micro_batches, REPEATING)
-    plan = TrainingPlan(
-        cut.division.order,
-        cut.division.layouts,
-        cut.strategy,
+    """Return the plan of a resolved configuration, and the position of its first rank."""
+    layout = divide(config, units)
+    shown, every = min(num_micro_batches, REPEATING), config.accumulation.name == "every"
+    plan = layout.plan(
         item_sizes(config),
         Prefetch(config.prefetch.forward, config.prefetch.backward),
-        (*[config.accumulation.name == "every"] * (shown - 1), True),
+        reducing_passes(shown, every=every),
         kept_states(config),
     )
-    transport = Transport.NCCL if config.launch.device == "cuda" else Transport.GLOO
-    size = cut.ranks_per_copy
-    return plan, RankPlace(0, size, world_size(config) // size, transport)
+    return plan, layout.place(str(config.launch.device))
 
 
 def estimate_run(config: Config, module: nn.Module, num_micro_batches: int) -> Estimate:
-    """The most that the fullest rank holds, for a resolved configuration."""
+    """Return the engine's memory on the fullest rank, for a resolved configuration."""
     return estimate(*plan_run(config, divide_module(module, None), num_micro_batches))

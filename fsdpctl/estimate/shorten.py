@@ -1,4 +1,4 @@
-"""Takes away blocks of a module that are like their neighbours: few stand for all."""
+"""Removes blocks of a module that are like their neighbors: few represent all."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -12,11 +12,11 @@ _NUMBERS_A_LAYER = frozenset({"layer_idx", "layer_id", "layer_index", "layer_num
 
 
 def shorten(module: nn.Module, units: Sequence[str]) -> list[Row]:
-    """Cut rows of alike blocks in `module` down; returns what stands for what.
+    """Shorten rows of like blocks in `module`, and return which blocks represent which.
 
     Args:
-        module: on the meta device; it is changed.
-        units: names of the blocks, in the order of their forward.
+        module: on the meta device; it is modified.
+        units: names of the blocks, in forward order.
     """
     rows: list[Row] = []
     for parent, names in groupby(units, key=lambda name: name.rpartition(".")[0]):
@@ -46,7 +46,7 @@ def _shorten_list(parent: str, siblings: nn.ModuleList) -> list[Row]:
 
 
 def _looks(block: nn.Module) -> object:
-    """What decides what a block allocates, as far as it can be seen; blocks share no parameters."""
+    """Return what determines the allocations of a block, which shares no parameters."""
     return [
         (
             name,

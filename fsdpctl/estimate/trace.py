@@ -1,4 +1,4 @@
-"""Observes what a pass through a module allocates, on tensors that have no memory."""
+"""Traces the allocations and operators of a pass through a module on the meta device."""
 
 import sys
 import weakref
@@ -32,7 +32,7 @@ from fsdpctl.predict.no_gc import without_gc
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down which storages come and go."""
+    """Records which storages are allocated and freed."""
 
     def __init__(self, device: str, kernel: str | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -45,7 +45,7 @@ class _Recorder(TorchDispatchMode):
         self._known: dict[int, tuple[int, Place, int]] = {}  # by storage: pass, place, number
         self._watches: dict[int, weakref.ref[Any]] = {}
         self._muted: set[int] = set()
-        self._doubts: set[int] = set()  # storages of what `any` found
+        self._doubts: set[int] = set()  # storages of results of `any`
 
     def begin_pass(self) -> None:
         self.number += 1
@@ -80,14 +80,14 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _assumed(self, tensor: Tensor) -> bool:
-        """What a module is told that asks for a value: `all` is true, `any` is not.
+        """Return the assumed value of a tensor that a module reads: `all` is true, `any` is false.
 
-        That is how libraries ask whether a mask has something to mask, or a number is not finite.
+        Libraries use these to check whether a mask masks anything, or a number is not finite.
         """
         if tensor.dtype != torch.bool:
             raise UsageError(
-                "the module reads a value of a tensor, which has none before it runs: memory that "
-                "depends on it cannot be estimated"
+                "the module reads the value of a tensor, which is unknown before it runs: memory "
+                "that depends on it cannot be estimated"
             )
         return tensor.untyped_storage()._cdata not in self._doubts
 
@@ -119,13 +119,13 @@ class _Recorder(TorchDispatchMode):
             self.parts[self.place].append(Gradient(place, index, name))
 
     def disown(self, gradient: Tensor) -> None:
-        """It is the engine's to give back."""
+        """Leave a gradient to the engine, which frees it."""
         key = gradient.untyped_storage()._cdata
         if key in self._known:
             del self._watches[key], self._known[key]
 
     def passed(self) -> Pass:
-        """The last pass. What outlives a pass in its place in the next is one and the same."""
+        """Return the last pass; like tensors that outlive their passes are one and the same."""
         alive = sorted(self._known.values())
         outliving: dict[tuple[Place, str], list[int]] = {}
         for number, place, index in alive:
@@ -153,7 +153,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Hooks:
-    """Tells the recorder where in the pass it is."""
+    """Hooks that set the recorder's place in the pass."""
 
     def __init__(self, recorder: _Recorder, module: nn.Module, units: Sequence[str]) -> None:
         self._recorder = recorder
@@ -215,7 +215,7 @@ class _Hooks:
         self._recorder.go_to(place)
 
     def end_pass(self) -> None:
-        """Where no backward came to a unit."""
+        """End the pass if no unit had a backward."""
         if self._recorder.place.part is not Part.END:
             self._end()
 
@@ -235,15 +235,15 @@ class _Hooks:
 def _without_compiler() -> Iterator[None]:
     """Keep torch's meta kernels from importing its compiler, which takes most of a second.
 
-    They ask it that they themselves be not compiled, which nothing does here.
+    They use it only to mark themselves as not to be compiled, and nothing is compiled here.
     """
     if "torch._dynamo" in sys.modules:
         yield
         return
-    told: list[Any] = []
+    marked: list[Any] = []
 
     def disable(function: Any, recursive: bool = True, *, wrapping: bool = True) -> Any:
-        told.append(function)
+        marked.append(function)
         return function
 
     stand_in = ModuleType("torch._dynamo")
@@ -255,7 +255,7 @@ def _without_compiler() -> Iterator[None]:
         yield
     finally:
         del sys.modules["torch._dynamo"], torch.__dict__["_dynamo"]
-        for function in told:
+        for function in marked:
             function.__dict__.pop("__dynamo_disable", None)
 
 
@@ -266,14 +266,14 @@ def trace(
     device: str,
     kernel: str | None = None,
 ) -> Pass:
-    """What one pass allocates, once the first has been.
+    """Trace one pass that is not the first.
 
     Args:
-        module: on the meta device, its parameters in the dtype that is computed in.
-        units: names of the modules that are cut at.
-        run: does a forward and its backward; what it returns lives until it has returned again.
-        device: `cpu` or `cuda`, whose operators are assumed.
-        kernel: the attention kernel that is assumed there; None: torch's usual one.
+        module: on the meta device, with its parameters in the compute dtype.
+        units: names of the modules at which the pass is divided.
+        run: runs a forward and its backward; its result lives until the next call has returned.
+        device: whose operators are assumed, `cpu` or `cuda`.
+        kernel: the assumed attention kernel; None: torch's default.
     """
     recorder = _Recorder(device, kernel)
     for tensor in (*module.parameters(), *module.buffers()):

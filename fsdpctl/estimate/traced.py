@@ -1,4 +1,4 @@
-"""What the computation of a model allocates."""
+"""Traced models: the operators and allocations of their passes."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,7 +22,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class TracedModule:
-    """A module without memory, with few of its blocks if they are alike, to be watched."""
+    """A module on the meta device, with few of its like blocks, that is traced."""
 
     def __init__(
         self,
@@ -35,16 +35,16 @@ class TracedModule:
         device: str,
         kernel: str | None = None,
     ) -> None:
-        """Take blocks away, and do to the others what is done before training.
+        """Remove blocks, and prepare the others as for training.
 
         Args:
-            module: on the meta device; it is used up.
+            module: on the meta device; it is modified.
             make: makes another one, if all blocks must be run.
-            units: of it.
-            checkpointing: what is done to its blocks: none, selective or full.
-            dtype: what is computed in; None: what its parameters have.
+            units: of the module.
+            checkpointing: of its blocks: none, selective or full.
+            dtype: of the computation; None: that of its parameters.
             device: whose operators are assumed, `cpu` or `cuda`.
-            kernel: of attention there; None: torch's usual one.
+            kernel: the assumed attention kernel; None: torch's default.
         """
         self._make = make
         self._names = [unit.name for unit in units[1:]]
@@ -55,7 +55,7 @@ class TracedModule:
         self._prepare(module, shortens=True)
 
     def program(self, run: Callable[[nn.Module], object]) -> Program:
-        """A pass of the whole model; `run` does one, and returns what outlives it."""
+        """Return a pass of the whole model; `run` runs one, and returns what outlives it."""
         passed = self._trace(run)
         if not all(row.is_regular(passed) for row in self._rows):
             self._prepare(self._make(), shortens=False)
@@ -65,9 +65,9 @@ class TracedModule:
     def _prepare(self, module: nn.Module, *, shortens: bool) -> None:
         self._module = module
         self._rows: list[Row] = shorten(self._module, self._blocks) if shortens else []
-        stood_for = {name for row in self._rows for name in row.whole}
+        represented = {name for row in self._rows for name in row.whole}
         blocks = [name for row in self._rows for name in row.traced]
-        blocks += [name for name in self._blocks if name not in stood_for]
+        blocks += [name for name in self._blocks if name not in represented]
         self._traced = [*blocks, *(name for name in self._names if name not in self._blocks)]
         if self._checkpointing != "none":
             for name in blocks:
@@ -82,13 +82,13 @@ class TracedModule:
 
 
 class TracedModel:
-    """The model of a configuration, of which a pass can be observed at any size and length."""
+    """The model of a configuration, which is traced at any size and length."""
 
     def __init__(self, config: Config) -> None:
-        """Of a configuration that is placed.
+        """Build the model of a placed configuration on the meta device.
 
         Raises:
-            UsageError: the model's numbers contradict each other.
+            UsageError: If the model's sizes conflict.
         """
         module = build_model(config.model)
         self.num_params = sum(param.numel() for param in module.parameters())
@@ -106,13 +106,13 @@ class TracedModel:
             kernel=assumed_of(config),
         )
         self._holds_documents = config.data.holds_documents
-        # Layers with a window are sequences in a row too.
+        # Layers with a window run on packed sequences too.
         self._needs_kernels = self._holds_documents or config.model.sliding_window is not None
         self._device = str(config.launch.device)
         self._programs: dict[tuple[int, int, int], Program] = {}
 
     def program(self, micro_batch_size: int, seq_len: int, chunk_tokens: int) -> Program:
-        """A pass over `micro_batch_size` samples; `chunk_tokens` as in the loss."""
+        """Return a pass over `micro_batch_size` samples; `chunk_tokens` as in the loss."""
 
         def run(module: nn.Module) -> Tensor:
             tokens = torch.empty(micro_batch_size, seq_len, dtype=torch.int64)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from fsdpctl.config.schema import Config
 from fsdpctl.estimate.engines import steps_of
-from fsdpctl.estimate.run_plan import plan_run
+from fsdpctl.estimate.run_plan import plan_run, reducing_passes
 from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.plan.units import UnitSpec
@@ -28,9 +28,9 @@ class Sent:
 
 def sent_in_step(config: Config, units: tuple[UnitSpec, ...], num_micro_batches: int) -> Sent:
     """Return what a rank sends for a resolved configuration, whose model has these units."""
-    every = config.accumulation.name == "every"
     plan, place = plan_run(config, units, num_micro_batches)
-    plan = replace(plan, reduces=(*[every] * (num_micro_batches - 1), True))
+    every = config.accumulation.name == "every"
+    plan = replace(plan, reduces=reducing_passes(num_micro_batches, every=every))
     recorder, strategy = TrafficRecorder(), get_strategy(config.strategy.name)
     steps_of(config.engine.name, strategy, units, plan, place, recorder).step()
     return _sent(recorder, place)

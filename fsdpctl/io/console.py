@@ -1,4 +1,4 @@
-"""A console for long runs."""
+"""Terminal output of long runs."""
 
 import os
 import re
@@ -12,16 +12,16 @@ _STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class PatientConsole(Console):
-    """Falls silent when whoever reads it goes away, or there is no room; the run goes on."""
+    """A console that falls silent if its reader exits or the disk is full; the run continues."""
 
     def __init__(self, *, stderr: bool = False, **about: Any) -> None:
-        """As rich's, on standard output or `stderr`."""
+        """Create a console on standard output or standard error, with options of rich."""
         super().__init__(stderr=stderr, **about)
 
     @property
     def file(self) -> IO[str]:
-        """Where it prints to."""
-        return _Patient(super().file)  # type: ignore[return-value]  # all that rich uses of it
+        """The stream that it prints to."""
+        return _Patient(super().file)  # type: ignore[return-value]  # the methods that rich uses
 
     @file.setter
     def file(self, new: IO[str]) -> None:
@@ -29,18 +29,18 @@ class PatientConsole(Console):
 
 
 class _Patient:
-    """A text stream whose failures are nobody's concern."""
+    """A text stream that ignores failures."""
 
     def __init__(self, stream: IO[str] | None) -> None:
-        self._stream = stream  # None where the descriptor was closed before Python began
+        self._stream = stream  # None if the descriptor was closed before Python started
 
     def write(self, text: str) -> int:
-        """Write it if that is possible."""
+        """Write if possible."""
         self._try("write", text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush it if that is possible."""
+        """Flush if possible."""
         self._try("flush")
 
     def _try(self, name: str, *args: str) -> None:
@@ -49,31 +49,31 @@ class _Patient:
         try:
             getattr(self._stream, name)(*args)
         except OSError:
-            _send_nowhere(self._stream)
+            _send_null(self._stream)
         except ValueError:
-            pass  # it was closed
+            pass  # closed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def _send_nowhere(stream: IO[str]) -> None:
-    """What the stream still keeps, and what comes, is dropped: it would fail again at exit."""
+def _send_null(stream: IO[str]) -> None:
+    """Drop buffered and future output, which would fail again at exit."""
     try:
-        descriptor, nowhere = stream.fileno(), os.open(os.devnull, os.O_WRONLY)
+        descriptor, null = stream.fileno(), os.open(os.devnull, os.O_WRONLY)
     except (OSError, ValueError):
         return
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
+    os.dup2(null, descriptor)
+    os.close(null)
 
 
 def printable(text: str) -> str:
-    """Without what would steer a terminal: names and texts of others may hold it."""
+    """Replace terminal control characters, which untrusted names and texts may contain."""
     return _STEERING.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def journal(log: Path, text: str) -> None:
-    """Add lines, with the time, to a log; what it has no room for is left out."""
+    """Append lines with the time to a log. If the disk is full, they are dropped."""
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     lines = "".join(f"{now} {line}\n" for line in printable(text).splitlines())
     try:

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -176,6 +176,11 @@ def _logging_to(path: Path) -> Iterator[None]:
 
 class _QuietHandler(logging.FileHandler):
     """A log handler that ignores errors, so that logging cannot end a run."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, unless the file cannot be opened: the run directory may be deleted."""
+        with suppress(OSError):
+            super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
         """Do nothing."""

@@ -1,1 +1,1 @@
-"""Plain modules that know nothing of sharding, with Hugging Face's parameter names."""
+"""Decoders with Hugging Face's parameter names, without any knowledge of sharding."""

@@ -1,6 +1,8 @@
-"""Causal attention: of whole rows, within a window, and of documents that share a row."""
+"""Causal attention: over full rows, within a window, and over documents packed into a row."""
 
 import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -8,30 +10,86 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fsdpctl.models.documents import Documents
-from fsdpctl.models.kernels import computed_dtype, must_repeat
-from fsdpctl.models.sight import Sight, window_mask
+from fsdpctl.models.kernels import computed_dtype, device_type, must_repeat, takes_sequences
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight | None = None) -> Tensor:
-    """Mix the values of the tokens that each token sees: by default those before it and itself.
+@dataclass(frozen=True, slots=True)
+class AttentionMask:
+    """The tokens that each token sees, in the form of the kernel: offsets, bias or documents."""
+
+    window: int | None
+    offsets: Tensor | None = None  # int32: where sequences begin in all rows as one, and their end
+    longest: int = 0  # at least the tokens of the longest sequence
+    bias: Tensor | None = None  # added to scores: 0, or minus infinity for tokens out of sight
+    documents: Documents | None = None
+
+
+def layer_masks(
+    x: Tensor, head_dim: int, windows: Sequence[int | None], documents: Documents | None
+) -> list[AttentionMask | None]:
+    """Return the mask of each layer, made once per forward; None: full rows, causally.
+
+    Args:
+        x: Shape (batch, length, ...), in the compute dtype.
+        head_dim: The width of a head.
+        windows: One per layer; None: all earlier tokens.
+        documents: The documents that are packed into rows, if any.
+    """
+    made = {window: attention_mask(x, head_dim, window, documents) for window in set(windows)}
+    return [made[window] for window in windows]
+
+
+def attention_mask(
+    x: Tensor, head_dim: int, window: int | None, documents: Documents | None
+) -> AttentionMask | None:
+    """Return the mask of a layer; see `layer_masks`."""
+    dtype, (batch, length) = computed_dtype(x), x.shape[:2]
+    if documents is None:
+        if window is None or length <= window:
+            return None
+        if takes_sequences(device_type(x), dtype, head_dim):
+            ends = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=x.device)
+            return AttentionMask(window, offsets=ends, longest=length)
+        return AttentionMask(window, bias=_as_bias(_window_mask(length, window, x.device), dtype))
+    device = documents.device_type
+    if takes_sequences(device, dtype, head_dim):
+        return AttentionMask(window, offsets=documents.offsets, longest=documents.longest)
+    if device == "cuda":
+        return AttentionMask(window, bias=_as_bias(documents.mask(window), dtype))
+    return AttentionMask(window, documents=documents)
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """Return a bool matrix (length, length): whether each token sees another."""
+    everything = torch.ones(length, length, dtype=torch.bool, device=device)
+    return everything.tril().triu(1 - window)
+
+
+def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bias that torch would make of `mask` in each layer, and keep for its backward."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None) -> Tensor:
+    """Attend to the tokens that `mask` allows: by default each token and those before it.
 
     Shapes are (batch, heads, length, head_dim); several heads of `q` may share one of `k` and
     `v`.
     """
-    if sight is None:
+    if mask is None:
         return _attention(q, k, v)
-    if sight.offsets is not None:
-        return _attend_flat(q, k, v, sight, sight.offsets)
-    if sight.bias is not None:
-        return _attention(q, k, v, mask=sight.bias)
-    assert sight.documents is not None
+    if mask.offsets is not None:
+        return _attend_flat(q, k, v, mask, mask.offsets)
+    if mask.bias is not None:
+        return _attention(q, k, v, mask=mask.bias)
+    assert mask.documents is not None
     if torch.compiler.is_compiling():
-        return _attention(q, k, v, mask=sight.documents.mask(sight.window))
-    return _attend_each(q, k, v, sight.window, sight.documents)
+        return _attention(q, k, v, mask=mask.documents.mask(mask.window))
+    return _attend_each(q, k, v, mask.window, mask.documents)
 
 
 def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Mix the values of all tokens, for each token of `q`."""
+    """Attend to all tokens, for each token of `q`."""
     return _attention(q, k, v, causal=False)
 
 
@@ -47,34 +105,32 @@ def _attention(
 
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values for each head of `q`."""
+    """Return keys or values for each head of `q`."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
-
-
-def _attend_rows(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    length = q.shape[2]
-    if window is None or length <= window:
-        return _attention(q, k, v)
-    return _attention(q, k, v, mask=window_mask(length, window, q.device))
 
 
 def _attend_each(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, documents: Documents
 ) -> Tensor:
-    """One after another, each as if it were alone: half the time of a mask on the CPU."""
+    """Attend within each document separately: half the time of a mask on the CPU."""
 
     def parts(x: Tensor) -> list[Tensor]:
-        # Split, not sliced: the gradient of each slice would be as large as the whole.
+        # Split, not sliced: the gradient of each slice would be as large as the full tensor.
         rows = zip(x.split(1), documents.lengths, strict=True)
         return [part for row, lengths in rows for part in row.split(lengths, dim=2)]
 
-    alone = zip(parts(q), parts(k), parts(v), strict=True)
-    mixed = iter([_attend_rows(q_, k_, v_, window) for q_, k_, v_ in alone])
+    def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = q.shape[2]
+        if window is None or length <= window:
+            return _attention(q, k, v)
+        return _attention(q, k, v, mask=_window_mask(length, window, q.device))
+
+    mixed = iter([alone(*each) for each in zip(parts(q), parts(k), parts(v), strict=True)])
     return torch.cat([torch.cat([next(mixed) for _ in each], 2) for each in documents.lengths])
 
 
-def _attend_flat(q: Tensor, k: Tensor, v: Tensor, sight: Sight, offsets: Tensor) -> Tensor:
-    """All rows as one, by the kernel for sequences of different lengths."""
+def _attend_flat(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, offsets: Tensor) -> Tensor:
+    """Attend with all rows as one, by the kernel for sequences of different lengths."""
     from torch.nn.attention.varlen import varlen_attn  # its import takes a third of a second
 
     batch, heads, length, width = q.shape
@@ -86,28 +142,28 @@ def _attend_flat(q: Tensor, k: Tensor, v: Tensor, sight: Sight, offsets: Tensor)
     def flat(x: Tensor) -> Tensor:
         return x.transpose(1, 2).reshape(batch * length, -1, width).to(dtype)
 
-    call = partial(varlen_attn, max_q=sight.longest, max_k=sight.longest)
+    call = partial(varlen_attn, max_q=mask.longest, max_k=mask.longest)
     mixed = (partial(call, enable_gqa=True) if shares else call)(
         flat(q),
         flat(k),
         flat(v),
         offsets,
         offsets,
-        window_size=(-1 if sight.window is None else sight.window - 1, 0),
+        window_size=(-1 if mask.window is None else mask.window - 1, 0),
     )
     assert isinstance(mixed, Tensor)
     return mixed.view(batch, length, heads, width).transpose(1, 2)
 
 
 def import_kernels(device_type: str) -> None:
-    """Import what attention over sequences in a row needs there: that cannot be while watched."""
+    """Import what attention over packed sequences needs, which is not possible while tracing."""
     if device_type == "cuda":
         _shares_heads()
 
 
 @cache
 def _shares_heads() -> bool:
-    """Whether this torch's kernel takes fewer heads of keys and values."""
+    """Return whether this torch's kernel supports fewer heads of keys and values."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

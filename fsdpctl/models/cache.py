@@ -1,22 +1,21 @@
-"""Keys and values of tokens that a decoder has seen, so that it need not see them again."""
+"""Keys and values of tokens that a decoder has processed, so that it need not repeat them."""
 
 from torch import Tensor, cat
 
-from fsdpctl.models.sight import Sight
+from fsdpctl.models.attention import AttentionMask, attend, attend_all
 
 
 class LayerCache:
-    """Of one layer; shapes are (batch, heads, length, head_dim)."""
+    """The cache of one layer; shapes are (batch, heads, length, head_dim)."""
 
     def __init__(self) -> None:
         self._seen: tuple[Tensor, Tensor] | None = None
 
     def __len__(self) -> int:
-        """How many tokens it has."""
         return 0 if self._seen is None else self._seen[0].shape[2]
 
     def extended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values, with these as the last; they are kept."""
+        """Add keys and values, and return all of them."""
         if self._seen is not None:
             keys, values = cat([self._seen[0], keys], 2), cat([self._seen[1], values], 2)
         self._seen = keys, values
@@ -24,25 +23,42 @@ class LayerCache:
 
 
 class Cache:
-    """Of all layers. After the first call, which fills it, a decoder takes one token at a time."""
+    """The cache of all layers. Once the first call has filled it, calls take one token each."""
 
     def __init__(self) -> None:
         self._layers: dict[int, LayerCache] = {}
 
     def __len__(self) -> int:
-        """How many tokens it has."""
         return len(self.layer(0))
 
     def layer(self, index: int) -> LayerCache:
-        """That of a layer."""
+        """Return the cache of a layer."""
         return self._layers.setdefault(index, LayerCache())
 
 
-def beside(
-    cache: Cache | None, index: int, sight: Sight | None
-) -> tuple[LayerCache | Sight | None, ...]:
-    """What a layer is given beside tensors: nothing in training on whole rows."""
+def layer_arguments(
+    cache: Cache | None, index: int, mask: AttentionMask | None
+) -> tuple[LayerCache | AttentionMask | None, ...]:
+    """Return a layer's arguments besides tensors: none in training on full rows."""
     layer = None if cache is None else cache.layer(index)
-    if sight is not None:
-        return layer, sight
+    if mask is not None:
+        return layer, mask
     return () if layer is None else (layer,)
+
+
+def attend_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: LayerCache | None,
+    mask: AttentionMask | None,
+    window: int | None = None,
+) -> Tensor:
+    """Attend causally, also to the tokens in `cache`, to which these are added."""
+    is_next = cache is not None and len(cache) > 0  # one token that follows those in the cache
+    if cache is not None:
+        k, v = cache.extended(k, v)
+    if not is_next:
+        return attend(q, k, v, mask)
+    start = 0 if window is None else -window
+    return attend_all(q, k[:, :, start:], v[:, :, start:])

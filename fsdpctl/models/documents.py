@@ -1,4 +1,4 @@
-"""Documents that share a row of tokens without seeing one another."""
+"""Documents that are packed into a row of tokens without seeing one another."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-ASSUMED_TOKENS = 256  # of a document of which nothing is known
+ASSUMED_TOKENS = 256  # of a document of unknown length
 Lengths = tuple[tuple[int, ...], ...]  # of the documents in each row of a batch, in order
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Where the documents of a batch begin and end. All tensors are on the device."""
+    """The positions of the documents of a batch. All tensors are on the device."""
 
     lengths: Lengths
     positions: Tensor  # (batch, length) int64: of a token within its document
-    # Where each begins when all rows are one, int32; then the end, until there are a power of two
-    # of them. Kernels are told few different sizes, and code that was compiled for one is enough.
+    # Where each document begins if all rows are one, int32; then the end, repeated up to a power of
+    # two. So kernels get few different sizes, and code that was compiled for one serves others.
     offsets: Tensor
-    longest: int  # tokens of the longest, or some more: a power of two, or a whole row
-    device_type: str  # whose kernels are used
+    longest: int  # at least the tokens of the longest: a power of two, or a full row
+    device_type: str  # the device type whose kernels are used
 
     @property
     def first_keys(self) -> Tensor:
@@ -30,7 +30,7 @@ class Documents:
         return (places - self.positions).unsqueeze(-1)
 
     def mask(self, window: int | None) -> Tensor:
-        """(batch, 1, length, length): which tokens each one sees, `window` of them at most."""
+        """Return (batch, 1, length, length): the at most `window` tokens that each sees."""
         places = torch.arange(self.positions.shape[1], device=self.positions.device)
         sees = (places <= places.unsqueeze(-1)) & (places >= self.first_keys)
         if window is not None:
@@ -39,12 +39,12 @@ class Documents:
 
 
 def make_documents(lengths: Lengths, device: torch.device, *, like: str = "") -> Documents:
-    """The documents of a batch whose rows are as long as their lengths say together.
+    """Return the documents of a batch.
 
     Args:
-        lengths: of each row's documents; all rows add up to the same.
-        device: where the tensors go.
-        like: the type of device whose kernels are used, if that is another one.
+        lengths: The lengths of each row's documents, with equal sums.
+        device: The device of the tensors.
+        like: The device type whose kernels are used, if it is another one.
     """
     rows, size = len(lengths), sum(lengths[0])
     each = list(chain.from_iterable(lengths))
@@ -61,14 +61,14 @@ def _power_of_two(least: int) -> int:
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
-    """`values` on the device, without waiting for what it does: they are pinned first."""
+    """Copy `values` to the device from pinned memory, without waiting for the device."""
     if device.type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
 
 
 def assumed_documents(rows: int, size: int, like: str) -> Documents:
-    """Documents that nobody knows yet, by tensors without values: some in each row."""
+    """Return assumed documents, several in each row, with tensors without values."""
     count = max(2, size // ASSUMED_TOKENS)
     lengths = ((size - size // 2, size // 2) if size > 1 else (size,),) * rows
     positions = torch.empty(rows, size, dtype=torch.int64)
@@ -77,6 +77,6 @@ def assumed_documents(rows: int, size: int, like: str) -> Documents:
 
 
 def spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Where each of them begins and ends when they follow one another."""
+    """Return the start and end of each of several adjacent lengths."""
     ends = list(accumulate(lengths))
     return [(end - length, end) for end, length in zip(ends, lengths, strict=True)]

@@ -5,15 +5,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.models.attention import attend, attend_all
-from fsdpctl.models.cache import Cache, LayerCache, beside
+from fsdpctl.models.attention import AttentionMask, attention_mask
+from fsdpctl.models.cache import Cache, LayerCache, attend_cached, layer_arguments
 from fsdpctl.models.documents import Documents
-from fsdpctl.models.parts import Head, activation_of, embedding
-from fsdpctl.models.sight import Sight, sight
+from fsdpctl.models.parts import CausalDecoder, activation_of, embedding
 
 
 class Projection(nn.Module):
-    """A linear layer whose weight has the shape (in, out), as GPT-2's checkpoints have it."""
+    """A linear layer whose weight has the shape (in, out), as in GPT-2's checkpoints."""
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
@@ -21,7 +20,7 @@ class Projection(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape (..., in) to (..., out)."""
+        """Project from shape (..., in) to (..., out)."""
         return F.linear(x, self.weight.t(), self.bias)
 
 
@@ -35,18 +34,15 @@ class Attention(nn.Module):
         self.c_proj = Projection(config.hidden_size, config.hidden_size)
 
     def forward(
-        self, x: Tensor, cache: LayerCache | None = None, sight: Sight | None = None
+        self, x: Tensor, cache: LayerCache | None = None, mask: AttentionMask | None = None
     ) -> Tensor:
-        """Shape (batch, length, hidden_size) in and out."""
+        """Return a tensor shaped like `x`, (batch, length, hidden_size)."""
         batch, length, width = x.shape
         q, k, v = (
             part.view(batch, length, self.num_heads, -1).transpose(1, 2)
             for part in self.c_attn(x).split(width, dim=-1)
         )
-        is_next = cache is not None and len(cache) > 0  # the one token that follows what was seen
-        if cache is not None:
-            k, v = cache.extended(k, v)
-        mixed = attend_all(q, k, v) if is_next else attend(q, k, v, sight)
+        mixed = attend_cached(q, k, v, cache, mask)
         out: Tensor = self.c_proj(mixed.transpose(1, 2).reshape(batch, length, width))
         return out
 
@@ -61,7 +57,7 @@ class MLP(nn.Module):
         self.activation = activation_of(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape (..., hidden_size) in and out."""
+        """Return a tensor shaped like `x`, (..., hidden_size)."""
         out: Tensor = self.c_proj(self.activation(self.c_fc(x)))
         return out
 
@@ -77,10 +73,10 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, cache: LayerCache | None = None, sight: Sight | None = None
+        self, x: Tensor, cache: LayerCache | None = None, mask: AttentionMask | None = None
     ) -> Tensor:
-        """Shape (batch, length, hidden_size) in and out."""
-        x = x + self.attn(self.ln_1(x), cache, sight)
+        """Return a tensor shaped like `x`, (batch, length, hidden_size)."""
+        x = x + self.attn(self.ln_1(x), cache, mask)
         out: Tensor = x + self.mlp(self.ln_2(x))
         return out
 
@@ -102,40 +98,17 @@ class _Backbone(nn.Module):
         if documents is not None:
             positions = documents.positions
         x = self.wte(tokens) + self.wpe(positions)
-        seen = sight(x, self.head_dim, None, documents)
+        mask = attention_mask(x, self.head_dim, None, documents)
         for index, block in enumerate(self.h):
-            x = block(x, *beside(cache, index, seen))
+            x = block(x, *layer_arguments(cache, index, mask))
         out: Tensor = self.ln_f(x)
         return out
 
 
-class Gpt2Decoder(nn.Module):
-    """Token ids in, next-token logits or their loss out. It has no dropout."""
+class Gpt2Decoder(CausalDecoder):
+    """GPT-2 without dropout."""
+
+    _places = ("transformer", "wte")
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
-        super().__init__()
-        self.transformer = _Backbone(config, vocab_size)
-        self.lm_head = Head(config.hidden_size, vocab_size)
-        if config.tie_embeddings:
-            self.lm_head.weight = self.transformer.wte.weight
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The token embedding."""
-        return self.transformer.wte
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The output head."""
-        return self.lm_head
-
-    def forward(
-        self,
-        tokens: Tensor,
-        targets: Tensor | None = None,
-        chunk_tokens: int | None = None,
-        cache: Cache | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        """As that of the Llama decoder."""
-        hidden = self.transformer(tokens, cache, documents)
-        out: Tensor = self.lm_head(hidden, targets, chunk_tokens)
-        return out
+        super().__init__(_Backbone(config, vocab_size), config, vocab_size)

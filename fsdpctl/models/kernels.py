@@ -1,4 +1,4 @@
-"""The attention kernel that this process uses, and the kind of device that it is used on."""
+"""The attention kernel that this process uses, and the device type on which it is used."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,18 +12,18 @@ from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention import CUDNN, EFFICIENT, FLASH, FLASH3, FLASH4, MATH
 
 _TWO_BYTES = (torch.bfloat16, torch.float16)
-_WIDEST = 256  # heads that flash and cuDNN kernels take
-_IMPLEMENTATIONS = {FLASH3: "FA3", FLASH4: "FA4"}  # torch's names of what replaces FlashAttention 2
-# What serves where the selected kernel cannot, such as in float32 or with a mask.
+_WIDEST = 256  # heads that flash and cuDNN kernels support
+_IMPLEMENTATIONS = {FLASH3: "FA3", FLASH4: "FA4"}  # torch's names of FlashAttention 2's successors
+# The kernels that serve if the selected one cannot, such as in float32 or with a mask.
 _BEHIND = {CUDNN: (FLASH, EFFICIENT, MATH), EFFICIENT: (MATH,), MATH: ()}
 
 
 @dataclass(slots=True)
 class _InUse:
-    """Compiled blocks depend on each of these values."""
+    """The settings of the kernel. Compiled blocks depend on each of these values."""
 
-    assumed: str = ""  # the type of device that tensors without memory stand for
-    takes_masks: bool = False  # the kernel has no mode for sequences in a row: it needs a mask
+    assumed: str = ""  # the device type of tensors without memory
+    takes_masks: bool = False  # the kernel has no mode for packed sequences: it needs a mask
     repeats: bool = False  # the kernel needs keys and values for each head of the queries
 
 
@@ -32,16 +32,18 @@ _in_use = _InUse()
 
 @contextmanager
 def using(kernel: str | None, *, alone: bool = False) -> Iterator[None]:
-    """Compute attention in `kernel` inside; None: in the one that torch prefers.
+    """Compute attention with `kernel` in a block; None: with the one that torch prefers.
 
-    With `alone` operators that `kernel` cannot compute fail, else another kernel serves them.
+    With `alone`, operators that `kernel` cannot compute fail; otherwise another kernel serves them.
 
     Raises:
         UsageError: If this torch cannot activate it, or its package is missing.
     """
     with ExitStack() as stack:
         if kernel is not None:
-            stack.enter_context(_told(takes_masks=_is_plain(kernel), repeats=kernel == EFFICIENT))
+            stack.enter_context(
+                _settings(takes_masks=_is_plain(kernel), repeats=kernel == EFFICIENT)
+            )
             _prefer(kernel, () if alone else _BEHIND.get(kernel, (EFFICIENT, MATH)), stack)
         yield
 
@@ -54,7 +56,7 @@ def _prefer(kernel: str, behind: tuple[str, ...], stack: ExitStack) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel  # its import takes a third of a second
 
     if kernel in _IMPLEMENTATIONS:
-        stack.callback(_activated(kernel))
+        stack.callback(_activate(kernel))
     backends: dict[str, Any] = {
         CUDNN: SDPBackend.CUDNN_ATTENTION,
         EFFICIENT: SDPBackend.EFFICIENT_ATTENTION,
@@ -64,8 +66,8 @@ def _prefer(kernel: str, behind: tuple[str, ...], stack: ExitStack) -> None:
     stack.enter_context(sdpa_kernel(order, set_priority=True))
 
 
-def _activated(kernel: str) -> Callable[[], object]:
-    """Have torch run `kernel` for FlashAttention 2; returns what undoes that."""
+def _activate(kernel: str) -> Callable[[], object]:
+    """Let torch run `kernel` for FlashAttention 2, and return a function that undoes it."""
     from torch.nn import attention
 
     try:
@@ -83,14 +85,14 @@ def _restore() -> Callable[[], object] | None:
 
 
 def can_undo(kernel: str) -> bool:
-    """Whether this torch can go back to another kernel after `kernel`."""
+    """Return whether this torch can use another kernel after `kernel`."""
     return kernel not in _IMPLEMENTATIONS or _restore() is not None
 
 
 @contextmanager
-def _told(**about: Any) -> Iterator[None]:
-    before = {name: getattr(_in_use, name) for name in about}
-    for name, value in about.items():
+def _settings(**values: Any) -> Iterator[None]:
+    before = {name: getattr(_in_use, name) for name in values}
+    for name, value in values.items():
         setattr(_in_use, name, value)
     try:
         yield
@@ -101,15 +103,15 @@ def _told(**about: Any) -> Iterator[None]:
 
 @contextmanager
 def assuming(device: str, kernel: str | None) -> Iterator[None]:
-    """Take tensors without memory for those of `device`, on which `kernel` is used."""
+    """Treat tensors without memory as those of `device` with `kernel`."""
     plain = kernel is not None and _is_plain(kernel)
-    with _told(assumed=device, takes_masks=plain, repeats=kernel == EFFICIENT):
+    with _settings(assumed=device, takes_masks=plain, repeats=kernel == EFFICIENT):
         yield
 
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Keep cuDNN out: it plans each length anew, and generated text grows by a token a call."""
+    """Disable cuDNN: it plans each new length, and generated text grows by a token per call."""
     was_on = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -119,12 +121,12 @@ def without_cudnn() -> Iterator[None]:
 
 
 def device_type(x: Tensor) -> str:
-    """The type of the device whose kernels compute with `x`."""
+    """Return the device type whose kernels compute with `x`."""
     return x.device.type if x.device.type != "meta" else _in_use.assumed
 
 
 def computed_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which attention computes with `x`; autocast may narrow it."""
+    """Return the dtype in which attention computes with `x`; autocast may narrow it."""
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -132,13 +134,13 @@ def computed_dtype(x: Tensor) -> torch.dtype:
 
 
 def takes_sequences(device: str, dtype: torch.dtype, width: int) -> bool:
-    """Whether a kernel for sequences in a row serves heads of `width`."""
+    """Return whether a kernel for packed sequences supports heads of `width`."""
     in_two_bytes = dtype in _TWO_BYTES and width <= _WIDEST
     return device == "cuda" and in_two_bytes and not _in_use.takes_masks
 
 
 def must_repeat(query: Tensor, *, masked: bool) -> bool:
-    """Whether only the math kernel would serve heads that share keys and values."""
+    """Return whether only the math kernel would support heads that share keys and values."""
     if device_type(query) != "cuda":
         return False
     is_wide = query.shape[-1] > _WIDEST or computed_dtype(query) not in _TWO_BYTES

@@ -10,16 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.models.attention import attend, attend_all
-from fsdpctl.models.cache import Cache, LayerCache, beside
+from fsdpctl.models.attention import AttentionMask, layer_masks
+from fsdpctl.models.cache import Cache, LayerCache, attend_cached, layer_arguments
 from fsdpctl.models.documents import Documents
-from fsdpctl.models.parts import Head, activation_of, embedding
+from fsdpctl.models.parts import CausalDecoder, activation_of, embedding
 from fsdpctl.models.rope import rotate, rotation
-from fsdpctl.models.sight import Sight, sights
 
 
 class RMSNorm(nn.Module):
-    """Scales each vector to unit root mean square (Zhang and Sennrich, 2019)."""
+    """A norm that scales each vector to unit root mean square (Zhang and Sennrich, 2019)."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -27,25 +26,25 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` with its last dimension normalised; the variance is computed in float32."""
+        """Normalize the last dimension of `x`, with the variance in float32."""
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
 class OffsetRMSNorm(RMSNorm):
-    """Gemma's: its weight is what is added to 1."""
+    """Gemma's norm, whose weight is added to 1."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__(width, eps)
         self.weight = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` with its last dimension normalised, all of it in float32."""
+        """Normalize the last dimension of `x` in float32."""
         weight = 1.0 + self.weight.float()
         return F.rms_norm(x.float(), (x.shape[-1],), weight, self.eps).type_as(x)
 
 
 def norm_of(config: ModelConfig, width: int) -> RMSNorm:
-    """The norm of its family."""
+    """Return the norm of the architecture."""
     return (OffsetRMSNorm if config.is_gemma else RMSNorm)(width, config.norm_eps)
 
 
@@ -80,11 +79,11 @@ class Attention(nn.Module):
         cos: Tensor,
         sin: Tensor,
         cache: LayerCache | None = None,
-        sight: Sight | None = None,
+        mask: AttentionMask | None = None,
     ) -> Tensor:
-        """Shape (batch, length, hidden_size) in and out.
+        """Return a tensor shaped like `x`, (batch, length, hidden_size).
 
-        `cos` and `sin` are as `rotation` gives them, or with a dimension (batch, 1) before.
+        `cos` and `sin` are the result of `rotation`, or have the dimensions (batch, 1) before.
         """
         batch, length, _ = x.shape
         q, k, v = (part.view(batch, length, -1, self.head_dim) for part in self._projected(x))
@@ -94,14 +93,7 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.query_factor != 1:
             q = q * self.query_factor
-        is_next = cache is not None and len(cache) > 0  # the one token that follows what was seen
-        if cache is not None:
-            k, v = cache.extended(k, v)
-        if is_next:
-            seen = 0 if self.window is None else -self.window
-            mixed = attend_all(q, k[:, :, seen:], v[:, :, seen:])
-        else:
-            mixed = attend(q, k, v, sight)
+        mixed = attend_cached(q, k, v, cache, mask, self.window)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
 
@@ -127,7 +119,7 @@ class GatedMLP(nn.Module):
         self.activation = activation_of(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape (..., width) in and out."""
+        """Return a tensor shaped like `x`, (..., width)."""
         if self.is_fused:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
             return self.down_proj(self.activation(gate) * up)  # type: ignore[no-any-return]
@@ -156,10 +148,10 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         cache: LayerCache | None = None,
-        sight: Sight | None = None,
+        mask: AttentionMask | None = None,
     ) -> Tensor:
-        """Shape (batch, length, hidden_size) in and out; the rest as `Attention` takes it."""
-        others = (cos, sin, cache, sight)
+        """Return a tensor shaped like `x`; see `Attention`."""
+        others = (cos, sin, cache, mask)
         out: Tensor
         if self.norms_results:
             x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), *others))
@@ -175,7 +167,7 @@ class _Backbone(nn.Module):
         super().__init__()
         self.head_dim = head_dim
         self.config = config
-        # Gemma 3's layers with a window turn by other angles.
+        # Gemma 3's layers with a window have other angles.
         self.local = replace(config, rope_theta=config.rope_local_theta, rope_scaling="none")
         self.embedding_factor = math.sqrt(config.hidden_size) if config.is_gemma else 1.0
         self.embed_tokens = embedding(vocab_size, config.hidden_size)
@@ -190,26 +182,25 @@ class _Backbone(nn.Module):
         x = self.embed_tokens(tokens)
         if self.embedding_factor != 1:
             x = x * self.embedding_factor
-        turns = self._turns(self.config, x, cache, documents)
-        local = turns
+        angles = local = self._rotation(self.config, x, cache, documents)
         if self.config.architecture == "gemma3_text":
-            local = self._turns(self.local, x, cache, documents)
+            local = self._rotation(self.local, x, cache, documents)
         blocks = cast("list[Block]", list(self.layers))
         windows = [block.self_attn.window for block in blocks]
-        seen = sights(x, self.head_dim, windows, documents)
+        masks = layer_masks(x, self.head_dim, windows, documents)
         for index, layer in enumerate(blocks):
-            angles = turns if windows[index] is None else local
-            x = layer(x, *angles, *beside(cache, index, seen[index]))
+            turns = angles if windows[index] is None else local
+            x = layer(x, *turns, *layer_arguments(cache, index, masks[index]))
         out: Tensor = self.norm(x)
         return out
 
-    def _turns(
+    def _rotation(
         self, config: ModelConfig, x: Tensor, cache: Cache | None, documents: Documents | None
     ) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the tokens' places."""
+        """Return the cosines and sines of the tokens' positions."""
         start = 0 if cache is None else len(cache)
         end = start + x.shape[1]
-        # Token by token, one table serves until it is twice as long.
+        # A table serves one token at a time until the length has doubled.
         length = end if cache is None else 1 << (end - 1).bit_length()
         cos, sin = rotation(config, self.head_dim, length, x.device, x.dtype)
         if documents is not None:
@@ -218,39 +209,11 @@ class _Backbone(nn.Module):
         return (cos, sin) if cache is None else (cos[start:end], sin[start:end])
 
 
-class LlamaDecoder(nn.Module):
-    """Token ids in, next-token logits or their loss out."""
+class LlamaDecoder(CausalDecoder):
+    """A decoder of the Llama family."""
+
+    model: _Backbone
+    _places = ("model", "embed_tokens")
 
     def __init__(self, config: ModelConfig, head_dim: int, vocab_size: int) -> None:
-        super().__init__()
-        self.model = _Backbone(config, head_dim, vocab_size)
-        self.lm_head = Head(config.hidden_size, vocab_size)
-        if config.tie_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The token embedding."""
-        embedding: nn.Module = self.model.embed_tokens
-        return embedding
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The output head."""
-        return self.lm_head
-
-    def forward(
-        self,
-        tokens: Tensor,
-        targets: Tensor | None = None,
-        chunk_tokens: int | None = None,
-        cache: Cache | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        """Shape (batch, length) in, (batch, length, vocab_size) out.
-
-        With `targets`, shaped like `tokens`: the cross entropy in nats, summed over the targets
-        that count; with `chunk_tokens` without ever having the logits of more tokens than that.
-        With a `cache`, `tokens` follow what it has, one at a time once it has any. With
-        `documents` rows hold several, which do not see one another.
-        """
-        out: Tensor = self.lm_head(self.model(tokens, cache, documents), targets, chunk_tokens)
-        return out
+        super().__init__(_Backbone(config, head_dim, vocab_size), config, vocab_size)

@@ -1,7 +1,7 @@
-"""What of a model is trained: all of it, some parameters, or low-rank adapters beside its layers.
+"""The trained part of a model: all of it, some parameters, or low-rank adapters of its layers.
 
-Adapters are those of Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021, under the
-names that PEFT gives them.
+The adapters are those of Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021, with
+the parameter names of PEFT.
 """
 
 import math
@@ -22,7 +22,7 @@ ALL_LINEAR = "all_linear"
 
 
 class LoraLinear(nn.Module):
-    """A linear layer under its own names, and an adapter: W x + b + scale * B(A(dropout(x)))."""
+    """A linear layer with its own names and an adapter: W x + b + scale * B(A(dropout(x)))."""
 
     def __init__(self, base: nn.Linear | Projection, config: LoraConfig) -> None:
         """Take over the parameters of `base`."""
@@ -39,20 +39,20 @@ class LoraLinear(nn.Module):
         self.lora_B = _without_values(config.rank, out)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape (..., in) to (..., out)."""
+        """Project from shape (..., in) to (..., out)."""
         weight = self.weight.t() if self.is_transposed else self.weight
         added = self.lora_B(self.lora_A(self.lora_dropout(x)))
         return torch.add(F.linear(x, weight, self.bias), added, alpha=self.scale)
 
 
 def _without_values(width: int, out: int) -> nn.Linear:
-    """A projection that is filled by name; nothing is drawn for it here."""
+    """Return an uninitialized projection, which is initialized by name later."""
     made: nn.Linear = nn.utils.skip_init(nn.Linear, width, out, bias=False, device="meta")
     return made
 
 
 def draw_adapter(name: str, whole: Tensor, generator: torch.Generator) -> None:
-    """Fill an adapter's parameter: A uniformly up to 1 / sqrt(in), as PEFT; B with zeros."""
+    """Initialize an adapter: A uniformly up to 1 / sqrt(in), as in PEFT, and B with zeros."""
     if name.endswith(f".{UP}.weight"):
         whole.zero_()
         return
@@ -62,20 +62,21 @@ def draw_adapter(name: str, whole: Tensor, generator: torch.Generator) -> None:
 
 
 def choose_trained(module: nn.Module, config: ModelConfig) -> None:
-    """Add the adapters and freeze the parameters that `config` says, in place.
+    """Add adapters and freeze parameters by `config`, in place.
 
     Raises:
-        UsageError: what is to be trained, or to get an adapter, is not there.
+        UsageError: If no parameter or layer matches, or the settings conflict.
     """
     if config.lora.rank is None:
-        _refuse_lora_without_rank(config.lora)
+        if config.lora != LoraConfig():
+            raise UsageError("model.lora: requires a rank; set model.lora.rank=16, or another one")
         if config.trainable is not None:
             _freeze_all_but(module, config.trainable)
         return
     if config.trainable is not None:
         raise UsageError(
-            f"model.trainable={config.trainable}: not with model.lora.rank, which freezes "
-            "everything but the adapters"
+            f"model.trainable={config.trainable}: conflicts with model.lora.rank, which trains "
+            "only the adapters"
         )
     targets = _targets(module, config.lora.targets)
     module.requires_grad_(False)
@@ -84,53 +85,37 @@ def choose_trained(module: nn.Module, config: ModelConfig) -> None:
         setattr(module.get_submodule(parent), key, LoraLinear(base, config.lora))
 
 
-def _refuse_lora_without_rank(lora: LoraConfig) -> None:
-    if lora != LoraConfig():
-        raise UsageError("model.lora: say model.lora.rank=16, or another; without it there is none")
-
-
 def _freeze_all_but(module: nn.Module, text: str) -> None:
     pattern = _pattern("model.trainable", text)
     names = [name for name, _ in module.named_parameters()]
     if not any(map(pattern.search, names)):
         words = {word for name in names for word in name.split(".")}
         raise UsageError(
-            f"model.trainable={text}: is found in the name of no parameter{nearest(text, words)} "
-            f"({names[0]} … {names[-1]})"
+            f"model.trainable={text}: matches no parameter name{nearest(text, words)}; names are "
+            f"{names[0]} … {names[-1]}"
         )
     for name, param in module.named_parameters():
         param.requires_grad_(pattern.search(name) is not None)
 
 
 def _targets(module: nn.Module, text: str) -> list[tuple[str, nn.Linear | Projection]]:
-    """The layers that get an adapter, by name."""
+    """Return the layers that get an adapter, with their names."""
     layers = dict(_linear_layers(module))
     if text == ALL_LINEAR:
         return list(layers.items())
     pattern = _pattern("model.lora.targets", text)
     found = [(name, layer) for name, layer in layers.items() if pattern.search(name)]
     if not found:
-        refused = (n for n, each in module.named_modules() if n and pattern.search(n))
-        what = next((n for n in refused if _has_matrix(module.get_submodule(n))), None)
-        if what is not None:
-            raise UsageError(
-                f"model.lora.targets={text}: {what} gets no adapter; linear layers do, but for the "
-                "output head"
-            )
         leaves = dict.fromkeys(name.rpartition(".")[2] for name in layers)
         raise UsageError(
-            f"model.lora.targets={text}: is found in the name of no linear layer"
-            f"{nearest(text, leaves)} ({', '.join(leaves)})"
+            f"model.lora.targets={text}: matches no linear layer{nearest(text, leaves)}; linear "
+            f"layers except the output head are {', '.join(leaves)}"
         )
     return found
 
 
-def _has_matrix(module: nn.Module) -> bool:
-    return isinstance(module, Head | nn.Embedding)
-
-
 def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear | Projection]]:
-    """All but the output head: its adapter would change a tied embedding, once it is merged."""
+    """Yield all but the output head: merging its adapter would change a tied embedding."""
     for name, each in module.named_modules():
         if isinstance(each, nn.Linear | Projection) and not isinstance(each, Head):
             yield name, each
@@ -140,4 +125,4 @@ def _pattern(key: str, text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
-        raise UsageError(f"{key}={text}: no regular expression: {error}") from None
+        raise UsageError(f"{key}={text}: not a regular expression: {error}") from None

@@ -1,4 +1,4 @@
-"""Layers that every decoder has."""
+"""Layers of all decoders."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdpctl.config.hugging_face import default_activation
 from fsdpctl.config.model import ModelConfig
+from fsdpctl.models.cache import Cache
+from fsdpctl.models.documents import Documents
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -22,33 +24,33 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activation_of(config: ModelConfig) -> Callable[[Tensor], Tensor]:
-    """The function that `model.activation` names."""
+    """Return the function that `model.activation` names."""
     return _ACTIVATIONS[config.activation or default_activation(config.architecture)]
 
 
 def embedding(rows: int, width: int) -> nn.Embedding:
-    """An embedding without drawn values: drawing imports half of torch, on meta devices too."""
+    """Return an uninitialized embedding: drawing imports half of torch, even on meta devices."""
     made: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
     return made
 
 
 class Decoder(Protocol):
-    """A module that takes tokens, or what stands for one."""
+    """A module that takes tokens, or a wrapper of one."""
 
     training: bool
 
     def train(self, mode: bool = True) -> Any:
-        """Into training or out of it."""
+        """Set the training mode."""
         ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Logits, or with targets their loss."""
+        """Return logits, or with targets their loss."""
         ...
 
 
 @contextmanager
 def evaluating(module: Decoder) -> Iterator[None]:
-    """Nothing is left out by dropout in the block."""
+    """Disable dropout in a block."""
     was_training = module.training
     module.train(False)
     try:
@@ -58,7 +60,7 @@ def evaluating(module: Decoder) -> Iterator[None]:
 
 
 class Head(nn.Linear):
-    """The projection to the vocabulary, or the loss of what it gives.
+    """The projection to the vocabulary, or the loss of its logits.
 
     Note: why torch's `linear_cross_entropy` is not used. It saves the same memory, and returns the
     loss in the dtype of the hidden states: a sum over thousands of tokens in bfloat16.
@@ -70,10 +72,13 @@ class Head(nn.Linear):
     def forward(
         self, x: Tensor, targets: Tensor | None = None, chunk_tokens: int | None = None
     ) -> Tensor:
-        """Logits of shape (..., vocab_size); with `targets` the summed cross entropy, in float32.
+        """Return logits of shape (..., vocab_size), or the cross entropy in nats, in float32.
 
-        A target of -100 does not count. With `chunk_tokens`, logits exist for so many tokens at a
-        time, and are computed again in backward.
+        Args:
+            x: Hidden states.
+            targets: If given, the result is the cross entropy summed over targets other than -100.
+            chunk_tokens: The number of tokens whose logits exist at a time; backward recomputes
+                them.
         """
         if targets is None:
             return super().forward(x)
@@ -88,3 +93,46 @@ class Head(nn.Linear):
     def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
         logits = super().forward(x).float()
         return F.cross_entropy(logits, targets, reduction="sum")
+
+
+class CausalDecoder(nn.Module):
+    """A decoder whose input is token ids and whose output is next-token logits or their loss."""
+
+    _places: tuple[str, str]  # the names of the backbone, and of the token embedding within it
+
+    def __init__(self, backbone: nn.Module, config: ModelConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.add_module(self._places[0], backbone)
+        self.lm_head = Head(config.hidden_size, vocab_size)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.get_input_embeddings().weight
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Return the token embedding."""
+        found: nn.Embedding = self.get_submodule(".".join(self._places))  # type: ignore[assignment]  # its place is known
+        return found
+
+    def get_output_embeddings(self) -> Head:
+        """Return the output head."""
+        return self.lm_head
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        chunk_tokens: int | None = None,
+        cache: Cache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Return logits of shape (batch, length, vocab_size), or a summed loss.
+
+        Args:
+            tokens: Shape (batch, length). With a filled `cache`, one token per row.
+            targets: As in `Head`, shaped like `tokens`.
+            chunk_tokens: As in `Head`.
+            cache: The cache of earlier tokens, which `tokens` follow.
+            documents: The documents that are packed into rows without seeing one another.
+        """
+        hidden = getattr(self, self._places[0])(tokens, cache, documents)
+        out: Tensor = self.lm_head(hidden, targets, chunk_tokens)
+        return out

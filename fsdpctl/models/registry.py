@@ -1,4 +1,4 @@
-"""From a model's configuration to a module and its initial weights."""
+"""Modules and initial weights by model configuration."""
 
 import hashlib
 import math
@@ -17,7 +17,7 @@ from fsdpctl.models.lora import choose_trained, draw_adapter
 DRAWN_ON_DEVICE = 1 << 24  # elements of a matrix from which a GPU draws it
 _DRAWN_AT_ONCE = 1 << 24
 
-# What only some architectures have, and its value where there is none.
+# Settings of some architectures only, and their value in the others.
 _ONLY = {
     "sliding_window": (("mistral", "qwen2", "qwen3", "gemma3_text", "phi3"), None),
     "sliding_pattern": (("gemma3_text",), None),
@@ -28,13 +28,13 @@ _ONLY = {
 
 
 def _check(config: ModelConfig) -> None:
-    """See that the numbers agree with one another."""
+    """Check that the numbers are consistent."""
     name = config.architecture
     for key, (having, nothing) in _ONLY.items():
         if getattr(config, key) != nothing and name not in having:
             raise UsageError(
-                f"model.{key}={KEYS[f'model.{key}'].text(getattr(config, key))}: not with "
-                f"model.architecture={name}; {', '.join(having)} can have it"
+                f"model.{key}={KEYS[f'model.{key}'].text(getattr(config, key))}: not supported by "
+                f"model.architecture={name}, only by {', '.join(having)}"
             )
     if config.num_heads % config.num_kv_heads:
         raise UsageError(
@@ -62,12 +62,12 @@ def _check(config: ModelConfig) -> None:
 def _check_gpt2(config: ModelConfig) -> None:
     if config.num_kv_heads != config.num_heads:
         raise UsageError(
-            f"model.num_kv_heads={config.num_kv_heads}: gpt2 has as many as query heads, "
+            f"model.num_kv_heads={config.num_kv_heads}: gpt2 requires the value of "
             f"model.num_heads={config.num_heads}"
         )
     if _head_dim(config) * config.num_heads != config.hidden_size:
         raise UsageError(
-            f"model.head_dim={config.head_dim}: in gpt2 it is model.hidden_size / model.num_heads"
+            f"model.head_dim={config.head_dim}: gpt2 requires model.hidden_size / model.num_heads"
         )
 
 
@@ -76,14 +76,14 @@ def _head_dim(config: ModelConfig) -> int:
 
 
 def build_model(config: ModelConfig) -> nn.Module:
-    """The module on the meta device, its adapters too: shapes and names, no memory.
+    """Build the module with its adapters on the meta device, without memory.
 
     Raises:
-        UsageError: the model's numbers contradict each other, or nothing is trained.
+        UsageError: If the model's numbers are inconsistent, or nothing is trained.
     """
     _check(config)
     if config.vocab_size is None:
-        raise UsageError("model.vocab_size=auto: not known without data; give a number")
+        raise UsageError("model.vocab_size=auto: unknown without data; set a number")
     try:
         with torch.device("meta"):
             module: nn.Module
@@ -94,18 +94,18 @@ def build_model(config: ModelConfig) -> nn.Module:
             choose_trained(module, config)
             return module
     except (RuntimeError, TypeError, OverflowError):
-        raise UsageError("model: its sizes make matrices too large for any machine") from None
+        raise UsageError("model: matrices of these sizes are too large for any machine") from None
 
 
 def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelConfig) -> None:
-    """Fill a parameter in place, from the seed and its name alone; of adapters see `draw_adapter`.
+    """Initialize a parameter in place, from the seed and its name alone.
 
-    Vectors are norm weights, which become 1 (Gemma's, to which 1 is added, 0), or biases, which
-    become 0. On CUDA the device draws matrices of DRAWN_ON_DEVICE elements and more: one core takes
-    an hour for 405B. So models with such matrices begin elsewhere on a GPU than on a CPU, though
-    the same with any number of ranks. Projections into the
-    residual stream are scaled down by the root of their number in GPT-2, as its authors do; in the
-    Llama family, which is normalised before each projection, they are not.
+    Vectors are norm weights, which become 1 (Gemma's, which are added to 1, become 0), or biases,
+    which become 0. On CUDA the device draws matrices of at least DRAWN_ON_DEVICE elements, because
+    one core takes an hour for 405B. So models with such matrices have other initial weights on a
+    GPU than on a CPU, but the same for any number of ranks. In GPT-2, projections into the residual
+    stream are scaled down by the root of their number, as its authors do. `draw_adapter` draws
+    adapters.
     """
     if whole.ndim <= 1:
         whole.fill_(0.0 if name.endswith(".bias") or config.is_gemma else 1.0)

@@ -10,11 +10,11 @@ from fsdpctl.config.model import ModelConfig
 
 
 def inverse_frequencies(config: ModelConfig, head_dim: int) -> Tensor:
-    """Radians per position of each pair of dimensions; float32, shape (head_dim / 2,).
+    """Return the radians per position of each pair of dimensions; float32, (head_dim / 2,).
 
-    With `rope_scaling=linear` all wavelengths are stretched by `rope_factor`; with `llama3` those
-    far above the original training length are, those far below are kept, and those between are
-    blended (Llama 3.1).
+    With `rope_scaling=linear`, all wavelengths are stretched by `rope_factor`. With `llama3`,
+    wavelengths far above the original training length are stretched, those far below are kept, and
+    those between are interpolated (Llama 3.1).
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / config.rope_theta**exponents
@@ -32,7 +32,7 @@ def inverse_frequencies(config: ModelConfig, head_dim: int) -> Tensor:
 def rotation(
     config: ModelConfig, head_dim: int, length: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position, each of shape (length, head_dim)."""
+    """Return the cosines and sines of all positions, each of shape (length, head_dim)."""
     frequencies = inverse_frequencies(config, head_dim).to(device)
     positions = torch.arange(length, dtype=torch.float32, device=device)
     angles = torch.outer(positions, frequencies)
@@ -41,6 +41,6 @@ def rotation(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each head's pairs of dimensions; `x` has shape (batch, heads, length, head_dim)."""
+    """Rotate the pairs of dimensions of `x`, (batch, heads, length, head_dim)."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin

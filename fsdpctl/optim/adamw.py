@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fsdpctl.optim.sharded import ShardedSteps
 from fsdpctl.shards import Sharded
@@ -45,12 +46,7 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
         groups = self._divided(model, param_groups)
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
-    def create_states(self) -> None:
-        """Create the states that the first step would create: moments of zero, no steps."""
-        for run, _ in self.runs:
-            state = self.state[run.param]
-            if not state:
-                device = run.param.device
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-                state["exp_avg"] = torch.zeros_like(run.param)
-                state["exp_avg_sq"] = torch.zeros_like(run.param)
+    def _new_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        step = torch.zeros((), dtype=torch.float32, device=param.device)
+        moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+        return {"step": step, **moments}

@@ -21,7 +21,7 @@ EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 @dataclass(frozen=True, slots=True)
 class LocalStepStats:
-    """What a rank adds to the record besides its share of the sums."""
+    """A rank's addition to the record besides its share of the sums."""
 
     flags: Sequence[bool] = ()  # its requests; equally many on every rank
     grad_norm: Tensor | None = None  # of its own gradient, if that is measured

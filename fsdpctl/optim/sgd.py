@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fsdpctl.optim.sharded import ShardedSteps
 from fsdpctl.shards import Sharded
@@ -44,9 +45,5 @@ class ShardedSGD(ShardedSteps, torch.optim.SGD):
         # torch would leave them uninitialized if its first step is skipped.
         self.create_states()
 
-    def create_states(self) -> None:
-        """Create the states that the first step would create: momenta of zero."""
-        for run, group in self.runs:
-            state = self.state[run.param]
-            if not state and self.param_groups[group]["momentum"]:
-                state["momentum_buffer"] = torch.zeros_like(run.param)
+    def _new_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        return {"momentum_buffer": torch.zeros_like(param)} if group["momentum"] else {}

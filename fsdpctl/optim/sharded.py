@@ -58,6 +58,16 @@ class ShardedSteps(torch.optim.Optimizer):
             groups[group]["params"].append(run.param)
         return groups
 
+    def _new_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the state of zeros that the first step would create."""
+        raise NotImplementedError
+
+    def create_states(self) -> None:
+        """Create the states that the first step would create."""
+        for run, group in self.runs:
+            if not (state := self.state[run.param]):
+                state.update(self._new_state(run.param, self.param_groups[group]))
+
     def _before_step(self) -> None:
         """Run before torch's step, when gradients are complete."""
 

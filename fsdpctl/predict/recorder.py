@@ -1,6 +1,6 @@
 """The interface between the description of a training step and what it costs."""
 
-from collections import Counter
+from collections import defaultdict
 from enum import StrEnum
 from typing import Protocol
 
@@ -140,21 +140,13 @@ class TrafficRecorder(Recorder):
     """Sums the bytes of collectives by their kind and group."""
 
     def __init__(self) -> None:
-        self.nbytes: Counter[tuple[CollectiveKind, RankGroup]] = Counter()
+        self.nbytes: dict[tuple[CollectiveKind, RankGroup], float] = defaultdict(float)
 
     def start(
-        self,
-        kind: CollectiveKind,
-        nbytes: float,
-        group: RankGroup,
-        label: str,
-        *,
-        queue: str,
-        after: int | None = None,
-        is_held: bool = False,
+        self, kind: CollectiveKind, nbytes: float, group: RankGroup, label: str, **_: object
     ) -> int:
         """Count a collective."""
-        self.nbytes[kind, group] += nbytes  # type: ignore[assignment]  # bytes may be fractions
+        self.nbytes[kind, group] += nbytes
         return 0
 
     def sent(self, group: RankGroup, ranks: int) -> float:

@@ -27,7 +27,6 @@ from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.resolve.attention import check_attention
 from fsdpctl.resolve.blocks import missing_compiler
 from fsdpctl.resolve.data import DATE, checked_data, date_of_run, notes_on_data, on_date, with_data
-from fsdpctl.resolve.engines import check_engine, check_trained_whole, notes_on_engine
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import (
     placed_here,
@@ -36,7 +35,12 @@ from fsdpctl.resolve.machine import (
     with_batch_size,
     world_size,
 )
-from fsdpctl.resolve.preflight import check_preflight
+from fsdpctl.resolve.preflight import (
+    check_engine,
+    check_preflight,
+    check_trained_whole,
+    notes_on_engine,
+)
 
 # Settings that decide the losses; the others may change from one start of a run to the next.
 _DECIDES = ("model", "data", "optimizer", "lr_scheduler", "precision")

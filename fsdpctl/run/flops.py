@@ -5,23 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fsdpctl.config.gpus import known_gpu
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
-
-# Dense FLOP/s in bf16 by the data sheets; the first name that a device's name contains.
-_PEAKS = {
-    "A100": 312e12,
-    "H100 PCIE": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-    "RTX 5090": 209.5e12,
-    "MI300X": 1307e12,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,4 +80,5 @@ def flops_per_token(model: ModelConfig, num_params: int, seq_len: int) -> int:
 
 def peak_flops(device_name: str) -> float | None:
     """Return the peak FLOP/s in bf16 of a device by its name, or None if unknown."""
-    return next((peak for name, peak in _PEAKS.items() if name in device_name.upper()), None)
+    gpu = known_gpu(device_name)
+    return None if gpu is None else gpu.peak

@@ -41,37 +41,29 @@ def decide(
     if not names:
         return Decision()
     if seen.kept is not None:
-        kept = Selection.of(seen.kept)
-        source = f"as in {seen.run_dir / RUN_CONFIG}"
-        return Decision(kept, (f"{'auto':<8}{kept.text(names)}, {source}",))
-    note("selecting the fastest configuration that fits")
-    ranking = choose(Estimator(), placed_on_cluster(config))
-    if probes and config.auto.probe and config.cluster.name == LOCAL:
-        from fsdpctl.start.probe import probed  # imports the trainer
-
-        ranking = probed(ranking, opened, note)
-    return Decision(ranking.best.selection, tuple(describe_ranking(ranking)))
-
-
-def select(opened: Opened) -> Selection | None:
-    """Select what is `auto` for the ranks of an opened run; return None if nothing is.
-
-    Raises:
-        UsageError: If nothing fits, or the hardware specs are incomplete.
-    """
-    if not left_open(opened.config):
-        return None
-    return choose(Estimator(), placed_on_cluster(opened.config)).best.selection
+        kept, source = Selection.of(seen.kept), seen.run_dir / RUN_CONFIG
+        return Decision(kept, (f"{'auto':<8}{kept.text(names)}, as in {source}",))
+    return _decided(placed_on_cluster(config), note, opened if probes else None)
 
 
 def decide_on_cluster(config: Config, note: Callable[[str], None]) -> Decision:
-    """Select what is `auto` for a specified cluster. Opens no data if the vocabulary is set.
+    """Select what is `auto` for the ranks of `cluster`, which need not exist. Opens no run.
 
     Raises:
         UsageError: If nothing fits, or the configuration is invalid.
     """
+    return _decided(placed_for_estimate(config), note)
+
+
+def _decided(
+    placed: Config, note: Callable[[str], None], probes_of: Opened | None = None
+) -> Decision:
     note("selecting the fastest configuration that fits")
-    ranking = choose(Estimator(), placed_for_estimate(config))
+    ranking = choose(Estimator(), placed)
+    if probes_of is not None and placed.auto.probe and placed.cluster.name == LOCAL:
+        from fsdpctl.start.probe import probed  # imports the trainer
+
+        ranking = probed(ranking, probes_of, note)
     return Decision(ranking.best.selection, tuple(describe_ranking(ranking)))
 
 

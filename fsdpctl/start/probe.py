@@ -1,5 +1,6 @@
-"""Probe the candidates that are predicted to be about as fast, by short runs on this machine."""
+"""Short runs on this machine, to measure a configuration or to probe candidates of `auto`."""
 
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -13,10 +14,13 @@ from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 from fsdpctl.estimate.ranking import Candidate, Ranking
 from fsdpctl.io.documents import parse_json
+from fsdpctl.launch.local import launch_workers
 from fsdpctl.resolve.run import Opened, settle
 from fsdpctl.run.assets import collect_assets
-from fsdpctl.run.files import METRICS
-from fsdpctl.start.short_run import short_run
+from fsdpctl.run.directory import look, prepare_run_dir
+from fsdpctl.run.files import LOGS, METRICS
+from fsdpctl.run.lock import lock_run_dir
+from fsdpctl.train.worker import MEASURE, MODULE
 
 _COUNT = 3  # candidates that are probed
 _WITHIN = 0.3  # above the fastest prediction: slower candidates are not probed
@@ -112,3 +116,30 @@ def _step_seconds(metrics: Path) -> float:
     parsed = (parse_json(line, dict[str, Any], str(metrics)) for line in lines)
     seconds: list[float] = [line["seconds"] for line in parsed if "loss" in line]
     return median(seconds[len(seconds) // 4 :])
+
+
+def short_run(config: Config, settings: str, assets: Mapping[str, bytes], what: str) -> str | None:
+    """Run the steps of a settled configuration, without validation, checkpoints and samples.
+
+    Args:
+        config: Its run directory does not exist yet, but the parent of that does.
+        settings: The settings that it was made of, for the run directory.
+        assets: Files to keep next to its weights.
+        what: What a stop request prevents, for the message.
+
+    Returns:
+        The reason of a failure; None if the run finished.
+
+    Raises:
+        StoppedError, InterruptError: If a stop was requested; the ranks have exited.
+    """
+    run_dir = Path(str(config.train.run_dir))
+    lock = lock_run_dir(run_dir, lambda: None)
+    prepare_run_dir(look(config, "auto"), config, [settings], assets)
+    outcome = launch_workers(MODULE, [str(run_dir), MEASURE], config.launch, logs=run_dir / LOGS)
+    lock.release()
+    if outcome.stop_signal == signal.SIGINT:
+        raise InterruptError(f"interrupted before {what}")
+    if outcome.stop_signal is not None:
+        raise StoppedError(f"stopped before {what}")
+    return None if outcome.cause is None else outcome.cause.cause

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
@@ -73,6 +74,8 @@ def _next_round(
     cause = outcome.cause
     if not outcome.has_failed or outcome.was_asked or (cause and cause.exit_code in _FINAL):
         return None
+    if not (begun.run_dir / RUN_CONFIG).is_file():
+        return None  # deleted or moved: a restart would begin at step 0
     if take_stop(begun.run_dir):
         say(f"{begun.run_dir}: no restart (stop requested)")
         return None

@@ -1,4 +1,4 @@
-"""How well a model predicts a text: the loss of any checkpoint or directory."""
+"""The loss of a checkpoint or a Hugging Face directory on data."""
 
 import math
 from collections.abc import Callable
@@ -27,21 +27,21 @@ _OF_THE_DATA = ("data", "train.seq_len")
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What came of it."""
+    """The result of an evaluation."""
 
     loss: float  # nats per token
     perplexity: float
-    bits_per_byte: float | None  # of text; None where nobody knows how long it was
-    tokens: int  # predicted
+    bits_per_byte: float | None  # None if the size of the text is unknown
+    tokens: int  # number of predicted tokens
 
     def to_dict(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """Return the result for `--json`."""
         return asdict(self)
 
 
 def words_of(source: Path) -> list[str]:
-    """How to compose the model in a checkpoint or directory, on the data that it was trained on."""
-    model_words(str(source))  # its error says what is not there
+    """Return the settings of the model in a checkpoint or directory, with its training data."""
+    model_words(str(source))  # raises an error if there is no model
     words = ["model=hf", f"model.path={source}", "launch.nproc_per_node=1"]
     if (source / MANIFEST).exists():
         known: dict[str, str] = read_sealed(source)["config"]
@@ -54,16 +54,16 @@ def words_of(source: Path) -> list[str]:
 
 
 def evaluate_run(opened: Opened, on_batch: Callable[[int, int], None]) -> Evaluation:
-    """The loss over the held-out part of the data, or over all of it where nothing is held out.
+    """Compute the loss on the validation data, or on all data if nothing is held out.
 
     Args:
-        opened: the model in `model.path` and the data, on one rank.
-        on_batch: called with the batches done, and how many there are.
+        opened: The model in `model.path` and the data, on one rank.
+        on_batch: Called with the number of completed batches, and of all batches.
 
     Raises:
-        CheckpointError: the weights are damaged.
+        CheckpointError: If the weights are corrupted.
     """
-    # One rank runs any strategy alike: what is `auto` need not be selected.
+    # All strategies compute the same on one rank: `auto` selects none.
     engine = opened.config.engine.name
     strategy = next(name for name, row in STRATEGIES.items() if has_strategy(engine, row))
     settled = settle(opened.config, Selection(strategy, "none", PrefetchConfig(), None))

@@ -1,4 +1,4 @@
-"""Text from a saved checkpoint."""
+"""Text generation with the model of a checkpoint or a Hugging Face directory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,23 +25,28 @@ from fsdpctl.train.assemble import make_model
 from fsdpctl.train.generate import Sampling, generate
 
 
-class Speaker:
+class TextGenerator:
     """A model in memory that continues text."""
 
     def __init__(self, source: Path, count: int, sampling: Sampling) -> None:
-        """Of a checkpoint or a Hugging Face directory; says `count` tokens at most.
+        """Load the model.
+
+        Args:
+            source: A checkpoint or a Hugging Face directory.
+            count: The maximum number of tokens to generate.
+            sampling: How tokens are drawn.
 
         Raises:
-            UsageError: the run's tokenizer is not known.
-            FsdpctlError: the model does not fit into memory.
-            CheckpointError: the checkpoint is damaged.
+            UsageError: If the tokenizer is unknown.
+            FsdpctlError: If the model doesn't fit into memory.
+            CheckpointError: If the checkpoint is corrupted.
         """
         config, weights, self.files = _opened(source)
-        # What a few tokens gain by compiled blocks is less than compiling takes.
+        # Compiling takes longer than it saves on a few tokens.
         self.config = replace(config, train=replace(config.train, compile=False))
         self.source, self._count, self.sampling = source, count, sampling
         if TOKENIZER_JSON not in self.files:
-            raise UsageError(f"{source}: nobody knows what tokenizer made the run's tokens")
+            raise UsageError(f"{source}: contains no tokenizer, which is required to generate text")
         self.tokenizer = (
             ByteTokenizer()
             if config.data.tokenizer == BYTES
@@ -53,10 +58,10 @@ class Speaker:
             load_weights(weights, self._model)
 
     def tokens_after(self, prompt: list[int]) -> list[int]:
-        """What follows.
+        """Generate the tokens after a prompt.
 
         Raises:
-            FsdpctlError: there is no memory for it.
+            FsdpctlError: If memory runs out.
         """
         with self._in_memory():
             return generate(
@@ -73,7 +78,7 @@ class Speaker:
         try:
             yield
         except RuntimeError as error:
-            # Of the CPU's allocator torch has no error of its own.
+            # torch has no exception type for its CPU allocator.
             if not isinstance(error, torch.OutOfMemoryError) and "CPUAllocator" not in str(error):
                 raise
             what = f"does not fit into memory on {self._device.type}"
@@ -81,52 +86,51 @@ class Speaker:
 
 
 def sample_text(source: Path, prompt: str, count: int, sampling: Sampling) -> str:
-    """The prompt and `count` further tokens, from the model in `source`, a checkpoint
-    or a Hugging Face directory.
+    """Return the prompt continued by at most `count` tokens of the model in `source`.
 
     Raises:
-        UsageError: the run's tokenizer is not known, or the prompt is no text.
-        FsdpctlError: the model does not fit into memory.
-        CheckpointError: the checkpoint is damaged.
+        UsageError: If the tokenizer is unknown, or if the prompt isn't UTF-8.
+        FsdpctlError: If the model doesn't fit into memory.
+        CheckpointError: If the checkpoint is corrupted.
     """
     _check_text(prompt)
-    speaker = Speaker(source, count, sampling)
-    tokenizer = speaker.tokenizer
-    return prompt + tokenizer.decode(speaker.tokens_after(tokenizer.encode_prompt(prompt)))
+    generator = TextGenerator(source, count, sampling)
+    tokenizer = generator.tokenizer
+    return prompt + tokenizer.decode(generator.tokens_after(tokenizer.encode_prompt(prompt)))
 
 
-class Talk:
-    """A conversation with a model, by its own chat template."""
+class ChatSession:
+    """A conversation with a model, rendered by the model's chat template."""
 
     def __init__(self, source: Path, count: int, sampling: Sampling) -> None:
-        """As `Speaker`; an answer has `count` tokens at most.
+        """Load the model, as in `TextGenerator`.
 
         Raises:
-            UsageError: also, the model has no tokenizer of its own.
+            UsageError: Also if the model uses the byte tokenizer.
         """
-        speaker = Speaker(source, count, sampling)
-        if not isinstance(speaker.tokenizer, FileTokenizer):
-            raise UsageError(f"{source}: --chat: a model of bytes has no chat template")
-        self._speaker, self._tokenizer = speaker, speaker.tokenizer
-        ends = ends_of(speaker.files, str(source))
-        if speaker.tokenizer.end is not None:
-            ends = (*ends, speaker.tokenizer.end)
-        speaker.sampling = replace(sampling, ends=ends)
+        generator = TextGenerator(source, count, sampling)
+        if not isinstance(generator.tokenizer, FileTokenizer):
+            raise UsageError(f"{source}: --chat: requires a model with a tokenizer.json")
+        self._generator, self._tokenizer = generator, generator.tokenizer
+        ends = ends_of(generator.files, str(source))
+        if generator.tokenizer.end is not None:
+            ends = (*ends, generator.tokenizer.end)
+        generator.sampling = replace(sampling, ends=ends)
         self._messages: list[Message] = []
 
-    def answer(self, asked: str) -> str:
-        """What the model answers, with all that was said before in mind.
+    def answer(self, question: str) -> str:
+        """Generate the assistant message that follows `question` and all earlier messages.
 
         Raises:
-            UsageError: there is no template, or it refuses the conversation.
-            FsdpctlError: there is no memory for it.
+            UsageError: If there is no template, or if it rejects the conversation.
+            FsdpctlError: If memory runs out.
         """
-        _check_text(asked)
-        speaker = self._speaker
-        self._messages.append({"role": "user", "content": asked})
-        today = speaker.config.data.date or date.today().isoformat()
-        prompt = prompt_tokens(speaker.source, self._tokenizer, self._messages, today)
-        text = self._tokenizer.decode(speaker.tokens_after(prompt))
+        _check_text(question)
+        generator = self._generator
+        self._messages.append({"role": "user", "content": question})
+        today = generator.config.data.date or date.today().isoformat()
+        prompt = prompt_tokens(generator.source, self._tokenizer, self._messages, today)
+        text = self._tokenizer.decode(generator.tokens_after(prompt))
         self._messages.append({"role": "assistant", "content": text})
         return text
 
@@ -139,7 +143,7 @@ def _check_text(prompt: str) -> None:
 
 
 def _opened(source: Path) -> tuple[Config, Tensors, dict[str, bytes]]:
-    """The model's configuration, its weights, and the files beside them."""
+    """Open the model's configuration, its weights, and its other files."""
     if is_hugging_face(source):
         config = compose_config(["model=hf", f"model.path={source}"]).config
         return config, open_weights(config.model), read_assets(source)

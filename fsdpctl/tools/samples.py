@@ -1,4 +1,4 @@
-"""What a run was trained on in one of its steps."""
+"""The training samples of one step of a run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,6 @@ from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.open import open_data
-from fsdpctl.data.rows import documents_of
 from fsdpctl.data.tokens import DataSet
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
@@ -21,30 +20,32 @@ from fsdpctl.run.metrics import read_metrics
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One sample of a step."""
+class StepSample:
+    """A sample of a step."""
 
     number: int  # in the training data
-    rank: int | None  # that had it, where that is known
-    text: str  # its tokens and the last one's target, decoded
+    rank: int | None  # that computed it, if known
+    text: str  # the tokens and the last target, decoded
 
 
 @dataclass(frozen=True, slots=True)
 class StepSamples:
-    """A step, and what is on record of it."""
+    """The samples of a step, and why it was rejected."""
 
-    about: str  # why it was not applied; empty where it was
-    samples: list[Sample]
+    about: str  # why the step was rejected; empty if it was applied
+    samples: list[StepSample]
 
 
 def samples_of_step(run_dir: Path, step: int) -> StepSamples:
-    """What the run in `run_dir` saw in `step`; the last time, if it went back and came by again.
+    """Return the samples of `step` of a run, in its last execution if it was rolled back.
 
     Raises:
-        UsageError: there is no such run or step, or its data is not what it was.
+        UsageError: If the run or the step doesn't exist, or if the data has changed.
     """
     if not (run_dir / METRICS).is_file():
-        raise UsageError(f"--run {run_dir}: no run that has done a step")
+        raise UsageError(
+            f"--run {run_dir}: not found; expected a run with at least one completed step"
+        )
     config = read_config(run_dir)
     data = open_data(config.data, config.train.seed)
     _check_data(run_dir, data)
@@ -64,19 +65,19 @@ def samples_of_step(run_dir: Path, step: int) -> StepSamples:
             for each in batches.numbers(position, rank)
         }
     texts = _texts(data, config.train.seq_len, numbers)
-    samples = [Sample(n, ranks.get(n), text) for n, text in zip(numbers, texts, strict=True)]
+    samples = [StepSample(n, ranks.get(n), text) for n, text in zip(numbers, texts, strict=True)]
     return StepSamples("" if bad is None else _in_words(bad), samples)
 
 
 def _found(metrics: Path, step: int) -> tuple[dict[str, Any] | None, int]:
-    """The record of a step that was not applied, if it was not; samples consumed after it."""
+    """Return the record of a rejected step, or None, and the samples consumed after the step."""
     bad, after, last = None, 0, 0
     for line in read_metrics(metrics):
         last = max(last, line.step)
         if line.step == step:
             bad, after = line.rejected_step or bad, line.samples or after
     if bad is None and not after:
-        raise UsageError(f"--step {step}: {metrics.parent} has come to step {last}")
+        raise UsageError(f"--step {step}: not found; {metrics.parent} has completed {last} steps")
     return bad, after
 
 
@@ -93,7 +94,7 @@ def _check_data(run_dir: Path, data: DataSet) -> None:
         return
     known = CheckpointReader(newest).manifest.progress.data_fingerprint
     if known not in ("", data.fingerprint):
-        raise UsageError(f"--run {run_dir}: its data is not what the run was trained on")
+        raise UsageError(f"--run {run_dir}: the data has changed since the run")
 
 
 def _batches(config: Config, data: DataSet) -> Batches:
@@ -110,5 +111,5 @@ def _batches(config: Config, data: DataSet) -> Batches:
 def _texts(data: DataSet, seq_len: int, numbers: list[int]) -> Iterator[str]:
     rows = data.train.rows(seq_len)
     for number in numbers:
-        documents = documents_of(rows[number])
+        documents = rows[number].documents()
         yield "\n".join(data.tokenizer.decode(each) for each in documents)

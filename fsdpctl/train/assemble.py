@@ -173,8 +173,8 @@ def make_trainer(
         config, run_dir, ranks, journal, base, runs_command=shows and is_main
     )
     callbacks = [  # in the order of their hooks, at the end too
-        Profiling(parts.model, run_dir, world.rank, at_start=config.train.profile),
         Validation(config, has_data=parts.val_batches is not None),
+        Profiling(parts.model, run_dir, world.rank, at_start=config.train.profile),
         checkpoints,
         journal.loggers,
         heartbeat,

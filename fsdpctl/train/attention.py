@@ -13,10 +13,9 @@ from fsdpctl.comm.waits import mark, seconds_between
 from fsdpctl.comm.world import World
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.models.attention import attend
+from fsdpctl.models.attention import AttentionMask, attend, layer_masks
 from fsdpctl.models.documents import ASSUMED_TOKENS, Documents, make_documents
 from fsdpctl.models.kernels import can_undo, using
-from fsdpctl.models.sight import Sight, sights
 from fsdpctl.plan.attention import CUDNN, EFFICIENT, KERNELS, MATH
 from fsdpctl.resolve.attention import candidates, with_kernel
 from fsdpctl.resolve.machine import with_architecture
@@ -41,7 +40,7 @@ class Shape:
 
     @staticmethod
     def of(config: Config) -> "Shape":
-        """The shape of a resolved configuration."""
+        """Return the shape of a resolved configuration."""
         model, size = config.model, config.train.micro_batch_size
         assert size is not None
         return Shape(
@@ -157,7 +156,7 @@ def _seconds(shape: Shape, device: torch.device, rounds: int) -> float:
 
 
 def _seconds_of_layer(
-    shape: Shape, sight: Sight | None, device: torch.device, rounds: int
+    shape: Shape, sight: AttentionMask | None, device: torch.device, rounds: int
 ) -> float:
     generator = torch.Generator(device).manual_seed(0)  # leaves the run's generator unchanged
     heads = (shape.heads[0], shape.heads[1], shape.heads[1], shape.heads[0])
@@ -181,9 +180,9 @@ def _drawn(shape: Shape, heads: int, device: torch.device, generator: torch.Gene
     return drawn.transpose(1, 2)
 
 
-def _seen(shape: Shape, device: torch.device) -> list[Sight | None]:
+def _seen(shape: Shape, device: torch.device) -> list[AttentionMask | None]:
     like = torch.empty(shape.batch, shape.length, 1, device=device, dtype=shape.dtype)
-    return sights(like, shape.width, shape.windows, _documents(shape, device))
+    return layer_masks(like, shape.width, shape.windows, _documents(shape, device))
 
 
 def _documents(shape: Shape, device: torch.device) -> Documents | None:

@@ -4,7 +4,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.run.files import LOG, METRICS
@@ -19,14 +18,9 @@ class Journal:
     def __init__(
         self, config: Config, run_dir: Path, step: int, *, is_main: bool, shows: bool
     ) -> None:
-        """Continue the record of a run after `step`.
+        """Continue the record of a run, and remove entries after `step`.
 
-        Args:
-            config: Resolved configuration.
-            run_dir: Run directory.
-            step: Completed steps; later entries are removed.
-            is_main: Whether this is rank 0.
-            shows: Whether rank 0 shows the progress and writes to experiment loggers.
+        With `shows`, rank 0 (`is_main`) shows the progress and writes to experiment loggers.
 
         Raises:
             UsageError: If metrics.jsonl is corrupted or cannot be written.
@@ -96,9 +90,7 @@ class Journal:
         Raises:
             FsdpctlError: If it was deleted or moved, or metrics.jsonl was.
         """
-        if self._metrics is None:
-            return
-        if not (self._run_dir / RUN_CONFIG).exists() or not self._metrics.is_in_place:
+        if self._metrics is not None and not self._metrics.is_in_place:
             raise FsdpctlError(
                 f"{self._run_dir}: deleted or moved during the run; training stopped without "
                 "saving. Restore the directory, and run the same command to resume"

@@ -11,7 +11,7 @@ from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.errors import NonFiniteError, StoppedError
 from fsdpctl.optim.record import LocalStepStats
 from fsdpctl.run.flops import model_flops
-from fsdpctl.train.callback import Callback
+from fsdpctl.train.callback import Callback, is_joint
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
 from fsdpctl.train.gradient_probe import GradientProbe
 from fsdpctl.train.journal import Journal
@@ -95,7 +95,7 @@ class Trainer:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Begin all callbacks, and end them with the error of the block, whatever happens."""
+        """Begin all callbacks, and end each with the error of the block, whatever happens."""
         error: BaseException | None = None
         try:
             for line in self.requests.remove_left_over():
@@ -108,7 +108,7 @@ class Trainer:
             try:
                 each.end(self, error)
             except Exception as caught:
-                error = error or caught
+                error = caught if is_joint(error) else error
         if error is not None:
             raise error
 
@@ -193,7 +193,7 @@ class Trainer:
         """
         requested = RequestFlags()
         while len(self._queue) > keep:
-            RANK_STATUS.at("figures of the step")
+            RANK_STATUS.at("step results")
             launched = self._queue.popleft()
             done = finish_step(launched, self.parts.device, self._flops, self.ranks.size)
             requested |= RequestFlags(*done.figures.flags)

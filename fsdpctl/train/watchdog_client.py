@@ -31,7 +31,7 @@ def serve_watchdog() -> None:
 
 
 def _answer(folder: Path, local_rank: int) -> None:
-    """On a query, write the collectives that this rank has started."""
+    """Wait for a query, and write the collectives that this rank has started."""
     while not (folder / "ask").exists():
         time.sleep(_POLL_SECONDS)
     with contextlib.suppress(OSError):

@@ -18,8 +18,8 @@ from fsdpctl.checkpoint.load import load_checkpoint
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.comm.collectives import ObjectExchange
-from fsdpctl.config.keeping import CheckpointConfig
 from fsdpctl.config.model_path import CHECKPOINTS
+from fsdpctl.config.output import CheckpointConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW

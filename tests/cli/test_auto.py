@@ -1,4 +1,4 @@
-"""`auto` in every command: what is chosen, what a run keeps, and what a probe does."""
+"""`auto` in every command: the selection, what a run keeps of it, and probes."""
 
 import json
 import os
@@ -35,7 +35,7 @@ H100 = [
     *(word for word in TINY[:-1] if "batch_size" not in word), "model.vocab_size=256",
     "cluster=h100", "launch.nnodes=2", "train.global_batch_size=64",
 ]  # fmt: skip
-CHOSEN = ("strategy", "activation_checkpointing", "prefetch", "train.micro_batch_size")
+NAMES = ("strategy", "activation_checkpointing", "prefetch", "train.micro_batch_size")
 
 
 def words(folder: Path, *more: str) -> list[str]:
@@ -49,17 +49,17 @@ def ranked(words: list[str]) -> tuple[Opened, Ranking]:
     return opened, choose(Estimator(), placed_on_cluster(opened.config))
 
 
-def said(text: str) -> str:
-    """The words that were chosen, of what a command printed."""
+def selected(text: str) -> str:
+    """Return the selected settings from the output of a command."""
     (line,) = (each for each in text.splitlines() if each.startswith("auto    "))
     return line.removeprefix("auto    ").partition(",")[0]
 
 
-def test_every_command_chooses_the_same_for_a_cluster_that_is_not_here():
+def test_every_command_selects_the_same_for_another_cluster():
     code, text = invoke("estimate-memory", *H100, *OPEN)
     assert code == 0
-    chosen = dict(word.split("=") for word in said(text).split())
-    assert tuple(chosen) == CHOSEN
+    chosen = dict(word.split("=") for word in selected(text).split())
+    assert tuple(chosen) == NAMES
     code, text = invoke("estimate-memory", *H100, *OPEN, "--json")
     found = json.loads(text)
     assert found["selected"]["ranked"][0]["settings"] == " ".join(
@@ -69,14 +69,14 @@ def test_every_command_chooses_the_same_for_a_cluster_that_is_not_here():
     assert found["verdict"] == "fits"
     code, text = invoke("train", "--dry-run", *H100, *OPEN)
     assert code == 0
-    assert said(text) == " ".join(f"{k}={v}" for k, v in chosen.items())
+    assert selected(text) == " ".join(f"{k}={v}" for k, v in chosen.items())
     code, text = invoke("train", "--print-config", *H100, *OPEN)
     assert code == 0
     recipe = yaml.safe_load(text[text.index("model:") :])
-    assert {name: str(recipe[name]) for name in CHOSEN} == chosen
+    assert {name: str(recipe[name]) for name in NAMES} == chosen
 
 
-def test_for_each_strategy_the_rest_is_chosen():
+def test_the_other_settings_are_selected_for_each_strategy():
     code, text = invoke("estimate-memory", *H100, *OPEN[1:], "--all-strategies", "--json")
     found = json.loads(text)
     assert code == 0
@@ -87,7 +87,7 @@ def test_for_each_strategy_the_rest_is_chosen():
     assert f"full_shard: auto    {' '.join(words['full_shard'].split()[:1])}" in text
 
 
-def test_nothing_fits_is_a_mistake_to_train_and_a_verdict_to_estimate(tmp_path):
+def test_if_nothing_fits_train_fails_and_the_estimate_has_a_verdict(tmp_path):
     short = [*OPEN, "cluster.memory=0.2"]
     code, text = invoke("train", *words(tmp_path, *short))
     assert code == 2
@@ -100,7 +100,7 @@ def test_nothing_fits_is_a_mistake_to_train_and_a_verdict_to_estimate(tmp_path):
     assert "does not fit" in text
 
 
-def test_a_run_directory_that_is_there_keeps_what_its_configuration_says(tmp_path):
+def test_an_existing_run_keeps_the_selection_in_its_configuration(tmp_path):
     given = words(tmp_path)
     chosen = ["strategy=shard_optimizer", "activation_checkpointing=full", "prefetch=both"]
     kept = settle(open_run(compose_config([*given, *chosen, "train.micro_batch_size=1"])).config)
@@ -109,66 +109,66 @@ def test_a_run_directory_that_is_there_keeps_what_its_configuration_says(tmp_pat
     code, text = invoke("train", "--dry-run", *given, *OPEN)
     assert code == 0
     same = " ".join(chosen)
-    assert said(text) == f"{same} train.micro_batch_size=1"
+    assert selected(text) == f"{same} train.micro_batch_size=1"
     assert f"as in {tmp_path / 'run' / 'config.yaml'}" in text
     assert "changed" not in text
     code, text = invoke("train", "--dry-run", *given, *OPEN, "auto.probe=false")
-    assert said(text) == f"{same} train.micro_batch_size=1"
+    assert selected(text) == f"{same} train.micro_batch_size=1"
     code, text = invoke("train", "--dry-run", *given, *OPEN, "--resume", "never")
     assert "(assumed CPU specs)" in text
 
 
-def test_nothing_is_probed_where_there_is_no_choice():
+def test_a_single_candidate_is_not_probed():
     opened, ranking = ranked([*TINY[:-1], "strategy=no_shard", "prefetch=auto"])
     assert worth_probing(ranking) == []
     assert probed(ranking, opened, lambda line: None) is ranking
 
 
-def test_what_is_probed_is_near_the_fastest_and_not_all_alike():
-    _, choice = ranked([*TINY[:-1], *OPEN])
-    first, second, *_ = choice.ranked
+def test_probed_candidates_are_near_the_fastest_and_differ():
+    _, ranking = ranked([*TINY[:-1], *OPEN])
+    first, second, *_ = ranking.ranked
     slow = replace(second, seconds=2 * first.seconds)
-    assert worth_probing(replace(choice, ranked=(first, slow))) == []
-    assert worth_probing(replace(choice, ranked=(first, second, slow))) == [first, second]
+    assert worth_probing(replace(ranking, ranked=(first, slow))) == []
+    assert worth_probing(replace(ranking, ranked=(first, second, slow))) == [first, second]
     alike = [replace(first, seconds=first.seconds * (1 + n / 100)) for n in range(4)]
     other = _recomputing(alike[3], "full")
-    given = replace(choice, ranked=(*alike, other))
+    given = replace(ranking, ranked=(*alike, other))
     assert worth_probing(given) == [alike[0], other, alike[1]]
-    assert len(worth_probing(choice)) == 3
+    assert len(worth_probing(ranking)) == 3
 
 
 @pytest.mark.slow
-def test_a_run_says_what_was_chosen_and_goes_on_with_it(tmp_path):
+def test_a_run_prints_the_selection_and_keeps_it_when_it_resumes(tmp_path):
     given = words(tmp_path, *OPEN)
     result = fsdpctl("train", *given, cwd=tmp_path, timeout=300)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("probing ") == 3
     assert "s/step measured" in result.stdout
     assert "probed  " in result.stdout
-    first = said(result.stdout)
+    first = selected(result.stdout)
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert first == " ".join(f"{name}={config[name]}" for name in CHOSEN)
+    assert first == " ".join(f"{name}={config[name]}" for name in NAMES)
     longer = [word for word in given if not word.startswith("train.steps")]
     result = fsdpctl("train", *longer, "train.steps=9", cwd=tmp_path, timeout=300)
     assert result.returncode == 0, result.stderr
-    assert said(result.stdout) == first
+    assert selected(result.stdout) == first
     assert "probing" not in result.stderr
     assert "resumes at step 6" in result.stdout
 
 
 @pytest.mark.slow
-def test_a_candidate_that_fails_is_left_out_with_its_reason(tmp_path):
+def test_a_candidate_that_fails_is_removed_with_its_reason(tmp_path):
     given = words(tmp_path)
-    opened, choice = ranked([*given, "activation_checkpointing=auto"])
-    first = choice.best
+    opened, ranking = ranked([*given, "activation_checkpointing=auto"])
+    first = ranking.best
     broken = _recomputing(first, "broken")
-    found = probed(replace(choice, ranked=(broken, first)), opened, lambda line: None)
+    found = probed(replace(ranking, ranked=(broken, first)), opened, lambda line: None)
     assert [each.selection.activation_checkpointing for each in found.ranked] == ["none"]
     assert "activation_checkpointing=broken failed: 'broken'" in found.failures[0]
     assert found.failures[0] in list(describe_ranking(found))[-1]
     other = _recomputing(first, "too")
     with pytest.raises(UsageError, match="no candidate that fits by its estimate ran"):
-        probed(replace(choice, ranked=(broken, other)), opened, lambda line: None)
+        probed(replace(ranking, ranked=(broken, other)), opened, lambda line: None)
 
 
 def _recomputing(candidate, mode):
@@ -177,7 +177,7 @@ def _recomputing(candidate, mode):
 
 
 @pytest.mark.slow
-def test_an_interrupted_probe_leaves_nobody_behind(tmp_path):
+def test_an_interrupted_probe_leaves_no_process_behind(tmp_path):
     given = words(tmp_path, *OPEN)
     process = subprocess.Popen(
         command("train", *given),
@@ -201,7 +201,7 @@ def test_an_interrupted_probe_leaves_nobody_behind(tmp_path):
 
 
 def _children(pid: int) -> list[int]:
-    """Its ranks, once they are there."""
+    """Return its ranks, once they run."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         found = [each.pid for each in psutil.Process(pid).children(recursive=True)]
@@ -212,7 +212,7 @@ def _children(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_compare_measures_what_is_chosen_beside_the_others(tmp_path):
+def test_compare_measures_the_selected_variant_next_to_the_others(tmp_path):
     given = [w for w in words(tmp_path) if not w.startswith(("train.steps", "train.run_dir"))]
     auto = ["strategy=auto,no_shard", "train.micro_batch_size=auto", "--json"]
     result = fsdpctl(
@@ -226,7 +226,7 @@ def test_compare_measures_what_is_chosen_beside_the_others(tmp_path):
     assert len({row["final_loss"] for row in rows}) == 1
 
 
-def test_what_is_open_may_stand_in_a_recipe(tmp_path):
+def test_auto_is_valid_in_a_recipe(tmp_path):
     file = tmp_path / "open.yaml"
     file.write_text("strategy: auto\ntrain: {micro_batch_size: auto}\nauto.probe: false\n")
     config = compose_config([], str(file)).config

@@ -389,7 +389,7 @@ def test_a_recipe_is_plain_words(tmp_path, text, word):
 )  # fmt: skip
 def test_what_no_machine_can_hold_is_refused(tmp_path, word):
     code, said = dry_run(tmp_path, word)
-    assert (code, f"{word}: allowed is" in said) == (2, True), said
+    assert (code, f"{word}: expected" in said) == (2, True), said
 
 
 def test_folders_may_be_deep(tmp_path):

@@ -64,7 +64,7 @@ def ended(process: "subprocess.Popen[str]", seconds: float = 60) -> tuple[int, s
 # ---- what listens ----------------------------------------------------------------------------
 
 
-def test_nothing_listens_but_on_the_loopback_interface(tmp_path, monkeypatch):
+def test_a_run_listens_on_the_loopback_interface_only(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # as a site may have it for its clusters
     process = start(tmp_path)
     wait_for(has_stepped(tmp_path))
@@ -83,7 +83,7 @@ def test_nothing_listens_but_on_the_loopback_interface(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("nohup", [True, False])
-def test_a_terminal_that_goes_away_ends_nothing_without_a_save(tmp_path, nohup):
+def test_a_closed_terminal_does_not_end_a_run_without_saving(tmp_path, nohup):
     typed = command("train", *words(tmp_path, 120 if nohup else LONG))
     pid, terminal = pty.fork()
     if pid == 0:
@@ -110,7 +110,7 @@ def test_a_terminal_that_goes_away_ends_nothing_without_a_save(tmp_path, nohup):
 
 
 @pytest.mark.parametrize("way", ["closed", "unread"])
-def test_ctrl_c_saves_and_ends_with_130_whoever_reads(tmp_path, way):
+def test_ctrl_c_saves_and_exits_with_130_even_if_the_output_is_closed(tmp_path, way):
     if way == "closed":
         line = " ".join(f"'{word}'" for word in command("train", *words(tmp_path, LONG)))
         process = subprocess.Popen(
@@ -130,7 +130,7 @@ def test_ctrl_c_saves_and_ends_with_130_whoever_reads(tmp_path, way):
 
 
 @pytest.mark.parametrize("seconds", [0.08, 0.12, 0.2, 0.3, 0.5, 1.0, 2.0])
-def test_ctrl_c_at_the_start_is_no_traceback(tmp_path, seconds):
+def test_ctrl_c_at_the_start_shows_no_traceback(tmp_path, seconds):
     process = start(tmp_path)
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
@@ -142,7 +142,7 @@ def test_ctrl_c_at_the_start_is_no_traceback(tmp_path, seconds):
 
 
 @pytest.mark.parametrize("whom", ["launcher", "rank"])
-def test_sigquit_saves_as_sigterm_does(tmp_path, whom):
+def test_sigquit_saves_like_sigterm(tmp_path, whom):
     process = start(tmp_path)
     wait_for(has_stepped(tmp_path))
     (psutil.Process(process.pid) if whom == "launcher" else ranks_of(process)[1]).send_signal(
@@ -154,7 +154,7 @@ def test_sigquit_saves_as_sigterm_does(tmp_path, whom):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
-def test_a_request_after_the_last_save_does_not_make_a_failure_of_it(tmp_path, name):
+def test_a_signal_after_the_last_save_is_not_a_failure(tmp_path, name):
     process = start(tmp_path, 30)
     last = tmp_path / "run" / "checkpoints" / "step-00000030"
     wait_for(last.exists)
@@ -163,7 +163,7 @@ def test_a_request_after_the_last_save_does_not_make_a_failure_of_it(tmp_path, n
     assert (code, "done: run" in said) == (0, True), said
 
 
-def test_a_stopped_rank_goes_with_its_launcher(tmp_path):
+def test_a_suspended_rank_is_killed_with_its_launcher(tmp_path):
     process = start(tmp_path)
     wait_for(has_stepped(tmp_path))
     ranks = ranks_of(process)
@@ -182,7 +182,7 @@ def test_a_stopped_rank_goes_with_its_launcher(tmp_path):
     assert (code, "resumes at step 25" in said or "resumes at step" in said) == (0, True), said
 
 
-def test_a_rank_that_stands_still_is_not_said_to_be_the_one_that_waited(tmp_path):
+def test_a_suspended_rank_is_named_and_not_the_rank_that_waits(tmp_path):
     process = start(tmp_path, LONG, "launch.timeout=10", "launch.hang_timeout=99")
     wait_for(has_stepped(tmp_path))
     ranks_of(process)[1].suspend()
@@ -232,7 +232,7 @@ def test_a_full_disk_is_one_panel(tmp_path):
     assert len(result.stderr.splitlines()) < 12
 
 
-def test_few_open_files_are_raised_or_refused(tmp_path):
+def test_a_low_limit_of_open_files_is_raised_or_rejected(tmp_path):
     line = " ".join(f"'{word}'" for word in command("train", *words(tmp_path, 5)))
     for limit, code in (("-Sn 40", 0), ("-n 24", 2)):
         result = subprocess.run(

@@ -33,7 +33,7 @@ def words(tmp_path, monkeypatch):
         ("train.micro_batch_size=9", ["train.micro_batch_size=9"]),
         ("accumulation.steps=3", ["accumulation.steps=3"]),
         ("data.val_fraction=0.0005", ["validation data"]),
-        ("data.path=/no/such/file", ["data.path=/no/such/file", "no such file"]),
+        ("data.path=/no/such/file", ["data.path=/no/such/file", "not found"]),
         ("data.tokenizer=/no/where", ["tokenizer /no/where"]),
         ("train.run_dir=/proc/none/x", ["train.run_dir=/proc/none/x"]),
     ],

@@ -67,7 +67,7 @@ def test_the_time_of_every_step_is_accounted_for(finished):
 
 
 @pytest.mark.slow
-def test_the_same_command_again_says_that_it_is_finished(finished):
+def test_the_same_command_again_reports_that_the_run_is_finished(finished):
     before = (finished / "metrics.jsonl").read_bytes()
     result = fsdpctl("train", *words(finished.parent), cwd=finished.parent)
     assert result.returncode == 0
@@ -76,7 +76,7 @@ def test_the_same_command_again_says_that_it_is_finished(finished):
 
 
 @pytest.mark.slow
-def test_another_configuration_is_refused_with_the_keys(finished):
+def test_another_configuration_is_rejected_with_the_keys(finished):
     result = fsdpctl("train", *words(finished.parent), "optimizer.lr=1", cwd=finished.parent)
     assert result.returncode == 2
     assert "optimizer.lr 0.0" in result.stderr
@@ -84,7 +84,7 @@ def test_another_configuration_is_refused_with_the_keys(finished):
 
 
 @pytest.mark.slow
-def test_another_length_and_strategy_go_on(finished, tmp_path):
+def test_another_length_and_strategy_resume_the_run(finished, tmp_path):
     subprocess.run(["cp", "-r", finished, tmp_path / "run"], check=True)
     changed = [word for word in words(finished.parent) if not word.startswith("train.steps")]
     result = fsdpctl(
@@ -112,7 +112,7 @@ def test_commands_on_its_checkpoint(finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_ends_with_exit_code_4(finished, tmp_path):
+def test_a_corrupted_checkpoint_exits_with_code_4(finished, tmp_path):
     subprocess.run(["cp", "-r", finished, tmp_path / "run"], check=True)
     file = tmp_path / "run" / "checkpoints" / "step-00000150" / "rank-00001.safetensors"
     content = bytearray(file.read_bytes())
@@ -176,7 +176,7 @@ INTERRUPTIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", INTERRUPTIONS)
-def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(finished, tmp_path, how):
+def test_an_interrupted_run_resumes_bit_for_bit(finished, tmp_path, how):
     interrupt, code, said = INTERRUPTIONS[how]
     process = start(tmp_path, words(tmp_path))
     family = workers(process)
@@ -207,7 +207,7 @@ def test_a_second_launcher_does_not_disturb_the_first(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_tokenizer_of_ones_own_stays_with_the_run(tmp_path):
+def test_the_tokenizer_is_kept_with_the_run(tmp_path):
     vocabulary = {"?": 0, "and": 1, "is": 2, "line": 3}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = Whitespace()
@@ -224,7 +224,7 @@ def test_a_tokenizer_of_ones_own_stays_with_the_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
+def test_a_closed_pipe_does_not_stop_the_run(tmp_path):
     line = " ".join(f"'{word}'" for word in command("train", *words(tmp_path)))
     subprocess.run(
         ["bash", "-c", f"{line} | head -2"],
@@ -241,7 +241,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_non_finite_loss_ends_the_run_with_exit_code_76(tmp_path):
+def test_a_non_finite_loss_exits_with_code_76(tmp_path):
     result = fsdpctl(
         "train", *words(tmp_path), "optimizer.lr=1e30", "lr_scheduler.warmup_steps=0",
         "optimizer.max_grad_norm=0", cwd=tmp_path,
@@ -251,7 +251,7 @@ def test_a_non_finite_loss_ends_the_run_with_exit_code_76(tmp_path):
 
 
 @pytest.mark.slow
-def test_resume_never_and_resume_path_start_runs_of_their_own(finished, tmp_path):
+def test_resume_never_and_resume_path_start_new_runs(finished, tmp_path):
     subprocess.run(["cp", "-r", finished, tmp_path / "run"], check=True)
     typed = words(finished.parent)
     again = fsdpctl("train", *typed, "--resume", "never", cwd=tmp_path)

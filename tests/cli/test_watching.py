@@ -39,13 +39,13 @@ def script(folder: Path, text: str) -> Path:
     [
         ("checkpoint.after_save=no-such-program", "program no-such-program not found"),
         ("checkpoint.after_save=sh 'x", "no closing quotation"),
-        ("checkpoint.after_save=", "allowed is text"),
-        ("checkpoint.after_save_timeout=0", "allowed is number from 1 to 1000000"),
-        ("log.tensorboard=yes", "allowed is true or false"),
+        ("checkpoint.after_save=", "expected text"),
+        ("checkpoint.after_save_timeout=0", "expected a number from 1 to 1000000"),
+        ("log.tensorboard=yes", "expected true or false"),
         ("log=wandb", "a section, not a key"),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path, word, said):
+def test_an_invalid_setting_is_one_line_and_creates_nothing(tmp_path, word, said):
     run = tmp_path / "run"
     code, answer = invoke(
         "train", *TINY, f"data.path={make_text(tmp_path)}", f"train.run_dir={run}", word
@@ -53,20 +53,20 @@ def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path, word, said):
     assert (code, said in answer, run.exists()) == (2, True, False), answer
 
 
-def test_a_recipe_may_not_say_what_is_executed(tmp_path):
+def test_a_recipe_cannot_set_a_command(tmp_path):
     recipe = tmp_path / "theirs.yaml"
     recipe.write_text("checkpoint:\n  after_save: touch it\n")
     code, answer = invoke("train", str(recipe), "--print-config")
     assert code == 2
     assert answer == (
-        f"{recipe}: checkpoint.after_save: what is executed is typed, not read from files; if it "
-        "is yours, type checkpoint.after_save='touch it'"
+        f"{recipe}: checkpoint.after_save: commands are only valid on the "
+        "command line; to run it, add checkpoint.after_save='touch it'"
     )
     code, printed = invoke("train", str(recipe), "checkpoint.after_save=true", "--print-config")
     assert (code, "checkpoint.after_save: 'true'" in printed) == (0, True), printed
 
 
-def test_no_recipe_is_offered_a_command():
+def test_the_schema_of_recipes_has_no_command():
     code, printed = invoke("list", "--json-schema")
     known = json.loads(printed)["properties"]
     assert (code, "checkpoint.every" in known, "log.wandb" in known) == (0, True, True)
@@ -133,7 +133,7 @@ def test_a_stop_waits_for_the_command(tmp_path):
 
 
 @pytest.mark.slow
-def test_other_tools_are_told_by_rank_0_alone(tmp_path):
+def test_only_rank_0_writes_to_tensorboard(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -174,7 +174,7 @@ if os.environ.get("RANK") == "1":
 
 
 @pytest.mark.slow
-def test_a_rank_without_memory_says_where_its_snapshot_lies(tmp_path, monkeypatch):
+def test_an_out_of_memory_error_names_the_snapshot(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(PLANTED)
     monkeypatch.setattr(
         "tests.cli.run.environment",

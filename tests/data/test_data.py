@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.batches import Batches
+from fsdpctl.data.documents import IGNORED
 from fsdpctl.data.files import Text, hold_out, read_text, standard_library
 from fsdpctl.data.open import open_data
 from fsdpctl.data.order import permute, samples_at
-from fsdpctl.data.rows import IGNORED
 from fsdpctl.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
 from fsdpctl.data.tokens import DataSet, TokenStream, open_token_file, write_token_file
 from fsdpctl.errors import UsageError
@@ -258,7 +258,7 @@ def test_a_directory_without_a_tokenizer_is_rejected(tmp_path):
 def test_truncation_and_padding_of_a_tokenizer_file_are_disabled(
     tmp_path, monkeypatch, word_tokenizer, limits
 ):
-    """As in transformers. The file itself is unchanged."""
+    """Compare with transformers. The file itself is unchanged."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     text = "a b a b a b a b"
     (tmp_path / "text").write_text(text)

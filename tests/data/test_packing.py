@@ -1,4 +1,4 @@
-"""Documents of different lengths as rows of one length."""
+"""Packing of documents into sequences."""
 
 from itertools import chain
 
@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdpctl.data.batches import Batches
-from fsdpctl.data.documents import DocumentSet, Packing
+from fsdpctl.data.documents import IGNORED, DocumentSet, Packing
 from fsdpctl.data.order import pack
-from fsdpctl.data.rows import IGNORED, documents_of
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
 
@@ -18,7 +17,7 @@ ROOM = 16
 
 
 def some(*lengths: int, trained: float = 0.6, packing: Packing = Packing()) -> DocumentSet:
-    """Documents whose tokens are all different, from 1 on."""
+    """Return documents of distinct tokens."""
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     tokens = np.arange(1, starts[-1] + 1, dtype=np.uint16)
     flags = np.random.default_rng(0).random(len(tokens)) < trained
@@ -26,26 +25,26 @@ def some(*lengths: int, trained: float = 0.6, packing: Packing = Packing()) -> D
 
 
 @given(st.lists(st.integers(1, ROOM), max_size=80), st.integers(0, 9))
-def test_every_document_is_in_one_row_that_has_room_for_it(lengths, seed):
+def test_every_document_is_in_one_sequence_that_has_room_for_it(lengths, seed):
     rows = pack(lengths, ROOM, seed)
     assert sorted(chain(*rows)) == list(range(len(lengths)))
     assert all(0 < sum(lengths[each] for each in row) <= ROOM for row in rows)
 
 
 @given(st.lists(st.integers(1, ROOM), min_size=1, max_size=80))
-def test_no_two_rows_would_have_fitted_into_one(lengths):
+def test_no_two_sequences_fit_into_one(lengths):
     filled = sorted(sum(lengths[each] for each in row) for row in pack(lengths, ROOM, 0))
     assert len(filled) < 2 or filled[0] + filled[1] > ROOM
 
 
-def test_hardly_anything_remains_empty():
+def test_packing_leaves_little_padding():
     drawn = np.random.default_rng(0).lognormal(5, 1, 20_000).astype(np.int64)
     lengths = np.clip(drawn, 1, 2048)
     rows = pack(lengths, 2048, 0)
     assert int(lengths.sum()) / (len(rows) * 2048) > 0.997
 
 
-def test_which_come_together_depends_on_the_seed_and_on_nothing_else():
+def test_packing_depends_on_the_seed_only():
     lengths = [3, 5, 7, 2, 9, 4, 6, 1] * 10
     assert pack(lengths, ROOM, 1) == pack(lengths, ROOM, 1)
     assert pack(lengths, ROOM, 1) != pack(lengths, ROOM, 2)
@@ -54,9 +53,7 @@ def test_which_come_together_depends_on_the_seed_and_on_nothing_else():
 @pytest.mark.parametrize("shares_rows", [True, False])
 @pytest.mark.parametrize("too_long", ["truncate", "drop"])
 @given(lengths=st.lists(st.integers(2, 2 * ROOM), min_size=1, max_size=40))
-def test_each_trained_token_is_a_target_once_and_follows_what_it_followed(
-    lengths, shares_rows, too_long
-):
+def test_each_trained_token_is_a_target_once_after_its_predecessor(lengths, shares_rows, too_long):
     documents = some(*lengths, packing=Packing(shares_rows, too_long))
     rows = documents.rows(ROOM)
     wanted = set[int]()
@@ -83,7 +80,7 @@ def test_each_trained_token_is_a_target_once_and_follows_what_it_followed(
     assert rows.padding == pytest.approx(filled / max(1, len(rows) * ROOM))
 
 
-def test_what_has_no_trained_token_within_a_row_is_left_out_and_counted():
+def test_documents_without_trained_tokens_are_dropped_and_counted():
     documents = some(5, 40, 6)
     documents.trained[:] = False
     documents.trained[[3, 30, 47]] = True  # the second one's lies beyond what there is room for
@@ -99,7 +96,7 @@ def test_the_error_says_why_nothing_is_left():
         Batches(rows, plan_batches(1, 1), 0, 500)
 
 
-def test_a_micro_batch_says_where_documents_end_and_is_filled_up():
+def test_a_micro_batch_has_the_lengths_of_documents_and_padding():
     rows = some(9, 9, 5, 4, 12, trained=1).rows(ROOM)
     batches = Batches(rows, plan_batches(8, 2), 0, 500)
     batch = batches.validation(0, 1, 0)
@@ -109,14 +106,14 @@ def test_a_micro_batch_says_where_documents_end_and_is_filled_up():
     assert (batch.targets == IGNORED).all()  # there are fewer rows than the first rank has
 
 
-def test_documents_of_a_row_are_told_apart_again():
+def test_a_sequence_can_be_split_into_its_documents():
     rows = some(9, 5, trained=1).rows(ROOM)
-    (first, second) = sorted(documents_of(rows[0]))
+    (first, second) = sorted(rows[0].documents())
     assert first == list(range(1, 10))
     assert second == list(range(10, 15))
 
 
-def test_another_mask_or_packing_is_other_data():
+def test_the_fingerprint_includes_mask_and_packing():
     first, second = some(5, 6), some(5, 6)
     assert first.fingerprint == second.fingerprint
     assert some(5, 6, packing=Packing(seed=1)).fingerprint != first.fingerprint

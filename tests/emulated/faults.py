@@ -161,6 +161,18 @@ def a_slot_lies_on_another_device() -> None:
     _replace(Slot, "__init__", wrong)
 
 
+@fault(Case())
+def a_device_has_no_index() -> None:
+    right = Case.train
+
+    def wrong(self: Case, rank: int, world_size: int, device: torch.device) -> Tensor:
+        if device.type == "cuda":
+            torch.cuda.set_device(0)  # as in a process that does not choose one
+        return right(self, rank, world_size, torch.device(device.type))
+
+    _replace(Case, "train", wrong)
+
+
 @fault(HPZ)
 def a_gather_does_not_wait_for_what_replicas_send() -> None:
     _replace(ParamSync, "begin_gather", _nothing)

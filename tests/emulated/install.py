@@ -130,17 +130,6 @@ _H100 = SimpleNamespace(
     minor=0,
     multi_processor_count=132,
     total_memory=0,
-    warp_size=32,
-    max_threads_per_multi_processor=2048,
-    regs_per_multiprocessor=65536,
-    shared_memory_per_block=49152,
-    shared_memory_per_block_optin=232448,
-    shared_memory_per_multiprocessor=233472,
-    L2_cache_size=50 << 20,
-    gcnArchName="",
-    is_integrated=0,
-    is_multi_gpu_board=0,
-    uuid="emulated",
 )
 
 

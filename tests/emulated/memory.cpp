@@ -1,7 +1,5 @@
 // Device and pinned memory: one file in memory, mapped twice. Kernels use the second mapping; in the first one the
 // host may not touch device memory at all, nor pinned memory that a device is using.
-#include "memory.h"
-
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -15,41 +13,23 @@
 #include <cstring>
 #include <list>
 #include <set>
+#include <utility>
 
 #include "streams.h"
 
 namespace emulated {
 namespace {
 const size_t TOTAL = (size_t)setting("MEMORY_MB", 8192) << 20;  // of each device
-const size_t PINNED = size_t(64) << 30;
+const size_t ADDRESSES = size_t(1) << 40;  // for each device, and for pinned memory; none is used twice
 const bool POISON = setting("POISON", 1);
 const size_t PAGE = 4096;
 
 struct sigaction before;
 void on_fault(int signal, siginfo_t*, void*);
 
-struct Space {  // addresses, taken first-fit
-  std::map<char*, size_t> free;
-  char* take(size_t n) {
-    for (auto [p, size] : free) if (size >= n) {
-      free.erase(p);
-      if (size > n) free[p + n] = size - n;
-      return p;
-    }
-    return nullptr;
-  }
-  void give(char* p, size_t n) {
-    auto after = free.emplace(p, n).first, next = std::next(after);
-    if (next != free.end() && p + n == next->first) after->second += next->second, free.erase(next);
-    if (after == free.begin()) return;
-    auto last = std::prev(after);
-    if (last->first + last->second == p) last->second += after->second, free.erase(after);
-  }
-};
-
 struct Arena {
   char *own, *alias;
-  size_t size = 2 * TOTAL * device_count() + PINNED;  // addresses to spare, so that holes do not count
+  size_t size = ADDRESSES * (device_count() + 1);
   int file = memfd_create("emulated_cuda", MFD_CLOEXEC);
   Arena() {
     TORCH_CHECK(file >= 0 && !ftruncate(file, size));
@@ -62,8 +42,8 @@ struct Arena {
   }
   static Arena& one() { static auto* it = new Arena; return *it; }
   bool has(const void* p) { return p >= own && p < own + size; }
-  char* device(int d) { return own + 2 * TOTAL * d; }
-  char* pinned() { return own + size - PINNED; }
+  char* device(int d) { return own + ADDRESSES * d; }
+  char* pinned() { return device(device_count()); }
   void drop(char* p, size_t n) { fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, p - own, n); }
 };
 
@@ -96,7 +76,7 @@ struct Memory final : c10::DeviceAllocator {
   struct Late { char* p; Block block; std::vector<EventPtr> events; };
   std::list<Late> late;  // freed while other streams use it
   std::vector<c10::CachingDeviceAllocator::DeviceStats> stats{(size_t)device_count()};
-  std::vector<Space> spaces{(size_t)device_count()};
+  std::vector<char*> next{(size_t)device_count()};
 
   static Memory& one() { static auto* it = new Memory; return *it; }
   static void count(c10::CachingAllocator::StatArray& of, long n) { n > 0 ? of[0].increase(n) : of[0].decrease(-n); }
@@ -117,14 +97,14 @@ struct Memory final : c10::DeviceAllocator {
   }
   char* reserve(int d, size_t size) {
     auto& st = stats[d];
-    if (!st.num_device_alloc) spaces[d].give(Arena::one().device(d), 2 * TOTAL);  // not before: a fork would share it
+    if (!next[d]) next[d] = Arena::one().device(d);  // not before: a fork would share it
     if (reserved(d) + size > TOTAL) release(d);
-    char* p = reserved(d) + size > TOTAL ? nullptr : spaces[d].take(size);
-    if (!p) st.num_ooms++;
-    TORCH_CHECK_WITH(OutOfMemoryError, p, "CUDA out of memory. Tried to allocate ", size, " bytes. GPU ", d, " has a total capacity of ",
+    const bool fits = reserved(d) + size <= TOTAL;
+    if (!fits) st.num_ooms++;
+    TORCH_CHECK_WITH(OutOfMemoryError, fits, "CUDA out of memory. Tried to allocate ", size, " bytes. GPU ", d, " has a total capacity of ",
                      TOTAL, " bytes of which ", TOTAL - reserved(d), " bytes is free.");
     count(st.reserved_bytes, size), count(st.segment, 1), st.num_device_alloc++;
-    return p;
+    return std::exchange(next[d], next[d] + size);
   }
   c10::DataPtr allocate(size_t n) override {
     at::Device device(at::kCUDA, current_device());
@@ -165,7 +145,7 @@ struct Memory final : c10::DeviceAllocator {
     for (auto& [stream, blocks] : free) if (stream.first == d) {
       for (auto [size, p] : blocks) {
         count(stats[d].reserved_bytes, -(long)size), count(stats[d].segment, -1);
-        Arena::one().drop(p, size), spaces[d].give(p, size);
+        Arena::one().drop(p, size);
       }
       blocks.clear();
     }
@@ -198,15 +178,13 @@ struct Pinned final : at::HostAllocator {
   std::mutex mutex;  // innermost: nothing else is locked under it
   std::map<char*, size_t> blocks, freed;
   std::vector<Use> uses;
-  Space space;
-
-  bool is_new = true;
+  char* next = nullptr;
   static Pinned& one() { static auto* it = new Pinned; return *it; }
   static size_t paged(size_t n) { return (n + PAGE - 1) / PAGE * PAGE; }
   c10::DataPtr allocate(size_t n) override {
     auto now = finished();
     std::lock_guard lock(mutex);
-    if (is_new) is_new = false, space.give(Arena::one().pinned(), PINNED);  // not before: a fork would share it
+    if (!next) next = Arena::one().pinned();  // not before: a fork would share it
     for (auto it = freed.begin(); it != freed.end();) {
       auto [p, size] = *it;
       bool in_use = std::any_of(uses.begin(), uses.end(), [&, p = p, size = size](Use& use) {
@@ -214,10 +192,10 @@ struct Pinned final : at::HostAllocator {
       });
       if (in_use) { ++it; continue; }
       std::erase_if(uses, [&, p = p, size = size](Use& use) { return use.range.begin < (uintptr_t)p + size && use.range.end > (uintptr_t)p; });
-      Arena::one().drop(p, paged(size)), space.give(p, paged(size)), it = freed.erase(it);
+      Arena::one().drop(p, paged(size)), mprotect(p, paged(size), PROT_NONE), it = freed.erase(it);
     }
-    char* p = space.take(paged(std::max<size_t>(n, 1)));
-    TORCH_CHECK(p && !mprotect(p, paged(n), PROT_READ | PROT_WRITE), "CUDA error: out of pinned memory");
+    char* p = std::exchange(next, next + paged(std::max<size_t>(n, 1)));
+    TORCH_CHECK(!mprotect(p, paged(n), PROT_READ | PROT_WRITE), "CUDA error: out of pinned memory");
     blocks[p] = std::max<size_t>(n, 1);
     return {p, p, &done_with, at::kCPU};
   }
@@ -232,7 +210,7 @@ struct Pinned final : at::HostAllocator {
   }
   void guard(const Range& range, const Moment& by) {
     std::lock_guard lock(mutex);
-    if (is_new || range.begin < (uintptr_t)Arena::one().pinned() || range.begin >= (uintptr_t)Arena::one().own + Arena::one().size) return;
+    if (!next || range.begin < (uintptr_t)Arena::one().pinned() || range.begin >= (uintptr_t)Arena::one().own + Arena::one().size) return;
     uses.push_back({range, by});
     protect(range);
   }
@@ -299,7 +277,7 @@ struct Hooks final : at::CUDAHooksInterface {
   at::Allocator* getPinnedMemoryAllocator() const override { return &Pinned::one(); }
   at::Allocator* getCUDADeviceAllocator() const override { return &Memory::one(); }
   at::Device getDeviceFromPtr(void* p) const override {
-    return {at::kCUDA, Arena::one().has(p) ? c10::DeviceIndex(((char*)p - Arena::one().own) / (2 * TOTAL)) : current_device()};
+    return {at::kCUDA, Arena::one().has(p) ? c10::DeviceIndex(((char*)p - Arena::one().own) / ADDRESSES) : current_device()};
   }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex d) const override { return generator(d); }
   at::Generator getNewGenerator(c10::DeviceIndex d) const override { return at::make_generator<DeviceGenerator>(d); }

@@ -132,9 +132,6 @@ struct Nccl : c10d::Backend {
     auto end = average(o.reduceOp, h, size_);
     return start("nccl all_reduce", {}, ts, [g = gloo, h, o]() mutable { return g->allreduce(h, o); }, end);
   }
-  WorkPtr allreduce_coalesced(Tensors& ts, const c10d::AllreduceCoalescedOptions& o) override {
-    return each(ts.size(), ts, [&](size_t i) { Tensors one{ts[i]}; return allreduce(one, o); });
-  }
   WorkPtr reduce(Tensors& ts, const c10d::ReduceOptions& given) override {
     auto o = given;
     bool receives = rank_ == o.rootRank;
@@ -158,18 +155,6 @@ struct Nccl : c10d::Backend {
   WorkPtr allgather_into_tensor_coalesced(Tensors& outs, Tensors& ins, const c10d::AllgatherOptions& o) override {
     return each(outs.size(), flat({outs, ins}), [&](size_t i) { return _allgather_base(outs[i], ins[i], o); });
   }
-  WorkPtr gather(std::vector<Tensors>& outs, Tensors& ins, const c10d::GatherOptions& o) override {
-    return start("nccl gather", ins, flat(outs), [g = gloo, a = on_host(outs), b = on_host(ins), o]() mutable { return g->gather(a, b, o); });
-  }
-  WorkPtr scatter(Tensors& outs, std::vector<Tensors>& ins, const c10d::ScatterOptions& o) override {
-    return start("nccl scatter", flat(ins), outs, [g = gloo, a = on_host(outs), b = on_host(ins), o]() mutable { return g->scatter(a, b, o); });
-  }
-  WorkPtr reduce_scatter(Tensors& outs, std::vector<Tensors>& ins, const c10d::ReduceScatterOptions& given) override {
-    auto o = given;
-    auto h = on_host(outs);
-    auto end = average(o.reduceOp, h, size_);
-    return start("nccl reduce_scatter", flat(ins), outs, [g = gloo, h, b = on_host(ins), o]() mutable { return g->reduce_scatter(h, b, o); }, end);
-  }
   WorkPtr _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& given) override {
     TORCH_CHECK_VALUE(in.numel() == out.numel() * size_, "input tensor must be the same size as output size times world size");
     TORCH_CHECK_TYPE(out.dtype() == in.dtype(), "input tensor must be the same type as the output tensor.");
@@ -183,12 +168,6 @@ struct Nccl : c10d::Backend {
   }
   WorkPtr alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& to, std::vector<int64_t>& from, const c10d::AllToAllOptions& o) override {
     return start("nccl all_to_all", {in}, {out}, [g = gloo, a = emulated::on_host(out), b = emulated::on_host(in), to, from, o]() mutable { return g->alltoall_base(a, b, to, from, o); });
-  }
-  WorkPtr send(Tensors& ts, int to, int tag) override {
-    return start("nccl send", ts, {}, [g = gloo, h = on_host(ts), to, tag]() mutable { return g->send(h, to, tag); });
-  }
-  WorkPtr recv(Tensors& ts, int from, int tag) override {
-    return start("nccl recv", {}, ts, [g = gloo, h = on_host(ts), from, tag]() mutable { return g->recv(h, from, tag); });
   }
   WorkPtr barrier(const c10d::BarrierOptions& o) override {
     auto work = start("nccl barrier", {}, {}, [g = gloo] { return g->barrier(); });
@@ -210,8 +189,7 @@ struct HostTimer : c10d::Timer {
 
 void add_nccl(pybind11::module& m) {
   namespace py = pybind11;
-  if (!c10d::TimerRegistry()->Has(c10::kCUDA))
-    c10d::TimerRegistry()->Register(c10::kCUDA, [](c10::Device d) -> std::unique_ptr<c10d::Timer> { return std::make_unique<HostTimer>(d); });
+  c10d::TimerRegistry()->Register(c10::kCUDA, [](c10::Device d) -> std::unique_ptr<c10d::Timer> { return std::make_unique<HostTimer>(d); }, c10::REGISTRY_PREFERRED);
   py::module::import("torch.distributed");
   auto made = py::class_<Nccl, c10::intrusive_ptr<Nccl>, c10d::Backend>(m, "ProcessGroupNCCL");
   py::class_<Nccl::Options, c10::intrusive_ptr<Nccl::Options>, c10d::Backend::Options>(made, "Options")

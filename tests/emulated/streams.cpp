@@ -15,8 +15,6 @@
 #include <set>
 #include <thread>
 
-#include "memory.h"
-
 namespace emulated {
 
 long setting(const char* name, long otherwise) {

@@ -62,6 +62,10 @@ bool is_pinned(const void*);
 void record_stream(const c10::DataPtr&, c10::Stream);
 void empty_cache();
 void is_freed(void*, size_t, c10::Stream owner, const std::vector<c10::Stream>& others);  // checks that nobody uses it
+// Pinned memory that a device uses is closed to the host: for writing while it is read, wholly while it is written.
+void guard_pinned(const Range&, const Moment&);
+void release_pinned(const Clock& host);  // what the host has waited for is open again
+Clock finished();                        // what the devices have done so far
 const at::Generator& generator(int device);
 void install_hooks();
 }  // namespace emulated

@@ -55,14 +55,16 @@ DISAGREEMENTS: dict[str, Callable[[int], ShardedModel]] = {
 
 
 @distributed(world_size=2)
-def test_ranks_that_disagree_are_told_on_every_rank(rank: int, world_size: int) -> None:
+def test_different_models_or_settings_raise_an_error_on_every_rank(
+    rank: int, world_size: int
+) -> None:
     for said, shard in DISAGREEMENTS.items():
         with pytest.raises((EngineError, UsageError, ValueError), match=said):
             shard(rank)
 
 
 @distributed(world_size=2)
-def test_ranks_that_run_units_in_different_orders_are_told(rank: int, world_size: int) -> None:
+def test_running_units_in_different_orders_raises_an_error(rank: int, world_size: int) -> None:
     net = Wayward([0, 1, 2, 3] if rank == 0 else [0, 2, 1, 3])
     model = shard_model(net, "full_shard", prefetch=Prefetch(0, 0))
     optimizer = ShardedAdamW(model, lr=1e-2)
@@ -77,7 +79,7 @@ def test_ranks_that_run_units_in_different_orders_are_told(rank: int, world_size
     + [("hybrid_shard_optimizer", 2)],
 )
 @distributed(world_size=4)
-def test_a_replica_that_went_astray_is_found(
+def test_a_replica_that_differs_is_found(
     rank: int, world_size: int, strategy: str, size: int | None
 ) -> None:
     model = shard_model(make_net(tied=True), strategy, dp_shard_size=size)
@@ -92,7 +94,7 @@ def test_a_replica_that_went_astray_is_found(
 
 
 @distributed(world_size=4)
-def test_a_shard_size_that_does_not_divide_lists_those_that_do(rank: int, world_size: int) -> None:
+def test_an_invalid_shard_size_lists_the_valid_ones(rank: int, world_size: int) -> None:
     with pytest.raises(UsageError, match=r"must divide the 4 ranks \(1, 2, 4\)"):
         shard_model(make_net(tied=True), "hybrid_shard", dp_shard_size=3)
 

@@ -31,7 +31,7 @@ def one_step(model: fsdpctl.ShardedModel, optimizer: torch.optim.Optimizer, batc
     optimizer.zero_grad()
 
 
-def test_every_public_name_is_there_and_documented():
+def test_every_public_name_exists_and_is_documented():
     for name in fsdpctl.__all__:
         assert getattr(fsdpctl, name).__doc__
 
@@ -39,7 +39,7 @@ def test_every_public_name_is_there_and_documented():
 @pytest.mark.parametrize("reduce", ["every", "last"])
 @pytest.mark.parametrize("strategy", STRATEGIES[:1] + STRATEGIES[2:])
 @distributed(world_size=2)
-def test_accumulator_gives_the_mean_of_whole_and_partial_windows(
+def test_the_accumulator_returns_the_mean_of_full_and_partial_windows(
     rank: int, world_size: int, strategy: str, reduce: str
 ) -> None:
     whole = token_batches(2, world_size, micro_steps=3)
@@ -65,7 +65,7 @@ def test_accumulator_gives_the_mean_of_whole_and_partial_windows(
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=2)
-def test_state_dict_and_load_state_dict_are_whole(
+def test_state_dict_and_load_state_dict_use_full_tensors(
     rank: int, world_size: int, strategy: str
 ) -> None:
     model = fsdpctl.shard_model(make_net(tied=True), strategy)
@@ -83,7 +83,7 @@ def test_state_dict_and_load_state_dict_are_whole(
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=2)
-def test_full_parameters_are_whole_and_can_be_written(
+def test_full_parameters_are_unsharded_and_writable(
     rank: int, world_size: int, strategy: str
 ) -> None:
     model = fsdpctl.shard_model(make_net(tied=True), strategy)
@@ -101,7 +101,7 @@ def test_full_parameters_are_whole_and_can_be_written(
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=2)
-def test_unwrap_gives_the_plain_module_back(rank: int, world_size: int, strategy: str) -> None:
+def test_unwrap_returns_the_plain_module(rank: int, world_size: int, strategy: str) -> None:
     net = make_net(tied=True)
     model = fsdpctl.shard_model(net, strategy)
     batch = token_batches(1, 1)[0][0][0]
@@ -150,7 +150,7 @@ def test_clipping_returns_the_norm_and_scales(rank: int, world_size: int, strate
 
 
 @distributed(world_size=2)
-def test_prefetch_is_answered_when_it_makes_no_sense(rank: int, world_size: int) -> None:
+def test_an_impossible_prefetch_raises_an_error(rank: int, world_size: int) -> None:
     model = fsdpctl.shard_model(make_net(tied=False), "full_shard")
     model.prefetch_forward_params()
     assert model.has_pending_prefetch
@@ -180,7 +180,7 @@ def test_update_shards_writes_in_place_and_checks_the_length(
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(world_size=2)
-def test_memory_is_what_the_strategy_promises(rank: int, world_size: int, strategy: str) -> None:
+def test_memory_matches_the_strategy(rank: int, world_size: int, strategy: str) -> None:
     model = fsdpctl.shard_model(make_net(tied=False), strategy)
     share = 1 if strategy == "no_shard" else 2
     assert model.shard_memory_bytes() * share == model.replicated_memory_bytes()
@@ -199,7 +199,7 @@ def test_memory_is_what_the_strategy_promises(rank: int, world_size: int, strate
         lambda model: fsdpctl.GradAccumulator(model, steps=2, reduce="lst"),  # type: ignore[arg-type]
     ],
 )
-def test_misuse_is_answered(misuse):
+def test_misuse_raises_an_error(misuse):
     with pytest.raises(EngineError):
         misuse(fsdpctl.shard_model(make_net(tied=True), "full_shard"))
 
@@ -235,7 +235,7 @@ SLIPS = {
 
 
 @pytest.mark.parametrize("slip", SLIPS)
-def test_a_slip_is_answered_with_what_was_meant(slip):
+def test_common_mistakes_raise_errors_with_the_correct_call(slip):
     make, said = SLIPS[slip]
     model = fsdpctl.shard_model(make_net(tied=True), "full_shard")
     with pytest.raises((UsageError, EngineError), match=said):
@@ -244,7 +244,7 @@ def test_a_slip_is_answered_with_what_was_meant(slip):
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @distributed(world_size=2)
-def test_the_module_itself_gives_no_weights_that_are_not_there(
+def test_the_modules_own_state_dict_is_refused_between_steps(
     rank: int, world_size: int, strategy: str
 ) -> None:
     net = make_net(tied=True)
@@ -264,7 +264,7 @@ def test_the_module_itself_gives_no_weights_that_are_not_there(
     assert largest_difference(copy.deepcopy(plain).state_dict(), whole) == 0.0
 
 
-def test_what_the_module_has_beside_torchs_own_is_there():
+def test_attributes_of_the_module_are_available():
     net = make_net(tied=True)
     net.config = {"width": 3}  # type: ignore[assignment]  # as those of transformers have
     model = fsdpctl.shard_model(net, "full_shard")
@@ -316,7 +316,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @distributed(world_size=2)
-def test_an_optimizer_on_flat_parameters_is_saved_and_goes_on_anywhere(
+def test_an_optimizer_on_flat_parameters_resumes_under_any_strategy(
     rank: int, world_size: int, name: str, tmp_path: Path
 ) -> None:
     model = fsdpctl.shard_model(make_net(tied=True), "full_shard")
@@ -344,7 +344,7 @@ def test_an_optimizer_on_flat_parameters_is_saved_and_goes_on_anywhere(
     assert largest_difference(model.state_dict(), other.state_dict()) == 0.0
 
 
-def test_a_scheduler_goes_on_with_its_learning_rate(tmp_path):
+def test_a_scheduler_resumes_with_its_learning_rate(tmp_path):
     def make():
         model = fsdpctl.shard_model(make_net(tied=True), "full_shard")
         optimizer = fsdpctl.ShardedAdamW(model, lr=0.01)
@@ -373,7 +373,7 @@ def test_a_scheduler_goes_on_with_its_learning_rate(tmp_path):
     assert largest_difference(model.state_dict(), other.state_dict()) == 0.0
 
 
-def test_an_optimizer_of_something_else_is_not_saved_as_if(tmp_path):
+def test_an_optimizer_of_another_model_is_not_saved(tmp_path):
     model = fsdpctl.shard_model(make_net(tied=True), "full_shard")
     stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0)
     with pytest.raises(UsageError, match="expected ShardedAdamW"):

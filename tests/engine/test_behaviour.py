@@ -41,7 +41,7 @@ def test_a_parameter_at_rest_reads_nan_and_refuses_writes(rank: int, world_size:
 
 
 @distributed(world_size=2)
-def test_parameters_are_views_of_one_buffer_while_whole(rank: int, world_size: int) -> None:
+def test_unsharded_parameters_are_views_of_one_buffer(rank: int, world_size: int) -> None:
     model = shard_model(make_net(tied=False), "full_shard")
     seen: list[set[int]] = []
     block = model.module.get_submodule("blocks.0")
@@ -89,7 +89,7 @@ def test_several_backwards_and_several_forwards_add_up(
 
 
 @distributed(world_size=2)
-def test_a_window_in_which_one_rank_trains_nothing(rank: int, world_size: int) -> None:
+def test_one_rank_may_train_nothing_in_a_window(rank: int, world_size: int) -> None:
     def loss(module: nn.Module, x: Tensor) -> Tensor:
         total: Tensor = module(x.requires_grad_()).sum()
         return total
@@ -197,7 +197,7 @@ def test_states_are_sharded(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=2)
-def test_units_in_another_order_are_gathered_ahead_in_that_order_after_one_warning(
+def test_prefetch_follows_the_actual_order_of_units_after_one_warning(
     rank: int, world_size: int
 ) -> None:
     model = shard_model(Wayward([3, 2, 1, 0]), "full_shard")
@@ -223,7 +223,7 @@ def test_syncing_without_gradients_is_an_error(rank: int, world_size: int) -> No
         model.sync_gradients()
 
 
-def test_an_owner_map_where_there_is_none_is_an_error():
+def test_an_owner_map_with_another_strategy_is_an_error():
     with pytest.raises(UsageError, match="only valid with shard_optimizer"):
         shard_model(make_net(tied=True), "full_shard", owner_map="balanced")
 
@@ -248,7 +248,7 @@ def gradients_of(model: ShardedModel) -> list[Tensor]:
     ("param_dtype", "others"), [(None, set()), (torch.bfloat16, {"root", "embed"})]
 )
 @distributed(world_size=2)
-def test_whole_gradients_come_back_to_the_same_memory(
+def test_unsharded_gradients_reuse_their_memory(
     rank: int, world_size: int, param_dtype: torch.dtype | None, others: set[str]
 ) -> None:
     """Without anything that was left in its padding, and though somebody takes what is free."""
@@ -272,7 +272,7 @@ def test_whole_gradients_come_back_to_the_same_memory(
 
 @pytest.mark.parametrize("window", [False, True])
 @distributed(world_size=2)
-def test_a_gradient_that_somebody_has_is_not_written_to(
+def test_a_gradient_with_other_references_is_not_overwritten(
     rank: int, world_size: int, window: bool
 ) -> None:
     model = shard_model(make_net(tied=False), "no_shard")

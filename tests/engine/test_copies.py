@@ -45,7 +45,9 @@ def one_step(model: fsdpctl.ShardedModel, optimizer: torch.optim.Optimizer, batc
         ("full_shard", "no_shard", None, "full_shard"),
     ],
 )
-def test_what_runs_in_the_ends_is_a_row_without_copies(strategy, alone, whole_copies, one_copy):
+def test_a_single_replica_runs_the_strategy_without_replicas(
+    strategy, alone, whole_copies, one_copy
+):
     row = STRATEGIES[strategy]
     assert effective_strategy(row, 1, 1) == (STRATEGIES[alone], 1)
     assert effective_strategy(row, 8, 8) == (STRATEGIES[one_copy], 8)
@@ -54,12 +56,12 @@ def test_what_runs_in_the_ends_is_a_row_without_copies(strategy, alone, whole_co
         assert effective_strategy(row, 2, 8) == (row, 2)
 
 
-def test_a_row_that_shares_out_what_is_whole_is_refused():
+def test_a_strategy_that_shares_unsharded_states_is_rejected():
     with pytest.raises(UsageError, match="strategy mine: shards_over_copies requires replicates"):
         Strategy("mine", "", True, True, True, True, replicates=False, shards_over_copies=True)
 
 
-def test_there_is_none_like_it_that_keeps_parameters_until_backward():
+def test_no_such_strategy_keeps_parameters_until_backward():
     assert with_resharding(SHARED, True).name == SHARED
     with pytest.raises(UsageError, match="reshard_after_forward=false is not supported"):
         with_resharding(SHARED, False)
@@ -67,7 +69,7 @@ def test_there_is_none_like_it_that_keeps_parameters_until_backward():
 
 @pytest.mark.parametrize("strategy", HYBRIDS)
 @distributed(world_size=4)
-def test_whole_weights_come_and_go(rank: int, world_size: int, strategy: str) -> None:
+def test_full_weights_are_loaded_and_returned(rank: int, world_size: int, strategy: str) -> None:
     model = copies_of_two(strategy=strategy)
     batch, expected = token_batches(1, 1)[0][0][0], make_net(tied=True).state_dict()
     assert largest_difference(model.state_dict(), expected) == 0.0
@@ -90,7 +92,7 @@ def test_whole_weights_come_and_go(rank: int, world_size: int, strategy: str) ->
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("strategy", HYBRIDS)
 @distributed(world_size=4)
-def test_shards_that_are_written_reach_every_copy(
+def test_written_shards_reach_every_replica(
     rank: int, world_size: int, strategy: str, bf16: bool
 ) -> None:
     precision = fsdpctl.Precision(torch.bfloat16 if bf16 else None)
@@ -140,7 +142,7 @@ def test_any_elementwise_optimizer_and_clipping_count_each_element_once(
 @pytest.mark.parametrize("reduce", ["every", "last"])
 @pytest.mark.parametrize("strategy", HYBRIDS)
 @distributed(world_size=4)
-def test_accumulator_gives_the_mean_of_whole_and_partial_windows(
+def test_the_accumulator_returns_the_mean_of_full_and_partial_windows(
     rank: int, world_size: int, strategy: str, reduce: str
 ) -> None:
     batches = token_batches(2, world_size, micro_steps=3) + token_batches(1, world_size, 2)
@@ -232,7 +234,7 @@ def sent(events: list[Event], *kinds: EventKind) -> int:
 
 @pytest.mark.parametrize("bf16", [False, True])
 @distributed(world_size=4)
-def test_only_gradients_and_updates_go_between_copies(
+def test_only_gradients_and_updates_are_sent_between_replicas(
     rank: int, world_size: int, bf16: bool
 ) -> None:
     """A rank's part of them; and over all ranks next to nothing."""
@@ -259,7 +261,7 @@ def test_only_gradients_and_updates_go_between_copies(
 
 
 @distributed(world_size=4)
-def test_what_is_frozen_is_sent_once(rank: int, world_size: int) -> None:
+def test_frozen_parameters_are_sent_once(rank: int, world_size: int) -> None:
     """When it is loaded, and no more after a step."""
     batch = token_batches(1, world_size)[0][rank][0]
     for strategy, size in ((SHARED, 2), ("shard_optimizer", None)):
@@ -290,7 +292,7 @@ def test_what_is_frozen_is_sent_once(rank: int, world_size: int) -> None:
 
 
 @distributed(world_size=4)
-def test_a_rank_has_a_quarter_of_masters_and_half_of_what_computes(
+def test_a_rank_has_a_quarter_of_the_masters_and_half_of_the_parameters(
     rank: int, world_size: int
 ) -> None:
     model = copies_of_two(precision=fsdpctl.Precision(torch.bfloat16))

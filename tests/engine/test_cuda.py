@@ -114,7 +114,7 @@ def test_losses_equal_the_unsharded_ones(device: torch.device, strategy: str) ->
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_what_is_frozen_is_gathered_with_what_is_trained(
+def test_frozen_parameters_are_gathered_with_trained_ones(
     device: torch.device, strategy: str
 ) -> None:
     found = losses(forced(device, strategy, in_part=True), device)
@@ -135,7 +135,7 @@ def test_slow_streams_change_nothing(device: torch.device, depth: int) -> None:
     assert losses(sleepy, device) == losses(forced(device, "full_shard", prefetch=prefetch), device)
 
 
-def test_nothing_stays_allocated_between_steps_but_states_and_slots(device: torch.device) -> None:
+def test_only_states_and_slots_stay_allocated_between_steps(device: torch.device) -> None:
     losses(forced(device, "full_shard"), device, steps=1)  # workspaces of cuBLAS stay
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

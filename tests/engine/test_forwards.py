@@ -143,7 +143,7 @@ def test_reductions_are_as_early_as_after_one_forward(rank: int, world_size: int
 
 
 @distributed(world_size=2)
-def test_ranks_that_gather_differently_are_told(rank: int, world_size: int) -> None:
+def test_different_gathers_on_ranks_raise_an_error(rank: int, world_size: int) -> None:
     batches = token_batches(1, world_size, micro_steps=3)[0][rank]
     model = shard_model(make_net(tied=False), "full_shard")
     with pytest.raises(EngineError, match=r"of 3 forwards, .* \[1, 3\] on rank 0 and .* \[2, 3\]"):
@@ -154,7 +154,7 @@ def test_ranks_that_gather_differently_are_told(rank: int, world_size: int) -> N
 
 
 @distributed(world_size=2)
-def test_an_output_that_is_kept_delays_nothing(rank: int, world_size: int) -> None:
+def test_a_retained_output_delays_no_reduction(rank: int, world_size: int) -> None:
     batches = token_batches(1, world_size, micro_steps=2)[0][rank]
     model = shard_model(make_net(tied=False), "full_shard")
     _kept = model(batches[0])
@@ -167,7 +167,7 @@ def test_an_output_that_is_kept_delays_nothing(rank: int, world_size: int) -> No
 
 
 @distributed(world_size=2)
-def test_a_graph_goes_with_its_outputs(rank: int, world_size: int) -> None:
+def test_a_graph_is_freed_with_its_outputs(rank: int, world_size: int) -> None:
     """Nothing that tells forwards apart keeps activations alive."""
     model = shard_model(make_net(tied=False), "full_shard")
     alive: list[weakref.ref[object]] = []

@@ -52,7 +52,7 @@ def test_events_bytes_and_buffers_equal_the_plan(rank: int, world_size: int, who
 
 
 @distributed(world_size=2)
-def test_units_before_all_that_is_trained_are_gathered_once(rank: int, world_size: int) -> None:
+def test_units_before_the_first_trained_one_are_gathered_once(rank: int, world_size: int) -> None:
     for strategy in ("full_shard", "shard_grad_op"):
         net = make_net(tied=False)
         freeze_below(net)
@@ -72,7 +72,7 @@ def test_units_before_all_that_is_trained_are_gathered_once(rank: int, world_siz
 
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 @distributed(world_size=4)
-def test_what_is_frozen_is_kept_once_in_the_dtype_that_computes(
+def test_frozen_parameters_are_kept_once_in_the_compute_dtype(
     rank: int, world_size: int, strategy: str
 ) -> None:
     net, plain = make_net(tied=False), make_net(tied=False)

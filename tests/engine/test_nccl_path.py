@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdpctl.comm.nccl import _ReceivedRows
+from fsdpctl.comm.nccl import Received
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.parameters import ShardedParameters
 from fsdpctl.engine.precision import Precision
@@ -77,7 +77,7 @@ def test_events_bytes_and_buffers_equal_the_plan(rank: int, world_size: int, who
 
 
 @distributed(world_size=4)
-def test_the_sum_over_copies_follows_a_reduction_at_once(rank: int, world_size: int) -> None:
+def test_the_sum_over_replicas_follows_a_reduction_at_once(rank: int, world_size: int) -> None:
     """Before the next unit's backward, and without waiting for the reduction."""
     tokens = token_batches(1, world_size)[0][rank][0]
     with nccl_path():
@@ -113,7 +113,7 @@ def test_the_number_of_kernels_does_not_grow_with_the_ranks(out: torch.dtype) ->
         rows = torch.randn(ranks, 8).bfloat16()
         total = torch.empty(8, dtype=out)
         with _Operators() as operators:
-            _ReceivedRows(rows, rows, lambda: None).finish(total, 0.5, torch.float32)
+            Received(rows, rows, lambda: None).finish(total, 0.5, torch.float32)
         counts.add(operators.count)
         torch.testing.assert_close(total, (rows.float().sum(0) * 0.5).to(out), rtol=1e-2, atol=1e-2)
     assert counts == {2}  # a sum and a scaling

@@ -28,7 +28,7 @@ def train(model: ShardedModel, rank: int, batches: Batches) -> None:
 
 @pytest.mark.parametrize("depth", [0, 2, 3])
 @distributed(world_size=2)
-def test_prefetch_changes_nothing_where_ranks_use_different_parameters(
+def test_prefetch_changes_nothing_if_ranks_use_different_parameters(
     rank: int, world_size: int, depth: int
 ) -> None:
     batches = float_batches(6, world_size)
@@ -127,7 +127,7 @@ def test_a_loss_that_does_not_come_from_the_output(
 
 
 @distributed(world_size=2)
-def test_zero_grad_of_the_model_forgets(rank: int, world_size: int) -> None:
+def test_zero_grad_of_the_model_drops_all_gradients(rank: int, world_size: int) -> None:
     model = shard_model(TiedAcross(), "full_shard")
     x = float_batches(1, world_size)[0][rank][0]
     square_loss(model, x).backward()
@@ -240,7 +240,7 @@ def test_embeddings_of_every_kind_equal_one_process(
     ],
 )
 @distributed(world_size=2)
-def test_parameters_that_are_not_there_are_named(
+def test_parameters_that_are_not_gathered_are_named(
     rank: int, world_size: int, kind: type[Stack], said: str
 ) -> None:
     model = shard_model(kind(OddBlock), "full_shard")

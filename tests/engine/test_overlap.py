@@ -134,7 +134,7 @@ def hidden_share(clock: Clock, kind: str) -> float:
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_prefetch_hides_what_can_be_hidden(strategy: str, depth: int) -> None:
+def test_prefetch_hides_all_but_the_first_gather(strategy: str, depth: int) -> None:
     clock = run(strategy, Prefetch(depth, depth))
     assert clock.started["reduce"] == BLOCKS
     assert hidden_share(clock, "gather") >= 0.8
@@ -149,7 +149,7 @@ def test_without_prefetch_every_gather_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize(("prefetch", "gathers"), [(Prefetch(1, 0), 7), (Prefetch(0, 1), 8)])
-def test_each_direction_hides_its_own(prefetch: Prefetch, gathers: int) -> None:
+def test_each_direction_hides_its_own_gathers(prefetch: Prefetch, gathers: int) -> None:
     """The other direction's are waited for: in backward six blocks, as two are still there."""
     clock = run("full_shard", prefetch)
     assert clock.exposed["gather"] == pytest.approx(gathers * DELAY)

@@ -28,7 +28,7 @@ def read(model: fsdpctl.ShardedModel) -> None:
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])
 @distributed(world_size=2)
-def test_who_looks_for_gradients_there_is_told(
+def test_reading_the_gradient_of_a_parameter_raises_an_error(
     rank: int, world_size: int, strategy: str, held: bool, look: Callable[..., None]
 ) -> None:
     model = fsdpctl.shard_model(make_net(tied=True), strategy)
@@ -49,7 +49,7 @@ def test_who_looks_for_gradients_there_is_told(
         optimizer.zero_grad()
 
 
-def test_parameters_are_themselves_again_after_unwrap():
+def test_parameters_are_plain_after_unwrap():
     net = make_net(tied=True)
     before = list(net.parameters())
     plain = fsdpctl.shard_model(net, "full_shard").unwrap()
@@ -60,7 +60,7 @@ def test_parameters_are_themselves_again_after_unwrap():
     assert torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0) > 0
 
 
-def test_copies_of_whole_parameters_are_plain():
+def test_copies_of_full_parameters_are_plain():
     net = make_net(tied=True)
     model = fsdpctl.shard_model(net, "full_shard")
     next_token_loss(model, token_batches(1, 1)[0][0][0]).backward()
@@ -71,7 +71,7 @@ def test_copies_of_whole_parameters_are_plain():
     assert all(param.grad is None for param in (*copied.parameters(), pickled))
 
 
-def test_parameters_of_a_kind_of_their_own_keep_it():
+def test_parameters_keep_their_own_class():
     class Named(nn.Parameter):
         pass
 
@@ -85,7 +85,7 @@ def test_parameters_of_a_kind_of_their_own_keep_it():
 
 @pytest.mark.slow
 @distributed(world_size=2)
-def test_what_is_compiled_again_between_micro_batches_looks_at_all(
+def test_recompilation_between_micro_batches_reads_all_parameters(
     rank: int, world_size: int
 ) -> None:
     nets = make_net(tied=False), make_net(tied=False)
@@ -105,7 +105,7 @@ def test_what_is_compiled_again_between_micro_batches_looks_at_all(
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
 @pytest.mark.parametrize("trained", [True, False])
 @distributed(world_size=2)
-def test_what_is_trained_cannot_change_afterwards(
+def test_requires_grad_cannot_change_after_sharding(
     rank: int, world_size: int, trained: bool, strategy: str
 ) -> None:
     net = make_net(tied=False)
@@ -147,7 +147,7 @@ def replaced(net: OddNet) -> None:
     ],
 )
 @distributed(world_size=2)
-def test_what_would_be_computed_with_wrong_values_is_refused(
+def test_computing_with_wrong_values_is_rejected(
     rank: int, world_size: int, change: Callable[[OddNet], None], said: str
 ) -> None:
     net = make_net(tied=False)
@@ -161,7 +161,7 @@ def test_what_would_be_computed_with_wrong_values_is_refused(
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @distributed(world_size=2)
-def test_a_copy_is_a_model_of_its_own(rank: int, world_size: int, strategy: str) -> None:
+def test_a_copy_is_an_independent_model(rank: int, world_size: int, strategy: str) -> None:
     net = make_net(tied=False)
     model = fsdpctl.shard_model(net, strategy)
     optimizer = fsdpctl.ShardedAdamW(model)
@@ -179,7 +179,7 @@ def test_a_copy_is_a_model_of_its_own(rank: int, world_size: int, strategy: str)
         assert torch.nn.utils.clip_grad_norm_(copied.parameters(), 1.0) > 0
 
 
-def test_what_has_ended_says_so():
+def test_use_after_unwrap_raises_an_error():
     net = make_net(tied=False)
     model = fsdpctl.shard_model(net, "full_shard")
     optimizer = fsdpctl.ShardedAdamW(model)

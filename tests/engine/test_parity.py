@@ -177,7 +177,7 @@ def test_clipping_equals_one_process(rank: int, world_size: int, whole: bool) ->
 
 @pytest.mark.parametrize("dp_shard_size", [1, 2])
 @distributed(world_size=4)
-def test_copies_of_any_size_equal_one_process(
+def test_replicas_of_any_size_equal_one_process(
     rank: int, world_size: int, dp_shard_size: int
 ) -> None:
     for strategy in HYBRIDS:

@@ -89,7 +89,7 @@ def asked_in_a_step(
 @pytest.mark.slow
 @WHOLE
 @distributed(world_size=2, timeout=200)
-def test_a_step_asks_no_tensor_for_its_value(rank: int, world_size: int, whole: bool) -> None:
+def test_a_step_does_not_wait_for_tensors(rank: int, world_size: int, whole: bool) -> None:
     switches = [False, True]
     chosen = cases(list(STRATEGIES), ["every", "last"], switches, switches, whole=whole)
     for strategy, reduce, evaluates, skips in chosen:
@@ -101,7 +101,7 @@ def test_a_step_asks_no_tensor_for_its_value(rank: int, world_size: int, whole: 
         assert sorted(found) == sorted(allowed), (strategy, reduce, evaluates, skips)
 
 
-def test_what_would_wait_is_seen():
+def test_a_wait_for_a_tensor_is_detected():
     with counted() as found:
         torch.ones(3).sum().item()
         torch.ones(3).tolist()

@@ -109,7 +109,7 @@ def test_events_bytes_and_buffers_equal_the_plan(rank: int, world_size: int, who
 @pytest.mark.slow
 @WHOLE
 @distributed(world_size=4)
-def test_events_of_copies_equal_the_plan(rank: int, world_size: int, whole: bool) -> None:
+def test_events_of_replicas_equal_the_plan(rank: int, world_size: int, whole: bool) -> None:
     for strategy, bf16, size in cases(HYBRIDS, [False, True], [1, 2, 4], whole=whole):
         precision, sizes = Precision(), Itemsizes(4, 4, 4)
         if bf16:
@@ -181,13 +181,11 @@ def check_bytes_of_storages(rank: int, world_size: int, strategy: str) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @distributed(world_size=2)
-def test_whole_parameters_alive_are_what_the_plan_says(
-    rank: int, world_size: int, tied: bool
-) -> None:
+def test_unsharded_parameters_equal_the_plan(rank: int, world_size: int, tied: bool) -> None:
     """Bytes of the slots after every event: those of the plan's units, and never more than two
     blocks beside root, embedding and head."""
     model = shard_model(make_net(tied=tied), "full_shard")
-    nbytes = model.unit_nbytes()
+    nbytes = {name: unit.nbytes for name, unit in model._runtime.units.items()}
     blocks = [name for name in nbytes if name.startswith("blocks.")]
     block = max(nbytes[name] for name in blocks)
     two_blocks = 2 * block  # the resident slots, whether in use or not

@@ -1,4 +1,4 @@
-"""What is chosen where a configuration says `auto`."""
+"""The selection of settings that are `auto`."""
 
 from dataclasses import replace
 
@@ -24,9 +24,9 @@ from fsdpctl.estimate.prediction import StepPredictor
 from fsdpctl.estimate.ranking import Ranking
 from fsdpctl.estimate.search import KEPT, choose
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.machine import resolved_strategy
+from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
 from fsdpctl.resolve.run import open_run, settle
-from fsdpctl.start.decide import describe_ranking, select
+from fsdpctl.start.decide import describe_ranking
 
 OPEN = [
     "strategy=auto",
@@ -56,7 +56,7 @@ def ranking(*words: str) -> Ranking:
     return choose(Estimator(), placed(*words))
 
 
-def test_without_a_limit_nothing_is_recomputed_and_nothing_cut_up():
+def test_without_a_limit_nothing_is_recomputed_and_the_share_is_one_micro_batch():
     found = ranking(*OPEN)
     assert found.best.selection.activation_checkpointing == "none"
     assert found.best.selection.micro_batch_size == 4
@@ -64,7 +64,7 @@ def test_without_a_limit_nothing_is_recomputed_and_nothing_cut_up():
     assert len({found.text(each.selection) for each in found.ranked}) == len(found.ranked) == KEPT
 
 
-def test_the_choice_is_the_same_every_time():
+def test_the_selection_is_the_same_every_time():
     first, second = ranking(*OPEN), ranking(*OPEN)
     assert first.to_dict() == second.to_dict()
     assert list(describe_ranking(first)) == list(describe_ranking(second))
@@ -73,8 +73,8 @@ def test_the_choice_is_the_same_every_time():
 @pytest.mark.parametrize(
     "memory", [0.5082, 0.512, *(pytest.param(m, marks=pytest.mark.slow) for m in LIMITS)]
 )
-def test_no_combination_that_fits_is_foreseen_faster_than_what_is_chosen(memory):
-    """All of them are estimated and foreseen, whatever the search leaves out."""
+def test_no_combination_that_fits_is_predicted_to_be_faster_than_the_selected_one(memory):
+    """All of them are estimated and predicted, also those that the search skips."""
     words = [*OPEN, f"cluster.memory={memory}"]
     found, estimator = ranking(*words), Estimator()
     axes = Axes.of(with_speed(placed(*words))[0])
@@ -92,8 +92,8 @@ def test_no_combination_that_fits_is_foreseen_faster_than_what_is_chosen(memory)
     assert found.ranked[0].seconds <= TIE * min(fitting)
 
 
-def test_what_takes_least_is_found_where_it_is_all_samples_at_once():
-    """Cut up, gradients would be kept between passes, which takes more than it saves."""
+def test_the_least_memory_is_found_if_it_is_the_whole_share_at_once():
+    """With several micro-batches, kept gradients would take more than the smaller size saves."""
     words = [
         "model.num_layers=3", "model.num_heads=4", "model.num_kv_heads=1", "model.hidden_size=256",
         "model.intermediate_size=768", "model.vocab_size=256", "train.seq_len=64",
@@ -112,7 +112,7 @@ def test_what_takes_least_is_found_where_it_is_all_samples_at_once():
     assert found.best.selection.micro_batch_size == axes.sizes[last]
 
 
-def test_less_memory_is_met_by_another_choice():
+def test_less_memory_leads_to_another_selection():
     seen = [ranking(*OPEN, f"cluster.memory={memory}") for memory in (0.506, 0.5066, 0.512, 4)]
     assert not seen[0].ranked
     words = [each.text(each.best.selection) for each in seen[1:]]
@@ -121,8 +121,8 @@ def test_less_memory_is_met_by_another_choice():
     assert seconds == sorted(seconds, reverse=True)
 
 
-def test_what_is_as_fast_is_decided_by_memory():
-    """Where links cost nothing, strategies differ in memory alone."""
+def test_a_tie_is_decided_by_memory():
+    """If links cost nothing, strategies differ in memory alone."""
     free = ["cluster=h100", "cluster.intra_bandwidth=1e6", "launch.device=cuda"]
     large = ["model.hidden_size=2048", "train.seq_len=1024"]
     found = ranking(*free, *large, "strategy=auto", "prefetch=auto")
@@ -137,7 +137,7 @@ def test_what_is_as_fast_is_decided_by_memory():
     assert "least memory among the fastest of" in list(describe_ranking(found))[1]
 
 
-def test_what_is_given_stays():
+def test_settings_that_are_not_auto_are_kept():
     config = placed(*OPEN[1:], "strategy=no_shard")
     found = choose(Estimator(), config)
     assert found.names == ("activation_checkpointing", "prefetch", "train.micro_batch_size")
@@ -147,11 +147,11 @@ def test_what_is_given_stays():
     assert {each.selection.activation_checkpointing for each in found.ranked} == {"full"}
     found = ranking(*OPEN, "accumulation.steps=4")
     assert found.best.selection.micro_batch_size == 1
-    with pytest.raises(UsageError, match="accumulation.steps=3: 8 samples"):
+    with pytest.raises(UsageError, match="accumulation.steps=3: expected 2 or auto for 8 samples"):
         ranking(*OPEN, "accumulation.steps=3")
 
 
-def test_a_micro_batch_that_nobody_asked_for_is_all_of_a_ranks_share():
+def test_a_micro_batch_that_is_not_set_is_the_whole_share_of_a_rank():
     config = compose_config(TOY).config
     assert left_open(config) == ()
     assert "train.micro_batch_size" not in config_to_yaml(config)
@@ -162,7 +162,7 @@ def test_a_micro_batch_that_nobody_asked_for_is_all_of_a_ranks_share():
     assert "micro_batch" not in found.text(found.best.selection)
 
 
-def test_copies_are_thought_of_on_several_nodes_or_where_their_size_is_given():
+def test_replicas_are_candidates_on_several_nodes_or_if_their_size_is_set():
     hybrid = {name for name, row in STRATEGIES.items() if row.replicates}
     four = ["strategy=auto", "launch.nproc_per_node=4"]
     assert not hybrid & set(Axes.of(placed(*four)).strategies)
@@ -173,19 +173,19 @@ def test_copies_are_thought_of_on_several_nodes_or_where_their_size_is_given():
         ranking(*four, "strategy.dp_shard_size=3")
 
 
-def test_what_is_the_same_on_these_ranks_is_thought_of_once():
+def test_equivalent_strategies_are_one_candidate():
     assert Axes.of(placed("strategy=auto", "launch.nproc_per_node=1")).strategies == ("no_shard",)
     axes = Axes.of(placed("strategy=auto", "prefetch=auto"))
     assert axes.count == 1 + 1 + 2 + 3
 
 
-def test_an_engine_is_offered_what_it_has():
+def test_candidates_are_those_that_the_engine_supports():
     assert Axes.of(placed("strategy=auto", "engine=ddp")).strategies == ("no_shard",)
     found = ranking(*OPEN, "engine=fsdp2")
     assert STRATEGIES[found.best.selection.strategy].shards_params
 
 
-def test_nothing_fits_is_one_line_that_says_what_comes_closest():
+def test_if_nothing_fits_one_line_names_the_closest_combination():
     found = ranking(*OPEN, "cluster.memory=0.2")
     with pytest.raises(UsageError, match="strategy=auto .*nothing fits; closest is") as error:
         _ = found.best
@@ -194,21 +194,21 @@ def test_nothing_fits_is_one_line_that_says_what_comes_closest():
     assert "\n" not in str(error.value)
 
 
-def test_samples_that_do_not_halve_are_shared_out_as_they_can_be():
+def test_sizes_of_a_share_that_does_not_halve_are_its_divisors_and_rounded_halves():
     sizes = Axes.of(placed("train.micro_batch_size=auto", "train.global_batch_size=26")).sizes
     assert sizes == (1, 2, 4, 7, 13)
     sizes = Axes.of(placed("train.micro_batch_size=auto", "train.global_batch_size=24")).sizes
     assert sizes == (1, 2, 3, 4, 6, 12)
 
 
-def test_a_choice_says_what_why_and_what_comes_next():
+def test_a_ranking_is_described_by_selection_reason_and_runner_up():
     lines = list(describe_ranking(ranking(*OPEN, "cluster=h100", "launch.device=cuda")))
     assert [line.split()[0] for line in lines] == ["auto", "reason", "next"]
     assert "s/step predicted (specs of cluster=h100)" in lines[1]
     assert "%), " in lines[2]
 
 
-def test_there_is_a_runner_up_wherever_something_else_fits():
+def test_there_is_a_runner_up_if_anything_else_fits():
     of_modes = ranking("activation_checkpointing=auto")
     assert [c.selection.activation_checkpointing for c in of_modes.ranked] == [
         "none",
@@ -224,8 +224,8 @@ def test_there_is_a_runner_up_wherever_something_else_fits():
 
 
 def test_a_run_selects_for_the_ranks_that_it_has_here():
-    assert select(open_run(composed(*OPEN))) == ranking(*OPEN).best.selection
-    assert select(open_run(composed())) is None
+    config = placed_on_cluster(open_run(composed(*OPEN)).config)
+    assert choose(Estimator(), config).to_dict() == ranking(*OPEN).to_dict()
 
 
 def test_the_name_of_a_run_does_not_depend_on_the_selection():
@@ -260,16 +260,16 @@ def test_a_selection_fills_in_what_is_auto_and_nothing_else():
             "prefetch.forward=2: conflicts with prefetch=auto",
         ),
         (["strategy=auto", "reshard_after_forward=true"], "conflicts with strategy=auto"),
-        (["train.micro_batch_size=0"], "allowed is whole number from 1 to"),
+        (["train.micro_batch_size=0"], "expected a whole number from 1 to"),
         (["auto.prob=false"], "did you mean auto.probe"),
     ],
 )
-def test_what_contradicts_itself_is_answered_in_a_line(words, said):
+def test_conflicting_settings_are_reported_in_one_line(words, said):
     with pytest.raises(UsageError, match=said):
         left_open(compose_config(words).config)
 
 
-def test_choices_are_those_that_are_listed():
+def test_candidates_are_the_options_of_conf():
     named = {each.name: each for each in PREFETCHES}
     assert {*named, "auto"} == set(choices_of("prefetch"))
     for name, each in named.items():
@@ -300,7 +300,7 @@ def test_devices_are_known_by_their_names(name, cluster):
             assert getattr(described, figure) > 0
 
 
-def test_figures_that_are_given_are_not_assumed():
+def test_specs_that_are_set_are_not_assumed():
     by_hand = ("cluster.flops=7", "cluster.memory_bandwidth=90", "strategy=full_shard")
     config, whose = with_speed(placed(*by_hand))
     assert (config.cluster.flops, config.cluster.profile) == (7, None)

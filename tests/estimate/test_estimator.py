@@ -1,4 +1,4 @@
-"""Estimates of configurations: what fits, what does not, and what to change."""
+"""Estimates of configurations: verdicts, largest sizes and advice."""
 
 import random
 from dataclasses import replace
@@ -51,13 +51,13 @@ def test_parts_add_up_and_peaks_are_in_order():
         assert found.step.breakdown["activations"] > 0
 
 
-def test_a_limit_of_memory_changes_the_verdict_and_no_figure():
+def test_a_memory_limit_changes_only_the_verdict():
     plain, limited = estimated(*H100), estimated(*H100, "cluster.memory=10GiB")
     assert plain.step.breakdown == limited.step.breakdown
     assert (plain.verdict, limited.verdict) == ("fits", "too_large")
 
 
-def test_there_is_a_memory_with_which_it_only_fits_by_emptying_the_cache():
+def test_with_some_limit_a_run_fits_only_by_emptying_the_cache():
     words = [*H100, "activation_checkpointing=selective", "launch.allocator=native"]
     found = estimated(*words)
     needed = found.peak_reserved - (found.peak_reserved - found.allocated) // 8 + found.outside.high
@@ -66,7 +66,7 @@ def test_there_is_a_memory_with_which_it_only_fits_by_emptying_the_cache():
 
 
 @matrix(model=["llama3_8b", "gpt2"], mode=["none", "selective", "full"])
-def test_a_few_blocks_tell_what_all_of_them_do(model, mode, monkeypatch):
+def test_a_few_traced_blocks_represent_all(model, mode, monkeypatch):
     words = [f"model={model}", "model.num_layers=11", "cluster=h100", "train.seq_len=512"]
     config = resolved(*words, f"activation_checkpointing={mode}")
     short = TracedModel(config).program(2, 512, 0)
@@ -102,7 +102,7 @@ LINES = (lambda n: 100 - n, lambda n: 1000 - n * n, lambda n: 50 - n // 7)
 
 @pytest.mark.parametrize("margin", LINES)
 @pytest.mark.parametrize("begin", [1, 5, 99, 100, 101, 4000])
-def test_an_edge_is_found_in_few_trials(margin, begin):
+def test_the_largest_value_is_found_in_few_trials(margin, begin):
     tried = []
 
     def fits(value: int) -> bool:
@@ -116,7 +116,7 @@ def test_an_edge_is_found_in_few_trials(margin, begin):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", list(FITTED))
-def test_the_answer_fits_and_the_next_does_not(what):
+def test_the_largest_value_fits_and_the_next_does_not(what):
     draw = random.Random(what)
     for _ in range(4):
         words = [
@@ -149,7 +149,7 @@ def test_the_answer_fits_and_the_next_does_not(what):
         [*H100, "train.loss_chunk_tokens=0", "accumulation=last", "accumulation.steps=4"],
     ],
 )
-def test_changes_that_are_advised_fit_as_they_are_typed(words):
+def test_advised_settings_fit(words):
     limited = [*words, "train.global_batch_size=64", "cluster.memory=20GiB"]
     estimator, config = Estimator(), resolved(*limited)
     changes = advice(estimator, config)
@@ -164,7 +164,7 @@ def test_changes_that_are_advised_fit_as_they_are_typed(words):
         assert typed.allocated == estimate.allocated
 
 
-def test_copies_that_are_too_large_are_advised_to_share_out_what_the_optimizer_has():
+def test_replicas_that_do_not_fit_are_advised_to_shard_optimizer_states():
     words = ["model=llama3_70b", "cluster=h100", "launch.nnodes=8", "train.seq_len=8192"]
     words += ["train.micro_batch_size=1", "train.global_batch_size=64"]
     words += ["strategy=hybrid_shard", "activation_checkpointing=full"]
@@ -175,7 +175,7 @@ def test_copies_that_are_too_large_are_advised_to_share_out_what_the_optimizer_h
     assert first[1].config.strategy.dp_shard_size == 8
 
 
-def test_hundreds_of_billions_on_thousands_of_ranks():
+def test_hundreds_of_billions_of_parameters_on_thousands_of_ranks():
     found = estimated("model=llama3_405b", "launch.nnodes=2048", "cluster=h100")
     assert found.num_params == 405_853_388_800
     assert found.tokens_per_step == 16384 * 4096
@@ -184,7 +184,7 @@ def test_hundreds_of_billions_on_thousands_of_ranks():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["0.51", "1.5", "5"])
-def test_the_largest_of_very_deep_models_is_where_a_straight_line_says(memory):
+def test_the_largest_of_very_deep_models_is_extrapolated(memory):
     words = ["model.vocab_size=256", "launch.device=cpu", f"cluster.memory={memory}"]
     config = placed_for_estimate(compose_config(words).config)
     estimator = Estimator()
@@ -196,7 +196,7 @@ def test_the_largest_of_very_deep_models_is_where_a_straight_line_says(memory):
         assert found.num_layers == pytest.approx(exact.value, rel=0.02)
 
 
-def test_other_engines_keep_what_the_optimizer_does_and_gather_as_far_ahead_as_asked():
+def test_other_engines_follow_the_optimizer_and_the_prefetch_depth():
     words = [*H100, "engine=fsdp2", "train.seq_len=128", "train.micro_batch_size=1"]
     usual = estimated(*words)
     far = estimated(*words, "prefetch.forward=30")

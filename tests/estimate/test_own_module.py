@@ -1,4 +1,4 @@
-"""`fsdpctl.estimate_memory` says of any module what a real run holds."""
+"""`fsdpctl.estimate_memory` matches real runs of any module."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ ON_CPU = fsdpctl.Assumed(device="cpu")
 
 
 @distributed(world_size=2)
-def test_a_module_that_is_no_decoder(rank: int, world_size: int) -> None:
+def test_a_module_that_is_not_a_decoder(rank: int, world_size: int) -> None:
     net = OddNet(tied=True, num_blocks=9)
     model = fsdpctl.shard_model(net, "full_shard")
     optimizer = fsdpctl.ShardedAdamW(model)
@@ -82,7 +82,7 @@ def estimated(**about: object) -> fsdpctl.MemoryEstimate:
     return estimate_memory(net, lambda: torch.empty(32, 64), **given)  # type: ignore[arg-type]  # what each test is about
 
 
-def test_a_verdict_is_given_for_any_size():
+def test_a_verdict_accepts_any_size():
     found = estimated()
     assert found.verdict("80GiB") == "fits"
     assert found.verdict(1000) == "too_large"
@@ -90,7 +90,7 @@ def test_a_verdict_is_given_for_any_size():
     assert found.peak_allocated <= found.peak_reserved
 
 
-def test_other_engines_hold_what_they_shard_and_no_states_of_what_is_frozen():
+def test_other_engines_hold_their_shards_and_no_states_of_frozen_parameters():
     for engine, sharding, share in (("fsdp2", "full_shard", 4), ("ddp", "no_shard", 1)):
         numel = (64 * 256 + 256 + 256 * 8 + 8) // share
         assumed = fsdpctl.Assumed(engine=engine)
@@ -126,7 +126,7 @@ def test_fully_shard_gathers_nothing_for_one_rank():
         assert ("gathered parameters" in items) == gathers
 
 
-def test_fully_shard_of_copies_keeps_what_is_all_reduced():
+def test_fully_shard_with_replicas_keeps_all_reduced_gradients():
     kept = []
     for ranks, strategy, size in ((4, "full_shard", None), (8, "hybrid_shard", 4)):
         found = estimated(
@@ -158,7 +158,7 @@ class PartlyUsed(nn.Module):
 
 
 @distributed(world_size=2)
-def test_what_is_not_used_has_no_states(rank: int, world_size: int) -> None:
+def test_unused_parameters_have_no_states(rank: int, world_size: int) -> None:
     def make() -> nn.Module:
         return nn.Sequential(*(PartlyUsed() for _ in range(4)))
 
@@ -186,25 +186,25 @@ def test_what_is_not_used_has_no_states(rank: int, world_size: int) -> None:
     ("about", "part"),
     [
         ({"sharding": "full_shart"}, "did you mean full_shard?"),
-        ({"assumed": fsdpctl.Assumed(device="gpu")}, "allowed is cuda, cpu"),
+        ({"assumed": fsdpctl.Assumed(device="gpu")}, "expected cuda, cpu"),
         ({"assumed": fsdpctl.Assumed(engine="fsdp")}, "did you mean fsdp2?"),
-        ({"loss_fn": None}, "give loss_fn="),
+        ({"loss_fn": None}, "pass loss_fn="),
         ({"world_size": 0}, "world_size=0"),
         ({"assumed": fsdpctl.Assumed(num_micro_batches=0)}, "num_micro_batches=0"),
-        ({"loss_fn": lambda y: y[y > 0].sum()}, "cannot be run without memory"),
-        ({"loss_fn": lambda y: y.sum().detach()}, "cannot be run without memory"),
-        ({"loss_fn": lambda y: y.sum() * y.sum().item()}, "reads a value"),
+        ({"loss_fn": lambda y: y[y > 0].sum()}, "cannot run on the meta device"),
+        ({"loss_fn": lambda y: y.sum().detach()}, "cannot run on the meta device"),
+        ({"loss_fn": lambda y: y.sum() * y.sum().item()}, "reads the value"),
         ({"sharding": fsdpctl.Sharding("hybrid_shard", dp_shard_size=3)}, "must divide"),
     ],
 )
-def test_mistakes_are_one_line(about, part):
+def test_errors_are_one_line(about, part):
     with pytest.raises(UsageError, match=".+") as error:
         estimated(**about)
     assert part in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_a_block_that_runs_twice_is_refused_by_name():
+def test_a_block_that_runs_twice_is_rejected_by_name():
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -19,7 +19,7 @@ FP32 = 4
 
 
 def sent(*words: str, micro_batches: int = 1) -> tuple[Sent, int]:
-    """With the number of parameters."""
+    """Return the traffic, and the number of parameters."""
     given = ["launch.device=cpu", "model.vocab_size=256", *words]
     config = placed_for_estimate(compose_config(given).config)
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
@@ -30,7 +30,7 @@ def sent(*words: str, micro_batches: int = 1) -> tuple[Sent, int]:
 
 @pytest.mark.parametrize("engine", ["fsdpctl", "ddp"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_whole_gradients_are_all_reduced(engine, ranks):
+def test_unsharded_gradients_are_all_reduced(engine, ranks):
     words = [f"engine={engine}", "strategy=no_shard", f"launch.nproc_per_node={ranks}"]
     found, num_params = sent(*words)
     assert found.total == pytest.approx(2 * (ranks - 1) / ranks * num_params * FP32, rel=0.01)
@@ -39,7 +39,7 @@ def test_whole_gradients_are_all_reduced(engine, ranks):
 @pytest.mark.parametrize(
     "words", [["strategy=full_shard"], ["strategy=hybrid_shard", "strategy.dp_shard_size=2"]]
 )
-def test_fully_shard_sends_what_we_do_but_for_what_is_gathered_once(words):
+def test_fully_shard_sends_the_same_except_for_units_gathered_once(words):
     ours, num_params = sent(*words, "launch.nproc_per_node=4")
     theirs, _ = sent(*words, "launch.nproc_per_node=4", "engine=fsdp2")
     assert theirs.between == pytest.approx(ours.between, rel=0.01)
@@ -48,14 +48,14 @@ def test_fully_shard_sends_what_we_do_but_for_what_is_gathered_once(words):
     assert ours.within > 2 / 3 * theirs.within
 
 
-def test_copies_send_each_other_their_parts():
+def test_replicas_exchange_their_parts():
     words = ["strategy=hybrid_shard", "strategy.dp_shard_size=2", "launch.nproc_per_node=8"]
     found, num_params = sent(*words)
     assert found.between == pytest.approx(2 * 3 / 4 * num_params * FP32 / 2, rel=0.01)
 
 
 @pytest.mark.parametrize("engine", ["fsdpctl", "fsdp2"])
-def test_of_several_passes_only_those_that_reduce_send_gradients(engine):
+def test_only_passes_that_reduce_send_gradients(engine):
     words = [f"engine={engine}", "launch.nproc_per_node=2"]
     once, num_params = sent(*words)
     every, _ = sent(*words, "accumulation=every", micro_batches=5)
@@ -70,7 +70,7 @@ def test_one_rank_sends_nothing(engine):
 
 
 def counted(folder: Path, steps: int, *words: str) -> tuple[int, int]:
-    """Bytes that went over a loopback interface of its own, and those planned for a rank's step."""
+    """Return the bytes over a loopback interface, and those planned for a rank's step."""
     out = folder / f"{words[0]}-{steps}"
     line = subprocess.list2cmdline(command("compare", *words, "--steps", str(steps)))
     counter = "awk '/lo:/ {print $10}' /proc/net/dev"
@@ -90,7 +90,7 @@ def counted(folder: Path, steps: int, *words: str) -> tuple[int, int]:
     ("strategy", "ranks"),
     [("full_shard", 2), ("no_shard", 3), ("shard_optimizer", 2), ("hybrid_shard", 4)],
 )
-def test_what_is_planned_is_what_goes_over_the_interface(tmp_path, strategy, ranks):
+def test_planned_bytes_are_sent_over_the_interface(tmp_path, strategy, ranks):
     if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
         pytest.skip("takes a network namespace")
     sizes = ["model.hidden_size=256", "model.intermediate_size=512", "train.global_batch_size=12"]

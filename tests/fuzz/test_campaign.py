@@ -15,7 +15,7 @@ PARTS, CALLS = 8, 300
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
-def test_damaged_files_are_refused_in_a_line_or_mean_the_same(part, tmp_path):
+def test_corrupted_files_are_rejected_in_one_line_or_mean_the_same(part, tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "tests.fuzz.campaign", f"part {part}", str(CALLS)],
         cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=900, check=False,
@@ -26,7 +26,7 @@ def test_damaged_files_are_refused_in_a_line_or_mean_the_same(part, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_mutations_change_what_they_are_given():
+def test_mutations_change_their_input():
     content = json.dumps({"a": [1, {"b": "text"}], "c": 2.5}).encode()
     made = {damaged_json(content, random.Random(n)) for n in range(200)}
     assert len(made) > 100

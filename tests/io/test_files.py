@@ -1,11 +1,11 @@
-"""Which files are opened, and which are not waited for."""
+"""Opening of untrusted files, and writing of whole files."""
 
 import os
 
 import pytest
 
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.io.files import open_regular, plain_name, read_regular
+from fsdpctl.io.files import open_regular, plain_name, read_regular, replace, replacing
 
 
 @pytest.mark.parametrize(
@@ -16,16 +16,16 @@ from fsdpctl.io.files import open_regular, plain_name, read_regular
         "x" * 300 + ".json", "-rf.json", "x.JSON\n", "x.py", None, 3, "..json/..", "a\\b.json",
     ],
 )  # fmt: skip
-def test_only_plain_names_of_the_form_are_taken(name):
+def test_only_plain_names_that_match_are_accepted(name):
     with pytest.raises(CheckpointError, match="where: .* is not the name of such a file"):
         plain_name(name, r".*\.json", "where", CheckpointError)
 
 
-def test_a_plain_name_comes_back():
+def test_a_plain_name_is_returned():
     assert plain_name("tokenizer_config.json", r".*\.json", "x", UsageError)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
+def test_opening_a_pipe_does_not_block(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
         with pytest.raises(UsageError, match="not a regular file"):
@@ -34,7 +34,7 @@ def test_a_pipe_is_not_waited_for(tmp_path):
         open_regular(tmp_path / "missing")
 
 
-def test_links_are_followed_within_the_folder_only(tmp_path):
+def test_links_are_followed_within_the_directory_only(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     (tmp_path / "secret").write_text("s")
@@ -49,7 +49,7 @@ def test_links_are_followed_within_the_folder_only(tmp_path):
     assert read_regular(folder / "outside", 9, follows=True) == b"s"
 
 
-def test_the_cache_of_the_hub_is_made_of_links(tmp_path):
+def test_links_of_the_hub_cache_are_followed(tmp_path):
     blobs = tmp_path / "models--a--b" / "blobs"
     snapshot = tmp_path / "models--a--b" / "snapshots" / "1f"
     for each in (blobs, snapshot):
@@ -57,3 +57,20 @@ def test_the_cache_of_the_hub_is_made_of_links(tmp_path):
     (blobs / "9e").write_text("{}")
     (snapshot / "config.json").symlink_to("../../blobs/9e")
     assert read_regular(snapshot / "config.json", 9) == b"{}"
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "x"
+    replace(file, "old ü")
+
+    def fail():
+        with replacing(file, durable=True) as new:
+            new.write(b"half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert file.read_text() == "old ü"
+    replace(file, b"new", durable=True)
+    assert file.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [file]

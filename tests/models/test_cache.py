@@ -49,7 +49,7 @@ def test_one_token_at_a_time_gives_the_same_logits(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_text_longer_than_the_context_is_the_same_too(name):
+def test_text_longer_than_the_context_is_the_same(name):
     model = made(name)
     lengths: list[int] = []
     model.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))

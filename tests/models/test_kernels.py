@@ -14,11 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.operators import cuda_workspace, operators_of
-from fsdpctl.models.attention import attend, attend_all, import_kernels
+from fsdpctl.models.attention import attend, attend_all, attention_mask, import_kernels
 from fsdpctl.models.documents import assumed_documents
 from fsdpctl.models.kernels import assuming, can_undo, must_repeat, using
 from fsdpctl.models.registry import build_model
-from fsdpctl.models.sight import sight
 from fsdpctl.train.generate import Sampling, generate
 
 LAYERS, LENGTH, WINDOW = 3, 64, 16
@@ -74,7 +73,7 @@ def kernels_of(names: Counter[str]) -> dict[str, int]:
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("window", [None, WINDOW])
-def test_float32_never_falls_to_plain_products(window, packs, kv_heads):
+def test_float32_never_falls_back_to_the_math_kernel(window, packs, kv_heads):
     names = seen_on_cuda(torch.float32, window=window, packs=packs, kv_heads=kv_heads)
     assert kernels_of(names) == {EFFICIENT: LAYERS}
     assert names["masked_fill_"] == int(packs or window is not None)  # one for all layers
@@ -96,14 +95,16 @@ def test_float32_never_falls_to_plain_products(window, packs, kv_heads):
         ("efficient", None, True, EFFICIENT),
     ],
 )
-def test_two_bytes_run_in_the_selected_kernel_or_the_next_best(kernel, window, packs, expected):
+def test_two_byte_dtypes_run_in_the_selected_kernel_or_the_next_one(
+    kernel, window, packs, expected
+):
     names = seen_on_cuda(torch.bfloat16, kernel, window=window, packs=packs)
     assert kernels_of(names) == {expected: LAYERS}
     if expected == VARLEN:
         assert not names["tril"]
 
 
-def test_plain_products_run_where_they_are_selected():
+def test_the_math_kernel_runs_if_it_is_selected():
     assert set(kernels_of(seen_on_cuda(torch.bfloat16, "math"))) == {"bmm"}
 
 
@@ -121,7 +122,7 @@ def test_kernels_agree_on_the_cpu(kernel, window):
     results = []
     for name in (None, kernel):
         q, k, v = inputs()
-        seen = sight(q.transpose(1, 2), 8, window, None)
+        seen = attention_mask(q.transpose(1, 2), 8, window, None)
         with using(name), Seen() as ran:
             out = attend(q, k, v, seen)
             grads = torch.autograd.grad(out.square().sum(), (q, k, v))
@@ -146,7 +147,7 @@ def preferred() -> list[SDPBackend]:
     return found
 
 
-def test_only_what_is_behind_a_kernel_serves_in_its_place():
+def test_only_the_fallbacks_of_a_kernel_replace_it():
     before = preferred()
     flash, efficient, math = (
         SDPBackend.FLASH_ATTENTION,
@@ -177,7 +178,7 @@ def test_a_later_flash_attention_is_activated_and_restored(monkeypatch):
         assert attention._registry._FLASH_ATTENTION_ACTIVE is None
 
 
-def test_a_missing_package_is_one_line():
+def test_a_missing_package_is_a_one_line_error():
     with (
         pytest.raises(UsageError, match=r"model\.attention=flash3: not available: .*") as caught,
         using("flash3"),

@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.models import attention
-from fsdpctl.models.attention import attend
+from fsdpctl.models.attention import attend, attention_mask
 from fsdpctl.models.documents import make_documents, spans
 from fsdpctl.models.registry import build_model
-from fsdpctl.models.sight import sight
 from tests.models.families import FAMILIES, LENGTH, VOCABULARY, save_model
 
 LENGTHS = ((5, 1, 17, 25), (30, 1, 1, 16))  # rows of 48
@@ -65,7 +64,7 @@ def opened(folder: Path) -> Any:
 
 @pytest.mark.parametrize("kernel", ["cpu", "mask"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_packed_row_is_its_documents_alone(tmp_path, family, kernel):
+def test_a_packed_row_equals_its_documents_alone(tmp_path, family, kernel):
     theirs = save_model(family, tmp_path)
     ours = opened(tmp_path)
     documents = make_documents(LENGTHS, CPU, like="cpu" if kernel == "cpu" else "cuda")
@@ -84,7 +83,7 @@ def test_a_packed_row_is_its_documents_alone(tmp_path, family, kernel):
         torch.testing.assert_close(found[name] / scale, gradient / scale, rtol=0, atol=1e-5)
 
 
-def test_without_documents_a_row_is_something_else(tmp_path):
+def test_without_documents_a_row_has_other_results(tmp_path):
     save_model("llama", tmp_path)
     ours, (tokens, _) = opened(tmp_path), rows()
     apart = ours(tokens, documents=make_documents(LENGTHS, CPU))
@@ -117,21 +116,22 @@ def by_offsets(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, same: Tensor, *
 @pytest.mark.parametrize("kernel_shares", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("window", [None, 9])
-def test_the_kernel_for_cuda_is_asked_for_the_same(monkeypatch, window, kv_heads, kernel_shares):
+def test_the_kernel_for_cuda_gets_the_same_documents(monkeypatch, window, kv_heads, kernel_shares):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_offsets)
     monkeypatch.setattr(attention, "_shares_heads", lambda: kernel_shares)
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, heads, LENGTH, 8) for heads in (4, kv_heads, kv_heads)]
     q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
     seen = [
-        sight(q[:, 0], 8, window, make_documents(LENGTHS, CPU, like=x)) for x in ("cuda", "cpu")
+        attention_mask(q[:, 0], 8, window, make_documents(LENGTHS, CPU, like=x))
+        for x in ("cuda", "cpu")
     ]
     flat, each = (attend(q, k, v, one) for one in seen)
     torch.testing.assert_close(flat, each, rtol=2e-2, atol=2e-2)
     assert flat.transpose(1, 2).is_contiguous()
 
 
-def test_documents_come_in_few_sizes():
+def test_documents_have_few_different_sizes():
     few, more = make_documents(LENGTHS, CPU), make_documents(((20, 28), (1, 2, 3, 4, 38)), CPU)
     assert few.offsets.tolist() == [0, 5, 6, 23, 48, 78, 79, 80, 96]
     assert more.offsets.tolist() == [0, 20, 48, 49, 51, 54, 58, 96, 96]

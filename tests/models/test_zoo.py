@@ -29,7 +29,7 @@ def test_the_zoo_is_large():
 @pytest.mark.slow
 @pytest.mark.parametrize("task, family", ZOO)
 @distributed(world_size=2, timeout=240)
-def test_a_model_of_others_is_trained_as_by_one_process(
+def test_models_of_transformers_train_as_in_one_process(
     rank: int, world_size: int, task: str, family: str
 ) -> None:
     hf.logging.set_verbosity_error()
@@ -59,7 +59,7 @@ def test_a_model_of_others_is_trained_as_by_one_process(
     ],
 )
 @distributed(world_size=2)
-def test_what_cannot_be_is_said(
+def test_unsupported_models_are_rejected(
     rank: int, world_size: int, task: str, family: str, said: str
 ) -> None:
     model = shard_model(make_tiny(task, family), "full_shard")

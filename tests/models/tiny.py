@@ -56,7 +56,7 @@ _SIZES = {
     ],
 }  # fmt: skip
 # Families that cannot be made tiny in this way, that take something else than tokens or pixels, or
-# that one process cannot train in float64; and what test_what_cannot_be_is_said has.
+# that one process cannot train in float64; and what test_unsupported_models_are_rejected has.
 LEFT_OUT: dict[str, list[str]] = {
     "causal": [
         "bamba", "blt", "cohere_compass_text", "dbrx", "deepseek_v2", "dots1", "dots3_note",

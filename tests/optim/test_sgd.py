@@ -57,7 +57,7 @@ def test_every_strategy_equals_one_process(rank: int, world_size: int, momentum:
 
 
 @distributed(world_size=2)
-def test_it_goes_on_from_a_checkpoint(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_it_resumes_from_a_checkpoint(rank: int, world_size: int, tmp_path: Path) -> None:
     batches = token_batches(STEPS, world_size)
     wanted = expected(0.9, world_size)
     model = shard_model(make_net(tied=True, dtype=torch.float64), "full_shard")
@@ -96,6 +96,6 @@ def test_a_first_step_that_is_skipped_leaves_momenta_of_zero():
         (["optimizer.momentum=0.5"], "only valid with optimizer=sgd"),
     ],
 )
-def test_what_another_optimizer_would_use_is_refused(words, said):
+def test_options_of_other_optimizers_are_rejected(words, said):
     with pytest.raises(UsageError, match=said):
         check_optimizer(compose_config(words).config)

@@ -1,4 +1,4 @@
-"""Runs of tiny models under any engine, on ranks of this process's making."""
+"""Runs of tiny models under any engine, on ranks that this process starts."""
 
 from pathlib import Path
 

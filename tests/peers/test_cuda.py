@@ -17,7 +17,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_losses_on_a_device_are_those_of_our_engine(precision: str, tmp_path: Path) -> None:
+def test_losses_on_a_device_equal_those_of_fsdpctl(precision: str, tmp_path: Path) -> None:
     each = {"ours": [], "fsdp2": FSDP2, "ddp": DDP}
     for name, more in each.items():
         where = [f"train.run_dir={name}", "train.steps=5", f"precision={precision}"]

@@ -1,4 +1,4 @@
-"""Models in the hands of PyTorch's engines, apart from whole runs."""
+"""Models under PyTorch's engines, without whole runs."""
 
 import time
 from typing import Any
@@ -80,7 +80,7 @@ def reference(batches: list[Tensor], lr: float) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("engine", "ranks_per_copy"), [("fsdp2", 2), ("fsdp2", 1), ("ddp", 1)])
 @distributed(world_size=2)
-def test_steps_are_those_of_one_process(
+def test_steps_equal_those_of_one_process(
     rank: int, world_size: int, engine: str, ranks_per_copy: int
 ) -> None:
     batches = [torch.randn(4, 3, generator=torch.Generator().manual_seed(each)) for each in (1, 2)]
@@ -107,7 +107,7 @@ def test_steps_are_those_of_one_process(
 
 @pytest.mark.parametrize(("engine", "ranks_per_copy"), [("fsdp2", 1), ("ddp", 1)])
 @distributed(world_size=2)
-def test_a_copy_that_went_astray_is_found(
+def test_a_replica_that_differs_is_found(
     rank: int, world_size: int, engine: str, ranks_per_copy: int
 ) -> None:
     model = made(engine, ranks_per_copy)
@@ -119,7 +119,7 @@ def test_a_copy_that_went_astray_is_found(
 
 
 @distributed(world_size=2)
-def test_what_is_written_to_shards_is_seen_after_rest(rank: int, world_size: int) -> None:
+def test_values_written_to_shards_are_used_after_rest(rank: int, world_size: int) -> None:
     model, x = made("fsdp2", 2), torch.ones(1, 3)
     with torch.no_grad():
         before = model(x)
@@ -131,7 +131,7 @@ def test_what_is_written_to_shards_is_seen_after_rest(rank: int, world_size: int
         assert model(x) == 0
 
 
-def test_waiting_counts_from_the_last_gradient_on() -> None:
+def test_exposed_communication_counts_from_the_last_gradient() -> None:
     first, second = (nn.Parameter(torch.ones(3)) for _ in range(2))
     waits = AfterGradients([first, second], CPU)
     (first.sum() + second.sum()).backward()

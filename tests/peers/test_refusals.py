@@ -1,4 +1,4 @@
-"""What PyTorch's engines cannot do is said in one line, before anything runs."""
+"""Settings that PyTorch's engines don't support are rejected in one line, before a run."""
 
 from pathlib import Path
 
@@ -31,21 +31,21 @@ from tests.train.ranks import words
         (["engine=fsdp2", "strategy=hybrid_shard", "strategy.dp_shard_size=3"], "must divide"),
     ],
 )
-def test_a_pair_that_cannot_be_is_refused(more: list[str], said: str, tmp_path: Path) -> None:
+def test_unsupported_settings_are_rejected(more: list[str], said: str, tmp_path: Path) -> None:
     code, text = invoke("train", *words(tmp_path, 2, *more), "--dry-run")
     assert code == 2
     assert said in text
     assert "\n" not in text.strip()
 
 
-def test_a_run_says_which_engine_it_has(tmp_path: Path) -> None:
+def test_a_run_prints_its_engine(tmp_path: Path) -> None:
     given = words(tmp_path, 2, "engine=fsdp2", f"train.run_dir={tmp_path / 'run'}")
     code, text = invoke("train", *given, "--dry-run")
     assert code == 0
     assert "engine fsdp2, full_shard" in " ".join(text.split())
 
 
-def test_a_dtype_that_is_not_heeded_is_said(tmp_path: Path) -> None:
+def test_an_ignored_dtype_is_reported(tmp_path: Path) -> None:
     given = words(tmp_path, 2, "engine=fsdp2", "precision=bf16")
     assert "sends gradients" not in invoke("train", *given, "--dry-run")[1]
     code, text = invoke("train", *given, "precision.wire_dtype=bfloat16", "--dry-run")
@@ -54,7 +54,7 @@ def test_a_dtype_that_is_not_heeded_is_said(tmp_path: Path) -> None:
     assert said in " ".join(text.split())
 
 
-def test_every_engine_has_a_strategy_and_ours_has_all() -> None:
+def test_every_engine_supports_a_strategy_and_fsdpctl_all() -> None:
     has = {
         engine: {row for row in STRATEGIES if has_strategy(engine, STRATEGIES[row])}
         for engine in ENGINES

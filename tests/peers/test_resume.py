@@ -1,4 +1,4 @@
-"""A run goes on under another engine, on another number of ranks, with equal losses."""
+"""Runs that resume under another engine and on another number of ranks, with equal losses."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ WAYS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_goes_on_under_another_engine(
+def test_a_run_resumes_under_another_engine(
     way: tuple[tuple[list[str], int], tuple[list[str], int]], tmp_path: Path
 ) -> None:
     (first, ranks), (then, other_ranks) = way
@@ -43,7 +43,7 @@ def run(folder: Path, name: str, ranks: int, steps: int, *engine: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_changes_engines_is_as_good_as_one_that_does_not(tmp_path: Path) -> None:
+def test_a_run_that_changes_engines_trains_as_well(tmp_path: Path) -> None:
     run(tmp_path, "ours", 2, 15)
     run(tmp_path, "changed", 2, 5, *FSDP2)
     run(tmp_path, "changed", 3, 10, *OURS)

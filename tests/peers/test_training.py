@@ -1,4 +1,4 @@
-"""Training on PyTorch's engines against training on ours: one loop, and the same losses."""
+"""Training with PyTorch's engines has the losses of training with fsdpctl's."""
 
 import json
 import math
@@ -73,12 +73,12 @@ def check(folder: Path, ranks: int, shared: list[str], runs: list[list[str]], of
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.slow
-def test_losses_are_those_of_our_engine(case: str, tmp_path: Path) -> None:
+def test_losses_equal_those_of_fsdpctl(case: str, tmp_path: Path) -> None:
     check(tmp_path, *CASES[case], TOLERANCE)
 
 
 @pytest.mark.slow
-def test_bf16_is_what_it_is_under_our_engine(tmp_path: Path) -> None:
+def test_bf16_losses_equal_those_of_fsdpctl(tmp_path: Path) -> None:
     more = ["precision=bf16", "precision.wire_dtype=float32"]
     check(tmp_path, 2, more, [FSDP2, KEEPS], TOLERANCE)
 
@@ -108,7 +108,7 @@ def train_with_accidents(rank: int, world_size: int, starts: list[list[str]]) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ["skip", "rollback"])
-def test_bad_numbers_are_dealt_with(action: str, tmp_path: Path) -> None:
+def test_non_finite_steps_are_handled(action: str, tmp_path: Path) -> None:
     more = [f"train.on_nonfinite={action}", "checkpoint.every=1", "train.steps=6"]
     each = {"ours": [], "fsdp2": FSDP2, "ddp": DDP}
     starts = [begin(tmp_path, 2, name, *engine, *more) for name, engine in each.items()]
@@ -127,7 +127,7 @@ def test_bad_numbers_are_dealt_with(action: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_not_known_of_an_engine_is_null(tmp_path: Path) -> None:
+def test_unknown_metrics_of_an_engine_are_null(tmp_path: Path) -> None:
     each = {"ours": [], "fsdp2": FSDP2, "ddp": DDP, "copies": ALONE}
     train(world_size=2, starts=[begin(tmp_path, 2, name, *more) for name, more in each.items()])
     waits = {

@@ -1,4 +1,4 @@
-"""How samples are shared out."""
+"""The distribution of samples to ranks and micro-batches."""
 
 import pytest
 from hypothesis import given
@@ -9,7 +9,7 @@ from fsdpctl.plan.batch import plan_batches
 
 
 @given(st.integers(1, 12), st.integers(0, 50), st.data())
-def test_every_sample_is_seen_exactly_once(world_size, more, data):
+def test_every_sample_is_processed_exactly_once(world_size, more, data):
     samples = world_size + more
     micro = data.draw(st.one_of(st.none(), st.integers(1, -(-samples // world_size))))
     plan = plan_batches(samples, world_size, micro_batch_size=micro)
@@ -22,7 +22,7 @@ def test_every_sample_is_seen_exactly_once(world_size, more, data):
     assert seen == list(range(samples))
 
 
-def test_micro_batches_follow_from_the_steps():
+def test_the_micro_batch_follows_from_the_number_of_steps():
     plan = plan_batches(16, 2, num_micro_batches=4)
     assert (plan.micro_batch_size, plan.num_micro_batches) == (2, 4)
 
@@ -43,6 +43,6 @@ def test_micro_batches_follow_from_the_steps():
         ),
     ],
 )
-def test_sizes_that_contradict_are_refused(arguments, word):
+def test_conflicting_sizes_are_rejected(arguments, word):
     with pytest.raises(UsageError, match=word):
         plan_batches(**arguments)

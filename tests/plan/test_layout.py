@@ -49,7 +49,7 @@ def test_shares_are_equal_aligned_and_divide_each_part(params, num_parts, shares
 
 
 @given(param_lists, part_counts)
-def test_padding_is_what_no_parameter_fills(params, num_parts):
+def test_padding_is_outside_all_parameters(params, num_parts):
     layout = flat_layout(params, num_parts)
     assert sum(span.numel for span in layout.padding) == layout.numel - sum(
         param.numel for param in params
@@ -60,7 +60,7 @@ def test_padding_is_what_no_parameter_fills(params, num_parts):
 
 
 @given(param_lists, part_counts, st.data())
-def test_runs_cover_every_piece_and_hold_one_group(params, num_parts, data):
+def test_runs_cover_every_piece_and_have_one_group(params, num_parts, data):
     layout = flat_layout(params, num_parts)
     part = data.draw(st.sampled_from(layout.parts))
     runs = optimizer_runs(layout, part, lambda param: len(param.shape) > 1)

@@ -55,7 +55,7 @@ def test_whole_blocks_are_never_cut(name, sizes, world_size):
     assert all(len(owners.owners(block)) == 1 for block in range(len(sizes)))
 
 
-def test_round_robin_and_contiguous_are_what_they_are_called():
+def test_round_robin_and_contiguous_assign_blocks_as_named():
     spread, packed = OwnerMap.round_robin(5, 2), OwnerMap.contiguous(5, 2)
     assert [spread.blocks_of(rank) for rank in (0, 1)] == [[0, 2, 4], [1, 3]]
     assert [packed.blocks_of(rank) for rank in (0, 1)] == [[0, 1, 2], [3, 4]]
@@ -64,19 +64,19 @@ def test_round_robin_and_contiguous_are_what_they_are_called():
 
 
 @pytest.mark.parametrize(
-    ("call", "word"),
+    ("call", "message"),
     [
-        (lambda m: m.owners(5), "blocks 0 to 4"),
-        (lambda m: m.owns(2, 0), "ranks 0 to 1"),
-        (lambda m: m.fraction_of(-1), "ranks 0 to 1"),
+        (lambda m: m.owners(5), "block from 0 to 4"),
+        (lambda m: m.owns(2, 0), "rank from 0 to 1"),
+        (lambda m: m.fraction_of(-1), "rank from 0 to 1"),
         (lambda m: OwnerMap.round_robin(0, 2), "0 blocks"),
         (lambda m: make_owner_map("blanced", [64], 1), "did you mean balanced?"),
     ],
 )
-def test_what_is_out_of_range_is_an_error(call, word):
+def test_values_out_of_range_are_errors(call, message):
     with pytest.raises(UsageError) as caught:
         call(OwnerMap.round_robin(5, 2))
-    assert word in str(caught.value)
+    assert message in str(caught.value)
 
 
 def _llama(hidden: int, inner: int, kv: int, layers: int, vocab: int, *, bias: bool) -> list[int]:
@@ -89,7 +89,7 @@ def _padded(sizes: list[int]) -> list[int]:
     return [round_up(size, ALIGNMENT) for size in sizes]
 
 
-# Root first, then units in order, as engine and plan cut these models.
+# Root first, then units in order, as engine and plan divide these models.
 GPT2_BLOCK = 12 * 768 * 768 + 13 * 768
 UNTIED_8B = _llama(4096, 14336, 1024, 32, 0, bias=False)
 MODELS = {
@@ -100,7 +100,7 @@ MODELS = {
 }
 
 
-def test_the_models_have_the_sizes_that_are_published():
+def test_the_models_have_their_published_sizes():
     billions = {name: round(sum(sizes) / 1e9, 3) for name, sizes in MODELS.items()}
     assert billions == {
         "gpt2": 0.124,

@@ -1,4 +1,4 @@
-"""What holds in every schedule, and what a known one looks like."""
+"""Properties of every schedule, and known schedules."""
 
 import itertools
 from collections.abc import Sequence
@@ -54,14 +54,14 @@ def order_regathers(order: UnitOrder, unit: str, name: str) -> bool:
 
 
 @given(orders, prefetches)
-def test_full_shard_never_has_more_blocks_whole_than_depth_plus_one(order, prefetch):
+def test_full_shard_has_at_most_depth_plus_one_blocks_unsharded(order, prefetch):
     events = step_events(order, STRATEGIES["full_shard"], prefetch, reductions=alike(order))
     for alive in most_whole_units(events):
         assert len([unit for unit in alive if unit.startswith("b")]) <= prefetch.depth + 1
 
 
 @given(orders, prefetches)
-def test_units_that_are_whole_together_have_different_slots(order, prefetch):
+def test_units_that_are_unsharded_together_have_different_slots(order, prefetch):
     nbytes = dict.fromkeys(("root", *order.forward), 10)
     slots = assign_slots(nbytes, "root", order.forward, prefetch.depth)
     assert sorted(unit for slot in slots for unit in slot.units) == sorted(nbytes)
@@ -71,7 +71,7 @@ def test_units_that_are_whole_together_have_different_slots(order, prefetch):
             assert len(alive & set(slot.units)) <= 1
 
 
-def test_units_compute_forward_and_backward_while_they_are_whole():
+def test_units_compute_while_they_are_unsharded():
     order = UnitOrder("root", ("a", "b"))
     for name in ("full_shard", "no_shard"):
         events = step_events(order, STRATEGIES[name], Prefetch(0, 0), reductions=alike(order))
@@ -157,14 +157,14 @@ def test_small_units_are_reduced_together_within_the_bytes_of_the_largest():
 
 
 @pytest.mark.parametrize(("itemsize", "budget"), [(4, 512), (2, 512), (8, 1024)])
-def test_two_reductions_of_two_bytes_may_run_where_one_of_four_may(itemsize, budget):
+def test_two_reductions_of_two_bytes_fit_like_one_of_four(itemsize, budget):
     layouts = {"root": [], "a": [flat_layout([ParamSpec("a", (128,))], 2)]}
     plan = plan_reductions(layouts, lambda _: itemsize)
     assert (plan.nbytes, plan.budget) == ({"root": 0, "a": 128 * itemsize}, budget)
 
 
 @given(orders, prefetches)
-def test_what_a_slot_still_has_is_not_gathered_again(order, prefetch):
+def test_a_unit_that_its_slot_still_has_is_not_gathered_again(order, prefetch):
     nbytes = dict.fromkeys(("root", *order.forward), 10)
     slots = assign_slots(nbytes, "root", order.forward, prefetch.depth)
     shared = [slot.units for slot in slots if slot.resident]

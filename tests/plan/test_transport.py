@@ -1,4 +1,4 @@
-"""How gradients are put into messages."""
+"""The division of gradients into messages."""
 
 from itertools import pairwise
 

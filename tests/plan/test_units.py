@@ -1,4 +1,4 @@
-"""How models are divided into units."""
+"""The division of models into units."""
 
 import pytest
 

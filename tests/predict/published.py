@@ -1,4 +1,4 @@
-"""Steps that others have published of their GPUs, as configurations of ours.
+"""Published steps of GPUs, as configurations of fsdpctl.
 
 What a source does not say is assumed as written beside it. Figures are tokens/s of one GPU. The
 shares of peak and bandwidth in conf/cluster come from other measurements, but for step_efficiency,

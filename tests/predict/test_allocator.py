@@ -39,7 +39,7 @@ def test_the_smallest_block_that_is_large_enough_is_taken():
     assert allocator.reserved == 224 * MIB
 
 
-def test_a_rest_of_up_to_a_mebibyte_stays_with_its_block():
+def test_a_remainder_of_up_to_a_mebibyte_stays_with_its_block():
     allocator = CachingAllocator()
     allocator.allocate(0, 12 * MIB)
     allocator.free(0)
@@ -50,7 +50,7 @@ def test_a_rest_of_up_to_a_mebibyte_stays_with_its_block():
     assert allocator.allocated == 11 * MIB - 512
 
 
-def test_neighbours_join_when_they_are_free():
+def test_free_neighbors_join():
     allocator = CachingAllocator()
     allocator.allocate(0, 60 * MIB)
     allocator.free(0)
@@ -62,7 +62,7 @@ def test_neighbours_join_when_they_are_free():
     assert allocator.reserved == 60 * MIB
 
 
-def test_a_hole_is_of_no_use_to_a_larger_request_but_an_expandable_segment_grows():
+def test_a_larger_request_cannot_use_a_hole_but_an_expandable_segment_grows():
     for expandable, reserved in ((False, 160), (True, 140)):
         allocator = CachingAllocator(expandable=expandable)
         allocator.allocate(0, 40 * MIB)
@@ -83,7 +83,7 @@ def test_streams_do_not_share_memory():
     assert allocator.reserved == 80 * MIB
 
 
-def test_a_full_device_has_its_cache_emptied_once():
+def test_the_cache_of_a_full_device_is_emptied_once():
     allocator = CachingAllocator(capacity=100 * MIB)
     allocator.allocate(0, 60 * MIB)
     allocator.free(0)
@@ -103,7 +103,7 @@ def test_an_expandable_segment_cannot_grow_beyond_the_device():
     assert allocator.reserved == 100 * MIB
 
 
-def test_only_whole_pages_of_a_segment_are_given_back():
+def test_only_whole_pages_of_a_segment_are_returned():
     allocator = CachingAllocator(expandable=True)
     for key, size in enumerate((10, 20, 10)):
         allocator.allocate(key, size * MIB)
@@ -118,7 +118,7 @@ requests = st.lists(
 
 
 @given(requests, st.booleans(), st.sampled_from([None, 120 * MIB]))
-def test_whatever_happens_the_books_balance(sequence, expandable, capacity):
+def test_counts_are_consistent_after_any_sequence(sequence, expandable, capacity):
     streams = {key: stream for key, _, stream in sequence}
     allocator = CachingAllocator(expandable=expandable, capacity=capacity, streams=streams)
     live: dict[int, int] = {}

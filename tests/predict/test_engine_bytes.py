@@ -1,4 +1,4 @@
-"""The estimated bytes are those that the engine held."""
+"""The estimated bytes equal those that the engine held."""
 
 from dataclasses import replace
 
@@ -58,7 +58,7 @@ def planned(
 
 
 def measured(model: ShardedModel, rank: int, reduces: tuple[bool, ...]) -> int:
-    """The most that this rank held in the second step, when there are optimizer states."""
+    """Return the peak of this rank in the second step, which has optimizer states."""
     optimizer = ShardedAdamW(model, lr=1e-2)
     for of_ranks in token_batches(2, model.collectives.size, micro_steps=len(reduces)):
         model.ledger.peak_nbytes = model.ledger.nbytes
@@ -71,7 +71,7 @@ def measured(model: ShardedModel, rank: int, reduces: tuple[bool, ...]) -> int:
 @WHOLE
 @pytest.mark.parametrize("world_size", fast(3, slow=[1, 2, 4]))
 @distributed()
-def test_the_estimate_is_what_the_fullest_rank_held(
+def test_the_estimate_equals_the_bytes_of_the_fullest_rank(
     rank: int, world_size: int, whole: bool
 ) -> None:
     both = [False, True]
@@ -92,7 +92,7 @@ def test_the_estimate_is_what_the_fullest_rank_held(
 @pytest.mark.slow
 @WHOLE
 @distributed(world_size=4)
-def test_with_copies_too(rank: int, world_size: int, whole: bool) -> None:
+def test_the_estimate_is_exact_with_replicas(rank: int, world_size: int, whole: bool) -> None:
     both = [False, True]
     for reduces, tied, bf16, strategy in cases(WINDOWS, both, both, HYBRIDS, whole=whole):
         precision = Precision(param_dtype=torch.bfloat16 if bf16 else None)
@@ -105,7 +105,7 @@ def test_with_copies_too(rank: int, world_size: int, whole: bool) -> None:
 
 @pytest.mark.slow
 @distributed(world_size=4)
-def test_gradients_and_states_are_as_sharded_as_the_table_says(rank: int, world_size: int) -> None:
+def test_gradients_and_states_are_sharded_as_in_the_table(rank: int, world_size: int) -> None:
     for strategy in STRATEGIES:
         check_shares(rank, world_size, strategy)
 
@@ -143,7 +143,7 @@ def of_config(*words: str) -> Estimate:
     return estimate_run(config, build_model(config.model), batches.num_micro_batches)
 
 
-def test_every_strategy_shards_what_it_says():
+def test_every_strategy_shards_as_specified():
     ranks = "launch.nproc_per_node=4"
     whole = of_config("strategy=no_shard", ranks).largest
     for name, row in STRATEGIES.items():

@@ -1,4 +1,4 @@
-"""Runs that others measured and published, estimated again.
+"""Published measurements of memory, compared with estimates.
 
 From torchtitan's repository: benchmarks/llama3_h100_202412_torchtitan.md, table 1 (8 B: reserved),
 and pull request 165 (7 B: allocated and reserved, as shares of 95.0396 GiB).

@@ -1,4 +1,4 @@
-"""The predicted peak of all tensors is that of a real run, and engine-owned bytes are exact."""
+"""The estimated peak of all tensors matches a real run, and the engine's bytes are exact."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -118,7 +118,7 @@ def trained_in_part(draw: random.Random, arch: str) -> list[str]:
 def predicted(
     config: Config, rank: int, transport: Transport = Transport.GLOO
 ) -> tuple[int, list[Event]]:
-    """What is estimated of both."""
+    """Return the estimate of both."""
     traced = TracedModel(config)
     steps, micro = config.accumulation.steps, config.train.micro_batch_size
     assert steps is not None
@@ -174,7 +174,7 @@ def one_of(rank: int, ranks: int) -> Iterator[None]:
 
 @WHOLE
 @pytest.mark.parametrize("ranks", fast(2, slow=[4, 12]))
-def test_the_same_holds_for_what_nccl_does(ranks: int, whole: bool) -> None:
+def test_estimates_are_exact_over_nccl(ranks: int, whole: bool) -> None:
     """Gradients that are collected first, embeddings in pieces, bf16 on the wire."""
     for seed in range(SAMPLED, SAMPLED + CASES) if whole else range(SAMPLED):
         check_nccl(ranks, f"nccl {seed}", seed)
@@ -217,7 +217,9 @@ def test_engine_bytes_are_exact_and_the_peak_of_all_tensors_within_a_percent(
 @WHOLE
 @pytest.mark.parametrize("world_size", fast(2, slow=[1, 3, 4]))
 @distributed(timeout=300)
-def test_so_it_is_where_only_some_is_trained(rank: int, world_size: int, whole: bool) -> None:
+def test_estimates_are_exact_if_only_part_of_the_model_is_trained(
+    rank: int, world_size: int, whole: bool
+) -> None:
     for seed in range(CASES) if whole else range(4):
         estimated, measured = peaks_of(rank, world_size, seed, in_part=True)
         assert abs(estimated / measured - 1) <= 0.01, (seed, estimated, measured)
@@ -226,7 +228,7 @@ def test_so_it_is_where_only_some_is_trained(rank: int, world_size: int, whole: 
 @pytest.mark.slow
 @WHOLE
 @distributed(world_size=4, timeout=300)
-def test_so_it_is_where_copies_share_what_the_optimizer_has(
+def test_estimates_are_exact_if_replicas_share_optimizer_states(
     rank: int, world_size: int, whole: bool
 ) -> None:
     for seed in range(10 if whole else SAMPLED):
@@ -236,7 +238,7 @@ def test_so_it_is_where_copies_share_what_the_optimizer_has(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [4, 12])
-def test_so_it_is_over_nccl(ranks: int) -> None:
+def test_estimates_are_exact_over_nccl_with_replicas(ranks: int) -> None:
     for seed in range(10):
         check_nccl(ranks, f"copies {seed}", seed, HYBRIDS)
 
@@ -244,6 +246,6 @@ def test_so_it_is_over_nccl(ranks: int) -> None:
 @pytest.mark.slow
 @WHOLE
 @pytest.mark.parametrize("ranks", fast(2, slow=[4, 12]))
-def test_so_it_is_over_nccl_where_only_some_is_trained(ranks: int, whole: bool) -> None:
+def test_estimates_are_exact_over_nccl_if_only_part_is_trained(ranks: int, whole: bool) -> None:
     for seed in range(CASES) if whole else range(SAMPLED):
         check_nccl(ranks, f"in part {seed}", seed, in_part=True)

@@ -49,11 +49,11 @@ def test_a_process_alone_starts_its_ranks_itself():
         ({"PET_NNODES": "3"}, "launch.nnodes=3"),
     ],
 )
-def test_local_is_not_taken_for_alone_where_it_is_not(environ, named):
+def test_launch_local_is_rejected_under_another_launcher(environ, named):
     assert named in refused(LOCAL, environ)
 
 
-def test_torchruns_variables_say_the_rank():
+def test_torchruns_variables_determine_the_rank():
     launch, place = place_of(ENV, of_torchrun(5, 8, 4, TORCHELASTIC_USE_AGENT_STORE="True"))
     assert place == RankPlace(5, 8, 1, 4, "10.0.0.1", 29500, store_is_there=True)
     assert (launch.nproc_per_node, launch.nnodes) == (4, 2)
@@ -75,17 +75,17 @@ def test_env_needs_all_variables_that_a_rank_has():
         {"LOCAL_WORLD_SIZE": "16"},
     ],
 )
-def test_variables_that_do_not_go_together_are_refused(wrong):
+def test_inconsistent_variables_are_rejected(wrong):
     assert "are inconsistent" in refused(ENV, of_torchrun(5, 8, 4) | wrong)
 
 
-def test_what_is_no_number_is_named():
+def test_a_variable_that_is_not_a_number_is_named():
     assert refused(ENV, of_torchrun(0, 2, 2) | {"WORLD_SIZE": "two"}) == (
         "WORLD_SIZE=two: expected a number"
     )
 
 
-def test_nodes_that_were_asked_for_and_are_not_there_are_missed():
+def test_a_wrong_number_of_nodes_or_ranks_is_rejected():
     two = LaunchConfig("env", nnodes=2)
     assert "launch.nnodes=2: the launcher has started ranks on 1" in refused(
         two, of_torchrun(0, 2, 2)
@@ -119,7 +119,7 @@ def test_one_task_alone_starts_its_ranks_itself_under_slurm_too():
     assert (launch.nnodes, launch.node_rank) == (1, None)
 
 
-def test_steps_that_are_not_understood_are_refused():
+def test_unsupported_job_steps_are_rejected():
     outside = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}  # as in a batch script
     assert "run it with srun" in refused(SLURM, outside)
     assert "heterogeneous" in refused(SLURM, of_slurm(0, 2, 2) | {"SLURM_HET_SIZE": "2"})

@@ -8,7 +8,7 @@ from fsdpctl.resolve.machine import placed_here
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_bf16_is_chosen_only_where_the_card_has_it(monkeypatch, native):
+def test_bf16_is_selected_only_if_the_card_supports_it(monkeypatch, native):
     """V100 and T4 emulate it, which torch counts as support unless it is asked."""
 
     def supported(including_emulation: bool = True) -> bool:

@@ -4,15 +4,23 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import cast
+from unittest.mock import Mock
 
 from fsdpctl.comm.collectives import ObjectExchange
+from fsdpctl.errors import StoppedError
 from fsdpctl.run.files import HEARTBEAT
 from fsdpctl.run.heartbeat import read_heartbeat
+from fsdpctl.run.step_metrics import StepMetrics
 from fsdpctl.train.callbacks.heartbeat import Heartbeat
 from fsdpctl.train.trainer import Trainer
 
-RANKS, RUN = cast(ObjectExchange, None), cast(Trainer, None)
+RANKS, RUN = cast(ObjectExchange, Mock()), cast(Trainer, None)
+
+
+def done(step: int) -> StepMetrics:
+    return cast(StepMetrics, SimpleNamespace(step=step))
 
 
 def wait_for(what: Callable[[], object], seconds: float = 20) -> None:
@@ -34,18 +42,18 @@ def test_heartbeats_are_written_while_nothing_happens(tmp_path):
         return record.time > first.time + 0.05
 
     wait_for(is_later)
-    heartbeat.close("ended")
+    heartbeat.end(RUN, None)
 
 
 def test_a_heartbeat_has_the_step_and_the_time_per_step(tmp_path):
     heartbeat = Heartbeat(tmp_path, RANKS, every=1000)
-    heartbeat.set_step(10)
+    heartbeat.step(RUN, done(10))
     first = read_heartbeat(tmp_path)
     assert first is not None
     assert (first.step, first.seconds_per_step) == (10, None)
     time.sleep(0.02)
-    heartbeat.set_step(12)
-    heartbeat.close("failed", "x" * 10_000)
+    heartbeat.step(RUN, done(12))
+    heartbeat.end(RUN, RuntimeError("x" * 10_000))
     record = read_heartbeat(tmp_path)
     assert record is not None
     assert (record.step, record.state, len(record.message)) == (12, "failed", 2000)
@@ -55,10 +63,10 @@ def test_a_heartbeat_has_the_step_and_the_time_per_step(tmp_path):
 
 def test_a_heartbeat_goes_back_with_the_run(tmp_path):
     heartbeat = Heartbeat(tmp_path, RANKS, every=1000)
-    heartbeat.set_step(10)
-    heartbeat.set_step(20)
+    heartbeat.step(RUN, done(10))
+    heartbeat.step(RUN, done(20))
     heartbeat.went_back(RUN, 12)
-    heartbeat.close("stopped")
+    heartbeat.end(RUN, StoppedError("asked"))
     record = read_heartbeat(tmp_path)
     assert record is not None
     assert (record.step, record.seconds_per_step) == (12, None)
@@ -66,7 +74,7 @@ def test_a_heartbeat_goes_back_with_the_run(tmp_path):
 
 def test_after_the_end_there_is_no_more(tmp_path):
     heartbeat = Heartbeat(tmp_path, RANKS, every=0.01)
-    heartbeat.close("stopped")
+    heartbeat.end(RUN, StoppedError("asked"))
     (tmp_path / HEARTBEAT).unlink()
     time.sleep(0.1)
     assert read_heartbeat(tmp_path) is None
@@ -80,4 +88,4 @@ def test_a_folder_that_goes_and_comes_ends_nothing(tmp_path):
     time.sleep(0.05)
     run.mkdir(exist_ok=True)
     wait_for((run / HEARTBEAT).exists)
-    heartbeat.close("ended")
+    heartbeat.end(RUN, None)

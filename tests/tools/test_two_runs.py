@@ -87,7 +87,7 @@ def test_a_run_is_equal_to_its_copy(run, twin):
 
 @pytest.mark.parametrize("files", [(1, 1), (1, 3), (4, 2)])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-def test_differences_are_those_of_whole_tensors(tmp_path, monkeypatch, files, dtype):
+def test_differences_are_computed_over_whole_tensors(tmp_path, monkeypatch, files, dtype):
     monkeypatch.setattr(tensors_module, "_WINDOW", 1000)
     draw = np.random.default_rng(0)
     a = draw.normal(size=(70, 61)).astype(dtype)
@@ -120,7 +120,7 @@ def test_the_worst_tensor_comes_first(tmp_path):
     assert found.different[0].max_abs is None
 
 
-def test_what_is_nowhere_finite_is_equal_to_itself(tmp_path):
+def test_non_finite_values_are_equal_to_themselves(tmp_path):
     odd = np.array([np.nan, np.inf, -np.inf, 0.0, 1.0], np.float32)
     one = Arrays(odd=odd, none=np.zeros(0, np.float32)).save(tmp_path / "a")
     two = Arrays(odd=odd, none=np.zeros(0, np.float32)).save(tmp_path / "b", 2)
@@ -131,7 +131,7 @@ def test_what_is_nowhere_finite_is_equal_to_itself(tmp_path):
     assert (worst.num_different, worst.max_abs, worst.relative_norm) == (3, None, None)
 
 
-def test_shapes_and_dtypes_that_differ_are_said(tmp_path):
+def test_different_shapes_and_dtypes_are_reported(tmp_path):
     values = np.arange(8, dtype=np.float32)
     bits = (values.view(np.uint32) >> 16).astype(np.uint16)
     one = Arrays(shape=values, dtype=values).save(tmp_path / "a")
@@ -140,14 +140,14 @@ def test_shapes_and_dtypes_that_differ_are_said(tmp_path):
     assert about == {"model/shape": "shapes 8 and 2x4", "model/dtype": "dtypes F32 and BF16"}
 
 
-def test_stored_numbers_are_widened():
+def test_stored_numbers_are_read_as_floats():
     assert numbers(np.array([1, 2**40]).data, "I64").tolist() == [1.0, 2.0**40]
     bits = np.array([0x3F80, 0xC040], np.uint16)
     assert numbers(bits.view(np.uint8).data, "BF16").tolist() == [1.0, -3.0]
     assert numbers(np.array([True, False]).data, "BOOL").tolist() == [1.0, 0.0]
 
 
-def test_losses_part_at_the_first_step_and_most_at_the_worst(run, twin):
+def test_the_first_and_the_largest_difference_of_losses_are_reported(run, twin):
     (twin / METRICS).unlink()
     changed = {2: 0.5001, 3: 9.0}
     lines = [step_line(n, **({"loss": changed[n]} if n in changed else {})) for n in (1, 2, 3)]
@@ -162,14 +162,14 @@ def test_losses_part_at_the_first_step_and_most_at_the_worst(run, twin):
     assert found.differences == ["loss from step 2 on (0.5 and 0.5001)"]
 
 
-def test_steps_that_only_one_has_done_are_a_difference(run, twin):
+def test_steps_in_one_run_only_are_a_difference(run, twin):
     write_lines(twin, step_line(4), step_line(5))
     found = compare(run, twin)
     assert (found.series["loss"].only_a, found.series["loss"].only_b) == (0, 2)
     assert found.differences == ["2 steps in one run only"]
 
 
-def test_a_loss_that_is_not_finite_differs_from_a_number_alone(run, twin):
+def test_a_non_finite_loss_differs_from_a_finite_one_only(run, twin):
     for folder, loss in ((run, None), (twin, None)):
         write_lines(folder, step_line(4, loss=loss))
     assert compare(run, twin).differences == []
@@ -180,12 +180,12 @@ def test_a_loss_that_is_not_finite_differs_from_a_number_alone(run, twin):
     assert compare(run, twin).series["loss"].to_dict()["largest"]["difference"] is None
 
 
-def test_a_step_that_was_done_twice_counts_as_it_was_last(run, twin):
+def test_the_last_values_of_a_repeated_step_count(run, twin):
     write_lines(twin, step_line(3, loss=7.0), step_line(3))
     assert compare(run, twin).differences == []
 
 
-def test_the_newest_checkpoint_of_a_step_that_both_have_is_compared(run, twin):
+def test_the_newest_checkpoints_of_a_common_step_are_compared(run, twin):
     save(run, 5)
     save(twin, 6)
     checkpoint = compare(run, twin).checkpoint
@@ -197,7 +197,7 @@ def test_the_newest_checkpoint_of_a_step_that_both_have_is_compared(run, twin):
     assert found.differences == ["no common step with a complete checkpoint"]
 
 
-def test_configurations_are_told_and_do_not_count(run, twin):
+def test_different_settings_are_reported_but_do_not_count(run, twin):
     (twin / "config.yaml").write_text("train.steps: 200\ntrain.seed: 1\ntrain.run_dir: x\n")
     found = compare(run, twin)
     told = {each.key: (each.a, each.b) for each in found.configuration}
@@ -205,7 +205,7 @@ def test_configurations_are_told_and_do_not_count(run, twin):
     assert found.differences == []
 
 
-def test_a_damaged_checkpoint_is_named(run, twin):
+def test_a_corrupted_checkpoint_is_named(run, twin):
     file = twin / "checkpoints" / "step-00000003" / RANK_FILE
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
@@ -218,7 +218,7 @@ def test_a_damaged_checkpoint_is_named(run, twin):
     assert "\n" not in said
 
 
-def test_a_damaged_line_is_named_and_a_torn_one_is_none(run, twin):
+def test_a_corrupted_line_is_named_and_an_incomplete_last_line_is_skipped(run, twin):
     with (twin / METRICS).open("a") as file:
         file.write('{"step": 4, "lo')
     assert compare(run, twin).differences == []
@@ -228,12 +228,12 @@ def test_a_damaged_line_is_named_and_a_torn_one_is_none(run, twin):
         compare(run, twin)
 
 
-def test_what_is_no_run_is_refused(run, tmp_path):
+def test_a_directory_that_is_not_a_run_is_rejected(run, tmp_path):
     with pytest.raises(UsageError, match="not a run of fsdpctl"):
         compare(run, tmp_path)
 
 
-def test_scripts_are_told_by_the_exit_code_and_people_by_a_table(run, twin):
+def test_the_command_prints_a_table_and_sets_the_exit_code(run, twin):
     words = ["compare-runs", str(run), str(twin)]
     code, text = invoke(*words, "--assert-equal")
     assert code == 0

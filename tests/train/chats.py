@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
+from fsdpctl.data.documents import IGNORED
 from fsdpctl.data.open import open_data
-from fsdpctl.data.rows import IGNORED, Rows
+from fsdpctl.data.tokens import Rows
 from fsdpctl.models.documents import spans
 from fsdpctl.optim.schedule import lr_factor
 from fsdpctl.plan.batch import plan_batches

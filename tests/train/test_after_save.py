@@ -48,7 +48,7 @@ def nothing() -> None:
     """Is to be done after a command."""
 
 
-def test_it_runs_on_each_checkpoint_in_order_one_at_a_time(tmp_path, monkeypatch):
+def test_the_command_runs_on_each_checkpoint_in_order_one_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     out = tmp_path / "out"
@@ -81,7 +81,7 @@ def test_it_runs_on_each_checkpoint_in_order_one_at_a_time(tmp_path, monkeypatch
         ("exit 1", "exit code 1"),
     ],
 )
-def test_a_failure_is_told_with_its_last_words_and_the_next_one_runs(tmp_path, text, said):
+def test_a_failure_is_reported_with_its_last_line_and_the_next_command_runs(tmp_path, text, said):
     runner, told = made(tmp_path, script(tmp_path, f'test "$FSDPCTL_STEP" = 20 && exit 0\n{text}'))
     for step, folder in zip((10, 20), fake_checkpoints(tmp_path / "c", 10, 20), strict=True):
         runner.add(folder, step, nothing)
@@ -91,7 +91,7 @@ def test_a_failure_is_told_with_its_last_words_and_the_next_one_runs(tmp_path, t
     assert told[0].to_line()["warning"] == told[0].message
 
 
-def test_one_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch):
+def test_a_hanging_command_is_ended_with_its_children(tmp_path, monkeypatch):
     monkeypatch.setattr(after_save, "_GRACE_SECONDS", 0.3)
     text = f"trap '' TERM; sleep 600 & echo $! > {tmp_path}/pid; wait; sleep 600"
     runner, told = made(tmp_path, script(tmp_path, text), timeout=0.5)
@@ -102,7 +102,7 @@ def test_one_that_hangs_is_ended_with_what_it_started(tmp_path, monkeypatch):
     wait_for(lambda: has_ended(pid))
 
 
-def test_the_end_waits_only_so_long_and_says_so(tmp_path, monkeypatch):
+def test_the_end_of_a_run_waits_for_a_limited_time(tmp_path, monkeypatch):
     monkeypatch.setattr(after_save, "_REPORT_INTERVAL", 0.2)
     runner, told = made(tmp_path, script(tmp_path, "sleep 600"), timeout=1.0)
     for step, folder in zip((10, 20), fake_checkpoints(tmp_path / "c", 10, 20), strict=True):
@@ -117,7 +117,7 @@ def test_the_end_waits_only_so_long_and_says_so(tmp_path, monkeypatch):
     assert second in ("timed out", "skipped")  # its turn came in the last moment, or not
 
 
-def test_what_it_runs_on_is_not_deleted_before_it_is_done(tmp_path):
+def test_a_checkpoint_is_not_deleted_while_the_command_runs_on_it(tmp_path):
     runner, told = made(tmp_path, script(tmp_path, f"cat {tmp_path}/gate; ls $1/manifest.json"))
     os.mkfifo(tmp_path / "gate")
     folder, keep = tmp_path / "c", Retention(1)
@@ -139,7 +139,7 @@ def test_what_it_runs_on_is_not_deleted_before_it_is_done(tmp_path):
     assert complete_checkpoints(folder) == [three]
 
 
-def test_without_a_command_nothing_is_done(tmp_path):
+def test_without_a_command_nothing_runs(tmp_path):
     threads = threading.active_count()
     runner, told = made(tmp_path, [])
     runner.add(tmp_path, 10, nothing)
@@ -148,7 +148,7 @@ def test_without_a_command_nothing_is_done(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_program_that_is_gone_is_a_failure_and_no_more(tmp_path):
+def test_a_deleted_program_is_a_failure_of_the_command_only(tmp_path):
     words = script(tmp_path, "exit 0")
     runner, told = made(tmp_path, words)
     Path(words[0]).unlink()
@@ -159,7 +159,7 @@ def test_a_program_that_is_gone_is_a_failure_and_no_more(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel has to see to it")
-def test_it_ends_with_the_rank_that_started_it(tmp_path):
+def test_the_command_ends_with_the_rank_that_started_it(tmp_path):
     words = script(tmp_path, f"echo $$ > {tmp_path}/pid; exec sleep 600")
     folder = fake_checkpoints(tmp_path / "c", 10)[0]
     code = (
@@ -185,7 +185,7 @@ def test_it_ends_with_the_rank_that_started_it(tmp_path):
         ("no-such-program a b", "program no-such-program not found"),
     ],
 )
-def test_a_command_that_cannot_be_one_is_refused_before_the_run(command, said):
+def test_an_invalid_command_is_rejected_before_the_run(command, said):
     with pytest.raises(UsageError, match=rf"checkpoint.after_save={command}: {said}"):
         command_words(command)
     assert command_words("echo 'a b' $HOME;") == ["echo", "a b", "$HOME;"]  # no shell

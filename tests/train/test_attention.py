@@ -34,7 +34,7 @@ def placed(*words: str) -> Config:
     return placed_for_estimate(compose_config(["model.vocab_size=64", *words]).config)
 
 
-def test_a_run_keeps_its_name_and_its_words():
+def test_the_kernel_does_not_change_the_name_of_a_run():
     usual, other = placed(), placed("launch.device=cpu", "model.attention=math")
     assert "model.attention" not in config_words(usual)
     assert not decides_losses("model.attention")
@@ -43,7 +43,7 @@ def test_a_run_keeps_its_name_and_its_words():
     assert config_from_words(config_words(other)).model.attention == "math"
 
 
-def test_it_is_not_part_of_a_model_that_others_begin_with(tmp_path):
+def test_the_kernel_is_not_part_of_a_model(tmp_path):
     (tmp_path / CHECKPOINTS).mkdir()
     config = with_kernel(placed(), "cudnn")
     (tmp_path / RUN_CONFIG).write_text(config_to_yaml(config))
@@ -62,7 +62,7 @@ def test_it_is_not_part_of_a_model_that_others_begin_with(tmp_path):
          "train.deterministic=true; expected auto, flash, flash3"),
     ],
 )  # fmt: skip
-def test_what_cannot_run_is_refused_in_a_line(words, said):
+def test_a_kernel_that_cannot_run_is_rejected_in_one_line(words, said):
     with pytest.raises(UsageError, match=r"model\.attention=\w+: not supported") as caught:
         placed(*words)
     assert said in str(caught.value)
@@ -70,13 +70,13 @@ def test_what_cannot_run_is_refused_in_a_line(words, said):
 
 
 @pytest.mark.skipif(find_spec("flash_attn_interface") is not None, reason="it is installed")
-def test_a_missing_package_is_named_where_a_run_starts():
+def test_a_missing_package_is_named_at_the_start_of_a_run():
     config = placed("cluster=h100", "model.attention=flash3")
     with pytest.raises(UsageError, match="flash3: package flash_attn_interface not found"):
         check_attention(config, here=True)
 
 
-def test_auto_stands_for_what_torch_alone_has():
+def test_auto_selects_among_the_kernels_of_torch():
     assert assumed_of(placed("cluster=h100")) == "cudnn"
     assert assumed_of(placed("cluster=b200")) == "cudnn"
     assert assumed_of(placed("cluster=a100_80")) == "flash"
@@ -85,7 +85,7 @@ def test_auto_stands_for_what_torch_alone_has():
     assert assumed_of(placed("launch.device=cpu")) is None
 
 
-def test_candidates_are_what_may_run():
+def test_candidates_are_the_kernels_that_may_run():
     h100 = placed("cluster=h100")
     assert {"flash", "cudnn", "efficient"} <= set(candidates(h100))
     assert "math" not in candidates(h100)
@@ -93,7 +93,7 @@ def test_candidates_are_what_may_run():
     assert candidates(placed("cluster=h100", "precision=fp32")) == ["efficient"]
 
 
-def test_the_fastest_that_all_ranks_have_is_selected():
+def test_the_fastest_kernel_of_all_ranks_is_selected():
     times = {"flash": 2e-3, "cudnn": 1e-3, "efficient": 3e-3}
     found = selected([times, dict.fromkeys(times, 1.0)])
     assert found.kernel == "cudnn"
@@ -120,7 +120,7 @@ def test_the_shape_is_that_of_a_micro_batch():
     assert Shape.of(placed(*words)) == Shape(3, 64, (4, 2), 32, torch.float32, (16,) * 4)
 
 
-def test_rank_0_writes_the_selection_down(tmp_path, monkeypatch):
+def test_rank_0_writes_the_selection_to_the_configuration(tmp_path, monkeypatch):
     config = placed("cluster=h100", f"train.run_dir={tmp_path}")
     monkeypatch.setattr(attention, "own_timings", lambda *about: {"flash": 2.0, "cudnn": 1.0})
     world = World(0, 0, 1, torch.device("cuda", 0))
@@ -139,12 +139,12 @@ def test_a_selection_is_kept_while_it_can_run(monkeypatch, cluster, kept):
     assert with_kept_kernel(with_kernel(config, "flash"), "cudnn").model.attention == "flash"
 
 
-def test_an_old_run_without_the_key_is_read(tmp_path: Path):
+def test_an_old_run_without_the_key_can_be_read(tmp_path: Path):
     (tmp_path / RUN_CONFIG).write_text(config_to_yaml(placed("launch.device=cpu")))
     assert read_config(tmp_path).model.attention is None
 
 
-def test_a_kernel_without_room_is_not_a_kernel_that_does_not_run(monkeypatch):
+def test_an_out_of_memory_error_is_not_a_kernel_that_does_not_run(monkeypatch):
     def seconds(shape: Shape, device: torch.device, rounds: int) -> float:
         raise torch.OutOfMemoryError("CUDA out of memory")
 

@@ -12,8 +12,7 @@ from typing import Any, cast
 import pytest
 
 from fsdpctl.comm.collectives import ObjectExchange
-from fsdpctl.config.keeping import CheckpointConfig
-from fsdpctl.config.model_path import RUN_CONFIG
+from fsdpctl.config.output import CheckpointConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
 from fsdpctl.run.files import LOGS, METRICS
@@ -35,7 +34,6 @@ def configured(**about: Any) -> Config:
 
 def journal_in(folder: Path, config: Config, step: int = 0, *, rank: int = 0) -> Journal:
     (folder / LOGS).mkdir(exist_ok=True)
-    (folder / RUN_CONFIG).touch()
     return Journal(config, folder, step, is_main=rank == 0, shows=rank == 0)
 
 
@@ -129,6 +127,4 @@ def test_a_run_directory_that_is_lost_is_an_error(tmp_path, way):
     with pytest.raises(FsdpctlError, match="deleted or moved during the run"):
         journal.check_in_place()
     journal.close()
-    other = journal_in(tmp_path, configured(), rank=1)
-    (tmp_path / RUN_CONFIG).unlink()
-    other.check_in_place()  # rank 0 alone decides
+    journal_in(tmp_path, configured(), rank=1).check_in_place()  # rank 0 alone decides

@@ -59,14 +59,14 @@ def test_losses_are_those_of_a_plain_loop(tmp_path, family, ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_so_they_are_where_each_conversation_has_its_own_row(tmp_path, ranks):
+def test_losses_are_those_of_a_plain_loop_without_packing(tmp_path, ranks):
     run = trained(tmp_path, "qwen3", ranks, "data.packing=false")
     config = read_config(run)
     expected = plain_losses(opened_by_transformers(tmp_path / "model"), config, STEPS)
     assert losses(run) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_run_that_was_left_in_its_second_epoch_goes_on_with_other_ranks(tmp_path):
+def test_a_run_resumes_in_its_second_epoch_with_other_ranks(tmp_path):
     constant = ["lr_scheduler=constant", "train.eval_every=5"]
     whole = trained(tmp_path, "llama", 1, "train.steps=", "train.epochs=3", *constant, name="whole")
     total = max(step for step, _, _ in figures(whole))
@@ -85,7 +85,7 @@ def test_validation_changes_nothing(tmp_path):
     assert losses(with_it) == losses(without)
 
 
-def test_recomputed_compiled_and_chunked_they_are_the_same(tmp_path):
+def test_losses_are_equal_with_recomputation_compilation_and_chunks(tmp_path):
     plain = losses(trained(tmp_path, "qwen3", 2))
     for number, word in enumerate(
         ("activation_checkpointing=full", "activation_checkpointing=selective",
@@ -95,7 +95,7 @@ def test_recomputed_compiled_and_chunked_they_are_the_same(tmp_path):
         assert found == pytest.approx(plain, rel=1e-5), word
 
 
-def test_an_export_stops_where_answers_end(tmp_path):
+def test_an_exported_model_stops_at_the_end_of_a_message(tmp_path):
     run = trained(tmp_path, "llama", 2)
     done = fsdpctl("consolidate-checkpoint", str(run), "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -105,7 +105,7 @@ def test_an_export_stops_where_answers_end(tmp_path):
     assert theirs.generation_config.eos_token_id == ends
 
 
-def test_a_model_is_asked_as_it_was_trained(tmp_path):
+def test_a_chat_renders_messages_as_in_training(tmp_path):
     long = ["train.steps=", "train.epochs=12", "optimizer.lr=1e-2", "data.val_fraction=0"]
     run = trained(tmp_path, "llama", 2, *long)
     asked = ["--chat", "--greedy", "--tokens", "30", "--prompt", "dog"]

@@ -2,16 +2,23 @@
 
 import json
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from fsdpctl.comm.waits import HostWaits
+from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.run.clock import StepClock
 from fsdpctl.train.callbacks.profiling import Profiling
+from fsdpctl.train.requests import RequestFlags
+from fsdpctl.train.trainer import Trainer
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches
 
@@ -44,18 +51,31 @@ def test_a_rank_counts_the_time_it_waits_for_others(rank: int, world_size: int) 
         assert (waited >= 0.15) == (rank == 1), (strategy, waited)
 
 
+def traced_steps(
+    profiling: Profiling, model: ShardedModel, steps: range, requested: Sequence[int] = ()
+) -> list[int]:
+    """Do backward passes for `steps`, and return those that complete a trace."""
+    run = cast(Trainer, SimpleNamespace(step=steps.start, total_steps=steps.stop, is_traced=False))
+    vars(run).update(ranks=Mock(), requests=Mock())
+    profiling.begin(run)
+    batch, found = token_batches(1, 1)[0][0][0], []
+    for step in steps:
+        run.step = step
+        profiling.act(run, RequestFlags(profile=step in requested))
+        was_traced = run.is_traced
+        next_token_loss(model, batch).backward()
+        profiling.launched(run)
+        if was_traced and not run.is_traced:
+            found.append(step)
+    profiling.end(run, None)
+    return found
+
+
 @pytest.mark.parametrize(("steps", "traced"), [(8, 3), (5, 3), (2, 2)])
 def test_a_trace_names_units_and_collectives(tmp_path: Path, steps: int, traced: int) -> None:
     model = shard_model(make_net(tied=False), "no_shard")
-    batch = token_batches(1, 1)[0][0][0]
-    profiling = Profiling(model, tmp_path, 0)
-    profiling.start(range(10, 10 + steps))
-    written = []
-    for step in range(steps):
-        next_token_loss(model, batch).backward()
-        if profiling.advance():
-            written.append(step)
-    assert written == [min(steps, 5) - 1]
+    profiling = Profiling(model, tmp_path, 0, at_start=True)
+    assert traced_steps(profiling, model, range(10, 10 + steps)) == [9 + min(steps, 5)]
     (file,) = (tmp_path / "profile").iterdir()
     assert file.name == "from-step-10-rank-0.json"
     events = json.loads(file.read_text())["traceEvents"]
@@ -73,25 +93,16 @@ def test_a_trace_names_units_and_collectives(tmp_path: Path, steps: int, traced:
 
 def test_without_a_profile_units_have_no_names(tmp_path: Path) -> None:
     model = shard_model(make_net(tied=False), "no_shard")
-    profiling = Profiling(model, tmp_path, 0)
     with torch.profiler.profile() as trace:
-        next_token_loss(model, token_batches(1, 1)[0][0][0]).backward()
-        assert not profiling.advance()
+        assert traced_steps(Profiling(model, tmp_path, 0), model, range(1)) == []
     assert not [each.key for each in trace.key_averages() if each.key.startswith("forward ")]
 
 
 def test_a_trace_requested_later_has_its_own_files(tmp_path: Path) -> None:
     model = shard_model(make_net(tied=False), "no_shard")
-    batch = token_batches(1, 1)[0][0][0]
-    written = []
     profiling = Profiling(model, tmp_path, 0)
-    for step in range(12):
-        if step in (1, 6):
-            profiling.start(range(step, 12), later=True)
-        next_token_loss(model, batch).backward()
-        if profiling.advance():
-            written.append(step)
-    assert written == [4, 9]  # one that starts the tracer, and three
+    # One step starts the tracer, and three are traced.
+    assert traced_steps(profiling, model, range(12), requested=(1, 6)) == [4, 9]
     names = sorted(file.name for file in (tmp_path / "profile").iterdir())
     assert names == ["from-step-1-rank-0.json", "from-step-6-rank-0.json"]
     for file in (tmp_path / "profile").iterdir():

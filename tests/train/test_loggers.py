@@ -4,12 +4,12 @@ import sys
 import threading
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.keeping import CheckpointConfig, LogConfig
+from fsdpctl.config.output import CheckpointConfig, LogConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.resolve import preflight as besides
@@ -17,7 +17,9 @@ from fsdpctl.resolve.preflight import check_preflight
 from fsdpctl.run.files import TENSORBOARD, WANDB_ID
 from fsdpctl.train.callbacks import loggers
 from fsdpctl.train.callbacks.loggers import Loggers
+from fsdpctl.train.trainer import Trainer
 
+RUN = cast(Trainer, None)
 BOTH = replace(Config(), log=LogConfig(tensorboard=True, wandb=True))
 LINE = {"step": 3, "loss": 0.5, "mfu": None, "after_save": "done", "tokens": 7, "flag": True}
 
@@ -52,16 +54,18 @@ def tools(monkeypatch):
     return one, other
 
 
-def test_they_are_told_the_numbers_of_each_line(tmp_path, tools):
+def test_loggers_get_the_numbers_of_each_line(tmp_path, tools):
     both = Loggers(BOTH, tmp_path, 0, pytest.fail)
     both.line(LINE)
     both.line({"step": 4, "warning": "odd"})
-    both.close()
+    both.end(RUN, None)
     assert [each.heard for each in tools] == [[(3, {"loss": 0.5, "tokens": 7}), "closed"]] * 2
 
 
 @pytest.mark.parametrize("where", ["start", "log", "close"])
-def test_one_that_fails_is_said_once_and_the_other_goes_on(tmp_path, tools, monkeypatch, where):
+def test_a_failing_logger_is_reported_once_and_the_other_continues(
+    tmp_path, tools, monkeypatch, where
+):
     one, other = tools
     other.fails_at = where
     if where == "start":
@@ -70,7 +74,7 @@ def test_one_that_fails_is_said_once_and_the_other_goes_on(tmp_path, tools, monk
     both = Loggers(BOTH, tmp_path, 0, said.append)
     both.line(LINE)
     both.line(LINE)
-    both.close()
+    both.end(RUN, None)
     assert len(said) == 1
     assert said[0].startswith("log.wandb: ")
     assert said[0].endswith("; the run continues without it")
@@ -78,24 +82,24 @@ def test_one_that_fails_is_said_once_and_the_other_goes_on(tmp_path, tools, monk
     assert len(one.heard) == 3
 
 
-def test_one_that_does_not_end_is_left(tmp_path, tools, monkeypatch):
+def test_a_logger_that_does_not_close_is_abandoned(tmp_path, tools, monkeypatch):
     monkeypatch.setattr(loggers, "_LEAVING_SECONDS", 0.05)
     never = threading.Event()
     tools[1].close = lambda *, well: never.wait(5)
     said: list[str] = []
-    Loggers(BOTH, tmp_path, 0, said.append).close()
+    Loggers(BOTH, tmp_path, 0, said.append).end(RUN, None)
     assert said == ["log.wandb: not closed within 0.05 s, values may be missing"]
     never.set()
 
 
-def test_nobody_is_told_unless_that_is_asked_for(tmp_path, tools):
+def test_no_logger_starts_unless_configured(tmp_path, tools):
     Loggers(Config(), tmp_path, 0, pytest.fail).line(LINE)
     assert [each.heard for each in tools] == [[], []]
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_one_that_is_not_installed_is_said_before_anything_starts(monkeypatch, name):
+def test_a_logger_that_is_not_installed_is_reported_before_the_start(monkeypatch, name):
     config = compose_config([f"log.{name}=true"]).config
     said = rf"log.{name}=true: {name} is not installed; pip install 'fsdpctl\[{name}\]'"
     # As a folder `wandb` in the current one is found.
@@ -106,7 +110,7 @@ def test_one_that_is_not_installed_is_said_before_anything_starts(monkeypatch, n
         check_preflight(Config())
 
 
-def test_wandb_is_given_one_id_for_all_starts(tmp_path, monkeypatch):
+def test_all_starts_have_the_same_wandb_id(tmp_path, monkeypatch):
     begun: list[dict[str, Any]] = []
     ended: list[int] = []
 
@@ -124,7 +128,7 @@ def test_wandb_is_given_one_id_for_all_starts(tmp_path, monkeypatch):
     secret = CheckpointConfig(after_save="./upload.sh --token secret")
     config = replace(Config(), log=LogConfig(wandb=True), checkpoint=secret)
     for well in (True, False):
-        Loggers(config, tmp_path, 0, pytest.fail).close(well=well)
+        Loggers(config, tmp_path, 0, pytest.fail).end(RUN, None if well else RuntimeError())
     first, second = begun
     assert ended == [0, 1]
     assert "secret" not in str(begun)
@@ -136,7 +140,7 @@ def test_wandb_is_given_one_id_for_all_starts(tmp_path, monkeypatch):
     assert "wandb-id.txt" in said[0]
 
 
-def test_tensorboard_has_no_points_of_before_a_resume(tmp_path):
+def test_tensorboard_drops_the_points_after_the_resumed_step(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -145,23 +149,23 @@ def test_tensorboard_has_no_points_of_before_a_resume(tmp_path):
         board = Loggers(config, tmp_path, begins, pytest.fail)
         for step in steps:
             board.line({"step": step, "loss": float(begins + step)})
-        board.close()
+        board.end(RUN, None)
     found = EventAccumulator(str(tmp_path / TENSORBOARD))
     found.Reload()
     points = [(each.step, each.value) for each in found.Scalars("loss")]
     assert points == [(s, s) for s in range(1, 21)] + [(s, 20 + s) for s in range(21, 26)]
 
 
-def test_tensorboard_has_no_points_of_before_going_back(tmp_path):
+def test_tensorboard_drops_the_points_after_a_rollback(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = Loggers(replace(Config(), log=LogConfig(tensorboard=True)), tmp_path, 0, pytest.fail)
     for step in range(1, 11):
         board.line({"step": step, "loss": float(step)})
-    board.cut_back(4)
+    board.went_back(RUN, 4)
     board.line({"step": 5, "loss": 50.0})
-    board.close()
+    board.end(RUN, None)
     found = EventAccumulator(str(tmp_path / TENSORBOARD))
     found.Reload()
     points = [(each.step, each.value) for each in found.Scalars("loss")]
@@ -169,14 +173,14 @@ def test_tensorboard_has_no_points_of_before_going_back(tmp_path):
 
 
 @pytest.mark.slow
-def test_wandb_offline_keeps_all_starts_as_one_run(tmp_path, monkeypatch):
+def test_wandb_offline_has_one_run_for_all_starts(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = replace(Config(), log=LogConfig(wandb=True))
     for begins in (0, 5):
         board = Loggers(config, tmp_path, begins, pytest.fail)
         board.line({"step": begins + 1, "loss": 1.0})
-        board.close()
+        board.end(RUN, None)
     number = (tmp_path / WANDB_ID).read_text().strip()
     kept = [each.name for each in (tmp_path / "wandb").glob("offline-run-*")]
     assert kept

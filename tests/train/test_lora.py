@@ -137,7 +137,7 @@ def test_losses_are_those_of_a_plain_loop_with_peft(tmp_path, family, ranks, mor
 
 
 @pytest.mark.parametrize("family", fast("llama", slow=["gpt2", "qwen3 tied"]))
-def test_what_is_exported_opens_in_peft_and_merged_in_transformers(tmp_path, family):
+def test_an_export_opens_in_peft_and_merged_in_transformers(tmp_path, family):
     typed = words(tmp_path, 2, "model.lora.rslora=true", family=family)
     run(typed, 2, tmp_path / "state")
     source = str(tmp_path / "run")
@@ -157,7 +157,7 @@ def test_what_is_exported_opens_in_peft_and_merged_in_transformers(tmp_path, fam
 
 
 @pytest.mark.slow
-def test_checkpoints_hold_what_is_trained_and_are_as_large_as_estimated(tmp_path):
+def test_checkpoints_contain_the_trained_parameters_and_have_the_estimated_size(tmp_path):
     typed = words(tmp_path, 2)
     run(typed, 2, tmp_path / "state")
     reader = newest(tmp_path)
@@ -171,7 +171,7 @@ def test_checkpoints_hold_what_is_trained_and_are_as_large_as_estimated(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", fast(2, slow=[1, 3]))
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, ranks):
+def test_a_stopped_run_resumes_bit_for_bit(tmp_path, ranks):
     """With dropout, and at the same number of ranks bit for bit."""
     typed = words(tmp_path, ranks, "model.lora.dropout=0.2")
     whole = run(typed, ranks, tmp_path / "whole")
@@ -200,7 +200,7 @@ def _double_one_weight(base: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["gone", "another"])
-def test_another_base_is_refused(tmp_path, what):
+def test_another_base_is_rejected(tmp_path, what):
     typed = words(tmp_path, 2)
     run(typed, 2, tmp_path / "state")
     base, checkpoint = tmp_path / "base", newest(tmp_path).folder
@@ -218,7 +218,7 @@ def test_another_base_is_refused(tmp_path, what):
 
 
 @pytest.mark.slow
-def test_a_changed_base_is_noticed_when_a_run_goes_on(tmp_path):
+def test_a_changed_base_is_detected_on_resume(tmp_path):
     typed = words(tmp_path, 2)
     first = [word for word in typed if not word.startswith("train.steps")]
     run([*first, "train.steps=3"], 2, tmp_path / "first")
@@ -228,7 +228,7 @@ def test_a_changed_base_is_noticed_when_a_run_goes_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_part_of_the_parameters_is_trained_and_saved(tmp_path):
+def test_only_trained_parameters_are_saved(tmp_path):
     typed = [word for word in words(tmp_path, 2) if not word.startswith("model.lora")]
     run([*typed, "model.trainable=layers.2.mlp|norm"], 2, tmp_path / "state")
     reader = newest(tmp_path)
@@ -255,7 +255,7 @@ def test_a_part_of_the_parameters_is_trained_and_saved(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", fast(3, slow=[1]))
-def test_another_number_of_ranks_goes_on_with_the_same_losses(tmp_path, ranks):
+def test_another_number_of_ranks_resumes_with_the_same_losses(tmp_path, ranks):
     typed = words(tmp_path, 2)
     run(typed, 2, tmp_path / "whole")
     expected = losses(tmp_path)
@@ -267,7 +267,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_losses(tmp_path, ranks):
 
 
 @pytest.mark.slow
-def test_a_run_with_adapters_can_be_gone_on_from_and_gone_back_in(tmp_path):
+def test_a_run_with_adapters_can_be_resumed_and_rolled_back(tmp_path):
     """Its adapters are trained on; and after a bad number it begins again from its checkpoint."""
     run(words(tmp_path, 2), 2, tmp_path / "first")
     before = torch.load(tmp_path / "first")
@@ -309,7 +309,7 @@ def test_the_head_is_gathered_once_each_way_however_many_chunks_the_loss_has(
             assert len(gathers) <= most
 
 
-def test_what_is_merged_is_rounded_once(tmp_path):
+def test_a_merge_rounds_once(tmp_path):
     save_model("gpt2", tmp_path / "base", torch.bfloat16)
     run(words(tmp_path, 1), 1, tmp_path / "state")
     reader = newest(tmp_path)
@@ -329,7 +329,7 @@ def test_what_is_merged_is_rounded_once(tmp_path):
         assert torch.equal(merged[name], whole[name].to(torch.bfloat16)), name
 
 
-def test_a_part_of_a_merged_weight_is_that_part(tmp_path):
+def test_a_slice_of_a_merged_weight_equals_the_slice_of_the_whole(tmp_path):
     run(words(tmp_path, 1), 1, tmp_path / "state")
     weights = exported_weights(newest(tmp_path), None, merges=True)
     key = "model/model.layers.1.mlp.down_proj.weight"
@@ -347,7 +347,7 @@ def test_a_part_of_a_merged_weight_is_that_part(tmp_path):
         (r"1\.mlp", [f"model.layers.1.mlp.{each}_proj" for each in ("down", "gate", "up")]),
     ],
 )
-def test_training_goes_on_from_a_directory_of_peft(tmp_path, targets, named):
+def test_training_continues_from_a_peft_directory(tmp_path, targets, named):
     """It begins with what the adapters give, and not with those that are drawn."""
     typed = words(tmp_path, 2, f"model.lora.targets={targets}")
     first = run(typed, 2, tmp_path / "first")
@@ -367,14 +367,14 @@ def test_training_goes_on_from_a_directory_of_peft(tmp_path, targets, named):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"use_dora": True}, "use_dora=True is not offered"),
-        ({"bias": "all"}, "bias=all: only none"),
-        ({"peft_type": "IA3"}, "peft_type=IA3: only LORA"),
+        ({"use_dora": True}, "use_dora=True is not supported"),
+        ({"bias": "all"}, "bias=all: expected none"),
+        ({"peft_type": "IA3"}, "peft_type=IA3: expected LORA"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"target_modules": ["q_proj"]}, "unexpected model.* that model.lora.targets includes"),
-        ({"target_modules": ["nothing"]}, "is found in the name of no linear layer"),
-        ({"r": 0}, "model.lora.path=.*: model.lora.rank=0: allowed is"),
+        ({"target_modules": ["nothing"]}, "matches no linear layer"),
+        ({"r": 0}, "model.lora.path=.*: model.lora.rank=0: expected"),
         ({"r": "4"}, "adapter_config.json: not as expected"),
         ({"r": 2}, "expected shape \\[2, 48\\], got \\[4, 48\\]"),
         ({"tensor": "model.layers.0.self_attn.q_proj.lora_magnitude_vector"}, "DoRA"),
@@ -382,7 +382,7 @@ def test_training_goes_on_from_a_directory_of_peft(tmp_path, targets, named):
         ({"tensor": "lm_head.weight"}, "modules_to_save"),
     ],
 )
-def test_adapters_of_other_kinds_are_refused(tmp_path, change, said):
+def test_unsupported_adapters_are_rejected(tmp_path, change, said):
     typed = words(tmp_path, 1)
     folder = write_adapters(tmp_path, resolved(typed))
     about = json.loads((folder / ADAPTER_CONFIG).read_text())
@@ -405,8 +405,8 @@ def write_adapters(folder: Path, config: Config) -> Path:
     return folder / "adapters"
 
 
-def test_rank_and_path_that_contradict_are_refused(tmp_path):
+def test_a_rank_that_conflicts_with_the_adapter_is_rejected(tmp_path):
     typed = words(tmp_path, 1)
     folder = write_adapters(tmp_path, resolved(typed))
-    with pytest.raises(UsageError, match="model.lora.rank=8: those in .* have 4"):
+    with pytest.raises(UsageError, match="model.lora.rank=8: model.lora.path=.* has 4"):
         resolved(words(tmp_path, 1, "model.lora.rank=8", f"model.lora.path={folder}"))

@@ -62,14 +62,14 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("chunk", "tokens"), [(None, 2 * LENGTH), (7, 7), (20, 20)])
-def test_logits_exist_for_one_chunk_at_a_time(chunk: int | None, tokens: int) -> None:
+def test_logits_are_computed_one_chunk_at_a_time(chunk: int | None, tokens: int) -> None:
     with Largest() as largest:
         decoder(tied=False)(*batch(), chunk).backward()
     assert largest.numel == tokens * VOCAB
 
 
 @distributed(world_size=2)
-def test_a_sharded_model_takes_its_loss_in_chunks(rank: int, world_size: int) -> None:
+def test_a_sharded_model_computes_its_loss_in_chunks(rank: int, world_size: int) -> None:
     for tied in (False, True):
         for strategy in ("full_shard", "no_shard"):
             alone = decoder(tied=tied)
@@ -98,9 +98,7 @@ def test_a_sharded_model_takes_its_loss_in_chunks(rank: int, world_size: int) ->
         (["train.loss_chunk_tokens=100"], 100),
     ],
 )
-def test_large_logits_are_chunked_unless_told_otherwise(
-    tmp_path: Path, words: list[str], chunk: int
-) -> None:
+def test_large_logits_are_chunked_by_default(tmp_path: Path, words: list[str], chunk: int) -> None:
     usual = [*TINY, f"data.path={make_text(tmp_path)}", "launch.nproc_per_node=1"]
     usual += ["launch.device=cpu", "train.seq_len=64", "train.global_batch_size=4"]
     composed = compose_config(list({w.split("=")[0]: w for w in [*usual, *words]}.values()))

@@ -23,13 +23,13 @@ def test_the_error_names_the_snapshot_file(tmp_path, dumped):
     assert dumped[0] in str(error)
 
 
-def test_other_errors_are_left_alone(tmp_path, dumped):
+def test_other_errors_are_not_changed(tmp_path, dumped):
     error = RuntimeError("shapes differ")
     keep_snapshot(error, tmp_path, 0)
     assert (dumped, str(error)) == ([], "shapes differ")
 
 
-def test_a_snapshot_that_fails_leaves_the_error(tmp_path, monkeypatch):
+def test_a_failed_snapshot_does_not_change_the_error(tmp_path, monkeypatch):
     def fail(path: str) -> None:
         raise OSError("no space left")
 
@@ -39,7 +39,7 @@ def test_a_snapshot_that_fails_leaves_the_error(tmp_path, monkeypatch):
     assert str(error) == "CUDA out of memory"
 
 
-def test_allocations_are_watched_on_a_device_alone(monkeypatch):
+def test_allocations_are_recorded_on_cuda_only(monkeypatch):
     asked: list[dict[str, object]] = []
     monkeypatch.setattr(
         torch.cuda.memory, "_record_memory_history", lambda **about: asked.append(about)
@@ -52,7 +52,7 @@ def test_allocations_are_watched_on_a_device_alone(monkeypatch):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_device_without_room_leaves_a_snapshot(tmp_path):
+def test_an_out_of_memory_error_writes_a_snapshot(tmp_path):
     device = torch.device("cuda")
     watch_allocations(device)
     with pytest.raises(torch.OutOfMemoryError) as caught:

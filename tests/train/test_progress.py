@@ -20,7 +20,7 @@ from fsdpctl.run.step_metrics import PeakMemory, StepMetrics
 from fsdpctl.train.assemble import make_model
 
 
-def test_a_wait_for_a_checkpoint_is_told_every_ten_seconds_of_it(capsys):
+def test_a_wait_for_a_checkpoint_is_reported_every_ten_seconds(capsys):
     progress = RunProgress(10, 0, log_every=1, shows=True, log=None)
     for share, seconds in [(0.1, 0.5), (0.4, 9.9), (0.5, 10.1), (0.6, 19.0), (0.9, 20.2)]:
         progress.saving(share, seconds)
@@ -44,7 +44,7 @@ def step_metrics(memory: PeakMemory, peak: float | None = None) -> StepMetrics:
         (PeakMemory(1, 459 << 30, 791 << 30, 0), "459.0/791.0 GiB (58%)"),
     ],
 )
-def test_a_line_has_what_other_trainers_print(capsys, memory, said):
+def test_a_line_has_the_values_that_other_trainers_print(capsys, memory, said):
     progress = RunProgress(1000, 0, log_every=10, shows=True, log=None)
     progress.step(step_metrics(memory), None)
     line = capsys.readouterr().out
@@ -56,7 +56,7 @@ def test_a_line_has_what_other_trainers_print(capsys, memory, said):
     assert "num_alloc_retries" in step_metrics(memory).to_line()
 
 
-def test_where_the_devices_peak_is_known_it_says_how_much_of_it_is_used(capsys):
+def test_the_mfu_is_shown_if_the_peak_of_the_device_is_known(capsys):
     metrics = step_metrics(PeakMemory(1, 459 << 30, 791 << 30, 0), peak=2 * 989e12)
     RunProgress(1000, 0, log_every=10, shows=True, log=None).step(metrics, None)
     assert "(10,000 per rank)  48.5% MFU  459.0/791.0 GiB" in capsys.readouterr().out
@@ -77,11 +77,11 @@ def test_where_the_devices_peak_is_known_it_says_how_much_of_it_is_used(capsys):
         ("Tesla V100-SXM2-16GB", None),
     ],
 )
-def test_peaks_are_found_by_what_devices_call_themselves(name, peak):
+def test_peaks_are_found_by_device_name(name, peak):
     assert peak_flops(name) == peak
 
 
-def test_flops_are_counted_as_torchtitan_does():
+def test_flops_are_counted_as_in_torchtitan():
     """57.9 GFLOP a token for Llama 3 8B at 8,192, which agrees with its log."""
     config = compose_config(["model=llama3_8b"]).config.model
     assert flops_per_token(config, 8_030_261_248, 8192) == pytest.approx(57.9e9, rel=1e-3)
@@ -120,14 +120,14 @@ _LAYERS = 3 * _PER_LAYER + 32  # and the last norm
         ),
     ],
 )
-def test_flops_are_those_of_the_formula(words, expected):
+def test_flops_follow_the_formula(words, expected):
     config = compose_config([*SHAPE, *words]).config
     device = torch.device("cpu")
     model = make_model(config, device)
     assert model_flops(config, model, device, 2) == ModelFlops(expected, None)
 
 
-def test_a_run_says_what_mfu_is_the_share_of(monkeypatch):
+def test_a_run_describes_the_peak_that_mfu_is_relative_to(monkeypatch):
     config = compose_config(SHAPE).config
     model = make_model(config, torch.device("cpu"))
     assert describe_flops(config, model).endswith("; MFU n/a: no peak FLOP/s known for a CPU")

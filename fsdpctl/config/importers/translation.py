@@ -103,7 +103,7 @@ class Translation:
     def map(
         self, value: SourceKey | None, *settings: str, default: str = "", note: str = ""
     ) -> None:
-        """Add a row. If `value` is None, `default` is the key whose default it describes."""
+        """Add a row for `value`, or for the key `default` that isn't set."""
         if value is None:
             self.rows.append(TranslationRow(default, "(not set)", settings, note))
         else:

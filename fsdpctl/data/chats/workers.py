@@ -216,7 +216,7 @@ def main() -> None:
         setup = msgspec.msgpack.decode(connection.recv_bytes(), type=TemplateSetup)
         _limit(setup)
         prepared: list[Callable[[Chat], ChatSamples]] = []
-        ready = _within(setup, setup.most_seconds, lambda: prepared.append(_prepare(setup)))
+        ready = _within(setup, setup.most_seconds, lambda: prepared.append(prepare(setup)))
         connection.send_bytes(msgspec.msgpack.encode([ready]))
         while prepared:
             chats = msgspec.msgpack.decode(connection.recv_bytes(), type=list[Chat])
@@ -235,7 +235,8 @@ def _replies(
             return
 
 
-def _prepare(setup: TemplateSetup) -> Callable[[Chat], ChatSamples]:
+def prepare(setup: TemplateSetup) -> Callable[[Chat], ChatSamples]:
+    """Compile the template, and return the function that renders a chat with it."""
     plain = Renderer(setup.template, setup.special_tokens, setup.date)
     with_tools = plain
     if setup.tool_template != setup.template:

@@ -12,18 +12,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+from fsdpctl.config.auto import Selection, left_open
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import divide_module
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_plan import estimate_run
+from fsdpctl.estimate.search import choose
 from fsdpctl.estimate.traffic import sent_in_step
 from fsdpctl.plan.engines import OURS
 from fsdpctl.resolve.machine import placed_on_cluster, world_size
 from fsdpctl.resolve.run import Opened, Settled, open_run, settle
 from fsdpctl.run.assets import collect_assets
-from fsdpctl.start.decide import select
-from fsdpctl.start.short_run import short_run
+from fsdpctl.start.probe import short_run
 from fsdpctl.tools.compare.figures import round_of, summarized
 from fsdpctl.tools.compare.fitting import LargestModels, with_memory
 from fsdpctl.tools.compare.row import FAILED, NOT_REACHED, OK, REFUSED, Row
@@ -113,7 +114,7 @@ class MeasuredComparison:
         """Resolve a variant and estimate its memory and traffic."""
         try:
             opened = open_run(each.variant.composed)
-            settled = settle(opened.config, select(opened))
+            settled = settle(opened.config, self._selection(opened.config))
             if opened.notes:  # the run would differ from the requested variant
                 raise UsageError(opened.notes[0])
         except UsageError as error:
@@ -140,6 +141,11 @@ class MeasuredComparison:
             return with_memory(row, self._estimator.estimate(placed_on_cluster(config)), parts)
         except UsageError:
             return row  # the estimate does not support it, but it may run
+
+    def _selection(self, config: Config) -> Selection | None:
+        if not left_open(config):
+            return None
+        return choose(self._estimator, placed_on_cluster(config)).best.selection
 
     def _run_once(self, each: _VariantRuns, number: int) -> None:
         place = self._variants.index(each) + 1

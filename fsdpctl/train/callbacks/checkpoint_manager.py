@@ -38,15 +38,9 @@ class CheckpointManager(Callback):
         *,
         runs_command: bool,
     ) -> None:
-        """Save the checkpoints of a run.
+        """Save as configured, without the weights that `base` has; report to `journal`.
 
-        Args:
-            config: Resolved configuration.
-            run_dir: Run directory.
-            ranks: All ranks, for exchanges of the thread that writes.
-            journal: Record of the run.
-            base: Model with the weights that checkpoints leave out, if any.
-            runs_command: Whether this rank runs `checkpoint.after_save`.
+        `runs_command`: whether this rank runs `checkpoint.after_save`.
         """
         about, self._journal = config.checkpoint, journal
         assert config.train.steps is not None
@@ -109,12 +103,12 @@ class CheckpointManager(Callback):
             self._journal.check_in_place()  # a missing run directory is the cause
             raise
         if saved is not None:
-            run.requests.limit.save_took(saved.write)
+            run.requests.limit.save_took(saved.seconds)
             run.write(saved.to_line())
             if saved.note:
                 run.say(f"step {saved.step}: saved, but {saved.note}")
-            if saved.write > _REPORTED:
-                run.say(f"step {saved.step}: saved in {format_seconds(saved.write)}")
+            if saved.seconds > _REPORTED:
+                run.say(f"step {saved.step}: saved in {format_seconds(saved.seconds)}")
         if self._is_awaited and self.share_written is None:
             self._is_awaited = False
             run.requests.done(SAVE)

@@ -45,23 +45,25 @@ class Heartbeat(Callback):
 
     def step(self, run: "Trainer", done: StepMetrics) -> None:
         """Record a completed step."""
-        self.set_step(done.step)
+        self._set(done.step)
 
     def went_back(self, run: "Trainer", step: int) -> None:
         """Record the step that the run resumes from, and measure the time per step again."""
         self._first = None
-        self.set_step(step)
+        self._set(step)
 
     def end(self, run: "Trainer", error: BaseException | None) -> None:
         """Record the end. Ranks that end together first wait for rank 0, and time out otherwise."""
         if is_joint(error):
             self._ranks.gather_objects(0)
-            self.close(ENDED if error is None else STOPPED, str(error or ""))
+            state, message = ENDED if error is None else STOPPED, str(error or "")
         else:
-            self.close(FAILED, f"{type(error).__name__}: {error}")
+            state, message = FAILED, f"{type(error).__name__}: {error}"
+        self._has_ended.set()
+        self._record = replace(self._record, state=state, message=message[:_LONGEST])
+        self._write()
 
-    def set_step(self, step: int) -> None:
-        """Record the number of completed steps, and the time per step."""
+    def _set(self, step: int) -> None:
         now = time.monotonic()
         is_first = self._first is None
         if self._first is None:
@@ -71,12 +73,6 @@ class Heartbeat(Callback):
         self._record = replace(self._record, step=step, seconds_per_step=each)
         if is_first:  # readers shall see at once that the run is no longer starting
             self._write()
-
-    def close(self, state: str, message: str = "") -> None:
-        """Write the last heartbeat."""
-        self._has_ended.set()
-        self._record = replace(self._record, state=state, message=message[:_LONGEST])
-        self._write()
 
     def _run(self) -> None:
         while not self._has_ended.wait(self._every):

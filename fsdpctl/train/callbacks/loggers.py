@@ -96,15 +96,7 @@ class Loggers(Callback):
         *,
         is_on: bool = True,
     ) -> None:
-        """Start the loggers.
-
-        Args:
-            config: Resolved configuration.
-            run_dir: Run directory, for their files.
-            step: Completed steps; values of later steps are from before a resume.
-            warn: Called with a message about a logger that fails.
-            is_on: Whether this rank logs.
-        """
+        """Start the loggers after `step`; `warn` gets a message about each that fails."""
         self._warn = warn
         self._loggers: dict[str, Logger] = {}
         if not is_on:
@@ -132,14 +124,6 @@ class Loggers(Callback):
 
     def went_back(self, run: "Trainer", step: int) -> None:
         """Forget the values of later steps."""
-        self.cut_back(step)
-
-    def end(self, run: "Trainer", error: BaseException | None) -> None:
-        """Close the loggers."""
-        self.close(well=is_joint(error))
-
-    def cut_back(self, step: int) -> None:
-        """Forget the values of later steps."""
         self._each(lambda each: each.cut_back(step))
 
     def _each(self, call: Callable[[Logger], None]) -> None:
@@ -149,11 +133,9 @@ class Loggers(Callback):
             except Exception as error:
                 self._drop(name, error)
 
-    def close(self, *, well: bool = True) -> None:
-        """Let them send the remaining values, for a limited time.
-
-        `well`: whether the run did not fail; after a failure its error waits to be reported.
-        """
+    def end(self, run: "Trainer", error: BaseException | None) -> None:
+        """Send the remaining values for a limited time, shorter if an error is to be reported."""
+        well = is_joint(error)
         patience = _LEAVING_SECONDS if well else _FAILING_SECONDS
         for name, each in list(self._loggers.items()):
             thread = threading.Thread(target=self._close, args=(name, each, well), daemon=True)

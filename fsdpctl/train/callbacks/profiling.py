@@ -40,36 +40,36 @@ class Profiling(Callback):
     def begin(self, run: "Trainer") -> None:
         """Start the trace of a start."""
         if self._at_start:
-            self.start(range(run.step, run.total_steps))
-            run.is_traced = True
+            self._start(run, _SKIPPED)
 
     def launched(self, run: "Trainer") -> None:
-        """Advance the trace by a step; once it is complete, end it on all ranks."""
-        if self.advance():
-            run.is_traced = False
+        """Count a step of the trace; once it is written, end it on all ranks."""
+        if self._profile is None:
+            return
+        self._profile.step()
+        if self._is_written:
+            self.end(run, None)
             run.ranks.barrier()  # the files of the other ranks are complete too
             run.requests.done(PROFILE)
 
     def act(self, run: "Trainer", requested: RequestFlags) -> RequestFlags:
         """Start a requested trace."""
         if requested.profile and not run.is_traced and run.step < run.total_steps:
-            self.start(range(run.step, run.total_steps), later=True)
-            run.is_traced = True
+            self._start(run, _SKIPPED_LATER)
         return requested
 
     def end(self, run: "Trainer", error: BaseException | None) -> None:
-        """Write the part of a trace that exists."""
-        self.stop()
+        """End a trace; of one in progress, write the part that exists."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._model.name_ranges(is_on=False)
+        self._profile, self._is_written, run.is_traced = None, False, False
 
-    def start(self, steps: range, *, later: bool = False) -> None:
-        """Trace three of `steps`, which begin now, or all of them if there are too few.
-
-        These are the third to the fifth, or with `later`, after the run's first steps, the second
-        to the fourth.
-        """
+    def _start(self, run: "Trainer", skipped: int) -> None:
+        """Trace three steps after `skipped` ones, or all remaining steps if there are too few."""
         self._model.name_ranges(is_on=True)
         self._folder.mkdir(parents=True, exist_ok=True)
-        file = self._folder / f"from-step-{steps.start}-rank-{self._rank}.json"
+        file = self._folder / f"from-step-{run.step}-rank-{self._rank}.json"
 
         def write(traced: profile) -> None:
             traced.export_chrome_trace(str(file))
@@ -80,27 +80,11 @@ class Profiling(Callback):
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(
             activities=activities,
-            schedule=_schedule(len(steps), _SKIPPED_LATER if later else _SKIPPED),
+            schedule=_schedule(run.total_steps - run.step, skipped),
             on_trace_ready=write,
         )
         self._profile.start()
-
-    def advance(self) -> bool:
-        """Count a step; return whether the trace is complete and written."""
-        if self._profile is None:
-            return False
-        self._profile.step()
-        if not self._is_written:
-            return False
-        self.stop()
-        return True
-
-    def stop(self) -> None:
-        """End a trace in progress."""
-        if self._profile is not None:
-            self._profile.stop()
-            self._model.name_ranges(is_on=False)
-        self._profile, self._is_written = None, False
+        run.is_traced = True
 
 
 def _schedule(steps: int, skipped: int) -> Callable[[int], ProfilerAction]:

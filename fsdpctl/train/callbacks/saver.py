@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,45 +37,38 @@ _OTHERS_SECONDS = 1800.0  # that other ranks may take longer to write than this 
 _LEAVING_SECONDS = 10.0  # that a failing run waits for a checkpoint without progress
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A complete checkpoint."""
+class Save:
+    """A checkpoint in progress or complete."""
 
-    step: int
-    stall: float  # seconds that training waited for it
-    write: float  # seconds until it was complete
-    note: str  # a failure after that, on rank 0
+    def __init__(self, step: int, num_bytes: int, began: float) -> None:
+        self.step, self.num_bytes, self.began = step, num_bytes, began
+        self.stall = self.seconds = 0.0  # that training waited for it; until it was complete
+        self.note = ""  # a failure after it was complete, on rank 0
+        self.written = 0
+        self.is_over = False
+        self.error: Exception | None = None
+
+    def run(self, write: Callable[["Save"], None]) -> None:
+        """Write it, in a thread."""
+        try:
+            write(self)
+        except Exception as error:
+            self.error = error
+        self.seconds = time.perf_counter() - self.began
+        self.is_over = True
+
+    def advance(self, count: int) -> None:
+        """Count written bytes."""
+        self.written += count
 
     def to_line(self) -> dict[str, Any]:
         """Return the object for metrics.jsonl."""
         line = {
             "step": self.step,
             "checkpoint_seconds": round(self.stall, 6),
-            "checkpoint_write_seconds": round(self.write, 6),
+            "checkpoint_write_seconds": round(self.seconds, 6),
         }
         return {**line, "warning": f"saved, but {self.note}"} if self.note else line
-
-
-class _Write:
-    """A checkpoint in progress."""
-
-    def __init__(self, step: int, num_bytes: int, began: float) -> None:
-        self.step, self.num_bytes, self.began = step, num_bytes, began
-        self.stall = 0.0
-        self.written = 0
-        self.ended: float | None = None
-        self.error: Exception | None = None
-        self.thread: threading.Thread | None = None
-
-    def run(self, write: Callable[[Callable[[int], None]], None]) -> None:
-        try:
-            write(self.advance)
-        except Exception as error:
-            self.error = error
-        self.ended = time.perf_counter()
-
-    def advance(self, count: int) -> None:
-        self.written += count
 
 
 class Saver:
@@ -94,14 +86,9 @@ class Saver:
         after_save: AfterSave,
         base: BaseInfo | None = None,
     ) -> None:
-        """Save into `run_dir`.
+        """Save into `run_dir`, without the weights that `base` has.
 
-        Args:
-            config: Resolved configuration.
-            run_dir: Run directory.
-            ranks: All ranks, with collectives that a thread may use during training.
-            after_save: Runner of the user's command on rank 0.
-            base: Model with the weights that are not trained and therefore not saved, if any.
+        A thread uses the collectives of `ranks` during training.
         """
         self._checkpoints = run_dir / CHECKPOINTS
         self._settings = words_for_others(config)
@@ -111,8 +98,8 @@ class Saver:
         self._base = base
         self._staging = Staging() if config.checkpoint.mode == "async" else None
         self._assets: Mapping[str, bytes] = read_run_assets(run_dir) if ranks.rank == 0 else {}
-        self._current: _Write | None = None
-        self._note = ""  # written by the thread about a complete checkpoint
+        self._current: Save | None = None
+        self._thread: threading.Thread | None = None
 
     def prepare(self, model: TrainedModel, optimizer: Optimizer) -> None:
         """Allocate pinned host memory for the copies of the first save, in a thread."""
@@ -135,54 +122,49 @@ class Saver:
         model.check_replicas()  # each replica writes a share of the checkpoint
         about = About(progress, self._settings, self._assets, self._base)
         snapshot = take_snapshot(model, optimizer, self._ranks.rank, about, self._staging)
-        current = self._current = _Write(progress.step, snapshot.num_bytes, began)
+        current = self._current = Save(progress.step, snapshot.num_bytes, began)
 
-        def write(on_bytes: Callable[[int], None]) -> None:
-            self._write(snapshot, on_bytes)
+        def write(save: Save) -> None:
+            self._write(snapshot, save)
 
-        current.thread = threading.Thread(
+        self._thread = threading.Thread(
             target=current.run, args=(write,), name="checkpoint", daemon=True
         )
-        current.thread.start()
+        self._thread.start()
         if self._staging is None:
             self.wait()  # detects a checkpoint without progress
         current.stall = time.perf_counter() - began
 
-    def _write(self, snapshot: Snapshot, on_bytes: Callable[[int], None]) -> None:
-        folder = step_folder(self._checkpoints, snapshot.about.progress.step)
-        write_checkpoint(folder, snapshot, self._ranks, on_bytes)
-        if self._ranks.rank == 0:
-            self._tidy(folder)
-            step = snapshot.about.progress.step
-            self._after_save.add(folder, step, self._remove_old)
-
-    def _tidy(self, newest: Path) -> None:
-        """Update `latest` and remove old checkpoints. A failure is only noted: nothing is lost."""
+    def _write(self, snapshot: Snapshot, save: Save) -> None:
+        folder = step_folder(self._checkpoints, save.step)
+        write_checkpoint(folder, snapshot, self._ranks, save.advance)
+        if self._ranks.rank != 0:
+            return
         try:
-            point_to(self._checkpoints / LATEST, newest)
+            point_to(self._checkpoints / LATEST, folder)
             with self._after_save.deleting:
                 self._remove_old()
-        except OSError as error:
-            self._note = f"{error.filename or self._checkpoints}: {error.strerror}"
+        except OSError as error:  # only noted: nothing is lost
+            save.note = f"{error.filename or self._checkpoints}: {error.strerror}"
+        self._after_save.add(folder, save.step, self._remove_old)
 
     def _remove_old(self) -> None:
         """Remove old checkpoints; called again once the command no longer needs one."""
         remove_old(self._checkpoints, self._keep, self._after_save.busy)
 
-    def take_saved(self) -> Saved | None:
+    def take_saved(self) -> Save | None:
         """Return the checkpoint that has become complete since the last call, if any.
 
         Raises:
             FsdpctlError: If it could not be written.
         """
         current = self._current
-        if current is None or current.ended is None:
+        if current is None or not current.is_over:
             return None
         self._current = None
         if current.error is not None:
             raise current.error
-        note, self._note = self._note, ""
-        return Saved(current.step, current.stall, current.ended - current.began, note)
+        return current
 
     @property
     def share_written(self) -> float | None:
@@ -197,7 +179,7 @@ class Saver:
 
         `report` is called regularly with the fraction written and the seconds waited.
         """
-        thread = None if self._current is None else self._current.thread
+        thread = self._thread
         began = since = time.perf_counter()
         shown: float | None = None
         while thread is not None and thread.is_alive():
@@ -214,12 +196,12 @@ class Saver:
 
     def close(self) -> None:
         """Let the checkpoint in progress complete as long as it advances."""
-        current = self._current
-        if current is None or current.thread is None:
+        current, thread = self._current, self._thread
+        if current is None or thread is None:
             return
         written, since = current.written, time.perf_counter()
-        while current.thread.is_alive() and time.perf_counter() - since < _LEAVING_SECONDS:
-            current.thread.join(_POLL_SECONDS)
+        while thread.is_alive() and time.perf_counter() - since < _LEAVING_SECONDS:
+            thread.join(_POLL_SECONDS)
             if current.written != written:
                 RANK_STATUS.at("completing a checkpoint")
                 written, since = current.written, time.perf_counter()

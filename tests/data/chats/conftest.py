@@ -1,4 +1,4 @@
-"""A cache of its own for every test."""
+"""Fixtures: a cache for each test."""
 
 import pytest
 

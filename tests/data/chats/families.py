@@ -1,6 +1,6 @@
 """Chat templates of published models, and small tokenizers with their control tokens.
 
-In templates/, ⟪ and ⟫ enclose what a marked version marks; they are no part of the template.
+In templates/, ⟪ and ⟫ enclose the generation blocks of the marked version.
 """
 
 import json
@@ -23,7 +23,7 @@ _TEXTS = [
 
 @dataclass(frozen=True)
 class Family:
-    """What a model's tokenizer has."""
+    """The special tokens of a model's tokenizer."""
 
     controls: tuple[str, ...]
     bos: str | None
@@ -107,7 +107,7 @@ MARKED = ("llama2", "mistral_v1", "mistral_v7", "phi3", "phi4", "zephyr", "smoll
 
 
 def template_of(name: str, *, marked: bool = False) -> str:
-    """The template as it was published, or with marks."""
+    """Return the template as published, or with generation blocks."""
     text = (TEMPLATES / f"{name}.jinja").read_text().removesuffix("\n")
     if not marked:
         return text.replace("⟪", "").replace("⟫", "")
@@ -158,7 +158,7 @@ def _trained(is_metaspace: bool) -> str:
 
 
 def write_tokenizer(folder: Path, name: str, template: str | None = None) -> Path:
-    """A directory with the family's tokenizer, and its own template, another or none (empty)."""
+    """Write the family's tokenizer with its template, another one, or none (empty)."""
     family = FAMILIES[name]
     tokenizer = Tokenizer.from_str(_trained(family.is_metaspace))
     tokenizer.add_special_tokens(
@@ -183,7 +183,7 @@ def write_tokenizer(folder: Path, name: str, template: str | None = None) -> Pat
 
 
 def say(*turns: str, system: str | None = None) -> list[dict[str, Any]]:
-    """A conversation whose turns are the user's and the assistant's, in turn."""
+    """Return a conversation of alternating user and assistant messages."""
     first = [] if system is None else [{"role": "system", "content": system}]
     roles = ("user", "assistant")
     rest = [{"role": roles[index % 2], "content": text} for index, text in enumerate(turns)]
@@ -191,6 +191,6 @@ def say(*turns: str, system: str | None = None) -> list[dict[str, Any]]:
 
 
 def write_lines(file: Path, rows: list[Any]) -> Path:
-    """The rows as JSON Lines."""
+    """Write rows as JSON Lines."""
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return file

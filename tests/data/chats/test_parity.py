@@ -1,4 +1,4 @@
-"""Tokens and trained positions beside those of transformers."""
+"""Tokens and trained positions, compared with transformers."""
 
 from datetime import datetime
 
@@ -34,7 +34,7 @@ def with_transformers(folder, messages, **about):
 
 
 def completed(mask, offsets):
-    """Their mask with all tokens of a span's last character, of which they mark the first."""
+    """Extend the mask of transformers to all tokens of a span's last character."""
     found = list(mask)
     for at in range(1, len(found)):
         found[at] = found[at] or int(found[at - 1] and offsets[at] == offsets[at - 1])
@@ -53,7 +53,7 @@ def test_tokens_are_those_of_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_trained_positions_are_those_of_transformers_where_a_template_has_marks(name, tmp_path):
+def test_trained_positions_are_those_of_transformers_with_generation_blocks(name, tmp_path):
     found = opened(tmp_path, name, ROWS, template_of(name, marked=True)).train
     for number, messages in enumerate(CHATS):
         expected = with_transformers(
@@ -79,7 +79,7 @@ def test_each_sample_of_a_rewritten_chat_is_the_conversation_up_to_there(name, t
         assert found.train[number][0].tolist() == expected
 
 
-def test_a_split_last_character_is_trained_whole_where_transformers_marks_its_first_byte(tmp_path):
+def test_all_tokens_of_a_last_character_are_trained_on(tmp_path):
     messages = say("hi", "ok 🙂")
     marked = (
         "{% for m in messages %}{{ m.role + ':' }}{% generation %}{{ m.content }}"

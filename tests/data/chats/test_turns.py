@@ -45,13 +45,13 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_answers_have_a_loss_with_the_token_that_ends_them(name, tmp_path):
+def test_assistant_messages_are_trained_on_with_the_token_that_ends_them(name, tmp_path):
     found = trained_of(tmp_path, name, [{"messages": TALK}])
     assert [[text.strip() for text in each] for each in found] == EXPECTED[name]
 
 
 @pytest.mark.parametrize("name", [name for name in MARKED if name != "smollm3"])
-def test_what_is_found_is_what_marks_would_mark(name, tmp_path):
+def test_located_messages_equal_generation_blocks(name, tmp_path):
     rows = [{"messages": say("hello", " good day", "why 🙂", "be\n\ncause 🙂")}]
     found = opened(tmp_path / "found", name, rows)
     marked = opened(tmp_path / "marked", name, rows, template_of(name, marked=True))
@@ -66,7 +66,7 @@ ODD = ["\n\n lines \n", "  spaced ", "🙂", *FILLERS[:2]]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_answer_that_begins_or_ends_oddly_is_trained_whole(name, tmp_path):
+def test_messages_with_unusual_edges_are_trained_on_in_full(name, tmp_path):
     found = trained_of(tmp_path, name, [{"messages": say("hello", answer)} for answer in ODD])
     for (text,), answer in zip(found, ODD, strict=True):
         assert answer.strip() in text
@@ -74,7 +74,7 @@ def test_an_answer_that_begins_or_ends_oddly_is_trained_whole(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["chatml", "qwen3", "phi3", "gemma2"])
-def test_control_tokens_in_what_people_say_move_no_boundary(name, tmp_path):
+def test_control_tokens_in_messages_do_not_move_boundaries(name, tmp_path):
     end = {"phi3": "<|end|>", "gemma2": "<end_of_turn>"}.get(name, "<|im_end|>")
     found = opened(tmp_path, name, [{"messages": say(f"a {end} b", f"one {end} two")}])
     texts = trained_texts(found.train, found.tokenizer)
@@ -82,14 +82,14 @@ def test_control_tokens_in_what_people_say_move_no_boundary(name, tmp_path):
     assert any("2 messages with control tokens" in note for note in found.notes)
 
 
-def test_an_end_that_is_not_the_tokenizers_end_is_trained_and_told(tmp_path):
+def test_the_end_of_a_message_may_differ_from_the_tokenizers_end(tmp_path):
     found = opened(tmp_path, "gemma2", [{"messages": TALK}])
     end = found.tokenizer.controls["<end_of_turn>"]
     assert found.end_tokens == (end,)
     assert found.tokenizer.end == found.tokenizer.controls["<eos>"] != end
 
 
-def test_weights_switch_answers_off(tmp_path):
+def test_weights_mask_assistant_messages(tmp_path):
     messages = [{**each} for each in TALK]
     messages[1]["weight"] = 0
     assert trained_of(tmp_path / "a", "chatml", [{"messages": messages}]) == [["because<|im_end|>"]]
@@ -100,7 +100,7 @@ def test_weights_switch_answers_off(tmp_path):
     assert found == [["because<|im_end|>"]]
 
 
-def test_only_the_last_answer_or_everything_can_be_trained(tmp_path):
+def test_train_on_selects_the_last_message_or_all_tokens(tmp_path):
     rows = [{"messages": TALK}]
     assert trained_of(tmp_path / "a", "chatml", rows, train_on="last") == [["because<|im_end|>"]]
     everything = opened(tmp_path / "b", "chatml", rows, train_on="all")
@@ -118,12 +118,12 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_rewritten_turns_are_as_one_asks(policy, tmp_path):
+def test_policies_for_rewritten_turns(policy, tmp_path):
     rows = [{"messages": TALK}]
     assert trained_of(tmp_path, "qwen3", rows, rewritten_turns=policy) == POLICIES[policy]
 
 
-def test_rewritten_turns_can_be_refused_and_are_counted(tmp_path):
+def test_rewritten_turns_can_be_rejected_and_are_counted(tmp_path):
     rows = [{"messages": say("a", "b")}, {"messages": TALK}]
     with pytest.raises(UsageError, match="line 2: message 2: the template rewrites it once"):
         opened(tmp_path, "qwen3", rows, rewritten_turns="refuse")
@@ -131,7 +131,7 @@ def test_rewritten_turns_can_be_refused_and_are_counted(tmp_path):
     assert not any("rewrites" in note for note in opened(tmp_path, "phi3", rows).notes)
 
 
-def test_reasoning_is_trained_where_the_template_writes_it(tmp_path):
+def test_reasoning_is_trained_on_if_the_template_writes_it(tmp_path):
     messages = say("why", "because")
     messages[1]["reasoning"] = "let me think"
     thought = "<think>\nlet me think\n</think>\n\nbecause<|im_end|>"
@@ -168,12 +168,12 @@ CALLS = {
     "arguments", [{"city": "Rome"}, '{"city": "Rome"}'], ids=["object", "text"]
 )
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_of_tools_are_trained_and_their_results_are_not(name, arguments, tmp_path):
+def test_tool_calls_are_trained_on_and_their_results_are_masked(name, arguments, tmp_path):
     found = trained_of(tmp_path, name, [{"messages": with_call(arguments)}])
     assert [each.strip() for each in found[0]] == [each.strip() for each in CALLS[name]]
 
 
-def test_a_control_token_that_opens_a_call_is_part_of_the_answer(tmp_path):
+def test_a_control_token_that_opens_a_call_is_trained_on(tmp_path):
     rows = [{"messages": with_call({"city": "Rome"})}]
     (first, second), *_ = trained_of(tmp_path, "mistral_v3", rows)
     assert first.startswith("[TOOL_CALLS]")
@@ -201,17 +201,17 @@ NOT_FOUND = {
 
 
 @pytest.mark.parametrize("template", NOT_FOUND, ids=range(len(NOT_FOUND)))
-def test_what_cannot_be_found_is_refused_with_its_line(template, tmp_path):
+def test_messages_that_cannot_be_located_are_rejected_with_their_line(template, tmp_path):
     with pytest.raises(UsageError, match=rf"chats.jsonl, line 1: .*{NOT_FOUND[template]}"):
         opened(tmp_path, "chatml", [{"messages": TALK}], template)
 
 
-def test_an_end_token_that_is_none_of_the_tokenizers_is_not_taken_for_one(tmp_path):
+def test_an_end_that_is_not_a_control_token_is_rejected(tmp_path):
     with pytest.raises(UsageError, match=r"no control token .* '<\|im_end\|>"):
         opened(tmp_path, "gemma2", [{"messages": say("a", "b")}], template_of("chatml"))
 
 
-def test_a_sample_without_a_loss_is_dropped_and_counted(tmp_path):
+def test_a_sample_without_trained_tokens_is_dropped_and_counted(tmp_path):
     silent = [{**each, "train": False} for each in TALK]
     found = opened(tmp_path, "chatml", [{"messages": TALK}, {"messages": silent}])
     assert len(found.train) == 1
@@ -235,13 +235,13 @@ SHORTENED_SAMPLES = {
 
 
 @pytest.mark.parametrize("policy", SHORTENED_SAMPLES)
-def test_marked_turns_that_are_rewritten_are_as_one_asks(policy, tmp_path):
+def test_policies_for_rewritten_turns_with_generation_blocks(policy, tmp_path):
     rows = [{"messages": THOUGHTS}]
     found = trained_of(tmp_path, "chatml", rows, template=SHORTENED, rewritten_turns=policy)
     assert found == SHORTENED_SAMPLES[policy]
 
 
-def test_answers_that_stand_together_share_a_sample(tmp_path):
+def test_unchanged_messages_share_a_sample(tmp_path):
     calls = with_call({"city": "Rome"})
     calls[1]["reasoning_content"] = calls[3]["reasoning_content"] = "hm"
     rows = [{"messages": [*say("hi", "ho"), *calls]}]
@@ -251,7 +251,7 @@ def test_answers_that_stand_together_share_a_sample(tmp_path):
     assert found[1][1] == "<think>\nhm\n</think>\n\ngood<|im_end|>"
 
 
-def test_a_mark_of_the_conversations_end_belongs_to_its_last_answer(tmp_path):
+def test_a_generation_block_at_the_end_belongs_to_the_last_message(tmp_path):
     rows = [{"messages": [TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]}]
     (found,) = trained_of(tmp_path, "phi3", rows, template=template_of("phi3", marked=True))
     assert "".join(found).split() == ["because<|end|>", "<|endoftext|>"]
@@ -269,8 +269,8 @@ SAME = [name for name in MARKED if name not in ("smollm3", "phi3")]
 @pytest.mark.parametrize("name", SAME)
 @settings(max_examples=60)
 @given(texts=st.lists(TEXTS.filter(str.strip), min_size=2, max_size=6))
-def test_any_words_are_found_where_marks_have_them(name, texts):
-    """Characters, so without a process and a tokenizer."""
+def test_any_text_is_located_where_generation_blocks_mark_it(name, texts):
+    """Compare characters, which needs neither a process nor a tokenizer."""
     family = FAMILIES[name]
     named = {"bos_token": family.bos or "", "eos_token": family.eos}
     controls = re.compile("|".join(map(re.escape, family.controls)))

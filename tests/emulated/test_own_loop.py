@@ -1,0 +1,71 @@
+"""Loops of users' own on CUDA devices, with the calls that docs/python-api.md lists."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+import fsdpctl
+from docs.examples.conv_net import ConvNet, make_batch
+from tests.distributed import distributed
+
+STEPS = 3
+
+
+def losses_of(device: torch.device, folder: Path, strategy: str, torchs_own: bool) -> list[Tensor]:
+    """Of each step, of a fresh model that reads what was saved, and of its whole weights."""
+    rank = dist.get_rank()
+
+    def loss_of(of: torch.nn.Module, number: int) -> Tensor:
+        images, labels = (each.to(device) for each in make_batch(number, rank, size=4))
+        loss: Tensor = F.cross_entropy(of(images), labels)
+        return loss
+
+    def make() -> fsdpctl.ShardedModel:
+        torch.manual_seed(rank)  # rank 0's weights win
+        return fsdpctl.shard_model(ConvNet(channels=8, depth=2).to(device), strategy)
+
+    model = make()
+    if torchs_own:
+        optimizer = torch.optim.AdamW(model.flat_parameters(), lr=3e-3)
+    else:
+        optimizer = fsdpctl.ShardedAdamW(model, lr=3e-3, weight_decay=0.01)
+        model.overlap_param_gather = True
+    accumulator = fsdpctl.GradAccumulator(model, steps=2, reduce="last")
+    found = []
+    for step in range(STEPS):
+        for half in range(2):
+            with accumulator.micro_step():
+                loss = loss_of(model, 2 * step + half)
+                loss.backward()
+            found.append(loss.detach())
+        found.append(fsdpctl.clip_grad_norm_(model, 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        found.append(loss_of(model, 99))
+        with model.full_parameters():
+            found += [each.abs().mean() for each in model.module.parameters()]
+        if not torchs_own:
+            fsdpctl.save_checkpoint(folder, model, optimizer)
+            again = make()
+            fsdpctl.load_checkpoint(folder, again, fsdpctl.ShardedAdamW(again))
+            found.append(loss_of(again, 99))
+    return [each.cpu() for each in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("torchs_own", [False, True])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
+@distributed(world_size=2, timeout=300, on_devices=True)
+def test_it_has_the_losses_of_cpu_ranks(
+    rank: int, world_size: int, tmp_path: Path, strategy: str, torchs_own: bool
+) -> None:
+    found, expected = (
+        torch.stack(losses_of(torch.device(*place), tmp_path / place[0], strategy, torchs_own))
+        for place in (("cuda", rank), ("cpu",))
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
