@@ -118,7 +118,9 @@ def _library() -> Any:
     try:
         import gguf
     except ImportError:
-        raise UsageError("--format gguf: required: pip install 'fsdpctl[gguf]'") from None
+        raise UsageError(
+            "--format gguf: gguf not installed; run `pip install 'fsdpctl[gguf]'`"
+        ) from None
     return gguf
 
 

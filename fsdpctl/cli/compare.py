@@ -181,7 +181,7 @@ class _Command:
 
 
 def _variants(asked: ConfigArguments, steps: int) -> "list[Variant]":
-    """What is to be run; says what of what was asked for is not."""
+    """Return the variants to compare, and print which settings and combinations are ignored."""
     from fsdpctl.tools.compare.vary import distinct, possible, variants
 
     found = variants(list(asked.settings or []), asked.recipe, asked.config_dir, steps=steps)
