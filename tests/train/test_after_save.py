@@ -181,7 +181,7 @@ def test_the_command_ends_with_the_rank_that_started_it(tmp_path):
     ("command", "said"),
     [
         ("rsync 'a", "no closing quotation"),
-        ("  ", "no command"),
+        ("  ", "expected a command"),
         ("no-such-program a b", "program no-such-program not found"),
     ],
 )

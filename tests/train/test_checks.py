@@ -18,7 +18,7 @@ def kept(folder: Path, **about: object) -> Path:
 
 
 def test_the_step_time_is_compared_with_the_prediction(tmp_path):
-    checks = Checks(kept(tmp_path, foreseen_step_seconds=0.3, foreseen_by="a profile"), 0)
+    checks = Checks(kept(tmp_path, predicted_step_seconds=0.3, prediction_source="a profile"), 0)
     checks._seconds = [9.0, 0.2, 0.28]
     found = checks.time()
     assert found is not None

@@ -1,6 +1,7 @@
 """Checkpoints at intervals, on request and at the end, and the user's command after each."""
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdpctl.checkpoint.manifest import BaseInfo
@@ -18,8 +19,6 @@ from fsdpctl.train.journal import Journal
 from fsdpctl.train.requests import SAVE, RequestFlags
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fsdpctl.train.trainer import Trainer
 
 _REPORTED = 5.0  # seconds; a faster save is not worth a line
@@ -31,7 +30,7 @@ class CheckpointManager(Callback):
     def __init__(
         self,
         config: Config,
-        run_dir: "Path",
+        run_dir: Path,
         ranks: ObjectExchange,
         journal: Journal,
         base: BaseInfo | None,
