@@ -7,8 +7,8 @@ from pathlib import Path
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention import CUDNN, EFFICIENT, FLASH, FLASHES, KERNELS, SHARES
-from fsdpctl.predict.hardware import DataSheet, Device
-from fsdpctl.predict.network import Network, RingNetwork
+from fsdpctl.predict.hardware import DataSheet
+from fsdpctl.predict.network import RingNetwork
 from fsdpctl.predict.profile import MeasuredDevice, MeasuredNetwork, Profile, read_profile
 from fsdpctl.resolve.attention import assumed_of
 
@@ -18,7 +18,7 @@ _USUAL = "hopper"  # the assumed generation of unknown GPUs
 _FP32_SHARE = 1 / 16  # of the bf16 FLOP/s, unless cluster.flops_fp32 is set
 
 
-def device_of(config: Config) -> Device:
+def device_of(config: Config) -> DataSheet | MeasuredDevice:
     """Return the device of a placed configuration.
 
     Raises:
@@ -54,7 +54,7 @@ def _attention(config: Config) -> Mapping[str, float]:
     return {name: shares[name] for name in (FLASH, CUDNN, EFFICIENT)}
 
 
-def network_of(config: Config) -> Network:
+def network_of(config: Config) -> RingNetwork | MeasuredNetwork:
     """Return the network of a placed configuration.
 
     Raises:

@@ -17,7 +17,7 @@ from fsdpctl.comm.waits import Seconds
 from fsdpctl.errors import EngineError
 from fsdpctl.peers.fully import FullyShard
 from fsdpctl.peers.replicated import Replicated
-from fsdpctl.peers.setup import Local, PeerSetup, Runner
+from fsdpctl.peers.setup import Local, PeerSetup
 from fsdpctl.peers.values import Draw, Values
 from fsdpctl.plan.engines import FSDP2
 from fsdpctl.plan.layout import FlatLayout, ParamSpec, Placement, Span
@@ -33,7 +33,9 @@ class PeerModel(nn.Module):
 
     can_prefetch = False  # from one step to the next
 
-    def __init__(self, module: nn.Module, runner: Runner, world: Collectives) -> None:
+    def __init__(
+        self, module: nn.Module, runner: FullyShard | Replicated, world: Collectives
+    ) -> None:
         super().__init__()
         self.module = module
         self.mesh = Mesh(world, world, None)

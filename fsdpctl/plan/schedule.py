@@ -42,7 +42,7 @@ class Buffer(StrEnum):
     WHOLE_GRADS = "whole gradients"  # of a unit, held or in reduction
     WORKSPACE = "workspace"  # of a reduction
     SUM = "sum"  # the result of a reduction on this rank, until it is in the gradient
-    COMBINING = "workspace over copies"  # of the second collective
+    COMBINING = "workspace over replicas"  # of the second collective
     GRADS = "gradients"  # reduced
 
 
@@ -256,16 +256,3 @@ def update_events(order: UnitOrder, strategy: Strategy) -> tuple[Event, ...]:
         return ()
     units = filter(order.trains, (order.root, *order.forward))
     return tuple(Event(EventKind.SYNC, unit) for unit in units)
-
-
-def most_whole_units(events: Sequence[Event]) -> list[frozenset[str]]:
-    """Return the units whose parameters take memory after each event."""
-    alive: set[str] = set()
-    states = []
-    for event in events:
-        if event.kind in (EventKind.GATHER, EventKind.READY):
-            alive.add(event.unit)
-        elif event.kind is EventKind.RELEASE:
-            alive.discard(event.unit)
-        states.append(frozenset(alive))
-    return states

@@ -256,7 +256,7 @@ class Fsdp2Steps:
             recorder.copy(2 * nbytes, f"copy gradients of {unit}")
         key = recorder.start(C.REDUCE_SCATTER, nbytes, shard, f"reduce {unit}", queue=_QUEUE)
         if self._model.replicates:
-            label, own = f"sum over copies of {unit}", nbytes / parts
+            label, own = f"sum over replicas of {unit}", nbytes / parts
             key = recorder.start(C.ALL_REDUCE, own, replicas, label, queue=COPIES, after=key)
         self._reductions.append(key)
 

@@ -144,7 +144,7 @@ class FsdpctlSteps:
         if self._place.num_replicas == 1:  # the parts of unsharded gradients are put together
             kind, group, queue = C.GATHER, RankGroup.SHARD, GATHERS
         after = self._last_reduced.get(unit) if strategy.replicates else None
-        label = f"sum over copies of {unit}"
+        label = f"sum over replicas of {unit}"
         key = self._recorder.start(kind, nbytes, group, label, queue=queue, after=after)
         self._combining[unit].append(key)
 

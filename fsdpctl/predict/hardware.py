@@ -3,38 +3,11 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from fsdpctl.plan.attention import FLASH
 from fsdpctl.predict.compute import Work, WorkKind
 
 _ATTENTION = (WorkKind.ATTENTION, WorkKind.ATTENTION_BACKWARD)
-
-
-class Device(Protocol):
-    """A device that prices operators."""
-
-    def seconds(self, work: Work) -> float:
-        """Return the seconds of an operator that runs alone."""
-        ...
-
-    def copy_seconds(self, nbytes: float) -> float:
-        """Return the seconds to read and write `nbytes` in total."""
-        ...
-
-    def optimizer_seconds(self, nbytes: float, moments: int) -> float:
-        """Return the seconds of an optimizer step over `nbytes` of master weights."""
-        ...
-
-    @property
-    def host_seconds(self) -> float:
-        """The seconds of the host per operator, during which the device computes."""
-        ...
-
-    @property
-    def step_overhead(self) -> float:
-        """The seconds of a step that no operator accounts for."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 from fsdpctl.predict.simulator import Transfer
 
@@ -29,14 +28,6 @@ class Group:
     def ranks_per_node(self) -> int:
         """The ranks of the group on one node."""
         return self.ranks // self.nodes
-
-
-class Network(Protocol):
-    """A network that prices collectives."""
-
-    def transfer(self, kind: CollectiveKind, nbytes: float, group: Group) -> Transfer:
-        """Price a collective over a buffer of `nbytes`: the gathered or the reduced one."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

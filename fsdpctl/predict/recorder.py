@@ -10,7 +10,7 @@ from fsdpctl.predict.compute import Part
 from fsdpctl.predict.network import CollectiveKind
 
 # Queues of collectives.
-GATHERS, REDUCTIONS, COPIES = "gathers", "reductions", "sums over copies"
+GATHERS, REDUCTIONS, COPIES = "gathers", "reductions", "sums over replicas"
 
 
 class Category(StrEnum):
@@ -103,14 +103,8 @@ class Recorder:
     ) -> int:
         """Start a collective over a buffer of `nbytes` and return the key to wait for.
 
-        Args:
-            kind: what the ranks do.
-            nbytes: of the whole buffer.
-            group: which ranks.
-            label: for timelines.
-            queue: collectives of one queue run one after another.
-            after: the collective that has to end first.
-            is_held: whether it starts together with others, see `TaskRecorder.start`.
+        Collectives of one `queue` run one after another. This one starts after the one with the key
+        `after` has ended. A held one starts together with others, see `TaskRecorder.start`.
         """
         return 0
 

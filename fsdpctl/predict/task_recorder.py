@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from fsdpctl.plan.transport import ALL_REDUCED_TOGETHER
 from fsdpctl.predict.compute import Part, PassPosition, Work
-from fsdpctl.predict.hardware import Device
-from fsdpctl.predict.network import CollectiveKind, Group, Network
+from fsdpctl.predict.hardware import DataSheet
+from fsdpctl.predict.network import CollectiveKind, Group, RingNetwork
+from fsdpctl.predict.profile import MeasuredDevice, MeasuredNetwork
 from fsdpctl.predict.recorder import GATHERS, RankGroup, Recorder
 from fsdpctl.predict.simulator import Compute, Start, Task, Wait
 
@@ -17,8 +18,8 @@ RECORD_BYTES = 64  # of the statistics that ranks exchange after a backward
 class Machine:
     """The hardware of a rank, and its process groups."""
 
-    device: Device
-    network: Network
+    device: DataSheet | MeasuredDevice
+    network: RingNetwork | MeasuredNetwork
     groups: Mapping[RankGroup, Group]
 
 

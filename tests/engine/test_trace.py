@@ -15,7 +15,6 @@ from fsdpctl.plan.schedule import (
     Event,
     EventKind,
     Prefetch,
-    most_whole_units,
     step_events,
     update_events,
 )
@@ -27,6 +26,7 @@ from fsdpctl.plan.units import lay_out, unit_order
 from tests.distributed import distributed
 from tests.engine.models import OddNet, backward_window, make_net, next_token_loss, token_batches
 from tests.matrix import WHOLE, cases
+from tests.plan.whole_units import most_whole_units
 
 MICRO_STEPS = {"one": (True,), "last": (False, False, True), "every": (True, True)}
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from fsdpctl.plan.layout import ParamSpec, flat_layout
 from fsdpctl.plan.order import UnitOrder
 from fsdpctl.plan.reductions import Reductions, plan_reductions
-from fsdpctl.plan.schedule import Event, EventKind, Prefetch, most_whole_units, step_events
+from fsdpctl.plan.schedule import Event, EventKind, Prefetch, step_events
 from fsdpctl.plan.slots import assign_slots
 from fsdpctl.plan.strategy import STRATEGIES
+from tests.plan.whole_units import most_whole_units
 
 K = EventKind
 COMPUTES = (K.FORWARD, K.LEAVE, K.BACKWARD)
