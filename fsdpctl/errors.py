@@ -28,31 +28,31 @@ class FsdpctlError(Exception):
 
 
 class UsageError(FsdpctlError):
-    """The command line or configuration asks for something impossible."""
+    """The command line or the configuration is invalid."""
 
     exit_code = 2
 
 
 class CheckpointError(FsdpctlError):
-    """A checkpoint is damaged, incomplete or not one of ours."""
+    """A checkpoint is corrupted, incomplete, or not in fsdpctl's format."""
 
     exit_code = 4
 
 
 class StoppedError(FsdpctlError):
-    """The run was asked to stop, and saved what there was before it did."""
+    """The run stopped on request, after saving."""
 
     exit_code = 75
 
 
 class NonFiniteError(FsdpctlError):
-    """A loss or gradient was infinite, not a number, or far above those before."""
+    """A loss or gradient was infinite, not a number, or far above the previous ones."""
 
     exit_code = 76
 
 
 class InterruptError(FsdpctlError):
-    """Somebody pressed Ctrl-C."""
+    """The user pressed Ctrl-C."""
 
     exit_code = 130
 

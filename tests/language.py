@@ -66,10 +66,10 @@ class Finding(NamedTuple):
     phrase: str
 
 
-def findings(path: Path) -> Iterator[Finding]:
-    """Yield all phrases in one file."""
+def findings(path: Path, source: str | None = None) -> Iterator[Finding]:
+    """Yield all phrases in one file, or in `source` in its place."""
     name = path.relative_to(ROOT).as_posix()
-    for line, text, kind in _texts(path):
+    for line, text, kind in _texts(path, source or path.read_text(encoding="utf-8")):
         extra = {"document": IN_DOCUMENTS, "docstring": IN_DOCSTRINGS}.get(kind, [])
         for pattern in (*EVERYWHERE, *extra):
             for match in re.finditer(pattern, text, re.IGNORECASE if pattern[0] != "^" else 0):
@@ -78,9 +78,8 @@ def findings(path: Path) -> Iterator[Finding]:
                     yield Finding(name, line, phrase)
 
 
-def _texts(path: Path) -> Iterator[tuple[int, str, str]]:
+def _texts(path: Path, source: str) -> Iterator[tuple[int, str, str]]:
     """Yield each piece of prose with its line and kind."""
-    source = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         yield from ((line, text, "document") for line, text in _prose(source))
     elif path.suffix == ".py":

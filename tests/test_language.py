@@ -1,28 +1,13 @@
-"""The project's prose keeps to the words of CONTRIBUTING.md."""
+"""The project's prose follows the vocabulary of CONTRIBUTING.md."""
 
-from collections import Counter
-
-import pytest
-
-from tests.language import Finding, files, findings
-
-# By directory: phrases that are left. No number may rise.
-LEFT: dict[str, int] = {
-    "fsdpctl/cli": 1,
-    "fsdpctl/errors.py": 2,
-    "fsdpctl/estimate": 10,
-}
+from tests.language import ROOT, files, findings
 
 
-@pytest.fixture(scope="module")
-def found() -> list[Finding]:
-    return [each for path in files() for each in findings(path)]
+def test_all_prose_uses_the_vocabulary() -> None:
+    assert [each for path in files() for each in findings(path)] == []
 
 
-def test_no_phrase_is_written_that_others_would_not_understand(found: list[Finding]) -> None:
-    counts = Counter(_directory(each.file) for each in found)
-    assert not {name: count for name, count in counts.items() if count > LEFT.get(name, 0)}
-
-
-def _directory(file: str) -> str:
-    return "/".join(file.split("/")[: 2 if file.startswith("fsdpctl/") else 1])
+def test_a_phrase_outside_of_the_vocabulary_is_found() -> None:
+    path = ROOT / "tests" / "test_language.py"
+    planted = "# Whoever trains goes on from there, as ever."
+    assert [each.phrase for each in findings(path, planted)] == ["Whoever", "goes on", "as ever"]

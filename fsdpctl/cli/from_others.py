@@ -10,12 +10,12 @@ from fsdpctl.cli.console import add_row, new_table, say, show_table
 from fsdpctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from fsdpctl.estimate.from_others import Asked as AskedFromOthers
+    from fsdpctl.estimate.from_others import ImportedConfig
 
 _WIDTH = 88
 
 
-def asked_from(file: Path, asked: ConfigArguments) -> "AskedFromOthers":
+def asked_from(file: Path, asked: ConfigArguments) -> "ImportedConfig":
     """Return the configuration of another tool in `file`, with settings from the command line.
 
     Raises:
@@ -32,13 +32,13 @@ def asked_from(file: Path, asked: ConfigArguments) -> "AskedFromOthers":
     return completed(translation, list(words or []), config_dir)
 
 
-def show_translation(asked: "AskedFromOthers") -> None:
+def show_translation(asked: "ImportedConfig") -> None:
     """Print a table of the file's keys with their settings, then the keys without any."""
     found = asked.translation
     table = new_table(f"{found.tool}: {found.file}", "", "setting", "")
     for row in asked.rows:
         words = [word for word in row.settings if not (found.own_engine and word[:7] == "engine=")]
-        lost = [word for word in words if word in asked.overruled]
+        lost = [word for word in words if word in asked.overridden]
         note = row.note
         if lost:
             note = f"overridden: {' '.join(lost)}" + (f"; {note}" if note else "")
@@ -52,7 +52,7 @@ def show_translation(asked: "AskedFromOthers") -> None:
         say(line)
 
 
-def _left_out(asked: "AskedFromOthers") -> Iterator[str]:
+def _left_out(asked: "ImportedConfig") -> Iterator[str]:
     found = asked.translation
     if found.own_engine:
         yield f"engine  fsdpctl: {found.own_engine}"

@@ -1,4 +1,4 @@
-"""A configuration of another tool, completed by what was typed and by the hardware it is for."""
+"""Completion of an imported configuration by the command line and the hardware."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,29 +20,29 @@ from fsdpctl.plan.engines import has_strategy
 from fsdpctl.plan.strategy import STRATEGIES, get_strategy
 from fsdpctl.resolve.machine import placed_on_cluster, world_size
 
-_ASSUMED = "h100"  # where neither the file nor what was typed says a word of hardware
+_ASSUMED = "h100"  # if neither the file nor the command line names hardware
 _RANKS = ("launch.nproc_per_node", "launch.nnodes")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What is estimated, and where each word of it came from."""
+class ImportedConfig:
+    """The configuration to estimate, and the origin of each setting."""
 
     composed: Composed
     translation: Translation
     rows: tuple[TranslationRow, ...]
     typed: dict[str, str]
-    overruled: frozenset[str]  # words of the file that typed ones took the place of
+    overridden: frozenset[str]  # settings of the file that the command line overrides
 
     def to_dict(self) -> dict[str, Any]:
-        """What `estimate-memory --from … --json` prints below `from`."""
+        """Return the value of `from` in `estimate-memory --from FILE --json`."""
         found = self.translation
         return {
             "file": str(found.file),
             "tool": found.tool,
             "rows": [row.to_dict() for row in self.rows],
             "command_line": [f"{name}={text}" for name, text in self.typed.items()],
-            "overridden": sorted(self.overruled),
+            "overridden": sorted(self.overridden),
             "excluded": [row.to_dict() for row in found.excluded],
             "no_memory_effect": found.no_memory_effect,
             "unrecognized": found.unrecognized,
@@ -50,22 +50,22 @@ class Asked:
 
 
 def completed(
-    translation: Translation, typed_words: Sequence[str], config_dir: Path | None
-) -> Asked:
-    """The configuration that a file and typed words ask for; typed words win.
+    translation: Translation, arguments: Sequence[str], config_dir: Path | None
+) -> ImportedConfig:
+    """Combine a translated file with the command line, which takes precedence.
 
     Raises:
-        UsageError: something is missing that neither says, or cannot be.
+        UsageError: If a required setting is missing, or the combination is invalid.
     """
-    typed = _pairs(typed_words)
+    typed = _pairs(arguments)
     _refuse_missing(translation, typed)
-    compose_config(typed_words, None, config_dir)  # a mistake in these is not the file's
+    compose_config(arguments, None, config_dir)  # a mistake in these is not the file's
 
     def composed(rows: list[TranslationRow]) -> Composed:
-        kept, _ = _without_overruled(translation.settings_of(rows), typed)
+        kept, _ = _without_overridden(translation.settings_of(rows), typed)
         try:
             words = [f"{name}={text}" for name, text in kept.items()]
-            return compose_config([*words, *typed_words], None, config_dir)
+            return compose_config([*words, *arguments], None, config_dir)
         except UsageError as error:
             raise UsageError(f"{translation.file}: {error}") from None
 
@@ -82,8 +82,8 @@ def completed(
     if translation.batch is not None:
         whole = translation.whole_gradients
         rows += _batches(translation.batch, typed, world, whole_gradients=whole)
-    _, overruled = _without_overruled(translation.settings_of(rows), typed)
-    return Asked(composed(rows), translation, tuple(rows), typed, frozenset(overruled))
+    _, overridden = _without_overridden(translation.settings_of(rows), typed)
+    return ImportedConfig(composed(rows), translation, tuple(rows), typed, frozenset(overridden))
 
 
 def _pairs(words: Sequence[str]) -> dict[str, str]:
@@ -97,27 +97,29 @@ def _refuse_missing(translation: Translation, typed: dict[str, str]) -> None:
             raise UsageError(f"{translation.file}: {why}")
 
 
-def _without_overruled(
+def _without_overridden(
     words: dict[str, str], typed: dict[str, str]
 ) -> tuple[dict[str, str], set[str]]:
-    """The words of a file that hold beside typed ones, and the others."""
-    names = {name for name in words if _is_overruled(name, typed)}
+    """Return the settings of a file that apply, and those that the command line overrides."""
+    names = {name for name in words if _is_overridden(name, typed)}
     strategy = typed.get("strategy")
     if strategy and "engine" in words and "engine" not in typed:
         row = get_strategy(strategy) if strategy in STRATEGIES else None
         if row is None or not has_strategy(words["engine"], row):
             names.add("engine")
     if any(name.startswith(("model.lora.", "model.trainable", "optimizer")) for name in typed):
-        names |= {"engine"} & words.keys()  # PyTorch's own are estimated without those
+        names |= {"engine"} & words.keys()  # not supported by PyTorch's engines
     kept = {name: text for name, text in words.items() if name not in names}
     return kept, {f"{name}={words[name]}" for name in names}
 
 
-def _is_overruled(name: str, typed: dict[str, str]) -> bool:
+def _is_overridden(name: str, typed: dict[str, str]) -> bool:
     if name in typed:
         return True
     section = name.split(".")[0]
-    if section in typed and section != name:  # another choice, but adapters go with any model
+    if (
+        section in typed and section != name
+    ):  # another option of the group; adapters apply to any model
         return not name.startswith("model.lora.")
     if name == "strategy" and "reshard_after_forward" in typed:
         return False
@@ -126,19 +128,19 @@ def _is_overruled(name: str, typed: dict[str, str]) -> bool:
 
 
 def _hardware(translation: Translation, typed: dict[str, str]) -> list[TranslationRow]:
-    """What is assumed where neither the file nor what was typed names hardware, nor is any here."""
+    """Assume a cluster if neither file nor command line names one and this machine has no GPU."""
     named = ("cluster", "cluster.memory", "launch.device")
     device = {**translation.settings, **typed}.get("launch.device")
     if any(each in typed for each in named) or device == "cpu" or torch.cuda.is_available():
         return []
-    note = "assumed: there is no GPU here; cluster= names another"
+    note = "assumed: no GPU found; set cluster to change it"
     return [TranslationRow("(hardware)", "", (f"cluster={_ASSUMED}",), note)]
 
 
 def _ranks(
     composed: Composed, degrees: RankDegrees | None, typed: dict[str, str]
 ) -> list[TranslationRow]:
-    """Nodes for the ranks that the degrees ask for, where nobody said how many there are."""
+    """Derive the number of nodes from the degrees, unless a number of ranks is set."""
     asked = composed.config.launch.nproc_per_node is not None
     if degrees is None or degrees.total is None or asked or any(each in typed for each in _RANKS):
         return []
@@ -150,16 +152,16 @@ def _ranks(
 
 
 def _arranged(translation: Translation, degrees: RankDegrees, world: int) -> TranslationRow:
-    """Copies and shards as a strategy.
+    """Return the strategy with the requested replicas and shards.
 
     Raises:
-        UsageError: the copies do not divide the ranks.
+        UsageError: If the number of ranks is not divisible by the number of replicas.
     """
     replicate, shard = degrees.replicate, degrees.shard
     if replicate < 1 or world % replicate:
         where = f"{translation.file}: {degrees.keys[0]}: {replicate}"
-        raise UsageError(f"{where}: does not divide the {world} ranks; say how many there are, as "
-                         "launch.nproc_per_node=8 launch.nnodes=4")  # fmt: skip
+        raise UsageError(f"{where}: does not divide the {world} ranks; set the number of ranks, "
+                         "such as launch.nproc_per_node=8 launch.nnodes=4")  # fmt: skip
     reshards = translation.settings.get("strategy") != "shard_grad_op"
     if shard == 1 or world == replicate:
         words: tuple[str, ...] = ("strategy=no_shard", "engine=ddp")
@@ -175,11 +177,11 @@ def _arranged(translation: Translation, degrees: RankDegrees, world: int) -> Tra
 def _batches(
     batch: SourceBatch, typed: dict[str, str], world: int, *, whole_gradients: bool
 ) -> list[TranslationRow]:
-    """The sizes of a step, which follow from the ranks."""
+    """Derive the batch sizes from the number of ranks."""
     micro = _whole(typed.get("train.micro_batch_size")) or batch.micro
     passes = _whole(typed.get("accumulation.steps")) or batch.accumulation
     said = [str(each) for each in (batch.micro, batch.accumulation) if each]
-    note = f"over {world} ranks" if said else "assumed: the file says nothing of it"
+    note = f"over {world} ranks" if said else "assumed: not set in the file"
     micro, passes = micro or 1, passes or 1
     words: tuple[str, ...] = (
         f"accumulation.steps={passes}",
@@ -187,7 +189,7 @@ def _batches(
     )
     if whole_gradients and passes > 1:
         words = ("accumulation=last", *words)
-        note += "; gradients stay whole between passes"
+        note += "; gradients stay unsharded between micro-batches"
     row = TranslationRow(
         ", ".join(batch.keys), ", ".join(said), (f"train.micro_batch_size={micro}", *words)
     )

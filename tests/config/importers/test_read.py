@@ -10,7 +10,7 @@ from fsdpctl.config.importers.read import read_others
 from fsdpctl.config.importers.translation import Translation
 from fsdpctl.config.schema import GROUPS
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.from_others import Asked, completed
+from fsdpctl.estimate.from_others import ImportedConfig, completed
 from tests.hostile import make_checkpoint, make_hugging_face
 
 FILES = Path(__file__).parent / "files"
@@ -27,7 +27,7 @@ def read(name: str) -> Translation:
     return read_others(FILES / name)
 
 
-def asked(source: str | Path, *typed: str) -> Asked:
+def asked(source: str | Path, *typed: str) -> ImportedConfig:
     return completed(read_others(FILES / source), [H100, *typed], None)
 
 
@@ -125,7 +125,7 @@ def test_the_command_line_overrides_the_file():
     assert (config.model.name, config.strategy.name) == ("llama3_1b", "no_shard")
     assert (config.train.micro_batch_size, config.train.global_batch_size) == (1, 1 * 2 * 8)
     assert config.model.lora.rank == 32  # adapters go with any model
-    assert "strategy=shard_grad_op" in found.overruled
+    assert "strategy=shard_grad_op" in found.overridden
     sized = asked("axolotl-full.yaml", "train.global_batch_size=256").composed.config
     assert (sized.train.global_batch_size, sized.accumulation.steps) == (256, None)
     kept = asked("axolotl-full.yaml", "reshard_after_forward=false").composed.config
