@@ -87,7 +87,7 @@ def test_settings_that_no_variant_supports_are_an_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, said = invoke("compare", "data=text", "data.path=/no/such", "--steps", "4")
     assert code == 2
-    assert "no such file" in said
+    assert "data.path=/no/such: not found" in said
     assert f"{len(STRATEGIES) - 1} more variants" in said
 
 

@@ -102,7 +102,7 @@ def test_more_ranks_than_samples_are_supported():
         (["--fit", "batch"], "micro_batch, seq_len, model"),
         (["launch.allocator=cuda"], "expandable, native"),
         (["strategy=hybrid_shard", "strategy.dp_shard_size=3"], "must divide the 8 ranks"),
-        (["strategy.owner_map=balanced"], "only shard_optimizer"),
+        (["strategy.owner_map=balanced"], "only valid with strategy=shard_optimizer"),
         (["model.num_heads=5"], "must divide"),
         (["--recipe", "nothing"], "nothing"),
     ],
