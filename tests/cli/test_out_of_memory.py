@@ -1,4 +1,4 @@
-"""What a run says that was killed for want of memory."""
+"""The panel of a run that ran out of memory."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def test_the_panel_says_what_was_needed_and_what_would_fit(
     _show_failure(failure, tmp_path, Outcome((failure,), None))
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert "estimated" in said
-    assert "a rank had 768.0 MiB" in said
-    assert "where the most is held in:" in said
+    assert "768.0 MiB available per rank" in said
+    assert "peak " in said
     assert "to fit" in said
     assert "activation_checkpointing=" in said or "train.micro_batch_size=" in said
