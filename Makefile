@@ -16,7 +16,7 @@ train: $(VENV)/installed  ## train a small language model on this machine
 test: $(VENV)/emulated  ## run the fast tests
 	$(FAST)
 
-test-slow: $(VENV)/emulated  ## run the slow tests, half an hour; SAMPLE=0.7: that share of them
+test-slow: $(VENV)/emulated  ## all slow tests, some hours; SAMPLE=0.1 runs a tenth
 	$(BIN)/python -m pytest -q -m slow --sample $(SAMPLE) --seed "$(SEED)"
 
 check: $(VENV)/emulated  ## format, lint, types and fast tests, as in CI and the pre-commit hook

@@ -171,7 +171,8 @@ def _logging_to(path: Path) -> Iterator[None]:
         yield
     finally:
         logger.propagate, logger.handlers = before
-        handler.close()
+        with suppress(OSError):  # the disk may be full
+            handler.close()
 
 
 class _QuietHandler(logging.FileHandler):

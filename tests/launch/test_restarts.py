@@ -75,7 +75,7 @@ def test_a_hung_rank_is_named_and_restarted(tmp_path):
     assert "restart 1 of 1: no progress for more than launch.hang_timeout=6 s: rank 0" in said
     assert "stopped by a signal" in said
     stacks = (tmp_path / "run" / "logs" / "restart-1" / "rank-00001.log").read_text()
-    assert "fsdpctl/train/loop.py" in stacks  # where the other one waited
+    assert "fsdpctl/train/trainer.py" in stacks  # where the other one waited
 
 
 def test_an_invalid_configuration_is_not_restarted(tmp_path):

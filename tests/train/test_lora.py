@@ -246,7 +246,7 @@ def test_only_trained_parameters_are_saved(tmp_path):
         invoke("inspect-checkpoint", str(tmp_path / "run")),
     ):
         assert code == 0, said
-    assert f"what was not trained is in {tmp_path / 'base'}" in said
+    assert f"base model (untrained weights): {tmp_path / 'base'}" in said
     code, said = invoke(
         "consolidate-checkpoint", str(tmp_path / "run"), str(tmp_path / "x"), "--merge"
     )
