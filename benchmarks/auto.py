@@ -33,7 +33,7 @@ from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
 from fsdpctl.estimate.candidates import Axes, SearchPoint
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.local_hardware import with_speed
+from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.run import Opened, open_run, settle
 from fsdpctl.train.assemble import make_model, make_optimizer

@@ -29,11 +29,12 @@ from benchmarks.report import write_report
 from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
+from fsdpctl.engine.build import Sharding, Source, build_runtime
+from fsdpctl.engine.describe import divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.plan.strategy import get_strategy
-from fsdpctl.plan.units import lay_out
+from fsdpctl.plan.units import Division, lay_out
 from fsdpctl.resolve.blocks import checkpoint_block
 from fsdpctl.run.flops import ModelFlops, flops_per_token, peak_flops
 
@@ -99,12 +100,10 @@ def ours(model: nn.Module, nccl: NcclCollectives, precision: fsdpctl.Precision) 
     row, specs = get_strategy("full_shard"), divide_module(model, None)
     runtime = build_runtime(
         model,
-        Division(specs, lay_out(specs, nccl.size)),
+        Division(specs, lay_out(specs, nccl.size), row),
         make_mesh(nccl, DEVICE, nccl.size),
         Source(DEVICE),
-        strategy=row,
-        prefetch=fsdpctl.Prefetch(),
-        precision=precision,
+        Sharding(prefetch=fsdpctl.Prefetch(), precision=precision),
     )
     sharded = ShardedModel(model, runtime, row)
     optimizer = fsdpctl.ShardedAdamW(sharded, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)

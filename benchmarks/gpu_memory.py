@@ -31,14 +31,15 @@ from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
-from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
+from fsdpctl.engine.build import Sharding, Source, build_runtime
+from fsdpctl.engine.describe import divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import get_strategy
-from fsdpctl.plan.units import lay_out
+from fsdpctl.plan.units import Division, lay_out
 from fsdpctl.resolve.machine import resolved_strategy, world_size
 from fsdpctl.train.assemble import make_module, make_optimizer
 
@@ -96,12 +97,13 @@ def _train(config: Config, nccl: NcclCollectives) -> None:
     specs = divide_module(module, None)
     runtime = build_runtime(
         module,
-        Division(specs, lay_out(specs, nccl.size)),
+        Division(specs, lay_out(specs, nccl.size), row),
         make_mesh(nccl, DEVICE, nccl.size),
         Source(DEVICE, draw),
-        strategy=row,
-        prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
-        precision=Precision(*(_DTYPES[str(name)] for name in config.precision.dtypes)),
+        Sharding(
+            prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
+            precision=Precision(*(_DTYPES[str(name)] for name in config.precision.dtypes)),
+        ),
     )
     model = ShardedModel(module, runtime, row)
     optimizer = make_optimizer(config, model)

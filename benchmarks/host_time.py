@@ -37,11 +37,12 @@ from fsdpctl.comm.process_group import (
     all_gather_single,
     reduce_scatter_single,
 )
-from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
+from fsdpctl.engine.build import Sharding, Source, build_runtime
+from fsdpctl.engine.describe import divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.strategy import get_strategy
-from fsdpctl.plan.units import lay_out
+from fsdpctl.plan.units import Division, lay_out
 
 WIDTH = 64
 _CYCLES = 200_000_000  # about a tenth of a second
@@ -181,12 +182,10 @@ def _ours(setting: Setting) -> Callable[[Tensor], Timings]:
     specs = divide_module(net, ["Block"])
     runtime = build_runtime(
         net,
-        Division(specs, lay_out(specs, collectives.size)),
+        Division(specs, lay_out(specs, collectives.size), row),
         make_mesh(collectives, device, collectives.size),
         Source(device),
-        strategy=row,
-        prefetch=fsdpctl.Prefetch(),
-        precision=fsdpctl.Precision(),
+        Sharding(prefetch=fsdpctl.Prefetch(), precision=fsdpctl.Precision()),
     )
     model = ShardedModel(net, runtime, row)
     optimizer = fsdpctl.ShardedAdamW(model)

@@ -22,7 +22,7 @@ began = time.perf_counter()
 import torch
 imported = time.perf_counter()
 from fsdpctl.config.compose import compose_config
-from fsdpctl.engine.build import divide_module
+from fsdpctl.engine.describe import divide_module
 from fsdpctl.predict.engine_bytes import timeline
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.strategy import STRATEGIES

@@ -15,10 +15,9 @@ from docs.faults import faults_table
 from docs.predicted import predicted_steps_table, published_steps_table, selections_line
 from fsdpctl.cli.app import app
 from fsdpctl.config.compose import compose_config
-from fsdpctl.engine.build import divide_module
+from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
-from fsdpctl.estimate.run_plan import plan_run
-from fsdpctl.estimate.traffic import sent_by_plan
+from fsdpctl.estimate.run_plan import plan_run, sent_in_step
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.schedule import EventKind
 from fsdpctl.plan.sizes import RankPlace
@@ -30,7 +29,7 @@ from fsdpctl.predict.engine_bytes import (
     estimate,
     timeline,
 )
-from fsdpctl.resolve.machine import resolved_strategy
+from fsdpctl.resolve.machine import resolved_strategy, world_size
 
 DOCS = Path(__file__).parent
 PAGES = tuple(
@@ -133,11 +132,10 @@ def replicas_table() -> str:
         (found,) = estimate_strategies(estimator, config, every=False)
         placed = placed_for_estimate(config)
         placed = replace(placed, strategy=resolved_strategy(placed, placed.strategy))
-        plan, place = plan_run(placed, divide_module(build_model(placed.model), None), 1)
-        sent = sent_by_plan(plan, place)
+        sent = sent_in_step(placed, divide_module(build_model(placed.model), None), 1)
         found_bytes = found.peak_reserved, sent.within, sent.between
         cells = [f"{each / GIB:.1f} GiB" for each in found_bytes]
-        size = str(placed.strategy.dp_shard_size or place.size)
+        size = str(placed.strategy.dp_shard_size or world_size(placed))
         name = f"`{placed.strategy.name}`"
         rows.append([name, size, cells[0], VERDICTS[found.verdict], *cells[1:]])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
     from fsdpctl.engine.accumulation import GradAccumulator
+    from fsdpctl.engine.build import Sharding
     from fsdpctl.engine.model import ShardedModel
     from fsdpctl.engine.precision import Precision
-    from fsdpctl.engine.shard import Sharding, shard_model
+    from fsdpctl.engine.shard import shard_model
     from fsdpctl.estimate.own_module import Assumed, MemoryEstimate, estimate_memory
     from fsdpctl.optim.adamw import ShardedAdamW
     from fsdpctl.optim.record import clip_grad_norm_
@@ -44,7 +45,7 @@ __all__ = [
 _HOMES = {
     "Assumed": "fsdpctl.estimate.own_module",
     "MemoryEstimate": "fsdpctl.estimate.own_module",
-    "Sharding": "fsdpctl.engine.shard",
+    "Sharding": "fsdpctl.engine.build",
     "estimate_memory": "fsdpctl.estimate.own_module",
     "GradAccumulator": "fsdpctl.engine.accumulation",
     "OwnerMap": "fsdpctl.plan.owners",

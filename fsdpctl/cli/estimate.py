@@ -16,9 +16,9 @@ from fsdpctl.plan.strategy import STRATEGIES
 
 if TYPE_CHECKING:
     from fsdpctl.estimate.advice import Change
+    from fsdpctl.estimate.candidates import Ranking
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.estimate.fit import Fit
-    from fsdpctl.estimate.ranking import Ranking
     from fsdpctl.estimate.run_estimate import RunEstimate
 
 _DOES_NOT_FIT = 3

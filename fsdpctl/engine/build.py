@@ -10,7 +10,7 @@ from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.buffer import Resting, UnitBuffer
 from fsdpctl.engine.collecting import Collector
-from fsdpctl.engine.describe import describe_module, name_of_submodule, replace_meta_parameters
+from fsdpctl.engine.describe import replace_meta_parameters
 from fsdpctl.engine.hooks import hook_gradients, hook_root, hook_unit
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.reduction import GradientReducer
@@ -18,12 +18,12 @@ from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import ShardedUnit, Slot
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import FlatLayout, Span, share_of
-from fsdpctl.plan.order import UnitOrder
+from fsdpctl.plan.owners import OwnerMap
 from fsdpctl.plan.reductions import plan_reductions
 from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.plan.slots import slots_of
+from fsdpctl.plan.sizes import slots_of
 from fsdpctl.plan.strategy import Strategy
-from fsdpctl.plan.units import UnitSpec, divide_into_units, unit_order
+from fsdpctl.plan.units import Division, UnitSpec
 from fsdpctl.shards import FlatShard
 
 
@@ -37,16 +37,15 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
-    """The units of a model, and the parts of each unit's flat buffers."""
+class Sharding:
+    """The arguments of `shard_model`."""
 
-    units: tuple[UnitSpec, ...]
-    layouts: dict[str, tuple[FlatLayout, ...]]  # by unit
-
-    @property
-    def order(self) -> UnitOrder:
-        """The order of the units."""
-        return unit_order(self.units)
+    strategy: str | Strategy = "full_shard"
+    units: str | Sequence[type[nn.Module]] = "auto"
+    dp_shard_size: int | None = None
+    owner_map: str | OwnerMap = "even"
+    prefetch: Prefetch = Prefetch()
+    precision: Precision = Precision()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +53,16 @@ class _Builder:
     """The arguments with which every unit is built."""
 
     division: Division
-    strategy: Strategy
     precision: Precision
     mesh: Mesh
     source: Source
     params: dict[str, nn.Parameter]
     dtypes: dict[str, torch.dtype]  # of the parameters as the user made them
     scratches: dict[torch.dtype, Tensor] = field(default_factory=dict)
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.division.strategy
 
     def layouts(self, spec: UnitSpec) -> tuple[FlatLayout, ...]:
         return self.division.layouts[spec.name]
@@ -145,14 +147,7 @@ class _Builder:
 
 
 def build_runtime(
-    module: nn.Module,
-    division: Division,
-    mesh: Mesh,
-    source: Source,
-    *,
-    strategy: Strategy,
-    prefetch: Prefetch,
-    precision: Precision,
+    module: nn.Module, division: Division, mesh: Mesh, source: Source, sharding: Sharding
 ) -> Runtime:
     """Shard `module`'s parameters in place, and hook its events.
 
@@ -162,26 +157,24 @@ def build_runtime(
     replace_meta_parameters(module, source.device)
     _move_buffers(module, source.device, mesh.world)
     params = dict(module.named_parameters())
-    builder = _Builder(division, strategy, precision, mesh, source, params, dtypes)
-    units = _build_units(builder, prefetch)
+    builder = _Builder(division, sharding.precision, mesh, source, params, dtypes)
+    units = _build_units(builder, sharding.prefetch)
     for param in params.values():
         param.grad = None  # it does not belong to the sharded model
-    runtime = Runtime(
-        units,
-        division.order,
-        strategy=strategy,
-        prefetch=prefetch,
-        mesh=mesh,
-        reducer=_make_reducer(units, division, mesh, builder),
-    )
+    strategy, reducer = division.strategy, _make_reducer(units, builder)
+    runtime = Runtime(units, division.order, strategy, sharding.prefetch, mesh, reducer)
     runtime.parameters.remember(module, gathers=strategy.shards_params)
-    _hook(module, runtime, precision)
+    hook_root(module, runtime, sharding.precision.param_dtype)
+    for unit in runtime.units.values():
+        if strategy.keeps_whole_params or unit is runtime.root:
+            hook_gradients(runtime, unit)
+        if unit is not runtime.root:
+            hook_unit(module.get_submodule(unit.name), runtime, unit)
     return runtime
 
 
-def _make_reducer(
-    units: Sequence[ShardedUnit], division: Division, mesh: Mesh, builder: _Builder
-) -> GradientReducer:
+def _make_reducer(units: Sequence[ShardedUnit], builder: _Builder) -> GradientReducer:
+    division, mesh = builder.division, builder.mesh
     masters = {buffer.shard.dtype for unit in units for buffer in unit.trained_buffers}
     dtypes = {dtype: builder.precision.dtype_of_reduction(dtype) for dtype in masters}
 
@@ -210,16 +203,6 @@ def _make_reducer(
         narrows=strategy.shards_params,
     )
     return GradientReducer(in_order, mesh, plan, collector)
-
-
-def divide_module(module: nn.Module, classes: Sequence[str] | None) -> tuple[UnitSpec, ...]:
-    """Return the units of a module, root first; with `classes` None, by its repeated blocks."""
-    return divide_into_units(
-        describe_module(module),
-        classes=classes,
-        embedding=name_of_submodule(module, "get_input_embeddings"),
-        head=name_of_submodule(module, "get_output_embeddings"),
-    )
 
 
 def _build_units(builder: _Builder, prefetch: Prefetch) -> list[ShardedUnit]:
@@ -271,12 +254,3 @@ def _move_buffers(module: nn.Module, device: torch.device, collectives: Collecti
                 # As bytes, because no backend supports every dtype.
                 collectives.broadcast(moved.view(-1).view(torch.uint8))
                 each._buffers[key] = moved
-
-
-def _hook(module: nn.Module, runtime: Runtime, precision: Precision) -> None:
-    hook_root(module, runtime, precision.param_dtype)
-    for unit in runtime.units.values():
-        if runtime.strategy.keeps_whole_params or unit is runtime.root:
-            hook_gradients(runtime, unit)
-        if unit is not runtime.root:
-            hook_unit(module.get_submodule(unit.name), runtime, unit)

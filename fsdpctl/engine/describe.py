@@ -1,12 +1,12 @@
 """A module as the plan sees it, and its parameters by name."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from fsdpctl.plan.layout import ParamSpec
-from fsdpctl.plan.units import ModuleSpec
+from fsdpctl.plan.units import ModuleSpec, UnitSpec, divide_into_units
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -45,7 +45,17 @@ def _is_lookup(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) and is_plain and not module._modules
 
 
-def name_of_submodule(module: nn.Module, getter: str) -> str | None:
+def divide_module(module: nn.Module, classes: Sequence[str] | None) -> tuple[UnitSpec, ...]:
+    """Return the units of a module, root first; with `classes` None, by its repeated blocks."""
+    return divide_into_units(
+        describe_module(module),
+        classes=classes,
+        embedding=_name_of_submodule(module, "get_input_embeddings"),
+        head=_name_of_submodule(module, "get_output_embeddings"),
+    )
+
+
+def _name_of_submodule(module: nn.Module, getter: str) -> str | None:
     """Return the name of the module that `module.getter()` returns, as in transformers."""
     method = getattr(module, getter, None)
     try:

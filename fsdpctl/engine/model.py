@@ -15,9 +15,9 @@ from fsdpctl.engine.parameters import not_possible
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import bytes_outside_slots
 from fsdpctl.errors import EngineError
-from fsdpctl.plan.order import UnitOrder
 from fsdpctl.plan.schedule import Event
 from fsdpctl.plan.strategy import Strategy
+from fsdpctl.plan.units import UnitOrder
 from fsdpctl.shards import FlatShard, persistent_buffers, trainable_shards
 
 # torch's message for a write to an expanded tensor.

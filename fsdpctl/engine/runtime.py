@@ -20,9 +20,9 @@ from fsdpctl.engine.parameters import ShardedParameters
 from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.errors import EngineError
-from fsdpctl.plan.order import UnitOrder, all_following
 from fsdpctl.plan.schedule import EventKind, Prefetch
 from fsdpctl.plan.strategy import Strategy
+from fsdpctl.plan.units import UnitOrder, all_following
 
 
 class Runtime:
@@ -32,7 +32,6 @@ class Runtime:
         self,
         units: Sequence[ShardedUnit],
         order: UnitOrder,
-        *,
         strategy: Strategy,
         prefetch: Prefetch,
         mesh: Mesh,

@@ -1,7 +1,6 @@
 """`shard_model`, which shards any nn.Module."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -9,27 +8,16 @@ from torch import Tensor, nn
 from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.engine.agreement import agreed
-from fsdpctl.engine.build import Division, Source, build_runtime, check_values, divide_module
+from fsdpctl.engine.build import Sharding, Source, build_runtime, check_values
+from fsdpctl.engine.describe import divide_module
 from fsdpctl.engine.guards import is_sharded
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.owners import OwnerMap
 from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy, ranks_per_copy
-from fsdpctl.plan.units import lay_out
-
-
-@dataclass(frozen=True, slots=True)
-class Sharding:
-    """The arguments of `shard_model`."""
-
-    strategy: str | Strategy = "full_shard"
-    units: str | Sequence[type[nn.Module]] = "auto"
-    dp_shard_size: int | None = None
-    owner_map: str | OwnerMap = "even"
-    prefetch: Prefetch = Prefetch()
-    precision: Precision = Precision()
+from fsdpctl.plan.strategy import Strategy, get_strategy, ranks_per_copy
+from fsdpctl.plan.units import Division, UnitSpec, divide
 
 
 def shard_model(
@@ -66,61 +54,50 @@ def shard_model(
 def shard_from(source: Source, module: nn.Module, sharding: Sharding) -> ShardedModel:
     """Shard `module`, which may be on the meta device, with values and device from `source`."""
     world = collectives_for(source.device)
-    cut = agreed(world, lambda: _cut(source, module, sharding, world.size), _described)
-    mesh = make_mesh(world, source.device, cut.ranks_per_part)
-    runtime = build_runtime(
-        module,
-        cut.division,
-        mesh,
-        source,
-        strategy=cut.effective,
-        prefetch=sharding.prefetch,
-        precision=sharding.precision,
-    )
-    return ShardedModel(module, runtime, cut.row)
+
+    def division() -> tuple[Strategy, Division]:
+        if is_sharded(module):
+            raise UsageError(
+                "shard_model: the module is sharded already; call model.unwrap() first"
+            )
+        row, asked = requested_strategy(sharding), sharding.owner_map
+        copy_size = ranks_per_copy(row, world.size, sharding.dp_shard_size)
+        if asked != "even" and not row.has_owner_map:
+            raise UsageError(f"owner_map: only valid with shard_optimizer, not with {row.name}")
+        check_values(module, source)
+        return row, divide(units_of(module, sharding), row, world.size, copy_size, asked)
+
+    def described(made: tuple[Strategy, Division]) -> Iterator[str]:
+        return _described(*made, sharding, dict(module.named_buffers()))
+
+    row, made = agreed(world, division, described)
+    mesh = make_mesh(world, source.device, made.ranks_per_copy)
+    return ShardedModel(module, build_runtime(module, made, mesh, source, sharding), row)
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """The settings that all ranks must agree on."""
-
-    sharding: Sharding
-    row: Strategy
-    effective: Strategy
-    ranks_per_part: int
-    division: Division
-    buffers: tuple[tuple[str, Tensor], ...]
+def requested_strategy(sharding: Sharding) -> Strategy:
+    """Return the row of the strategy table."""
+    asked = sharding.strategy
+    return asked if isinstance(asked, Strategy) else get_strategy(asked)
 
 
-def _cut(source: Source, module: nn.Module, sharding: Sharding, num_ranks: int) -> _Cut:
-    if is_sharded(module):
-        raise UsageError("shard_model: the module is sharded already; call model.unwrap() first")
-    strategy, owner_map, units = sharding.strategy, sharding.owner_map, sharding.units
-    row = get_strategy(strategy) if isinstance(strategy, str) else strategy
-    copy_size = ranks_per_copy(row, num_ranks, sharding.dp_shard_size)
-    if owner_map != "even" and not row.has_owner_map:
-        raise UsageError(f"owner_map: only valid with shard_optimizer, not with {row.name}")
-    check_values(module, source)
-    effective, ranks_per_part = effective_strategy(row, copy_size, num_ranks)
-    classes = None if isinstance(units, str) else [each.__name__ for each in units]
-    specs = divide_module(module, classes)
-    owner_map = owner_map if effective.has_owner_map else "even"
-    shares = effective.shares(num_ranks // ranks_per_part)
-    layouts = lay_out(specs, ranks_per_part, owner_map, shares=shares)
-    division, buffers = Division(specs, layouts), tuple(module.named_buffers())
-    return _Cut(sharding, row, effective, ranks_per_part, division, buffers)
+def units_of(module: nn.Module, sharding: Sharding) -> tuple[UnitSpec, ...]:
+    """Return the units of `module`, root first."""
+    asked = sharding.units
+    return divide_module(module, None if isinstance(asked, str) else [e.__name__ for e in asked])
 
 
-def _described(cut: _Cut) -> Iterator[str]:
-    sharding = cut.sharding
-    yield f"strategy {cut.row.name}, with {cut.ranks_per_part} ranks per replica"
+def _described(
+    row: Strategy, division: Division, sharding: Sharding, buffers: dict[str, Tensor]
+) -> Iterator[str]:
+    yield f"strategy {row.name}, with {division.ranks_per_copy} ranks per replica"
     yield f"owner map {sharding.owner_map}"
     yield str(sharding.prefetch)
     yield str(sharding.precision)
-    for unit in cut.division.units:
+    for unit in division.units:
         yield f"unit {unit.name}"
         for param in unit.params:
             frozen = "" if param.trainable else ", frozen"
             yield f"parameter {param.name} {list(param.shape)} {param.dtype}{frozen}"
-    for name, buffer in cut.buffers:
+    for name, buffer in buffers.items():
         yield f"buffer {name} {list(buffer.shape)} {buffer.dtype}"

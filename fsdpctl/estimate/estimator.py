@@ -6,13 +6,11 @@ from dataclasses import replace
 from fsdpctl.config.schema import Config
 from fsdpctl.data.open import open_data
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.engines import fullest_rank, steps_of
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.run_plan import plan_run
+from fsdpctl.estimate.run_plan import fullest_rank, plan_run, steps_of
 from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.plan.batch import BatchPlan, plan_batches
-from fsdpctl.plan.engines import OURS, has_strategy
-from fsdpctl.plan.strategy import STRATEGIES, get_strategy
+from fsdpctl.plan.strategy import FSDPCTL, STRATEGIES, get_strategy, has_strategy
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.step_estimate import estimate_steps
 from fsdpctl.resolve.attention import assumed_of, check_attention
@@ -39,7 +37,7 @@ class Estimator:
             UsageError: If it is not valid.
         """
         traced = self.traced_model(config)
-        if config.engine.name != OURS and traced.num_trained < traced.num_params:
+        if config.engine.name != FSDPCTL and traced.num_trained < traced.num_params:
             raise UsageError(
                 f"engine={config.engine.name}: model.lora and model.trainable are not supported in "
                 "estimates"
@@ -59,7 +57,7 @@ class Estimator:
             steps,
             device=str(config.launch.device),
             allocator=config.launch.allocator,
-            draws=config.engine.name == OURS and not config.model.is_pretrained,
+            draws=config.engine.name == FSDPCTL and not config.model.is_pretrained,
         )
         return RunEstimate(config, batches, traced.num_params, traced.num_trained, place.rank, step)
 

@@ -16,8 +16,7 @@ from fsdpctl.config.importers.translation import (
 )
 from fsdpctl.config.schema import SIZES
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.engines import has_strategy
-from fsdpctl.plan.strategy import STRATEGIES, get_strategy
+from fsdpctl.plan.strategy import STRATEGIES, get_strategy, has_strategy
 from fsdpctl.resolve.machine import placed_on_cluster, world_size
 
 _ASSUMED = "h100"  # if neither the file nor the command line names hardware

@@ -1,16 +1,23 @@
 """The device and the network of a configuration, by its cluster's specs or its profile."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import torch
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.files import package_folder
+from fsdpctl.config.gpus import known_gpu
+from fsdpctl.config.placement import ClusterConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention import CUDNN, EFFICIENT, FLASH, FLASHES, KERNELS, SHARES
-from fsdpctl.predict.hardware import DataSheet
-from fsdpctl.predict.network import RingNetwork
+from fsdpctl.predict.hardware import DataSheet, RingNetwork
 from fsdpctl.predict.profile import MeasuredDevice, MeasuredNetwork, Profile, read_profile
 from fsdpctl.resolve.attention import assumed_of
+from fsdpctl.resolve.machine import LOCAL
 
 _TERA, _GIGA = 1e12, 1e9
 _PER_STEP = 0.015  # seconds: data loading, hooks, and waits of the host
@@ -105,3 +112,74 @@ def _unknown(config: Config, missing: str) -> UsageError:
         f"cluster={config.cluster.name}: {missing} required; set them or another cluster=, or "
         "measure this machine with `fsdpctl profile-device FILE` and set cluster.profile=FILE"
     )
+
+
+_ANY_GPU = "h100"
+_SPECS = (
+    "flops",
+    "flops_fp32",
+    "memory_bandwidth",
+    "intra_bandwidth",
+    "inter_bandwidth",
+    "matmul_efficiency",
+    "attention_efficiency",
+    "architecture",
+    "step_efficiency",
+)
+# A profile of two cores, a rank each. Other CPUs are faster or slower, but mostly by the same
+# factor in everything: operators, their overhead, and gloo.
+_ANY_CPU = "cpu.json"
+_GLOO = 1.0  # GB/s per rank, roughly: gloo copies and adds
+_NODE_LINK = 1.25  # GB/s per node, if there are several: 10 Gb/s Ethernet
+
+
+def with_speed(config: Config) -> tuple[Config, str]:
+    """Return a placed configuration with complete hardware specs, and the source of these specs.
+
+    A specified cluster has its own. For this machine, they come from a profile, the settings, the
+    cluster with the same GPUs, or assumptions that are only good enough to rank candidates.
+    """
+    cluster = config.cluster
+    if cluster.name != LOCAL:
+        return config, f"specs of cluster={cluster.name}"
+    if cluster.profile is not None:
+        found, whose = cluster, f"profile {cluster.profile}"
+    elif config.launch.device == "cpu" and cluster.flops is not None:
+        intra = cluster.intra_bandwidth or _GLOO
+        found, whose = replace(cluster, intra_bandwidth=intra), "specs as set"
+    elif config.launch.device == "cpu":
+        profile = str(package_folder("conf") / "cluster" / _ANY_CPU)
+        found, whose = replace(cluster, profile=profile), "assumed CPU specs"
+    else:
+        found, whose = _of_this_gpu()
+        found = _filled(cluster, found)
+    if found.inter_bandwidth is None:
+        inter = _NODE_LINK / (config.launch.nproc_per_node or 1)
+        found = replace(found, inter_bandwidth=inter)
+    return replace(config, cluster=found), whose
+
+
+def _filled(given: ClusterConfig, found: ClusterConfig) -> ClusterConfig:
+    """Return `given`, with the specs of `found` where it has the defaults."""
+    usual = ClusterConfig()
+    lacking = (name for name in _SPECS if getattr(given, name) == getattr(usual, name))
+    return replace(given, **{name: getattr(found, name) for name in lacking})
+
+
+def _of_this_gpu() -> tuple[ClusterConfig, str]:
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
+    known = cluster_of_device(name)
+    if known is not None:
+        return _specified(known), f"specs of cluster={known}, for {name}"
+    return _specified(_ANY_GPU), f"assumed specs of cluster={_ANY_GPU}, for {name}"
+
+
+def cluster_of_device(name: str) -> str | None:
+    """Return the cluster whose nodes have the device that torch calls `name`; None if unknown."""
+    gpu = known_gpu(name)
+    return None if gpu is None else gpu.cluster
+
+
+@cache
+def _specified(name: str) -> ClusterConfig:
+    return compose_config([f"cluster={name}"]).config.cluster

@@ -8,18 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.config.keys import parse_bytes
-from fsdpctl.engine.build import divide_module
+from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.describe import dtype_name
 from fsdpctl.engine.precision import Precision
-from fsdpctl.engine.shard import Sharding
+from fsdpctl.engine.shard import requested_strategy, units_of
 from fsdpctl.errors import UsageError, nearest
-from fsdpctl.estimate.engines import fullest_rank, steps_of
-from fsdpctl.estimate.run_plan import REPEATING, lay_out_model, reducing_passes
+from fsdpctl.estimate.run_plan import (
+    REPEATING,
+    first_place,
+    fullest_rank,
+    reducing_passes,
+    steps_of,
+)
 from fsdpctl.estimate.traced import TracedModule
-from fsdpctl.plan.engines import ENGINES
 from fsdpctl.plan.sizes import Itemsizes, RankPlace
-from fsdpctl.plan.strategy import Strategy, get_strategy, ranks_per_copy
-from fsdpctl.plan.units import UnitSpec
+from fsdpctl.plan.strategy import ENGINES, Strategy, ranks_per_copy
+from fsdpctl.plan.units import UnitSpec, divide
 from fsdpctl.predict.engine_bytes import TrainingPlan
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.step_estimate import ALLOCATORS, StepEstimate, estimate_steps
@@ -126,8 +130,7 @@ def estimate_memory(
             return module_fn()
 
     module = make()
-    classes = None if isinstance(given.units, str) else [each.__name__ for each in given.units]
-    units = divide_module(module, classes)
+    units = units_of(module, given)
     sizes = _item_sizes(module, given.precision, assumed.engine)
     dtype = given.precision.param_dtype
     num_params = sum(param.numel() for param in module.parameters())
@@ -228,11 +231,11 @@ def _plan(
     assumed: Assumed,
 ) -> tuple[Strategy, TrainingPlan, RankPlace]:
     """Return the requested strategy, the plan of the effective one, and a rank's position."""
-    strategy = given.strategy if isinstance(given.strategy, Strategy) else None
-    strategy = strategy or get_strategy(str(given.strategy))
+    strategy = requested_strategy(given)
     size = ranks_per_copy(strategy, world_size, given.dp_shard_size)
-    layout = lay_out_model(units, strategy, world_size, size, given.owner_map)
+    division = divide(units, strategy, world_size, size, given.owner_map)
     passes = min(assumed.num_micro_batches, REPEATING)
     reduces = reducing_passes(passes, every=assumed.reduce == "every")
-    plan = layout.plan(sizes, given.prefetch, reduces)
-    return strategy, plan, layout.place(assumed.device)
+    order, layouts, effective = division.order, division.layouts, division.strategy
+    plan = TrainingPlan(order, layouts, effective, sizes, given.prefetch, reduces)
+    return strategy, plan, first_place(division, world_size, assumed.device)

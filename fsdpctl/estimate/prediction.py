@@ -4,18 +4,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fsdpctl.config.schema import Config
-from fsdpctl.estimate.engines import steps_of
 from fsdpctl.estimate.estimator import Estimator, batches_of
 from fsdpctl.estimate.hardware import device_of, network_of
-from fsdpctl.estimate.run_plan import plan_run
+from fsdpctl.estimate.run_plan import plan_run, steps_of
 from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.predict.compute import Program
-from fsdpctl.predict.network import Group
-from fsdpctl.predict.recorder import RankGroup
+from fsdpctl.predict.hardware import Group
+from fsdpctl.predict.recorder import Machine, RankGroup, TaskRecorder
 from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
-from fsdpctl.predict.task_recorder import Machine, TaskRecorder
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import world_size
 

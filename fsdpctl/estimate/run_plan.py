@@ -1,74 +1,32 @@
-"""The training plan of a configuration."""
+"""The training plan of a configuration, and the steps of each engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from fsdpctl.config.schema import Config
-from fsdpctl.engine.build import Division, divide_module
-from fsdpctl.plan.owners import OwnerMap
+from fsdpctl.engine.describe import divide_module
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import DTYPE_BYTES, Itemsizes, RankPlace
-from fsdpctl.plan.strategy import Strategy, effective_strategy, get_strategy
+from fsdpctl.plan.strategy import DDP, FSDPCTL, Strategy, check_strategy, get_strategy
 from fsdpctl.plan.transport import Transport
-from fsdpctl.plan.units import UnitSpec, lay_out
-from fsdpctl.predict.engine_bytes import (
-    ADAMW,
-    Estimate,
-    KeptStates,
-    TrainingPlan,
-    estimate,
-)
+from fsdpctl.plan.units import Division, UnitSpec, divide
+from fsdpctl.predict.ddp_steps import DdpSteps
+from fsdpctl.predict.engine_bytes import ADAMW, Estimate, KeptStates, TrainingPlan, estimate
+from fsdpctl.predict.fsdp2_steps import Fsdp2Model, Fsdp2Steps
+from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
+from fsdpctl.predict.recorder import RankGroup, Recorder, Steps, TrafficRecorder
 from fsdpctl.resolve.machine import world_size
 
 REPEATING = 3  # micro-steps; another one needs no more memory
+_REPLAYED = 16  # ranks, up to which each is replayed to find the fullest
 
 
-@dataclass(frozen=True, slots=True)
-class ShardedLayout:
-    """A model's layout on the ranks under the effective strategy."""
-
-    division: Division
-    strategy: Strategy
-    ranks_per_copy: int
-    num_replicas: int
-
-    def plan(
-        self,
-        sizes: Itemsizes,
-        prefetch: Prefetch,
-        reduces: tuple[bool, ...],
-        states: KeptStates = ADAMW,
-    ) -> TrainingPlan:
-        """Return the training plan; `reduces` as in `TrainingPlan`."""
-        order, layouts = self.division.order, self.division.layouts
-        return TrainingPlan(order, layouts, self.strategy, sizes, prefetch, reduces, states)
-
-    def place(self, device: str) -> RankPlace:
-        """Return the position of the first rank."""
-        transport = Transport.NCCL if device == "cuda" else Transport.GLOO
-        return RankPlace(0, self.ranks_per_copy, self.num_replicas, transport)
-
-
-def lay_out_model(
-    units: tuple[UnitSpec, ...],
-    strategy: Strategy,
-    ranks: int,
-    copy_size: int,
-    owner_map: str | OwnerMap,
-) -> ShardedLayout:
-    """Lay out a model under a strategy with `copy_size` ranks per replica."""
-    effective, parts = effective_strategy(strategy, copy_size, ranks)
-    owner_map = owner_map if effective.has_owner_map else "even"
-    layouts = lay_out(units, parts, owner_map, shares=effective.shares(ranks // parts))
-    return ShardedLayout(Division(units, layouts), effective, parts, ranks // parts)
-
-
-def divide(config: Config, units: tuple[UnitSpec, ...]) -> ShardedLayout:
-    """Lay out the units of a model for a resolved configuration."""
+def divide_run(config: Config, units: tuple[UnitSpec, ...]) -> Division:
+    """Divide the units of a model for a resolved configuration."""
     given, ranks = config.strategy, world_size(config)
     size = given.dp_shard_size or ranks
-    return lay_out_model(units, get_strategy(given.name), ranks, size, given.owner_map)
+    return divide(units, get_strategy(given.name), ranks, size, given.owner_map)
 
 
 def reducing_passes(count: int, *, every: bool) -> tuple[bool, ...]:
@@ -88,21 +46,120 @@ def kept_states(config: Config) -> KeptStates:
     return ADAMW
 
 
+def first_place(division: Division, num_ranks: int, device: str) -> RankPlace:
+    """Return the position of the first rank."""
+    size, transport = (
+        division.ranks_per_copy,
+        Transport.NCCL if device == "cuda" else Transport.GLOO,
+    )
+    return RankPlace(0, size, num_ranks // size, transport)
+
+
 def plan_run(
     config: Config, units: tuple[UnitSpec, ...], num_micro_batches: int
 ) -> tuple[TrainingPlan, RankPlace]:
     """Return the plan of a resolved configuration, and the position of its first rank."""
-    layout = divide(config, units)
+    division = divide_run(config, units)
     shown, every = min(num_micro_batches, REPEATING), config.accumulation.name == "every"
-    plan = layout.plan(
+    plan = TrainingPlan(
+        division.order,
+        division.layouts,
+        division.strategy,
         item_sizes(config),
         Prefetch(config.prefetch.forward, config.prefetch.backward),
         reducing_passes(shown, every=every),
         kept_states(config),
     )
-    return plan, layout.place(str(config.launch.device))
+    return plan, first_place(division, world_size(config), str(config.launch.device))
 
 
 def estimate_run(config: Config, module: nn.Module, num_micro_batches: int) -> Estimate:
     """Return the engine's memory on the fullest rank, for a resolved configuration."""
     return estimate(*plan_run(config, divide_module(module, None), num_micro_batches))
+
+
+def steps_of(
+    engine: str,
+    strategy: Strategy,
+    units: tuple[UnitSpec, ...],
+    plan: TrainingPlan,
+    place: RankPlace,
+    recorder: Recorder,
+    *,
+    fused: bool = True,
+) -> Steps:
+    """Return the steps of a rank.
+
+    Args:
+        engine: one of ENGINES.
+        strategy: the requested one; the plan's may differ if a rank is alone.
+        units: root first.
+        plan: of the run.
+        place: of the rank.
+        recorder: what the steps are recorded in.
+        fused: `fsdp2`: whether AdamW runs in one kernel.
+
+    Raises:
+        UsageError: If the engine does not support the strategy.
+    """
+    check_strategy(engine, strategy)
+    if engine == DDP:
+        return DdpSteps(units, plan, recorder)
+    if engine == FSDPCTL:
+        return FsdpctlSteps(plan, place, recorder)
+    model = Fsdp2Model(
+        units,
+        place.size if plan.strategy.shards_params else 1,
+        plan.sizes,
+        reshards=strategy.reshard_after_forward,
+        prefetch=max(1, plan.prefetch.backward),
+        reduces=plan.reduces,
+        ahead=plan.prefetch.forward if plan.prefetch.forward > 1 else 0,
+        states=plan.states,
+        replicates=place.num_replicas > 1,
+        fused=fused,
+        overlaps=place.transport is Transport.NCCL,
+    )
+    return Fsdp2Steps(model, recorder)
+
+
+def fullest_rank(engine: str, plan: TrainingPlan, place: RankPlace) -> int:
+    """Return the rank that needs the most memory.
+
+    Among many ranks, this is the one that owns the most, because all it keeps follows from that.
+    """
+    layouts = [layout for of_unit in plan.layouts.values() for layout in of_unit]
+    if engine != FSDPCTL or all(layout.is_even for layout in layouts):
+        return 0
+    if place.size <= _REPLAYED:
+        return estimate(plan, place).rank
+    owned = [
+        sum(part.numel for part in parts) for parts in zip(*(x.parts for x in layouts), strict=True)
+    ]
+    return owned.index(max(owned))
+
+
+@dataclass(frozen=True, slots=True)
+class SentBytes:
+    """The bytes that a rank sends in a step."""
+
+    within: float  # to the ranks that share its replica
+    between: float  # to the ranks that hold the same part of other replicas
+
+    @property
+    def total(self) -> int:
+        """The sum of both."""
+        return round(self.within + self.between)
+
+
+def sent_in_step(config: Config, units: tuple[UnitSpec, ...], num_micro_batches: int) -> SentBytes:
+    """Return what a rank sends for a resolved configuration, whose model has these units."""
+    plan, place = plan_run(config, units, num_micro_batches)
+    every = config.accumulation.name == "every"
+    plan = replace(plan, reduces=reducing_passes(num_micro_batches, every=every))
+    recorder, strategy = TrafficRecorder(), get_strategy(config.strategy.name)
+    steps_of(config.engine.name, strategy, units, plan, place, recorder).step()
+    return SentBytes(
+        recorder.sent(RankGroup.SHARD, place.size),
+        recorder.sent(RankGroup.REPLICAS, place.num_replicas),
+    )

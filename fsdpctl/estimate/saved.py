@@ -8,12 +8,12 @@ from torch import nn
 
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.local_hardware import with_speed
+from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.prediction import StepPredictor
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import estimate_run
 from fsdpctl.io.documents import read_json
-from fsdpctl.plan.engines import OURS
+from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.run import Settled
 
@@ -40,7 +40,7 @@ def write_estimate(
 ) -> None:
     """Write the estimate of a run, and the predicted time of its steps, to its directory."""
     engine = None
-    if settled.config.engine.name == OURS:
+    if settled.config.engine.name == FSDPCTL:
         passes = settled.batches.num_micro_batches
         engine = estimate_run(settled.config, module, passes).peak_bytes
     content = {

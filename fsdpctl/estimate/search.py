@@ -18,14 +18,12 @@ from typing import NamedTuple
 from fsdpctl.config.auto import left_open
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.candidates import Axes, SearchPoint
+from fsdpctl.estimate.candidates import Axes, Candidate, Ranking, SearchPoint
 from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
-from fsdpctl.estimate.local_hardware import with_speed
+from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.prediction import StepPredictor
-from fsdpctl.estimate.ranking import Candidate, Ranking
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.plan.engines import has_strategy
-from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.plan.strategy import STRATEGIES, has_strategy
 
 KEPT = 6  # candidates: the selected one and those that it is compared with
 _TIE = 0.01  # of the step time: less than the accuracy of a prediction

@@ -28,7 +28,7 @@ from fsdpctl.predict.compute import (
     PassPosition,
     Work,
 )
-from fsdpctl.predict.no_gc import without_gc
+from fsdpctl.predict.memory_recorder import without_gc
 
 
 class _Recorder(TorchDispatchMode):

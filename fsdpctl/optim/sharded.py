@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.errors import EngineError, UsageError, nearest
-from fsdpctl.plan.layout import ParamSpec, Span
-from fsdpctl.plan.runs import decay_group, optimizer_runs
+from fsdpctl.plan.layout import ParamSpec, Span, decay_group, optimizer_runs
 from fsdpctl.shards import FlatShard, Sharded, require_sharded, trainable_shards
 
 

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.waits import HostWaits, Seconds
-from fsdpctl.peers.setup import Local, PeerSetup
-from fsdpctl.peers.values import Values
+from fsdpctl.peers.setup import Local, PeerSetup, Values
 from fsdpctl.plan.layout import Span, share_of
 
 

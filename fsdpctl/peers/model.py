@@ -17,10 +17,9 @@ from fsdpctl.comm.waits import Seconds
 from fsdpctl.errors import EngineError
 from fsdpctl.peers.fully import FullyShard
 from fsdpctl.peers.replicated import Replicated
-from fsdpctl.peers.setup import Local, PeerSetup
-from fsdpctl.peers.values import Draw, Values
-from fsdpctl.plan.engines import FSDP2
+from fsdpctl.peers.setup import Draw, Local, PeerSetup, Values
 from fsdpctl.plan.layout import FlatLayout, ParamSpec, Placement, Span
+from fsdpctl.plan.strategy import FSDP2
 from fsdpctl.shards import FlatShard, persistent_buffers
 
 

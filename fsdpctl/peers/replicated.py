@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.waits import Seconds
-from fsdpctl.peers.setup import Local, PeerSetup
-from fsdpctl.peers.values import Values
+from fsdpctl.peers.setup import Local, PeerSetup, Values
 from fsdpctl.plan.layout import Span, share_of
 
 # The option to broadcast buffers in every forward, by its name in this version of torch.

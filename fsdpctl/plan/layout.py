@@ -8,7 +8,7 @@ Each parameter starts on a multiple of ALIGNMENT elements and every part begins 
 that collectives and fused kernels always see 16-byte-aligned memory, at any number of ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import overload
@@ -189,3 +189,37 @@ def flat_layout(params: Sequence[ParamSpec], num_parts: int, shares: int = 1) ->
         placements.append(Placement(param, Span(start, end)))
     numel = round_up(end, ALIGNMENT * num_parts * shares)
     return FlatLayout(tuple(placements), numel, EvenParts(numel // num_parts, num_parts), shares)
+
+
+DECAY, NO_DECAY = 0, 1
+
+
+def decay_group(param: ParamSpec) -> int:
+    """Return the default group of a parameter: only matrices decay."""
+    return DECAY if len(param.shape) > 1 else NO_DECAY
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A maximal span of parameters of one group; begins and ends on a multiple of 64."""
+
+    span: Span
+    group: int
+
+
+def optimizer_runs(
+    layout: FlatLayout, within: Span, group_of: Callable[[ParamSpec], int]
+) -> tuple[Run, ...]:
+    """Cut `within` wherever the group changes; padding belongs to the parameter before it.
+
+    `within` must begin and end on a multiple of 64. A span without parameters has no run.
+    """
+    runs: list[Run] = []
+    for piece in layout.pieces(within):
+        group = group_of(piece.param)
+        if runs and runs[-1].group == group:
+            continue
+        if runs:
+            runs[-1] = Run(Span(runs[-1].span.start, piece.in_flat.start), runs[-1].group)
+        runs.append(Run(Span(piece.in_flat.start, within.stop), group))
+    return tuple(runs)

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fsdpctl.plan.order import UnitOrder, all_following
 from fsdpctl.plan.reductions import Reductions
 from fsdpctl.plan.strategy import Strategy
+from fsdpctl.plan.units import UnitOrder, all_following
 
 
 class EventKind(StrEnum):

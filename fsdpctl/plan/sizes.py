@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from fsdpctl.plan.layout import EvenParts, FlatLayout
 from fsdpctl.plan.reductions import Reductions, share_of_parts
-from fsdpctl.plan.slots import SlotSpec
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.transport import (
     Transport,
@@ -15,6 +15,48 @@ from fsdpctl.plan.transport import (
     reduce_workspace,
     sends_in_place,
 )
+
+_OVERSIZE = 2  # a unit above this multiple of the median would enlarge a shared slot
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSpec:
+    """One slot: its size and the units that use it."""
+
+    nbytes: int
+    units: tuple[str, ...]
+    resident: bool  # always allocated; otherwise only while its unit is unsharded
+
+
+def assign_slots(
+    nbytes: Mapping[str, int], root: str, forward: Sequence[str], depth: int
+) -> tuple[SlotSpec, ...]:
+    """Assign slots to units of the given sizes, of which `depth + 1` are unsharded at a time.
+
+    Args:
+        nbytes: bytes of each unit's gathered parameters.
+        root: the unit that is unsharded from forward to the end of backward.
+        forward: the other units in forward order.
+        depth: how many units are gathered ahead of the running one.
+    """
+    limit = _OVERSIZE * median([nbytes[unit] for unit in forward]) if forward else 0
+    alone = [unit for unit in forward if nbytes[unit] > limit]
+    shared = [unit for unit in forward if nbytes[unit] <= limit]
+    own = [SlotSpec(nbytes[unit], (unit,), resident=False) for unit in (root, *alone)]
+    count = min(depth + 1, len(shared))
+    members = [tuple(shared[index::count]) for index in range(count)]
+    common = [SlotSpec(max(nbytes[u] for u in units), units, resident=True) for units in members]
+    return (*own, *common)
+
+
+def slots_of(
+    strategy: Strategy, nbytes: Mapping[str, int], root: str, forward: Sequence[str], depth: int
+) -> tuple[SlotSpec, ...]:
+    """Return the slots under a strategy; they are shared only if it reshards after forward."""
+    if strategy.reshard_after_forward:
+        return assign_slots(nbytes, root, forward, depth)
+    return tuple(SlotSpec(nbytes[name], (name,), resident=False) for name in (root, *forward))
+
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 

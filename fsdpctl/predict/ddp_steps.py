@@ -5,44 +5,33 @@ computation has a narrower dtype than the parameters, each unit's parameters are
 kept until its backward, as autocast does for matrix products.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from fsdpctl.plan.layout import ParamSpec
-from fsdpctl.plan.sizes import Itemsizes
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Part
-from fsdpctl.predict.engine_bytes import ADAMW, KeptStates
-from fsdpctl.predict.network import CollectiveKind
+from fsdpctl.predict.engine_bytes import TrainingPlan
+from fsdpctl.predict.hardware import CollectiveKind
 from fsdpctl.predict.recorder import GATHERS, Category, RankGroup, Recorder
 
 _BUCKET = 25 << 20  # bytes
 
 
-@dataclass(frozen=True, slots=True)
-class DdpModel:
-    """A model that every rank has a replica of."""
-
-    units: tuple[UnitSpec, ...]  # root first
-    sizes: Itemsizes
-    reduces: tuple[bool, ...]  # per pass
-    states: KeptStates = ADAMW
-
-
 class DdpSteps:
     """The steps of one rank."""
 
-    def __init__(self, model: DdpModel, recorder: Recorder) -> None:
-        self._model = model
+    def __init__(self, units: Sequence[UnitSpec], plan: TrainingPlan, recorder: Recorder) -> None:
+        self._plan = plan
         self._recorder = recorder
         self._cast_keys: dict[str, list[int]] = {}
         self._filled = 0  # bytes of the bucket that fills
         self._sent: list[int] = []
         self._has_states = False
-        self._params = {unit.name: unit.params for unit in model.units}
+        self._params = {unit.name: unit.params for unit in units}
 
     def setup(self, *, draws: bool) -> None:
         """Build the model and the buckets."""
-        recorder, itemsize = self._recorder, self._model.sizes.master
+        recorder, itemsize = self._recorder, self._plan.sizes.master
         recorder.at("building the model")
         for unit, params in self._params.items():
             for param in params:
@@ -53,9 +42,9 @@ class DdpSteps:
 
     def step(self) -> None:
         """Run all forward-backward passes and the optimizer."""
-        model, recorder = self._model, self._recorder
-        root, *units = (unit.name for unit in model.units)
-        for reduces in model.reduces:
+        plan, recorder = self._plan, self._recorder
+        root, *units = self._params
+        for reduces in plan.reduces:
             recorder.compute(Part.BEFORE)
             self._cast(root)
             recorder.compute(Part.START)
@@ -79,7 +68,7 @@ class DdpSteps:
         return [param for param in self._params[unit] if param.trainable]
 
     def _cast(self, unit: str) -> None:
-        sizes, params = self._model.sizes, self._params[unit]
+        sizes, params = self._plan.sizes, self._params[unit]
         if sizes.param == sizes.master:
             return
         self._cast_keys[unit] = [
@@ -98,7 +87,7 @@ class DdpSteps:
             recorder.free(recorder.gradient(param.name))
         for key in self._cast_keys.pop(unit, []):
             recorder.free(key)
-        nbytes = sum(param.numel for param in self._trained(unit)) * self._model.sizes.master
+        nbytes = sum(param.numel for param in self._trained(unit)) * self._plan.sizes.master
         recorder.copy(2 * nbytes, f"copy gradients of {unit}")
         self._filled += nbytes
         while self._filled >= _BUCKET:
@@ -112,14 +101,14 @@ class DdpSteps:
             self._sent.append(key)
 
     def _optimize(self) -> None:
-        recorder, model = self._recorder, self._model
+        recorder, plan = self._recorder, self._plan
         recorder.at("the optimizer's step")
         trained = [(unit, param.numel) for unit in self._params for param in self._trained(unit)]
         if not self._has_states:
             self._has_states = True
             for unit, numel in trained:
-                for size in model.states.of(numel * model.sizes.master):
+                for size in plan.states.of(numel * plan.sizes.master):
                     recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
         total = sum(numel for _, numel in trained)
-        recorder.optimize(total, model.sizes.master, model.states.moments)
+        recorder.optimize(total, plan.sizes.master, plan.states.moments)
         recorder.end_step()

@@ -9,15 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from fsdpctl.plan.layout import FlatLayout, Span
-from fsdpctl.plan.order import UnitOrder
+from fsdpctl.plan.layout import FlatLayout, Span, decay_group, optimizer_runs
 from fsdpctl.plan.reductions import Reductions, plan_reductions
 from fsdpctl.plan.replay import Replay
-from fsdpctl.plan.runs import decay_group, optimizer_runs
 from fsdpctl.plan.schedule import Event, EventKind, Prefetch, step_events, update_events
-from fsdpctl.plan.sizes import Itemsizes, RankPlace, unit_bytes
-from fsdpctl.plan.slots import SlotSpec, slots_of
+from fsdpctl.plan.sizes import Itemsizes, RankPlace, SlotSpec, slots_of, unit_bytes
 from fsdpctl.plan.strategy import Strategy
+from fsdpctl.plan.units import UnitOrder
 from fsdpctl.predict.recorder import CATEGORY_OF
 
 

@@ -19,7 +19,7 @@ from fsdpctl.plan.sizes import Itemsizes
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Part
 from fsdpctl.predict.engine_bytes import ADAMW, KeptStates
-from fsdpctl.predict.network import CollectiveKind as C
+from fsdpctl.predict.hardware import CollectiveKind as C
 from fsdpctl.predict.recorder import COPIES, Category, RankGroup, Recorder
 
 _GATHERS, _REDUCES, _ALL_REDUCES = 1, 2, 3  # streams

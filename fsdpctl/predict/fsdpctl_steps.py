@@ -2,8 +2,7 @@
 
 from collections import defaultdict, deque
 
-from fsdpctl.plan.layout import ParamSpec
-from fsdpctl.plan.runs import decay_group, optimizer_runs
+from fsdpctl.plan.layout import ParamSpec, decay_group, optimizer_runs
 from fsdpctl.plan.schedule import Event, EventKind
 from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.transport import Transport, adds_whole
@@ -16,7 +15,7 @@ from fsdpctl.predict.engine_bytes import (
     planned_update,
 )
 from fsdpctl.predict.fsdpctl_buffers import EngineBuffers
-from fsdpctl.predict.network import CollectiveKind
+from fsdpctl.predict.hardware import CollectiveKind
 from fsdpctl.predict.recorder import COPIES, GATHERS, REDUCTIONS, Category, RankGroup, Recorder
 
 K = EventKind

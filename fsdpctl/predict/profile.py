@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import read_json
 from fsdpctl.predict.compute import Work, WorkKind
-from fsdpctl.predict.network import NET, NODE, CollectiveKind, Group
+from fsdpctl.predict.hardware import NET, NODE, CollectiveKind, Group
 from fsdpctl.predict.simulator import Transfer
 
 VERSION = 2

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdpctl.predict.allocator import CachingAllocator, PlainAllocator
-from fsdpctl.predict.memory_recorder import MemoryRecorder
-from fsdpctl.predict.no_gc import without_gc
+from fsdpctl.predict.memory_recorder import MemoryRecorder, without_gc
 from fsdpctl.predict.peak import Constant, Peak, Script, can_run, find_peak, replay
 from fsdpctl.predict.recorder import Category, Steps
 

@@ -9,8 +9,7 @@ from torch import nn
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.schema import Config, OptimizerConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.engines import DDP, OURS, check_strategy
-from fsdpctl.plan.strategy import get_strategy
+from fsdpctl.plan.strategy import DDP, FSDPCTL, check_strategy, get_strategy
 
 _EXTRAS = ("tensorboard", "wandb")  # keys of `log`, packages, and extras of fsdpctl
 
@@ -98,7 +97,7 @@ def notes_on_engine(config: Config, automatic: frozenset[str]) -> tuple[str, ...
     """
     name, precision = config.engine.name, config.precision
     wire, reduce = precision.wire_dtype, precision.reduce_dtype
-    if name == OURS or wire in (None, reduce) or "precision.wire_dtype" in automatic:
+    if name == FSDPCTL or wire in (None, reduce) or "precision.wire_dtype" in automatic:
         return ()
     return (f"engine={name}: sends gradients in precision.reduce_dtype={reduce}, not in {wire}",)
 
@@ -109,9 +108,9 @@ def check_trained_whole(config: Config, module: nn.Module) -> None:
     Raises:
         UsageError: If one is.
     """
-    if config.engine.name == OURS or all(each.requires_grad for each in module.parameters()):
+    if config.engine.name == FSDPCTL or all(each.requires_grad for each in module.parameters()):
         return
     raise UsageError(
         f"engine={config.engine.name}: trains all parameters; model.lora and model.trainable "
-        f"require engine={OURS}"
+        f"require engine={FSDPCTL}"
     )

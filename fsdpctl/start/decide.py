@@ -6,8 +6,8 @@ from typing import NamedTuple
 from fsdpctl.config.auto import Selection, left_open
 from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.schema import Config
+from fsdpctl.estimate.candidates import Candidate, Ranking
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
-from fsdpctl.estimate.ranking import Candidate, Ranking
 from fsdpctl.estimate.search import choose
 from fsdpctl.resolve.machine import LOCAL, placed_on_cluster, world_size
 from fsdpctl.resolve.run import Opened

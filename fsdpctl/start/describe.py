@@ -9,12 +9,11 @@ from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import usual_length
 from fsdpctl.data.tokens import DataSet
-from fsdpctl.engine.build import divide_module
+from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.estimate.run_plan import divide, item_sizes
+from fsdpctl.estimate.run_plan import divide_run, item_sizes
 from fsdpctl.optim.schedule import warmup_steps
-from fsdpctl.plan.engines import OURS
-from fsdpctl.plan.strategy import effective_strategy, get_strategy
+from fsdpctl.plan.strategy import FSDPCTL, effective_strategy, get_strategy
 from fsdpctl.resolve.run import Opened, Settled
 from fsdpctl.run.directory import Look, Standing, changes
 from fsdpctl.run.flops import describe_flops
@@ -84,7 +83,7 @@ def _ranks(opened: Opened, settled: Settled) -> str:
     )
     each, nodes = config.launch.nproc_per_node, config.launch.nnodes
     total = "" if nodes == 1 else f"{ranks}, on each of {nodes} nodes "
-    engine = "" if config.engine.name == OURS else f"engine {config.engine.name}, "
+    engine = "" if config.engine.name == FSDPCTL else f"engine {config.engine.name}, "
     return (
         f"{total}{each}{_auto(opened, 'launch.nproc_per_node')} on "
         f"{config.launch.device}{_auto(opened, 'launch.device')}, "
@@ -184,9 +183,9 @@ def describe_units(config: Config, module: nn.Module) -> Iterator[str]:
 
     Only for fsdpctl's engine: PyTorch's have no units that span parameters.
     """
-    if config.engine.name != OURS:
+    if config.engine.name != FSDPCTL:
         return
-    division = divide(config, divide_module(module, None)).division
+    division = divide_run(config, divide_module(module, None))
     units, layouts = division.units, division.layouts
     width = max(len(unit.name) for unit in units) + 2
     yield f"{'unit':<{width}}{'kind':<11}{'parameters':>14}{'padding':>10}  elements of each rank"

@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
-from fsdpctl.estimate.ranking import Candidate, Ranking
+from fsdpctl.estimate.candidates import Candidate, Ranking
 from fsdpctl.io.documents import parse_json
 from fsdpctl.launch.local import launch_workers
 from fsdpctl.resolve.run import Opened, settle

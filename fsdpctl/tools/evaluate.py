@@ -16,8 +16,7 @@ from fsdpctl.config.model_path import model_words
 from fsdpctl.config.schema import PrefetchConfig
 from fsdpctl.config.sealed import MANIFEST, read_sealed
 from fsdpctl.data.batches import Batches
-from fsdpctl.plan.engines import has_strategy
-from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.plan.strategy import STRATEGIES, has_strategy
 from fsdpctl.resolve.run import Opened, settle
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.loss import validation_loss

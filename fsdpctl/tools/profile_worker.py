@@ -17,7 +17,7 @@ from fsdpctl.comm.base import Collectives, Gathering
 from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.comm.world import joined_world
 from fsdpctl.plan.layout import EvenParts, Span
-from fsdpctl.predict.network import CollectiveKind
+from fsdpctl.predict.hardware import CollectiveKind
 from fsdpctl.predict.profile import VERSION, MeasuredPoint, Profile
 from fsdpctl.tools.observe import (
     LARGE,

@@ -22,10 +22,11 @@ from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.open import open_data
 from fsdpctl.data.tokens import DataSet
-from fsdpctl.engine.build import Source, divide_module
+from fsdpctl.engine.build import Sharding, Source
+from fsdpctl.engine.describe import divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
-from fsdpctl.engine.shard import Sharding, shard_from
+from fsdpctl.engine.shard import shard_from
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.optim.adamw import ShardedAdamW
@@ -33,9 +34,8 @@ from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.peers.model import peer_model
 from fsdpctl.peers.setup import PeerSetup
 from fsdpctl.plan.batch import plan_batches
-from fsdpctl.plan.engines import OURS
 from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.plan.strategy import get_strategy, ranks_per_copy
+from fsdpctl.plan.strategy import FSDPCTL, get_strategy, ranks_per_copy
 from fsdpctl.resolve.blocks import checkpoint_block, compile_block
 from fsdpctl.run.environment import add_start, describe_start, place_of
 from fsdpctl.shards import TrainedModel
@@ -75,7 +75,7 @@ def make_model(
 
 def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> TrainedModel:
     """Return the model, sharded by the configured engine. Collective."""
-    if config.engine.name == OURS:
+    if config.engine.name == FSDPCTL:
         model = make_model(config, device, empty=empty)
         model.mesh.measure_waits()
         model.overlap_param_gather = True

@@ -16,8 +16,8 @@ from fsdpctl.config.auto import left_open
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
+from fsdpctl.estimate.candidates import Ranking
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.ranking import Ranking
 from fsdpctl.estimate.search import choose
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.run import Opened, open_run, settle

@@ -14,14 +14,15 @@ from torch._C._distributed_c10d import FileStore
 
 from fsdpctl.comm.mesh import make_mesh
 from fsdpctl.comm.nccl import NcclCollectives
-from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
+from fsdpctl.engine.build import Sharding, Source, build_runtime
+from fsdpctl.engine.describe import divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
-from fsdpctl.engine.shard import Sharding, shard_from
+from fsdpctl.engine.shard import shard_from
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.plan.units import lay_out
+from fsdpctl.plan.units import Division, lay_out
 from tests.engine.models import make_net, next_token_loss, token_batches
 from tests.engine.odd import freeze_all_but_vectors
 
@@ -73,12 +74,10 @@ def forced(
     specs = divide_module(net, None)
     runtime = build_runtime(
         net,
-        Division(specs, lay_out(specs, 1)),
+        Division(specs, lay_out(specs, 1), row),
         make_mesh(nccl, device, nccl.size),
         Source(device),
-        strategy=row,
-        prefetch=prefetch or Prefetch(),
-        precision=precision or Precision(),
+        Sharding(prefetch=prefetch or Prefetch(), precision=precision or Precision()),
     )
     return ShardedModel(net, runtime, row)
 

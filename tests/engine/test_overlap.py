@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from fsdpctl.comm.base import Collectives, Gathering, Handle, InPlace, Reduction, Stretches
 from fsdpctl.comm.mesh import make_mesh
-from fsdpctl.engine.build import Division, Source, build_runtime, divide_module
+from fsdpctl.engine.build import Sharding, Source, build_runtime
+from fsdpctl.engine.describe import divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import get_strategy
-from fsdpctl.plan.units import lay_out
+from fsdpctl.plan.units import Division, lay_out
 
 COMPUTE, DELAY = 1.0, 0.9  # of a block's forward, and of a collective
 BLOCKS = 8
@@ -115,12 +116,10 @@ def run(strategy: str, prefetch: Prefetch) -> Clock:
     specs = divide_module(net, ["Block"])
     runtime = build_runtime(
         net,
-        Division(specs, lay_out(specs, 1)),
+        Division(specs, lay_out(specs, 1), row),
         make_mesh(collectives, torch.device("cpu"), collectives.size),
         Source(torch.device("cpu")),
-        strategy=row,
-        prefetch=prefetch,
-        precision=Precision(),
+        Sharding(prefetch=prefetch, precision=Precision()),
     )
     model = ShardedModel(net, runtime, row)
     model(torch.ones(2, 8)).sum().backward()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fsdpctl.engine.build import divide_module
+from fsdpctl.engine.describe import divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
@@ -18,8 +18,7 @@ from fsdpctl.plan.schedule import (
     step_events,
     update_events,
 )
-from fsdpctl.plan.sizes import Itemsizes, RankPlace, unit_bytes
-from fsdpctl.plan.slots import slots_of
+from fsdpctl.plan.sizes import Itemsizes, RankPlace, slots_of, unit_bytes
 from fsdpctl.plan.strategy import STRATEGIES, effective_strategy
 from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import lay_out, unit_order

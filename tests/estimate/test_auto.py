@@ -17,11 +17,10 @@ from fsdpctl.config.files import choices_of
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.candidates import Axes, SearchPoint
+from fsdpctl.estimate.candidates import Axes, Ranking, SearchPoint
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
-from fsdpctl.estimate.local_hardware import cluster_of_device, with_speed
+from fsdpctl.estimate.hardware import cluster_of_device, with_speed
 from fsdpctl.estimate.prediction import StepPredictor
-from fsdpctl.estimate.ranking import Ranking
 from fsdpctl.estimate.search import KEPT, choose
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy

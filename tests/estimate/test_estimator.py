@@ -7,7 +7,7 @@ import pytest
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
-from fsdpctl.engine.build import divide_module
+from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate import traced
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.engine.build import divide_module
+from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.estimator import placed_for_estimate
-from fsdpctl.estimate.traffic import SentBytes, sent_in_step
+from fsdpctl.estimate.run_plan import SentBytes, sent_in_step
 from fsdpctl.models.registry import build_model
 from fsdpctl.resolve.machine import resolved_strategy
 from tests.cli.run import TINY, command, environment, make_text

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdpctl.plan.engines import ENGINES, has_strategy
-from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.plan.strategy import ENGINES, STRATEGIES, has_strategy
 from tests.cli.run import invoke
 from tests.train.ranks import words
 

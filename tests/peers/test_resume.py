@@ -9,15 +9,15 @@ from tests.cli.run import fsdpctl
 from tests.peers.runs import ALONE, DDP, FSDP2, HYBRID, TOLERANCE, begin, losses, train
 from tests.train.ranks import words
 
-OURS = ["engine=fsdpctl"]
+FSDPCTL = ["engine=fsdpctl"]
 WAYS = [
-    ((FSDP2, 2), (OURS, 2)),
-    ((OURS, 2), (FSDP2, 2)),
-    ((FSDP2, 2), (OURS, 3)),
-    ((OURS, 3), (HYBRID, 4)),
+    ((FSDP2, 2), (FSDPCTL, 2)),
+    ((FSDPCTL, 2), (FSDP2, 2)),
+    ((FSDP2, 2), (FSDPCTL, 3)),
+    ((FSDPCTL, 3), (HYBRID, 4)),
     ((HYBRID, 4), (DDP, 2)),
-    ((DDP, 3), ([*OURS, "strategy=shard_optimizer"], 2)),
-    ((ALONE, 2), (OURS, 1)),
+    ((DDP, 3), ([*FSDPCTL, "strategy=shard_optimizer"], 2)),
+    ((ALONE, 2), (FSDPCTL, 1)),
 ]
 
 
@@ -46,7 +46,7 @@ def run(folder: Path, name: str, ranks: int, steps: int, *engine: str) -> None:
 def test_a_run_that_changes_engines_trains_as_well(tmp_path: Path) -> None:
     run(tmp_path, "ours", 2, 15)
     run(tmp_path, "changed", 2, 5, *FSDP2)
-    run(tmp_path, "changed", 3, 10, *OURS)
+    run(tmp_path, "changed", 3, 10, *FSDPCTL)
     run(tmp_path, "changed", 2, 15, *DDP)
     assert losses(tmp_path / "changed") == pytest.approx(losses(tmp_path / "ours"), rel=TOLERANCE)
     found = []

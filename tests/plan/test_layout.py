@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdpctl.plan.layout import ALIGNMENT, ParamSpec, Span, flat_layout
-from fsdpctl.plan.runs import optimizer_runs
+from fsdpctl.plan.layout import ALIGNMENT, ParamSpec, Span, flat_layout, optimizer_runs
 
 shapes = st.lists(st.integers(1, 40), max_size=3).map(tuple)
 param_lists = st.lists(shapes, min_size=1, max_size=8).map(

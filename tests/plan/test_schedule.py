@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdpctl.plan.layout import ParamSpec, flat_layout
-from fsdpctl.plan.order import UnitOrder
 from fsdpctl.plan.reductions import Reductions, plan_reductions
 from fsdpctl.plan.schedule import Event, EventKind, Prefetch, step_events
-from fsdpctl.plan.slots import assign_slots
+from fsdpctl.plan.sizes import assign_slots
 from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.plan.units import UnitOrder
 from tests.plan.whole_units import most_whole_units
 
 K = EventKind

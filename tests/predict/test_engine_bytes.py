@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.engine.build import divide_module
+from fsdpctl.engine.describe import divide_module
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model

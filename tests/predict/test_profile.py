@@ -7,7 +7,7 @@ import pytest
 
 from fsdpctl.errors import UsageError
 from fsdpctl.predict.compute import Work, WorkKind
-from fsdpctl.predict.network import NET, NODE, CollectiveKind, Group
+from fsdpctl.predict.hardware import NET, NODE, CollectiveKind, Group
 from fsdpctl.predict.profile import (
     VERSION,
     MeasuredDevice,

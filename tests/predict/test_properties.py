@@ -11,7 +11,7 @@ from fsdpctl.estimate.estimator import placed_for_estimate
 from fsdpctl.estimate.prediction import StepPrediction, StepPredictor
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Work
-from fsdpctl.predict.network import NET, NODE, CollectiveKind, Group
+from fsdpctl.predict.hardware import NET, NODE, CollectiveKind, Group
 from fsdpctl.predict.simulator import Transfer
 from fsdpctl.resolve.machine import resolved_strategy
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdpctl.engine.build import divide_module
-from fsdpctl.estimate.shorten import shorten
+from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.trace import trace
+from fsdpctl.estimate.traced import shorten
 from fsdpctl.plan.sizes import Itemsizes
 from fsdpctl.predict.allocator import CachingAllocator
 from fsdpctl.predict.compute import Program

@@ -14,13 +14,12 @@ from typing import TypeVar
 
 from fsdpctl.config.auto import Selection, left_open
 from fsdpctl.config.schema import Config
-from fsdpctl.engine.build import divide_module
+from fsdpctl.engine.describe import divide_module
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.estimate.run_plan import estimate_run
+from fsdpctl.estimate.run_plan import estimate_run, sent_in_step
 from fsdpctl.estimate.search import choose
-from fsdpctl.estimate.traffic import sent_in_step
-from fsdpctl.plan.engines import OURS
+from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.resolve.machine import placed_on_cluster, world_size
 from fsdpctl.resolve.run import Opened, Settled, open_run, settle
 from fsdpctl.run.assets import collect_assets
@@ -133,7 +132,7 @@ class MeasuredComparison:
             world_size=world_size(config),
             sent_bytes_per_step=sent_in_step(config, units, passes).total,
         )
-        if config.engine.name == OURS:
+        if config.engine.name == FSDPCTL:
             engine = estimate_run(config, opened.module, passes)
             parts, peak = engine.breakdown.to_dict(), engine.peak_bytes
             row = replace(row, estimated_peak_engine_bytes=peak, estimated_breakdown=parts)

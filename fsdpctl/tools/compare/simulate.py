@@ -10,8 +10,8 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
 from fsdpctl.estimate.prediction import StepPrediction, StepPredictor
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.estimate.run_plan import sent_in_step
 from fsdpctl.estimate.search import choose
-from fsdpctl.estimate.traffic import sent_in_step
 from fsdpctl.predict.simulator import chrome_trace
 from fsdpctl.resolve.machine import resolved_strategy, world_size
 from fsdpctl.run.flops import flops_per_token

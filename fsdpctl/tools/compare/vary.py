@@ -10,8 +10,7 @@ from fsdpctl.config.recipe import find_recipe, read_recipe
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS
 from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.engines import has_strategy
-from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.plan.strategy import STRATEGIES, has_strategy
 from fsdpctl.tools.compare.row import Row
 
 _SET_BY_COMPARE = dict.fromkeys(LENGTHS, "pass --steps to set the length of each run") | {
