@@ -6,7 +6,7 @@ replicas, each of which may keep a share, or gathers the parts.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,7 +21,10 @@ from fsdpctl.engine.ledger import Ledger
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.plan.layout import EvenParts, Span
 from fsdpctl.plan.reductions import Reductions
-from fsdpctl.plan.schedule import Buffer, EventKind
+from fsdpctl.plan.schedule import Buffer, Event, EventKind, ReductionFlow
+
+# Number of the buffer, share of this rank's part (None: all), values.
+_Sum = tuple[int, Span | None, Tensor]
 
 
 @dataclass(slots=True)
@@ -30,7 +33,6 @@ class _InFlight:
 
     unit: ShardedUnit
     piece: int
-    nbytes: int  # as planned
     sent: list[tuple[int, SentReduction]] = field(
         default_factory=list
     )  # with the number of the buffer
@@ -54,17 +56,13 @@ class GradientReducer:
         self._mesh = mesh
         self._plan = plan
         self._chain = mesh.chain
-        # Units whose sum a second collective completes.
-        self._combined = frozenset(
-            unit.name
-            for unit in units
-            if mesh.replicas
-            or any(
-                each.shard.is_replicated and not collector.adds_whole(each)
-                for each in unit.trained_buffers
-            )
+        trained = [each for unit in units for each in unit.trained_buffers]
+        # Whether a second collective completes each sum.
+        self._combines = mesh.replicas is not None or any(
+            each.shard.is_replicated and not collector.adds_whole(each) for each in trained
         )
         self._next = 0
+        self._flow = ReductionFlow(plan, combines=self._combines)
         self._reducing: deque[_InFlight] = deque()
         self._combining: deque[_InFlight] = deque()  # in the second collective
 
@@ -92,10 +90,7 @@ class GradientReducer:
     @torch.no_grad()
     def finish(self) -> None:
         """Wait until all started reductions are complete, and start over with the first unit."""
-        while self._reducing:
-            self._finish_oldest()
-        while self._combining:
-            self._finish_combining()
+        self._go_on(self._flow.finish())
         self._next = 0
 
     def abandon(self) -> None:
@@ -110,6 +105,7 @@ class GradientReducer:
                     self.ledger.free(buffer, *started.key(number))
         self._reducing.clear()
         self._combining.clear()
+        self._flow = ReductionFlow(self._plan, combines=self._combines)
         self._next = 0
         self.drop_gradients()
 
@@ -126,24 +122,30 @@ class GradientReducer:
         if not buffers:
             return
         was_held = buffers[0].held_gradients is not None
-        is_first = self._plan.stays and all(each.shard.grad is None for each in buffers)
+        is_first = all(each.shard.grad is None for each in buffers)
         pieces = self._plan.pieces_of(unit.name, was_held=was_held)
-        nbytes = self._plan.piece_nbytes(unit.name, was_held=was_held)
-        for piece in range(pieces):
-            while self._reducing and not self._plan.fits(
-                nbytes, [each.nbytes for each in self._reducing], is_first=is_first
-            ):
-                self._finish_oldest()
-            started = _InFlight(unit, piece, nbytes)
-            self._reducing.append(
-                started
-            )  # before its first collective: if one fails, none is lost
-            self._send(started, pieces)
-            self.ledger.note(
-                EventKind.REDUCE, unit.name, sum(sent.nbytes for _, sent in started.sent)
-            )
-            if self._chain:
-                self._combine_at_once(started, self._chain)
+        to_send = [_InFlight(unit, piece) for piece in range(pieces)]
+        self._go_on(self._flow.start(unit.name, was_held=was_held, is_first=is_first), to_send)
+
+    def _go_on(self, events: Iterable[Event], to_send: Sequence[_InFlight] = ()) -> None:
+        """Do what the plan's events say; each `reduce` is that of the next one `to_send`."""
+        left, sums = deque(to_send), list[_Sum]()
+        for event in events:
+            match event.kind:
+                case EventKind.REDUCE:
+                    # Kept before its first collective: if one fails, none is lost.
+                    self._reducing.append(left.popleft())
+                    self._send(self._reducing[-1], len(to_send))
+                case EventKind.REDUCED:
+                    reduced = self._reducing.popleft()
+                    sums = self._finish_reduction(reduced)
+                case EventKind.COMBINE if self._chain:
+                    self._combine_at_once(self._reducing[-1], self._chain)
+                case EventKind.COMBINE:
+                    self._combine_sums(reduced, sums)
+                    sums = []
+                case EventKind.COMBINED:
+                    self._finish_combining(self._combining.popleft())
 
     def _send(self, started: _InFlight, pieces: int) -> None:
         for number, buffer in enumerate(started.unit.trained_buffers):
@@ -161,43 +163,39 @@ class GradientReducer:
         if started.piece + 1 == pieces > 1:
             for buffer in started.unit.trained_buffers:
                 buffer.forget_arrived()
+        nbytes = sum(sent.nbytes for _, sent in started.sent)
+        self.ledger.note(EventKind.REDUCE, started.unit.name, nbytes)
 
-    def _finish_oldest(self) -> None:
-        started = self._reducing.popleft()
+    def _finish_reduction(self, started: _InFlight) -> list[_Sum]:
+        """Add this rank's part of the sums to its gradients, or return it to be combined."""
         unit, sums = started.unit, []
         with self.ledger.ranges.around("take the sum of", unit.name):
             while started.sent:
                 number, sent = started.sent.pop(0)
                 if sent.read is None:
-                    sums.append((number, sent.share, self._take_sum(started, number, sent)))
+                    total = self._take_sum(started, number, sent)
+                    sums.append((number, sent.share, total))
                 else:  # the second collective has started already
                     sent.read.wait()
                     self._free_sent(started.key(number))
-        if unit.name not in self._combined:
+        if not self._combines:
             for each in sums:
                 self._add_gradient(started, *each)
         self.ledger.note(EventKind.REDUCED, unit.name)
-        if unit.name in self._combined and not self._chain:
-            self._make_room_to_combine(started)
-            for number, share, total in sums:
-                handle = self._combine(unit.trained_buffers[number], started.key(number), total)
-                started.handles.append((number, share, handle))
-            self._note_combining(started, sum(total.nbytes for *_, total in sums))
+        return sums if self._combines else []
 
-    def _make_room_to_combine(self, started: _InFlight) -> None:
-        nbytes = self._plan.combined_nbytes(started.nbytes)
-        while self._combining and not self._plan.fits(
-            nbytes, [self._plan.combined_nbytes(each.nbytes) for each in self._combining]
-        ):
-            self._finish_combining()
-
-    def _note_combining(self, started: _InFlight, nbytes: int) -> None:
+    def _combine_sums(self, started: _InFlight, sums: Sequence[_Sum]) -> None:
+        """Start the second collective of sums that this rank has taken."""
+        for number, share, total in sums:
+            buffer = started.unit.trained_buffers[number]
+            handle = self._combine(buffer, started.key(number), total)
+            started.handles.append((number, share, handle))
+        nbytes = sum(total.nbytes for *_, total in sums)
         self.ledger.note(EventKind.COMBINE, started.unit.name, nbytes)
         self._combining.append(started)
 
     def _combine_at_once(self, started: _InFlight, chain: Chain) -> None:
         """Start the sum over replicas behind the reduction; the host waits for neither."""
-        self._make_room_to_combine(started)
         nbytes = 0
         for number, sent in started.sent:
             buffer = started.unit.trained_buffers[number]
@@ -208,7 +206,8 @@ class GradientReducer:
             how = self._scale_and_dtype(buffer, mean)
             sent.read, handle = chain(follow, sent.reduction, mean, *how)
             started.handles.append((number, sent.share, handle))
-        self._note_combining(started, nbytes)
+        self.ledger.note(EventKind.COMBINE, started.unit.name, nbytes)
+        self._combining.append(started)
 
     @staticmethod
     def _new_sum(buffer: UnitBuffer, sent: SentReduction) -> Tensor:
@@ -266,8 +265,7 @@ class GradientReducer:
 
         return Handle(finish)
 
-    def _finish_combining(self) -> None:
-        started = self._combining.popleft()
+    def _finish_combining(self, started: _InFlight) -> None:
         for number, share, handle in started.handles:
             self._add_gradient(started, number, share, handle.wait())
         self.ledger.note(EventKind.COMBINED, started.unit.name)
