@@ -114,7 +114,7 @@ class OneCallEach(ProcessGroupCollectives):
         reduce_scatter_single(part, whole, group=self.reduce_group)
         return InPlace(Handle(lambda: part))
 
-    def start_all_reduce(self, values: Tensor, *, at_once: bool = True) -> Handle:
+    def start_all_reduce(self, values: Tensor) -> Handle:
         """In place, as if all ranks had the same."""
         dist.all_reduce(values, group=self.reduce_group)
         return Handle(lambda: values.mul_(self.size))

@@ -29,7 +29,7 @@ _UNWRITTEN = ("reduce_scatter_single", "reduce_scatter_tensor", "all_to_all_sing
 class FakeNccl(NcclCollectives):
     """Collectives that assume the same values on every rank in small all-reduces."""
 
-    def start_all_reduce(self, values: Tensor, *, at_once: bool = True) -> Handle:
+    def start_all_reduce(self, values: Tensor) -> Handle:
         """Return the sum over equal ranks."""
         handle = super().start_all_reduce(values)
         return Handle(lambda: handle.wait().mul_(self.size))

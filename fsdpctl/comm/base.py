@@ -108,11 +108,8 @@ class Collectives:
         """Sum `values` over the ranks in place, and return them."""
         return values
 
-    def start_all_reduce(self, values: Tensor, *, at_once: bool = True) -> Handle:
-        """Start an all-reduce, which owns `values` until its handle has been waited for.
-
-        Without `at_once` it may be delayed until there is more to add or its handle is waited for.
-        """
+    def start_all_reduce(self, values: Tensor) -> Handle:
+        """Start an all-reduce, which owns `values` until its handle has been waited for."""
         return Handle(lambda: values)
 
     def broadcast(self, values: Tensor, source: int = 0) -> Tensor:

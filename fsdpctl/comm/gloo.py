@@ -23,7 +23,6 @@ from fsdpctl.comm.process_group import (
 from fsdpctl.plan.layout import Span, are_even
 from fsdpctl.plan.transport import (
     ADDED_AT_A_TIME,
-    ALL_REDUCED_TOGETHER,
     MAX_DIRECT_RANKS,
     Transport,
     adds_whole,
@@ -41,7 +40,6 @@ class GlooCollectives(ProcessGroupCollectives):
         """Join this rank's group of `groups`, a division of all ranks; None: one group of all."""
         super().__init__(groups)
         self.adds_whole = adds_whole(Transport.GLOO, self.size)
-        self._to_add: list[tuple[Tensor, list[dist.Work]]] = []
 
     def all_gather(self, buffers: Sequence[Gathering]) -> Handle:
         """Exchange messages between ranks, or among many ranks use gloo's all-gather."""
@@ -115,28 +113,11 @@ class GlooCollectives(ProcessGroupCollectives):
                     works.append(dist.isend(sent, group=self.reduce_group, group_dst=target))
         return [work for work in works if work is not None]
 
-    def start_all_reduce(self, values: Tensor, *, at_once: bool = True) -> Handle:
-        """Start gloo's all-reduces in the order of the calls.
-
-        gloo's threads take cores from the computation, which costs least in a few long periods.
-        """
-        works: list[dist.Work] = []
-        self._to_add.append((values, works))
-        if at_once or sum(each.nbytes for each, _ in self._to_add) >= ALL_REDUCED_TOGETHER:
-            self._add_all()
-        added = self._after(works, values)
-
-        def finish() -> Tensor:
-            if not works:
-                self._add_all()
-            return added.wait()
-
-        return Handle(finish)
-
-    def _add_all(self) -> None:
-        while self._to_add:
-            values, works = self._to_add.pop(0)
-            works.append(dist.all_reduce(values, group=self.reduce_group, async_op=True))
+    def start_all_reduce(self, values: Tensor) -> Handle:
+        """Start gloo's all-reduce."""
+        work = dist.all_reduce(values, group=self.reduce_group, async_op=True)
+        assert isinstance(work, dist.Work)
+        return self._after([work], values)
 
     def _after(self, works: list[dist.Work], result: Tensor) -> Handle:
         wait = self._wait(works)

@@ -3,11 +3,8 @@
 Gradients arrive one by one, as autograd made them, and end in one flat buffer, scaled.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -58,9 +55,6 @@ class UnitBuffer:
         self.held_gradients: Tensor | None = None  # unsharded, not yet reduced
         self.present: set[int] = set()  # parameters with a gradient since gradients were dropped
         self.stretches = gradient_stretches(shard.layout)
-        self._kept: Tensor | None = None  # memory that is reused for gradients in every step
-        zero = torch.zeros((), dtype=whole.dtype, device=whole.device)
-        self._gaps = [zero.expand(gap) if gap else None for gap in _gaps_after(shard.layout)]
         self._padding = shard.layout.padding
         nan = torch.full((), float("nan"), dtype=whole.dtype, device=whole.device)
         rests = [nan.expand(placement.param.shape) for placement in self.layout.placements]
@@ -117,11 +111,8 @@ class UnitBuffer:
         Missing gradients are zero. A single contiguous gradient of dtype `dtype` is not copied.
         """
         gradients = [self._remove(index) for index in indices]
-        if _are_all_there(gradients):
-            if len(gradients) == 1:
-                return gradients[0].reshape(-1).to(dtype)
-            if dtype == self.whole.dtype:
-                return _joined(gradients, [*self._gaps[indices[0] : indices[-1]], None])
+        if len(gradients) == 1 and gradients[0] is not None:
+            return gradients[0].reshape(-1).to(dtype)
         together = torch.zeros(span.numel, dtype=dtype, device=self.whole.device)
         for index, gradient in zip(indices, gradients, strict=True):
             if gradient is not None:
@@ -159,23 +150,19 @@ class UnitBuffer:
             torch._foreach_copy_(targets, sources)
         return flat
 
-    def first_gradients(self, dtype: torch.dtype, scale: float, *, keeps: bool) -> Tensor:
+    def first_gradients(self, dtype: torch.dtype, scale: float) -> Tensor:
         """Return the gradients that have arrived times `scale` in a flat buffer, else zeros.
 
-        With `keeps`, the memory is that of the previous call, if the buffer is to become this
-        rank's gradient. A single gradient is returned in its own memory.
+        A single gradient is returned in its own memory.
         """
         gradients = [arrived_gradient(param) for param in self.params]
-        if scale == 1 and dtype == self.whole.dtype and _are_all_there(gradients):
-            keeps &= len(gradients) > 1 or self._gaps[0] is not None
-            if not keeps:
-                return _joined(gradients, self._gaps)
-        flat = self._memory(dtype, keeps=keeps and self.shard.grad is None)
-        self._fill(flat, gradients, scale)
-        return flat
-
-    def _fill(self, flat: Tensor, gradients: Sequence[Tensor | None], scale: float) -> None:
-        """Write the gradients that have arrived times `scale`, and zeros for the others."""
+        if scale == 1 and dtype == self.whole.dtype and len(gradients) == 1 and not self._padding:
+            (alone,) = gradients
+            if alone is not None:
+                return alone.reshape(-1)
+        flat = torch.empty(self.layout.numel, dtype=dtype, device=self.whole.device)
+        for gap in self._padding:
+            flat[gap.start : gap.stop].zero_()
         targets, sources = [], []
         for view, gradient in zip(self.param_views(flat), gradients, strict=True):
             if gradient is None:
@@ -189,17 +176,6 @@ class UnitBuffer:
             torch._foreach_copy_(targets, sources)
             if scale != 1:
                 torch._foreach_mul_(targets, scale)
-
-    def _memory(self, dtype: torch.dtype, *, keeps: bool) -> Tensor:
-        """Return a flat buffer whose padding is zero."""
-        if keeps and self._kept is not None and _uses(self._kept) == _USES_OF_ONE:
-            flat = self._kept
-        else:
-            flat = torch.empty(self.layout.numel, dtype=dtype, device=self.whole.device)
-        if keeps:
-            self._kept = flat
-        for gap in self._padding:
-            flat[gap.start : gap.stop].zero_()
         return flat
 
     def add_gradients(self, flat: Tensor, scale: float) -> None:
@@ -233,37 +209,3 @@ class UnitBuffer:
         self.shard.grad = None
         self.held_gradients = None
         self.present.clear()
-
-
-def _are_all_there(gradients: Sequence[Tensor | None]) -> TypeGuard[Sequence[Tensor]]:
-    return all(gradient is not None for gradient in gradients)
-
-
-def _uses(tensor: Tensor) -> tuple[int, int]:
-    """Return the numbers of references to a tensor that is an attribute, and to its memory.
-
-    They show whether a caller still has a gradient that it was given, or a window into it.
-    """
-    storage = tensor.untyped_storage()
-    return sys.getrefcount(tensor), torch._C._storage_Use_Count(storage._cdata)
-
-
-_ONE = SimpleNamespace(tensor=torch.empty(1))
-_USES_OF_ONE = _uses(_ONE.tensor)  # how they are counted depends on Python and on torch
-
-
-def _joined(gradients: Sequence[Tensor], gaps: Sequence[Tensor | None]) -> Tensor:
-    """Concatenate all gradients, each with the padding after it, in one call."""
-    pieces = []
-    for gradient, gap in zip(gradients, gaps, strict=True):
-        pieces.append(gradient)
-        if gap is not None:
-            pieces.append(gap)
-    return torch._C._nn.flatten_dense_tensors(pieces)
-
-
-def _gaps_after(layout: FlatLayout) -> tuple[int, ...]:
-    """Return the number of padding elements after each parameter."""
-    starts = [placement.span.start for placement in layout.placements[1:]]
-    ends = [placement.span.stop for placement in layout.placements]
-    return tuple(start - end for start, end in zip([*starts, layout.numel], ends, strict=True))

@@ -198,7 +198,6 @@ def _make_reducer(units: Sequence[ShardedUnit], builder: _Builder) -> GradientRe
     collector = Collector(
         mesh,
         dtypes,
-        early=division.order.reduced_early,
         wire_dtype=builder.precision.wire_dtype,
         narrows=strategy.shards_params,
     )

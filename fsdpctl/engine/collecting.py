@@ -9,7 +9,6 @@ larger than every block are copied and sent in pieces.
 Missing gradients count as zero.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +38,6 @@ class Collector:
 
     mesh: Mesh
     dtypes: dict[torch.dtype, torch.dtype]  # in which gradients are added, by the masters' dtype
-    early: Collection[str]  # units whose reduction is followed by the backward of others
     wire_dtype: torch.dtype | None  # of one backward's gradients; None: lossless, by the backend
     # Whether the wire may have another dtype than the additions. Only if all ranks go through the
     # same backwards, because held gradients have the dtype of the additions.
@@ -58,7 +56,7 @@ class Collector:
         scale = 1 / self.mesh.world.size
         return (scale, 1.0) if self.adds_whole(buffer) else (1.0, scale)
 
-    def send(self, unit: str, buffer: UnitBuffer) -> SentReduction:
+    def send(self, buffer: UnitBuffer) -> SentReduction:
         """Start the reduction of all of a buffer's gradients.
 
         All ranks send the same messages, whether they held gradients back or not.
@@ -70,7 +68,7 @@ class Collector:
         if in_place and is_fresh:
             stretches = [(span, buffer.take(span, ids, wire)) for span, ids in buffer.stretches]
             return self._start(buffer, stretches)
-        flat = self.hold(unit, buffer, wire)
+        flat = self.hold(buffer, wire)
         buffer.held_gradients = None
         if in_place:
             return self._start(
@@ -85,7 +83,7 @@ class Collector:
         collectives = self.mesh.shard
         if self.adds_whole(buffer):
             ((_, whole),) = gradients
-            added = InPlace(collectives.start_all_reduce(whole, at_once=False))
+            added = InPlace(collectives.start_all_reduce(whole))
             return SentReduction(added, nbytes, held)
         dtype = self.dtype_of(buffer)
         return SentReduction(
@@ -115,12 +113,11 @@ class Collector:
             return self.wire_dtype or added_in
         return min(buffer.whole.dtype, added_in, key=lambda dtype: dtype.itemsize)
 
-    def hold(self, unit: str, buffer: UnitBuffer, dtype: torch.dtype) -> Tensor:
+    def hold(self, buffer: UnitBuffer, dtype: torch.dtype) -> Tensor:
         """Return the full gradient so far in one buffer, which has `dtype` if it is new."""
         before, _ = self.scales(buffer)
         if buffer.held_gradients is None:
-            keeps = self._keeps(unit, buffer)
-            buffer.held_gradients = buffer.first_gradients(dtype, before, keeps=keeps)
+            buffer.held_gradients = buffer.first_gradients(dtype, before)
         else:
             buffer.add_gradients(buffer.held_gradients, before)
         buffer.forget_arrived()
@@ -130,14 +127,3 @@ class Collector:
         """Return whether a reduced buffer of `dtype` becomes this rank's gradient."""
         keeps_all = buffer.shard.is_replicated or self.mesh.shard.size == 1
         return keeps_all and dtype == buffer.shard.dtype
-
-    def _keeps(self, unit: str, buffer: UnitBuffer) -> bool:
-        """Return whether the memory of a buffer's gradients is reused in every step.
-
-        Allocators other than the CPU's cache free memory themselves. If masters have another dtype
-        than parameters, keeping that of the forward's first unit too, often a large embedding,
-        would take more than DDP does: it is needed when all activations are gone.
-        """
-        pays = buffer.whole.dtype == buffer.shard.dtype or unit in self.early
-        is_kept = pays and buffer.whole.device.type == "cpu"
-        return is_kept and self.is_gradient(buffer, self.dtype_of(buffer))

@@ -71,7 +71,7 @@ class GradientReducer:
         """Add the gradients that have arrived to those held for a later backward."""
         for number, buffer in enumerate(unit.trained_buffers):
             is_new = buffer.held_gradients is None
-            held = self.collector.hold(unit.name, buffer, self.collector.dtype_of(buffer))
+            held = self.collector.hold(buffer, self.collector.dtype_of(buffer))
             if is_new:
                 self.ledger.allocate(Buffer.WHOLE_GRADS, unit.name, number, held.nbytes)
         self.ledger.note(EventKind.HOLD, unit.name)
@@ -152,7 +152,7 @@ class GradientReducer:
             if pieces > 1:
                 sent = self.collector.send_piece(buffer, started.piece, pieces)
             else:
-                sent = self.collector.send(started.unit.name, buffer)
+                sent = self.collector.send(buffer)
             if sent is None:
                 continue
             started.sent.append((number, sent))

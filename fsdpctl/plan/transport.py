@@ -7,7 +7,6 @@ from fsdpctl.plan.layout import FlatLayout, Span, are_even
 
 MAX_DIRECT_RANKS = 8  # above, gloo's own algorithms scale better than direct exchange
 ADDED_AT_A_TIME = 1 << 17  # elements, scaled while they are in the cache
-ALL_REDUCED_TOGETHER = 25 << 20  # bytes at least, as in a bucket of DDP
 _SENT_TOGETHER = 1 << 17  # elements at most
 
 

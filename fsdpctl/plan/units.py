@@ -41,11 +41,6 @@ class UnitOrder:
         """The order in which all ranks start the reductions."""
         return (*reversed(self.forward), self.root)
 
-    @property
-    def reduced_early(self) -> frozenset[str]:
-        """The units that are reduced before the last backward of the pass."""
-        return frozenset(self.forward[1:])
-
     def trains(self, unit: str) -> bool:
         """Return whether a unit has gradients."""
         return unit not in self.frozen

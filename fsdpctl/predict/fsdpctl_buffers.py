@@ -47,7 +47,6 @@ class EngineBuffers:
         self._in_pieces: set[str] = set()  # units of which some pieces were collected
         self._became = False  # whether the last sum is a gradient now
         self._taken: set[str] = set()  # parameters whose gradients the engine took in this pass
-        self._kept: dict[tuple[str, int], int] = {}  # memory that gradients return to
         sizes = plan.sizes
         keeps = place.size == 1 or not plan.strategy.shards_grads
         self._in_place = keeps and sizes.reduce == sizes.master
@@ -73,12 +72,10 @@ class EngineBuffers:
 
     def end_step(self) -> None:
         """Free the gradients."""
-        kept = set(self._kept.values())
         for (buffer, _), lists in self._live.items():
             if buffer in (Buffer.GRADS, Buffer.WHOLE_GRADS):
                 for key in (key for keys in lists for key in keys):
-                    if key not in kept:
-                        self._recorder.free(key)
+                    self._recorder.free(key)
                 lists.clear()
 
     def _allocate(self, event: Event, following: Event | None) -> None:
@@ -159,7 +156,7 @@ class EngineBuffers:
         """Collect the gradients of a flat buffer, or send them from where they are."""
         layout = self._trained(unit)[index]
         if unit in self._in_pieces:
-            return [self._flat(unit, index, nbytes)]
+            return [self._flat(unit, nbytes)]
         splits = self._plan.strategy.shards_grads
         splits &= sends_in_place(self._place.transport, layout.parts)
         if reduces and splits:
@@ -167,23 +164,13 @@ class EngineBuffers:
         elif self._is_collected_already(layout):
             keys = [self._take(layout.params[0])]
         else:
-            keys = [self._flat(unit, index, nbytes)]
+            keys = [self._flat(unit, nbytes)]
         self._drop(layout.params)
         return keys
 
-    def _flat(self, unit: str, index: int, nbytes: int) -> int:
+    def _flat(self, unit: str, nbytes: int) -> int:
         """Allocate the buffer that all gradients are copied to."""
-        is_first = len(self._live.get((Buffer.GRADS, unit), ())) <= index
-        keeps = self._in_place and self._place.transport is Transport.GLOO and is_first
-        has_one_dtype = self._plan.sizes.param == self._plan.sizes.master
-        keeps &= has_one_dtype or unit in self._plan.order.reduced_early
-        if keeps and (unit, index) in self._kept:
-            return self._kept[unit, index]
-        what = "all gradients"
-        key = self._recorder.allocate(Category.REDUCE_BUFFERS, unit, what, nbytes)
-        if keeps:
-            self._kept[unit, index] = key
-        return key
+        return self._recorder.allocate(Category.REDUCE_BUFFERS, unit, "all gradients", nbytes)
 
     def _is_collected_already(self, layout: FlatLayout) -> bool:
         """Return whether a gradient is the flat buffer: a single one, neither cast nor scaled."""

@@ -115,11 +115,9 @@ class FsdpctlSteps:
         recorder, transport = self._recorder, self._place.transport
         if transport is Transport.NCCL or not self._plan.strategy.shards_grads:
             recorder.copy(2 * nbytes, f"collect gradients of {unit}")
-        kind = self._reduction()
         key = recorder.start(
-            kind, nbytes, RankGroup.SHARD, f"reduce {unit}", queue=REDUCTIONS,
-            is_held=kind is C.ALL_REDUCE and transport is Transport.GLOO,
-        )  # fmt: skip
+            self._reduction(), nbytes, RankGroup.SHARD, f"reduce {unit}", queue=REDUCTIONS
+        )
         self._reducing[unit].append((key, nbytes))
         self._last_reduced[unit] = key
 

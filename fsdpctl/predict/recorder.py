@@ -8,7 +8,6 @@ from typing import Protocol
 
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.schedule import Buffer
-from fsdpctl.plan.transport import ALL_REDUCED_TOGETHER
 from fsdpctl.predict.compute import Part, PassPosition, Work
 from fsdpctl.predict.hardware import CollectiveKind, DataSheet, Group, RingNetwork
 from fsdpctl.predict.profile import MeasuredDevice, MeasuredNetwork
@@ -104,12 +103,11 @@ class Recorder:
         *,
         queue: str,
         after: int | None = None,
-        is_held: bool = False,
     ) -> int:
         """Start a collective over a buffer of `nbytes` and return the key to wait for.
 
         Collectives of one `queue` run one after another. This one starts after the one with the key
-        `after` has ended. A held one starts together with others, see `TaskRecorder.start`.
+        `after` has ended.
         """
         return 0
 
@@ -184,8 +182,6 @@ class TaskRecorder(Recorder):
         self._works = works
         self._seconds: dict[int, float] = {}  # by sequence of operators, which like units share
         self._next = 0
-        self._held: list[Start] = []
-        self._held_bytes = 0.0
 
     def take(self) -> list[Task]:
         """Return the tasks recorded since the previous call."""
@@ -214,29 +210,16 @@ class TaskRecorder(Recorder):
         *,
         queue: str,
         after: int | None = None,
-        is_held: bool = False,
     ) -> int:
-        """Start a collective.
-
-        A held one starts together with others, once they have many bytes or one is waited for.
-        """
+        """Start a collective."""
         self._next += 1
         transfer = self._machine.network.transfer(kind, nbytes, self._machine.groups[group])
-        started = Start(self._next, queue, transfer, label, after)
-        if not is_held:
-            self._tasks.append(started)
-            return self._next
-        self._held.append(started)
-        self._held_bytes += nbytes
-        if self._held_bytes >= ALL_REDUCED_TOGETHER:
-            self._start_held()
+        self._tasks.append(Start(self._next, queue, transfer, label, after))
         return self._next
 
     def wait(self, key: int | None) -> None:
         """Let the compute stream wait for a collective."""
         if key is not None:
-            if any(each.key == key for each in self._held):
-                self._start_held()
             self._tasks.append(Wait(key))
 
     def optimize(self, numel: float, itemsize: int, moments: int) -> None:
@@ -251,10 +234,6 @@ class TaskRecorder(Recorder):
     def end_step(self) -> None:
         """Add the time of a step that no operator accounts for."""
         self._spend(self._machine.device.step_overhead, "between steps")
-
-    def _start_held(self) -> None:
-        self._tasks += self._held
-        self._held, self._held_bytes = [], 0.0
 
     def _copy(self, nbytes: float, label: str, phase: str = "compute") -> None:
         if nbytes > 0:

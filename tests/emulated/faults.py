@@ -140,7 +140,7 @@ def gradients_go_before_the_second_collective_has_read_them() -> None:
 
 @fault(DDP)
 def a_collective_works_on_memory_that_goes_at_once() -> None:
-    def wrong(self: NcclCollectives, values: Tensor, *, at_once: bool = True) -> Handle:
+    def wrong(self: NcclCollectives, values: Tensor) -> Handle:
         copy = values.clone()
         self.reduce_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.reduce_stream):

@@ -8,7 +8,6 @@ from unittest import mock
 import torch
 
 from fsdpctl.comm import collectives, nccl
-from fsdpctl.engine.collecting import Collector
 
 
 class Stream:
@@ -43,7 +42,6 @@ def nccl_path() -> Iterator[None]:
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "current_stream", lambda *device: stream),
             (torch.cuda, "stream", lambda stream: nullcontext()),
-            (Collector, "_keeps", lambda *about: False),
             (collectives, "GlooCollectives", lambda groups=None: NcclOnCpu(device, groups)),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
