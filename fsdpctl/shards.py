@@ -1,15 +1,12 @@
 """A rank's part of a unit, which engines, optimizers, checkpoints and training share."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.mesh import Mesh
-from fsdpctl.comm.waits import Seconds
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import FlatLayout, Piece, Span
 
@@ -123,64 +120,6 @@ class Sharded(Protocol):
 
     def drop_gradients(self) -> None:
         """Drop all gradients."""
-        ...
-
-
-class TrainedModel(Sharded, Protocol):
-    """A model of any engine as training uses it."""
-
-    training: bool
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that the engine has sharded."""
-        ...
-
-    @property
-    def collectives(self) -> Collectives:
-        """The collectives of all ranks."""
-        ...
-
-    @property
-    def take_waits(self) -> Callable[[], Seconds] | None:
-        """Returns the time that computation has waited since the last call; None: not measured."""
-        ...
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's result."""
-        ...
-
-    def train(self, mode: bool = True) -> Any:
-        """Set the training mode, as for any module."""
-        ...
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Hold gradients back in a block."""
-        ...
-
-    @property
-    def can_prefetch(self) -> bool:
-        """Whether `prefetch_forward_params` has anything to gather."""
-        ...
-
-    def prefetch_forward_params(self) -> None:
-        """Start to gather the first units of the next forward."""
-        ...
-
-    def rest(self) -> None:
-        """Release all units, so that shards may be written to. Collective."""
-        ...
-
-    def check_replicas(self) -> None:
-        """Compare what several ranks hold by checksums. Collective."""
-        ...
-
-    def peak_memory_bytes(self) -> int | None:
-        """Return the peak bytes that the engine has held; None: not measured."""
-        ...
-
-    def name_ranges(self, *, is_on: bool) -> None:
-        """Turn named ranges of units and collectives in profiles on or off."""
         ...
 
 

@@ -1,13 +1,14 @@
 """Changes with which a run fits, and their cost."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from fsdpctl.config.schema import ActivationCheckpointingConfig, Config, StrategyConfig
+from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator, batches_of
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.plan.strategy import get_strategy, sharded_over_copies
+from fsdpctl.plan.strategy import DDP, FSDPCTL, get_strategy, sharded_over_copies
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import resolved_strategy, world_size
 
@@ -97,79 +98,75 @@ def _changes(config: Config, *, more_ranks: bool) -> Iterator[Change]:
 
 def _without(parts: Iterable[Change], later: Change) -> Iterator[Change]:
     """Yield `parts` without the keys that `later` sets."""
+    keys = {word.split("=")[0] for word in later.words}
     for part in parts:
-        words = tuple(word for word in part.words if not _same_key(word, later.words))
+        words = tuple(word for word in part.words if word.split("=")[0] not in keys)
         if words:
-            yield Change(words, part.cost, part.config)
+            yield replace(part, words=words)
 
 
-def _same_key(word: str, words: tuple[str, ...]) -> bool:
-    return word.split("=")[0] in {each.split("=")[0] for each in words}
+def _changed(config: Config, cost: str, values: Mapping[str, Any]) -> Change:
+    """Return `config` with `values` by key, as the command line would set them; None: auto."""
+    words = tuple(f"{key}={'auto' if value is None else value}" for key, value in values.items())
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        part = replace(getattr(config, section), **{name or "name": value})
+        config = replace(config, **{section: part})
+    given = config.strategy.under(config.strategy.name)
+    return Change(words, cost, replace(config, strategy=resolved_strategy(config, given)))
 
 
 def _expandable(config: Config) -> Iterator[Change]:
     if config.launch.allocator != "expandable":
-        launch = replace(config.launch, allocator="expandable")
-        yield Change(("launch.allocator=expandable",), "nothing", replace(config, launch=launch))
+        yield _changed(config, "nothing", {"launch.allocator": "expandable"})
 
 
 def _chunked(config: Config) -> Iterator[Change]:
     samples = batches_of(config).micro_batch_size
     is_long = samples * config.train.seq_len >= 2 * _CHUNK
     if is_long and loss_chunk_tokens(config, samples) == 0:
-        train = replace(config.train, loss_chunk_tokens=_CHUNK)
-        words = (f"train.loss_chunk_tokens={_CHUNK}",)
-        yield Change(words, "the logits are computed twice", replace(config, train=train))
+        cost = "the logits are computed twice"
+        yield _changed(config, cost, {"train.loss_chunk_tokens": _CHUNK})
 
 
 def _reduced_every_time(config: Config) -> Iterator[Change]:
     passes = batches_of(config).num_micro_batches
     if config.accumulation.name == "last" and passes > 1:
-        accumulation = replace(config.accumulation, name="every")
         cost = f"gradients are reduced {passes} times per step instead of once"
-        yield Change(("accumulation=every",), cost, replace(config, accumulation=accumulation))
+        yield _changed(config, cost, {"accumulation": "every"})
 
 
 def _shared_out(config: Config) -> Iterator[Change]:
     given = config.strategy
     row = sharded_over_copies(get_strategy(given.name))
-    if row is None or config.engine.name != "fsdpctl" or given.dp_shard_size == world_size(config):
+    if row is None or config.engine.name != FSDPCTL or given.dp_shard_size == world_size(config):
         return
-    changed = resolved_strategy(config, replace(given, name=row.name))
     cost = "replicas shard gradients and optimizer states, and exchange updated parameters"
-    yield Change((f"strategy={row.name}",), cost, replace(config, strategy=changed))
+    yield _changed(config, cost, {"strategy": row.name})
 
 
 def _fully_sharded(config: Config) -> Iterator[Change]:
     if config.strategy.name == "full_shard":
         return
-    words: tuple[str, ...] = ("strategy=full_shard",)
+    values: dict[str, Any] = {"strategy": "full_shard"}
     if config.strategy.dp_shard_size is not None:
-        words += ("strategy.dp_shard_size=auto",)
-    changed = replace(config, strategy=resolved_strategy(config, StrategyConfig("full_shard")))
-    if config.engine.name == "ddp":
-        words += ("engine=fsdpctl",)
-        changed = replace(changed, engine=replace(config.engine, name="fsdpctl"))
+        values["strategy.dp_shard_size"] = None
+    if config.engine.name == DDP:
+        values["engine"] = FSDPCTL
     cost = "all ranks share one replica; each unit is gathered in forward and again in backward"
-    yield Change(words, cost, changed)
+    yield _changed(config, cost, values)
 
 
 def _recomputed_in_part(config: Config) -> Iterator[Change]:
     if config.activation_checkpointing.name == "none":
-        yield _checkpointed(config, "selective", "every second matrix product is recomputed")
+        cost = "every second matrix product is recomputed"
+        yield _changed(config, cost, {"activation_checkpointing": "selective"})
 
 
 def _recomputed(config: Config) -> Iterator[Change]:
     if config.activation_checkpointing.name != "full":
-        yield _checkpointed(
-            config, "full", "a third more computation: the forward of blocks runs twice"
-        )
-
-
-def _checkpointed(config: Config, mode: str, cost: str) -> Change:
-    selected = ActivationCheckpointingConfig(mode)
-    changed = replace(config, activation_checkpointing=selected)
-    return Change((f"activation_checkpointing={mode}",), cost, changed)
+        cost = "a third more computation: the forward of blocks runs twice"
+        yield _changed(config, cost, {"activation_checkpointing": "full"})
 
 
 def _smaller_batch(config: Config) -> Iterator[Change]:
@@ -185,38 +182,24 @@ def _single_sample(config: Config) -> Iterator[Change]:
 
 
 def _with_micro_batch(config: Config, size: int) -> Change:
-    changed = replace(
-        config,
-        train=replace(config.train, micro_batch_size=size),
-        accumulation=replace(config.accumulation, steps=None),
-    )
-    before, after = batches_of(config).num_micro_batches, batches_of(changed).num_micro_batches
-    cost = f"{after} smaller micro-batches per step instead of {before}"
-    return Change((f"train.micro_batch_size={size}", *_steps_as_needed(config)), cost, changed)
+    found = _changed(config, "", {"train.micro_batch_size": size, **_steps_as_needed(config)})
+    passes = [batches_of(each).num_micro_batches for each in (found.config, config)]
+    return replace(found, cost=f"{passes[0]} smaller micro-batches per step instead of {passes[1]}")
 
 
-def _steps_as_needed(config: Config) -> tuple[str, ...]:
+def _steps_as_needed(config: Config) -> dict[str, None]:
     """Return the setting that resets the number of passes, if it was set."""
-    return () if config.accumulation.steps is None else ("accumulation.steps=auto",)
+    return {} if config.accumulation.steps is None else {"accumulation.steps": None}
 
 
 def _computed_in_bf16(config: Config) -> Iterator[Change]:
     if config.precision.param_dtype == "float32":
-        precision = replace(config.precision, param_dtype="bfloat16")
-        words, cost = ("precision.param_dtype=bfloat16",), "compute in bfloat16"
-        yield Change(words, cost, replace(config, precision=precision))
+        yield _changed(config, "compute in bfloat16", {"precision.param_dtype": "bfloat16"})
 
 
 def _more_nodes(config: Config) -> Iterator[Change]:
     nodes = 2 * config.launch.nnodes
     while nodes <= _MOST_NODES:
-        more = replace(
-            config,
-            launch=replace(config.launch, nnodes=nodes),
-            accumulation=replace(config.accumulation, steps=None),
-        )
-        cost = f"{world_size(more)} ranks"
-        given = resolved_strategy(more, config.strategy)
-        words = (f"launch.nnodes={nodes}", *_steps_as_needed(config))
-        yield Change(words, cost, replace(more, strategy=given))
+        found = _changed(config, "", {"launch.nnodes": nodes, **_steps_as_needed(config)})
+        yield replace(found, cost=f"{world_size(found.config)} ranks")
         nodes *= 2

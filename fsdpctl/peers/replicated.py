@@ -4,9 +4,9 @@ Gradients are views of its buckets. If the compute dtype is narrower than the pa
 under autocast.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdpctl.comm.base import Collectives
-from fsdpctl.comm.waits import Seconds
+from fsdpctl.comm.waits import Mark, Seconds, mark, seconds_between
 from fsdpctl.peers.setup import Local, PeerSetup, Values
 from fsdpctl.plan.layout import Span, share_of
 
@@ -89,7 +89,7 @@ class AfterGradients:
         self.is_on = True
         self._on_cuda = device.type == "cuda"
         self._count, self._missing = len(params), len(params)
-        self._mark: float | torch.cuda.Event | None = None
+        self._mark: Mark | None = None
         for param in params:
             param.register_post_accumulate_grad_hook(self._arrived)
 
@@ -99,27 +99,11 @@ class AfterGradients:
             return
         self._missing = self._count
         if self.is_on:
-            self._mark = self._now()
-
-    def _now(self) -> float | torch.cuda.Event:
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+            self._mark = mark(on_cuda=self._on_cuda)
 
     def take(self) -> Seconds:
         """Return the time of the backward that has just ended; 0 without one."""
-        mark, self._mark = self._mark, None
-        if mark is None:
+        before, self._mark = self._mark, None
+        if before is None:
             return lambda: 0.0
-        now = self._now()
-
-        def seconds() -> float:
-            if isinstance(mark, torch.cuda.Event) and isinstance(now, torch.cuda.Event):
-                return float(mark.elapsed_time(now)) / 1e3
-            assert isinstance(mark, float)
-            assert isinstance(now, float)
-            return now - mark
-
-        return seconds
+        return partial(seconds_between, before, mark(on_cuda=self._on_cuda))

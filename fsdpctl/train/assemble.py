@@ -38,7 +38,6 @@ from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import FSDPCTL, get_strategy, ranks_per_copy
 from fsdpctl.resolve.blocks import checkpoint_block, compile_block
 from fsdpctl.run.environment import add_start, describe_start, place_of
-from fsdpctl.shards import TrainedModel
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
 from fsdpctl.train.callbacks.checks import Checks
 from fsdpctl.train.callbacks.heartbeat import Heartbeat
@@ -48,7 +47,7 @@ from fsdpctl.train.callbacks.sample import SampleText
 from fsdpctl.train.callbacks.validation import Validation
 from fsdpctl.train.journal import Journal
 from fsdpctl.train.memory_snapshot import watch_allocations
-from fsdpctl.train.parts import LaunchContext, Optimizer, TrainingParts
+from fsdpctl.train.parts import LaunchContext, Optimizer, TrainedModel, TrainingParts
 from fsdpctl.train.trainer import Trainer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -9,13 +9,15 @@ import torch
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.tokens import DataSet
+from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import Limits, StepRecord
 from fsdpctl.optim.sgd import ShardedSGD
+from fsdpctl.peers.model import PeerModel
 from fsdpctl.run.clock import StepClock
-from fsdpctl.shards import TrainedModel
 
 Optimizer = ShardedAdamW | ShardedSGD
+TrainedModel = ShardedModel | PeerModel
 
 
 @dataclass(frozen=True, slots=True)

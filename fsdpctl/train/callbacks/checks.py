@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 from fsdpctl.estimate.saved import read_estimate
 from fsdpctl.run.progress import format_bytes
 from fsdpctl.run.step_metrics import StepMetrics, peak_memory
-from fsdpctl.shards import TrainedModel
 from fsdpctl.train.callback import Callback
-from fsdpctl.train.parts import Optimizer
+from fsdpctl.train.parts import Optimizer, TrainedModel
 from fsdpctl.train.requests import RequestFlags
 
 if TYPE_CHECKING:

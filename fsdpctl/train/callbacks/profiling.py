@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-from fsdpctl.shards import TrainedModel
 from fsdpctl.train.callback import Callback
+from fsdpctl.train.parts import TrainedModel
 from fsdpctl.train.requests import PROFILE, RequestFlags
 
 if TYPE_CHECKING:

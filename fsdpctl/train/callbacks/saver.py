@@ -28,9 +28,8 @@ from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import words_for_others
 from fsdpctl.run.assets import read_run_assets
-from fsdpctl.shards import TrainedModel
 from fsdpctl.train.callbacks.after_save import AfterSave
-from fsdpctl.train.parts import Optimizer
+from fsdpctl.train.parts import Optimizer, TrainedModel
 
 _POLL_SECONDS = 0.5
 _OTHERS_SECONDS = 1800.0  # that other ranks may take longer to write than this one
