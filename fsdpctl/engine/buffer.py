@@ -13,7 +13,6 @@ from fsdpctl.comm.base import Gathering, Handle
 from fsdpctl.comm.mesh import Mesh
 from fsdpctl.engine.parameters import arrived_gradient
 from fsdpctl.plan.layout import FlatLayout, Span
-from fsdpctl.plan.transport import gradient_stretches
 from fsdpctl.shards import FlatShard
 
 
@@ -54,7 +53,6 @@ class UnitBuffer:
         self.resting = resting
         self.held_gradients: Tensor | None = None  # unsharded, not yet reduced
         self.present: set[int] = set()  # parameters with a gradient since gradients were dropped
-        self.stretches = gradient_stretches(shard.layout)
         self._padding = shard.layout.padding
         nan = torch.full((), float("nan"), dtype=whole.dtype, device=whole.device)
         rests = [nan.expand(placement.param.shape) for placement in self.layout.placements]
@@ -105,27 +103,18 @@ class UnitBuffer:
         for param, rest in self._sharded:
             param.data = rest
 
-    def take(self, span: Span, indices: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Remove the gradients of adjacent parameters and return them as one tensor.
+    def take(self, index: int, dtype: torch.dtype) -> Tensor:
+        """Remove the gradient of a parameter and return it in 1-D, or zeros if it is missing.
 
-        Missing gradients are zero. A single contiguous gradient of dtype `dtype` is not copied.
+        A contiguous gradient of dtype `dtype` is not copied.
         """
-        gradients = [self._remove(index) for index in indices]
-        if len(gradients) == 1 and gradients[0] is not None:
-            return gradients[0].reshape(-1).to(dtype)
-        together = torch.zeros(span.numel, dtype=dtype, device=self.whole.device)
-        for index, gradient in zip(indices, gradients, strict=True):
-            if gradient is not None:
-                within = self.layout.placements[index].span.shift(-span.start)
-                together[within.start : within.stop].copy_(gradient.reshape(-1))
-        return together
-
-    def _remove(self, index: int) -> Tensor | None:
         param = self.params[index]
         gradient, param.grad = arrived_gradient(param), None
-        if gradient is not None:
-            self.present.add(index)
-        return gradient
+        if gradient is None:
+            numel = self.layout.placements[index].span.numel
+            return torch.zeros(numel, dtype=dtype, device=self.whole.device)
+        self.present.add(index)
+        return gradient.reshape(-1).to(dtype)
 
     def collect(self, share: Span, dtype: torch.dtype) -> Tensor:
         """Return the gradients of the elements `share` of every rank's part, in rank order.

@@ -65,14 +65,16 @@ class Collector:
         in_place = is_split and self.mesh.shard.sends_in_place(buffer.layout.parts)
         is_fresh = is_split and buffer.held_gradients is None
         wire = self._wire(buffer, in_place=in_place) if is_fresh else self.dtype_of(buffer)
+        spans = [each.span for each in buffer.layout.placements]
         if in_place and is_fresh:
-            stretches = [(span, buffer.take(span, ids, wire)) for span, ids in buffer.stretches]
-            return self._start(buffer, stretches)
+            return self._start(
+                buffer, [(span, buffer.take(i, wire)) for i, span in enumerate(spans)]
+            )
         flat = self.hold(buffer, wire)
         buffer.held_gradients = None
         if in_place:
             return self._start(
-                buffer, [(span, flat[span.start : span.stop]) for span, _ in buffer.stretches], flat
+                buffer, [(span, flat[span.start : span.stop]) for span in spans], flat
             )
         return self._start(buffer, [(Span(0, buffer.layout.numel), flat)], flat)
 

@@ -11,7 +11,6 @@ from fsdpctl.plan.transport import (
     Transport,
     adds_whole,
     exchanges,
-    gradient_stretches,
     reduce_workspace,
     sends_in_place,
 )
@@ -165,7 +164,7 @@ def _flat_bytes(
     fresh: tuple[Sending, ...] = (held,)
     itemsize = wire_itemsize(layout, strategy, sizes, place.transport)
     if strategy.shards_grads and sends_in_place(place.transport, layout.parts):
-        sent = sum(span.numel for span, _ in gradient_stretches(layout))
+        sent = sum(param.numel for param in layout.params)
         fresh = (Sending(sent * itemsize, workspace * itemsize, *about),)
     elif place.collects(strategy):
         shares = [share_of_parts(layout, piece, pieces).numel for piece in range(pieces)]

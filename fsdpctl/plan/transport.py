@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from enum import StrEnum
 
-from fsdpctl.plan.layout import FlatLayout, Span, are_even
+from fsdpctl.plan.layout import Span, are_even
 
 MAX_DIRECT_RANKS = 8  # above, gloo's own algorithms scale better than direct exchange
 ADDED_AT_A_TIME = 1 << 17  # elements, scaled while they are in the cache
-_SENT_TOGETHER = 1 << 17  # elements at most
 
 
 class Transport(StrEnum):
@@ -49,22 +48,3 @@ def reduce_workspace(transport: Transport, parts: Sequence[Span], rank: int) -> 
     if sends_in_place(transport, parts):
         return own * (size - 1)
     return own if transport is Transport.GLOO and size > 1 else 0
-
-
-def gradient_stretches(layout: FlatLayout) -> tuple[tuple[Span, tuple[int, ...]], ...]:
-    """Return what is sent as one tensor: spans of the flat buffer, with their parameters.
-
-    A large gradient is sent from its own memory. Small adjacent ones are first copied together,
-    with the padding between them, while they are in the cache. A copy has at most half of the
-    buffer, so that together with all gradients it takes no more than two ranks send each other.
-    """
-    most = min(_SENT_TOGETHER, layout.numel // 2)
-    stretches: list[tuple[Span, tuple[int, ...]]] = []
-    for index, placement in enumerate(layout.placements):
-        span = placement.span
-        if stretches and span.stop - stretches[-1][0].start <= most:
-            before, indices = stretches.pop()
-            stretches.append((Span(before.start, span.stop), (*indices, index)))
-        else:
-            stretches.append((span, (index,)))
-    return tuple(stretches)

@@ -10,7 +10,6 @@ from fsdpctl.plan.transport import (
     Transport,
     adds_whole,
     exchanges,
-    gradient_stretches,
     sends_in_place,
 )
 from fsdpctl.predict.engine_bytes import TrainingPlan, pieces_before_the_last
@@ -118,7 +117,7 @@ class EngineBuffers:
             return
         stretches = [Span(0, layout.numel)]
         if strategy.shards_grads and sends_in_place(place.transport, layout.parts):
-            stretches = [span for span, _ in gradient_stretches(layout)]
+            stretches = [each.span for each in layout.placements]
         parts = [both.numel for span in stretches if (both := span.intersect(own))]
         longest = min(max(parts, default=0), ADDED_AT_A_TIME)
         self._recorder.pass_through(longest * max(sizes.reduce, sizes.master))
@@ -185,15 +184,14 @@ class EngineBuffers:
         plan, sizes = self._plan, self._plan.sizes
         itemsize = wire_itemsize(layout, plan.strategy, sizes, self._place.transport)
         keys = []
-        for span, indices in gradient_stretches(layout):
-            first = layout.params[indices[0]]
-            is_there = self._recorder.gradient(first.name) is not None
-            if len(indices) == 1 and itemsize == sizes.param and is_there:
-                keys.append(self._take(first))
+        for param in layout.params:
+            is_there = self._recorder.gradient(param.name) is not None
+            if itemsize == sizes.param and is_there:
+                keys.append(self._take(param))
             else:
-                what, nbytes = "gradients to send", span.numel * itemsize
+                what, nbytes = "gradients to send", param.numel * itemsize
                 keys.append(self._recorder.allocate(Category.REDUCE_BUFFERS, unit, what, nbytes))
-            self._drop(layout.params[each] for each in indices)
+            self._drop([param])
         return keys
 
     def _drop(self, params: Iterable[ParamSpec]) -> None:
