@@ -25,16 +25,11 @@ class FlatShard:
         written: Span,
         num_owners: int = 1,
     ) -> None:
-        """Wrap `master`.
+        """Wrap `master`, the elements `held` in 1-D.
 
-        Args:
-            unit: The unit of the flat buffer.
-            layout: The layout of the full flat buffer.
-            master: The elements `held`, 1-D.
-            held: The full buffer if masters are replicated, else `owned`.
-            owned: The part whose gradient this rank reduces and counts in norms.
-            written: The part that this rank saves; replicas share the work.
-            num_owners: The number of ranks with the same `owned`, one per replica.
+        `held` is the full buffer if masters are replicated, else `owned`, the part whose gradient
+        this rank reduces and counts in norms, like `num_owners` ranks. Replicas share the work to
+        save it: this rank saves `written`.
         """
         self.unit = unit
         self.layout = layout

@@ -17,12 +17,7 @@ _PATIENCE = timedelta(days=1)  # disks may be slow; a rank that exits is noticed
 def collectives_for(
     device: torch.device, groups: Sequence[Sequence[int]] | None = None
 ) -> Collectives:
-    """Return the collectives of this rank's group.
-
-    Args:
-        device: The device of the tensors.
-        groups: A division of all ranks; None: one group of all ranks.
-    """
+    """Return the collectives of this rank's group in `groups`, or of all ranks."""
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if alone or (groups is not None and len(groups[0]) == 1):
         return Collectives()

@@ -20,12 +20,7 @@ def as_integers(values: Tensor) -> Tensor:
 def compare_replicas(
     world: Collectives, place: int, checksums: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Compare the replicas of parameters by their checksums. Collective.
-
-    Args:
-        world: All ranks.
-        place: The part of the parameters that this rank has; ranks with an equal part are replicas.
-        checksums: Of each parameter within that part.
+    """Compare the replicas of parameters by `checksums`; ranks with an equal `place` are replicas.
 
     Raises:
         EngineError: If a parameter differs; the message names it and the rank.

@@ -65,10 +65,8 @@ def agree_on_forwards(
 ) -> Sequence[bool]:
     """Return which forwards take part in a backward on any rank. Collective.
 
-    Args:
-        collectives: The ranks.
-        takes_part: By forward, whether it takes part here; empty if unknown.
-        same_under: The strategy, if it requires all ranks to go through the same forwards.
+    Here those in `takes_part` do; empty: unknown. `same_under` is the strategy, if it requires all
+    ranks to go through the same ones.
 
     Raises:
         EngineError: If the ranks go through different forwards, and would gather different units.

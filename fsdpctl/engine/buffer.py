@@ -40,12 +40,8 @@ class UnitBuffer:
     ) -> None:
         """Wrap the tensors of a rank.
 
-        Args:
-            shard: This rank's master weights.
-            params: The parameters in the layout's order.
-            whole: A 1-D window of the slot, readable while the unit is unsharded.
-            resting: All parameters, or this rank's part if its masters are less; None if only the
-                masters remain between steps.
+        `whole` is a 1-D window of the slot, readable while the unit is unsharded. `resting` has all
+        parameters, or this rank's part if its masters are less; None if only masters remain.
         """
         self.shard = shard
         self.params = tuple(params)

@@ -177,10 +177,9 @@ class Calls:
     def begin_backward(self, first: Forward | None, agree: Agree) -> None:
         """Find the forwards that autograd goes through.
 
-        Args:
-            first: The forward whose gradient came first; None if it ran within a backward.
-            agree: Takes whether each of several forwards takes part here, or an empty list if
-                autograd does not report it. Returns whether each takes part on any rank.
+        The gradient of `first` came first; None if that ran within a backward. `agree` takes
+        whether each of several forwards takes part here (empty: unknown), and returns whether on
+        any rank.
         """
         recent = [each() for each in self._recent]
         # Autograd reports nothing about a backward around this one, and too little about one to

@@ -88,16 +88,9 @@ def steps_of(
     *,
     fused: bool = True,
 ) -> Steps:
-    """Return the steps of a rank.
+    """Return the steps of a rank under `engine`, recorded in `recorder`.
 
-    Args:
-        engine: one of ENGINES.
-        strategy: the requested one; the plan's may differ if a rank is alone.
-        units: root first.
-        plan: of the run.
-        place: of the rank.
-        recorder: what the steps are recorded in.
-        fused: `fsdp2`: whether AdamW runs in one kernel.
+    `strategy` is the requested one; the plan's may differ if a rank is alone.
 
     Raises:
         UsageError: If the engine does not support the strategy.

@@ -267,14 +267,10 @@ def trace(
     device: str,
     kernel: str | None = None,
 ) -> Pass:
-    """Trace one pass that is not the first.
+    """Trace one pass that is not the first, cut at `units`, with the operators of `device`.
 
-    Args:
-        module: on the meta device, with its parameters in the compute dtype.
-        units: names of the modules at which the pass is divided.
-        run: runs a forward and its backward; its result lives until the next call has returned.
-        device: whose operators are assumed, `cpu` or `cuda`.
-        kernel: the assumed attention kernel; None: torch's default.
+    `module` is on the meta device, with its parameters in the compute dtype. `run` runs a forward
+    and its backward; its result lives until the next call has returned.
     """
     recorder = _Recorder(device, kernel)
     for tensor in (*module.parameters(), *module.buffers()):

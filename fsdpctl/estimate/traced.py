@@ -23,12 +23,7 @@ _NUMBERS_A_LAYER = frozenset({"layer_idx", "layer_id", "layer_index", "layer_num
 
 
 def shorten(module: nn.Module, units: Sequence[str]) -> list[UnitRow]:
-    """Shorten rows of like blocks in `module`, and return which blocks represent which.
-
-    Args:
-        module: on the meta device; it is modified.
-        units: names of the blocks, in forward order.
-    """
+    """Shorten rows of like blocks in `module` on the meta device; return which represent which."""
     rows: list[UnitRow] = []
     for parent, names in groupby(units, key=lambda name: name.rpartition(".")[0]):
         siblings = module.get_submodule(parent)
@@ -98,16 +93,10 @@ class TracedModule:
         device: str,
         kernel: str | None = None,
     ) -> None:
-        """Remove blocks, and prepare the others as for training.
+        """Remove blocks of a module on the meta device, and prepare the others as for training.
 
-        Args:
-            module: on the meta device; it is modified.
-            make: makes another one, if all blocks must be run.
-            units: of the module.
-            checkpointing: of its blocks: none, selective or full.
-            dtype: of the computation; None: that of its parameters.
-            device: whose operators are assumed, `cpu` or `cuda`.
-            kernel: the assumed attention kernel; None: torch's default.
+        `make` makes another one, if all blocks must be run. `dtype` is that of the computation;
+        None: that of its parameters.
         """
         self._make = make
         self._names = [unit.name for unit in units[1:]]

@@ -117,14 +117,8 @@ def record_step(
 ) -> StepRecord:
     """Sum the ranks' shares and derive what the optimizer needs. Collective.
 
-    Args:
-        model: The sharded model, with reduced gradients.
-        loss_sum: This rank's loss, summed over its target tokens of the step.
-        tokens: The number of these tokens.
-        nominal_tokens: The number that the losses of all ranks were divided by.
-        max_grad_norm: The norm above which the gradient is scaled down; 0: never.
-        own: This rank's requests and gradient norm.
-        limits: The loss and norm, equal on every rank, above which the step is skipped.
+    Losses and `tokens` are this rank's sums over the target tokens of the step; the losses of all
+    ranks were divided by `nominal_tokens`. A `max_grad_norm` of 0 never clips.
     """
     world = model.mesh.world
     share = sum_of_squares(model)

@@ -80,10 +80,8 @@ class ShardedSteps(torch.optim.Optimizer):
     ) -> float | None:
         """Step every shard with its mean gradient, and make the new weights visible to the model.
 
-        Args:
-            closure: As in torch.
-            grad_scale: A float32 scalar that gradients are divided by.
-            found_inf: A float32 scalar; unless it is zero, the step is skipped.
+        Gradients are divided by `grad_scale`; unless `found_inf` is zero, the step is skipped. Both
+        are float32 scalars.
         """
         if hasattr(self, "found_inf"):  # set by a wrapper of the step
             raise EngineError(

@@ -138,11 +138,7 @@ def peer_model(
 ) -> PeerModel:
     """Let one of PyTorch's engines train `module`. Collective.
 
-    Args:
-        module: its parameters may be on the meta device.
-        setup: the engine and its settings.
-        device: of the computation.
-        draw: initializes an unsharded parameter; None: zeros, to be overwritten.
+    `draw` initializes an unsharded parameter; None: zeros, to be overwritten.
     """
     world = collectives_for(device)
     values = Values(module, device, setup.master_dtype, draw)

@@ -47,13 +47,9 @@ class Values:
     def __init__(
         self, module: nn.Module, device: torch.device, dtype: torch.dtype, draw: Draw | None
     ) -> None:
-        """Move the buffers of `module` to `device`.
+        """Move the buffers of `module`, whose parameters may be on the meta device, to `device`.
 
-        Args:
-            module: its parameters may be on the meta device.
-            device: of the computation.
-            dtype: of the parameters and of their initialization.
-            draw: initializes them, equally on every rank; None: zeros, to be overwritten.
+        Parameters get `dtype`. `draw` initializes them, equally on every rank; None: zeros.
         """
         self.device = device
         self._dtype, self._draw = dtype, draw

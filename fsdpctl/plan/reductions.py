@@ -69,15 +69,9 @@ def plan_reductions(
     """Allow as many bytes in flight as the largest unit has, or twice that for 2-byte elements.
 
     Two reductions of 2 bytes per element cost as much as one of 4. The order of collectives
-    follows from this, so it depends on nothing that differs between ranks.
-
-    Args:
-        layouts: of every unit.
-        itemsize: bytes of one element in the reduced dtype.
-        stays: whether a first sum stays in the buffer of its reduction.
-        blocks: if gradients are collected first, the units whose largest sets the budget; larger
-            units, usually embedding and head, are reduced in pieces of its size.
-        chained: as in `Reductions`.
+    follows from this, so it depends on nothing that differs between ranks. `blocks` are given if
+    gradients are collected first: the largest of them sets the budget, and larger units, usually
+    embedding and head, are reduced in pieces of its size.
     """
     trained = {
         name: [layout for layout in of_unit if layout.trainable]

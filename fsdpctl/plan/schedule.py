@@ -81,10 +81,7 @@ class ReductionFlow:
     def start(self, unit: str, *, was_held: bool, is_first: bool) -> Iterator[Event]:
         """Yield what starts the reductions of a unit, and ends earlier ones to make room.
 
-        Args:
-            unit: whose gradients are reduced.
-            was_held: whether gradients of earlier passes were added to them.
-            is_first: whether no reduced gradient exists yet.
+        `is_first`: no reduced gradient exists yet.
         """
         plan = self._reductions
         nbytes = plan.piece_nbytes(unit, was_held=was_held)
@@ -232,15 +229,8 @@ def step_events(
 ) -> tuple[Event, ...]:
     """Plan the events of one step: a forward and a backward for each entry of `reduces`.
 
-    Args:
-        order: the units.
-        strategy: unsharded parameters make no gather, ready or release events.
-        prefetch: how many units are gathered ahead.
-        reductions: how gradients are reduced.
-        reduces: per micro-step, whether its backward reduces the gradients.
-        shared_slots: the units of each slot that stays allocated; what the last unit of forward
-            left in one is not gathered again for backward.
-        combines: whether each reduction is followed by a second collective.
+    Each entry says whether that backward reduces gradients. What the last unit of forward left in
+    one of the `shared_slots`, which stay allocated, is not gathered again for backward.
     """
     simulation = _Simulation(order, strategy, reductions, shared_slots, combines)
     for reduce in reduces:

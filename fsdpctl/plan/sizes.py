@@ -30,14 +30,7 @@ class SlotSpec:
 def assign_slots(
     nbytes: Mapping[str, int], root: str, forward: Sequence[str], depth: int
 ) -> tuple[SlotSpec, ...]:
-    """Assign slots to units of the given sizes, of which `depth + 1` are unsharded at a time.
-
-    Args:
-        nbytes: bytes of each unit's gathered parameters.
-        root: the unit that is unsharded from forward to the end of backward.
-        forward: the other units in forward order.
-        depth: how many units are gathered ahead of the running one.
-    """
+    """Assign slots to units of the given sizes, of which `depth + 1` are unsharded at a time."""
     limit = _OVERSIZE * median([nbytes[unit] for unit in forward]) if forward else 0
     alone = [unit for unit in forward if nbytes[unit] > limit]
     shared = [unit for unit in forward if nbytes[unit] <= limit]

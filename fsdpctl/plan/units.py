@@ -165,13 +165,9 @@ def lay_out(
     *,
     shares: int = 1,
 ) -> dict[str, tuple[FlatLayout, ...]]:
-    """Return the flat buffers of every unit, cut into a part for each rank.
+    """Return the flat buffers of every unit, cut into `num_parts` parts of `shares` each.
 
-    Args:
-        units: the whole model.
-        num_parts: ranks that share it.
-        owner_map: `even`, or the owners of the blocks, which are the flat buffers in order.
-        shares: of each even part, if replicas share master weights.
+    The blocks of `owner_map` are the flat buffers in order.
 
     Raises:
         UsageError: If the owner map is unknown, or for other blocks or ranks.
@@ -234,11 +230,8 @@ def divide_into_units(
 ) -> tuple[UnitSpec, ...]:
     """Return the units of a model: the root first, then in the expected forward order.
 
-    Args:
-        module: the whole model.
-        classes: names of the module classes to make units of; None finds the repeated blocks.
-        embedding: name of the input embedding, if the model names it.
-        head: name of the output head, if the model names it.
+    `classes` are the module classes to make units of; None finds the repeated blocks. Input
+    `embedding` and output `head` are given by name, if the model names them.
 
     Raises:
         UsageError: If the model has no module of `classes`.

@@ -83,12 +83,9 @@ class CachingAllocator:
         capacity: int | None = None,
         streams: Mapping[int, int] | None = None,
     ) -> None:
-        """Allocate nothing yet.
+        """Allocate nothing yet; `capacity` limits the bytes that are reserved.
 
-        Args:
-            expandable: whether segments grow.
-            capacity: bytes that can be reserved; None: any number.
-            streams: the stream of each key; 0 for other keys.
+        `streams` has the stream of each key; 0 for other keys.
         """
         self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0

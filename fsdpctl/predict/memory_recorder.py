@@ -43,13 +43,7 @@ _DOING = {
 
 
 class MemoryRecorder(Recorder):
-    """The allocations and frees of one rank.
-
-    Args:
-        program: the computation, whose operations are copied.
-        last: the unit after which the loss is computed.
-        last_is_head: whether that unit makes the logits itself.
-    """
+    """The allocations and frees of one rank; the loss is computed after the unit `last`."""
 
     def __init__(self, program: Program, last: str, *, last_is_head: bool) -> None:
         self.program = program

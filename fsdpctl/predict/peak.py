@@ -131,10 +131,7 @@ def can_run(script: Script, capacity: int, *, expandable: bool, streams: Mapping
 def find_peak(script: Script, item: Callable[[int], Item], rounding: int) -> Peak:
     """Return the moment at which most is allocated, usually in a step that is not the first.
 
-    Args:
-        script: the operations of the rank.
-        item: returns the purpose of a key.
-        rounding: requests are rounded up to a multiple of these bytes.
+    Requests are rounded up to multiples of `rounding` bytes.
     """
     live: dict[int, int] = {}
     total = most = 0

@@ -81,14 +81,9 @@ class StepEstimate:
 def estimate_steps(
     recorder: MemoryRecorder, steps: Steps, *, device: str, allocator: str, draws: bool
 ) -> StepEstimate:
-    """Replay `steps` until they need nothing new.
+    """Replay `steps`, which record in `recorder`, until they need nothing new.
 
-    Args:
-        recorder: the one that `steps` record in.
-        steps: of some engine.
-        device: `cpu`, whose requests are not rounded, or `cuda`.
-        allocator: one of ALLOCATORS.
-        draws: whether the model's values are initialized on the device.
+    On `device` cpu, requests are not rounded. `draws`: the model is initialized on the device.
     """
     on_cuda = device == "cuda"
     with without_gc():
