@@ -26,7 +26,7 @@ import fsdpctl
 from benchmarks.contestants import BETAS, CONTESTANTS, DECAY, EPS, LR, Step, stepping
 from benchmarks.one_gpu import DEVICE, draw, joined
 from benchmarks.report import write_report
-from fsdpctl.comm.mesh import make_mesh
+from fsdpctl.comm.collectives import make_mesh
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.engine.build import Sharding, Source, build_runtime

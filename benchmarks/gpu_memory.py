@@ -27,7 +27,7 @@ import torch
 from benchmarks.one_gpu import DEVICE, draw, joined
 from benchmarks.report import write_report
 from benchmarks.training import train_step
-from fsdpctl.comm.mesh import make_mesh
+from fsdpctl.comm.collectives import make_mesh
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config

@@ -31,7 +31,7 @@ import fsdpctl
 from benchmarks.one_gpu import DEVICE, FakeNccl
 from benchmarks.report import write_report
 from fsdpctl.comm.base import Collectives, Gathering, Handle, InPlace, Reduction, Stretches
-from fsdpctl.comm.mesh import make_mesh
+from fsdpctl.comm.collectives import make_mesh
 from fsdpctl.comm.process_group import (
     ProcessGroupCollectives,
     all_gather_single,

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.report import write_report
 from fsdpctl.config.compose import compose_config
-from fsdpctl.estimate.estimator import placed_for_estimate
-from fsdpctl.estimate.prediction import StepPrediction, StepPredictor
+from fsdpctl.estimate.estimator import Estimator, StepPrediction, placed_for_estimate
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.machine import resolved_strategy
 from fsdpctl.run.metrics import last_step
@@ -91,7 +90,7 @@ def cases() -> Iterator[Case]:
         yield Case(model, name, "both", "one pass", mbit)
 
 
-def predicted(predictor: StepPredictor, case: Case, profile: Path, text: Path) -> StepPrediction:
+def predicted(predictor: Estimator, case: Case, profile: Path, text: Path) -> StepPrediction:
     """Predict a case from the profile and the rate of the link."""
     words = [*case.words, f"cluster.profile={profile}", f"data.path={text}"]
     if case.mbit is not None:
@@ -199,7 +198,7 @@ def main() -> None:
     if args.out is not None and args.out.exists():
         results = json.loads(args.out.read_text())["results"]
     done = {row["case"] for row in results}
-    predictor = StepPredictor()
+    predictor = Estimator()
     with tempfile.TemporaryDirectory() as kept:
         folder = Path(kept)
         profiles, text = _Profiles(args.profile, folder), make_text(folder)

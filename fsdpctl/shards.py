@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.mesh import Mesh
+from fsdpctl.comm.collectives import Mesh
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import FlatLayout, Piece, Span
 

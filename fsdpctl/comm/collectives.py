@@ -1,15 +1,23 @@
-"""Selection of the collectives for the ranks of this run."""
+"""Selection of the collectives for the ranks of this run, on both axes of data parallelism.
 
-from collections.abc import Sequence
+dp_shard_size = 2 on 4 ranks            dp_shard ->
+                                         rank 0   rank 1     one replica
+                          dp_replicate   rank 2   rank 3     another
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.base import Collectives, Handle, Reduction
 from fsdpctl.comm.gloo import GlooCollectives
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.comm.process_group import T, exchange
+from fsdpctl.comm.waits import CudaWaits, Seconds
 
 _PATIENCE = timedelta(days=1)  # disks may be slow; a rank that exits is noticed at once
 
@@ -37,3 +45,65 @@ class ObjectExchange:
     def gather_objects(self, value: T) -> list[T]:
         """Return the values of all ranks in rank order."""
         return [value] if self._group is None else exchange(value, self._group)
+
+
+Chain = Callable[
+    [Callable[[Tensor], Handle], Reduction, Tensor, float, torch.dtype], tuple[Handle, Handle]
+]  # as `NcclCollectives.chain`
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """This rank's groups."""
+
+    world: Collectives
+    shard: Collectives  # the ranks that share a replica with this one
+    replicas: Collectives | None  # the ranks that hold the same part; None if there is one replica
+
+    def take_waits(self) -> Seconds:
+        """Return the time that computation has waited for any group since the previous call."""
+        taken = [each.waits.take() for each in self._groups()]
+        return lambda: sum(seconds() for seconds in taken)
+
+    def measure_waits(self) -> None:
+        """Measure waiting on CUDA too from now on."""
+        for each in self._groups():
+            if isinstance(each.waits, CudaWaits):
+                each.waits.measures = True
+
+    def _groups(self) -> list[Collectives]:
+        found = [self.world, self.shard, *([self.replicas] if self.replicas else [])]
+        return list({id(each): each for each in found}.values())
+
+    @property
+    def chain(self) -> Chain | None:
+        """The function that starts the sum over replicas right after a reduction, on streams."""
+        if self.replicas is None or not isinstance(self.shard, NcclCollectives):
+            return None
+        return self.shard.chain
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas of the model."""
+        return self.replicas.size if self.replicas else 1
+
+    @property
+    def replica_rank(self) -> int:
+        """The number of this rank's replica."""
+        return self.replicas.rank if self.replicas else 0
+
+
+def make_mesh(world: Collectives, device: torch.device, dp_shard_size: int) -> Mesh:
+    """Divide the world into replicas of `dp_shard_size` adjacent ranks. Collective.
+
+    `dp_shard_size` divides the number of ranks.
+    """
+    if dp_shard_size == world.size:
+        world.separate_reductions()
+        return Mesh(world, world, None)
+    starts = range(0, world.size, dp_shard_size)
+    copies = [range(start, start + dp_shard_size) for start in starts]
+    same_part = [range(part, world.size, dp_shard_size) for part in range(dp_shard_size)]
+    shard = collectives_for(device, copies)
+    shard.separate_reductions()
+    return Mesh(world, shard, collectives_for(device, same_part))

@@ -21,7 +21,7 @@ from fsdpctl.comm.process_group import (
     reduce_scatter_single,
 )
 from fsdpctl.plan.layout import Span, are_even
-from fsdpctl.plan.transport import (
+from fsdpctl.plan.reductions import (
     ADDED_AT_A_TIME,
     MAX_DIRECT_RANKS,
     Transport,

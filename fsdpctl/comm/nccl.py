@@ -18,7 +18,7 @@ from fsdpctl.comm.process_group import (
 from fsdpctl.comm.waits import CudaWaits, Waits
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.layout import Span, are_even
-from fsdpctl.plan.transport import Transport, adds_whole
+from fsdpctl.plan.reductions import Transport, adds_whole
 
 
 class NcclCollectives(ProcessGroupCollectives):

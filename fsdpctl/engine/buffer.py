@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.comm.base import Gathering, Handle
-from fsdpctl.comm.mesh import Mesh
+from fsdpctl.comm.collectives import Mesh
 from fsdpctl.engine.parameters import arrived_gradient
 from fsdpctl.plan.layout import FlatLayout, Span
 from fsdpctl.shards import FlatShard

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.comm.base import Collectives
-from fsdpctl.comm.mesh import Mesh
+from fsdpctl.comm.collectives import Mesh
 from fsdpctl.engine.buffer import Resting, UnitBuffer
 from fsdpctl.engine.collecting import Collector
 from fsdpctl.engine.describe import replace_meta_parameters

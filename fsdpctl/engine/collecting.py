@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.comm.base import Handle, InPlace, Reduction, Stretches
-from fsdpctl.comm.mesh import Mesh
+from fsdpctl.comm.collectives import Mesh
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.plan.layout import EvenParts, Span
 from fsdpctl.plan.reductions import share_of_parts

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from fsdpctl.comm.base import Handle
-from fsdpctl.comm.mesh import Mesh
+from fsdpctl.comm.collectives import Mesh
 from fsdpctl.engine.ledger import Ledger
 from fsdpctl.engine.unit import ShardedUnit, State
 from fsdpctl.errors import EngineError

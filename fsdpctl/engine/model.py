@@ -7,7 +7,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from fsdpctl.comm.base import Collectives
-from fsdpctl.comm.mesh import Mesh
+from fsdpctl.comm.collectives import Mesh
 from fsdpctl.engine import guards, state
 from fsdpctl.engine.grad_presence import GradPresence, check_replicas
 from fsdpctl.engine.ledger import Ledger

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.comm.base import Gathering, Handle
-from fsdpctl.comm.mesh import Chain, Mesh
+from fsdpctl.comm.collectives import Chain, Mesh
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.collecting import Collector, SentReduction
 from fsdpctl.engine.ledger import Ledger

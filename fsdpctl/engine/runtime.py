@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from fsdpctl.comm.mesh import Mesh
+from fsdpctl.comm.collectives import Mesh
 from fsdpctl.engine.agreement import agree_on_forwards
 from fsdpctl.engine.calls import Call, Calls, Forward, OutermostBackward, in_backward
 from fsdpctl.engine.gatherer import Gatherer, ParamSync

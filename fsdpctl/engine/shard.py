@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.collectives import collectives_for
-from fsdpctl.comm.mesh import make_mesh
+from fsdpctl.comm.collectives import collectives_for, make_mesh
 from fsdpctl.engine.agreement import agreed
 from fsdpctl.engine.build import Sharding, Source, build_runtime, check_values
 from fsdpctl.engine.describe import divide_module

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.comm.base import Gathering
-from fsdpctl.comm.mesh import Mesh
+from fsdpctl.comm.collectives import Mesh
 from fsdpctl.engine.describe import all_named_parameters
 from fsdpctl.engine.parameters import lend, unmark_sharded
 from fsdpctl.engine.runtime import Runtime

@@ -1,17 +1,24 @@
-"""Estimates the memory of a configuration: it is traced, planned and replayed."""
+"""Estimates the memory and the step time of a configuration: it is traced, planned and replayed."""
 
 from collections import OrderedDict
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from fsdpctl.config.schema import Config
 from fsdpctl.data.open import open_data
 from fsdpctl.errors import UsageError
+from fsdpctl.estimate.hardware import device_of, network_of
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import fullest_rank, plan_run, steps_of
 from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.plan.batch import BatchPlan, plan_batches
+from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.strategy import FSDPCTL, STRATEGIES, get_strategy, has_strategy
+from fsdpctl.predict.compute import Program
+from fsdpctl.predict.hardware import Group
 from fsdpctl.predict.memory_recorder import MemoryRecorder
+from fsdpctl.predict.recorder import Machine, RankGroup, TaskRecorder
+from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
 from fsdpctl.predict.step_estimate import estimate_steps
 from fsdpctl.resolve.attention import assumed_of, check_attention
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
@@ -24,7 +31,35 @@ from fsdpctl.resolve.machine import (
 )
 
 _MOST_TRACED = 64  # models that are kept
+_SIMULATED = 3  # passes: another one takes as long as the second to last
 _traced: OrderedDict[tuple[object, ...], TracedModel] = OrderedDict()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrediction:
+    """The predicted time of a step that is not the first, in seconds."""
+
+    seconds: float
+    compute: float
+    optimizer: float
+    exposed_communication: float
+    sent: Mapping[str, float]  # bytes that a rank sends, by link
+    simulated: SimulatedStep
+    tokens: int  # of all ranks
+
+    def extended(self, before: "StepPrediction", more: int) -> "StepPrediction":
+        """Add `more` passes, each as long as this step is longer than `before`."""
+
+        def grown(now: float, then: float) -> float:
+            return now + more * (now - then)
+
+        return replace(
+            self,
+            seconds=grown(self.seconds, before.seconds),
+            compute=grown(self.compute, before.compute),
+            exposed_communication=grown(self.exposed_communication, before.exposed_communication),
+            sent={link: grown(n, before.sent.get(link, 0.0)) for link, n in self.sent.items()},
+        )
 
 
 class Estimator:
@@ -60,6 +95,23 @@ class Estimator:
             draws=config.engine.name == FSDPCTL and not config.model.is_pretrained,
         )
         return RunEstimate(config, batches, traced.num_params, traced.num_trained, place.rank, step)
+
+    def predict(self, config: Config) -> StepPrediction:
+        """Predict one training step of a placed configuration.
+
+        Raises:
+            UsageError: If its hardware specs are incomplete.
+        """
+        traced = self.traced_model(config)
+        batches = batches_of(config)
+        micro = batches.micro_batch_size
+        program = traced.program(micro, config.train.seq_len, loss_chunk_tokens(config, micro))
+        passes = batches.num_micro_batches
+        shown = _simulate(config, traced, program, min(passes, _SIMULATED))
+        if passes > _SIMULATED:
+            before = _simulate(config, traced, program, _SIMULATED - 1)
+            shown = shown.extended(before, passes - _SIMULATED)
+        return replace(shown, tokens=batches.global_batch_size * config.train.seq_len)
 
     def traced_model(self, config: Config) -> TracedModel:
         """Return the traced model of a resolved configuration."""
@@ -119,3 +171,35 @@ def placed_for_estimate(config: Config) -> Config:
         return placed
     vocab_size = open_data(config.data, config.train.seed).vocab_size
     return replace(placed, model=replace(placed.model, vocab_size=vocab_size))
+
+
+def _simulate(config: Config, traced: TracedModel, program: Program, passes: int) -> StepPrediction:
+    plan, place = plan_run(config, traced.units, passes)
+    recorder = TaskRecorder(program.work, _machine(config, place))
+    strategy = get_strategy(config.strategy.name)
+    steps = steps_of(config.engine.name, strategy, traced.units, plan, place, recorder)
+    simulator = StepSimulator()
+    for _ in range(2):  # collectives that the first leaves in flight end in the second
+        steps.step()
+        step = simulator.run(recorder.take())
+    return StepPrediction(
+        seconds=step.seconds,
+        compute=step.computing["compute"],
+        optimizer=step.computing["optimizer"],
+        exposed_communication=step.exposed,
+        sent=dict(step.sent),
+        simulated=step,
+        tokens=0,
+    )
+
+
+def _machine(config: Config, place: RankPlace) -> Machine:
+    ranks, nodes = world_size(config), config.launch.nnodes
+    size, on_node = place.size, ranks // nodes
+    replicas = place.num_replicas
+    groups = {
+        RankGroup.SHARD: Group(size, -(-size // on_node)),
+        RankGroup.REPLICAS: Group(replicas, replicas if size >= on_node else nodes),
+        RankGroup.WORLD: Group(ranks, nodes),
+    }
+    return Machine(device_of(config), network_of(config), groups)

@@ -6,10 +6,10 @@ from torch import nn
 
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.describe import divide_module
+from fsdpctl.plan.reductions import Transport
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import DTYPE_BYTES, Itemsizes, RankPlace
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Strategy, check_strategy, get_strategy
-from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import Division, UnitSpec, divide
 from fsdpctl.predict.ddp_steps import DdpSteps
 from fsdpctl.predict.engine_bytes import ADAMW, Estimate, KeptStates, TrainingPlan, estimate

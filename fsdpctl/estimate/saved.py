@@ -9,7 +9,6 @@ from torch import nn
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.hardware import with_speed
-from fsdpctl.estimate.prediction import StepPredictor
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import estimate_run
 from fsdpctl.io.documents import read_json
@@ -55,7 +54,7 @@ def write_estimate(
 def _prediction(settled: Settled, estimator: Estimator) -> dict[str, float | str]:
     described, source = with_speed(placed_on_cluster(settled.config))
     try:
-        seconds = StepPredictor(estimator).predict(described).seconds
+        seconds = estimator.predict(described).seconds
     except UsageError:
         return {}  # the run does not need it
     return {"predicted_step_seconds": seconds, "prediction_source": source}

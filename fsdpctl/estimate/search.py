@@ -13,7 +13,6 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from fsdpctl.config.auto import left_open
 from fsdpctl.config.schema import Config
@@ -21,7 +20,6 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.candidates import Axes, Candidate, Ranking, SearchPoint
 from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
 from fsdpctl.estimate.hardware import with_speed
-from fsdpctl.estimate.prediction import StepPredictor
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.strategy import STRATEGIES, has_strategy
 
@@ -70,12 +68,7 @@ def choose(estimator: Estimator, placed: Config) -> Ranking:
     )
 
 
-class _Kind(NamedTuple):
-    """Points that differ only in prefetch."""
-
-    strategy: str
-    recomputation: str
-    size: int | None
+_Kind = tuple[str, str, int | None]  # of points that differ only in prefetch
 
 
 class _Search:
@@ -83,7 +76,7 @@ class _Search:
 
     def __init__(self, estimator: Estimator, axes: Axes) -> None:
         self.axes = axes
-        self._estimator, self._predictor = estimator, StepPredictor(estimator)
+        self._estimator = estimator
         self._estimates: dict[SearchPoint, RunEstimate | None] = {}
         self._seconds: dict[SearchPoint, float] = {}
         self._error: UsageError | None = None
@@ -168,7 +161,7 @@ class _Search:
 
     def _time(self, point: SearchPoint) -> float:
         if point not in self._seconds:
-            self._seconds[point] = self._predictor.predict(self.axes.config(point)).seconds
+            self._seconds[point] = self._estimator.predict(self.axes.config(point)).seconds
         return self._seconds[point]
 
     # ---- memory --------------------------------------------------------------------------
@@ -209,7 +202,7 @@ class _Search:
 
 
 def _kind(point: SearchPoint) -> _Kind:
-    return _Kind(point.strategy, point.recomputation, point.size)
+    return point[:3]
 
 
 def _edge(fits: Callable[[int], bool], low: int, high: int) -> int:

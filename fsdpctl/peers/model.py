@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdpctl.comm.base import Collectives
-from fsdpctl.comm.collectives import collectives_for
-from fsdpctl.comm.mesh import Mesh
+from fsdpctl.comm.collectives import Mesh, collectives_for
 from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.comm.replica_check import as_integers, compare_replicas
 from fsdpctl.comm.waits import Seconds

@@ -5,15 +5,16 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from fsdpctl.plan.layout import EvenParts, FlatLayout
-from fsdpctl.plan.reductions import Reductions, share_of_parts
-from fsdpctl.plan.strategy import Strategy
-from fsdpctl.plan.transport import (
+from fsdpctl.plan.reductions import (
+    Reductions,
     Transport,
     adds_whole,
     exchanges,
     reduce_workspace,
     sends_in_place,
+    share_of_parts,
 )
+from fsdpctl.plan.strategy import Strategy
 
 _OVERSIZE = 2  # a unit above this multiple of the median would enlarge a shared slot
 

@@ -3,15 +3,15 @@
 from collections.abc import Iterable, Sequence
 
 from fsdpctl.plan.layout import EvenParts, FlatLayout, ParamSpec, Span
-from fsdpctl.plan.schedule import Buffer, Event, EventKind
-from fsdpctl.plan.sizes import RankPlace, wire_itemsize
-from fsdpctl.plan.transport import (
+from fsdpctl.plan.reductions import (
     ADDED_AT_A_TIME,
     Transport,
     adds_whole,
     exchanges,
     sends_in_place,
 )
+from fsdpctl.plan.schedule import Buffer, Event, EventKind
+from fsdpctl.plan.sizes import RankPlace, wire_itemsize
 from fsdpctl.predict.engine_bytes import TrainingPlan, pieces_before_the_last
 from fsdpctl.predict.recorder import CATEGORY_OF, Category, Recorder
 

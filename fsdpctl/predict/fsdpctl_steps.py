@@ -3,9 +3,9 @@
 from collections import defaultdict, deque
 
 from fsdpctl.plan.layout import ParamSpec, decay_group, optimizer_runs
+from fsdpctl.plan.reductions import Transport, adds_whole
 from fsdpctl.plan.schedule import Event, EventKind
 from fsdpctl.plan.sizes import RankPlace
-from fsdpctl.plan.transport import Transport, adds_whole
 from fsdpctl.predict.compute import Part
 from fsdpctl.predict.engine_bytes import (
     TrainingPlan,

@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from fsdpctl.predict.allocator import CachingAllocator, DeviceFullError, PlainAllocator
 from fsdpctl.predict.compute import Operation
@@ -149,24 +150,12 @@ def find_peak(script: Script, item: Callable[[int], Item], rounding: int) -> Pea
             if now > most or (now == most and number > place[0]):
                 most, place = now, (number, index)
     number, last = place
-    live = _alive_after(script, number - 1)
-    passing = 0
-    for key, nbytes in script.operations(number)[: last + 1]:
-        passing = max(0, -nbytes)
-        if nbytes > 0:
-            live[key] = nbytes
-        elif nbytes == 0:
-            del live[key]
-    return _peak(
-        script.when(*place), [(item(key), nbytes) for key, nbytes in live.items()], passing
-    )
-
-
-def _peak(when: When, held: Sequence[tuple[Item, int]], passing: int) -> Peak:
+    passing = max(0, -script.operations(number)[last][1])
+    live = _alive(script, number, last + 1)
     breakdown = dict.fromkeys(Category, 0)
     kinds: Counter[tuple[Category, str]] = Counter()
     counts: Counter[tuple[Category, str]] = Counter()
-    for found, nbytes in held:
+    for found, nbytes in ((item(key), nbytes) for key, nbytes in live.items()):
         breakdown[found.category] += nbytes
         kinds[found.category, found.what] += nbytes
         counts[found.category, found.what] += 1
@@ -175,14 +164,14 @@ def _peak(when: When, held: Sequence[tuple[Item, int]], passing: int) -> Peak:
         Largest(category, what, counts[category, what], nbytes)
         for (category, what), nbytes in kinds.most_common(_LARGEST)
     )
-    return Peak(when, breakdown, largest)
+    return Peak(script.when(*place), breakdown, largest)
 
 
 def peaks_by_moment(
     script: Script, item: Callable[[int], Item]
 ) -> list[tuple[When, dict[Category, int]]]:
     """Return the bytes by category at the fullest point of every moment of a step."""
-    live = _alive_after(script, _USUAL - 1)
+    live = _alive(script, _USUAL, 0)
     held = dict.fromkeys(Category, 0)
     for key, nbytes in live.items():
         held[item(key).category] += nbytes
@@ -208,13 +197,13 @@ def peaks_by_moment(
     return seen
 
 
-def _alive_after(script: Script, last: int) -> dict[int, int]:
-    """Return the keys that are allocated after step `last`, with their bytes."""
+def _alive(script: Script, number: int, count: int) -> dict[int, int]:
+    """Return the keys that are allocated after `count` operations of a step, with their bytes."""
     live: dict[int, int] = {}
-    for number in range(last + 1):
-        for key, nbytes in script.operations(number):
-            if nbytes > 0:
-                live[key] = nbytes
-            elif nbytes == 0:
-                del live[key]
+    before = (script.operations(each) for each in range(number))
+    for key, nbytes in chain(*before, script.operations(number)[:count]):
+        if nbytes > 0:
+            live[key] = nbytes
+        elif nbytes == 0:
+            del live[key]
     return live

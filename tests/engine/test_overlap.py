@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.comm.base import Collectives, Gathering, Handle, InPlace, Reduction, Stretches
-from fsdpctl.comm.mesh import make_mesh
+from fsdpctl.comm.collectives import make_mesh
 from fsdpctl.engine.build import Sharding, Source, build_runtime
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.engine.model import ShardedModel

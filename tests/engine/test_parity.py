@@ -17,7 +17,7 @@ from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step
-from fsdpctl.plan import transport
+from fsdpctl.plan import reductions
 from fsdpctl.plan.owners import OwnerMap
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
@@ -220,7 +220,7 @@ def test_ranks_with_different_weights_become_rank_zeros_model(rank: int, world_s
 @distributed(world_size=2)
 def test_equal_parts_in_another_order_go_to_their_owners(rank: int, world_size: int) -> None:
     """By the backend's own collectives, which give each rank the part of its number."""
-    for module in (gloo, transport):
+    for module in (gloo, reductions):
         setattr(module, "MAX_DIRECT_RANKS", 0)  # noqa: B010
     batches = token_batches(3, world_size)
     plain = make_net(tied=False)

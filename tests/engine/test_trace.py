@@ -8,7 +8,7 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.plan.reductions import plan_reductions
+from fsdpctl.plan.reductions import Transport, plan_reductions
 from fsdpctl.plan.replay import Replay
 from fsdpctl.plan.schedule import (
     Buffer,
@@ -20,7 +20,6 @@ from fsdpctl.plan.schedule import (
 )
 from fsdpctl.plan.sizes import Itemsizes, RankPlace, slots_of, unit_bytes
 from fsdpctl.plan.strategy import STRATEGIES, effective_strategy
-from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import lay_out, unit_order
 from tests.distributed import distributed
 from tests.engine.models import OddNet, backward_window, make_net, next_token_loss, token_batches

@@ -20,7 +20,6 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.candidates import Axes, Ranking, SearchPoint
 from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
 from fsdpctl.estimate.hardware import cluster_of_device, with_speed
-from fsdpctl.estimate.prediction import StepPredictor
 from fsdpctl.estimate.search import KEPT, choose
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
@@ -85,7 +84,7 @@ def test_no_combination_that_fits_is_predicted_to_be_faster_than_the_selected_on
                 while point is not None:
                     config = axes.config(point)
                     if estimator.estimate(config).verdict == "fits":
-                        fitting.append(StepPredictor(estimator).predict(config).seconds)
+                        fitting.append(estimator.predict(config).seconds)
                     point = axes.less_prefetch(point)
     assert found.estimate.verdict == "fits"
     assert found.ranked[0].seconds <= TIE * min(fitting)
@@ -313,4 +312,4 @@ def test_specs_that_are_set_are_not_assumed():
     assert torch.cuda.is_available() or "assumed" in whose
     config = placed("strategy=full_shard")
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
-    assert StepPredictor().predict(with_speed(config)[0]).seconds > 0
+    assert Estimator().predict(with_speed(config)[0]).seconds > 0

@@ -14,10 +14,10 @@ from fsdpctl.estimate.estimator import batches_of, placed_for_estimate
 from fsdpctl.estimate.run_plan import estimate_run, plan_run
 from fsdpctl.models.registry import build_model
 from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.plan.reductions import Transport
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import Itemsizes, RankPlace
 from fsdpctl.plan.strategy import STRATEGIES, effective_strategy
-from fsdpctl.plan.transport import Transport
 from fsdpctl.plan.units import lay_out, unit_order
 from fsdpctl.predict.engine_bytes import Estimate, TrainingPlan, estimate, timeline
 from fsdpctl.resolve.machine import resolved_strategy

@@ -7,8 +7,7 @@ import pytest
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.estimator import placed_for_estimate
-from fsdpctl.estimate.prediction import StepPrediction, StepPredictor
+from fsdpctl.estimate.estimator import Estimator, StepPrediction, placed_for_estimate
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Work
 from fsdpctl.predict.hardware import NET, NODE, CollectiveKind, Group
@@ -20,7 +19,7 @@ TINY = (
     "model.num_kv_heads=8 model.vocab_size=4096 cluster=h100 launch.nnodes=2 train.seq_len=512 "
     "train.micro_batch_size=1 train.global_batch_size=16"
 )
-PREDICTOR = StepPredictor()
+PREDICTOR = Estimator()
 
 
 def placed(*words: str) -> Config:
@@ -70,9 +69,9 @@ class Plain:
 
 def on(monkeypatch: pytest.MonkeyPatch, device: object = None, network: object = None) -> None:
     if device is not None:
-        monkeypatch.setattr("fsdpctl.estimate.prediction.device_of", lambda config: device)
+        monkeypatch.setattr("fsdpctl.estimate.estimator.device_of", lambda config: device)
     if network is not None:
-        monkeypatch.setattr("fsdpctl.estimate.prediction.network_of", lambda config: network)
+        monkeypatch.setattr("fsdpctl.estimate.estimator.network_of", lambda config: network)
 
 
 ALL = pytest.mark.parametrize("strategy", STRATEGIES)

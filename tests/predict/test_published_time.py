@@ -6,16 +6,15 @@ from functools import cache
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.estimate.estimator import placed_for_estimate
-from fsdpctl.estimate.prediction import StepPrediction, StepPredictor
+from fsdpctl.estimate.estimator import Estimator, StepPrediction, placed_for_estimate
 from fsdpctl.resolve.machine import resolved_strategy, world_size
 from tests.matrix import fast
 from tests.predict.published import PUBLISHED, Step
 
-PREDICTOR = StepPredictor()
+PREDICTOR = Estimator()
 
 
-def predicted(words: str, predictor: StepPredictor = PREDICTOR) -> tuple[StepPrediction, int]:
+def predicted(words: str, predictor: Estimator = PREDICTOR) -> tuple[StepPrediction, int]:
     """Return the prediction for a configuration, and its number of ranks."""
     config = placed_for_estimate(compose_config(words.split()).config)
     config = replace(config, strategy=resolved_strategy(config, config.strategy))

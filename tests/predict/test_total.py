@@ -18,9 +18,9 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.estimate.run_plan import plan_run
 from fsdpctl.estimate.traced import TracedModel
+from fsdpctl.plan.reductions import Transport
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.plan.transport import Transport
 from fsdpctl.predict.allocator import PlainAllocator
 from fsdpctl.predict.engine_bytes import planned_step
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps

@@ -7,8 +7,7 @@ from pathlib import Path
 from fsdpctl.config.auto import left_open
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
-from fsdpctl.estimate.prediction import StepPrediction, StepPredictor
+from fsdpctl.estimate.estimator import Estimator, StepPrediction, placed_for_estimate
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import sent_in_step
 from fsdpctl.estimate.search import choose
@@ -37,7 +36,6 @@ class SimulatedComparison:
 
     def __init__(self, variants: Sequence[Variant]) -> None:
         self._estimator = Estimator()
-        self._predictor = StepPredictor(self._estimator)
         self._variants = [_SimulatedVariant(each.row, each.composed.config) for each in variants]
 
     @property
@@ -80,7 +78,7 @@ class SimulatedComparison:
         config = replace(config, strategy=resolved_strategy(config, config.strategy))
         each.row = replace(each.row, strategy=config.strategy.name)
         estimate = self._estimator.estimate(config)
-        step = self._predictor.predict(config)
+        step = self._estimator.predict(config)
         each.config, each.step = config, step
         units = self._estimator.traced_model(config).units
         sent = sent_in_step(config, units, estimate.batches.num_micro_batches).total
