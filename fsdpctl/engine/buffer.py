@@ -182,11 +182,6 @@ class UnitBuffer:
         for param in self.params:
             param.grad = None
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether it has gradients that were taken from the parameters."""
-        return self.shard.grad is not None or self.held_gradients is not None
-
     def drop_gradients(self) -> None:
         """Drop all gradients: of parameters, held back and reduced."""
         for param in self.params:

@@ -38,8 +38,11 @@ def guard_module(module: nn.Module, runtime: Runtime) -> None:
 
 
 def _has_gradients(of: weakref.ref[UnitBuffer]) -> bool:
+    """Return whether a buffer exists and has gradients that were taken from its parameters."""
     buffer = of()
-    return buffer is not None and buffer.has_gradients
+    if buffer is None:
+        return False
+    return buffer.shard.grad is not None or buffer.held_gradients is not None
 
 
 def is_sharded(module: nn.Module) -> bool:

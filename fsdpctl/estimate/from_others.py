@@ -57,7 +57,9 @@ def completed(
         UsageError: If a required setting is missing, or the combination is invalid.
     """
     typed = _pairs(arguments)
-    _refuse_missing(translation, typed)
+    for name, why in translation.missing:
+        if name not in typed:
+            raise UsageError(f"{translation.file}: {why}")
     compose_config(arguments, None, config_dir)  # a mistake in these is not the file's
 
     def composed(rows: list[TranslationRow]) -> Composed:
@@ -88,12 +90,6 @@ def completed(
 def _pairs(words: Sequence[str]) -> dict[str, str]:
     split = (word.partition("=") for word in words)
     return {name.strip(): text for name, _, text in split}
-
-
-def _refuse_missing(translation: Translation, typed: dict[str, str]) -> None:
-    for name, why in translation.missing:
-        if name not in typed:
-            raise UsageError(f"{translation.file}: {why}")
 
 
 def _without_overridden(

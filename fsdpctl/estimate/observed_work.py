@@ -34,7 +34,8 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Any, result: object) -> Work
     if func in _FREE or not made:
         return None
     if func in _MATMULS:
-        return _matmul(func, args[_MATMULS[func]], made[0], _nbytes(args, made))
+        given = [each for each in args if isinstance(each, Tensor)]
+        return _matmul(func, args[_MATMULS[func]], made[0], sum(map(_bytes_of, (*given, *made))))
     if func in _FORWARDS:
         query, key = args[0], args[1]
         is_causal = _is_causal(args, _FORWARDS[func])
@@ -110,11 +111,6 @@ def _is_causal(args: Sequence[Any], index: int) -> bool:
 def _is_window(made: Sequence[Tensor], read: Sequence[Tensor]) -> bool:
     there = {each.untyped_storage()._cdata for each in read}
     return all(each.untyped_storage()._cdata in there for each in made)
-
-
-def _nbytes(args: Sequence[Any], made: Sequence[Tensor]) -> int:
-    read = [each for each in args if isinstance(each, Tensor)]
-    return sum(map(_bytes_of, (*read, *made)))
 
 
 def _distinct(tensors: Sequence[Tensor]) -> int:

@@ -189,7 +189,8 @@ def cuda_workspace(op: Any, inputs: Sequence[Any], kernel: str | None) -> int:
         is_later = kernel in (FLASH3, FLASH4) or op is not _aten_flash_backward
         return _flash_workspace(query, rows, width, shared * _shared(query, key, 1, is_later))
     if op is _aten._scaled_dot_product_efficient_attention_backward.default:
-        return _efficient_workspace(inputs[1])
+        query = inputs[1]  # a product that is summed by rows, or its float32 gradient
+        return int(4 * (query.numel() + query.numel() // query.shape[-1]))
     if op.name() == "torch_attn::_varlen_attn_backward":
         query, key, offsets = inputs[1], inputs[2], inputs[6]
         total, heads, width = query.shape
@@ -217,11 +218,6 @@ def _flash_workspace(query: Tensor, rows: int, width: int, shared: int) -> int:
     """Return the bytes for rows of all heads, and `shared` bytes per column of keys and values."""
     columns = _round_up(width, 32 if width <= 128 else 64)
     return int(rows * 4 * (1 + columns) + 2 * shared * width)
-
-
-def _efficient_workspace(query: Tensor) -> int:
-    """Return the bytes of a product that is summed by rows, or the query's float32 gradient."""
-    return 4 * (query.numel() + query.numel() // query.shape[-1])
 
 
 def cpu_nbytes(op: Any, inputs: Sequence[Any], made: Tensor) -> int:

@@ -46,7 +46,11 @@ class ShardedSteps(torch.optim.Optimizer):
         require_sharded(model, type(self).__name__)
         self._model = model
         group_of = _group_numbers(model, param_groups)
-        self.runs = _make_runs(model, group_of)
+        self.runs = tuple(
+            (_stepped_run(shard, run.span), run.group)
+            for shard in trainable_shards(model)
+            for run in optimizer_runs(shard.layout, shard.held, group_of)
+        )
         options = [
             {},
             {"weight_decay": 0.0},
@@ -184,16 +188,6 @@ def _group_numbers(
         if name not in known:
             raise UsageError(f"param_groups: no trainable parameter {name}{nearest(name, known)}")
     return lambda param: group_of.get(param.name, decay_group(param))
-
-
-def _make_runs(
-    model: Sharded, group_of: Callable[[ParamSpec], int]
-) -> tuple[tuple[SteppedRun, int], ...]:
-    return tuple(
-        (_stepped_run(shard, run.span), run.group)
-        for shard in trainable_shards(model)
-        for run in optimizer_runs(shard.layout, shard.held, group_of)
-    )
 
 
 def _stepped_run(shard: FlatShard, span: Span) -> SteppedRun:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdpctl.comm.base import Collectives
+from fsdpctl.comm.process_group import all_gather_single, reduce_scatter_single
 from fsdpctl.comm.waits import HostWaits, Seconds
 from fsdpctl.peers.setup import Local, PeerSetup, Values
 from fsdpctl.plan.layout import Span, share_of
@@ -155,14 +155,8 @@ class _Timed:
 
 
 def _watch(units: Iterator[FSDPModule], waits: HostWaits) -> None:
-    # torch has renamed both in 2.13, and warns of the old names.
-    gather: Any = _Timed(_first_of("all_gather_single", "all_gather_into_tensor"), waits)
-    reduce: Any = _Timed(_first_of("reduce_scatter_single", "reduce_scatter_tensor"), waits)
+    gather: Any = _Timed(all_gather_single, waits)
+    reduce: Any = _Timed(reduce_scatter_single, waits)
     for unit in units:
         unit.set_custom_all_gather(gather)
         unit.set_custom_reduce_scatter(reduce)
-
-
-def _first_of(*names: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = next(getattr(dist, name) for name in names if hasattr(dist, name))
-    return found

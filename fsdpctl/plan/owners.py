@@ -108,10 +108,6 @@ class OwnerMap:
         """Return a rank's share of all elements, from 0 to 1."""
         return sum(span.numel for span in self.spans_of(rank).values()) / sum(self.sizes)
 
-    def max_over_mean(self) -> float:
-        """Return the largest share divided by the mean; 1 if all ranks own the same."""
-        return max(map(self.fraction_of, range(self.world_size))) * self.world_size
-
     def fitted_to(self, sizes: Sequence[int], world_size: int) -> "OwnerMap":
         """Return this map for blocks of the given sizes; one that cuts blocks fits only its own.
 

@@ -72,14 +72,6 @@ class Reductions:
         """Return the number of reductions of a unit's gradients."""
         return 1 if was_held else self.pieces.get(unit, 1)
 
-    def piece_nbytes(self, unit: str, *, was_held: bool) -> int:
-        """Return the bytes of each of them."""
-        return -(-self.nbytes[unit] // self.pieces_of(unit, was_held=was_held))
-
-    def combined_nbytes(self, nbytes: int) -> int:
-        """Return the bytes that the collective after a reduction of `nbytes` counts as."""
-        return nbytes // self.chained if self.chained else nbytes
-
     def fits(self, nbytes: int, others: Iterable[int], *, is_first: bool = False) -> bool:
         """Return whether a reduction may be in flight together with `others`, all in bytes.
 

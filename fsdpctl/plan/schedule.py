@@ -84,8 +84,9 @@ class ReductionFlow:
         `is_first`: no reduced gradient exists yet.
         """
         plan = self._reductions
-        nbytes = plan.piece_nbytes(unit, was_held=was_held)
-        for _ in range(plan.pieces_of(unit, was_held=was_held)):
+        pieces = plan.pieces_of(unit, was_held=was_held)
+        nbytes = -(-plan.nbytes[unit] // pieces)
+        for _ in range(pieces):
             while not plan.fits(nbytes, self._sizes(self._reducing), is_first=is_first):
                 yield from self._finish_reduction()
             yield Event(EventKind.REDUCE, unit)
@@ -107,7 +108,7 @@ class ReductionFlow:
             yield from self._combine(unit, nbytes)
 
     def _combine(self, unit: str, nbytes: int) -> Iterator[Event]:
-        held = self._reductions.combined_nbytes(nbytes)
+        held = nbytes // (self._reductions.chained or 1)
         while not self._reductions.fits(held, self._sizes(self._combining)):
             yield from self._finish_combining()
         yield Event(EventKind.COMBINE, unit)

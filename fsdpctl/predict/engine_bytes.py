@@ -174,8 +174,10 @@ def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
     states = _states(plan, place)
     stay = plan.strategy.keeps_whole_params
     always = sum(slot.nbytes for slot in plan_slots(plan) if slot.resident or stay)
-    parameters = resting_bytes(plan)
+    parameters = 0
     for layout in (layout for of_unit in plan.layouts.values() for layout in of_unit):
+        if layout.shares > 1:  # this rank's part in the compute dtype
+            parameters += layout.parts[0].numel * plan.sizes.param
         nbytes = held_masters(plan, place, layout).numel * plan.sizes.kept(layout)
         is_window = plan.sizes.kept(layout) == plan.sizes.param
         if stay and is_window:
@@ -197,12 +199,6 @@ def held_masters(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> Sp
     """Return the elements of a flat buffer whose master weights a rank has."""
     whole = Span(0, layout.numel)
     return layout.owned(place.rank, place.copy) if plan.strategy.shards_optimizer else whole
-
-
-def resting_bytes(plan: TrainingPlan) -> int:
-    """Return the bytes of a rank's parts in the compute dtype, if replicas share master weights."""
-    layouts = (layout for of_unit in plan.layouts.values() for layout in of_unit)
-    return sum(each.parts[0].numel for each in layouts if each.shares > 1) * plan.sizes.param
 
 
 def _states(plan: TrainingPlan, place: RankPlace) -> int:

@@ -137,11 +137,12 @@ class EngineBuffers:
         assert buffer is not None
         keys = self._live[buffer, unit].pop(0)
         into = None
+        after = (following.buffer, following.nbytes) if following is not None else None
         if buffer is Buffer.COMBINING:
             self._add_up_replicas(event.nbytes)
         if buffer is Buffer.WHOLE_GRADS and self._in_place:
             into = Buffer.SUM
-        elif buffer is Buffer.SUM and _becomes(event, following):
+        elif buffer is Buffer.SUM and after == (Buffer.GRADS, event.nbytes):
             self._became, into = True, Buffer.GRADS
         if into is not None:
             self._live.setdefault((into, unit), []).append(keys)
@@ -225,10 +226,3 @@ def _following(events: Sequence[Event]) -> dict[int, Event]:
             found[id(event)] = following
         after = event
     return found
-
-
-def _becomes(freed: Event, following: Event | None) -> bool:
-    """Return whether a sum that is freed is the gradient that comes next."""
-    if following is None or following.buffer is not Buffer.GRADS:
-        return False
-    return following.nbytes == freed.nbytes
