@@ -1,6 +1,6 @@
 """The sharded module with its public methods."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
@@ -15,9 +15,7 @@ from fsdpctl.engine.parameters import not_possible
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import bytes_outside_slots
 from fsdpctl.errors import EngineError
-from fsdpctl.plan.schedule import Event
 from fsdpctl.plan.strategy import Strategy
-from fsdpctl.plan.units import UnitOrder
 from fsdpctl.shards import FlatShard, persistent_buffers, trainable_shards
 
 # torch's message for a write to an expanded tensor.
@@ -258,35 +256,11 @@ class ShardedModel(nn.Module):
         """Return full masters and buffers on the CPU, under the module's names. Collective."""
         return state.full_state(self.module, self.flat_shards(), self.mesh)
 
-    @contextmanager
-    def recorded_events(self) -> Iterator[list[Event]]:
-        """Record collectives, allocations and frees in the block, in a growing list."""
-        trace: list[Event] = []
-        self._runtime.ledger.trace = trace
-        try:
-            yield trace
-        finally:
-            self._runtime.ledger.trace = None
-
     def name_ranges(self, *, is_on: bool) -> None:
         """Turn named ranges of units and collectives in profiles on or off."""
         self._runtime.ledger.ranges.is_on = is_on
-
-    def watch(self, callback: Callable[[], None]) -> None:
-        """Call `callback()` after each recorded event."""
-        self._runtime.ledger.on_event = callback
-
-    @property
-    def unit_order(self) -> UnitOrder:
-        """The order of the units."""
-        return self._runtime.order
 
     @property
     def ledger(self) -> Ledger:
         """The bytes of the engine's buffers without masters, now and at the peak."""
         return self._runtime.ledger
-
-    def gathered_nbytes(self) -> int:
-        """Return the bytes that are allocated for gathered parameters now."""
-        slots = {id(unit.slot): unit.slot for unit in self._runtime.units.values()}
-        return sum(slot.allocated_nbytes for slot in slots.values())

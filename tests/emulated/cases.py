@@ -16,6 +16,7 @@ from fsdpctl.optim.record import record_step
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.blocks import checkpoint_block
+from tests.engine.events import gathered_nbytes
 from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
 from tests.engine.odd import freeze_all_but_vectors
 
@@ -106,7 +107,7 @@ class Case:
         for record in records:
             figures = record.figures()
             found += [torch.tensor(figures.loss), torch.tensor(figures.grad_norm)]
-        found.append(torch.tensor(float(model.gathered_nbytes())))
+        found.append(torch.tensor(float(gathered_nbytes(model))))
         if self.saves:
             found += saved(model, optimizer)
         last = next_token_loss(model, of_steps[STEPS][0]).detach().float()

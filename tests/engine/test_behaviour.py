@@ -14,6 +14,7 @@ from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.schedule import EventKind
 from tests.distributed import distributed
+from tests.engine.events import recording
 from tests.engine.models import OddBlock, make_net, next_token_loss, token_batches
 from tests.engine.odd import Leading, Stack, Wayward, square_loss
 from tests.engine.test_failures import as_tensor
@@ -203,13 +204,13 @@ def test_prefetch_follows_the_actual_order_of_units_after_one_warning(
     model = shard_model(Wayward([3, 2, 1, 0]), "full_shard")
     optimizer = ShardedAdamW(model, lr=1e-2)
     for step in range(3):
-        with warnings.catch_warnings(record=True) as caught, model.recorded_events() as trace:
+        with warnings.catch_warnings(record=True) as caught, recording(model) as trace:
             warnings.simplefilter("always")
             square_loss(model, torch.randn(4, 13)).backward()
         assert len(caught) == (step == 0)
         optimizer.step()
         optimizer.zero_grad()
-    assert model.unit_order.forward == ("blocks.3", "blocks.2", "blocks.1", "blocks.0")
+    assert model._runtime.order.forward == ("blocks.3", "blocks.2", "blocks.1", "blocks.0")
     kinds = (EventKind.GATHER, EventKind.RELEASE)
     gathers = [(event.kind, event.unit) for event in trace if event.kind in kinds]
     second = gathers.index((EventKind.GATHER, "blocks.2"))

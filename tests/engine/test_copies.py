@@ -14,6 +14,7 @@ from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.plan.schedule import Event, EventKind
 from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy, with_resharding
 from tests.distributed import distributed
+from tests.engine.events import gathered_nbytes, recording
 from tests.engine.models import make_net, next_token_loss, token_batches
 from tests.engine.test_parity import largest_difference
 from tests.matrix import fast
@@ -201,7 +202,7 @@ def test_after_a_backward_that_failed_the_next_step_is_right(rank: int, world_si
     optimizer.zero_grad()
     one_step(model, optimizer, second[rank][0])
     assert largest_difference(model.state_dict(), expected) <= 1e-6
-    assert model.ledger.nbytes == model.gathered_nbytes()
+    assert model.ledger.nbytes == gathered_nbytes(model)
 
 
 class Links:
@@ -250,7 +251,7 @@ def test_only_gradients_and_updates_are_sent_between_replicas(
         "all": mesh.world,
     }.items():
         links.watch(name, collectives)
-    with model.recorded_events() as events:
+    with recording(model) as events:
         one_step(model, optimizer, batch)
     numel = sum(shard.layout.numel for shard in model.flat_shards())
     assert links.nbytes["in"] == sent(events, K.GATHER, K.REDUCE)
@@ -276,11 +277,11 @@ def test_frozen_parameters_are_sent_once(rank: int, world_size: int) -> None:
         with torch.no_grad():
             for param in plain.parameters():
                 param.mul_(0.5)
-        with model.recorded_events() as loaded:
+        with recording(model) as loaded:
             model.load_state_dict(plain.state_dict())
         whole = sum(shard.layout.numel for shard in model.flat_shards()) * 4
         assert sent(loaded, K.SYNC) == whole // (size or 1)
-        with model.recorded_events() as stepped:
+        with recording(model) as stepped:
             one_step(model, optimizer, batch)
         trained = sum(s.layout.numel for s in model.flat_shards() if s.trainable) * 4
         assert sent(stepped, K.SYNC) == trained // (size or 1) < whole // (size or 1)

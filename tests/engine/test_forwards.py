@@ -14,6 +14,7 @@ from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError
 from fsdpctl.plan.schedule import Event, EventKind
 from tests.distributed import distributed
+from tests.engine.events import recording
 from tests.engine.models import OddNet, make_net, token_batches
 from tests.engine.test_failures import as_tensor
 
@@ -135,7 +136,7 @@ def test_reductions_are_as_early_as_after_one_forward(rank: int, world_size: int
     found = {}
     for loss in (one, together, first_of_two):
         model = shard_model(make_net(tied=False), "full_shard")
-        with model.recorded_events() as events:
+        with recording(model) as events:
             loss(model, batches, rank)
         found[loss.__name__] = _reductions_before_the_last_block(events)
     assert found["one"] > 4
@@ -160,7 +161,7 @@ def test_a_retained_output_delays_no_reduction(rank: int, world_size: int) -> No
     _kept = model(batches[0])
     found = []
     for _ in range(2):
-        with model.recorded_events() as events:
+        with recording(model) as events:
             one(model, batches[1:], rank)
         found.append(_reductions_before_the_last_block(events))
     assert found[0] == found[1] > 4

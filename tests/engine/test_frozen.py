@@ -13,6 +13,7 @@ from fsdpctl.plan.schedule import EventKind, Prefetch
 from fsdpctl.plan.sizes import Itemsizes
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
+from tests.engine.events import recording
 from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
 from tests.engine.nccl import nccl_path
 from tests.engine.odd import freeze_all_but_vectors, freeze_below
@@ -57,7 +58,7 @@ def test_units_before_the_first_trained_one_are_gathered_once(rank: int, world_s
         net = make_net(tied=False)
         freeze_below(net)
         model = shard_model(net, strategy)
-        with model.recorded_events() as events:
+        with recording(model) as events:
             next_token_loss(model, token_batches(1, world_size)[0][rank][0]).backward()
         for unit in ("embed", "blocks.0", "blocks.1"):
             of_unit = [each.kind for each in events if each.unit == unit and not each.buffer]
@@ -105,7 +106,7 @@ def test_the_buffers_of_a_unit_are_one_launch_over_nccl(rank: int, world_size: i
         freeze_all_but_vectors(net)
         model = shard_model(net, "full_shard")
         patch.setattr(dist.distributed_c10d, "_coalescing_manager", counted)
-        with model.recorded_events() as events:
+        with recording(model) as events:
             loss = next_token_loss(model, token_batches(1, world_size)[0][rank][0])
         gathers = [each.unit for each in events if each.kind is EventKind.GATHER]
     units = model._runtime.units

@@ -19,6 +19,7 @@ from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import Itemsizes
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
+from tests.engine.events import recording
 from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
 from tests.engine.nccl import Stream, nccl_path
 from tests.engine.odd import KINDS
@@ -82,7 +83,7 @@ def test_the_sum_over_replicas_follows_a_reduction_at_once(rank: int, world_size
     tokens = token_batches(1, world_size)[0][rank][0]
     with nccl_path():
         model = shard_model(make_net(tied=False), "hybrid_shard", dp_shard_size=2)
-        with model.recorded_events() as events:
+        with recording(model) as events:
             next_token_loss(model, tokens).backward()
     of_units = [each for each in events if each.buffer is None]
     for event, following in pairwise(of_units):
@@ -170,7 +171,7 @@ def test_bytes_on_the_wire_are_halved(rank: int, world_size: int) -> None:
         for wire in WIRES:
             precision = Precision(param_dtype=torch.bfloat16, wire_dtype=wire)
             model = shard_model(make_net(tied=False), "full_shard", precision=precision)
-            with model.recorded_events() as events:
+            with recording(model) as events:
                 model(tokens).square().mean().backward()
             sent[wire] = sum(event.nbytes for event in events if event.kind == "reduce")
     assert sent[None] == sent[torch.float32] == 2 * sent[torch.bfloat16] > 0

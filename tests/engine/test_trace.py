@@ -22,6 +22,7 @@ from fsdpctl.plan.sizes import Itemsizes, RankPlace, slots_of, unit_bytes
 from fsdpctl.plan.strategy import STRATEGIES, effective_strategy
 from fsdpctl.plan.units import lay_out, unit_order
 from tests.distributed import distributed
+from tests.engine.events import gathered_nbytes, recording
 from tests.engine.models import OddNet, backward_window, make_net, next_token_loss, token_batches
 from tests.matrix import WHOLE, cases
 from tests.plan.whole_units import most_whole_units
@@ -82,7 +83,7 @@ def recorded_events(model: ShardedModel, rank: int) -> tuple[list[Event], ...]:
     batches = token_batches(1, model.collectives.size, micro_steps=3)[0][rank]
     traces = []
     for reduces in MICRO_STEPS.values():
-        with model.recorded_events() as trace:
+        with recording(model) as trace:
             backward_window(model, batches, reduces)
             optimizer.step()
         optimizer.zero_grad()
@@ -161,8 +162,8 @@ def check_bytes_of_storages(rank: int, world_size: int, strategy: str) -> None:
         ledger = model.ledger
         assert ledger.held(Buffer.GRADS) == reduced
         assert ledger.held(Buffer.WHOLE_GRADS) == held
-        assert ledger.held(Buffer.PARAMS) == model.gathered_nbytes()
-        assert ledger.nbytes == reduced + held + model.gathered_nbytes()
+        assert ledger.held(Buffer.PARAMS) == gathered_nbytes(model)
+        assert ledger.nbytes == reduced + held + gathered_nbytes(model)
 
     with model.no_sync():
         next_token_loss(model, batch).backward()
@@ -174,7 +175,7 @@ def check_bytes_of_storages(rank: int, world_size: int, strategy: str) -> None:
     optimizer.step()
     optimizer.zero_grad()
     check()
-    assert model.ledger.nbytes == model.gathered_nbytes()
+    assert model.ledger.nbytes == gathered_nbytes(model)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -193,23 +194,23 @@ def test_unsharded_parameters_equal_the_plan(rank: int, world_size: int, tied: b
 
     def look() -> None:
         if trace[-1].kind not in (EventKind.ALLOCATE, EventKind.FREE, EventKind.RELEASE):
-            seen.append((model.gathered_nbytes(), most_whole_units(trace)[-1]))
+            seen.append((gathered_nbytes(model), most_whole_units(trace)[-1]))
 
-    with model.recorded_events() as trace:
-        model.watch(look)
+    with recording(model) as trace:
+        model.ledger.on_event = look
         next_token_loss(model, token_batches(1, world_size)[0][rank][0]).backward()
     assert len(seen) > len(nbytes)
     for taken, alive in seen:
         assert len([name for name in alive if name in blocks]) <= 2
         alone = sum(nbytes[name] for name in alive if name in oversize - shared)
         assert taken == two_blocks + alone
-    assert model.gathered_nbytes() == two_blocks
+    assert gathered_nbytes(model) == two_blocks
 
 
 @distributed(world_size=2)
 def test_releases_follow_gathers_when_nothing_is_trained(rank: int, world_size: int) -> None:
     model = shard_model(make_net(tied=False), "full_shard")
-    with model.recorded_events() as trace, torch.no_grad():
+    with recording(model) as trace, torch.no_grad():
         model(token_batches(1, world_size)[0][rank][0])
     gathered = [event.unit for event in trace if event.kind is EventKind.GATHER]
     released = [event.unit for event in trace if event.kind is EventKind.RELEASE]

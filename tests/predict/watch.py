@@ -4,6 +4,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from fsdpctl.comm.base import Handle
 from fsdpctl.comm.gloo import GlooCollectives
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.plan.schedule import Event
+from tests.engine.events import gathered_nbytes, recording
 
 
 class TensorBytes(TorchDispatchMode):
@@ -103,11 +105,11 @@ def watched_step(model: ShardedModel, step: Callable[[], None]) -> tuple[int, li
     buffers = [buffer for unit in model._runtime.units.values() for buffer in unit.buffers]
     there = [values for each in buffers for values in (each.part, each.shard.master)]
     slots = [buffer.whole for buffer in buffers]
-    watch = TensorBytes(there, slots, model.gathered_nbytes)
+    watch = TensorBytes(there, slots, partial(gathered_nbytes, model))
     del buffers, there, slots
     with watch, _threads_let_go():
         step()  # makes optimizer states, and tables that stay
         watch.peak = 0
-        with model.recorded_events() as trace:
+        with recording(model) as trace:
             step()
     return watch.peak, trace

@@ -31,6 +31,7 @@ from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.train.assemble import make_model
 from tests.cli.run import figures, invoke, make_text
 from tests.distributed import distributed
+from tests.engine.events import recording
 from tests.matrix import fast
 from tests.models.families import save_model, tokens
 from tests.train.ranks import resolved, train
@@ -300,9 +301,9 @@ def test_the_head_is_gathered_once_each_way_however_many_chunks_the_loss_has(
         config = placed_on_cluster(config)
         model = make_model(config, torch.device("cpu"))
         tokens = torch.arange(60).view(2, 30)
-        with model.recorded_events() as forward:
+        with recording(model) as forward:
             loss = model(tokens, tokens, 7)
-        with model.recorded_events() as backward:
+        with recording(model) as backward:
             loss.backward()
         for events, most in ((forward, 1), (backward, 1)):
             gathers = [e for e in events if e.kind is EventKind.GATHER and e.unit == "lm_head"]
