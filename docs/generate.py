@@ -85,13 +85,13 @@ def _cells(row: Strategy) -> tuple[str, ...]:
     over = ", summed over replicas" if row.replicates else ""
     if row.shards_over_copies:
         within, part, over = f"{within}, compute dtype", "shard over all ranks", ""
-    if row.keeps_whole_params:
+    if not row.shards_params:
         after = "full"
     else:
         after = "freed" if row.reshard_after_forward else "kept until the unit's backward ends"
     renewed = "new values sent to all replicas" if row.shards_over_copies else "parameters gathered"
     return (
-        "full" if row.keeps_whole_params else f"shard{within}",
+        "full" if not row.shards_params else f"shard{within}",
         after,
         f"{part}{over}" if row.shards_grads else "full",
         part if row.shards_optimizer else "full",

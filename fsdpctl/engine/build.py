@@ -95,7 +95,7 @@ class _Builder:
             offset += whole.nbytes
             buffers.append(self.buffer(spec.name, layout, whole))
         unit = ShardedUnit(spec.name, buffers, slot)
-        if self.strategy.keeps_whole_params:
+        if not self.strategy.shards_params:
             unit.unshard()
         else:
             unit.release()
@@ -126,7 +126,7 @@ class _Builder:
 
     def resting_values(self, layout: FlatLayout, whole: Tensor) -> Resting | None:
         """Return the parameters in the compute dtype that remain between steps."""
-        if self.strategy.keeps_whole_params:
+        if not self.strategy.shards_params:
             return Resting(Span(0, layout.numel), whole)
         if layout.shares == 1:
             return None
@@ -166,7 +166,7 @@ def build_runtime(
     runtime.parameters.remember(module, gathers=strategy.shards_params)
     hook_root(module, runtime, sharding.precision.param_dtype)
     for unit in runtime.units.values():
-        if strategy.keeps_whole_params or unit is runtime.root:
+        if not strategy.shards_params or unit is runtime.root:
             hook_gradients(runtime, unit)
         if unit is not runtime.root:
             hook_unit(module.get_submodule(unit.name), runtime, unit)
@@ -215,7 +215,7 @@ def _build_units(builder: _Builder, prefetch: Prefetch) -> list[ShardedUnit]:
     for spec in specs:  # in order: a slot that can be freed is freed before the next one is made
         number = slot_of[spec.name]
         if number not in made:
-            resident = slots[number].resident or builder.strategy.keeps_whole_params
+            resident = slots[number].resident or not builder.strategy.shards_params
             made[number] = Slot(
                 spec.name, slots[number].nbytes, builder.source.device, resident=resident
             )

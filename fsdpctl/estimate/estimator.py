@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Config, StrategyConfig
 from fsdpctl.data.open import open_data
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.hardware import device_of, network_of
@@ -78,10 +78,7 @@ class Estimator:
                 "estimates"
             )
         batches = batches_of(config)
-        micro = batches.micro_batch_size
-        chunk = loss_chunk_tokens(config, micro)
-        program = traced.program(micro, config.train.seq_len, chunk)
-        last = traced.units[-1]
+        program, last = _program(config, traced, batches), traced.units[-1]
         recorder = MemoryRecorder(program, last.name, last_is_head=last.kind == "head")
         plan, place = plan_run(config, traced.units, batches.num_micro_batches)
         place = replace(place, rank=fullest_rank(config.engine.name, plan, place))
@@ -104,8 +101,7 @@ class Estimator:
         """
         traced = self.traced_model(config)
         batches = batches_of(config)
-        micro = batches.micro_batch_size
-        program = traced.program(micro, config.train.seq_len, loss_chunk_tokens(config, micro))
+        program = _program(config, traced, batches)
         passes = batches.num_micro_batches
         shown = _simulate(config, traced, program, min(passes, _SIMULATED))
         if passes > _SIMULATED:
@@ -130,6 +126,11 @@ class Estimator:
         return _traced[alike]
 
 
+def _program(config: Config, traced: TracedModel, batches: BatchPlan) -> Program:
+    micro = batches.micro_batch_size
+    return traced.program(micro, config.train.seq_len, loss_chunk_tokens(config, micro))
+
+
 def batches_of(config: Config) -> BatchPlan:
     """Return the batches of a step, with at least one sample per rank."""
     train, ranks = config.train, world_size(config)
@@ -150,12 +151,18 @@ def estimate_strategies(estimator: Estimator, config: Config, *, every: bool) ->
         UsageError: If the configuration is not valid.
     """
     placed = placed_for_estimate(config)
-    given = map(config.strategy.under, STRATEGIES) if every else [config.strategy]
     return [
         estimator.estimate(replace(placed, strategy=resolved_strategy(placed, each)))
-        for each in given
-        if not every or has_strategy(config.engine.name, STRATEGIES[each.name])
+        for each in strategies_of(config, every=every)
     ]
+
+
+def strategies_of(config: Config, *, every: bool) -> list[StrategyConfig]:
+    """Return the strategy of `config`, or with `every` all that its engine supports."""
+    if not every:
+        return [config.strategy]
+    can = (name for name, row in STRATEGIES.items() if has_strategy(config.engine.name, row))
+    return [config.strategy.under(name) for name in can]
 
 
 def placed_for_estimate(config: Config) -> Config:

@@ -18,10 +18,14 @@ from fsdpctl.config.auto import left_open
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.candidates import Axes, Candidate, Ranking, SearchPoint
-from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
+from fsdpctl.estimate.estimator import (
+    Estimator,
+    estimate_strategies,
+    placed_for_estimate,
+    strategies_of,
+)
 from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.plan.strategy import STRATEGIES, has_strategy
 
 KEPT = 6  # candidates: the selected one and those that it is compared with
 _TIE = 0.01  # of the step time: less than the accuracy of a prediction
@@ -40,10 +44,7 @@ def estimates_of(
     """
     if not left_open(config):
         return [(each, None) for each in estimate_strategies(estimator, config, every=every)]
-    placed, given = placed_for_estimate(config), [config.strategy]
-    if every:
-        can = (name for name, row in STRATEGIES.items() if has_strategy(config.engine.name, row))
-        given = [config.strategy.under(name) for name in can]
+    placed, given = placed_for_estimate(config), strategies_of(config, every=every)
     rankings = [choose(estimator, replace(placed, strategy=each)) for each in given]
     return [(each.estimate, each if each.names else None) for each in rankings]
 

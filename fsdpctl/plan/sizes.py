@@ -205,7 +205,7 @@ def unit_bytes(
         name: UnitBytes(
             sum(layout.numel for layout in layouts[name]) * sizes.param,
             slot.nbytes,
-            slot.resident or strategy.keeps_whole_params,
+            slot.resident or not strategy.shards_params,
             sum(
                 layout.numel if layout.shares == 1 else layout.parts[0].numel
                 for layout in layouts[name]

@@ -28,11 +28,6 @@ class Strategy:
             )
 
     @property
-    def keeps_whole_params(self) -> bool:
-        """Whether parameters stay unsharded on every rank between steps."""
-        return not self.shards_params
-
-    @property
     def has_owner_map(self) -> bool:
         """Whether any assignment of optimizer states to ranks is possible."""
         return self.shards_optimizer and not self.shards_params
@@ -40,7 +35,7 @@ class Strategy:
     @property
     def renews_params(self) -> bool:
         """Whether ranks need parameters after a step that others have updated."""
-        return self.shards_optimizer and (self.keeps_whole_params or self.shards_over_copies)
+        return self.shards_optimizer and (not self.shards_params or self.shards_over_copies)
 
     def shares(self, num_copies: int) -> int:
         """Return the shares of a rank's part, one for the master weights of each replica."""
@@ -94,7 +89,7 @@ def with_resharding(name: str, reshards: bool) -> Strategy:
         UsageError: If there isn't such a strategy, or it has nothing to free.
     """
     like = get_strategy(name)
-    if like.keeps_whole_params:
+    if not like.shards_params:
         raise UsageError(
             f"strategy={like.name}: reshard_after_forward is not supported, because parameters are "
             "always unsharded"

@@ -177,7 +177,7 @@ class Program:
         self._traced_row = {name: row for row in rows for name in row.traced}
         self._first_key: dict[PassPosition, int] = {}
         self._sizes: list[int] = []
-        self._tensors: list[Tensor] = []
+        self.tensors: list[Tensor] = []  # by key
         self.gradients: dict[str, int] = {}  # by parameter, the key of its gradient
         places = [PassPosition(Part.BEFORE), PassPosition(Part.START)]
         places += [
@@ -202,10 +202,6 @@ class Program:
         """The number of keys, which count from 0."""
         return len(self._sizes)
 
-    def tensor(self, key: int) -> Tensor:
-        """Return the tensor of a key."""
-        return self._tensors[key]
-
     def _source(self, place: PassPosition) -> Sequence[Happening]:
         return self._passed.parts.get(PassPosition(place.part, self._stand_in(place.unit)), ())
 
@@ -221,7 +217,7 @@ class Program:
         for each in self._source(place):
             if isinstance(each, Made):
                 self._sizes.append(each.nbytes)
-                self._tensors.append(Tensor(place, each.what))
+                self.tensors.append(Tensor(place, each.what))
 
     def _all_like(self, traced: str) -> tuple[str, ...]:
         """Return the units of the whole model that a traced one represents."""

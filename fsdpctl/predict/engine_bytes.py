@@ -172,7 +172,7 @@ def _replay(plan: TrainingPlan, place: RankPlace) -> tuple[Replay, Reductions]:
 def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
     """Yield the memory of a rank throughout a step, after the first one."""
     states = _states(plan, place)
-    stay = plan.strategy.keeps_whole_params
+    stay = not plan.strategy.shards_params
     always = sum(slot.nbytes for slot in plan_slots(plan) if slot.resident or stay)
     parameters = 0
     for layout in (layout for of_unit in plan.layouts.values() for layout in of_unit):

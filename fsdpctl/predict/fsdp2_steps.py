@@ -12,7 +12,6 @@ current block, but the transfer runs alongside them: hence `_start_gather` and `
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.sizes import Itemsizes
@@ -26,7 +25,7 @@ _GATHERS, _REDUCES, _ALL_REDUCES = 1, 2, 3  # streams
 _QUEUE = "collectives"  # of the shard group's communicator
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Fsdp2Model:
     """A model that `fully_shard` was called on: each block, then the root."""
 
@@ -42,18 +41,6 @@ class Fsdp2Model:
     fused: bool = True  # AdamW in one kernel, or tensor by tensor with a temporary each
     overlaps: bool = True  # whether the next block is gathered during a forward anyway
 
-    @cached_property
-    def groups(self) -> dict[str, tuple[ParamSpec, ...]]:
-        """The parameters of the root and of each block."""
-        blocks = {unit.name: unit.params for unit in self.units if unit.kind == "block"}
-        rest = [p for unit in self.units if unit.name not in blocks for p in unit.params]
-        return {self.root: tuple(rest), **blocks}
-
-    @property
-    def root(self) -> str:
-        """The name of the unit outside all blocks."""
-        return self.units[0].name
-
 
 class Fsdp2Steps:
     """The steps of one rank."""
@@ -61,8 +48,12 @@ class Fsdp2Steps:
     def __init__(self, model: Fsdp2Model, recorder: Recorder) -> None:
         self._model = model
         self._recorder = recorder
-        self._groups = model.groups
-        self._blocks = [name for name in self._groups if name != model.root]
+        # The parameters of the root, which is everything outside the blocks, and of each block.
+        self._root = model.units[0].name
+        blocks = {unit.name: unit.params for unit in model.units if unit.kind == "block"}
+        rest = tuple(p for unit in model.units if unit.name not in blocks for p in unit.params)
+        self._groups = {self._root: rest, **blocks}
+        self._blocks = list(blocks)
         self._places = [unit.name for unit in model.units[1:]]
         self._gathers: dict[str, int] = {}  # by unit, until they are waited for
         self._gathered: dict[str, int | None] = {}  # units in a gather's buffer, if there is one
@@ -144,13 +135,11 @@ class Fsdp2Steps:
         self._allocate_gather(unit)
         self._free_copied()
         recorder.wait(self._gathers.pop(unit))
-        parts, itemsize, of = (
-            self._model.num_parts,
-            self._model.sizes.param,
-            Category.GATHERED_UNITS,
-        )
+        parts, itemsize = self._model.num_parts, self._model.sizes.param
         whole = [self._numel(param) * parts * itemsize for param in params]
-        self._whole[unit] = [recorder.allocate(of, unit, "parameters", size) for size in whole]
+        self._whole[unit] = [
+            recorder.allocate(Category.GATHERED_UNITS, unit, "parameters", size) for size in whole
+        ]
         if parts > 1:
             recorder.copy(2 * sum(whole), f"copy out {unit}")
         buffer = self._gathered.pop(unit)
@@ -169,7 +158,7 @@ class Fsdp2Steps:
 
     def _forward(self) -> None:
         model, recorder = self._model, self._recorder
-        self._copy_out(model.root, forward=True)
+        self._copy_out(self._root, forward=True)
         recorder.compute(Part.START)
         for name in self._places:
             is_block = name in self._groups
@@ -200,7 +189,7 @@ class Fsdp2Steps:
                     self._start_gather(ahead)
                     self._allocate_gather(ahead)
             recorder.compute(Part.BACKWARD, name)
-        for name in filter(None, (running, self._model.root)):
+        for name in filter(None, (running, self._root)):
             self._after(name, reduces=reduces)
         for key in self._reductions:
             recorder.wait(key)

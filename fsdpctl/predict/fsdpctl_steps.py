@@ -171,7 +171,7 @@ def _allocate_model(
     scratch: dict[int, int] = {}  # by the bytes of an element
     slots = {name: slot for slot in plan_slots(plan) for name in slot.units}
     made: set[str] = set()
-    keeps, sizes = plan.strategy.keeps_whole_params, plan.sizes
+    keeps, sizes = not plan.strategy.shards_params, plan.sizes
     for unit, layouts in plan.layouts.items():
         slot = slots[unit]
         is_new = slot.units[0] not in made

@@ -154,7 +154,7 @@ class MemoryRecorder(Recorder):
         """Return the purpose of a key."""
         if key >= self.program.num_keys:
             return self._items[key - self.program.num_keys]
-        tensor = self.program.tensor(key)
+        tensor = self.program.tensors[key]
         place = tensor.place
         if key in self._gradients:
             return Item(Category.GRADIENTS, place.unit, f"gradient of {self._gradients[key]}")

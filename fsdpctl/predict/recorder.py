@@ -197,9 +197,10 @@ class TaskRecorder(Recorder):
             self._seconds[id(works)] = max(computing, len(works) * device.host_seconds)
         self._spend(self._seconds[id(works)], f"{part} {unit}".strip())
 
-    def copy(self, nbytes: float, label: str) -> None:
+    def copy(self, nbytes: float, label: str, phase: str = "compute") -> None:
         """Read and write `nbytes` in total."""
-        self._copy(nbytes, label)
+        if nbytes > 0:
+            self._spend(self._machine.device.copy_seconds(nbytes), label, phase)
 
     def start(
         self,
@@ -224,7 +225,7 @@ class TaskRecorder(Recorder):
 
     def optimize(self, numel: float, itemsize: int, moments: int) -> None:
         """Compute the gradient norm, exchange statistics, and update the elements."""
-        self._copy(numel * itemsize, "norm of the gradients", "optimizer")
+        self.copy(numel * itemsize, "norm of the gradients", "optimizer")
         if self._machine.groups[RankGroup.WORLD].ranks > 1:
             kind, world = CollectiveKind.ALL_REDUCE, RankGroup.WORLD
             self.wait(self.start(kind, RECORD_BYTES, world, "record", queue=GATHERS))
@@ -234,10 +235,6 @@ class TaskRecorder(Recorder):
     def end_step(self) -> None:
         """Add the time of a step that no operator accounts for."""
         self._spend(self._machine.device.step_overhead, "between steps")
-
-    def _copy(self, nbytes: float, label: str, phase: str = "compute") -> None:
-        if nbytes > 0:
-            self._spend(self._machine.device.copy_seconds(nbytes), label, phase)
 
     def _spend(self, seconds: float, label: str, phase: str = "compute") -> None:
         if seconds > 0:

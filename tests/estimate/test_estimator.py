@@ -81,7 +81,7 @@ def test_a_few_traced_blocks_represent_all(model, mode, monkeypatch):
 def sized(program: Program, place: PassPosition) -> list[tuple[int, str]]:
     """The operations of a part; what is freed by what it is, because keys may differ."""
     return [
-        (nbytes, program.tensor(key).what if key >= 0 else "")
+        (nbytes, program.tensors[key].what if key >= 0 else "")
         for key, nbytes in program.parts[place]
     ]
 
