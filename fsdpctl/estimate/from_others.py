@@ -185,10 +185,8 @@ def _batches(
     if whole_gradients and passes > 1:
         words = ("accumulation=last", *words)
         note += "; gradients stay unsharded between micro-batches"
-    row = TranslationRow(
-        ", ".join(batch.keys), ", ".join(said), (f"train.micro_batch_size={micro}", *words)
-    )
-    return [TranslationRow(row.key, row.value, row.settings, note)]
+    words = (f"train.micro_batch_size={micro}", *words)
+    return [TranslationRow(", ".join(batch.keys), ", ".join(said), words, note)]
 
 
 def _whole(text: str | None) -> int | None:

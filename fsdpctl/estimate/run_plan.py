@@ -13,7 +13,7 @@ from fsdpctl.plan.strategy import DDP, FSDPCTL, Strategy, check_strategy, get_st
 from fsdpctl.plan.units import Division, UnitSpec, divide
 from fsdpctl.predict.ddp_steps import DdpSteps
 from fsdpctl.predict.engine_bytes import ADAMW, Estimate, KeptStates, TrainingPlan, estimate
-from fsdpctl.predict.fsdp2_steps import Fsdp2Model, Fsdp2Steps
+from fsdpctl.predict.fsdp2_steps import Fsdp2Steps
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.recorder import RankGroup, Recorder, Steps, TrafficRecorder
 from fsdpctl.resolve.machine import world_size
@@ -100,20 +100,7 @@ def steps_of(
         return DdpSteps(units, plan, recorder)
     if engine == FSDPCTL:
         return FsdpctlSteps(plan, place, recorder)
-    model = Fsdp2Model(
-        units,
-        place.size if plan.strategy.shards_params else 1,
-        plan.sizes,
-        reshards=strategy.reshard_after_forward,
-        prefetch=max(1, plan.prefetch.backward),
-        reduces=plan.reduces,
-        ahead=plan.prefetch.forward if plan.prefetch.forward > 1 else 0,
-        states=plan.states,
-        replicates=place.num_replicas > 1,
-        fused=fused,
-        overlaps=place.transport is Transport.NCCL,
-    )
-    return Fsdp2Steps(model, recorder)
+    return Fsdp2Steps(units, strategy, plan, place, recorder, fused=fused)
 
 
 def fullest_rank(engine: str, plan: TrainingPlan, place: RankPlace) -> int:

@@ -11,13 +11,14 @@ current block, but the transfer runs alongside them: hence `_start_gather` and `
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fsdpctl.plan.layout import ParamSpec
-from fsdpctl.plan.sizes import Itemsizes
+from fsdpctl.plan.reductions import Transport
+from fsdpctl.plan.sizes import RankPlace
+from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Part
-from fsdpctl.predict.engine_bytes import ADAMW, KeptStates
+from fsdpctl.predict.engine_bytes import TrainingPlan
 from fsdpctl.predict.hardware import CollectiveKind as C
 from fsdpctl.predict.recorder import COPIES, Category, RankGroup, Recorder
 
@@ -25,36 +26,38 @@ _GATHERS, _REDUCES, _ALL_REDUCES = 1, 2, 3  # streams
 _QUEUE = "collectives"  # of the shard group's communicator
 
 
-@dataclass(frozen=True, slots=True)
-class Fsdp2Model:
-    """A model that `fully_shard` was called on: each block, then the root."""
-
-    units: tuple[UnitSpec, ...]  # as fsdpctl divides it: root first, then in forward order
-    num_parts: int  # ranks that share a replica
-    sizes: Itemsizes
-    reshards: bool  # after forward; the last block and the root never
-    prefetch: int  # blocks gathered ahead in backward
-    reduces: tuple[bool, ...]  # per pass
-    ahead: int = 0  # blocks gathered ahead in forward by request
-    states: KeptStates = ADAMW
-    replicates: bool = False  # gradients are then all-reduced over replicas
-    fused: bool = True  # AdamW in one kernel, or tensor by tensor with a temporary each
-    overlaps: bool = True  # whether the next block is gathered during a forward anyway
-
-
 class Fsdp2Steps:
-    """The steps of one rank."""
+    """The steps of one rank: `fully_shard` was called on each block, then on the root."""
 
-    def __init__(self, model: Fsdp2Model, recorder: Recorder) -> None:
-        self._model = model
-        self._recorder = recorder
+    def __init__(
+        self,
+        units: Sequence[UnitSpec],
+        strategy: Strategy,
+        plan: TrainingPlan,
+        place: RankPlace,
+        recorder: Recorder,
+        *,
+        fused: bool = True,
+    ) -> None:
+        """Describe what a rank does under the requested `strategy`; the plan's may differ.
+
+        AdamW runs in one kernel if `fused`, else tensor by tensor with a temporary each.
+        """
+        self._plan, self._recorder, self._fused = plan, recorder, fused
+        self._num_parts = place.size if plan.strategy.shards_params else 1
+        self._reshards = strategy.reshard_after_forward  # the last block and the root never
+        self._replicates = place.num_replicas > 1  # gradients are then all-reduced over replicas
+        self._behind = max(1, plan.prefetch.backward)  # blocks gathered ahead in backward
+        # Blocks gathered ahead in forward by request, and those whose transfer starts anyway.
+        self._ahead = plan.prefetch.forward if plan.prefetch.forward > 1 else 0
+        self._started = max(self._ahead, int(place.transport is Transport.NCCL))
         # The parameters of the root, which is everything outside the blocks, and of each block.
-        self._root = model.units[0].name
-        blocks = {unit.name: unit.params for unit in model.units if unit.kind == "block"}
-        rest = tuple(p for unit in model.units if unit.name not in blocks for p in unit.params)
+        self._root = units[0].name
+        blocks = {unit.name: unit.params for unit in units if unit.kind == "block"}
+        rest = tuple(p for unit in units if unit.name not in blocks for p in unit.params)
         self._groups = {self._root: rest, **blocks}
         self._blocks = list(blocks)
-        self._places = [unit.name for unit in model.units[1:]]
+        self._places = [unit.name for unit in units[1:]]
         self._gathers: dict[str, int] = {}  # by unit, until they are waited for
         self._gathered: dict[str, int | None] = {}  # units in a gather's buffer, if there is one
         self._whole: dict[str, list[int]] = {}
@@ -75,7 +78,7 @@ class Fsdp2Steps:
 
     def step(self) -> None:
         """Run all forward-backward passes, the reductions and the optimizer."""
-        for reduces in self._model.reduces:
+        for reduces in self._plan.reduces:
             self._recorder.compute(Part.BEFORE)
             self._forward()
             self._backward(reduces=reduces)
@@ -86,22 +89,22 @@ class Fsdp2Steps:
         """Return the elements of a rank's part, with padded rows."""
         if not param.shape:
             return 1
-        rows = -(-param.shape[0] // self._model.num_parts)
+        rows = -(-param.shape[0] // self._num_parts)
         return rows * param.numel // max(1, param.shape[0])
 
     def _part(self, params: Sequence[ParamSpec]) -> int:
         return sum(map(self._numel, params))
 
     def _shards(self, params: Sequence[ParamSpec]) -> list[int]:
-        return [self._numel(param) * self._model.sizes.master for param in params]
+        return [self._numel(param) * self._plan.sizes.master for param in params]
 
     def _start_gather(self, unit: str) -> None:
         if unit in self._gathers or unit in self._whole:
             return
-        recorder, sizes = self._recorder, self._model.sizes
+        recorder, sizes = self._recorder, self._plan.sizes
         part = self._part(self._groups[unit])
         recorder.copy(part * (sizes.param + sizes.master), "copy in")
-        nbytes = part * self._model.num_parts * sizes.param
+        nbytes = part * self._num_parts * sizes.param
         self._gathers[unit] = recorder.start(
             C.GATHER, nbytes, RankGroup.SHARD, f"gather {unit}", queue=_QUEUE
         )
@@ -109,8 +112,8 @@ class Fsdp2Steps:
     def _allocate_gather(self, unit: str) -> None:
         if unit in self._gathered or unit in self._whole:
             return
-        recorder, sizes = self._recorder, self._model.sizes
-        if self._model.num_parts == 1:
+        recorder, sizes = self._recorder, self._plan.sizes
+        if self._num_parts == 1:
             self._gathered[unit] = None
             return
         recorder.at("gathering", unit)
@@ -118,7 +121,7 @@ class Fsdp2Steps:
         cast = None
         if sizes.param != sizes.master:
             cast = self._buffer(Category.GATHERED_UNITS, unit, part, _GATHERS)
-        nbytes = part * self._model.num_parts
+        nbytes = part * self._num_parts
         self._gathered[unit] = self._buffer(Category.GATHERED_UNITS, unit, nbytes, _GATHERS)
         recorder.free(cast)
 
@@ -135,7 +138,7 @@ class Fsdp2Steps:
         self._allocate_gather(unit)
         self._free_copied()
         recorder.wait(self._gathers.pop(unit))
-        parts, itemsize = self._model.num_parts, self._model.sizes.param
+        parts, itemsize = self._num_parts, self._plan.sizes.param
         whole = [self._numel(param) * parts * itemsize for param in params]
         self._whole[unit] = [
             recorder.allocate(Category.GATHERED_UNITS, unit, "parameters", size) for size in whole
@@ -157,7 +160,7 @@ class Fsdp2Steps:
             self._recorder.free(key)
 
     def _forward(self) -> None:
-        model, recorder = self._model, self._recorder
+        recorder = self._recorder
         self._copy_out(self._root, forward=True)
         recorder.compute(Part.START)
         for name in self._places:
@@ -165,12 +168,12 @@ class Fsdp2Steps:
             if is_block:
                 self._copy_out(name, forward=True)
                 following = self._blocks[self._blocks.index(name) + 1 :]
-                for ahead in following[: max(model.ahead, int(model.overlaps))]:
+                for ahead in following[: self._started]:
                     self._start_gather(ahead)
-                for ahead in following[: model.ahead]:
+                for ahead in following[: self._ahead]:
                     self._allocate_gather(ahead)
             recorder.compute(Part.FORWARD, name)
-            if is_block and model.reshards and name != self._blocks[-1]:
+            if is_block and self._reshards and name != self._blocks[-1]:
                 self._reshard(name)
             recorder.compute(Part.AROUND, name)
         self._free_copied()
@@ -185,7 +188,7 @@ class Fsdp2Steps:
             if running:
                 self._copy_out(name, forward=False)
                 place = self._blocks.index(name)
-                for ahead in self._blocks[max(0, place - self._model.prefetch) : place][::-1]:
+                for ahead in self._blocks[max(0, place - self._behind) : place][::-1]:
                     self._start_gather(ahead)
                     self._allocate_gather(ahead)
             recorder.compute(Part.BACKWARD, name)
@@ -205,14 +208,14 @@ class Fsdp2Steps:
 
     def _after(self, unit: str, *, reduces: bool) -> None:
         """Free a unit's parameters after its backward, and hold or reduce its gradients."""
-        recorder, sizes = self._recorder, self._model.sizes
+        recorder, sizes = self._recorder, self._plan.sizes
         self._reshard(unit)
         params = self._with_gradients(unit)
         if not params:
             return
         recorder.at("reducing", unit)
         part = self._part(params)
-        nbytes = part * self._model.num_parts * sizes.reduce
+        nbytes = part * self._num_parts * sizes.reduce
         keys = [recorder.gradient(param.name) for param in params]
         if not reduces or unit in self._held:
             self._hold(unit, params, keys)
@@ -226,10 +229,10 @@ class Fsdp2Steps:
             recorder.free(key)
         self._reduce(unit, nbytes)
         # What was all-reduced is kept until the backward is over.
-        release = self._all_reduced.append if self._model.replicates else recorder.free
+        release = self._all_reduced.append if self._replicates else recorder.free
         grads = self._buffer(Category.GRADIENTS, unit, part * sizes.reduce, _REDUCES)
         if sizes.reduce != sizes.master:
-            stream = _ALL_REDUCES if self._model.replicates else _REDUCES
+            stream = _ALL_REDUCES if self._replicates else _REDUCES
             wide = self._buffer(Category.GRADIENTS, unit, part * sizes.master, stream)
             release(grads)
             grads = wide
@@ -239,19 +242,19 @@ class Fsdp2Steps:
             self._grads[unit] = grads
 
     def _reduce(self, unit: str, nbytes: int) -> None:
-        recorder, parts = self._recorder, self._model.num_parts
+        recorder, parts = self._recorder, self._num_parts
         shard, replicas = RankGroup.SHARD, RankGroup.REPLICAS
         if parts > 1:
             recorder.copy(2 * nbytes, f"copy gradients of {unit}")
         key = recorder.start(C.REDUCE_SCATTER, nbytes, shard, f"reduce {unit}", queue=_QUEUE)
-        if self._model.replicates:
+        if self._replicates:
             label, own = f"sum over replicas of {unit}", nbytes / parts
             key = recorder.start(C.ALL_REDUCE, own, replicas, label, queue=COPIES, after=key)
         self._reductions.append(key)
 
     def _hold(self, unit: str, params: Sequence[ParamSpec], keys: Sequence[int | None]) -> None:
         """Keep unsharded gradients in the dtype of the reduction."""
-        recorder, sizes = self._recorder, self._model.sizes
+        recorder, sizes = self._recorder, self._plan.sizes
         if unit in self._held:
             for key in keys:
                 recorder.free(key)
@@ -267,16 +270,16 @@ class Fsdp2Steps:
                 recorder.free(key)
 
     def _optimize(self) -> None:
-        recorder, model = self._recorder, self._model
+        recorder, plan = self._recorder, self._plan
         recorder.at("the optimizer's step")
         trained = {unit: self._shards(self._with_gradients(unit)) for unit in self._groups}
         shards = [(unit, nbytes) for unit, parts in trained.items() for nbytes in parts]
         if not self._has_states:
             self._has_states = True
             for unit, nbytes in shards:
-                for size in model.states.of(nbytes):
+                for size in plan.states.of(nbytes):
                     recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)
-        if not model.fused:
+        if not self._fused:
             of, what = Category.OPTIMIZER_STATES, "roots of second moments"
             temporaries = [recorder.allocate(of, unit, what, size) for unit, size in shards]
             for key in temporaries:
@@ -284,6 +287,6 @@ class Fsdp2Steps:
         for key in self._grads.values():
             recorder.free(key)
         self._grads.clear()
-        numel = sum(nbytes for _, nbytes in shards) // model.sizes.master
-        recorder.optimize(numel, model.sizes.master, model.states.moments)
+        numel = sum(nbytes for _, nbytes in shards) // plan.sizes.master
+        recorder.optimize(numel, plan.sizes.master, plan.states.moments)
         recorder.end_step()

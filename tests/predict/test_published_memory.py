@@ -15,10 +15,15 @@ from torch.nn import functional as F
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.trace import trace
 from fsdpctl.estimate.traced import shorten
-from fsdpctl.plan.sizes import Itemsizes
+from fsdpctl.plan.reductions import Transport
+from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.sizes import Itemsizes, RankPlace
+from fsdpctl.plan.strategy import get_strategy
+from fsdpctl.plan.units import lay_out, unit_order
 from fsdpctl.predict.allocator import CachingAllocator
 from fsdpctl.predict.compute import Program
-from fsdpctl.predict.fsdp2_steps import Fsdp2Model, Fsdp2Steps
+from fsdpctl.predict.engine_bytes import TrainingPlan
+from fsdpctl.predict.fsdp2_steps import Fsdp2Steps
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import Constant, Script, replay
 from fsdpctl.predict.recorder import Category
@@ -47,8 +52,11 @@ def estimated(
     assert all(row.is_regular(passed) for row in rows)
     program = Program(passed, [unit.name for unit in units[1:]], rows)
     writer = MemoryRecorder(program, units[-1].name, last_is_head=True)
-    sharded = Fsdp2Model(units, 8, Itemsizes(2, 4, 4), True, 1, (True,), fused=False)
-    script = Script(writer, Fsdp2Steps(sharded, writer), draws=False, constants=CUBLAS)
+    strategy, place = get_strategy("full_shard"), RankPlace(0, 8, 1, Transport.NCCL)
+    order, sizes = unit_order(units), Itemsizes(2, 4, 4)
+    plan = TrainingPlan(order, lay_out(units, 8), strategy, sizes, Prefetch(), (True,))
+    steps = Fsdp2Steps(units, strategy, plan, place, writer, fused=False)
+    script = Script(writer, steps, draws=False, constants=CUBLAS)
     allocator = CachingAllocator(streams=writer.streams)
     replay(script, allocator)
     return allocator
