@@ -310,6 +310,13 @@ def test_degrees_of_accelerate_become_hybrid_sharding(tmp_path):
     assert config.strategy.dp_shard_size == 4
 
 
+@pytest.mark.parametrize("key", ["fsdp_version", "version"])
+def test_a_version_alone_is_fsdp(tmp_path, key):
+    text = f"base_model: meta-llama/Llama-3.1-8B\nfsdp_config:\n  {key}: 2\n"
+    config = asked(written(tmp_path, text), "launch.nproc_per_node=8").composed.config
+    assert (config.strategy.name, config.engine.name) == ("full_shard", "fsdp2")
+
+
 def test_one_process_is_one_rank(tmp_path):
     file = written(tmp_path, "compute_environment: LOCAL_MACHINE\nuse_cpu: true\n")
     config = asked(file, "model=gpt2").composed.config
