@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from fsdpctl.cli.console import fail, say, show_panel
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import LOST, UsageError
 from fsdpctl.launch.outcome import listed
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ def _about(cause: "Failure", run_dir: Path, outcome: "Outcome") -> list[str]:
     if cause.exit_code == -signal.SIGKILL or "out of memory" in cause.message.lower():
         lines += [*_memory_report(run_dir), ""]
     log = log if log.is_file() else run_dir / "logs" / "node-00000.log"
+    if LOST in cause.message and not (run_dir / "config.yaml").is_file():
+        return [*lines, f"hint   restore {run_dir}; without it, the same command begins again"]
     return [*lines, f"hint   {_hint(cause)}", f"log    {log}"]
 
 

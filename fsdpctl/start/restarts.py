@@ -9,7 +9,7 @@ from pathlib import Path
 from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import LOST, UsageError
 from fsdpctl.launch.local import launch_workers
 from fsdpctl.launch.nodes import Nodes, RestartRound
 from fsdpctl.launch.outcome import Outcome
@@ -74,8 +74,8 @@ def _next_round(
     cause = outcome.cause
     if not outcome.has_failed or outcome.was_asked or (cause and cause.exit_code in _FINAL):
         return None
-    if not (begun.run_dir / RUN_CONFIG).is_file():
-        return None  # deleted or moved: a restart would begin at step 0
+    if not (begun.run_dir / RUN_CONFIG).is_file() or (cause and LOST in cause.message):
+        return None  # who removed the files shall hear of it
     if take_stop(begun.run_dir):
         say(f"{begun.run_dir}: no restart (stop requested)")
         return None

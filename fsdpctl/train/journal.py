@@ -4,8 +4,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.schema import Config
-from fsdpctl.errors import FsdpctlError
+from fsdpctl.errors import LOST, FsdpctlError
 from fsdpctl.run.files import LOG, METRICS
 from fsdpctl.run.metrics import MetricsFile
 from fsdpctl.run.progress import RunProgress
@@ -91,10 +92,9 @@ class Journal:
             FsdpctlError: If it was deleted or moved, or metrics.jsonl was.
         """
         if self._metrics is not None and not self._metrics.is_in_place:
-            raise FsdpctlError(
-                f"{self._run_dir}: deleted or moved during the run; training stopped without "
-                "saving. Restore the directory, and run the same command to resume"
-            )
+            is_there = (self._run_dir / RUN_CONFIG).is_file()
+            lost = self._run_dir / METRICS if is_there else self._run_dir
+            raise FsdpctlError(f"{lost}: {LOST}; training stopped without saving")
 
     def close(self) -> None:
         """Close metrics.jsonl."""
