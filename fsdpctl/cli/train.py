@@ -58,8 +58,7 @@ def train(
 
 
 def _train(composed: "Composed", settings: list[str], resume: str) -> None:
-    from fsdpctl.start.run import run
-    from fsdpctl.start.talk import Talk
+    from fsdpctl.start.run import Talk, run
 
     try:
         found = run(composed, settings, resume, Talk(say, note, partial(count_of, CONVERSATIONS)))
@@ -103,7 +102,7 @@ def _opened(composed: "Composed", resume: str) -> "tuple[Opened, Look, Decision]
 
     config = composed.config
     with count_of(CONVERSATIONS) as advance:
-        opened = open_run(composed, config.launch, advance)
+        opened = open_run(composed, (config.launch, None), advance)
     seen = look(opened.config, resume)
     if config.cluster.name != LOCAL and seen.kept is None and left_open(config):
         return opened, seen, decide_on_cluster(config, note)

@@ -10,6 +10,7 @@ from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.saved import write_estimate
+from fsdpctl.resolve.launchers import Place
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.run import open_run, settle
 from fsdpctl.run.assets import collect_assets
@@ -17,7 +18,7 @@ from fsdpctl.run.directory import Look, Standing, look, prepare_run_dir
 from fsdpctl.run.lock import RunLock, claimed
 from fsdpctl.start.decide import decide
 from fsdpctl.start.describe import describe_run
-from fsdpctl.start.talk import Talk
+from fsdpctl.start.run import Talk
 
 
 @dataclass(slots=True)
@@ -38,7 +39,13 @@ class Begun:
 
 
 def begin(
-    composed: Composed, settings: Sequence[str], resume: str, talk: Talk, *, probes: bool = False
+    composed: Composed,
+    settings: Sequence[str],
+    resume: str,
+    talk: Talk,
+    where: Place | None = None,
+    *,
+    probes: bool = False,
 ) -> Begun | None:
     """Lock and prepare the run directory; return None if the run is finished.
 
@@ -47,13 +54,14 @@ def begin(
         settings: The command line, for the record.
         resume: The value of `--resume`.
         talk: The output of the command.
+        where: The ranks, as for `open_run`.
         probes: Whether `auto` may probe candidates: only if this process starts all ranks.
 
     Raises:
         UsageError: If the run is invalid; nothing remains of a directory that was created here.
     """
     with talk.rows() as advance:
-        opened = open_run(composed, on_rows=advance)
+        opened = open_run(composed, where, advance)
     seen = look(opened.config, resume)
     if _is_finished(seen, talk):
         return None

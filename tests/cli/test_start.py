@@ -12,7 +12,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate import estimator
 from fsdpctl.start import restarts
 from fsdpctl.start.begin import Begun, begin
-from fsdpctl.start.talk import Talk
+from fsdpctl.start.run import Talk
 from tests.cli.run import make_text
 
 SMALL = [
