@@ -11,6 +11,7 @@ from typing import IO
 from fsdpctl.errors import FsdpctlError, UsageError
 
 Refusal = type[FsdpctlError]
+_LAST_BYTES, _LONGEST = 4096, 300  # to search for the last line of a log; characters of it
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 
 
@@ -80,6 +81,19 @@ def read_text_file(
         return read_regular(path, most_bytes, refusal, follows=follows).decode("utf-8")
     except UnicodeDecodeError as error:
         raise refusal(f"{path}: not UTF-8: {error}") from None
+
+
+def last_line(path: Path, start: int = 0) -> str:
+    """Return the last line with text of a log, from the byte `start` on; empty without any.
+
+    Raises:
+        UsageError: If the file can't be opened.
+        OSError: If it can't be read.
+    """
+    with open(open_regular(path), "rb") as file:
+        file.seek(max(start, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+        lines = file.read(_LAST_BYTES).decode("utf-8", "replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")[:_LONGEST]
 
 
 @contextmanager

@@ -27,10 +27,11 @@ from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
 from fsdpctl.errors import NO_ROOM, CheckpointError, FsdpctlError, UsageError
+from fsdpctl.io import files
 from fsdpctl.resolve.attention import with_kept_kernel
 from fsdpctl.resolve.run import decides_losses
 from fsdpctl.run.assets import write_assets
-from fsdpctl.run.files import HEARTBEAT, LOCK, OVERRIDES, RUNS, replace_text
+from fsdpctl.run.files import HEARTBEAT, LOCK, OVERRIDES, RUNS
 from fsdpctl.run.files import LOG as LOG
 from fsdpctl.run.files import LOGS as LOGS
 from fsdpctl.run.files import METRICS as METRICS
@@ -238,7 +239,7 @@ def prepare_run_dir(
     run_dir = seen.run_dir
     checkpoints = run_dir / CHECKPOINTS
     try:
-        replace_text(run_dir / OVERRIDES, "".join(f"{each}\n" for each in settings))
+        files.replace(run_dir / OVERRIDES, "".join(f"{each}\n" for each in settings))
         (run_dir / HEARTBEAT).unlink(missing_ok=True)  # of the last start
         shutil.rmtree(run_dir / LOGS, ignore_errors=True)
         (run_dir / LOGS).mkdir(exist_ok=True)
@@ -250,7 +251,7 @@ def prepare_run_dir(
         if seen.source is not None:
             copy_checkpoint(seen.source, step_folder(checkpoints, seen.step))
         # Last: a start that is interrupted before this line does not count.
-        replace_text(run_dir / RUN_CONFIG, config_to_yaml(config), is_durable=True)
+        files.replace(run_dir / RUN_CONFIG, config_to_yaml(config), durable=True)
         if run_dir.parent.name == RUNS:
             point_to(run_dir.parent / LATEST, run_dir)
     except OSError as error:
@@ -265,7 +266,7 @@ def rewrite_config(config: Config) -> None:
     """
     path = Path(str(config.train.run_dir)) / RUN_CONFIG
     try:
-        replace_text(path, config_to_yaml(config), is_durable=True)
+        files.replace(path, config_to_yaml(config), durable=True)
     except OSError as error:
         raise FsdpctlError(f"{path}: {error.strerror or error}") from None
 
@@ -292,7 +293,7 @@ def prepare_restart(seen: Look, number: int) -> None:
                 old.write((run_dir / METRICS).read_bytes())
             (run_dir / METRICS).unlink()
         remove_unfinished(run_dir / CHECKPOINTS)
-        replace_text(run_dir / RUN_CONFIG, config_to_yaml(seen.config), is_durable=True)
+        files.replace(run_dir / RUN_CONFIG, config_to_yaml(seen.config), durable=True)
     except OSError as error:
         refusal = FsdpctlError if error.errno in NO_ROOM else UsageError
         raise refusal(f"train.run_dir={run_dir}: {error.strerror or error}") from None

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from fsdpctl.errors import NO_ROOM, FsdpctlError, UsageError
-from fsdpctl.io.files import open_regular
+from fsdpctl.io.files import open_regular, replace
 
 _MAX_LINE = 1 << 20  # bytes
 _TAIL_BYTES = 1 << 16  # enough for the last lines
@@ -206,7 +206,5 @@ def _cut_back(path: Path, step: int) -> float:
         longest = max(longest, line.checkpoint_write_seconds)
         if line.step <= step or line.is_permanent:
             kept.append(text.rstrip(b"\n") + b"\n")
-    scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    scratch.write_bytes(b"".join(kept))
-    scratch.replace(path)
+    replace(path, b"".join(kept))
     return longest

@@ -18,7 +18,7 @@ from fsdpctl.config.schema import KEYS
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import MIB
-from fsdpctl.io.files import open_regular
+from fsdpctl.io.files import last_line
 from fsdpctl.run.environment import read_starts
 from fsdpctl.run.files import LOGS, METRICS
 from fsdpctl.run.heartbeat import (
@@ -36,7 +36,7 @@ STARTING, FINISHED, NOT_STARTED = "starting", "finished", "not started"
 _STEPS = "train.steps"
 _METRICS_BYTES = 16 * MIB  # of the end of metrics.jsonl: some thirty thousand steps
 _RECENT, _MOST_WARNINGS = 50, 5
-_MOST_LOGS, _LAST_BYTES, _LONGEST = 64, 4096, 300
+_MOST_LOGS = 64
 _STARTS_WITHIN = 120.0  # seconds
 
 
@@ -216,15 +216,8 @@ def _first_error(run_dir: Path) -> str:
         with contextlib.suppress(OSError):  # a restart may move it meanwhile
             about = each.stat()
             if each.is_file() and about.st_size:
-                found.append((about.st_mtime, f"{each.name}: {_last_line(each)}"))
+                found.append((about.st_mtime, f"{each.name}: {last_line(each)}"))
     return min(found)[1] if found else ""
-
-
-def _last_line(path: Path) -> str:
-    with open(open_regular(path), "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
-        lines = file.read(_LAST_BYTES).decode("utf-8", "replace").splitlines()
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")[:_LONGEST]
 
 
 def _eta(

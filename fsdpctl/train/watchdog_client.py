@@ -12,6 +12,7 @@ import msgspec
 
 from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.comm.recorder import recorded
+from fsdpctl.io.files import replace
 
 _POLL_SECONDS = 0.5
 
@@ -35,7 +36,4 @@ def _answer(folder: Path, local_rank: int) -> None:
     while not (folder / "ask").exists():
         time.sleep(_POLL_SECONDS)
     with contextlib.suppress(OSError):
-        answer = folder / f"ask-{local_rank}"
-        scratch = answer.with_suffix(".tmp")
-        scratch.write_bytes(msgspec.json.encode(recorded()))
-        scratch.replace(answer)
+        replace(folder / f"ask-{local_rank}", msgspec.json.encode(recorded()))

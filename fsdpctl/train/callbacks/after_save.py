@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.config.sealed import MANIFEST
+from fsdpctl.errors import UsageError
+from fsdpctl.io.files import last_line
 
 LOG = "after-save.log"
 _REPORT_INTERVAL = 10.0  # seconds
 _GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
-_LAST_BYTES, _LONGEST = 4096, 300
 # Has the kernel end the command when the rank that started it exits for whatever reason.
 _TIED = (
     "import ctypes, os, signal, sys\n"
@@ -186,14 +187,10 @@ class AfterSave:
     def _last_line(self, printed: int) -> str:
         """Return the last line of the output that begins at `printed`, and the log file."""
         try:
-            with self._log.open("rb") as log:
-                size = log.seek(0, os.SEEK_END)
-                log.seek(max(printed, size - _LAST_BYTES))
-                lines = log.read(_LAST_BYTES).decode("utf-8", "replace").split("\n")
-        except OSError:
+            last = last_line(self._log, printed)
+        except (OSError, UsageError):
             return ""
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return f": {last[:_LONGEST]} ({self._log})" if last else ""
+        return f": {last} ({self._log})" if last else ""
 
 
 def _environment(variables: Mapping[str, str], job: _Job) -> dict[str, str]:

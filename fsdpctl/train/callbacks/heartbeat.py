@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdpctl.comm.collectives import ObjectExchange
-from fsdpctl.run.files import HEARTBEAT, replace_text
+from fsdpctl.io import files
+from fsdpctl.run.files import HEARTBEAT
 from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord, pid_namespace
 from fsdpctl.run.step_metrics import StepMetrics
 from fsdpctl.train.callback import Callback, is_joint
@@ -82,4 +83,4 @@ class Heartbeat(Callback):
         if self._is_on:
             with self._writing, contextlib.suppress(OSError):
                 record = replace(self._record, time=time.time())
-                replace_text(self._path, json.dumps(asdict(record)) + "\n")
+                files.replace(self._path, json.dumps(asdict(record)) + "\n")

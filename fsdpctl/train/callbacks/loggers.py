@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import words_for_others
 from fsdpctl.errors import UsageError
-from fsdpctl.io.files import plain_name, read_text_file
-from fsdpctl.run.files import TENSORBOARD, WANDB_ID, replace_text
+from fsdpctl.io.files import plain_name, read_text_file, replace
+from fsdpctl.run.files import TENSORBOARD, WANDB_ID
 from fsdpctl.train.callback import Callback, is_joint
 
 if TYPE_CHECKING:
@@ -160,5 +160,5 @@ class Loggers(Callback):
 def _wandb_id(run_dir: Path) -> str:
     path = run_dir / WANDB_ID
     if not path.exists():
-        replace_text(path, f"{secrets.token_hex(4)}\n")
+        replace(path, f"{secrets.token_hex(4)}\n")
     return plain_name(read_text_file(path, 256).strip(), _ID, str(path), UsageError)
