@@ -49,11 +49,7 @@ class InitialAdapters:
 def first_weights(model: ModelConfig, module: nn.Module, seed: int, base: Tensors) -> Tensors:
     """Return the weights that training starts from: `base`, plus adapters if it has none.
 
-    Args:
-        model: Its configuration.
-        module: The model, on any device; its parameters provide names and shapes.
-        seed: Seed of the adapters' initial values.
-        base: The weights in `model.path`.
+    Of `module`, only names and shapes are used. `seed` is that of the adapters' initial values.
 
     Raises:
         UsageError: If the adapters in `model.lora.path` do not match the model.

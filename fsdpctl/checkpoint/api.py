@@ -118,11 +118,7 @@ class _FlatOptimizer:
     ) -> None:
         """Wrap `optimizer`, created with `model.flat_parameters()`.
 
-        Args:
-            model: A sharded model.
-            optimizer: Any elementwise optimizer.
-            kinds: Names of the states that `create_states` creates.
-            counts: Whether `create_states` creates step counters.
+        `create_states` creates the states `kinds`, and step counters if `counts`.
 
         Raises:
             UsageError: If it has other parameters.

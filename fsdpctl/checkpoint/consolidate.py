@@ -52,16 +52,11 @@ def consolidate(
     merges: bool = False,
     on_bytes: OnBytes = lambda count: None,
 ) -> Exported:
-    """Write `destination`, which appears complete or not at all.
+    """Write the new directory `destination`, which appears complete or not at all.
 
-    Args:
-        reader: The checkpoint.
-        destination: A directory that does not exist yet.
-        dtype: float32, bfloat16 or float16; None keeps the dtype of the master weights.
-        max_file_bytes: Size beyond which a file gets no further tensor.
-        overwrite: Whether to replace an earlier export.
-        merges: Whether to merge adapters into the weights, in float32.
-        on_bytes: Called with the bytes read since the last call.
+    `dtype` is float32, bfloat16 or float16; None keeps that of the master weights. A file larger
+    than `max_file_bytes` gets no further tensor. Adapters are merged in float32. `on_bytes` is
+    called with the bytes read since the last call.
 
     Raises:
         UsageError: If the destination exists, or there are adapters that are not to be merged.

@@ -18,10 +18,7 @@ WRITTEN = {"fsdpctl": "consolidated"}  # in the metadata of exported tensor file
 def new_export(destination: Path, source: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yield a directory to write into, which becomes `destination` if the block succeeds.
 
-    Args:
-        destination: A directory that does not exist yet.
-        source: The checkpoint that is exported.
-        overwrite: Whether to replace an earlier export.
+    `source` is the checkpoint that is exported; `overwrite` replaces an earlier export.
 
     Raises:
         UsageError: If the destination exists or cannot be written.

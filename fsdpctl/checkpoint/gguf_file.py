@@ -71,15 +71,10 @@ def write_gguf(
     merges: bool = False,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> ExportedGguf:
-    """Write `destination`, which appears complete or not at all.
+    """Write the file `destination`, or model.gguf in that directory, complete or not at all.
 
-    Args:
-        reader: The checkpoint of a model of the Llama family.
-        destination: A file, or a directory to write model.gguf into.
-        dtype: F32, F16 or BF16 for matrices; vectors are F32.
-        overwrite: Whether to replace an existing file.
-        merges: Whether to merge adapters into the weights, in float32.
-        on_bytes: Called with the bytes read since the last call.
+    `dtype` is F32, F16 or BF16 for matrices; vectors are F32. Adapters are merged in float32.
+    `on_bytes` is called with the bytes read since the last call.
 
     Raises:
         UsageError: If the file exists, the model is not supported, or `gguf` is not installed.

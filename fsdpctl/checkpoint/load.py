@@ -25,11 +25,8 @@ def load_checkpoint(
 ) -> Progress:
     """Load this rank's shards and states, reading only the elements that it holds. Collective.
 
-    Args:
-        reader: The checkpoint.
-        model: A sharded model.
-        optimizer: Its optimizer; None leaves its states unread.
-        weights: The weights of the checkpoint and of its base, if it has one.
+    `weights` are those of the checkpoint and of its base, if it has one. Without an optimizer, its
+    states stay unread.
 
     Returns:
         The progress of the run.

@@ -61,11 +61,9 @@ def usage_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def new_directory(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """Yield a directory to write into, which becomes `folder` if the block succeeds.
+    """Yield a directory to write into, which becomes the new `folder` if the block succeeds.
 
-    Args:
-        folder: A directory that does not exist yet.
-        replaces: Whether an existing `folder` is replaced.
+    With `replaces`, it may exist.
 
     Raises:
         OSError: If it cannot be written.

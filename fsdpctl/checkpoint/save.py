@@ -83,11 +83,8 @@ def write_checkpoint(
 ) -> None:
     """Write a new checkpoint to `folder`, which appears complete or not at all. Collective.
 
-    Args:
-        folder: A directory that does not exist yet, on a file system that all ranks share.
-        snapshot: This rank's part.
-        ranks: All ranks that have a part.
-        on_bytes: Called with the bytes that this rank has written since the last call.
+    All ranks share its file system. `on_bytes` is called with the bytes that this rank has written
+    since the last call.
 
     Raises:
         FsdpctlError: If a rank cannot write; nothing is left behind.

@@ -43,12 +43,8 @@ def shard_weights(
 ) -> int:
     """Write the checkpoint `destination`, which appears complete or not at all.
 
-    Args:
-        source: The weights; their dtypes are kept.
-        destination: A directory that does not exist yet.
-        num_files: Number of files; each gets an equal share of every tensor.
-        about: The other contents of the checkpoint.
-        on_bytes: Called with the bytes written since the last call.
+    Each of `num_files` files gets an equal share of every tensor, in its dtype. `on_bytes` is
+    called with the bytes written since the last call.
 
     Returns:
         The bytes of the weights.

@@ -28,10 +28,7 @@ def draw_estimates(
 ) -> Iterator[Path]:
     """Draw memory over a step for each estimate, and a comparison of all; yield the files' paths.
 
-    Args:
-        estimates: One per strategy.
-        folder: The directory to write to.
-        name: The beginning of the names of single steps' files.
+    The files of single steps are named NAME-STRATEGY.png.
     """
     for each in estimates:
         strategy = each.config.strategy.name

@@ -100,11 +100,8 @@ def last_line(path: Path, start: int = 0) -> str:
 def replacing(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
     """Yield a new file that replaces `path` when the block ends without an exception.
 
-    Other processes see the old file or the complete new one.
-
-    Args:
-        path: The file to replace; it need not exist.
-        durable: Wait until the content is on the disk before replacing the file.
+    Other processes see the old file or the complete new one. If `durable`, the content is on the
+    disk first, so that it survives a power loss.
     """
     scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:

@@ -96,10 +96,7 @@ class Handshake:
         self._wait_for_others("ready")
 
     def accept(self, check: Callable[[Plan], str]) -> Plan:
-        """Receive the plan of number 0, and answer whether this member can take part.
-
-        Args:
-            check: Returns why it cannot, or an empty string.
+        """Receive the plan of number 0; `check` returns why this member cannot take part, or "".
 
         Raises:
             UsageError: If this or another member cannot, or nothing starts.

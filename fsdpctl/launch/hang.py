@@ -54,12 +54,9 @@ def culprits(states: Sequence[RankState]) -> list[int]:
 
 
 def report(states: Sequence[RankState], limit: float, *, is_usual: bool = True) -> str:
-    """Describe in one line which ranks hang, and where.
+    """Describe in one line which ranks have had no heartbeat for `limit` seconds, and where.
 
-    Args:
-        states: Of all ranks.
-        limit: Seconds without a heartbeat after which a rank hangs.
-        is_usual: Whether that is launch.hang_timeout; before the first step it may be longer.
+    `is_usual`: the limit is launch.hang_timeout; before the first step it may be longer.
     """
     found = culprits(states)
     shown = [each for each in states if each.rank in found] or list(states)

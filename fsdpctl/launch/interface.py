@@ -27,11 +27,7 @@ def _interface_of(address: str) -> str | None:
 
 
 def split_endpoint(endpoint: str, *, for_others: bool) -> tuple[str, int]:
-    """Return the IPv4 address and the port of `host:port`.
-
-    Args:
-        endpoint: Text of the form HOST:PORT.
-        for_others: Whether other nodes must reach the address too.
+    """Return the IPv4 address and the port of `host:port`, which other nodes reach if `for_others`.
 
     Raises:
         UsageError: If it is not of that form, or the host is unknown.
@@ -57,11 +53,9 @@ def split_endpoint(endpoint: str, *, for_others: bool) -> tuple[str, int]:
 
 
 def own_address(towards: str, interface: str | None) -> tuple[str, str]:
-    """Return this machine's address as other nodes see it, and its interface.
+    """Return this machine's address as another node sees it, and its interface.
 
-    Args:
-        towards: An address of another node; no packet is sent.
-        interface: The interface to use; None: the system's default.
+    No packet is sent. `interface`: the one to use; None: the system's default.
 
     Raises:
         UsageError: If there is no such interface, or no route.

@@ -41,14 +41,9 @@ def launch_workers(
 ) -> Outcome:
     """Run `python -m module args…` on the ranks of this node until all have exited.
 
-    Args:
-        module: The module to run; it gets its rank from torchrun's environment variables.
-        args: Its arguments.
-        launch: Resolved.
-        logs: An existing directory for the log of torch's agent.
-        is_last: Whether stop requests are ignored afterwards.
-        nodes: The launchers of all nodes, if there are several.
-        number: How often ranks were started before in this launch.
+    The module gets its rank from torchrun's environment variables. The directory `logs` gets the
+    log of torch's agent. If `is_last`, stop requests are ignored afterwards. `number` counts the
+    rounds of this launch.
 
     Raises:
         UsageError: If several nodes are configured without `nodes`, or too few files may be open.

@@ -143,13 +143,7 @@ def listed(numbers: Sequence[int]) -> str:
 
 
 def failure_of(rank: int, found: Any, *, short_of_memory: bool = False) -> Failure:
-    """Convert the failure that torch's agent reports.
-
-    Args:
-        rank: The worker's rank.
-        found: Torch's ProcessFailure.
-        short_of_memory: Whether the out-of-memory killer killed a process meanwhile.
-    """
+    """Convert torch's ProcessFailure; `short_of_memory`: the kernel killed a process meanwhile."""
     message = found.message
     if isinstance(message, dict):
         message = message.get("message", "")

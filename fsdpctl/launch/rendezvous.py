@@ -54,12 +54,9 @@ class Rendezvous(RendezvousHandler):
         store: Store | None = None,
         where: tuple[str, int] | None = None,
     ) -> None:
-        """Describe the launchers; without arguments, a single one.
+        """Describe the launchers: this one's number and their count; their store and its address.
 
-        Args:
-            place: This launcher's number, and how many there are.
-            store: Their store.
-            where: Its address and port.
+        Without arguments, there is a single launcher.
         """
         self._place, self._store = place, store
         self._where = None if where is None else RendezvousStoreInfo(*where)

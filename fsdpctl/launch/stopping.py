@@ -55,9 +55,8 @@ class StopRequests:
 def passing_on(have_begun: Callable[[], bool], *, is_last: bool) -> Iterator[StopRequests]:
     """Forward stop requests to the workers while the block runs.
 
-    Args:
-        have_begun: Returns whether workers have been started.
-        is_last: Whether requests are ignored after the block, when nothing is left to stop.
+    `have_begun` returns whether there are workers. If `is_last`, requests are ignored after the
+    block, when nothing is left to stop.
     """
     requests = StopRequests(have_begun)
     # A signal may be ignored, for example because of nohup.

@@ -51,14 +51,10 @@ class Watchdog:
         nodes: Nodes | None = None,
         number: int = 0,
     ) -> None:
-        """Watch the workers of a node.
+        """Watch the workers of a node in a round.
 
-        Args:
-            folder: The directory of the workers' files for the launcher.
-            launch: Resolved.
-            pids: Returns the process ids of running workers by local rank.
-            nodes: The launchers of all nodes, if there are several.
-            number: The number of the round.
+        `folder` has the workers' files for the launcher; `pids` returns the process ids of running
+        workers by local rank.
         """
         assert launch.nproc_per_node is not None
         self.hang = ""

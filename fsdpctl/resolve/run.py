@@ -82,10 +82,8 @@ def open_run(
 ) -> Opened:
     """Open the data and the model of a run on this machine, and name its directory.
 
-    Args:
-        composed: The configuration as requested.
-        where: The ranks, if they are known; by default, the launcher's variables are read.
-        on_rows: Called with the number of conversations tokenized since the last call.
+    The ranks are `where`, or those of the launcher's variables. `on_rows` is called with the number
+    of conversations tokenized since the last call.
 
     Raises:
         UsageError: If the run is invalid; the message names the key.
@@ -129,11 +127,8 @@ def settle(
 ) -> Settled:
     """Fill in the settings that depend on the ranks; opens neither data nor model.
 
-    Args:
-        base: The configuration of an opened run.
-        selection: The values of the settings that are `auto`. Its micro-batch may come from other
-            ranks: it is limited to a rank's share of the step.
-        launch: The ranks, if they differ from those that the run was opened with.
+    The micro-batch of `selection` may come from other ranks: it is limited to a rank's share of the
+    step. `launch` has the ranks if they differ from those that `base` was opened with.
 
     Raises:
         UsageError: If the ranks cannot run it.

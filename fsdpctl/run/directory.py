@@ -88,10 +88,7 @@ def read_config(run_dir: Path) -> Config:
 def look(config: Config, resume: str, fresh: Path | None = None) -> Look:
     """Find out what `--resume RESUME` means for `config` and its run directory. Writes nothing.
 
-    Args:
-        config: The configuration of an opened run; it may have `auto` left.
-        resume: auto, never, or a run or checkpoint.
-        fresh: The directory of a new run, if an earlier look has named it.
+    `config` may have `auto` left; `fresh` is the new directory, if an earlier look has named it.
 
     Raises:
         UsageError: If the directory is not of this run, or the checkpoint is of another model.
@@ -225,13 +222,7 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 def prepare_run_dir(
     seen: Look, config: Config, settings: Sequence[str], assets: Mapping[str, bytes]
 ) -> None:
-    """Write the files that the workers read. The lock must be held.
-
-    Args:
-        seen: The directory as it is.
-        config: The settled configuration.
-        settings: The command line, for the record.
-        assets: Files to keep next to the weights, by name.
+    """Write the files that the workers read, for a settled configuration. The lock must be held.
 
     Raises:
         UsageError: If the directory is not writable.
@@ -272,11 +263,7 @@ def rewrite_config(config: Config) -> None:
 
 
 def prepare_restart(seen: Look, number: int) -> None:
-    """Prepare a directory in use for restarted ranks; the logs of the failure are kept.
-
-    Args:
-        seen: The directory as it is, with the configuration of the next round.
-        number: The number of the restart, from 1.
+    """Prepare a directory in use for restart `number`; the logs of the failure are kept.
 
     Raises:
         UsageError: If the directory is not writable.

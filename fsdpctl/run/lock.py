@@ -113,9 +113,7 @@ def _state_of(pid: int) -> str:
 def lock_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> RunLock:
     """Create the directory if it does not exist, and lock it.
 
-    Args:
-        run_dir: The directory of the run.
-        on_wait: Called before a wait for the ranks of a killed launcher.
+    `on_wait` is called before a wait for the ranks of a killed launcher.
 
     Raises:
         UsageError: If the directory is not writable or in use.

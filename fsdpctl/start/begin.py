@@ -49,13 +49,8 @@ def begin(
 ) -> Begun | None:
     """Lock and prepare the run directory; return None if the run is finished.
 
-    Args:
-        composed: The configuration as requested.
-        settings: The command line, for the record.
-        resume: The value of `--resume`.
-        talk: The output of the command.
-        where: The ranks, as for `open_run`.
-        probes: Whether `auto` may probe candidates: only if this process starts all ranks.
+    `settings` are recorded; `resume` is the value of `--resume`. With `probes`, `auto` may run
+    candidates: only if this process starts all ranks.
 
     Raises:
         UsageError: If the run is invalid; nothing remains of a directory that was created here.

@@ -25,13 +25,9 @@ class Decision(NamedTuple):
 def decide(
     opened: Opened, seen: Look, note: Callable[[str], None], *, probes: bool = False
 ) -> Decision:
-    """Select what is `auto` for the ranks of an opened run.
+    """Select what is `auto` for the ranks of an opened run; one that resumes keeps its selection.
 
-    Args:
-        opened: The run.
-        seen: Its directory: a run that resumes keeps its selection.
-        note: Called with progress messages.
-        probes: Whether candidates may run here. With a specified cluster, none does.
+    With `probes`, candidates may run here, unless a cluster is specified.
 
     Raises:
         UsageError: If nothing fits, or the hardware specs are incomplete.

@@ -59,11 +59,6 @@ def probed(ranking: Ranking, opened: Opened, note: Callable[[str], None]) -> Ran
 
     A candidate that fails is removed.
 
-    Args:
-        ranking: The candidates for the ranks of the run.
-        opened: The run.
-        note: Called with progress messages.
-
     Raises:
         UsageError: If no candidate ran.
         StoppedError, InterruptError: If a stop was requested.
@@ -121,11 +116,8 @@ def _step_seconds(metrics: Path) -> float:
 def short_run(config: Config, settings: str, assets: Mapping[str, bytes], what: str) -> str | None:
     """Run the steps of a settled configuration, without validation, checkpoints and samples.
 
-    Args:
-        config: Its run directory does not exist yet, but the parent of that does.
-        settings: The settings that it was made of, for the run directory.
-        assets: Files to keep next to its weights.
-        what: What a stop request prevents, for the message.
+    Its run directory does not exist yet. `settings` and `assets` are written there; `what` a stop
+    request prevents is for the message.
 
     Returns:
         The reason of a failure; None if the run finished.

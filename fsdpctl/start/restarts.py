@@ -29,10 +29,8 @@ Say = Callable[[str], None]
 def train_with_restarts(begun: Begun, say: Say, nodes: Nodes | None = None) -> Outcome:
     """Start the ranks, and restart them after failures; return the outcome of the last round.
 
-    Args:
-        begun: The run, which is unlocked at the end.
-        say: Called with a line for each restart.
-        nodes: The launchers of the other nodes, if any; this one is node 0.
+    The run is unlocked at the end. `nodes` are the launchers of the other nodes, if any; this one
+    is node 0.
     """
     most = begun.launch.max_restarts
     for number in range(most + 1):

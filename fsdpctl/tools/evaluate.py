@@ -56,9 +56,7 @@ def words_of(source: Path) -> list[str]:
 def evaluate_run(opened: Opened, on_batch: Callable[[int, int], None]) -> Evaluation:
     """Compute the loss on the validation data, or on all data if nothing is held out.
 
-    Args:
-        opened: The model in `model.path` and the data, on one rank.
-        on_batch: Called with the number of completed batches, and of all batches.
+    `on_batch` is called with the number of completed batches, and of all batches.
 
     Raises:
         CheckpointError: If the weights are corrupted.

@@ -98,12 +98,7 @@ def observe_models(
 ) -> tuple[list[Observed], float]:
     """Measure the operators of `models`, and the host's overhead per operator.
 
-    Args:
-        models: As in SMALL.
-        device: The device to measure.
-        dtype: Of the parameters.
-        meet: A barrier of all ranks, so that they compute concurrently.
-        say: Called with a line about each measurement.
+    `meet` is a barrier of all ranks, so that they compute concurrently.
 
     Returns:
         The operators with their seconds, and the host's seconds per operator.

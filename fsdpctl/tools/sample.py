@@ -29,12 +29,7 @@ class TextGenerator:
     """A model in memory that continues text."""
 
     def __init__(self, source: Path, count: int, sampling: Sampling) -> None:
-        """Load the model.
-
-        Args:
-            source: A checkpoint or a Hugging Face directory.
-            count: The maximum number of tokens to generate.
-            sampling: How tokens are drawn.
+        """Load the model, to generate at most `count` tokens.
 
         Raises:
             UsageError: If the tokenizer is unknown.

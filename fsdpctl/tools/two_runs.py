@@ -127,11 +127,6 @@ def _of_losses(series: dict[str, Series]) -> Iterator[str]:
 def compare_runs(a: Path, b: Path, bar: Bar) -> TwoRuns:
     """Compare the runs in two directories.
 
-    Args:
-        a: Run directory.
-        b: Another run directory.
-        bar: Counts the bytes of checkpoints that are read.
-
     Raises:
         UsageError: If a directory is not a run or its metrics are corrupted.
         CheckpointError: If a checkpoint is corrupted; names the file.

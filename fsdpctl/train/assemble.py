@@ -146,13 +146,9 @@ def make_trainer(
 ) -> Trainer:
     """Return the trainer of a run in the state of its newest checkpoint. Collective.
 
-    Args:
-        config: Resolved configuration.
-        world: The ranks.
-        context: Process of this rank.
-        shows: Whether rank 0 shows the progress, writes heartbeats and runs the user's command.
-        only_measures: Whether the run only does steps, without validation and checkpoints.
-        lines: Messages to print first.
+    If it `shows`, rank 0 shows the progress, writes heartbeats and runs the user's command. If it
+    `only_measures`, it only does steps, without validation and checkpoints. `lines` are printed
+    first.
     """
     run_dir, ranks = Path(str(config.train.run_dir)), ObjectExchange()
     is_main = world.rank == 0

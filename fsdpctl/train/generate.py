@@ -34,15 +34,9 @@ def generate(
 ) -> list[int]:
     """Return the tokens that follow `prompt`, one per turn. Collective for a sharded model.
 
-    Args:
-        model: Decoder with a cache of keys and values.
-        prompt: At least one token.
-        turns: An iterable of the same length on every rank: `range(COUNT)`, or one that may end
-            sooner.
-        context: Number of last tokens that the model sees.
-        sampling: Sampling parameters.
-        device: Device of the model.
-        caches: Whether to cache keys and values; compiled blocks would compile for each length.
+    `turns` is an iterable of the same length on every rank: `range(COUNT)`, or one that may end
+    sooner. The model sees the last `context` tokens. `caches`: whether to cache keys and values;
+    compiled blocks would compile for each length.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
     tokens, cache = list(prompt), Cache()

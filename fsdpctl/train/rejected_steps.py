@@ -66,12 +66,7 @@ class RejectedStep:
         return f"step {self.step}: {_DONE[self.action]} ({cause})"
 
     def to_line(self, batches: Batches, position: int) -> dict[str, Any]:
-        """Return the object for metrics.jsonl.
-
-        Args:
-            batches: Training batches.
-            position: Samples consumed before the step.
-        """
+        """Return the object for metrics.jsonl of a step after `position` samples."""
         of_rank = [] if self.rank is None else batches.numbers(position, self.rank)
         about = {
             "reason": self.reason,

@@ -37,14 +37,9 @@ def launch_step(
 ) -> LaunchedStep:
     """Launch the step that follows `step` steps and `samples` samples. Collective.
 
-    Args:
-        parts: Objects of the run.
-        step: Completed optimizer steps.
-        samples: Consumed samples.
-        limits: Limits above which the step is not applied.
-        own: Returns this rank's requests and gradient norm; called after its backward passes.
-        is_traced: Whether a profile is recorded: then nothing is prefetched for the next step,
-            since torch crashes if a trace ends in between.
+    Above `limits`, it is not applied. `own`, called after the backward passes, returns this rank's
+    requests and gradient norm. While a profile is recorded (`is_traced`), nothing is prefetched for
+    the next step, since torch crashes if a trace ends in between.
     """
     config, ranks = parts.config, parts.model.collectives
     clock = StepClock(parts.device, parts.model.take_waits)

@@ -181,9 +181,7 @@ def main() -> None:
 def become_rank(run_dir: Path, store: "Store") -> None:
     """Train in this process, which another launcher has started as rank `RANK`.
 
-    Args:
-        run_dir: Run directory, prepared by rank 0.
-        store: Store in which the ranks meet.
+    Rank 0 has prepared the run directory. The ranks meet in `store`.
     """
     tie_to_launcher()
     _work(run_dir, store)

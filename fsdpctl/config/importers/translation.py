@@ -114,11 +114,7 @@ class Translation:
         self.excluded.append(TranslationRow(value.key, value.text, note=why))
 
     def sort_rest(self, unused: Iterable[str]) -> None:
-        """Classify all keys that are left.
-
-        Args:
-            unused: Patterns of keys that don't affect memory.
-        """
+        """Classify all keys that are left; the patterns `unused` don't affect memory."""
         patterns = tuple(unused)
         for value in self.source.rest():
             if any(fnmatchcase(value.key, pattern) for pattern in patterns):

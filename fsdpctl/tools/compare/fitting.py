@@ -20,10 +20,7 @@ def with_memory(
 ) -> Row:
     """Return `row` with its estimated memory, and the status that follows from it.
 
-    Args:
-        row: A variant.
-        estimate: Its estimate.
-        engine_parts: What the engine owns at its own peak, if known.
+    `engine_parts`: what the engine owns at its own peak, if known.
     """
     parts = engine_parts or {name: estimate.step.breakdown[name] for name in _OWNED}
     status = OK

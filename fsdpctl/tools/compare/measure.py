@@ -56,15 +56,7 @@ class MeasuredComparison:
         is_kept: bool,
         say: Callable[[str], None],
     ) -> None:
-        """Prepare a comparison without running anything.
-
-        Args:
-            variants: The variants to run.
-            folder: An existing directory for the runs' directories.
-            num_rounds: Number of runs of each variant.
-            is_kept: Whether the directory is kept.
-            say: Called with a line about each run.
-        """
+        """Prepare a comparison in an existing directory without running anything."""
         self._folder, self._num_rounds, self._is_kept = folder, num_rounds, is_kept
         self._say = say
         self._estimator = Estimator()

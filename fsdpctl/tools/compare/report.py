@@ -56,16 +56,7 @@ def describe(
     command: str,
     is_complete: bool,
 ) -> ComparisonInfo:
-    """Describe a comparison on this machine, or its prediction for a cluster.
-
-    Args:
-        configs: The variants' configurations.
-        rows: The variants' results.
-        is_predicted: Whether nothing ran.
-        how: Number and length of the runs.
-        command: The command line.
-        is_complete: Whether all variants were compared.
-    """
+    """Describe a comparison on this machine, or its prediction for a cluster."""
     import torch
 
     first = configs[0]

@@ -82,13 +82,9 @@ class AfterSave:
         logs: Path,
         report: Callable[[HookMessage], None],
     ) -> None:
-        """Prepare to run a command.
+        """Prepare to run the program and arguments `words`, none if empty.
 
-        Args:
-            words: Program and arguments; empty for no command.
-            timeout: Seconds after which the command is ended.
-            logs: Existing directory for its output.
-            report: Called in the thread with each outcome.
+        `logs` is an existing directory for its output; `report` is called in the thread.
         """
         self.deleting = threading.Lock()
         self.busy: Path | None = None
