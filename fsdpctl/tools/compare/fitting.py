@@ -1,6 +1,7 @@
 """Memory of a variant by its estimate, and the largest model that would fit."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from fsdpctl.config.schema import Config
@@ -38,20 +39,19 @@ def with_memory(
     )
 
 
-class LargestModels:
-    """The largest model that fits, found once for each engine and strategy."""
+def largest_models(
+    estimator: Estimator, configs: Iterable[Config | None]
+) -> Iterator[LargestModel | None]:
+    """Yield the largest model that fits, for the first configuration of each engine and strategy.
 
-    def __init__(self, estimator: Estimator) -> None:
-        self._estimator = estimator
-        self._found: set[tuple[str, str]] = set()
-
-    def under(self, config: Config) -> LargestModel | None:
-        """Return the largest model for the first `config` of its engine and strategy, else None."""
-        key = config.engine.name, config.strategy.name
-        if key in self._found:
-            return None
-        self._found.add(key)
-        try:
-            return largest_model(self._estimator, config)
-        except UsageError:
-            return None  # not supported by the estimate
+    For others, and where the estimate does not support it, yield None.
+    """
+    seen = set()
+    for config in configs:
+        key = None if config is None else (config.engine.name, config.strategy.name)
+        found = None
+        if config is not None and key not in seen:
+            seen.add(key)
+            with suppress(UsageError):
+                found = largest_model(estimator, config)
+        yield found

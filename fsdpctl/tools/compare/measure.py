@@ -26,7 +26,7 @@ from fsdpctl.resolve.run import Opened, Settled, open_run, settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.start.probe import short_run
 from fsdpctl.tools.compare.figures import round_of, summarized
-from fsdpctl.tools.compare.fitting import LargestModels, with_memory
+from fsdpctl.tools.compare.fitting import largest_models, with_memory
 from fsdpctl.tools.compare.row import FAILED, NOT_REACHED, OK, REFUSED, Row
 from fsdpctl.tools.compare.vary import Variant
 
@@ -65,13 +65,11 @@ class MeasuredComparison:
     @property
     def rows(self) -> list[Row]:
         """A row for each variant, in their order."""
-        rows = (each.row for each in self._variants)
-        return summarized(
-            [
-                replace(row, status=NOT_REACHED) if row.status == OK and not row.rounds else row
-                for row in rows
-            ]
-        )
+        rows = [each.row for each in self._variants]
+        for number, row in enumerate(rows):
+            if row.status == OK and not row.rounds:
+                rows[number] = replace(row, status=NOT_REACHED)
+        return summarized(rows)
 
     @property
     def configs(self) -> list[Config]:
@@ -96,11 +94,10 @@ class MeasuredComparison:
     def find_largest(self) -> None:
         """Find the largest model that would fit, for each engine and strategy that ran."""
         self._say("searching for the largest model that fits")
-        largest = LargestModels(self._estimator)
-        for each in self._variants:
-            if each.config is not None:
-                found = largest.under(placed_on_cluster(each.config))
-                each.row = replace(each.row, largest=found)
+        placed = (each.config and placed_on_cluster(each.config) for each in self._variants)
+        found = largest_models(self._estimator, placed)
+        for each, largest in zip(self._variants, found, strict=True):
+            each.row = replace(each.row, largest=largest)
 
     def _prepare(self, each: _VariantRuns) -> None:
         """Resolve a variant and estimate its memory and traffic."""

@@ -123,7 +123,7 @@ def command_of(words: Sequence[str], options: Sequence[str]) -> str:
 
 def as_json(rows: Sequence[Row]) -> str:
     """Return the list of rows that `compare --json` prints."""
-    return json.dumps([row.to_dict() for row in rows], indent=2)
+    return json.dumps([asdict(row) for row in rows], indent=2)
 
 
 def write_report(rows: Sequence[Row], about: ComparisonInfo, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """The results of one variant, measured or predicted, on which all reports are based."""
 
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fsdpctl.estimate.fit import LargestModel
@@ -100,13 +100,3 @@ class Row:
         """The device memory that a rank needs, if known: measured, else estimated."""
         known = self.peak_tensor_bytes or self.estimated_peak_tensor_bytes
         return known or self.peak_engine_bytes
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the object that `compare --json` prints."""
-        return asdict(self)
-
-
-def scalars_of(row: Row) -> dict[str, Any]:
-    """Return its single numbers and texts by name."""
-    compound = ("varied", "estimated_breakdown", "largest", "rounds", "tokens_per_second_spread")
-    return {each.name: getattr(row, each.name) for each in fields(row) if each.name not in compound}

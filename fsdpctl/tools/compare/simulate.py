@@ -15,7 +15,7 @@ from fsdpctl.estimate.traffic import sent_in_step
 from fsdpctl.predict.simulator import chrome_trace
 from fsdpctl.resolve.machine import resolved_strategy, world_size
 from fsdpctl.run.flops import flops_per_token
-from fsdpctl.tools.compare.fitting import LargestModels, with_memory
+from fsdpctl.tools.compare.fitting import largest_models, with_memory
 from fsdpctl.tools.compare.row import REFUSED, Row
 from fsdpctl.tools.compare.vary import Variant
 
@@ -60,10 +60,10 @@ class SimulatedComparison:
 
     def find_largest(self) -> None:
         """Find the largest model that would fit, for each engine and strategy."""
-        largest = LargestModels(self._estimator)
-        for each in self._variants:
-            if each.step is not None:
-                each.row = replace(each.row, largest=largest.under(each.config))
+        placed = (each.config if each.step else None for each in self._variants)
+        found = largest_models(self._estimator, placed)
+        for each, largest in zip(self._variants, found, strict=True):
+            each.row = replace(each.row, largest=largest)
 
     def write_traces(self, folder: Path) -> None:
         """Write the timeline of each predicted step for Perfetto, in a directory of its own."""

@@ -3,12 +3,14 @@
 import csv
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from fsdpctl.run.progress import format_bytes
-from fsdpctl.tools.compare.row import Row, scalars_of
+from fsdpctl.tools.compare.row import Row
 
 _NOTHING = "-"
+_COMPOUND = ("varied", "estimated_breakdown", "largest", "rounds", "tokens_per_second_spread")
 Cell = Callable[[Row], str | None]
 
 
@@ -24,24 +26,20 @@ class Column:
 
 def columns(rows: Sequence[Row]) -> list[Column]:
     """Return the varied settings, and every metric that at least one row has."""
-    varied = [
-        Column(name, "varied setting", _varied_cells(rows, name), is_text=True)
-        for name in names_of(rows)
-    ]
-    metrics = [
-        Column(title, meaning, tuple(cell(row) or _NOTHING for row in rows))
-        for title, meaning, cell in _COLUMNS
-    ]
-    return [*varied, *(each for each in metrics if set(each.cells) != {_NOTHING})]
+    found = []
+    for name in names_of(rows):
+        settings = tuple(row.varied.get(name, row.strategy) for row in rows)
+        found.append(Column(name, "varied setting", settings, is_text=True))
+    for title, meaning, cell in _COLUMNS:
+        cells = tuple(cell(row) or _NOTHING for row in rows)
+        if set(cells) != {_NOTHING}:
+            found.append(Column(title, meaning, cells))
+    return found
 
 
 def names_of(rows: Sequence[Row]) -> tuple[str, ...]:
     """Return the names of the settings that differ between the variants."""
     return tuple(rows[0].varied) or ("strategy",)
-
-
-def _varied_cells(rows: Sequence[Row], name: str) -> tuple[str, ...]:
-    return tuple(row.varied.get(name, row.strategy) for row in rows)
 
 
 def _spread(row: Row) -> str | None:
@@ -51,28 +49,24 @@ def _spread(row: Row) -> str | None:
     return f"{low:+.1%} {high:+.1%}"
 
 
-def _number(name: str, form: str, scale: float = 1.0) -> Cell:
-    def cell(row: Row) -> str | None:
-        value = getattr(row, name)
-        return None if value is None else format(value * scale, form)
+def _cell(name: str, shown: Callable[[Any], str]) -> Cell:
+    """Return the function that shows a value of a row, if it is known."""
+    return lambda row: None if getattr(row, name) is None else shown(getattr(row, name))
 
-    return cell
+
+def _number(name: str, form: str, scale: float = 1.0) -> Cell:
+    return _cell(name, lambda value: format(value * scale, form))
+
+
+def _bytes(name: str) -> Cell:
+    return _cell(name, format_bytes)
 
 
 def _share(name: str) -> Cell:
     def cell(row: Row) -> str | None:
         seconds = getattr(row, name)
-        return (
-            None if seconds is None or not row.step_seconds else f"{seconds / row.step_seconds:.0%}"
-        )
-
-    return cell
-
-
-def _bytes(name: str) -> Cell:
-    def cell(row: Row) -> str | None:
-        nbytes = getattr(row, name)
-        return None if nbytes is None else format_bytes(nbytes)
+        known = seconds is not None and row.step_seconds
+        return f"{seconds / row.step_seconds:.0%}" if known else None
 
     return cell
 
@@ -111,17 +105,17 @@ _COLUMNS: tuple[tuple[str, str, Cell], ...] = (
 def as_csv(rows: Sequence[Row]) -> str:
     """Return all single values, a line for each row, in bytes and seconds."""
     names = names_of(rows)
+    scalars = [each.name for each in fields(Row) if each.name not in _COMPOUND]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    scalars = [scalars_of(row) for row in rows]
     extra = ("spread_low", "spread_high", "largest_num_params", "largest_num_layers", "run_dirs")
     # The prefix distinguishes a varied setting, such as `strategy`, from a column of that name.
-    writer.writerow([*(f"config.{name}" for name in names), *scalars[0], *extra])
-    varied = zip(*(_varied_cells(rows, name) for name in names), strict=True)
-    for row, settings, values in zip(rows, varied, scalars, strict=True):
+    writer.writerow([*(f"config.{name}" for name in names), *scalars, *extra])
+    for row in rows:
+        settings = [row.varied.get(name, row.strategy) for name in names]
+        values = [getattr(row, name) for name in scalars]
         spread = row.tokens_per_second_spread or (None, None)
-        fits = row.largest
-        size = (fits.num_params, fits.num_layers) if fits else (None, None)
+        size = (row.largest.num_params, row.largest.num_layers) if row.largest else (None, None)
         dirs = " ".join(each.run_dir for each in row.rounds if each.run_dir)
-        writer.writerow([*settings, *values.values(), *spread, *size, dirs])
+        writer.writerow([*settings, *values, *spread, *size, dirs])
     return text.getvalue()

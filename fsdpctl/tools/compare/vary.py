@@ -28,11 +28,6 @@ class Variant:
     words: tuple[str, ...] = ()  # all settings on the command line, without its length
 
     @property
-    def label(self) -> str:
-        """The settings that identify it."""
-        return " ".join(f"{name}={text}" for name, text in self.varied.items())
-
-    @property
     def row(self) -> Row:
         """A row without results."""
         config = self.composed.config
@@ -66,7 +61,8 @@ def variants(
     names = [word.partition("=")[0] for word in words]
     if len(names) != len(set(names)):  # raises an error that names both
         compose_config(words, recipe, config_dir)
-    between_engines = "engine" in alternatives and "strategy" not in _named_in(recipe)
+    given = [] if recipe is None else read_recipe(find_recipe(recipe))
+    between_engines = "engine" in alternatives and "strategy" not in dict(given)
     if "strategy" not in names and (between_engines or not alternatives):
         alternatives = {"strategy": list(STRATEGIES), **alternatives}
     fixed = [word for word in words if word.partition("=")[0] not in alternatives]
@@ -94,7 +90,7 @@ def distinct(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
         )
         first = kept.setdefault(words, each)
         if first is not each:
-            lines.append(f"{each.label}: skipped, runs the same as {first.label}")
+            lines.append(f"{each.row.label}: skipped, runs the same as {first.row.label}")
     return list(kept.values()), lines
 
 
@@ -121,10 +117,6 @@ def possible(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
     if not kept:
         raise UsageError(problem)
     return kept, [f"skipped: {problem}"] if problem else []
-
-
-def _named_in(recipe: str | None) -> set[str]:
-    return set() if recipe is None else {name for name, _ in read_recipe(find_recipe(recipe))}
 
 
 def _variant(
