@@ -20,8 +20,7 @@ from fsdpctl.optim.record import Limits, LocalStepStats
 from fsdpctl.tools.compare.figures import drifts_between
 from fsdpctl.tools.compare.measure import in_turn
 from fsdpctl.train.assemble import make_trainer
-from fsdpctl.train.parts import LaunchContext
-from fsdpctl.train.step import launch_step
+from fsdpctl.train.step import LaunchContext, launch_step
 
 RANKS, WARM_UP = 2, 2
 

@@ -11,9 +11,8 @@ from typing import Protocol, TypeVar
 
 import xxhash
 
-from fsdpctl.checkpoint.manifest import PARAMETER, BaseInfo, TensorInfo, tensor_key
+from fsdpctl.checkpoint.manifest import PARAMETER, BaseInfo, TensorInfo, checksum, tensor_key
 from fsdpctl.checkpoint.source import Tensors
-from fsdpctl.checkpoint.spans import checksum
 from fsdpctl.checkpoint.tensor_file import ITEMSIZES
 from fsdpctl.comm.rank_status import RANK_STATUS, READING
 from fsdpctl.errors import CheckpointError

@@ -1,7 +1,7 @@
-"""Export of a checkpoint to a Hugging Face model directory, one chunk in memory at a time."""
+"""Conversion of a checkpoint to a Hugging Face directory and back, chunk by chunk."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,23 +9,45 @@ from typing import Any
 
 from fsdpctl.checkpoint.cast import EXPORT_DTYPES, FLOATS, cast
 from fsdpctl.checkpoint.destination import WRITTEN, new_export
-from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
+from fsdpctl.checkpoint.manifest import (
+    BUFFER,
+    PARAMETER,
+    SPANS,
+    Digests,
+    FileInfo,
+    StoredSpan,
+    TensorInfo,
+    checksum,
+    spans_to_json,
+    tensor_key,
+    unknown_digests,
+)
 from fsdpctl.checkpoint.merge import exported_weights
 from fsdpctl.checkpoint.pretrained import INDEX_JSON, attached_files
-from fsdpctl.checkpoint.publish import check_space
+from fsdpctl.checkpoint.publish import (
+    About,
+    check_space,
+    new_directory,
+    usage_errors,
+    write_manifest,
+)
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensor_file import (
     TensorEntry,
+    check_by_reference,
     make_header,
+    new_file,
+    rank_file,
     write_synced,
     write_tensor_file,
 )
 from fsdpctl.config.hugging_face import CONFIG_JSON, config_json
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer import TOKENIZER_JSON
-from fsdpctl.errors import CheckpointError
+from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.documents import parse_json
+from fsdpctl.plan.layout import Span, share_of
 
 OnBytes = Callable[[int], None]
 _MODEL = "model"  # the setting that names the model
@@ -148,3 +170,73 @@ def _chunks(
 
 def _write_json(path: Path, content: object) -> None:
     write_synced(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def shard_weights(
+    source: Tensors,
+    destination: Path,
+    *,
+    num_files: int,
+    about: About,
+    on_bytes: OnBytes = lambda count: None,
+) -> int:
+    """Write the checkpoint `destination`, which appears complete or not at all.
+
+    Each of `num_files` files gets an equal share of every tensor, in its dtype. `on_bytes` is
+    called with the bytes written since the last call.
+
+    Returns:
+        The bytes of the weights.
+
+    Raises:
+        UsageError: If the destination exists or cannot be written.
+        CheckpointError: If the source is corrupted.
+    """
+    destination = destination.resolve()
+    if destination.exists():
+        raise UsageError(f"{destination}: already exists")
+    keys = [tensor_key(PARAMETER, name) for name in source.names(PARAMETER)]
+    tensors = {key: source.info(key) for key in keys}
+    total = sum(info.nbytes for info in tensors.values())
+    check_space(destination, total)
+    with usage_errors(destination), new_directory(destination) as scratch:
+        files = {}
+        for rank in range(num_files):
+            if entries := _entries(tensors, rank, num_files):
+                name = rank_file(rank)
+                files[name] = _write_file(source, scratch / name, entries, on_bytes)
+        write_manifest(scratch, about, files, tensors, num_files)
+    return total
+
+
+def _entries(
+    tensors: Mapping[str, TensorInfo], rank: int, num_files: int
+) -> list[tuple[TensorEntry, Span]]:
+    """Return the entries of a file, each with its span of the tensor of that name."""
+    found = []
+    for key, info in tensors.items():
+        span = share_of(Span(0, info.numel), rank, num_files)
+        if span.numel or (rank == 0 and not info.numel):
+            found.append((TensorEntry(key, info.dtype, (span.numel,)), span))
+    return found
+
+
+def _write_file(
+    source: Tensors, path: Path, shares: Sequence[tuple[TensorEntry, Span]], on_bytes: OnBytes
+) -> FileInfo:
+    """Write the tensors after a header whose checksums are filled in at the end."""
+    entries = [entry for entry, _ in shares]
+    stored = {each.name: StoredSpan(span, unknown_digests(each.nbytes)) for each, span in shares}
+    with new_file(path) as file:
+        file.write(memoryview(make_header(entries, {SPANS: spans_to_json(stored)})))
+        for entry, span in shares:
+            digests = Digests()
+            for _, data in source.read(entry.name, span):
+                file.write(data)
+                digests.update(data)
+                on_bytes(len(data))
+            stored[entry.name] = StoredSpan(span, digests.of_chunks())
+        header = make_header(entries, {SPANS: spans_to_json(stored)})
+        file.overwrite_start(memoryview(header))
+    check_by_reference(path)
+    return FileInfo(file.size, checksum(header))

@@ -10,8 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fsdpctl import __version__
-from fsdpctl.checkpoint.manifest import BaseInfo, FileInfo, Manifest, Progress, TensorInfo
-from fsdpctl.checkpoint.spans import checksum
+from fsdpctl.checkpoint.manifest import BaseInfo, FileInfo, Manifest, Progress, TensorInfo, checksum
 from fsdpctl.checkpoint.tensor_file import sync, write_synced
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import UsageError

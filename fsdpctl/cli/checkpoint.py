@@ -177,10 +177,10 @@ def shard_checkpoint(
     ] = 1,
 ) -> None:
     """Convert a Hugging Face model to a checkpoint."""
+    from fsdpctl.checkpoint.consolidate import shard_weights
     from fsdpctl.checkpoint.load import check_weights
     from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
     from fsdpctl.checkpoint.publish import About
-    from fsdpctl.checkpoint.shard import shard_weights
     from fsdpctl.checkpoint.source import weight_bytes
     from fsdpctl.config.compose import compose_config
     from fsdpctl.config.hub_cache import cached_model

@@ -53,7 +53,7 @@ def compare(  # noqa: PLR0913  # each is an option
     alternatives, as in `strategy=full_shard,no_shard train.micro_batch_size=1,2`. Without any, all
     strategies are compared. `--simulate cluster=h100 launch.nnodes=2,4,8` needs no GPU.
     """
-    from fsdpctl.tools.compare.recipe import check_recipe_file
+    from fsdpctl.tools.compare.vary import check_recipe_file
 
     length, number = int(str(_STEPS.parse(steps))), int(str(_ROUNDS.parse(rounds)))
     asked = normalized(asked, nproc_per_node)
@@ -162,8 +162,8 @@ class _Command:
 
     def write_recipe(self, path: Path, found: "list[Variant]", rows: "list[Row]") -> None:
         """Write the best variant, if any ran."""
-        from fsdpctl.tools.compare.recipe import write_recipe
         from fsdpctl.tools.compare.recommendation import recommend
+        from fsdpctl.tools.compare.vary import write_recipe
 
         recommended = recommend(rows)
         if recommended.best is None or self.about is None:
@@ -196,7 +196,7 @@ def _variants(asked: ConfigArguments, steps: int) -> "list[Variant]":
 
 def _show(rows: "list[Row]") -> None:
     from fsdpctl.tools.compare.recommendation import failures, losses, recommend
-    from fsdpctl.tools.compare.table import columns
+    from fsdpctl.tools.compare.row import columns
 
     shown = columns(rows)
     table = new_table(

@@ -125,7 +125,7 @@ def _entries(
 
 
 def _draw(estimates: list["RunEstimate"], fits: list["Fit"], folder: Path) -> None:
-    from fsdpctl.cli.plots import draw_estimates, draw_largest
+    from fsdpctl.tools.drawing import draw_estimates, draw_largest
 
     fitted = [each.estimate for each in fits if each.estimate]
     drawn = [*draw_estimates(estimates, folder), *draw_estimates(fitted, folder, "fit")]

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.launch.interface import LOOPBACK, loopback_interface
-from fsdpctl.launch.out_of_memory import kills_so_far
-from fsdpctl.launch.outcome import Ended, Outcome, failure_of
+from fsdpctl.launch.outcome import Ended, Outcome, failure_of, kills_so_far
 from fsdpctl.launch.stopping import StoppedEarlyError, passing_on
 from fsdpctl.launch.watchdog import FOLDER, Watchdog
 

@@ -1,10 +1,12 @@
 """How the ranks of a launch exited, and which failure caused the others."""
 
+import contextlib
 import re
 import signal
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fsdpctl.errors import STOP_SIGNALS, StoppedError
@@ -156,3 +158,31 @@ def failure_of(rank: int, found: Any, *, short_of_memory: bool = False) -> Failu
     code = found.exitcode
     starved = short_of_memory and code == -signal.SIGKILL
     return Failure(rank, socket.gethostname(), code, text, int(found.timestamp), starved)
+
+
+_ROOT = Path("/sys/fs/cgroup")
+
+
+def kills_so_far(root: Path = _ROOT, cgroup: Path = Path("/proc/self/cgroup")) -> int:
+    """Return the kills in this process's control group (version 1 or 2), else on the machine."""
+    files = []
+    with contextlib.suppress(OSError):
+        for line in cgroup.read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            inside = path.lstrip("/")
+            if number == "0":
+                files += [root / inside / "memory.events", root / "memory.events"]
+            elif "memory" in controllers.split(","):
+                group = root / "memory"
+                files += [group / inside / "memory.oom_control", group / "memory.oom_control"]
+    files.append(Path("/proc/vmstat"))
+    return next((count for file in files if (count := _count_in(file)) is not None), 0)
+
+
+def _count_in(file: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        for line in file.read_text().splitlines():
+            name, _, number = line.partition(" ")
+            if name == "oom_kill" and number.strip().isdecimal():
+                return int(number)
+    return None

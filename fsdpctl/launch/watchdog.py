@@ -25,8 +25,7 @@ from fsdpctl.comm.rank_status import (
 )
 from fsdpctl.comm.recorder import Recorded
 from fsdpctl.config.placement import LaunchConfig
-from fsdpctl.launch.hang import RankState, report
-from fsdpctl.launch.nodes import Nodes
+from fsdpctl.launch.nodes import Nodes, RankState, report
 
 FOLDER = "FSDPCTL_FOLDER"  # environment variable: the directory of workers' files for the launcher
 PAGES, ASK = "pulse", "ask"  # files there

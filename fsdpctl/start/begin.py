@@ -15,7 +15,7 @@ from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.run import open_run, settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import Look, Standing, look, prepare_run_dir
-from fsdpctl.run.lock import RunLock, claimed
+from fsdpctl.run.heartbeat import RunLock, claimed
 from fsdpctl.start.decide import decide
 from fsdpctl.start.describe import describe_run
 from fsdpctl.start.run import Talk

@@ -19,7 +19,7 @@ from fsdpctl.resolve.run import Opened, settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import look, prepare_run_dir
 from fsdpctl.run.files import LOGS, METRICS
-from fsdpctl.run.lock import lock_run_dir
+from fsdpctl.run.heartbeat import lock_run_dir
 from fsdpctl.train.worker import MEASURE, MODULE
 
 _COUNT = 3  # candidates that are probed

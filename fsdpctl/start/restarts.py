@@ -17,8 +17,8 @@ from fsdpctl.resolve.run import settle
 from fsdpctl.run.directory import LOGS, METRICS, look, prepare_restart
 from fsdpctl.run.metrics import last_step, went_on
 from fsdpctl.start.begin import Begun
+from fsdpctl.train.callbacks.reporting import RESTART, Restart
 from fsdpctl.train.requests import take_stop
-from fsdpctl.train.restart import RESTART, Restart
 from fsdpctl.train.worker import MODULE
 
 _FINAL = (2, 4, 75, 76)  # exit codes after which a restart would not help, or was not wanted

@@ -42,13 +42,12 @@ from fsdpctl.shards import TrainedModel
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
 from fsdpctl.train.callbacks.checks import Checks
 from fsdpctl.train.callbacks.heartbeat import Heartbeat
-from fsdpctl.train.callbacks.profiling import Profiling
+from fsdpctl.train.callbacks.profiling import Profiling, watch_allocations
 from fsdpctl.train.callbacks.reporting import RunReporter
 from fsdpctl.train.callbacks.sample import SampleText
 from fsdpctl.train.callbacks.validation import Validation
 from fsdpctl.train.journal import Journal
-from fsdpctl.train.memory_snapshot import watch_allocations
-from fsdpctl.train.parts import LaunchContext, Optimizer, TrainingParts
+from fsdpctl.train.step import LaunchContext, Optimizer, TrainingParts
 from fsdpctl.train.trainer import Trainer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -10,13 +10,11 @@ from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.errors import NonFiniteError, StoppedError
 from fsdpctl.optim.record import LocalStepStats
-from fsdpctl.run.flops import model_flops
+from fsdpctl.run.step_metrics import model_flops
 from fsdpctl.train.callback import Callback, is_joint
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
-from fsdpctl.train.gradient_probe import GradientProbe
 from fsdpctl.train.journal import Journal
-from fsdpctl.train.parts import LaunchContext, LaunchedStep, TrainingParts
-from fsdpctl.train.rejected_steps import RejectedStep, RejectionRule, load_newest
+from fsdpctl.train.rejected_steps import GradientProbe, RejectedStep, RejectionRule, load_newest
 from fsdpctl.train.requests import (
     STOP,
     RequestCollector,
@@ -24,7 +22,7 @@ from fsdpctl.train.requests import (
     RequestSync,
     TimeLimit,
 )
-from fsdpctl.train.step import finish_step, launch_step
+from fsdpctl.train.step import LaunchContext, LaunchedStep, TrainingParts, finish_step, launch_step
 
 
 class Trainer:

@@ -115,7 +115,7 @@ def _train(run_dir: Path, store: "Store | None", *, only_measures: bool) -> None
 
     from fsdpctl.comm.world import joined_world
     from fsdpctl.run.directory import read_config
-    from fsdpctl.run.lock import RunLock
+    from fsdpctl.run.heartbeat import RunLock
 
     config = read_config(run_dir)
     lock = RunLock(run_dir)
@@ -136,8 +136,8 @@ def _run(config: "Config", world: "World", started: float, *, only_measures: boo
     from fsdpctl.models.kernels import using
     from fsdpctl.train.assemble import make_trainer
     from fsdpctl.train.attention import settled
-    from fsdpctl.train.memory_snapshot import keep_snapshot
-    from fsdpctl.train.parts import LaunchContext
+    from fsdpctl.train.callbacks.profiling import keep_snapshot
+    from fsdpctl.train.step import LaunchContext
 
     context = LaunchContext(lambda: _stop_signal is not None, started, _handle_signals)
     about = {"shows": not only_measures, "only_measures": only_measures}

@@ -13,7 +13,7 @@ from fsdpctl.config.auto import (
     left_open,
 )
 from fsdpctl.config.compose import Composed, compose_config
-from fsdpctl.config.files import choices_of
+from fsdpctl.config.recipe import choices_of
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.tools.compare.row import OK, Row
-from fsdpctl.tools.compare.table import names_of
+from fsdpctl.tools.compare.row import OK, Row, names_of
 from fsdpctl.tools.drawing import (
     BLUE,
     GREEN,

@@ -26,8 +26,8 @@ from fsdpctl.resolve.run import Opened, Settled, open_run, settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.start.probe import short_run
 from fsdpctl.tools.compare.figures import round_of, summarized
-from fsdpctl.tools.compare.fitting import largest_models, with_memory
 from fsdpctl.tools.compare.row import FAILED, NOT_REACHED, OK, REFUSED, Row
+from fsdpctl.tools.compare.simulate import largest_models, with_memory
 from fsdpctl.tools.compare.vary import Variant
 
 T = TypeVar("T")

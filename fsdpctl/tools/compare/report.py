@@ -18,8 +18,7 @@ from fsdpctl import __version__
 from fsdpctl.config.schema import KEYS, Config
 from fsdpctl.tools.compare.charts import Chart, draw_charts
 from fsdpctl.tools.compare.recommendation import Recommendation, failures, losses, recommend
-from fsdpctl.tools.compare.row import OK, Row
-from fsdpctl.tools.compare.table import as_csv, columns
+from fsdpctl.tools.compare.row import OK, Row, as_csv, columns
 
 JSON, CSV, PAGE, ABOUT = "compare.json", "compare.csv", "compare.html", "about.json"
 _GIB = 1 << 30

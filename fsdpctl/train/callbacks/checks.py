@@ -9,8 +9,8 @@ from fsdpctl.run.progress import format_bytes
 from fsdpctl.run.step_metrics import StepMetrics, peak_memory
 from fsdpctl.shards import TrainedModel
 from fsdpctl.train.callback import Callback
-from fsdpctl.train.parts import Optimizer
 from fsdpctl.train.requests import RequestFlags
+from fsdpctl.train.step import Optimizer
 
 if TYPE_CHECKING:
     from fsdpctl.train.trainer import Trainer

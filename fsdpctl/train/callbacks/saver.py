@@ -30,7 +30,7 @@ from fsdpctl.config.serialize import words_for_others
 from fsdpctl.run.assets import read_run_assets
 from fsdpctl.shards import TrainedModel
 from fsdpctl.train.callbacks.after_save import AfterSave
-from fsdpctl.train.parts import Optimizer
+from fsdpctl.train.step import Optimizer
 
 _POLL_SECONDS = 0.5
 _OTHERS_SECONDS = 1800.0  # that other ranks may take longer to write than this one
