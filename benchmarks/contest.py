@@ -17,8 +17,7 @@ from torch.multiprocessing.spawn import spawn
 from fsdpctl.comm.world import World
 from fsdpctl.config.schema import Config
 from fsdpctl.optim.record import Limits, LocalStepStats
-from fsdpctl.tools.compare.figures import drifts_between
-from fsdpctl.tools.compare.measure import in_turn
+from fsdpctl.tools.compare.measure import drifts_between, in_turn
 from fsdpctl.train.assemble import make_trainer
 from fsdpctl.train.step import LaunchContext, launch_step
 

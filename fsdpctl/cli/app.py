@@ -13,7 +13,6 @@ from fsdpctl import __version__
 from fsdpctl.cli import console
 from fsdpctl.cli.checkpoint import consolidate_checkpoint, shard_checkpoint
 from fsdpctl.cli.compare import compare
-from fsdpctl.cli.compare_runs import compare_runs
 from fsdpctl.cli.console import say
 from fsdpctl.cli.data import data, tokenize
 from fsdpctl.cli.estimate import estimate_memory
@@ -21,7 +20,7 @@ from fsdpctl.cli.inspection import inspect_checkpoint, verify_checkpoint
 from fsdpctl.cli.listing import list_choices
 from fsdpctl.cli.profile_device import profile_device
 from fsdpctl.cli.sample import evaluate, sample
-from fsdpctl.cli.status import status
+from fsdpctl.cli.status import compare_runs, status
 from fsdpctl.cli.train import train
 from fsdpctl.errors import (
     STOP_SIGNALS,

@@ -1,20 +1,115 @@
-"""Metrics of every step to metrics.jsonl and the terminal, and what a restart cost."""
+"""Metrics of every step, what a restart cost, and the first steps beside the estimate."""
 
 import os
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fsdpctl.run.step_metrics import StepMetrics
+from fsdpctl.estimate.saved import read_estimate
+from fsdpctl.run.progress import format_bytes
+from fsdpctl.run.step_metrics import StepMetrics, peak_memory
+from fsdpctl.shards import TrainedModel
 from fsdpctl.train.callback import Callback
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
-from fsdpctl.train.callbacks.checks import engine_bytes
 from fsdpctl.train.journal import Journal
+from fsdpctl.train.requests import RequestFlags
+from fsdpctl.train.step import Optimizer
 
 if TYPE_CHECKING:
     from fsdpctl.train.trainer import Trainer
+
+_STEPS = 3  # the first of which compiles and allocates; then the allocator has its size
+
+
+class Checks(Callback):
+    """One line about memory and one about time, once the first steps are completed."""
+
+    def __init__(self, run_dir: Path, first_step: int) -> None:
+        """Compare with the estimate in `run_dir` after three steps from `first_step` on."""
+        self._estimate = read_estimate(run_dir)
+        self._at = first_step + _STEPS
+        self._seconds: list[float] = []
+
+    def step(self, run: "Trainer", done: StepMetrics) -> None:
+        """Compare the median step time with the predicted one."""
+        if len(self._seconds) < _STEPS:
+            self._seconds.append(done.times.total)
+            found = self.time() if len(self._seconds) == _STEPS else None
+            if found is not None:
+                message, values = found
+                run.say(message)
+                run.write({"step": done.step, **values})
+
+    def time(self) -> tuple[str, dict[str, Any]] | None:
+        """Return a message about the step time, and its values; None without a prediction."""
+        estimate = self._estimate
+        if estimate is None or estimate.predicted_step_seconds is None:
+            return None
+        predicted, measured = estimate.predicted_step_seconds, median(self._seconds[1:])
+        source = estimate.prediction_source
+        message = (
+            f"step time: {measured:.3g} s measured, {predicted:.3g} s predicted "
+            f"({_deviation(predicted, measured)}; {source})"
+        )
+        return message, {
+            "step_seconds": measured,
+            "predicted_step_seconds": predicted,
+            "prediction_source": source,
+        }
+
+    def act(self, run: "Trainer", requested: RequestFlags) -> RequestFlags:
+        """Compare the memory of the fullest rank with the estimate."""
+        if run.step == self._at:
+            self._at = -1
+            memory = peak_memory(run.parts.device)
+            engine = engine_bytes(run.parts.model, run.parts.optimizer)
+            own = (engine or 0, memory.allocated or 0, memory.reserved)
+            largest = [max(values) for values in zip(*run.ranks.gather_objects(own), strict=True)]
+            message = self.memory(engine is not None, run.parts.device.type == "cpu", *largest)
+            if message is not None:
+                run.say(message)
+        return requested
+
+    def memory(
+        self, has_engine: bool, on_cpu: bool, engine: int, allocated: int, reserved: int
+    ) -> str | None:
+        """Return a message about peak memory; None without an estimate of it."""
+        estimate = self._estimate
+        if estimate is None:
+            return None
+        if not on_cpu:
+            return (
+                f"memory: {_compared(allocated, 'allocated peak', estimate.peak_allocated_bytes)}; "
+                f"{_compared(reserved, 'reserved peak', estimate.peak_reserved_bytes)}"
+            )
+        if not has_engine or estimate.peak_engine_bytes is None:
+            return None
+        total = format_bytes(estimate.peak_allocated_bytes)
+        what = _compared(engine, "engine peak", estimate.peak_engine_bytes)
+        return f"memory: {what}; {total} estimated for all tensors"
+
+
+def engine_bytes(model: TrainedModel, optimizer: Optimizer) -> int | None:
+    """Return the peak memory of this rank's engine and optimizer, or None if not counted."""
+    peak = model.peak_memory_bytes()
+    return None if peak is None else peak + optimizer.memory_bytes()
+
+
+def _compared(measured: int, what: str, estimated: int) -> str:
+    text = f"{format_bytes(measured)} {what}"
+    if measured == estimated:
+        return f"{text}, equal to the estimate"
+    return f"{text}, {format_bytes(estimated)} estimated ({_deviation(estimated, measured, 1)})"
+
+
+def _deviation(expected: float, measured: float, digits: int = 0) -> str:
+    off = expected / measured - 1 if measured else 0.0
+    return f"{abs(off):.{digits}%} {'above' if off >= 0 else 'below'} measured"
+
 
 RESTART = "FSDPCTL_RESTART"  # in the environment
 
