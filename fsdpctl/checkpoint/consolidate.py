@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.checkpoint.cast import EXPORT_DTYPES, FLOATS, cast
-from fsdpctl.checkpoint.destination import WRITTEN, new_export
+from fsdpctl.checkpoint.destination import WRITTEN, Exported, new_export
 from fsdpctl.checkpoint.manifest import (
     BUFFER,
     PARAMETER,
@@ -28,7 +28,6 @@ from fsdpctl.checkpoint.publish import (
     About,
     check_space,
     new_directory,
-    usage_errors,
     write_manifest,
 )
 from fsdpctl.checkpoint.reader import CheckpointReader
@@ -47,21 +46,10 @@ from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer import TOKENIZER_JSON
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.documents import parse_json
+from fsdpctl.io.files import refusing
 from fsdpctl.plan.layout import Span, share_of
 
 OnBytes = Callable[[int], None]
-_MODEL = "model"  # the setting that names the model
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """The result of a consolidation."""
-
-    files: int
-    num_bytes: int
-    num_tensors: int
-    has_config: bool
-    has_tokenizer: bool
 
 
 def consolidate(
@@ -90,7 +78,10 @@ def consolidate(
         exports = _exports(weights, dtype)
         check_space(destination, sum(each.entry.nbytes for each in exports))
         chunks = partial(_chunks, weights, on_bytes)
-        return _write_folder(reader, folder, _split(exports, max_file_bytes), chunks)
+        files = _split(exports, max_file_bytes)
+        notes = _write_folder(reader, folder, files, chunks)
+    total = sum(each.entry.nbytes for each in exports)
+    return Exported(destination, total, len(exports), notes, len(files))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +122,8 @@ def _write_folder(
     folder: Path,
     files: Sequence[Sequence[_Export]],
     chunks: Callable[[Sequence[_Export]], Iterator[memoryview]],
-) -> Exported:
+) -> tuple[str, ...]:
+    """Write the files; return what is missing."""
     weight_map: dict[str, str] = {}
     for number, tensors in enumerate(files, start=1):
         name = "model.safetensors"
@@ -141,22 +133,26 @@ def _write_folder(
         write_tensor_file(folder / name, header, chunks(tensors))
         weight_map.update({each.entry.name: name for each in tensors})
     entries = [each.entry for tensors in files for each in tensors]
-    total = sum(each.nbytes for each in entries)
     if len(files) > 1:
+        total = sum(each.nbytes for each in entries)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / INDEX_JSON, index)
     attached = attached_files(reader)
     where = str(reader.folder / CONFIG_JSON)
     source = parse_json(attached.pop(CONFIG_JSON, b"{}"), dict[str, Any], where, CheckpointError)
-    has_config = _MODEL in reader.manifest.config  # a custom training loop saves no settings
-    if has_config:
+    notes: tuple[str, ...] = ()
+    if "model" not in reader.manifest.config:  # a custom training loop saves no settings
+        notes = ("no config.json: the checkpoint does not name its model",)
+    else:
+        if TOKENIZER_JSON not in attached:
+            notes = ("no tokenizer files: the run's tokenizer is unknown",)
         written = {each.dtype for each in entries}
         names = (name for name, short in EXPORT_DTYPES.items() if written == {short})
         model = config_of_checkpoint(reader.manifest.config, str(reader)).model
         _write_json(folder / CONFIG_JSON, config_json(model, next(names, "float32"), source))
     for name, content in attached.items():
         write_synced(folder / name, content)
-    return Exported(len(files), total, len(weight_map), has_config, TOKENIZER_JSON in attached)
+    return notes
 
 
 def _chunks(
@@ -199,7 +195,7 @@ def shard_weights(
     tensors = {key: source.info(key) for key in keys}
     total = sum(info.nbytes for info in tensors.values())
     check_space(destination, total)
-    with usage_errors(destination), new_directory(destination) as scratch:
+    with refusing(destination), new_directory(destination) as scratch:
         files = {}
         for rank in range(num_files):
             if entries := _entries(tensors, rank, num_files):

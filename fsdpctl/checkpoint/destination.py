@@ -2,16 +2,29 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from fsdpctl.checkpoint.pretrained import ASSETS, INDEX_JSON
-from fsdpctl.checkpoint.publish import new_directory, usage_errors
+from fsdpctl.checkpoint.publish import new_directory
 from fsdpctl.checkpoint.tensor_file import open_tensor_file
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.peft import ADAPTER_CONFIG
 from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.io.files import refusing
 
 WRITTEN = {"fsdpctl": "consolidated"}  # in the metadata of exported tensor files
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """The result of an export."""
+
+    path: Path
+    num_bytes: int
+    num_tensors: int
+    notes: tuple[str, ...]  # what is missing or differs, one line each
+    files: int = 1
 
 
 @contextmanager
@@ -25,7 +38,7 @@ def new_export(destination: Path, source: Path, *, overwrite: bool) -> Iterator[
     """
     check_destination(destination, overwrite=overwrite)
     _check_outside(source.resolve(), destination)
-    with usage_errors(destination), new_directory(destination, replaces=overwrite) as folder:
+    with refusing(destination), new_directory(destination, replaces=overwrite) as folder:
         yield folder
 
 

@@ -50,15 +50,6 @@ def check_space(destination: Path, nbytes: int) -> None:
 
 
 @contextmanager
-def usage_errors(path: Path) -> Iterator[None]:
-    """Raise UsageError, which names `path`, in place of an OSError."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from None
-
-
-@contextmanager
 def new_directory(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
     """Yield a directory to write into, which becomes the new `folder` if the block succeeds.
 

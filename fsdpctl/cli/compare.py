@@ -12,6 +12,7 @@ from fsdpctl.cli.config_args import ConfigArguments, RanksPerNode, configured, n
 from fsdpctl.cli.console import add_row, new_table, note, say, show_table
 from fsdpctl.config.keys import Key
 from fsdpctl.errors import UsageError
+from fsdpctl.io.files import refusing
 from fsdpctl.tools.compare.row import NOT_REACHED, OK, REFUSED
 
 if TYPE_CHECKING:
@@ -211,10 +212,8 @@ def _show(rows: "list[Row]") -> None:
 
 
 def _new_folder(folder: Path) -> Path:
-    try:
+    with refusing(f"--out {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise UsageError(f"--out {folder}: not an empty directory")
-    except OSError as error:
-        raise UsageError(f"--out {folder}: {error.strerror}") from None
     return folder

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -108,7 +109,7 @@ def evaluate(
             opened, lambda done, total: progress.update(task, completed=done, total=total)
         )
     if as_json:
-        emit(json.dumps({"path": str(place), **found.to_dict()}, indent=2))
+        emit(json.dumps({"path": str(place), **asdict(found)}, indent=2))
         return
     bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
     say(f"{place}: {opened.data.description}")

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from fsdpctl.cli.console import bytes_bar, emit, say, show_table
+from fsdpctl.cli.console import add_row, bytes_bar, emit, new_table, say, show_table
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.console import printable
 
@@ -35,7 +36,7 @@ def status(
 
     found = read_status(_newest_run() if run is None else run)
     if as_json:
-        emit(json.dumps(found.to_dict(), indent=2))
+        emit(json.dumps(asdict(found), indent=2))
         return
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, text in _rows(found):
@@ -175,7 +176,7 @@ def _show(found: "TwoRuns") -> None:
     say()
     if found.configuration:
         rows = [[x.key, x.a or _NOT_SET, x.b or _NOT_SET] for x in found.configuration]
-        show_table(_table(("configuration", "A", "B"), rows, left=3))
+        show_table(_table(("configuration", "A", "B"), rows))
     else:
         say("configurations are equal")
     say()
@@ -202,7 +203,8 @@ def _losses(found: "TwoRuns") -> Table:
             rows.append(
                 [each.name, f"{each.compared:,}", f"{each.num_different:,} differ", at, largest]
             )
-    return _table(("metric", "steps", "", "first difference", "largest difference"), rows)
+    head = ("metric", "steps", "", "first difference", "largest difference")
+    return _table(head, rows, right=("steps",))
 
 
 def _steps(found: "TwoRuns") -> Iterator[str]:
@@ -228,7 +230,7 @@ def _tensors(found: "TwoRuns") -> Iterator[str]:
     )
     if different:
         head = ("tensor, worst first", "elements", "differing", "largest", "relative norm", "")
-        show_table(_table(head, [_row(each) for each in different[:_SHOWN]], right=4))
+        show_table(_table(head, [_row(each) for each in different[:_SHOWN]], right=head[1:-1]))
     if len(different) > _SHOWN:
         yield f"and {len(different) - _SHOWN} more (see --json)"
     yield from _missing(checkpoint)
@@ -249,11 +251,8 @@ def _missing(checkpoint: "CheckpointDifference") -> Iterator[str]:
             yield f"only in {name}: {', '.join(keys[:_SHOWN])}{more}"
 
 
-def _table(head: tuple[str, ...], rows: list[list[str]], *, left: int = 1, right: int = 0) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, name in enumerate(head):
-        is_number = left <= number <= max(right, 1)
-        table.add_column(name, justify="right" if is_number else "left")
+def _table(head: tuple[str, ...], rows: list[list[str]], right: tuple[str, ...] = ()) -> Table:
+    table = new_table(*head, right=right)
     for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
+        add_row(table, *row)
     return table

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.errors import NO_ROOM, FsdpctlError, UsageError
 
 Refusal = type[FsdpctlError]
 _LAST_BYTES, _LONGEST = 4096, 300  # to search for the last line of a log; characters of it
@@ -81,6 +81,18 @@ def read_text_file(
         return read_regular(path, most_bytes, refusal, follows=follows).decode("utf-8")
     except UnicodeDecodeError as error:
         raise refusal(f"{path}: not UTF-8: {error}") from None
+
+
+@contextmanager
+def refusing(
+    where: object, refusal: Refusal = UsageError, full: Refusal | None = None
+) -> Iterator[None]:
+    """Raise `refusal`, which begins with `where`, in place of an OSError; `full` of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        kind = full if full and error.errno in NO_ROOM else refusal
+        raise kind(f"{where}: {error.strerror or error}") from None
 
 
 def last_line(path: Path, start: int = 0) -> str:

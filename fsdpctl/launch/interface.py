@@ -9,11 +9,6 @@ from fsdpctl.errors import UsageError
 LOOPBACK = "127.0.0.1"
 
 
-def loopback_interface() -> str | None:
-    """Return the name of the loopback interface, or None if there is none."""
-    return _interface_of(LOOPBACK)
-
-
 def _addresses() -> dict[str, list[str]]:
     """Return the IPv4 addresses of each interface."""
     return {
@@ -22,7 +17,8 @@ def _addresses() -> dict[str, list[str]]:
     }
 
 
-def _interface_of(address: str) -> str | None:
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface that has an address, or None."""
     return next((name for name, found in _addresses().items() if address in found), None)
 
 
@@ -76,7 +72,7 @@ def own_address(towards: str, interface: str | None) -> tuple[str, str]:
                 f"launch.rdzv_endpoint: no route to {towards}: {error.strerror}"
             ) from None
         address = str(probe.getsockname()[0])
-    name = _interface_of(address)
+    name = interface_of(address)
     if name is None:
         raise UsageError(f"launch.rdzv_endpoint: {address} is not on an interface of this machine")
     return address, name

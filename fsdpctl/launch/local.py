@@ -25,7 +25,7 @@ import psutil
 
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, UsageError
-from fsdpctl.launch.interface import LOOPBACK, loopback_interface
+from fsdpctl.launch.interface import LOOPBACK, interface_of
 from fsdpctl.launch.outcome import Ended, Outcome, failure_of, kills_so_far
 from fsdpctl.launch.watchdog import FOLDER, Watchdog
 
@@ -65,7 +65,7 @@ def launch_workers(
         )
     assert launch.nproc_per_node is not None
     _make_room_for_files(launch.nproc_per_node)
-    own, interface = (0, loopback_interface()) if nodes is None else (nodes.own, nodes.interface)
+    own, interface = (0, interface_of(LOOPBACK)) if nodes is None else (nodes.own, nodes.interface)
     folder = tempfile.TemporaryDirectory(prefix="fsdpctl-", ignore_cleanup_errors=True)
     # For the workers' files: the run's own directory may be full, or deleted.
     with (

@@ -26,7 +26,7 @@ from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
-from fsdpctl.errors import NO_ROOM, CheckpointError, FsdpctlError, UsageError
+from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io import files
 from fsdpctl.resolve.preflight import with_kept_kernel
 from fsdpctl.resolve.run import decides_losses
@@ -229,7 +229,7 @@ def prepare_run_dir(
     """
     run_dir = seen.run_dir
     checkpoints = run_dir / CHECKPOINTS
-    try:
+    with files.refusing(f"train.run_dir={run_dir}"):
         files.replace(run_dir / OVERRIDES, "".join(f"{each}\n" for each in settings))
         (run_dir / HEARTBEAT).unlink(missing_ok=True)  # of the last start
         shutil.rmtree(run_dir / LOGS, ignore_errors=True)
@@ -245,8 +245,6 @@ def prepare_run_dir(
         files.replace(run_dir / RUN_CONFIG, config_to_yaml(config), durable=True)
         if run_dir.parent.name == RUNS:
             point_to(run_dir.parent / LATEST, run_dir)
-    except OSError as error:
-        raise UsageError(f"train.run_dir={run_dir}: {error.strerror or error}") from None
 
 
 def rewrite_config(config: Config) -> None:
@@ -256,10 +254,8 @@ def rewrite_config(config: Config) -> None:
         FsdpctlError: If the file cannot be written.
     """
     path = Path(str(config.train.run_dir)) / RUN_CONFIG
-    try:
+    with files.refusing(path, FsdpctlError):
         files.replace(path, config_to_yaml(config), durable=True)
-    except OSError as error:
-        raise FsdpctlError(f"{path}: {error.strerror or error}") from None
 
 
 def prepare_restart(seen: Look, number: int) -> None:
@@ -269,7 +265,7 @@ def prepare_restart(seen: Look, number: int) -> None:
         UsageError: If the directory is not writable.
     """
     logs, run_dir = seen.run_dir / LOGS, seen.run_dir
-    try:
+    with files.refusing(f"train.run_dir={run_dir}", full=FsdpctlError):
         kept = logs / f"restart-{number}"
         kept.mkdir(parents=True, exist_ok=True)
         for each in logs.glob("rank-*.log"):
@@ -281,6 +277,3 @@ def prepare_restart(seen: Look, number: int) -> None:
             (run_dir / METRICS).unlink()
         remove_unfinished(run_dir / CHECKPOINTS)
         files.replace(run_dir / RUN_CONFIG, config_to_yaml(seen.config), durable=True)
-    except OSError as error:
-        refusal = FsdpctlError if error.errno in NO_ROOM else UsageError
-        raise refusal(f"train.run_dir={run_dir}: {error.strerror or error}") from None

@@ -19,7 +19,7 @@ import psutil
 
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import read_json
-from fsdpctl.io.files import read_regular
+from fsdpctl.io.files import read_regular, refusing
 from fsdpctl.run.files import HEARTBEAT, LOCK
 
 INTERVAL = 5.0  # seconds
@@ -238,11 +238,9 @@ def lock_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> RunLock:
         UsageError: If the directory is not writable or in use.
     """
     while True:
-        try:
+        with refusing(f"train.run_dir={run_dir}"):
             run_dir.mkdir(parents=True, exist_ok=True)
             lock = RunLock(run_dir)
-        except OSError as error:
-            raise UsageError(f"train.run_dir={run_dir}: {error.strerror}") from None
         try:
             lock.acquire(on_wait)
         except BaseException:

@@ -8,18 +8,17 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 from fsdpctl.estimate.ranking import Candidate, Ranking
-from fsdpctl.io.documents import parse_json
 from fsdpctl.launch.local import launch_workers
 from fsdpctl.resolve.run import Opened, settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import look, prepare_run_dir
 from fsdpctl.run.files import LOGS, METRICS
 from fsdpctl.run.heartbeat import lock_run_dir
+from fsdpctl.run.metrics import read_metrics
 from fsdpctl.train.worker import MEASURE, MODULE
 
 _COUNT = 3  # candidates that are probed
@@ -107,9 +106,7 @@ def _probe(config: Config, settings: str, assets: Mapping[str, bytes]) -> float 
 
 
 def _step_seconds(metrics: Path) -> float:
-    lines = metrics.read_text(encoding="utf-8").splitlines()
-    parsed = (parse_json(line, dict[str, Any], str(metrics)) for line in lines)
-    seconds: list[float] = [line["seconds"] for line in parsed if "loss" in line]
+    seconds = [line.seconds or 0.0 for line in read_metrics(metrics) if line.is_step]
     return median(seconds[len(seconds) // 4 :])
 
 

@@ -3,10 +3,9 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -168,10 +167,6 @@ class Evaluation:
     perplexity: float
     bits_per_byte: float | None  # None if the size of the text is unknown
     tokens: int  # number of predicted tokens
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result for `--json`."""
-        return asdict(self)
 
 
 def words_of(source: Path) -> list[str]:

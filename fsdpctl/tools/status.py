@@ -4,11 +4,10 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from fsdpctl.checkpoint.folders import complete_checkpoints, passed_over, step_of
 from fsdpctl.checkpoint.manifest import read_manifest
@@ -81,10 +80,6 @@ class Status:
     skipped_steps: int
     restarts: int
     warnings: list[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the object for `status --json`."""
-        return asdict(self)
 
 
 def read_status(run_dir: Path) -> Status:

@@ -12,6 +12,7 @@ from fsdpctl.config.recipe import find_recipe, read_recipe
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SIZES, Config
 from fsdpctl.config.serialize import config_words, words_for_others, words_to_yaml
 from fsdpctl.errors import UsageError
+from fsdpctl.io.files import refusing
 from fsdpctl.plan.engines import has_strategy
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.tools.compare.row import Row
@@ -178,11 +179,9 @@ def write_recipe(
     if config_dir is not None:
         lines.append(f"It uses options from --config-dir {config_dir}.")
     head = "".join(f"# {' '.join(line.split())}\n" for line in lines)
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(head + words_to_yaml(recipe_words(variant, recipe, config_dir)))
-    except OSError as error:
-        raise UsageError(f"--write-recipe {path}: {error.strerror}") from None
+    words = recipe_words(variant, recipe, config_dir)
+    with refusing(f"--write-recipe {path}"), path.open("x", encoding="utf-8") as file:
+        file.write(head + words_to_yaml(words))
 
 
 def recipe_words(
