@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.checkpoint.cast import EXPORT_DTYPES, FLOATS, cast
-from fsdpctl.checkpoint.destination import WRITTEN, Exported, new_export
 from fsdpctl.checkpoint.manifest import (
     BUFFER,
+    INDEX_JSON,
     PARAMETER,
     SPANS,
     Digests,
@@ -22,17 +21,21 @@ from fsdpctl.checkpoint.manifest import (
     tensor_key,
     unknown_digests,
 )
-from fsdpctl.checkpoint.merge import exported_weights
-from fsdpctl.checkpoint.pretrained import INDEX_JSON, attached_files
+from fsdpctl.checkpoint.merge import EXPORT_DTYPES, cast, exported_weights
+from fsdpctl.checkpoint.pretrained import attached_files
 from fsdpctl.checkpoint.publish import (
+    WRITTEN,
     About,
+    Exported,
     check_space,
     new_directory,
+    new_export,
     write_manifest,
 )
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensor_file import (
+    FLOATS,
     TensorEntry,
     check_by_reference,
     make_header,

@@ -11,8 +11,9 @@ import xxhash
 from msgspec import Meta
 
 from fsdpctl.checkpoint.tensor_file import CHUNK_BYTES, ITEMSIZES
+from fsdpctl.config.hugging_face import CONFIG_JSON
 from fsdpctl.config.sealed import MANIFEST, read_sealed, seal
-from fsdpctl.data.tokenizer import MOST_ASSET_BYTES
+from fsdpctl.data.tokenizer import MOST_ASSET_BYTES, TOKENIZER_FILES
 from fsdpctl.errors import CheckpointError
 from fsdpctl.io.documents import as_type, parse_json
 from fsdpctl.io.files import plain_name
@@ -116,6 +117,8 @@ _RANK_FILE = r"rank-\d{5,}\.safetensors"
 _ATTACHMENT = r".*\.(json|jinja|model|txt)"  # data files only, nothing executable
 Count = Annotated[int, Meta(ge=0, le=_MOST)]
 
+INDEX_JSON = "model.safetensors.index.json"
+ASSETS = (CONFIG_JSON, "generation_config.json", *TOKENIZER_FILES)  # files next to weights
 PARAMETER, BUFFER = "model", "buffer"  # kinds of tensors; other kinds are optimizer states
 
 

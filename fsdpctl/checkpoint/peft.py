@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.checkpoint.destination import WRITTEN, new_export
 from fsdpctl.checkpoint.manifest import PARAMETER, tensor_key
 from fsdpctl.checkpoint.pretrained import whole_weights
+from fsdpctl.checkpoint.publish import WRITTEN, new_export
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import FileTensors
 from fsdpctl.checkpoint.tensor_file import (

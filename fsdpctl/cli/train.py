@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
     from fsdpctl.resolve.run import Opened
     from fsdpctl.run.directory import Look
-    from fsdpctl.start.decide import Decision
+    from fsdpctl.start.begin import Decision
 
 
 def train(
@@ -77,7 +77,7 @@ def _print_config(composed: "Composed", resume: str) -> None:
     if left_open(config):
         from fsdpctl.resolve.machine import LOCAL
         from fsdpctl.resolve.run import settle
-        from fsdpctl.start.decide import decide_on_cluster
+        from fsdpctl.start.begin import decide_on_cluster
 
         if config.cluster.name != LOCAL:
             decision = decide_on_cluster(config, note)
@@ -98,7 +98,7 @@ def _opened(composed: "Composed", resume: str) -> "tuple[Opened, Look, Decision]
     from fsdpctl.resolve.machine import LOCAL
     from fsdpctl.resolve.run import open_run
     from fsdpctl.run.directory import look
-    from fsdpctl.start.decide import decide, decide_on_cluster
+    from fsdpctl.start.begin import decide, decide_on_cluster
 
     config = composed.config
     with count_of(CONVERSATIONS) as advance:

@@ -6,8 +6,7 @@ from functools import cache
 import torch
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.gpus import known_gpu
-from fsdpctl.config.placement import ClusterConfig
+from fsdpctl.config.placement import ClusterConfig, known_gpu
 from fsdpctl.config.recipe import package_folder
 from fsdpctl.config.schema import Config
 from fsdpctl.resolve.machine import LOCAL

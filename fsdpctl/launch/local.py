@@ -25,8 +25,8 @@ import psutil
 
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, UsageError
-from fsdpctl.launch.interface import LOOPBACK, interface_of
 from fsdpctl.launch.outcome import Ended, Outcome, failure_of, kills_so_far
+from fsdpctl.launch.rendezvous import LOOPBACK, interface_of
 from fsdpctl.launch.watchdog import FOLDER, Watchdog
 
 if TYPE_CHECKING:

@@ -11,9 +11,14 @@ from fsdpctl.comm.world import PrefixStore, Store, TCPStore
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.launch.handshake import Handshake, decode, encode, suppressing_losses
-from fsdpctl.launch.interface import own_address, split_endpoint
 from fsdpctl.launch.outcome import Ended, Outcome
-from fsdpctl.launch.rendezvous import KeyWatcher, TimeoutStore, bound_store
+from fsdpctl.launch.rendezvous import (
+    KeyWatcher,
+    TimeoutStore,
+    bound_store,
+    own_address,
+    split_endpoint,
+)
 
 _STOPPED, _UNINTERRUPTIBLE = "T", "D"
 

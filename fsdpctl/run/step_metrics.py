@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fsdpctl.comm.waits import Mark, Seconds, mark, seconds_between
-from fsdpctl.config.gpus import known_gpu
 from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.placement import known_gpu
 from fsdpctl.config.schema import Config
 from fsdpctl.optim.record import StepFigures
 

@@ -157,8 +157,8 @@ def _as_rank(
     os.environ.update({**own, **os.environ})  # before torch is imported
     from fsdpctl.comm.world import PrefixStore
     from fsdpctl.launch.handshake import Handshake
-    from fsdpctl.launch.interface import own_address, split_endpoint
     from fsdpctl.launch.nodes import reached_store
+    from fsdpctl.launch.rendezvous import own_address, split_endpoint
     from fsdpctl.resolve.machine import placed_here
     from fsdpctl.train.worker import become_rank
 

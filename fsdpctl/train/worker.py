@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import socket
@@ -14,7 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+import msgspec
+
 from fsdpctl.errors import STOP_SIGNALS
+from fsdpctl.io.files import replace
 
 if TYPE_CHECKING:
     from fsdpctl.comm.world import Store, World
@@ -25,7 +29,7 @@ MEASURE = "measure"  # as last argument: only steps, without output
 
 _PR_SET_PDEATHSIG = 1
 
-_INTERVAL, _MOMENT = 1.0, 0.3  # seconds
+_INTERVAL, _POLL_SECONDS, _MOMENT = 1.0, 0.5, 0.3  # seconds
 _stop_signal: int | None = None
 _can_save = threading.Event()  # a step is completed
 
@@ -172,6 +176,32 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def serve_watchdog() -> None:
+    """Publish this rank's status, write stacks to standard error on SIGUSR2, and answer queries.
+
+    Does nothing without a watchdog of fsdpctl's launcher.
+    """
+    from fsdpctl.comm.rank_status import RANK_STATUS
+
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # also while a thread holds Python
+    folder, local_rank = os.environ.get("FSDPCTL_FOLDER"), int(os.environ["LOCAL_RANK"])
+    if folder is None:
+        return
+    RANK_STATUS.open(Path(folder) / "pulse", local_rank)
+    RANK_STATUS.at("starting")
+    threading.Thread(target=_answer, args=(Path(folder), local_rank), daemon=True).start()
+
+
+def _answer(folder: Path, local_rank: int) -> None:
+    """Wait for a query, and write the collectives that this rank has started."""
+    from fsdpctl.comm.recorder import recorded
+
+    while not (folder / "ask").exists():
+        time.sleep(_POLL_SECONDS)
+    with contextlib.suppress(OSError):
+        replace(folder / f"ask-{local_rank}", msgspec.json.encode(recorded()))
+
+
 def main() -> None:
     """Train as config.yaml in the run directory says, and exit with the code of the outcome."""
     tie_to_launcher()
@@ -191,7 +221,6 @@ def _work(run_dir: Path, store: "Store | None" = None, *, only_measures: bool = 
     rank, terminal = int(os.environ["RANK"]), os.dup(2)
     log = _keep_errors(run_dir / "logs", rank)
     from fsdpctl.errors import FsdpctlError
-    from fsdpctl.train.watchdog_client import serve_watchdog
 
     serve_watchdog()
     try:

@@ -26,7 +26,7 @@ from fsdpctl.estimate.search import KEPT, choose
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
 from fsdpctl.resolve.run import open_run, settle
-from fsdpctl.start.decide import describe_ranking
+from fsdpctl.start.begin import describe_ranking
 
 OPEN = [
     "strategy=auto",
