@@ -12,23 +12,16 @@ from typer.core import TyperGroup
 from fsdpctl import __version__
 from fsdpctl.cli import console
 from fsdpctl.cli.checkpoint import consolidate_checkpoint, shard_checkpoint
-from fsdpctl.cli.compare import compare
+from fsdpctl.cli.compare import compare, profile_device
 from fsdpctl.cli.console import say
 from fsdpctl.cli.data import data, tokenize
 from fsdpctl.cli.estimate import estimate_memory
 from fsdpctl.cli.inspection import inspect_checkpoint, verify_checkpoint
 from fsdpctl.cli.listing import list_choices
-from fsdpctl.cli.profile_device import profile_device
 from fsdpctl.cli.sample import evaluate, sample
 from fsdpctl.cli.status import compare_runs, status
 from fsdpctl.cli.train import train
-from fsdpctl.errors import (
-    STOP_SIGNALS,
-    FsdpctlError,
-    InterruptError,
-    StoppedError,
-    UsageError,
-)
+from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, InterruptError, StoppedError, UsageError
 
 
 def print_version(wanted: bool) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from fsdpctl.checkpoint.adapters import weights_in_model_path
+from fsdpctl.checkpoint.base import weights_in_model_path
 from fsdpctl.checkpoint.load import check_weights
 from fsdpctl.checkpoint.pretrained import tokenizer_beside
 from fsdpctl.config.auto import MICRO_BATCH, STRATEGY, Selection, filled, left_open

@@ -17,13 +17,7 @@ from fsdpctl.comm.world import joined_world
 from fsdpctl.plan.layout import EvenParts, Span
 from fsdpctl.predict.network import CollectiveKind
 from fsdpctl.predict.profile import VERSION, MeasuredPoint, Profile
-from fsdpctl.tools.observe import (
-    LARGE,
-    SMALL,
-    device_seconds,
-    observe_models,
-    observe_sizes,
-)
+from fsdpctl.tools.observe import LARGE, SMALL, device_seconds, observe_models, observe_sizes
 from fsdpctl.train.worker import report, tie_to_launcher
 
 MODULE = "fsdpctl.tools.profile_worker"

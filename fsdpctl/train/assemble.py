@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.checkpoint.adapters import first_weights
-from fsdpctl.checkpoint.base import base_info, check_base
+from fsdpctl.checkpoint.base import base_info, check_base, first_weights
 from fsdpctl.checkpoint.folders import newest_checkpoint, way_on
 from fsdpctl.checkpoint.load import load_checkpoint, load_weights
 from fsdpctl.checkpoint.manifest import BaseInfo, Progress

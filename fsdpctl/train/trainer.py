@@ -15,13 +15,7 @@ from fsdpctl.train.callback import Callback, is_joint
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
 from fsdpctl.train.journal import Journal
 from fsdpctl.train.rejected_steps import GradientProbe, RejectedStep, RejectionRule, load_newest
-from fsdpctl.train.requests import (
-    STOP,
-    RequestCollector,
-    RequestFlags,
-    RequestSync,
-    TimeLimit,
-)
+from fsdpctl.train.requests import STOP, RequestCollector, RequestFlags, RequestSync, TimeLimit
 from fsdpctl.train.step import LaunchContext, LaunchedStep, TrainingParts, finish_step, launch_step
 
 

@@ -49,10 +49,10 @@ class ComparisonInfo:
 def describe(
     configs: Sequence[Config],
     rows: Sequence[Row],
-    *,
-    is_predicted: bool,
     how: str,
     command: str,
+    *,
+    is_predicted: bool,
     is_complete: bool,
 ) -> ComparisonInfo:
     """Describe a comparison on this machine, or its prediction for a cluster."""
@@ -120,7 +120,7 @@ def command_of(words: Sequence[str], options: Sequence[str]) -> str:
     return shlex.join(["fsdpctl", "compare", *shown, *options])
 
 
-def as_json(rows: Sequence[Row]) -> str:
+def rows_as_json(rows: Sequence[Row]) -> str:
     """Return the list of rows that `compare --json` prints."""
     return json.dumps([asdict(row) for row in rows], indent=2)
 
@@ -135,7 +135,7 @@ def write_report(rows: Sequence[Row], about: ComparisonInfo, folder: Path) -> No
     content = {**asdict(about), "recommendation": found.text}
     charts = draw_charts(rows, about.title, found.best, folder)
     for name, text in (
-        (JSON, as_json(rows) + "\n"),
+        (JSON, rows_as_json(rows) + "\n"),
         (CSV, as_csv(rows)),
         (ABOUT, json.dumps(content, indent=2) + "\n"),
         (PAGE, _page(rows, about, found, charts)),

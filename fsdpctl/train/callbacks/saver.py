@@ -7,21 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.checkpoint.base import Ranks
-from fsdpctl.checkpoint.folders import (
-    LATEST,
-    Retention,
-    point_to,
-    remove_old,
-    step_folder,
-)
+from fsdpctl.checkpoint.folders import LATEST, Retention, point_to, remove_old, step_folder
 from fsdpctl.checkpoint.manifest import BaseInfo, Progress
 from fsdpctl.checkpoint.publish import About
-from fsdpctl.checkpoint.save import (
-    Snapshot,
-    rank_pieces,
-    take_snapshot,
-    write_checkpoint,
-)
+from fsdpctl.checkpoint.save import Snapshot, rank_pieces, take_snapshot, write_checkpoint
 from fsdpctl.checkpoint.tensors import Staging
 from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.config.model_path import CHECKPOINTS
