@@ -19,7 +19,7 @@ from fsdpctl.io.console import printable
 if TYPE_CHECKING:
     from fsdpctl.tools.status import Newest, Status
     from fsdpctl.tools.tensors import CheckpointDifference, TensorDifference
-    from fsdpctl.tools.two_runs import ComparedStep, TwoRuns
+    from fsdpctl.tools.two_runs import TwoRuns
 
 _MOST_NAMED = 5  # runs
 
@@ -199,7 +199,7 @@ def _losses(found: "TwoRuns") -> Table:
             rows.append([each.name, f"{each.compared:,}", "equal", "-", "-"])
         else:
             largest = f"{each.largest.difference:.3g} at step {each.largest.step}"
-            at = f"step {each.first.step}: {_pair(each.first)}"
+            at = f"step {each.first.step}: {each.first}"
             rows.append(
                 [each.name, f"{each.compared:,}", f"{each.num_different:,} differ", at, largest]
             )
@@ -212,10 +212,6 @@ def _steps(found: "TwoRuns") -> Iterator[str]:
     for name, count in (("A", loss.only_a), ("B", loss.only_b)):
         if count:
             yield f"{count:,} steps only in {name}"
-
-
-def _pair(point: "ComparedStep") -> str:
-    return " and ".join("not finite" if x is None else f"{x:.9g}" for x in (point.a, point.b))
 
 
 def _tensors(found: "TwoRuns") -> Iterator[str]:

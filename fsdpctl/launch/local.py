@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from fsdpctl.comm.world import PrefixStore
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, UsageError
 from fsdpctl.launch.outcome import Ended, Outcome, failure_of, kills_so_far
-from fsdpctl.launch.rendezvous import LOOPBACK, interface_of
+from fsdpctl.launch.rendezvous import LOOPBACK, Rendezvous, interface_of
 from fsdpctl.launch.watchdog import FOLDER, Watchdog
 
 if TYPE_CHECKING:
@@ -127,14 +128,12 @@ def _spec(
     """Return what torch's agent runs, and the rendezvous of its workers."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    from fsdpctl.launch.rendezvous import Rendezvous
-
     if nodes is None:
         rendezvous, address = Rendezvous(), LOOPBACK
     else:
         address = nodes.address
         there = (nodes.endpoint_address, nodes.port)
-        rendezvous = Rendezvous(nodes.place(), nodes.store_of(number), there)
+        rendezvous = Rendezvous(nodes.place(), PrefixStore(f"round-{number}", nodes.store), there)
     return WorkerSpec(
         role="default",
         local_world_size=ranks,

@@ -137,10 +137,6 @@ class Nodes:
         """Return this node's number among the members, and the number of members."""
         return list(self.members).index(self.own), len(self.members)
 
-    def store_of(self, number: int) -> Store:
-        """Return the store of the ranks of round `number`, which is empty at its start."""
-        return PrefixStore(f"round-{number}", self.store)
-
     def has_failed_elsewhere(self, number: int) -> bool:
         """Return whether another node's ranks failed in this round; True if unknown."""
         return self._failed.has(f"failed/{number}")

@@ -184,7 +184,10 @@ def _of_slurm(launch: LaunchConfig, environ: Mapping[str, str]) -> Place:
         raise UsageError(
             f"SLURM_PROCID={task}: expected consecutive tasks on every node; set srun -m block"
         )
-    endpoint = launch.rdzv_endpoint or f"{first_host(environ)}:{_port_of_job(environ)}"
+    endpoint = launch.rdzv_endpoint
+    if endpoint is None:  # a port that all tasks of a step agree on, and hardly any other step uses
+        job, step = (_number(f"SLURM_{name}_ID", environ) for name in ("JOB", "STEP"))
+        endpoint = f"{first_host(environ)}:{_FIRST_PORT + (7 * job + step) % _PORTS}"
     if tasks == nodes:
         if nodes == 1:
             return replace(launch, rdzv_endpoint=None), None
@@ -201,9 +204,3 @@ def first_host(environ: Mapping[str, str]) -> str:
     """Return the first node of the step: gpu-a003 for `gpu-a[003-005,9],b1`."""
     listed = environ["SLURM_STEP_NODELIST"]
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", listed).split(",")[0]
-
-
-def _port_of_job(environ: Mapping[str, str]) -> int:
-    """Return a port that all tasks of a step agree on, and that hardly any other step uses."""
-    job, step = (_number(f"SLURM_{name}_ID", environ) for name in ("JOB", "STEP"))
-    return _FIRST_PORT + (7 * job + step) % _PORTS

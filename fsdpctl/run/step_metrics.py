@@ -111,7 +111,7 @@ class StepClock:
         """Start a step. `take_waits()` returns the time spent waiting since its last call."""
         self._on_cuda = device.type == "cuda"
         self._knows_waits = take_waits is not None
-        self._take_waits = take_waits or _no_waits
+        self._take_waits = take_waits or (lambda: lambda: 0.0)
         self._take_waits()
         self._began = mark(on_cuda=self._on_cuda)
         self._last = self._began
@@ -138,10 +138,6 @@ class StepClock:
             exposed if self._knows_waits else None,
         )
         return StepTimes(total, exposed_communication=known, **spent)
-
-
-def _no_waits() -> Seconds:
-    return lambda: 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +171,7 @@ class StepMetrics:
 
     def to_line(self) -> dict[str, Any]:
         """Return the object for metrics.jsonl."""
+        exposed = self.times.exposed_communication
         return {
             "step": self.step,
             "samples": self.samples,
@@ -189,7 +186,7 @@ class StepMetrics:
             "mfu": self.mfu,
             "seconds": round(self.times.total, 6),
             "compute_seconds": round(self.times.compute, 6),
-            "exposed_communication_seconds": _rounded(self.times.exposed_communication),
+            "exposed_communication_seconds": None if exposed is None else round(exposed, 6),
             "data_seconds": round(self.times.data, 6),
             "optimizer_seconds": round(self.times.optimizer, 6),
             "peak_allocated_bytes": self.memory.allocated,
@@ -211,10 +208,6 @@ class PeakMemory:
     reserved: int  # by the caching allocator; on the CPU by the process
     total: int | None = None  # memory of the device
     retries: int | None = None  # how often the allocator had to empty its cache
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)
 
 
 def peak_memory(device: torch.device) -> PeakMemory:

@@ -74,7 +74,10 @@ def probed(ranking: Ranking, opened: Opened, note: Callable[[str], None]) -> Ran
             settings = ranking.text(each.selection)
             note(f"probing {number}/{len(candidates)}  {settings}")
             config = settle(opened.config, each.selection).config
-            config = _shortened(config, each.seconds, Path(folder) / str(number))
+            run_dir = str(Path(folder) / str(number))
+            steps = min(_MOST, max(_LEAST, round(_SECONDS / each.seconds)))
+            train = replace(config.train, run_dir=run_dir, steps=steps, profile=False)
+            config = replace(config, train=train)
             found = _probe(config, settings, assets)
             if isinstance(found, str):
                 failures.append(f"{settings} failed: {found}")
@@ -86,12 +89,6 @@ def probed(ranking: Ranking, opened: Opened, note: Callable[[str], None]) -> Ran
     others = [each for each in ranking.ranked if each not in candidates]
     spent = time.monotonic() - began
     return replace(ranking, ranked=(*measured, *others), failures=tuple(failures), probing=spent)
-
-
-def _shortened(config: Config, predicted: float, run_dir: Path) -> Config:
-    steps = min(_MOST, max(_LEAST, round(_SECONDS / predicted)))
-    train = replace(config.train, run_dir=str(run_dir), steps=steps, profile=False)
-    return replace(config, train=train)
 
 
 def _probe(config: Config, settings: str, assets: Mapping[str, bytes]) -> float | str:

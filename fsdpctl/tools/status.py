@@ -191,16 +191,12 @@ def _state(
         return FAILED, _first_error(run_dir) or record.message
     if found.is_alive:
         return (STARTING if record is None or record.step is None else RUNNING), ""
-    if record is None:
-        return (STARTING if _is_recent(run_dir / RUN_CONFIG) else NOT_STARTED), ""
+    if record is None:  # before the first heartbeat, a start has just written the configuration
+        is_recent = time.time() - (run_dir / RUN_CONFIG).stat().st_mtime < _STARTS_WITHIN
+        return (STARTING if is_recent else NOT_STARTED), ""
     last = _first_error(run_dir)
     missing = f"process {record.pid} on {record.host} was killed or is unreachable"
     return FAILED, f"{missing}; {last}" if last else missing
-
-
-def _is_recent(file: Path) -> bool:
-    """Return whether a start has just written the file, before its first heartbeat."""
-    return time.time() - file.stat().st_mtime < _STARTS_WITHIN
 
 
 def _first_error(run_dir: Path) -> str:

@@ -39,9 +39,8 @@ from fsdpctl.resolve.blocks import checkpoint_block, compile_block
 from fsdpctl.run.environment import add_start, describe_start, place_of
 from fsdpctl.shards import TrainedModel
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
-from fsdpctl.train.callbacks.heartbeat import Heartbeat
 from fsdpctl.train.callbacks.profiling import Profiling, watch_allocations
-from fsdpctl.train.callbacks.reporting import Checks, RunReporter
+from fsdpctl.train.callbacks.reporting import Checks, Heartbeat, RunReporter
 from fsdpctl.train.callbacks.sample import SampleText
 from fsdpctl.train.callbacks.validation import Validation
 from fsdpctl.train.journal import Journal

@@ -115,6 +115,7 @@ def report(error: BaseException) -> None:
 
 
 def _train(run_dir: Path, store: "Store | None", *, only_measures: bool) -> None:
+    import psutil
     import torch
 
     from fsdpctl.comm.world import joined_world
@@ -124,7 +125,7 @@ def _train(run_dir: Path, store: "Store | None", *, only_measures: bool) -> None
     config = read_config(run_dir)
     lock = RunLock(run_dir)
     lock.join()
-    started = _launch_began()
+    started = float(os.environ.get("FSDPCTL_STARTED") or psutil.Process().create_time())
     if int(os.environ["RANK"]) == 0:
         about = (run_dir, config.launch.time_limit, started)
         threading.Thread(target=_watch_start, args=about, daemon=True).start()
@@ -159,13 +160,6 @@ def _run(config: "Config", world: "World", started: float, *, only_measures: boo
         if trainer is not None:
             trainer.leave()
         raise
-
-
-def _launch_began() -> float:
-    """Return when the launch began, or this process, in seconds since the epoch."""
-    import psutil
-
-    return float(os.environ.get("FSDPCTL_STARTED") or psutil.Process().create_time())
 
 
 def _leave(code: int) -> NoReturn:

@@ -18,7 +18,7 @@ from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
 from fsdpctl.run.files import LOGS, METRICS
 from fsdpctl.run.heartbeat import read_heartbeat
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
-from fsdpctl.train.callbacks.heartbeat import Heartbeat
+from fsdpctl.train.callbacks.reporting import Heartbeat
 from fsdpctl.train.journal import Journal
 from fsdpctl.train.trainer import Trainer
 from tests.checkpoint.test_saver import fake_checkpoints

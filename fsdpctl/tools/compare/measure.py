@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import geometric_mean, median, quantiles
 from typing import Any, TypeVar
 
-from fsdpctl.config.auto import Selection, left_open
+from fsdpctl.config.auto import left_open
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import divide_module
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
@@ -106,7 +106,11 @@ class MeasuredComparison:
         """Resolve a variant and estimate its memory and traffic."""
         try:
             opened = open_run(each.variant.composed)
-            settled = settle(opened.config, self._selection(opened.config))
+            selection = None
+            if left_open(opened.config):
+                placed = placed_on_cluster(opened.config)
+                selection = choose(self._estimator, placed).best.selection
+            settled = settle(opened.config, selection)
             if opened.notes:  # the run would differ from the requested variant
                 raise UsageError(opened.notes[0])
         except UsageError as error:
@@ -133,11 +137,6 @@ class MeasuredComparison:
             return with_memory(row, self._estimator.estimate(placed_on_cluster(config)), parts)
         except UsageError:
             return row  # the estimate does not support it, but it may run
-
-    def _selection(self, config: Config) -> Selection | None:
-        if not left_open(config):
-            return None
-        return choose(self._estimator, placed_on_cluster(config)).best.selection
 
     def _run_once(self, each: _VariantRuns, number: int) -> None:
         place = self._variants.index(each) + 1

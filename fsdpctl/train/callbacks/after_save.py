@@ -171,7 +171,8 @@ class AfterSave:
             return self._failed(job, "timed out", seconds, f"ended after {seconds:.0f} s")
         if code == 0:
             return HookMessage(job.step, "done", seconds)
-        return self._failed(job, "failed", seconds, _exit_status(code) + self._last_line(printed))
+        status = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return self._failed(job, "failed", seconds, status + self._last_line(printed))
 
     def _skipped(self, job: _Job) -> HookMessage:
         why = "checkpoint deleted before its turn" if not self._is_over else "not started in time"
@@ -208,7 +209,3 @@ def _end(process: "subprocess.Popen[bytes] | None") -> int:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(_GRACE_SECONDS)
     return -signal.SIGKILL
-
-
-def _exit_status(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
