@@ -6,7 +6,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from fsdpctl.errors import NO_ROOM, FsdpctlError, UsageError
 
@@ -81,6 +81,16 @@ def read_text_file(
         return read_regular(path, most_bytes, refusal, follows=follows).decode("utf-8")
     except UnicodeDecodeError as error:
         raise refusal(f"{path}: not UTF-8: {error}") from None
+
+
+def leads_to(path: Path, file: IO[Any]) -> bool:
+    """Return whether a path still leads to an open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # a file system that does not respond has not lost it
 
 
 @contextmanager

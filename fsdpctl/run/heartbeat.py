@@ -19,7 +19,7 @@ import psutil
 
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import read_json
-from fsdpctl.io.files import read_regular, refusing
+from fsdpctl.io.files import leads_to, read_regular, refusing
 from fsdpctl.run.files import HEARTBEAT, LOCK
 
 INTERVAL = 5.0  # seconds
@@ -82,9 +82,11 @@ class Liveness:
 def liveness(run_dir: Path, record: HeartbeatRecord | None, now: float | None = None) -> Liveness:
     """Return whether the run in `run_dir` with this heartbeat is alive. Writes nothing."""
     age = None if record is None else max(0.0, (now or time.time()) - record.time)
-    for pid in _candidates(run_dir, record):
-        if _has_open(pid, run_dir / LOCK):
-            return Liveness(True, "process", pid, age)
+    with contextlib.suppress(OSError):
+        lock = (run_dir / LOCK).stat()
+        for pid in _candidates(run_dir, record):
+            if _has_open(pid, lock):
+                return Liveness(True, "process", pid, age)
     if record is None or age is None or record.state != RUNNING:
         return Liveness(False, "nothing", None, age)
     if record.is_of_this_host:
@@ -104,21 +106,14 @@ def _candidates(run_dir: Path, record: HeartbeatRecord | None) -> list[int]:
     return [int(text), *found] if text.isdigit() else found
 
 
-def _has_open(pid: int, path: Path) -> bool:
+def _has_open(pid: int, wanted: os.stat_result) -> bool:
     """Return whether a process has a file open; False if that cannot be determined."""
-    try:
-        wanted = path.stat()
-        folder = f"/proc/{pid}/fd"
-        return any(_is_same(f"{folder}/{name}", wanted) for name in os.listdir(folder))
-    except OSError:
-        return False
-
-
-def _is_same(descriptor: str, wanted: os.stat_result) -> bool:
-    try:
-        return os.path.samestat(os.stat(descriptor), wanted)
-    except OSError:
-        return False
+    with contextlib.suppress(OSError):
+        for each in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.path.samestat(each.stat(), wanted):
+                    return True
+    return False
 
 
 def _is_running(record: HeartbeatRecord) -> bool:
@@ -181,10 +176,7 @@ class RunLock:
     @property
     def is_current(self) -> bool:
         """Whether the file is still in the directory: a launcher that gives up removes its own."""
-        try:
-            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
-        except FileNotFoundError:
-            return False
+        return leads_to(self._path, self._file)
 
     def _try(self, kind: int) -> bool:
         try:
@@ -195,20 +187,8 @@ class RunLock:
 
     def _holders(self) -> list[int]:
         """Return the other processes that have the lock file open, as far as /proc is readable."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(OSError, psutil.Error):
-                if process.pid != os.getpid() and self._is_open_in(process.pid):
-                    found.append(process.pid)
-        return found
-
-    def _is_open_in(self, pid: int) -> bool:
         own = os.fstat(self._file.fileno())
-        return any(
-            os.path.samestat(own, each.stat())
-            for each in Path(f"/proc/{pid}/fd").iterdir()
-            if each.exists()
-        )
+        return [pid for pid in psutil.pids() if pid != os.getpid() and _has_open(pid, own)]
 
     def _in_use(self, launcher: int, holders: list[int], *, is_alive: bool) -> str:
         where = f"train.run_dir={self._path.parent}"

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.io.files import open_regular, refusing, replace
+from fsdpctl.io.files import leads_to, open_regular, refusing, replace
 
 _MAX_LINE = 1 << 20  # bytes
 _TAIL_BYTES = 1 << 16  # enough for the last lines
@@ -172,12 +172,7 @@ class MetricsFile:
     @property
     def is_in_place(self) -> bool:
         """Whether the path still leads to the open file."""
-        try:
-            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True  # a file system that does not respond has not lost it
+        return leads_to(self._path, self._file)
 
     def close(self) -> None:
         """Close the file."""

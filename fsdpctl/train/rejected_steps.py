@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +116,7 @@ class RejectionRule:
         if figures.was_applied:
             self._accept(step, figures)
             return None
-        reason = _reason(figures, limits)
+        reason, on_nonfinite = _reason(figures, limits), self._config.on_nonfinite
         self.number += 1
         thresholds = {"loss_spike": limits.loss, "grad_spike": limits.grad_norm}
         return RejectedStep(
@@ -126,14 +126,9 @@ class RejectionRule:
             figures.loss,
             figures.grad_norm,
             thresholds.get(reason),
-            "stop" if self.number > self._config.max_skips else self._action,
+            "stop" if self.number > self._config.max_skips else cast("Action", on_nonfinite),
             self.number,
         )
-
-    @property
-    def _action(self) -> Action:
-        actions: dict[str, Action] = {"skip": "skip", "rollback": "rollback"}
-        return actions.get(self._config.on_nonfinite, "stop")
 
     def _accept(self, step: int, figures: StepFigures) -> None:
         if self._config.spike_factor is None:
@@ -141,10 +136,6 @@ class RejectionRule:
         log_norm = math.log(max(figures.grad_norm, math.exp(-_MOST_LOG)))
         kept = self.accepted[-(_WINDOW + _LAG) + 1 :]
         self.accepted = (*kept, AcceptedStep(step, figures.loss, log_norm))
-
-    def go_back(self, done: Progress) -> None:
-        """Restore the accepted steps of `done`; the number of rejected steps stays."""
-        self.accepted = tuple(done.accepted)
 
     def as_error(self, rejected: RejectedStep) -> NonFiniteError:
         """Return the error that ends the run."""

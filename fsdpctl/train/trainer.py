@@ -265,7 +265,7 @@ class Trainer:
             )
         self.step, self.samples = before.step, launched.samples
         self._acted = before.step
-        self._rule.go_back(before)
+        self._rule.accepted = tuple(before.accepted)  # the number of rejected steps stays
         self.journal.cut_back(before.step)
         self._each(lambda callback: callback.went_back(self, before.step))
         after = f"the samples after step {rejected.step}"

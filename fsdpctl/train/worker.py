@@ -93,12 +93,6 @@ def _watch_start(run_dir: Path, seconds: float | None, started: float) -> None:
             _leave(error.exit_code)
 
 
-def _ignore_stops() -> None:
-    """Ignore stop signals: the run is complete, and must not fail because of a late one."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
 def _keep_errors(logs: Path, rank: int) -> Path:
     """Redirect standard error to a file of this rank, which is removed if the rank succeeds."""
     path = logs / f"rank-{rank:05d}.log"
@@ -152,7 +146,8 @@ def _run(config: "Config", world: "World", started: float, *, only_measures: boo
         with using(config.model.attention):
             trainer = make_trainer(config, world, context, **about, lines=lines)
             trainer.run()
-        _ignore_stops()
+        for number in STOP_SIGNALS:  # the run is complete, and must not fail because of a late one
+            signal.signal(number, signal.SIG_IGN)
     except Exception as error:
         if not only_measures:
             keep_snapshot(error, Path(str(config.train.run_dir)), world.rank)

@@ -1,4 +1,4 @@
-"""What a run reports: metrics, its heartbeat, the cost of a restart, and its first steps."""
+"""The reports of a run: metrics, its heartbeat, the cost of a restart, and its first steps."""
 
 import contextlib
 import json
