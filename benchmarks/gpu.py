@@ -35,7 +35,7 @@ from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.plan.units import lay_out
 from fsdpctl.resolve.blocks import checkpoint_block
-from fsdpctl.run.step_metrics import ModelFlops, flops_per_token, peak_flops
+from fsdpctl.run.flops import ModelFlops, flops_per_token, peak_flops
 
 WARM_UP = 4
 BYTES_OF_STATE = 8  # of a parameter: value, gradient and two moments in bf16

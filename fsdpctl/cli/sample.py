@@ -89,7 +89,7 @@ def evaluate(
     from fsdpctl.config.hub_cache import cached_model
     from fsdpctl.config.model_path import is_hugging_face
     from fsdpctl.resolve.run import open_run
-    from fsdpctl.tools.sample import evaluate_run, words_of
+    from fsdpctl.tools.evaluate import evaluate_run, words_of
 
     source = cached_model(source)
     place = source if is_hugging_face(source) else find_checkpoint(source)

@@ -12,8 +12,8 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_path, with_model
 from fsdpctl.config.keys import AUTO, Value
-from fsdpctl.config.model_path import FROM_PATH, values_of_adapters, values_of_path, with_model
 from fsdpctl.config.recipe import (
     check_config_dir,
     choices_of,

@@ -15,6 +15,7 @@ from fsdpctl.plan.engines import OURS, has_strategy
 from fsdpctl.plan.strategy import STRATEGIES, get_strategy
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.step_estimate import estimate_steps
+from fsdpctl.resolve.attention import assumed_of, check_attention
 from fsdpctl.resolve.machine import (
     check_length,
     placed_on_cluster,
@@ -22,7 +23,6 @@ from fsdpctl.resolve.machine import (
     with_batch_size,
     world_size,
 )
-from fsdpctl.resolve.preflight import assumed_of, check_attention
 from fsdpctl.resolve.run import loss_chunk_tokens
 
 _MOST_TRACED = 64  # models that are kept

@@ -10,7 +10,7 @@ from fsdpctl.plan.attention import CUDNN, EFFICIENT, FLASH, FLASHES, KERNELS, SH
 from fsdpctl.predict.hardware import DataSheet
 from fsdpctl.predict.network import RingNetwork
 from fsdpctl.predict.profile import MeasuredDevice, MeasuredNetwork, Profile, read_profile
-from fsdpctl.resolve.preflight import assumed_of
+from fsdpctl.resolve.attention import assumed_of
 
 _TERA, _GIGA = 1e12, 1e9
 _PER_STEP = 0.015  # seconds: data loading, hooks, and waits of the host

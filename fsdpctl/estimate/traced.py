@@ -15,8 +15,8 @@ from fsdpctl.models.registry import build_model
 from fsdpctl.models.rope import rotation
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Pass, Program, UnitRow
+from fsdpctl.resolve.attention import assumed_of
 from fsdpctl.resolve.blocks import checkpoint_block
-from fsdpctl.resolve.preflight import assumed_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -24,6 +24,7 @@ from fsdpctl.data.tokens import DataSet
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.batch import BatchPlan, plan_batches
+from fsdpctl.resolve.attention import check_attention
 from fsdpctl.resolve.blocks import missing_compiler
 from fsdpctl.resolve.data import DATE, checked_data, date_of_run, notes_on_data, on_date, with_data
 from fsdpctl.resolve.launchers import Place, place_of
@@ -35,7 +36,6 @@ from fsdpctl.resolve.machine import (
     world_size,
 )
 from fsdpctl.resolve.preflight import (
-    check_attention,
     check_engine,
     check_preflight,
     check_trained_whole,

@@ -28,7 +28,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io import files
-from fsdpctl.resolve.preflight import with_kept_kernel
+from fsdpctl.resolve.attention import with_kept_kernel
 from fsdpctl.resolve.run import decides_losses
 from fsdpctl.run.assets import write_assets
 from fsdpctl.run.files import HEARTBEAT, LOCK, OVERRIDES, RUNS

@@ -1,4 +1,4 @@
-"""The time, FLOPs and measurements of a step, as metrics.jsonl and the terminal show them."""
+"""The time and the measurements of a step, as metrics.jsonl and the terminal show them."""
 
 import math
 import resource
@@ -7,88 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from fsdpctl.comm.waits import Mark, Seconds, mark, seconds_between
-from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.placement import known_gpu
-from fsdpctl.config.schema import Config
 from fsdpctl.optim.record import StepFigures
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFlops:
-    """The FLOPs per token of a model, and the peak FLOP/s of the devices."""
-
-    per_token: int  # forward and backward, without recomputation
-    peak: float | None  # FLOP/s of all ranks together; None: unknown
-
-    def utilization(self, tokens_per_second: float) -> float | None:
-        """Return the model FLOPs utilization, MFU (Chowdhery et al., PaLM, 2022)."""
-        return None if self.peak is None else self.per_token * tokens_per_second / self.peak
-
-
-def model_flops(config: Config, module: nn.Module, device: torch.device, ranks: int) -> ModelFlops:
-    """Return the FLOPs of a run on `ranks` devices like `device`."""
-    peak, _ = _peak(config, device)
-    num_params = sum(param.numel() for param in module.parameters())
-    per_token = flops_per_token(config.model, num_params, config.train.seq_len)
-    per_token -= 2 * _num_frozen(module)
-    return ModelFlops(per_token, None if peak is None else peak * ranks)
-
-
-def describe_flops(config: Config, module: nn.Module) -> str:
-    """Describe the FLOPs per token and the peak that the MFU is relative to."""
-    device = torch.device(str(config.launch.device))
-    peak, of = _peak(config, device)
-    per_token = model_flops(config, module, device, 1).per_token
-    share = f"n/a: {of}" if peak is None else f"of {peak / 1e12:,.0f} TFLOP/s per rank ({of})"
-    size, unit = (1e9, "GFLOP") if per_token >= 1e9 else (1e6, "MFLOP")
-    return f"{per_token / size:,.2f} {unit} per token, forward and backward; MFU {share}"
-
-
-def _peak(config: Config, device: torch.device) -> tuple[float | None, str]:
-    """Return the peak FLOP/s of a device and its name, or None and the reason."""
-    if device.type != "cuda":
-        return None, "no peak FLOP/s known for a CPU"
-    if config.precision.param_dtype != "bfloat16":
-        return None, f"peak FLOP/s known for bfloat16 only, not {config.precision.param_dtype}"
-    name = torch.cuda.get_device_name(device)
-    peak = peak_flops(name)
-    return peak, f"no peak FLOP/s known for {name}" if peak is None else f"{name} in bfloat16"
-
-
-def _num_frozen(module: nn.Module) -> int:
-    """Count frozen parameters of matrix products: without a gradient, each saves 2 FLOPs per token.
-
-    Every frozen parameter is assumed to propagate the gradient of an activation.
-    """
-    looked_up = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
-    looked_up -= {id(each.weight) for each in module.modules() if isinstance(each, nn.Linear)}
-    params = (param for param in module.parameters() if not param.requires_grad)
-    return sum(param.numel() for param in params if id(param) not in looked_up)
-
-
-def flops_per_token(model: ModelConfig, num_params: int, seq_len: int) -> int:
-    """Return 6 (N - N_embedding) + 12 L h s as torchtitan: h is the total width of a layer's heads.
-
-    An embedding is a lookup and does not count, unless it is also the output head.
-    Attention counts as if every token saw all `seq_len`; causal masking does not halve it.
-    """
-    assert model.vocab_size is not None
-    if not model.tie_embeddings:
-        num_params -= model.vocab_size * model.hidden_size
-    if model.architecture == "gpt2":
-        num_params -= model.max_seq_len * model.hidden_size
-    heads = model.num_heads * (model.head_dim or model.hidden_size // model.num_heads)
-    return 6 * num_params + 12 * model.num_layers * heads * seq_len
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Return the peak FLOP/s in bf16 of a device by its name, or None if unknown."""
-    gpu = known_gpu(device_name)
-    return None if gpu is None else gpu.peak
-
+from fsdpctl.run.flops import ModelFlops
 
 Phase = Literal["data", "compute", "optimizer"]
 

@@ -17,8 +17,8 @@ from fsdpctl.plan.engines import OURS
 from fsdpctl.plan.strategy import effective_strategy, get_strategy
 from fsdpctl.resolve.run import Opened, Settled
 from fsdpctl.run.directory import Look, Standing, changes
+from fsdpctl.run.flops import describe_flops
 from fsdpctl.run.progress import format_bytes
-from fsdpctl.run.step_metrics import describe_flops
 
 _SHOWN_RANKS = 8
 _OWNED = 4  # the master weight, the gradient and two moments of each element

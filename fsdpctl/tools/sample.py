@@ -1,9 +1,8 @@
-"""The model of a checkpoint or a Hugging Face directory: its loss on data, and text from it."""
+"""Text generation with the model of a checkpoint or a Hugging Face directory."""
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -13,25 +12,17 @@ from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.pretrained import attached_files, open_weights, read_assets, whole_weights
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
-from fsdpctl.comm.base import Collectives
-from fsdpctl.config.auto import Selection
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.model_path import is_hugging_face, model_words
-from fsdpctl.config.schema import Config, PrefetchConfig
-from fsdpctl.config.sealed import MANIFEST, read_sealed
+from fsdpctl.config.model_path import is_hugging_face
+from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_of_checkpoint
-from fsdpctl.data.batches import Batches
 from fsdpctl.data.chats.formats import Message
 from fsdpctl.data.chats.preview import prompt_tokens
 from fsdpctl.data.tokenizer import BYTES, TOKENIZER_JSON, ByteTokenizer, FileTokenizer
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.plan.engines import has_strategy
-from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.run import Opened, settle
 from fsdpctl.run.assets import ends_of
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.callbacks.sample import Sampling, generate
-from fsdpctl.train.loss import validation_loss
 
 
 class TextGenerator:
@@ -154,70 +145,3 @@ def _opened(source: Path) -> tuple[Config, Tensors, dict[str, bytes]]:
     reader = CheckpointReader(source)
     config = config_of_checkpoint(reader.manifest.config, str(reader))
     return config, whole_weights(reader), attached_files(reader)
-
-
-_OF_THE_DATA = ("data", "train.seq_len")
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """The result of an evaluation."""
-
-    loss: float  # nats per token
-    perplexity: float
-    bits_per_byte: float | None  # None if the size of the text is unknown
-    tokens: int  # number of predicted tokens
-
-
-def words_of(source: Path) -> list[str]:
-    """Return the settings of the model in a checkpoint or directory, with its training data."""
-    model_words(str(source))  # raises an error if there is no model
-    words = ["model=hf", f"model.path={source}", "launch.nproc_per_node=1"]
-    if (source / MANIFEST).exists():
-        known: dict[str, str] = read_sealed(source)["config"]
-        words += [
-            f"{name}={text}"
-            for name, text in known.items()
-            if name.startswith(_OF_THE_DATA) and name != "data.tokenizer"
-        ]
-    return words
-
-
-def evaluate_run(opened: Opened, on_batch: Callable[[int, int], None]) -> Evaluation:
-    """Compute the loss on the validation data, or on all data if nothing is held out.
-
-    `on_batch` is called with the number of completed batches, and of all batches.
-
-    Raises:
-        CheckpointError: If the weights are corrupted.
-    """
-    # All strategies compute the same on one rank: `auto` selects none.
-    engine = opened.config.engine.name
-    strategy = next(name for name, row in STRATEGIES.items() if has_strategy(engine, row))
-    settled = settle(opened.config, Selection(strategy, "none", PrefetchConfig(), None))
-    config, data = settled.config, opened.data
-    stream = data.val or data.train
-    device = torch.device(str(config.launch.device))
-    model = make_model(config, device, strategy="no_shard", empty=True)
-    load_weights(open_weights(config.model), model)
-    batches = Batches(stream.rows(config.train.seq_len), settled.batches, 0, data.vocab_size)
-    total = batches.num_validation_batches(0)
-
-    def tell(number: int) -> bool:
-        on_batch(number, total)
-        return True
-
-    loss = validation_loss(
-        model,
-        batches,
-        Collectives(),
-        device,
-        at_most=0,
-        chunk_tokens=config.train.loss_chunk_tokens or 0,
-        goes_on=tell,
-    )
-    assert loss is not None
-    bits = None
-    if stream.num_bytes:
-        bits = loss / math.log(2) * stream.num_tokens / stream.num_bytes
-    return Evaluation(loss, math.exp(min(loss, 700.0)), bits, batches.rows.num_targets)

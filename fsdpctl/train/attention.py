@@ -17,8 +17,8 @@ from fsdpctl.models.attention import AttentionMask, attend, layer_masks
 from fsdpctl.models.documents import ASSUMED_TOKENS, Documents, make_documents
 from fsdpctl.models.kernels import can_undo, using
 from fsdpctl.plan.attention import CUDNN, EFFICIENT, KERNELS, MATH
+from fsdpctl.resolve.attention import candidates, with_kernel
 from fsdpctl.resolve.machine import with_architecture
-from fsdpctl.resolve.preflight import candidates, with_kernel
 from fsdpctl.run.directory import rewrite_config
 
 _WARM_UP, _ROUNDS = 2, 5

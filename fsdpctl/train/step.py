@@ -16,7 +16,8 @@ from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import Limits, LocalStepStats, StepRecord, record_step
 from fsdpctl.optim.schedule import lr_factor
 from fsdpctl.optim.sgd import ShardedSGD
-from fsdpctl.run.step_metrics import ModelFlops, StepClock, StepMetrics, peak_memory
+from fsdpctl.run.flops import ModelFlops
+from fsdpctl.run.step_metrics import StepClock, StepMetrics, peak_memory
 from fsdpctl.shards import TrainedModel
 from fsdpctl.train.loss import summed_loss
 

@@ -10,7 +10,7 @@ from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.errors import NonFiniteError, StoppedError
 from fsdpctl.optim.record import LocalStepStats
-from fsdpctl.run.step_metrics import model_flops
+from fsdpctl.run.flops import model_flops
 from fsdpctl.train.callback import Callback, is_joint
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
 from fsdpctl.train.journal import Journal

@@ -14,7 +14,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import placed_for_estimate
-from fsdpctl.resolve.preflight import (
+from fsdpctl.resolve.attention import (
     assumed_of,
     candidates,
     check_attention,

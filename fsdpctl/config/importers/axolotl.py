@@ -2,6 +2,7 @@
 
 import re
 
+from fsdpctl.config.importers.models import settings_of_model
 from fsdpctl.config.importers.parts import (
     TOO_HIGH,
     UNUSED_OF_FSDP,
@@ -9,7 +10,6 @@ from fsdpctl.config.importers.parts import (
     read_fsdp,
     read_optimizer,
     read_zero,
-    settings_of_model,
     unsupported_degree,
 )
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey

@@ -1,13 +1,9 @@
-"""Parts that several tools share: models, optimizers, FSDP and DeepSpeed."""
+"""Parts that several tools share: optimizers by transformers' names, FSDP, and DeepSpeed."""
 
-import os
-import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.config.hub_cache import local_model
-from fsdpctl.config.hugging_face import CONFIG_JSON
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.translation import Translation
 from fsdpctl.config.synonyms import NOT_SUPPORTED
@@ -157,43 +153,3 @@ def read_zero(found: Translation, source: SourceConfig, section: str, stage_key:
         keys = (f"{section}offload_{what}_device", f"{section}offload_{what}.device")
         if (offload := source.take(*keys)) and not offload.is_off:
             found.exclude(offload, f"model states are estimated on the device; {TOO_HIGH}")
-
-
-# Names on the Hub without their owner. They match in full, so that quantized models and models of
-# another size don't match.
-_ON_THE_HUB = {
-    r"(meta-)?llama-3(\.1)?-8b(-instruct)?": "llama3_8b",
-    r"(meta-)?llama-3(\.[13])?-70b(-instruct)?": "llama3_70b",
-    r"(meta-)?llama-3\.1-405b(-instruct)?": "llama3_405b",
-    r"llama-3\.2-1b(-instruct)?": "llama3_1b",
-    r"llama-2-7b(-chat)?(-hf)?": "llama2_7b",
-    r"qwen3-4b(-base|-instruct-2507|-thinking-2507)?": "qwen3_4b",
-    r"gpt2": "gpt2",
-}
-
-
-def settings_of_model(name: str) -> tuple[str, ...]:
-    """Return the settings for a directory or a name on the Hub, empty if the name is unknown.
-
-    Raises:
-        UsageError: If the directory has no model.
-    """
-    folder = Path(os.path.expanduser(name))
-    if folder.is_dir():
-        if not (folder / CONFIG_JSON).is_file():
-            raise UsageError(f"{name}: {CONFIG_JSON} not found")
-        return ("model=hf", f"model.path={name}")
-    for weights, init in ((True, ()), (False, ("model.init=random",))):
-        if _is_cached(name, weights=weights):
-            return ("model=hf", f"model.path={name}", *init)
-    last = name.rsplit("/", 1)[-1].partition("@")[0].lower()
-    last = re.sub(r"-(fp|bf)16$", "", last)
-    known = (choice for form, choice in _ON_THE_HUB.items() if re.fullmatch(form, last))
-    return tuple(f"model={choice}" for choice in known)
-
-
-def _is_cached(name: str, *, weights: bool) -> bool:
-    try:
-        return local_model(name, weights=weights) != name
-    except UsageError:
-        return False

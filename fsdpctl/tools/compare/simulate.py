@@ -16,8 +16,8 @@ from fsdpctl.estimate.search import choose
 from fsdpctl.estimate.traffic import sent_in_step
 from fsdpctl.predict.simulator import chrome_trace
 from fsdpctl.resolve.machine import resolved_strategy, world_size
+from fsdpctl.run.flops import flops_per_token
 from fsdpctl.run.progress import format_bytes
-from fsdpctl.run.step_metrics import flops_per_token
 from fsdpctl.tools.compare.row import OK, REFUSED, TOO_LARGE, Row
 from fsdpctl.tools.compare.vary import Variant
 

@@ -199,7 +199,7 @@ def test_known_names_on_the_hub_become_options(tmp_path, name, choice):
 
 
 def test_options_for_known_names_exist():
-    from fsdpctl.config.importers import parts as models
+    from fsdpctl.config.importers import models
     from fsdpctl.config.recipe import choices_of
 
     assert {*models._ON_THE_HUB.values()} <= set(choices_of("model"))

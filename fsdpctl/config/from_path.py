@@ -1,0 +1,73 @@
+"""The settings of the model in `model.path`, and of the adapters in `model.lora.path`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from fsdpctl.config.hub_cache import local_model
+from fsdpctl.config.keys import Value
+from fsdpctl.config.model_path import LORA_KEYS, SHAPE_KEYS, is_checkpoint, model_words
+from fsdpctl.config.peft import ADAPTER_KEYS, adapter_words
+from fsdpctl.config.schema import KEYS
+from fsdpctl.config.serialize import known_key
+from fsdpctl.errors import CheckpointError, UsageError
+
+FROM_PATH = "hf"  # the option for a model that a directory describes
+
+
+def with_model(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Replace a name on the Hub in `model.path` by its cached directory."""
+    given = dict(pairs)
+    if given.get("model") != FROM_PATH:
+        return pairs
+    weights = given.get("model.init") != "random"
+    return [
+        (name, local_model(text, weights=weights) if name == "model.path" else text)
+        for name, text in pairs
+    ]
+
+
+def values_of_path(choices: Mapping[str, str], given: Mapping[str, str]) -> dict[str, Value]:
+    """Return the settings of the model in `model.path` if `model=hf`."""
+    path = given.get("model.path")
+    if choices.get("model") != FROM_PATH:
+        for name in ("path", "init"):
+            if given.get(f"model.{name}") not in (None, "auto", "random"):
+                raise UsageError(
+                    f"model.{name}={given[f'model.{name}']}: only valid with model={FROM_PATH}"
+                )
+        return {}
+    if path is None:
+        raise UsageError(f"model={FROM_PATH}: model.path is required, such as model.path=DIR")
+    folder = str(KEYS["model.path"].parse(path))
+    words = model_words(folder)
+    try:
+        values = {name: known_key(name).parse(text) for name, text in words.items()}
+    except UsageError as error:
+        refusal = CheckpointError if is_checkpoint(Path(folder)) else UsageError
+        raise refusal(f"model.path={path}: {error}") from None
+    fixed = SHAPE_KEYS + (LORA_KEYS if "model.lora.rank" in words else ())
+    for name in fixed if given.get("model.init") != "random" else ():
+        if name in given and values.get(name, KEYS[name].default) != KEYS[name].parse(given[name]):
+            raise UsageError(
+                f"{name}={given[name]}: conflicts with the weights in model.path={path} of "
+                f"{words.get(name, 'another value')}; set model.init=random to ignore them"
+            )
+    return values
+
+
+def values_of_adapters(choices: Mapping[str, str], given: Mapping[str, str]) -> dict[str, Value]:
+    """Return the settings of the adapters in `model.lora.path`, if it is set."""
+    path = given.get("model.lora.path")
+    if path is None:
+        return {}
+    if choices.get("model") != FROM_PATH:
+        raise UsageError(f"model.lora.path={path}: only valid with model={FROM_PATH}")
+    words = adapter_words(str(KEYS["model.lora.path"].parse(path)))
+    try:
+        values = {name: KEYS[name].parse(text) for name, text in words.items()}
+    except UsageError as error:
+        raise UsageError(f"model.lora.path={path}: {error}") from None
+    for name in ADAPTER_KEYS:
+        if name in given and values[name] != KEYS[name].parse(given[name]):
+            raise UsageError(f"{name}={given[name]}: model.lora.path={path} has {words[name]}")
+    return values

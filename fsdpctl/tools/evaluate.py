@@ -1,0 +1,90 @@
+"""The loss of a checkpoint or a Hugging Face directory on data."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fsdpctl.checkpoint.load import load_weights
+from fsdpctl.checkpoint.pretrained import open_weights
+from fsdpctl.comm.base import Collectives
+from fsdpctl.config.auto import Selection
+from fsdpctl.config.model_path import model_words
+from fsdpctl.config.schema import PrefetchConfig
+from fsdpctl.config.sealed import MANIFEST, read_sealed
+from fsdpctl.data.batches import Batches
+from fsdpctl.plan.engines import has_strategy
+from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.resolve.run import Opened, settle
+from fsdpctl.train.assemble import make_model
+from fsdpctl.train.loss import validation_loss
+
+_OF_THE_DATA = ("data", "train.seq_len")
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The result of an evaluation."""
+
+    loss: float  # nats per token
+    perplexity: float
+    bits_per_byte: float | None  # None if the size of the text is unknown
+    tokens: int  # number of predicted tokens
+
+
+def words_of(source: Path) -> list[str]:
+    """Return the settings of the model in a checkpoint or directory, with its training data."""
+    model_words(str(source))  # raises an error if there is no model
+    words = ["model=hf", f"model.path={source}", "launch.nproc_per_node=1"]
+    if (source / MANIFEST).exists():
+        known: dict[str, str] = read_sealed(source)["config"]
+        words += [
+            f"{name}={text}"
+            for name, text in known.items()
+            if name.startswith(_OF_THE_DATA) and name != "data.tokenizer"
+        ]
+    return words
+
+
+def evaluate_run(opened: Opened, on_batch: Callable[[int, int], None]) -> Evaluation:
+    """Compute the loss on the validation data, or on all data if nothing is held out.
+
+    Args:
+        opened: The model in `model.path` and the data, on one rank.
+        on_batch: Called with the number of completed batches, and of all batches.
+
+    Raises:
+        CheckpointError: If the weights are corrupted.
+    """
+    # All strategies compute the same on one rank: `auto` selects none.
+    engine = opened.config.engine.name
+    strategy = next(name for name, row in STRATEGIES.items() if has_strategy(engine, row))
+    settled = settle(opened.config, Selection(strategy, "none", PrefetchConfig(), None))
+    config, data = settled.config, opened.data
+    stream = data.val or data.train
+    device = torch.device(str(config.launch.device))
+    model = make_model(config, device, strategy="no_shard", empty=True)
+    load_weights(open_weights(config.model), model)
+    batches = Batches(stream.rows(config.train.seq_len), settled.batches, 0, data.vocab_size)
+    total = batches.num_validation_batches(0)
+
+    def tell(number: int) -> bool:
+        on_batch(number, total)
+        return True
+
+    loss = validation_loss(
+        model,
+        batches,
+        Collectives(),
+        device,
+        at_most=0,
+        chunk_tokens=config.train.loss_chunk_tokens or 0,
+        goes_on=tell,
+    )
+    assert loss is not None
+    bits = None
+    if stream.num_bytes:
+        bits = loss / math.log(2) * stream.num_tokens / stream.num_bytes
+    return Evaluation(loss, math.exp(min(loss, 700.0)), bits, batches.rows.num_targets)
