@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fsdpctl.checkpoint.cast import EXPORT_DTYPES, FLOATS, cast
 from fsdpctl.checkpoint.manifest import (
     BUFFER,
     INDEX_JSON,
@@ -21,7 +22,7 @@ from fsdpctl.checkpoint.manifest import (
     tensor_key,
     unknown_digests,
 )
-from fsdpctl.checkpoint.merge import EXPORT_DTYPES, cast, exported_weights
+from fsdpctl.checkpoint.merge import exported_weights
 from fsdpctl.checkpoint.pretrained import attached_files
 from fsdpctl.checkpoint.publish import (
     WRITTEN,
@@ -35,7 +36,6 @@ from fsdpctl.checkpoint.publish import (
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensor_file import (
-    FLOATS,
     TensorEntry,
     check_by_reference,
     make_header,

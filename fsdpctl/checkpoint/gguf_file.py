@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdpctl.checkpoint.cast import FLOATS, cast
 from fsdpctl.checkpoint.gguf_tokenizer import write_tokenizer
 from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, tensor_key
-from fsdpctl.checkpoint.merge import cast, exported_weights
+from fsdpctl.checkpoint.merge import exported_weights
 from fsdpctl.checkpoint.pretrained import attached_files
 from fsdpctl.checkpoint.publish import Exported, check_space
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
-from fsdpctl.checkpoint.tensor_file import FLOATS, ITEMSIZES, sync
+from fsdpctl.checkpoint.tensor_file import ITEMSIZES, sync
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.errors import UsageError

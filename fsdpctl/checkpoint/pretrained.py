@@ -138,10 +138,8 @@ def _hugging_face_weights(folder: Path, model: ModelConfig) -> FileTensors:
         UsageError: If there are no safetensors files.
         CheckpointError: If one is missing, truncated or invalid.
     """
-    prefix = "transformer." if model.architecture == "gpt2" else "model."
-    kept = (prefix, "lm_head.")  # else only the decoder was saved
     found = {
-        name if name.startswith(kept) else prefix + name: (file, file.entries[name])
+        _full_name(name, model): (file, file.entries[name])
         for name, file in _files_of_weights(folder).items()
         if not name.endswith(_CONSTANTS)
     }
@@ -163,6 +161,12 @@ def _check_tied(weights: FileTensors, embedding: str) -> None:
             f"{weights}: {_HEAD} differs from {embedding}, but config.json ties them; set "
             "model.tie_embeddings=false to load both"
         )
+
+
+def _full_name(name: str, model: ModelConfig) -> str:
+    """Return the name in the full model, if only its decoder was saved."""
+    prefix = "transformer." if model.architecture == "gpt2" else "model."
+    return name if name.startswith((prefix, "lm_head.")) else prefix + name
 
 
 def _files_of_weights(folder: Path) -> dict[str, TensorFile]:

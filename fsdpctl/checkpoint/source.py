@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from fsdpctl.checkpoint.cast import FLOATS
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, TensorInfo, parameter_name, tensor_key
-from fsdpctl.checkpoint.tensor_file import FLOATS, ITEMSIZES, TensorEntry, TensorFile
+from fsdpctl.checkpoint.tensor_file import ITEMSIZES, TensorEntry, TensorFile
 from fsdpctl.errors import CheckpointError
 from fsdpctl.plan.layout import Span
 

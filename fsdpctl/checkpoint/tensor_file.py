@@ -25,7 +25,6 @@ ITEMSIZES = {
     "F64": 8, "F32": 4, "BF16": 2, "F16": 2,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-FLOATS = ("F64", "F32", "BF16", "F16")
 CHUNK_BYTES = 1 << 20  # read and verified at a time; a multiple of every item's size
 _BEGIN_BYTES = 32 << 20
 # Larger writes use larger pages, which a virtual machine may have to request from its host.

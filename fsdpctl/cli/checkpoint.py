@@ -84,9 +84,9 @@ def consolidate_checkpoint(
     if format == "peft":
         _write_peft(source, destination, overwrite=overwrite)
         return
+    from fsdpctl.checkpoint.cast import EXPORT_DTYPES
     from fsdpctl.checkpoint.consolidate import consolidate
     from fsdpctl.checkpoint.gguf_file import write_gguf
-    from fsdpctl.checkpoint.merge import EXPORT_DTYPES
     from fsdpctl.checkpoint.pretrained import whole_weights
     from fsdpctl.checkpoint.publish import check_destination
     from fsdpctl.checkpoint.source import weight_bytes

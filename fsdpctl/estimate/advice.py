@@ -8,8 +8,8 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator, batches_of
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.strategy import get_strategy, sharded_over_copies
+from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import resolved_strategy, world_size
-from fsdpctl.resolve.run import loss_chunk_tokens
 
 _CHANGES = 3
 _MOST_NODES = 1 << 10

@@ -16,6 +16,7 @@ from fsdpctl.plan.strategy import STRATEGIES, get_strategy
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.step_estimate import estimate_steps
 from fsdpctl.resolve.attention import assumed_of, check_attention
+from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import (
     check_length,
     placed_on_cluster,
@@ -23,7 +24,6 @@ from fsdpctl.resolve.machine import (
     with_batch_size,
     world_size,
 )
-from fsdpctl.resolve.run import loss_chunk_tokens
 
 _MOST_TRACED = 64  # models that are kept
 _traced: OrderedDict[tuple[object, ...], TracedModel] = OrderedDict()

@@ -16,8 +16,8 @@ from fsdpctl.predict.network import Group
 from fsdpctl.predict.recorder import RankGroup
 from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
 from fsdpctl.predict.task_recorder import Machine, TaskRecorder
+from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import world_size
-from fsdpctl.resolve.run import loss_chunk_tokens
 
 
 @dataclass(frozen=True, slots=True)

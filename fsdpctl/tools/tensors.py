@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpctl.checkpoint.merge import numbers
+from fsdpctl.checkpoint.cast import numbers
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.plan.layout import Span
 

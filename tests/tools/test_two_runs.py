@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from fsdpctl.checkpoint.cast import numbers
 from fsdpctl.checkpoint.consolidate import shard_weights
 from fsdpctl.checkpoint.manifest import PARAMETER, Progress, TensorInfo
-from fsdpctl.checkpoint.merge import numbers
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.errors import CheckpointError, UsageError

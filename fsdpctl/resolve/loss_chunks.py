@@ -1,0 +1,31 @@
+"""The number of tokens of a micro-batch whose logits exist at the same time."""
+
+from fsdpctl.config.schema import Config
+from fsdpctl.errors import UsageError
+
+_CHUNK_BYTES = 128 << 20  # of float32 logits
+_LEAST_CHUNK_TOKENS = 1024
+_MOST_CHUNKS = 128  # each costs kernels, and time in every estimate
+
+
+def loss_chunk_tokens(config: Config, micro_batch_size: int) -> int:
+    """Return the tokens of a chunk, or 0 if the logits are small enough to exist all at once.
+
+    A chunk is never so small that matrix products become slow.
+
+    Raises:
+        UsageError: If `train.loss_chunk_tokens` makes too many chunks.
+    """
+    tokens = micro_batch_size * config.train.seq_len
+    least = -(-tokens // _MOST_CHUNKS)
+    asked = config.train.loss_chunk_tokens
+    if asked is not None:
+        if 0 < asked < least:
+            raise UsageError(
+                f"train.loss_chunk_tokens={asked}: {tokens:,} tokens of a micro-batch would be "
+                f"more than {_MOST_CHUNKS} chunks; expected at least {least}"
+            )
+        return asked
+    assert config.model.vocab_size is not None
+    chunk = max(_LEAST_CHUNK_TOKENS, _CHUNK_BYTES // (4 * config.model.vocab_size), least)
+    return chunk if tokens >= 2 * chunk else 0
