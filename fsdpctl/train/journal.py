@@ -3,8 +3,8 @@
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,10 +111,8 @@ class Loggers(Callback):
             self._begin("wandb", lambda: _Wandb(config, run_dir))
 
     def _begin(self, name: str, make: Callable[[], Logger]) -> None:
-        try:
+        with self._dropping(name):
             self._loggers[name] = make()
-        except Exception as error:
-            self._drop(name, error)
 
     def line(self, line: Mapping[str, Any]) -> None:
         """Log the numbers in a line of metrics.jsonl."""
@@ -132,10 +130,8 @@ class Loggers(Callback):
 
     def _each(self, call: Callable[[Logger], None]) -> None:
         for name, each in list(self._loggers.items()):
-            try:
+            with self._dropping(name):
                 call(each)
-            except Exception as error:
-                self._drop(name, error)
 
     def end(self, run: "Trainer", error: BaseException | None) -> None:
         """Send the remaining values for a limited time, shorter if an error is to be reported."""
@@ -150,15 +146,18 @@ class Loggers(Callback):
         self._loggers.clear()
 
     def _close(self, name: str, logger: Logger, well: bool) -> None:
-        try:
+        with self._dropping(name):
             logger.close(well=well)
-        except Exception as error:
-            self._drop(name, error)
 
-    def _drop(self, name: str, error: Exception) -> None:
-        self._loggers.pop(name, None)
-        cause = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
-        self._warn(f"log.{name}: {cause}; the run continues without it")
+    @contextmanager
+    def _dropping(self, name: str) -> Iterator[None]:
+        """Drop a logger that fails."""
+        try:
+            yield
+        except Exception as error:
+            self._loggers.pop(name, None)
+            cause = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
+            self._warn(f"log.{name}: {cause}; the run continues without it")
 
 
 def _wandb_id(run_dir: Path) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.checkpoint.base import Ranks
-from fsdpctl.checkpoint.folders import LATEST, Retention, point_to, remove_old, step_folder
+from fsdpctl.checkpoint.folders import LATEST, point_to, remove_old, step_folder
 from fsdpctl.checkpoint.manifest import BaseInfo, Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.save import Snapshot, rank_pieces, take_snapshot, write_checkpoint
@@ -81,7 +81,7 @@ class Saver:
         """
         self._checkpoints = run_dir / CHECKPOINTS
         self._settings = words_for_others(config)
-        self._keep = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every)
+        self._keep = config.checkpoint
         self._ranks = ranks
         self._after_save = after_save
         self._base = base
