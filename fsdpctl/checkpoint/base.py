@@ -33,6 +33,9 @@ from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.models.registry import initialize_parameter
 from fsdpctl.plan.layout import Span
 
+T = TypeVar("T")
+_CHUNK_BYTES = 1 << 26  # per checksum
+
 
 class InitialAdapters:
     """Adapters that are initialized when they are read, each by its name and the seed."""
@@ -89,10 +92,6 @@ def first_weights(model: ModelConfig, module: nn.Module, seed: int, base: Tensor
 def weights_in_model_path(model: ModelConfig, module: nn.Module, seed: int) -> Tensors:
     """Return `first_weights` of the model in `model.path`."""
     return first_weights(model, module, seed, open_weights(model))
-
-
-T = TypeVar("T")
-_CHUNK_BYTES = 1 << 26  # per checksum
 
 
 class Ranks(Protocol):

@@ -21,6 +21,14 @@ from fsdpctl.plan.layout import Span
 
 SPANS = "fsdpctl.spans"  # the header's metadata key
 _DIGEST_BYTES = 16
+_MOST = 1 << 60  # bytes, elements, steps
+_MOST_ACCEPTED = 1 << 10
+_RANK_FILE = r"rank-\d{5,}\.safetensors"
+_ATTACHMENT = r".*\.(json|jinja|model|txt)"  # data files only, nothing executable
+Count = Annotated[int, Meta(ge=0, le=_MOST)]
+INDEX_JSON = "model.safetensors.index.json"
+ASSETS = (CONFIG_JSON, "generation_config.json", *TOKENIZER_FILES)  # files next to weights
+PARAMETER, BUFFER = "model", "buffer"  # kinds of tensors; other kinds are optimizer states
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +117,6 @@ def spans_from_json(text: str, where: str) -> dict[str, StoredSpan]:
         }
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}") from None
-
-
-_MOST = 1 << 60  # bytes, elements, steps
-_MOST_ACCEPTED = 1 << 10
-_RANK_FILE = r"rank-\d{5,}\.safetensors"
-_ATTACHMENT = r".*\.(json|jinja|model|txt)"  # data files only, nothing executable
-Count = Annotated[int, Meta(ge=0, le=_MOST)]
-
-INDEX_JSON = "model.safetensors.index.json"
-ASSETS = (CONFIG_JSON, "generation_config.json", *TOKENIZER_FILES)  # files next to weights
-PARAMETER, BUFFER = "model", "buffer"  # kinds of tensors; other kinds are optimizer states
 
 
 def tensor_key(kind: str, name: str) -> str:

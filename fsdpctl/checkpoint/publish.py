@@ -28,6 +28,7 @@ from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.files import refusing
 
 _SPARE_BYTES = 1 << 20  # for the manifest and directory entries
+WRITTEN = {"fsdpctl": "consolidated"}  # in the metadata of exported tensor files
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +131,6 @@ def write_manifest(
     for name, content in about.attachments.items():
         write_synced(folder / name, content)
     write_synced(folder / MANIFEST, manifest.to_json().encode())
-
-
-WRITTEN = {"fsdpctl": "consolidated"}  # in the metadata of exported tensor files
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from fsdpctl.tools.two_runs import TwoRuns
 
 _MOST_NAMED = 5  # runs
+_SHOWN = 20  # tensors
+_NOT_SET = "not set"
 
 
 def status(
@@ -133,10 +135,6 @@ def _checkpoint(newest: "Newest") -> str:
         f"step {newest.step}, {format_seconds(newest.age_seconds)} ago, "
         f"{format_bytes(newest.num_bytes)}, {newest.problem or 'complete'}"
     )
-
-
-_SHOWN = 20  # tensors
-_NOT_SET = "not set"
 
 
 def compare_runs(

@@ -13,6 +13,9 @@ from fsdpctl.io.documents import MIB, read_yaml
 from fsdpctl.io.files import read_text_file
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_MOST_SETTINGS = 10_000  # aliases turn few lines into many
+_MOST_DEEP = 8
+_FREE_GROUPS = ("model", "prefetch", "precision", "cluster")  # whose options only set values
 
 
 def package_folder(name: str) -> Path:
@@ -43,11 +46,6 @@ def choices_below(folder: Path) -> Iterator[str]:
     for file in folder.glob("*.yaml"):
         if file.is_file() and _NAME.fullmatch(file.stem) and file.stem != "null":
             yield file.stem
-
-
-_MOST_SETTINGS = 10_000  # aliases turn few lines into many
-_MOST_DEEP = 8
-_FREE_GROUPS = ("model", "prefetch", "precision", "cluster")  # whose options only set values
 
 
 def recipe_names() -> list[str]:

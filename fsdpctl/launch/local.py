@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _FILES, _FILES_PER_RANK = 128, 16  # open files of a launcher, with a reserve
 _BARRIER_SECONDS = 1  # short, because launchers wait for each other on their own
 _NO_SIGNAL = "SIGURG"  # the only signal that the agent handles: one that is never sent
+_STDERR = 2
 
 
 def launch_workers(
@@ -217,9 +218,6 @@ def _environment(launch: LaunchConfig, interface: str | None, *, is_alone: bool)
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-_STDERR = 2
 
 
 class StoppedEarlyError(BaseException):

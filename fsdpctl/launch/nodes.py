@@ -21,6 +21,10 @@ from fsdpctl.launch.rendezvous import (
 )
 
 _STOPPED, _UNINTERRUPTIBLE = "T", "D"
+_BEAT_SECONDS = 1.0
+_SILENCE_SECONDS = 30.0  # without a heartbeat: a shorter network failure does no harm
+_STATES_SECONDS = 5.0  # for other nodes to send the states of their ranks
+_LEAVE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +86,6 @@ def report(states: Sequence[RankState], limit: float, *, is_usual: bool = True) 
         f"launch.hang_timeout={limit:g} s" if is_usual else f"{limit:g} s before its first step"
     )
     return f"no progress for more than {setting}: {named}{more}"
-
-
-_BEAT_SECONDS = 1.0
-_SILENCE_SECONDS = 30.0  # without a heartbeat: a shorter network failure does no harm
-_STATES_SECONDS = 5.0  # for other nodes to send the states of their ranks
-_LEAVE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)

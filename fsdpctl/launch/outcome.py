@@ -16,6 +16,7 @@ _SAME_ACCIDENT_SECONDS = 5  # the agent's own SIGKILL comes half a minute after 
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
 _ENDED_BY_SIGNAL = re.compile(r"Signal \d+ \(\w+\) received by PID \d+")  # the agent's message
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+_ROOT = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +159,6 @@ def failure_of(rank: int, found: Any, *, short_of_memory: bool = False) -> Failu
     code = found.exitcode
     starved = short_of_memory and code == -signal.SIGKILL
     return Failure(rank, socket.gethostname(), code, text, int(found.timestamp), starved)
-
-
-_ROOT = Path("/sys/fs/cgroup")
 
 
 def kills_so_far(root: Path = _ROOT, cgroup: Path = Path("/proc/self/cgroup")) -> int:

@@ -20,6 +20,9 @@ from fsdpctl.comm.world import PrefixStore, Store, TCPStore
 from fsdpctl.errors import UsageError
 
 LOOPBACK = "127.0.0.1"
+_PATIENCE = timedelta(seconds=60)
+T = TypeVar("T")
+_MOMENT = 0.5  # seconds
 
 
 def _addresses() -> dict[str, list[str]]:
@@ -89,9 +92,6 @@ def own_address(towards: str, interface: str | None) -> tuple[str, str]:
     if name is None:
         raise UsageError(f"launch.rdzv_endpoint: {address} is not on an interface of this machine")
     return address, name
-
-
-_PATIENCE = timedelta(seconds=60)
 
 
 def bound_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
@@ -173,10 +173,6 @@ class Rendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """Return True: there is nothing to close."""
         return True
-
-
-T = TypeVar("T")
-_MOMENT = 0.5  # seconds
 
 
 class StoreLostError(RuntimeError):

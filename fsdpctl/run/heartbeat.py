@@ -27,6 +27,7 @@ RUNNING, ENDED, STOPPED, FAILED = "running", "ended", "stopped", "failed"
 _MOST_BYTES = 1 << 16
 _EXPIRES = 18 * INTERVAL  # seconds; a network file system may show the file of a minute ago
 _CLOCK_SKEW = 2.0  # seconds between the start of a process and the time that it recorded for it
+_WIND_DOWN_SECONDS = 10.0  # in which the ranks of a killed launcher exit
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +125,6 @@ def _is_running(record: HeartbeatRecord) -> bool:
         return is_same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
-
-
-_WIND_DOWN_SECONDS = 10.0  # in which the ranks of a killed launcher exit
 
 
 class RunLock:

@@ -23,6 +23,8 @@ MEMORY = {  # by category
     "logits_and_loss": GREY,
     "workspaces": RED,
 }
+_GIB = 1 << 30
+_HEIGHT = 5.5  # inches, of the chart of a step
 
 
 def new_figure(heading: str, title: str, height: float) -> tuple[Any, Any]:
@@ -84,10 +86,6 @@ def outer_legend(axes: Any, *, reverse: bool = False) -> None:
         loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=9, markerscale=0.45,
         reverse=reverse,
     )  # fmt: skip
-
-
-_GIB = 1 << 30
-_HEIGHT = 5.5  # inches, of the chart of a step
 
 
 def draw_estimates(

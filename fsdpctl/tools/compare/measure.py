@@ -35,6 +35,14 @@ from fsdpctl.tools.compare.vary import Variant
 
 T = TypeVar("T")
 RUN_FOLDER = "runs"  # in the directory of a comparison
+_WARM_UP = 0.25  # share of the steps that are ignored
+_PARTS = (
+    "compute_seconds",
+    "exposed_communication_seconds",
+    "optimizer_seconds",
+    "data_seconds",
+)
+_PEAKS = ("peak_engine_bytes", "peak_tensor_bytes", "peak_reserved_bytes")
 
 
 @dataclass(slots=True)
@@ -166,16 +174,6 @@ def in_turn(variants: Sequence[T], number: int, num_rounds: int) -> list[T]:
     """Return the order in a round; as far as possible, each begins with a different variant."""
     first = number * max(len(variants) // num_rounds, 1) % max(len(variants), 1)
     return [*variants[first:], *variants[:first]]
-
-
-_WARM_UP = 0.25  # share of the steps that are ignored
-_PARTS = (
-    "compute_seconds",
-    "exposed_communication_seconds",
-    "optimizer_seconds",
-    "data_seconds",
-)
-_PEAKS = ("peak_engine_bytes", "peak_tensor_bytes", "peak_reserved_bytes")
 
 
 def round_of(run_dir: Path, kept: str | None) -> Round:

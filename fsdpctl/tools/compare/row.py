@@ -16,6 +16,8 @@ OK, REFUSED, TOO_LARGE, FAILED = "ok", "cannot run: ", "does not fit: ", "failed
 NOT_REACHED = "not measured: the comparison was stopped first"
 
 _TOLERANCE = 0.01  # relative, of a predicted speed: predictions closer than twice that are tied
+_NOTHING = "-"
+_COMPOUND = ("varied", "estimated_breakdown", "largest", "rounds", "tokens_per_second_spread")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +109,6 @@ class Row:
         return known or self.peak_engine_bytes
 
 
-_NOTHING = "-"
-_COMPOUND = ("varied", "estimated_breakdown", "largest", "rounds", "tokens_per_second_spread")
 Cell = Callable[[Row], str | None]
 
 

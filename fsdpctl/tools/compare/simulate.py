@@ -23,6 +23,8 @@ from fsdpctl.tools.compare.vary import Variant
 
 _OWNED = ("parameters", "gradients", "optimizer_states", "gathered_units", "reduce_buffers")
 _REST = "activations and the rest"
+TRACES = "traces"  # in the directory of a comparison
+_TERA = 1e12
 
 
 def with_memory(
@@ -64,10 +66,6 @@ def largest_models(
             with suppress(UsageError):
                 found = largest_model(estimator, config)
         yield found
-
-
-TRACES = "traces"  # in the directory of a comparison
-_TERA = 1e12
 
 
 @dataclass(slots=True)

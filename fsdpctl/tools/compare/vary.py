@@ -20,6 +20,8 @@ from fsdpctl.tools.compare.row import Row
 _SET_BY_COMPARE = dict.fromkeys(LENGTHS, "pass --steps to set the length of each run") | {
     "train.run_dir": "pass --out to keep the runs"
 }
+# Settings that bring other settings with them, which the recipe then omits.
+_SOURCES = ("model.path", "model.lora.path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +144,6 @@ def _has_alternatives(name: str) -> bool:
     if name in GROUPS:
         return True
     return name in KEYS and (KEYS[name].type != "text" or bool(KEYS[name].choices))
-
-
-# Settings that bring other settings with them, which the recipe then omits.
-_SOURCES = ("model.path", "model.lora.path")
 
 
 def check_recipe_file(path: Path) -> Path:

@@ -23,6 +23,7 @@ FOLDER = "profile"
 _TRACED = 3  # steps
 _SKIPPED = 2  # at a start: the first creates optimizer states, the second starts the tracer
 _SKIPPED_LATER = 1
+_MOST_ENTRIES = 100_000  # of the history; keeps the file below a few hundred MB
 
 
 class Profiling(Callback):
@@ -104,9 +105,6 @@ def _schedule(steps: int, skipped: int) -> Callable[[int], ProfilerAction]:
         return ProfilerAction.WARMUP if step == first - 1 else ProfilerAction.NONE
 
     return action
-
-
-_MOST_ENTRIES = 100_000  # of the history; keeps the file below a few hundred MB
 
 
 def watch_allocations(device: torch.device) -> None:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from fsdpctl.train.trainer import Trainer
 
 _STEPS = 3  # the first of which compiles and allocates; then the allocator has its size
+RESTART = "FSDPCTL_RESTART"  # in the environment
+_LONGEST = 2000  # characters of a message
 
 
 class Checks(Callback):
@@ -119,9 +121,6 @@ def _deviation(expected: float, measured: float, digits: int = 0) -> str:
     return f"{abs(off):.{digits}%} {'above' if off >= 0 else 'below'} measured"
 
 
-RESTART = "FSDPCTL_RESTART"  # in the environment
-
-
 @dataclass(frozen=True, slots=True)
 class Restart:
     """The cause and the cost of a restart."""
@@ -179,9 +178,6 @@ class RunReporter(Callback):
             peaks = [each for each in run.ranks.gather_objects(own) if each is not None]
             complete = len(peaks) == run.ranks.size
             run.write({"step": run.step, "peak_engine_bytes": max(peaks) if complete else None})
-
-
-_LONGEST = 2000  # characters of a message
 
 
 class Heartbeat(Callback):
