@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import write_report
+from fsdpctl.checkpoint.consolidate import shard_weights
 from fsdpctl.checkpoint.manifest import TensorInfo
 from fsdpctl.checkpoint.publish import About
-from fsdpctl.checkpoint.shard import shard_weights
 from fsdpctl.checkpoint.tensor_file import CHUNK_BYTES, ITEMSIZES, rank_file
 from fsdpctl.plan.layout import Span
 

@@ -17,11 +17,9 @@ from torch.multiprocessing.spawn import spawn
 from fsdpctl.comm.world import World
 from fsdpctl.config.schema import Config
 from fsdpctl.optim.record import Limits, LocalStepStats
-from fsdpctl.tools.compare.figures import drifts_between
-from fsdpctl.tools.compare.measure import in_turn
+from fsdpctl.tools.compare.measure import drifts_between, in_turn
 from fsdpctl.train.assemble import make_trainer
-from fsdpctl.train.parts import LaunchContext
-from fsdpctl.train.step import launch_step
+from fsdpctl.train.step import LaunchContext, launch_step
 
 RANKS, WARM_UP = 2, 2
 

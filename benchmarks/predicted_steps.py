@@ -25,8 +25,7 @@ from fsdpctl.estimate.estimator import Estimator, StepPrediction, placed_for_est
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.machine import resolved_strategy
 from fsdpctl.run.metrics import last_step
-from fsdpctl.tools.compare.figures import drifts_between
-from fsdpctl.tools.compare.measure import in_turn
+from fsdpctl.tools.compare.measure import drifts_between, in_turn
 from tests.cli.run import command, environment, make_text
 from tests.launch.hosts import Hosts, hosts
 

@@ -10,7 +10,7 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.record import record_step
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.train.loss import summed_loss
-from fsdpctl.train.parts import Optimizer
+from fsdpctl.train.step import Optimizer
 
 
 def train_step(

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 STOP_SIGNALS = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT
 )  # fmt: skip
+LOST = "deleted or moved during the run"  # in the message about a run directory or metrics.jsonl
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: of a disk, or of what is allowed there
 
 

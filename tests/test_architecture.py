@@ -40,7 +40,7 @@ TOOLS_WITHOUT_TORCH = [
     "fsdpctl.checkpoint.gguf_file",
     "fsdpctl.checkpoint.pretrained",
     "fsdpctl.checkpoint.reader",
-    "fsdpctl.checkpoint.shard",
+    "fsdpctl.checkpoint.consolidate",
     "fsdpctl.tools.two_runs",
     "fsdpctl.run.progress",
     "fsdpctl.tools.status",

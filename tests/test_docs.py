@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from docs.generate import PAGES, PICTURE, RECIPES, draw, estimated_recipe, filled
 from fsdpctl.cli.app import _COMMANDS
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.files import choices_of
+from fsdpctl.config.recipe import choices_of
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.run import open_run

@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fsdpctl.checkpoint.base import Ranks
+from fsdpctl.checkpoint.load import ShardedOptimizer, state_kinds
 from fsdpctl.checkpoint.load import load_checkpoint as load_into
-from fsdpctl.checkpoint.load import state_kinds
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
-from fsdpctl.checkpoint.state import ShardedOptimizer
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import Span
 from fsdpctl.shards import FlatShard, Sharded, trainable_shards
@@ -118,11 +117,7 @@ class _FlatOptimizer:
     ) -> None:
         """Wrap `optimizer`, created with `model.flat_parameters()`.
 
-        Args:
-            model: A sharded model.
-            optimizer: Any elementwise optimizer.
-            kinds: Names of the states that `create_states` creates.
-            counts: Whether `create_states` creates step counters.
+        `create_states` creates the states `kinds`, and step counters if `counts`.
 
         Raises:
             UsageError: If it has other parameters.

@@ -1,45 +1,58 @@
-"""Export of a checkpoint to a Hugging Face model directory, one chunk in memory at a time."""
+"""Conversion of a checkpoint to a Hugging Face directory and back, chunk by chunk."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsdpctl.checkpoint.cast import EXPORT_DTYPES, FLOATS, cast
-from fsdpctl.checkpoint.destination import WRITTEN, new_export
-from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
+from fsdpctl.checkpoint.manifest import (
+    BUFFER,
+    INDEX_JSON,
+    PARAMETER,
+    SPANS,
+    Digests,
+    FileInfo,
+    StoredSpan,
+    TensorInfo,
+    checksum,
+    spans_to_json,
+    tensor_key,
+    unknown_digests,
+)
 from fsdpctl.checkpoint.merge import exported_weights
-from fsdpctl.checkpoint.pretrained import INDEX_JSON, attached_files
-from fsdpctl.checkpoint.publish import check_space
+from fsdpctl.checkpoint.pretrained import attached_files
+from fsdpctl.checkpoint.publish import (
+    WRITTEN,
+    About,
+    Exported,
+    check_space,
+    new_directory,
+    new_export,
+    write_manifest,
+)
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensor_file import (
     TensorEntry,
+    check_by_reference,
     make_header,
+    new_file,
+    rank_file,
     write_synced,
     write_tensor_file,
 )
 from fsdpctl.config.hugging_face import CONFIG_JSON, config_json
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer import TOKENIZER_JSON
-from fsdpctl.errors import CheckpointError
+from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.documents import parse_json
+from fsdpctl.io.files import refusing
+from fsdpctl.plan.layout import Span, share_of
 
 OnBytes = Callable[[int], None]
-_MODEL = "model"  # the setting that names the model
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """The result of a consolidation."""
-
-    files: int
-    num_bytes: int
-    num_tensors: int
-    has_config: bool
-    has_tokenizer: bool
 
 
 def consolidate(
@@ -52,16 +65,11 @@ def consolidate(
     merges: bool = False,
     on_bytes: OnBytes = lambda count: None,
 ) -> Exported:
-    """Write `destination`, which appears complete or not at all.
+    """Write the new directory `destination`, which appears complete or not at all.
 
-    Args:
-        reader: The checkpoint.
-        destination: A directory that does not exist yet.
-        dtype: float32, bfloat16 or float16; None keeps the dtype of the master weights.
-        max_file_bytes: Size beyond which a file gets no further tensor.
-        overwrite: Whether to replace an earlier export.
-        merges: Whether to merge adapters into the weights, in float32.
-        on_bytes: Called with the bytes read since the last call.
+    `dtype` is float32, bfloat16 or float16; None keeps that of the master weights. A file larger
+    than `max_file_bytes` gets no further tensor. Adapters are merged in float32. `on_bytes` is
+    called with the bytes read since the last call.
 
     Raises:
         UsageError: If the destination exists, or there are adapters that are not to be merged.
@@ -73,7 +81,10 @@ def consolidate(
         exports = _exports(weights, dtype)
         check_space(destination, sum(each.entry.nbytes for each in exports))
         chunks = partial(_chunks, weights, on_bytes)
-        return _write_folder(reader, folder, _split(exports, max_file_bytes), chunks)
+        files = _split(exports, max_file_bytes)
+        notes = _write_folder(reader, folder, files, chunks)
+    total = sum(each.entry.nbytes for each in exports)
+    return Exported(destination, total, len(exports), notes, len(files))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +125,8 @@ def _write_folder(
     folder: Path,
     files: Sequence[Sequence[_Export]],
     chunks: Callable[[Sequence[_Export]], Iterator[memoryview]],
-) -> Exported:
+) -> tuple[str, ...]:
+    """Write the files; return what is missing."""
     weight_map: dict[str, str] = {}
     for number, tensors in enumerate(files, start=1):
         name = "model.safetensors"
@@ -124,22 +136,26 @@ def _write_folder(
         write_tensor_file(folder / name, header, chunks(tensors))
         weight_map.update({each.entry.name: name for each in tensors})
     entries = [each.entry for tensors in files for each in tensors]
-    total = sum(each.nbytes for each in entries)
     if len(files) > 1:
+        total = sum(each.nbytes for each in entries)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / INDEX_JSON, index)
     attached = attached_files(reader)
     where = str(reader.folder / CONFIG_JSON)
     source = parse_json(attached.pop(CONFIG_JSON, b"{}"), dict[str, Any], where, CheckpointError)
-    has_config = _MODEL in reader.manifest.config  # a custom training loop saves no settings
-    if has_config:
+    notes: tuple[str, ...] = ()
+    if "model" not in reader.manifest.config:  # a custom training loop saves no settings
+        notes = ("no config.json: the checkpoint does not name its model",)
+    else:
+        if TOKENIZER_JSON not in attached:
+            notes = ("no tokenizer files: the run's tokenizer is unknown",)
         written = {each.dtype for each in entries}
         names = (name for name, short in EXPORT_DTYPES.items() if written == {short})
         model = config_of_checkpoint(reader.manifest.config, str(reader)).model
         _write_json(folder / CONFIG_JSON, config_json(model, next(names, "float32"), source))
     for name, content in attached.items():
         write_synced(folder / name, content)
-    return Exported(len(files), total, len(weight_map), has_config, TOKENIZER_JSON in attached)
+    return notes
 
 
 def _chunks(
@@ -153,3 +169,73 @@ def _chunks(
 
 def _write_json(path: Path, content: object) -> None:
     write_synced(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def shard_weights(
+    source: Tensors,
+    destination: Path,
+    *,
+    num_files: int,
+    about: About,
+    on_bytes: OnBytes = lambda count: None,
+) -> int:
+    """Write the checkpoint `destination`, which appears complete or not at all.
+
+    Each of `num_files` files gets an equal share of every tensor, in its dtype. `on_bytes` is
+    called with the bytes written since the last call.
+
+    Returns:
+        The bytes of the weights.
+
+    Raises:
+        UsageError: If the destination exists or cannot be written.
+        CheckpointError: If the source is corrupted.
+    """
+    destination = destination.resolve()
+    if destination.exists():
+        raise UsageError(f"{destination}: already exists")
+    keys = [tensor_key(PARAMETER, name) for name in source.names(PARAMETER)]
+    tensors = {key: source.info(key) for key in keys}
+    total = sum(info.nbytes for info in tensors.values())
+    check_space(destination, total)
+    with refusing(destination), new_directory(destination) as scratch:
+        files = {}
+        for rank in range(num_files):
+            if entries := _entries(tensors, rank, num_files):
+                name = rank_file(rank)
+                files[name] = _write_file(source, scratch / name, entries, on_bytes)
+        write_manifest(scratch, about, files, tensors, num_files)
+    return total
+
+
+def _entries(
+    tensors: Mapping[str, TensorInfo], rank: int, num_files: int
+) -> list[tuple[TensorEntry, Span]]:
+    """Return the entries of a file, each with its span of the tensor of that name."""
+    found = []
+    for key, info in tensors.items():
+        span = share_of(Span(0, info.numel), rank, num_files)
+        if span.numel or (rank == 0 and not info.numel):
+            found.append((TensorEntry(key, info.dtype, (span.numel,)), span))
+    return found
+
+
+def _write_file(
+    source: Tensors, path: Path, shares: Sequence[tuple[TensorEntry, Span]], on_bytes: OnBytes
+) -> FileInfo:
+    """Write the tensors after a header whose checksums are filled in at the end."""
+    entries = [entry for entry, _ in shares]
+    stored = {each.name: StoredSpan(span, unknown_digests(each.nbytes)) for each, span in shares}
+    with new_file(path) as file:
+        file.write(memoryview(make_header(entries, {SPANS: spans_to_json(stored)})))
+        for entry, span in shares:
+            digests = Digests()
+            for _, data in source.read(entry.name, span):
+                file.write(data)
+                digests.update(data)
+                on_bytes(len(data))
+            stored[entry.name] = StoredSpan(span, digests.of_chunks())
+        header = make_header(entries, {SPANS: spans_to_json(stored)})
+        file.overwrite_start(memoryview(header))
+    check_by_reference(path)
+    return FileInfo(file.size, checksum(header))

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 from fsdpctl.checkpoint.publish import new_directory
@@ -11,6 +10,7 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.tensor_file import sync
 from fsdpctl.config.model_path import CHECKPOINTS, is_hugging_face
 from fsdpctl.config.sealed import MANIFEST
+from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, UsageError
 
 LATEST = "latest"
@@ -143,27 +143,16 @@ def remove_unfinished(checkpoints: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """The rule for which checkpoints to keep."""
-
-    last: int  # number of newest checkpoints to keep; 0: all
-    every: int = 0  # also keep steps that are a multiple of this; 0: none
-
-    def keeps(self, step: int) -> bool:
-        """Return whether the checkpoint of a step is kept regardless of its age."""
-        return self.last == 0 or (self.every > 0 and step % self.every == 0)
-
-
-def remove_old(checkpoints: Path, keep: Retention, spared: Path | None = None) -> None:
+def remove_old(checkpoints: Path, keep: CheckpointConfig, spared: Path | None = None) -> None:
     """Delete the checkpoints that `keep` does not keep, except `spared`.
 
     Raises:
         OSError: If one cannot be deleted.
     """
-    for folder in complete_checkpoints(checkpoints)[: -keep.last or None]:
+    for folder in complete_checkpoints(checkpoints)[: -keep.keep_last or None]:
         is_spared = spared is not None and spared.name == folder.name
-        if not (is_spared or keep.keeps(step_of(folder))):
+        is_kept = keep.keep_every > 0 and step_of(folder) % keep.keep_every == 0
+        if keep.keep_last and not (is_spared or is_kept):
             # If the deletion is interrupted, `remove_unfinished` deletes the rest.
             doomed = folder.with_name(f"{folder.name}.tmp-removed")
             folder.rename(doomed)

@@ -19,13 +19,14 @@ from fsdpctl.checkpoint.gguf_tokenizer import write_tokenizer
 from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, tensor_key
 from fsdpctl.checkpoint.merge import exported_weights
 from fsdpctl.checkpoint.pretrained import attached_files
-from fsdpctl.checkpoint.publish import check_space, usage_errors
+from fsdpctl.checkpoint.publish import Exported, check_space
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensor_file import ITEMSIZES, sync
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.errors import UsageError
+from fsdpctl.io.files import refusing
 from fsdpctl.plan.layout import Span
 
 if TYPE_CHECKING:
@@ -35,16 +36,6 @@ _ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3
 _FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
 _REORDERED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
 _ROPE_FACTORS = "rope_freqs.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class ExportedGguf:
-    """The result of an export."""
-
-    path: Path
-    num_bytes: int
-    num_tensors: int
-    notes: tuple[str, ...]  # differences in llama.cpp, one line each
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +61,11 @@ def write_gguf(
     overwrite: bool,
     merges: bool = False,
     on_bytes: Callable[[int], None] = lambda count: None,
-) -> ExportedGguf:
-    """Write `destination`, which appears complete or not at all.
+) -> Exported:
+    """Write the file `destination`, or model.gguf in that directory, complete or not at all.
 
-    Args:
-        reader: The checkpoint of a model of the Llama family.
-        destination: A file, or a directory to write model.gguf into.
-        dtype: F32, F16 or BF16 for matrices; vectors are F32.
-        overwrite: Whether to replace an existing file.
-        merges: Whether to merge adapters into the weights, in float32.
-        on_bytes: Called with the bytes read since the last call.
+    `dtype` is F32, F16 or BF16 for matrices; vectors are F32. Adapters are merged in float32.
+    `on_bytes` is called with the bytes read since the last call.
 
     Raises:
         UsageError: If the file exists, the model is not supported, or `gguf` is not installed.
@@ -96,7 +82,7 @@ def write_gguf(
     tensors = _tensors(weights, model, dtype, library)
     check_space(destination, sum(each.nbytes for each in tensors))
     scratch = destination.with_name(f"{destination.name}.tmp-{os.getpid()}")
-    with usage_errors(destination):
+    with refusing(destination):
         try:
             destination.parent.mkdir(parents=True, exist_ok=True)
             why = _write(scratch, reader, model, tensors, partial(_chunks, weights, on_bytes))
@@ -111,7 +97,7 @@ def write_gguf(
             f"context length {model.sliding_window}: llama.cpp does not support the model's "
             "sliding window, so its results differ beyond this length"
         )
-    return ExportedGguf(destination, size, len(tensors), tuple(notes))
+    return Exported(destination, size, len(tensors), tuple(notes))
 
 
 def _library() -> Any:

@@ -22,12 +22,9 @@ _NO_MERGES = ["\u0100 \u0100"]
 
 
 def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab_size: int) -> str:
-    """Add a byte-level BPE tokenizer to a GGUF file.
+    """Add a byte-level BPE tokenizer, made of `files` by name, to a GGUF file.
 
-    Args:
-        writer: Writer of the GGUF file.
-        files: The tokenizer's files and the model's config.json, by name.
-        vocab_size: Rows of the model's embedding; unused rows get placeholder tokens.
+    Rows of the model's embedding without a token get placeholder tokens.
 
     Returns:
         Why the file has no tokenizer, or an empty string.

@@ -22,10 +22,7 @@ Matrix = NDArray[np.float32]
 def exported_weights(reader: CheckpointReader, dtype: str | None, *, merges: bool) -> Tensors:
     """Return the full weights of a checkpoint without adapters, as other tools expect them.
 
-    Args:
-        reader: The checkpoint.
-        dtype: safetensors' name of the dtype of merged weights; None keeps the stored dtype.
-        merges: Whether to merge adapters into the weights.
+    Adapters are merged if `merges`; `dtype` is that of merged weights, None as stored.
 
     Raises:
         UsageError: If there are adapters and `merges` is False, or none and it is True.
@@ -49,13 +46,7 @@ class MergedWeights:
     """Weights with their adapters merged: W + scale * B A, computed in float32, rounded once."""
 
     def __init__(self, weights: Tensors, model: ModelConfig, dtype: str | None = None) -> None:
-        """Merge as the weights are read.
-
-        Args:
-            weights: Weights and adapters.
-            model: The configuration of their model.
-            dtype: safetensors' name of the dtype of merged weights; None keeps the stored dtype.
-        """
+        """Merge as the weights are read; `dtype` is that of merged weights, None as stored."""
         self._weights = weights
         self._scale = np.float32(model.lora.scale)
         self._is_transposed = model.architecture == "gpt2"

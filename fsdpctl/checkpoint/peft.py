@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.checkpoint.destination import WRITTEN, new_export
 from fsdpctl.checkpoint.manifest import PARAMETER, tensor_key
 from fsdpctl.checkpoint.pretrained import whole_weights
+from fsdpctl.checkpoint.publish import WRITTEN, new_export
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import FileTensors
 from fsdpctl.checkpoint.tensor_file import (
@@ -88,11 +88,6 @@ def _model_name(name: str, folder: Path) -> str:
 def write_peft(reader: CheckpointReader, destination: Path, *, overwrite: bool = False) -> int:
     """Write the adapters of a checkpoint to a directory that `peft` opens.
 
-    Args:
-        reader: The checkpoint.
-        destination: A directory that does not exist yet.
-        overwrite: Whether to replace an earlier export.
-
     Returns:
         The bytes of the adapters.
 
@@ -134,13 +129,7 @@ def _targets(names: list[str]) -> list[str]:
 
 
 def _adapter_config(model: ModelConfig, targets: list[str], base: str | None) -> bytes:
-    """Return the contents of adapter_config.json.
-
-    Args:
-        model: The configuration of the model with adapters.
-        targets: Names, or ends of names, of the layers with adapters.
-        base: The path of the weights that they were trained on.
-    """
+    """Return the contents of adapter_config.json; `base`: the weights that were adapted."""
     lora = model.lora
     assert lora.rank is not None
     alpha = 2.0 * lora.rank if lora.alpha is None else lora.alpha

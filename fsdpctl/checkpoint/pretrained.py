@@ -4,11 +4,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdpctl.checkpoint.folders import find_checkpoint
-from fsdpctl.checkpoint.manifest import PARAMETER, BaseInfo, read_manifest, tensor_key
+from fsdpctl.checkpoint.manifest import (
+    ASSETS,
+    INDEX_JSON,
+    PARAMETER,
+    BaseInfo,
+    read_manifest,
+    tensor_key,
+)
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import FileTensors, Overlay, Tensors
 from fsdpctl.checkpoint.tensor_file import TensorFile, open_tensor_file
-from fsdpctl.config.hugging_face import CONFIG_JSON
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG, is_hugging_face
 from fsdpctl.config.serialize import config_of_checkpoint
@@ -17,9 +23,8 @@ from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.documents import MIB, read_json
 from fsdpctl.io.files import plain_name
 
-_SINGLE, INDEX_JSON = "model.safetensors", "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 RUN_ASSETS = "assets"  # a run's folder of the files that belong to its model's weights
-ASSETS = (CONFIG_JSON, "generation_config.json", *TOKENIZER_FILES)
 _MOST_INDEX_BYTES = 64 * MIB
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")  # the second is GPT-2's

@@ -1,4 +1,4 @@
-"""Directories that appear complete or not at all, and the manifest that completes a checkpoint."""
+"""Directories that appear complete or not at all: exports, and checkpoints with their manifest."""
 
 import os
 import shutil
@@ -10,13 +10,25 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fsdpctl import __version__
-from fsdpctl.checkpoint.manifest import BaseInfo, FileInfo, Manifest, Progress, TensorInfo
-from fsdpctl.checkpoint.spans import checksum
-from fsdpctl.checkpoint.tensor_file import sync, write_synced
+from fsdpctl.checkpoint.manifest import (
+    ASSETS,
+    INDEX_JSON,
+    BaseInfo,
+    FileInfo,
+    Manifest,
+    Progress,
+    TensorInfo,
+    checksum,
+)
+from fsdpctl.checkpoint.tensor_file import open_tensor_file, sync, write_synced
+from fsdpctl.config.model_path import CHECKPOINTS
+from fsdpctl.config.peft import ADAPTER_CONFIG
 from fsdpctl.config.sealed import MANIFEST
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.io.files import refusing
 
 _SPARE_BYTES = 1 << 20  # for the manifest and directory entries
+WRITTEN = {"fsdpctl": "consolidated"}  # in the metadata of exported tensor files
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +63,10 @@ def check_space(destination: Path, nbytes: int) -> None:
 
 
 @contextmanager
-def usage_errors(path: Path) -> Iterator[None]:
-    """Raise UsageError, which names `path`, in place of an OSError."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from None
-
-
-@contextmanager
 def new_directory(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """Yield a directory to write into, which becomes `folder` if the block succeeds.
+    """Yield a directory to write into, which becomes the new `folder` if the block succeeds.
 
-    Args:
-        folder: A directory that does not exist yet.
-        replaces: Whether an existing `folder` is replaced.
+    With `replaces`, it may exist.
 
     Raises:
         OSError: If it cannot be written.
@@ -130,3 +131,63 @@ def write_manifest(
     for name, content in about.attachments.items():
         write_synced(folder / name, content)
     write_synced(folder / MANIFEST, manifest.to_json().encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """The result of an export."""
+
+    path: Path
+    num_bytes: int
+    num_tensors: int
+    notes: tuple[str, ...]  # what is missing or differs, one line each
+    files: int = 1
+
+
+@contextmanager
+def new_export(destination: Path, source: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yield a directory to write into, which becomes `destination` if the block succeeds.
+
+    `source` is the checkpoint that is exported; `overwrite` replaces an earlier export.
+
+    Raises:
+        UsageError: If the destination exists or cannot be written.
+    """
+    check_destination(destination, overwrite=overwrite)
+    _check_outside(source.resolve(), destination)
+    with refusing(destination), new_directory(destination, replaces=overwrite) as folder:
+        yield folder
+
+
+def check_destination(destination: Path, *, overwrite: bool) -> None:
+    """Check that `destination` does not exist, or is an earlier export to overwrite.
+
+    Raises:
+        UsageError: If it may not be written.
+    """
+    if destination.exists() and not destination.is_dir():
+        raise UsageError(f"{destination}: expected a directory, got a file")
+    if not destination.is_dir() or not any(destination.iterdir()):
+        return
+    if not overwrite:
+        raise UsageError(f"{destination}: already exists; pass --overwrite to replace an export")
+    if not all(map(_is_of_an_export, destination.iterdir())):
+        raise UsageError(f"{destination}: not an earlier export; --overwrite replaces only exports")
+
+
+def _is_of_an_export(file: Path) -> bool:
+    """Return whether an export has written this file."""
+    if file.suffix != ".safetensors":
+        return file.name in (INDEX_JSON, ADAPTER_CONFIG, *ASSETS)
+    try:
+        return WRITTEN.keys() <= open_tensor_file(file).metadata.keys()
+    except CheckpointError:
+        return False
+
+
+def _check_outside(folder: Path, destination: Path) -> None:
+    inside = folder.parent if folder.parent.name == CHECKPOINTS else folder
+    if destination in (folder, *folder.parents) or inside in destination.parents:
+        raise UsageError(
+            f"{destination}: conflicts with the checkpoint {folder}; pass another directory"
+        )

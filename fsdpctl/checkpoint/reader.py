@@ -5,8 +5,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdpctl.checkpoint.manifest import Manifest, TensorInfo, read_manifest
-from fsdpctl.checkpoint.spans import SPANS, StoredSpan, checksum, spans_from_json
+from fsdpctl.checkpoint.manifest import (
+    SPANS,
+    Manifest,
+    StoredSpan,
+    TensorInfo,
+    checksum,
+    read_manifest,
+    spans_from_json,
+)
 from fsdpctl.checkpoint.tensor_file import (
     CHUNK_BYTES,
     ITEMSIZES,

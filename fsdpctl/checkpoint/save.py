@@ -7,16 +7,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fsdpctl.checkpoint.base import Ranks
-from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, FileInfo, TensorInfo, tensor_key
-from fsdpctl.checkpoint.publish import About, lack_of_space, put_in_place, write_manifest
-from fsdpctl.checkpoint.spans import SPANS, StoredSpan, checksum, digests_of, spans_to_json
-from fsdpctl.checkpoint.state import (
+from fsdpctl.checkpoint.load import (
     ShardedOptimizer,
     StatePiece,
     model_pieces,
     optimizer_pieces,
     optimizer_steps,
 )
+from fsdpctl.checkpoint.manifest import (
+    BUFFER,
+    PARAMETER,
+    SPANS,
+    FileInfo,
+    StoredSpan,
+    TensorInfo,
+    checksum,
+    digests_of,
+    spans_to_json,
+    tensor_key,
+)
+from fsdpctl.checkpoint.publish import About, lack_of_space, put_in_place, write_manifest
 from fsdpctl.checkpoint.tensor_file import (
     CHUNK_BYTES,
     TensorEntry,
@@ -83,11 +93,8 @@ def write_checkpoint(
 ) -> None:
     """Write a new checkpoint to `folder`, which appears complete or not at all. Collective.
 
-    Args:
-        folder: A directory that does not exist yet, on a file system that all ranks share.
-        snapshot: This rank's part.
-        ranks: All ranks that have a part.
-        on_bytes: Called with the bytes that this rank has written since the last call.
+    All ranks share its file system. `on_bytes` is called with the bytes that this rank has written
+    since the last call.
 
     Raises:
         FsdpctlError: If a rank cannot write; nothing is left behind.

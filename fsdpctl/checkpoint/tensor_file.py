@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from fsdpctl.errors import CheckpointError
 from fsdpctl.io.documents import parse_json
-from fsdpctl.io.files import open_regular
+from fsdpctl.io.files import open_regular, refusing
 
 ITEMSIZES = {
     "F64": 8, "F32": 4, "BF16": 2, "F16": 2,
@@ -171,16 +171,14 @@ class TensorFile:
             CheckpointError: If the file cannot be read, or has become shorter.
         """
         buffer = memoryview(bytearray(min(CHUNK_BYTES, max(stop - start, 0))))
-        try:
-            with open(open_regular(self.path, CheckpointError), "rb", buffering=0) as file:
-                file.seek(self.data_start + entry.start + start)
-                while start < stop:
-                    chunk = buffer[: min(CHUNK_BYTES, stop - start)]
-                    self._fill(file.fileno(), chunk)
-                    yield chunk
-                    start += len(chunk)
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: {error.strerror}") from None
+        descriptor = open_regular(self.path, CheckpointError)
+        with refusing(self.path, CheckpointError), open(descriptor, "rb", buffering=0) as file:
+            file.seek(self.data_start + entry.start + start)
+            while start < stop:
+                chunk = buffer[: min(CHUNK_BYTES, stop - start)]
+                self._fill(file.fileno(), chunk)
+                yield chunk
+                start += len(chunk)
 
     def _fill(self, descriptor: int, buffer: memoryview) -> None:
         while buffer:
@@ -196,14 +194,12 @@ def open_tensor_file(path: Path) -> TensorFile:
     Raises:
         CheckpointError: If the file is missing, truncated or invalid.
     """
-    try:
-        with open(open_regular(path, CheckpointError), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MOST_HEADER + 1
-            text = file.read(length) if length <= min(_MOST_HEADER, size) else b""
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
+    descriptor = open_regular(path, CheckpointError)
+    with refusing(path, CheckpointError), open(descriptor, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MOST_HEADER + 1
+        text = file.read(length) if length <= min(_MOST_HEADER, size) else b""
     if len(prefix) < 8 or len(text) != length:
         raise CheckpointError(f"{path}: truncated or corrupted: incomplete header")
     check_by_reference(path)

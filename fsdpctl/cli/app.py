@@ -9,27 +9,40 @@ from types import FrameType
 import typer
 from typer.core import TyperGroup
 
+from fsdpctl import __version__
 from fsdpctl.cli import console
 from fsdpctl.cli.checkpoint import consolidate_checkpoint, shard_checkpoint
-from fsdpctl.cli.compare import compare
-from fsdpctl.cli.compare_runs import compare_runs
+from fsdpctl.cli.compare import compare, profile_device
+from fsdpctl.cli.console import say
 from fsdpctl.cli.data import data, tokenize
 from fsdpctl.cli.estimate import estimate_memory
-from fsdpctl.cli.evaluate import evaluate
 from fsdpctl.cli.inspection import inspect_checkpoint, verify_checkpoint
 from fsdpctl.cli.listing import list_choices
-from fsdpctl.cli.profile_device import profile_device
-from fsdpctl.cli.sample import sample
-from fsdpctl.cli.status import status
+from fsdpctl.cli.sample import evaluate, sample
+from fsdpctl.cli.status import compare_runs, status
 from fsdpctl.cli.train import train
-from fsdpctl.cli.version import print_version
-from fsdpctl.errors import (
-    STOP_SIGNALS,
-    FsdpctlError,
-    InterruptError,
-    StoppedError,
-    UsageError,
-)
+from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, InterruptError, StoppedError, UsageError
+
+
+def print_version(wanted: bool) -> None:
+    """Print versions and devices, and exit."""
+    if not wanted:
+        return
+    import torch
+    from torch.cuda import nccl
+
+    say(f"fsdpctl {__version__}")
+    say(f"python {sys.version.split()[0]}")
+    say(f"torch {torch.__version__}")
+    if torch.cuda.is_available():
+        say(f"CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, nccl.version()))}")
+        for index in range(torch.cuda.device_count()):
+            about = torch.cuda.get_device_properties(index)
+            say(f"device {index}: {about.name}, {about.total_memory / (1 << 30):.0f} GiB")
+    else:
+        say("devices: CPU only")
+    raise typer.Exit
+
 
 # Errors of the command line itself: click's class, which newer versions of typer include.
 _ParserError: type[Exception] = typer.BadParameter.__mro__[2]

@@ -1,7 +1,7 @@
 """`fsdpctl consolidate-checkpoint` and `shard-checkpoint`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -84,89 +84,43 @@ def consolidate_checkpoint(
     if format == "peft":
         _write_peft(source, destination, overwrite=overwrite)
         return
-    limit = parse_bytes(max_file_size or "5GB", "--max-file-size")
-    if format == "hf":
-        from fsdpctl.checkpoint.destination import check_destination
-
-        check_destination(destination.resolve(), overwrite=overwrite)
-    from fsdpctl.checkpoint.reader import CheckpointReader
-
-    reader = CheckpointReader(found_checkpoint(source))
-    if format == "gguf":
-        _write_gguf(reader, destination, dtype, overwrite=overwrite, merges=merge)
-    else:
-        _write_hugging_face(reader, destination, dtype, limit, overwrite=overwrite, merges=merge)
-
-
-def _write_peft(source: Path, destination: Path, *, overwrite: bool) -> None:
-    from fsdpctl.checkpoint.peft import write_peft
-    from fsdpctl.checkpoint.reader import CheckpointReader
-
-    reader = CheckpointReader(found_checkpoint(source))
-    count = write_peft(reader, destination, overwrite=overwrite)
-    say(f"{destination}: adapters, {count:,} bytes, of step {reader.manifest.progress.step}")
-
-
-def _write_gguf(
-    reader: "CheckpointReader",
-    destination: Path,
-    dtype: str | None,
-    *,
-    overwrite: bool,
-    merges: bool,
-) -> None:
     from fsdpctl.checkpoint.cast import EXPORT_DTYPES
+    from fsdpctl.checkpoint.consolidate import consolidate
     from fsdpctl.checkpoint.gguf_file import write_gguf
     from fsdpctl.checkpoint.pretrained import whole_weights
+    from fsdpctl.checkpoint.publish import check_destination
     from fsdpctl.checkpoint.source import weight_bytes
 
+    limit = parse_bytes(max_file_size or "5GB", "--max-file-size")
+    if format == "hf":
+        check_destination(destination.resolve(), overwrite=overwrite)
+    reader = _reader(source)
     with bytes_bar(weight_bytes(whole_weights(reader))) as advance:
-        exported = write_gguf(
-            reader,
-            destination,
-            dtype=EXPORT_DTYPES[dtype or "float32"],
-            overwrite=overwrite,
-            merges=merges,
-            on_bytes=advance,
-        )
-    _say_exported(reader, exported.path, exported.num_tensors, exported.num_bytes)
+        about: dict[str, Any] = {"overwrite": overwrite, "merges": merge, "on_bytes": advance}
+        if format == "gguf":
+            exported = write_gguf(
+                reader, destination, dtype=EXPORT_DTYPES[dtype or "float32"], **about
+            )
+        else:
+            exported = consolidate(reader, destination, dtype=dtype, max_file_bytes=limit, **about)
+    size = f"{exported.num_tensors} tensors, {exported.num_bytes:,} bytes"
+    say(f"{exported.path}: {size}, of step {reader.manifest.progress.step}")
     for line in exported.notes:
         say(line)
 
 
-def _write_hugging_face(
-    reader: "CheckpointReader",
-    destination: Path,
-    dtype: str | None,
-    limit: int,
-    *,
-    overwrite: bool,
-    merges: bool,
-) -> None:
-    from fsdpctl.checkpoint.consolidate import consolidate
-    from fsdpctl.checkpoint.pretrained import whole_weights
-    from fsdpctl.checkpoint.source import weight_bytes
+def _reader(source: Path) -> "CheckpointReader":
+    from fsdpctl.checkpoint.reader import CheckpointReader
 
-    with bytes_bar(weight_bytes(whole_weights(reader))) as advance:
-        exported = consolidate(
-            reader,
-            destination,
-            dtype=dtype,
-            max_file_bytes=limit,
-            overwrite=overwrite,
-            merges=merges,
-            on_bytes=advance,
-        )
-    _say_exported(reader, destination, exported.num_tensors, exported.num_bytes)
-    if not exported.has_config:
-        say("no config.json: the checkpoint does not name its model")
-    elif not exported.has_tokenizer:
-        say("no tokenizer files: the run's tokenizer is unknown")
+    return CheckpointReader(found_checkpoint(source))
 
 
-def _say_exported(reader: "CheckpointReader", path: Path, tensors: int, num_bytes: int) -> None:
-    step = reader.manifest.progress.step
-    say(f"{path}: {tensors} tensors, {num_bytes:,} bytes, of step {step}")
+def _write_peft(source: Path, destination: Path, *, overwrite: bool) -> None:
+    from fsdpctl.checkpoint.peft import write_peft
+
+    reader = _reader(source)
+    count = write_peft(reader, destination, overwrite=overwrite)
+    say(f"{destination}: adapters, {count:,} bytes, of step {reader.manifest.progress.step}")
 
 
 def shard_checkpoint(
@@ -177,10 +131,10 @@ def shard_checkpoint(
     ] = 1,
 ) -> None:
     """Convert a Hugging Face model to a checkpoint."""
+    from fsdpctl.checkpoint.consolidate import shard_weights
     from fsdpctl.checkpoint.load import check_weights
     from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
     from fsdpctl.checkpoint.publish import About
-    from fsdpctl.checkpoint.shard import shard_weights
     from fsdpctl.checkpoint.source import weight_bytes
     from fsdpctl.config.compose import compose_config
     from fsdpctl.config.hub_cache import cached_model

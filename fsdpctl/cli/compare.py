@@ -1,20 +1,22 @@
-"""`fsdpctl compare`."""
+"""`fsdpctl compare` and `profile-device`."""
 
+import signal
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fsdpctl.cli.config_args import ConfigArguments, RanksPerNode, configured, normalized
+from fsdpctl.cli.config_args import ConfigArguments, RanksPerNode, Settings, configured, normalized
 from fsdpctl.cli.console import add_row, new_table, note, say, show_table
 from fsdpctl.config.keys import Key
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
+from fsdpctl.io.files import refusing
 from fsdpctl.tools.compare.row import NOT_REACHED, OK, REFUSED
 
 if TYPE_CHECKING:
+    from fsdpctl.config.schema import Config
     from fsdpctl.tools.compare.measure import MeasuredComparison
     from fsdpctl.tools.compare.report import ComparisonInfo
     from fsdpctl.tools.compare.row import Row
@@ -53,131 +55,120 @@ def compare(  # noqa: PLR0913  # each is an option
     alternatives, as in `strategy=full_shard,no_shard train.micro_batch_size=1,2`. Without any, all
     strategies are compared. `--simulate cluster=h100 launch.nnodes=2,4,8` needs no GPU.
     """
-    from fsdpctl.tools.compare.recipe import check_recipe_file
+    from fsdpctl.tools.compare.vary import check_recipe_file
 
     length, number = int(str(_STEPS.parse(steps))), int(str(_ROUNDS.parse(rounds)))
     asked = normalized(asked, nproc_per_node)
     found = _variants(asked, length)
     file = None if write_recipe is None else check_recipe_file(write_recipe)
-    command = _Command(asked, length, number, as_json=as_json, simulates=simulate)
+    how = _how(asked, length, number, simulates=simulate)
+    is_complete = False
     with ExitStack() as stack:
         folder = None if out is None else _new_folder(out.expanduser())
         runs = folder or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdpctl-")))
-        rows = command.run(found, runs, folder)
-    if file is not None:
-        command.write_recipe(file, found, rows)
-    failed = [row for row in rows if row.status != OK]
-    if len(failed) == len(rows) or (failed and not simulate):  # a simulated one may lack memory
-        raise typer.Exit(1)
-
-
-@dataclass(slots=True)
-class _Command:
-    """One comparison and its report."""
-
-    asked: ConfigArguments  # normalized
-    length: int
-    num_rounds: int
-    as_json: bool = field(kw_only=True)
-    simulates: bool = field(kw_only=True)
-    about: "ComparisonInfo | None" = None
-
-    def run(self, found: "list[Variant]", runs: Path, folder: Path | None) -> "list[Row]":
-        """Measure or predict all variants; report the results so far even if it is stopped."""
-        comparison = self._comparison(found, runs, is_kept=folder is not None)
-        is_complete = False
+        comparison = _comparison(found, None if simulate else runs, number, is_kept=folder == runs)
         try:
             comparison.run()
             is_complete = True
             if folder is not None:
                 comparison.find_largest()
-        finally:
-            self._report(comparison, folder, is_complete=is_complete)
-        return comparison.rows
+        finally:  # the results so far, even if it is stopped
+            about = _report(comparison, how, folder, as_json=as_json, is_complete=is_complete)
+    rows = comparison.rows
+    if file is not None:
+        _write_recipe(file, asked, found, rows, about)
+    failed = [row for row in rows if row.status != OK]
+    if len(failed) == len(rows) or (failed and not simulate):  # a simulated one may lack memory
+        raise typer.Exit(1)
 
-    def _comparison(
-        self, found: "list[Variant]", runs: Path, *, is_kept: bool
-    ) -> "MeasuredComparison | SimulatedComparison":
-        if self.simulates:
-            from fsdpctl.tools.compare.simulate import SimulatedComparison
 
-            return SimulatedComparison(found)
-        from fsdpctl.tools.compare.measure import MeasuredComparison
+def _how(
+    asked: ConfigArguments, length: int, num_rounds: int, *, simulates: bool
+) -> tuple[str, str]:
+    """Return how variants are compared, and the command line."""
+    from fsdpctl.tools.compare.report import command_of
 
-        return MeasuredComparison(
-            found, runs, num_rounds=self.num_rounds, is_kept=is_kept, say=note
-        )
+    how = "simulation of the planned step on streams and links; nothing ran"
+    options = ["--simulate"]
+    if not simulates:
+        rounds = "1 run" if num_rounds == 1 else f"{num_rounds} rounds"
+        how = f"{rounds} of {length} steps per variant"
+        options = ["--steps", str(length), "--rounds", str(num_rounds)]
+    options += ["--recipe", asked.recipe] if asked.recipe else []
+    options += ["--config-dir", str(asked.config_dir)] if asked.config_dir else []
+    return how, command_of(asked.settings or [], options)
 
-    def _report(
-        self,
-        comparison: "MeasuredComparison | SimulatedComparison",
-        folder: Path | None,
-        *,
-        is_complete: bool,
-    ) -> None:
-        from fsdpctl.tools.compare.report import PAGE, as_json, describe, write_report
+
+def _comparison(
+    found: "list[Variant]", runs: Path | None, num_rounds: int, *, is_kept: bool
+) -> "MeasuredComparison | SimulatedComparison":
+    if runs is None:
         from fsdpctl.tools.compare.simulate import SimulatedComparison
 
-        rows = comparison.rows
-        if rows and all(row.status.startswith(REFUSED) for row in rows):
-            others = f" (and {len(rows) - 1} more variants)" if len(rows) > 1 else ""
-            raise UsageError(f"{rows[0].status.removeprefix(REFUSED)}{others}")
-        if all(row.status == NOT_REACHED for row in rows):
-            return
-        self.about = describe(
-            comparison.configs,
-            rows,
-            is_predicted=self.simulates,
-            how=self._how(),
-            command=self._command(),
-            is_complete=is_complete,
-        )
-        if folder is not None:
-            write_report(rows, self.about, folder)
-            if isinstance(comparison, SimulatedComparison):
-                comparison.write_traces(folder)
-        if self.as_json:
-            say(as_json(rows))
-        else:
-            _show(rows)
-        if folder is not None:
-            note(f"written: {folder / PAGE}")
+        return SimulatedComparison(found)
+    from fsdpctl.tools.compare.measure import MeasuredComparison
 
-    def _how(self) -> str:
-        if self.simulates:
-            return "simulation of the planned step on streams and links; nothing ran"
-        rounds = "1 run" if self.num_rounds == 1 else f"{self.num_rounds} rounds"
-        return f"{rounds} of {self.length} steps per variant"
+    return MeasuredComparison(found, runs, num_rounds=num_rounds, is_kept=is_kept, say=note)
 
-    def _command(self) -> str:
-        from fsdpctl.tools.compare.report import command_of
 
-        recipe, config_dir = self.asked.recipe, self.asked.config_dir
-        options = ["--steps", str(self.length), "--rounds", str(self.num_rounds)]
-        if self.simulates:
-            options = ["--simulate"]
-        options += ["--recipe", recipe] if recipe else []
-        options += ["--config-dir", str(config_dir)] if config_dir else []
-        return command_of(self.asked.settings or [], options)
+def _report(
+    comparison: "MeasuredComparison | SimulatedComparison",
+    how: tuple[str, str],
+    folder: Path | None,
+    *,
+    as_json: bool,
+    is_complete: bool,
+) -> "ComparisonInfo | None":
+    """Print and write the results; return their conditions, or None if nothing was compared."""
+    from fsdpctl.tools.compare.report import PAGE, describe, rows_as_json, write_report
+    from fsdpctl.tools.compare.simulate import SimulatedComparison
 
-    def write_recipe(self, path: Path, found: "list[Variant]", rows: "list[Row]") -> None:
-        """Write the best variant, if any ran."""
-        from fsdpctl.tools.compare.recipe import write_recipe
-        from fsdpctl.tools.compare.recommendation import recommend
+    rows = comparison.rows
+    if rows and all(row.status.startswith(REFUSED) for row in rows):
+        others = f" (and {len(rows) - 1} more variants)" if len(rows) > 1 else ""
+        raise UsageError(f"{rows[0].status.removeprefix(REFUSED)}{others}")
+    if all(row.status == NOT_REACHED for row in rows):
+        return None
+    is_predicted = isinstance(comparison, SimulatedComparison)
+    about = describe(
+        comparison.configs, rows, *how, is_predicted=is_predicted, is_complete=is_complete
+    )
+    if folder is not None:
+        write_report(rows, about, folder)
+        if isinstance(comparison, SimulatedComparison):
+            comparison.write_traces(folder)
+    if as_json:
+        say(rows_as_json(rows))
+    else:
+        _show(rows)
+    if folder is not None:
+        note(f"written: {folder / PAGE}")
+    return about
 
-        recommended = recommend(rows)
-        if recommended.best is None or self.about is None:
-            note(f"{path}: not written, because no variant ran")
-            return
-        about = [
-            f"{recommended.best.label}: best of {len(rows)} variants of `{self.about.command}`.",
-            f"{self.about.title}: {self.about.how}, {self.about.created_at}.",
-            recommended.text,
-        ]
-        best = found[rows.index(recommended.best)]
-        _, recipe, config_dir = self.asked
-        write_recipe(path, best, about, recipe=recipe, config_dir=config_dir)
-        note(f"written: {path}")
+
+def _write_recipe(
+    path: Path,
+    asked: ConfigArguments,
+    found: "list[Variant]",
+    rows: "list[Row]",
+    about: "ComparisonInfo | None",
+) -> None:
+    """Write the best variant, if any ran."""
+    from fsdpctl.tools.compare.recommendation import recommend
+    from fsdpctl.tools.compare.vary import write_recipe
+
+    recommended = recommend(rows)
+    if recommended.best is None or about is None:
+        note(f"{path}: not written, because no variant ran")
+        return
+    lines = [
+        f"{recommended.best.label}: best of {len(rows)} variants of `{about.command}`.",
+        f"{about.title}: {about.how}, {about.created_at}.",
+        recommended.text,
+    ]
+    best = found[rows.index(recommended.best)]
+    write_recipe(path, best, lines, recipe=asked.recipe, config_dir=asked.config_dir)
+    note(f"written: {path}")
 
 
 def _variants(asked: ConfigArguments, steps: int) -> "list[Variant]":
@@ -196,7 +187,7 @@ def _variants(asked: ConfigArguments, steps: int) -> "list[Variant]":
 
 def _show(rows: "list[Row]") -> None:
     from fsdpctl.tools.compare.recommendation import failures, losses, recommend
-    from fsdpctl.tools.compare.table import columns
+    from fsdpctl.tools.compare.row import columns
 
     shown = columns(rows)
     table = new_table(
@@ -211,10 +202,52 @@ def _show(rows: "list[Row]") -> None:
 
 
 def _new_folder(folder: Path) -> Path:
-    try:
+    with refusing(f"--out {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise UsageError(f"--out {folder}: not an empty directory")
-    except OSError as error:
-        raise UsageError(f"--out {folder}: {error.strerror}") from None
     return folder
+
+
+Out = Annotated[Path, typer.Argument(metavar="FILE", help="New JSON file to write the profile to.")]
+
+
+def profile_device(out: Out, words: Settings = None, nproc_per_node: RanksPerNode = None) -> None:
+    """Measure this machine for step-time predictions.
+
+    Measures operators of real models, copies, the optimizer, collectives between the ranks, and
+    their mutual slowdown. It takes two minutes, in which nothing else should run. Use the profile
+    with `fsdpctl compare --simulate cluster.profile=FILE …`.
+    """
+    from fsdpctl.config.compose import compose_config
+    from fsdpctl.predict.profile import read_profile
+    from fsdpctl.resolve.machine import placed_here
+
+    if out.exists():
+        raise UsageError(f"{out}: already exists; pass another file")
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"{out}: directory {out.absolute().parent} not found")
+    asked = normalized(ConfigArguments(words), nproc_per_node)
+    config = placed_here(compose_config(list(asked.settings or [])).config)
+    with tempfile.TemporaryDirectory(prefix="fsdpctl-") as kept:
+        measured = Path(kept) / "profile.json"
+        _measure(config, measured)
+        found = read_profile(measured)
+        with out.open("xb") as file:
+            file.write(measured.read_bytes())
+    say(f"{out}: {found.device}, {found.ranks} ranks, {len(found.operators)} operators")
+
+
+def _measure(config: "Config", file: Path) -> None:
+    """Have all ranks of this machine measure it, and rank 0 write the profile."""
+    from fsdpctl.launch.local import launch_workers
+    from fsdpctl.tools.profile_worker import MODULE
+
+    args = [str(config.launch.device), str(file)]
+    outcome = launch_workers(MODULE, args, config.launch, logs=file.parent)
+    if outcome.stop_signal == signal.SIGINT:
+        raise InterruptError("interrupted before the measurement was complete")
+    if outcome.stop_signal is not None:
+        raise StoppedError("stopped before the measurement was complete")
+    if outcome.cause is not None:
+        raise FsdpctlError(f"rank {outcome.cause.rank} failed: {outcome.cause.cause}")

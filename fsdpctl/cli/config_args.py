@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from fsdpctl.cli.console import say
-from fsdpctl.config.files import choices_of
+from fsdpctl.config.recipe import choices_of
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.errors import UsageError
 

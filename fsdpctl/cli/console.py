@@ -52,12 +52,7 @@ def fail(message: str) -> None:
 
 
 def new_table(*columns: str, right: Collection[str] = ()) -> Table:
-    """Return an empty table in the style of all commands.
-
-    Args:
-        columns: Titles of its columns.
-        right: Titles of those that are aligned to the right.
-    """
+    """Return an empty table in the style of all commands; the columns `right` are aligned there."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         justify: Literal["left", "right"] = "right" if column in right else "left"

@@ -7,6 +7,7 @@ import typer
 
 from fsdpctl.cli.console import say
 from fsdpctl.errors import UsageError
+from fsdpctl.io.files import refusing
 
 
 def tokenize(
@@ -34,10 +35,8 @@ def tokenize(
     text = read_text(source, "SRC")
     chosen = open_tokenizer(tokenizer)
     tokens = chosen.encode(text)
-    try:
+    with refusing(destination):
         write_token_file(destination, tokens, chosen, num_bytes=text.num_bytes)
-    except OSError as error:
-        raise UsageError(f"{destination}: {error.strerror or error}") from None
     say(f"{destination}: {len(tokens):,} tokens of {text.num_bytes:,} bytes{left_out(text)}")
 
 

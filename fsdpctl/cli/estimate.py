@@ -73,7 +73,7 @@ def estimate_memory(
     composed = others.composed if others else composed_from(asked, quiet=as_json)
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.estimate.search import estimates_of
-    from fsdpctl.start.decide import describe_ranking
+    from fsdpctl.start.begin import describe_ranking
 
     estimator = Estimator()
     found = estimates_of(estimator, composed.config, every=all_strategies)
@@ -125,7 +125,7 @@ def _entries(
 
 
 def _draw(estimates: list["RunEstimate"], fits: list["Fit"], folder: Path) -> None:
-    from fsdpctl.cli.plots import draw_estimates, draw_largest
+    from fsdpctl.tools.drawing import draw_estimates, draw_largest
 
     fitted = [each.estimate for each in fits if each.estimate]
     drawn = [*draw_estimates(estimates, folder), *draw_estimates(fitted, folder, "fit")]

@@ -8,9 +8,8 @@ import typer
 from rich.table import Table
 
 from fsdpctl.cli.console import emit, out, say
-from fsdpctl.config.files import choices_of, first_comment, package_folder
 from fsdpctl.config.keys import Key, value_in
-from fsdpctl.config.recipe import recipe_names
+from fsdpctl.config.recipe import choices_of, first_comment, package_folder, recipe_names
 from fsdpctl.config.schema import GROUPS, KEYS, SECTIONS, Config
 from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import UsageError

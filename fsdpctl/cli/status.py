@@ -1,8 +1,9 @@
-"""`fsdpctl status`."""
+"""`fsdpctl status` and `compare-runs`."""
 
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,14 +12,18 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from fsdpctl.cli.console import emit, show_table
-from fsdpctl.errors import UsageError
+from fsdpctl.cli.console import add_row, bytes_bar, emit, new_table, say, show_table
+from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.io.console import printable
 
 if TYPE_CHECKING:
     from fsdpctl.tools.status import Newest, Status
+    from fsdpctl.tools.tensors import CheckpointDifference, TensorDifference
+    from fsdpctl.tools.two_runs import TwoRuns
 
 _MOST_NAMED = 5  # runs
+_SHOWN = 20  # tensors
+_NOT_SET = "not set"
 
 
 def status(
@@ -33,7 +38,7 @@ def status(
 
     found = read_status(_newest_run() if run is None else run)
     if as_json:
-        emit(json.dumps(found.to_dict(), indent=2))
+        emit(json.dumps(asdict(found), indent=2))
         return
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, text in _rows(found):
@@ -130,3 +135,118 @@ def _checkpoint(newest: "Newest") -> str:
         f"step {newest.step}, {format_seconds(newest.age_seconds)} ago, "
         f"{format_bytes(newest.num_bytes)}, {newest.problem or 'complete'}"
     )
+
+
+def compare_runs(
+    run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="Run directory.")],
+    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Run directory to compare with.")],
+    assert_equal: Annotated[
+        bool,
+        typer.Option(
+            "--assert-equal",
+            help="Exit with code 1 unless losses and tensors are equal; settings may differ.",
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show how two existing runs differ.
+
+    Compares losses, settings, and the tensors of the newest checkpoints of a common step.
+    """
+    from fsdpctl.tools.two_runs import compare_runs as compare
+
+    found = compare(run_a, run_b, bytes_bar)
+    if as_json:
+        emit(json.dumps(found.to_dict(), indent=2))
+    else:
+        _show(found)
+    if assert_equal and found.differences:
+        raise FsdpctlError(f"{run_a} and {run_b} differ: {'; '.join(found.differences)}")
+
+
+def _show(found: "TwoRuns") -> None:
+    say(f"A       {found.a}")
+    say(f"B       {found.b}")
+    say()
+    show_table(_losses(found))
+    for line in _steps(found):
+        say(line)
+    say()
+    if found.configuration:
+        rows = [[x.key, x.a or _NOT_SET, x.b or _NOT_SET] for x in found.configuration]
+        show_table(_table(("configuration", "A", "B"), rows))
+    else:
+        say("configurations are equal")
+    say()
+    for line in _tensors(found):
+        say(line)
+    say()
+    say(
+        f"differ  {'; '.join(found.differences)}"
+        if found.differences
+        else "equal   everything compared"
+    )
+
+
+def _losses(found: "TwoRuns") -> Table:
+    rows = []
+    for each in found.series.values():
+        if not each.compared:
+            rows.append([each.name, "0", "-", "-", "-"])
+        elif each.first is None or each.largest is None:
+            rows.append([each.name, f"{each.compared:,}", "equal", "-", "-"])
+        else:
+            largest = f"{each.largest.difference:.3g} at step {each.largest.step}"
+            at = f"step {each.first.step}: {each.first}"
+            rows.append(
+                [each.name, f"{each.compared:,}", f"{each.num_different:,} differ", at, largest]
+            )
+    head = ("metric", "steps", "", "first difference", "largest difference")
+    return _table(head, rows, right=("steps",))
+
+
+def _steps(found: "TwoRuns") -> Iterator[str]:
+    loss = found.series["loss"]
+    for name, count in (("A", loss.only_a), ("B", loss.only_b)):
+        if count:
+            yield f"{count:,} steps only in {name}"
+
+
+def _tensors(found: "TwoRuns") -> Iterator[str]:
+    checkpoint = found.checkpoint
+    if checkpoint is None:
+        yield "no common step with a checkpoint"
+        return
+    different = checkpoint.different
+    yield (
+        f"checkpoints of step {checkpoint.step}: {len(checkpoint.tensors)} tensors in both, "
+        f"{len(different) or 'none'} differ"
+    )
+    if different:
+        head = ("tensor, worst first", "elements", "differing", "largest", "relative norm", "")
+        show_table(_table(head, [_row(each) for each in different[:_SHOWN]], right=head[1:-1]))
+    if len(different) > _SHOWN:
+        yield f"and {len(different) - _SHOWN} more (see --json)"
+    yield from _missing(checkpoint)
+
+
+def _row(each: "TensorDifference") -> list[str]:
+    largest = "not finite" if each.max_abs is None else f"{each.max_abs:.3g}"
+    norm = "-" if each.relative_norm is None else f"{each.relative_norm:.3g}"
+    if each.about and not each.num_different:
+        largest = norm = "-"
+    return [each.key, f"{each.numel:,}", f"{each.num_different:,}", largest, norm, each.about]
+
+
+def _missing(checkpoint: "CheckpointDifference") -> Iterator[str]:
+    for name, keys in (("A", checkpoint.only_a), ("B", checkpoint.only_b)):
+        if keys:
+            more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+            yield f"only in {name}: {', '.join(keys[:_SHOWN])}{more}"
+
+
+def _table(head: tuple[str, ...], rows: list[list[str]], right: tuple[str, ...] = ()) -> Table:
+    table = new_table(*head, right=right)
+    for row in rows:
+        add_row(table, *row)
+    return table

@@ -12,13 +12,14 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from fsdpctl.config.files import choices_of, package_folder
 from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_path, with_model
 from fsdpctl.config.keys import AUTO, Value
 from fsdpctl.config.recipe import (
     check_config_dir,
+    choices_of,
     find_recipe,
     own_choice,
+    package_folder,
     read_recipe,
     recipe_names,
     refuse_commands,
@@ -68,7 +69,9 @@ def compose_config(
     chosen = {name for name, _ in typed if name in GROUPS}
     dropped = tuple(name for name, _ in base if "." in name and name.split(".")[0] in chosen)
     kept = [pair for pair in base if pair[0] not in chosen and pair[0] not in dropped]
-    pairs = with_model([_with_own_name(*pair) for pair in (*kept, *typed)])
+    pairs = with_model([*kept, *typed])
+    own = STRATEGIES_ELSEWHERE  # names in other tools
+    pairs = [(n, own.get(text.lower(), text) if n == "strategy" else text) for n, text in pairs]
     _check_known(pairs, config_dir)
     choices = {name: text for name, text in pairs if name in GROUPS}
     values = _values_of_choices(choices, config_dir)
@@ -100,11 +103,6 @@ def _resharding(pairs: list[Pair], below: list[Pair]) -> list[Pair]:
     strategy = with_resharding(named, _RESHARDS[text.lower()]).name
     kept = [pair for pair in pairs if pair[0] not in (*_RESHARDING, "strategy")]
     return [*kept, ("strategy", strategy)]
-
-
-def _with_own_name(name: str, text: str) -> Pair:
-    """Translate a strategy's name in other tools."""
-    return name, STRATEGIES_ELSEWHERE.get(text.lower(), text) if name == "strategy" else text
 
 
 def _split(word: str) -> Pair:

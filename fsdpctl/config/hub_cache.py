@@ -16,11 +16,8 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 def local_model(path: str, *, weights: bool = True) -> str:
     """Return the cached directory of `ORG/NAME[@REVISION]`, or `path` if it is another path.
 
-    As in transformers, an existing directory of that name takes precedence.
-
-    Args:
-        path: The value of model.path.
-        weights: Whether the cache must have the weights, too.
+    As in transformers, an existing directory of that name takes precedence. With `weights`, the
+    cache must have them too.
 
     Raises:
         UsageError: If files are missing in the cache. The message has the command to download them.

@@ -172,13 +172,10 @@ def _pattern_of(kinds: Sequence[str] | None) -> int:
 
 
 def config_json(config: ModelConfig, dtype: str, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the contents of config.json for a model.
+    """Return the contents of config.json for a model with weights of `dtype`.
 
-    Args:
-        config: The model, with all sizes set.
-        dtype: The dtype of the weights, as torch names it.
-        source: The config.json of the pretrained model; settings that don't describe the shape,
-            such as token ids, are kept.
+    Settings of `source`, the config.json of the pretrained model, that don't describe the shape,
+    such as token ids, are kept.
     """
     family = config.architecture
     kept = {

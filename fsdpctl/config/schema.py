@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, fields, replace
 from fsdpctl.config.data import DataConfig
 from fsdpctl.config.keys import Key, key, keys_of
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.output import CheckpointConfig, LogConfig
 from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
-from fsdpctl.config.training import MOST_SAMPLES, TrainConfig
+from fsdpctl.config.training import MOST_SAMPLES, CheckpointConfig, LogConfig, TrainConfig
 from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.strategy import STRATEGIES
 

@@ -1,7 +1,7 @@
 """Completion of an imported configuration by the command line and the hardware."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,10 @@ class ImportedConfig:
         return {
             "file": str(found.file),
             "tool": found.tool,
-            "rows": [row.to_dict() for row in self.rows],
+            "rows": [asdict(row) for row in self.rows],
             "command_line": [f"{name}={text}" for name, text in self.typed.items()],
             "overridden": sorted(self.overridden),
-            "excluded": [row.to_dict() for row in found.excluded],
+            "excluded": [asdict(row) for row in found.excluded],
             "no_memory_effect": found.no_memory_effect,
             "unrecognized": found.unrecognized,
         }

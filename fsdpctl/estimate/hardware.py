@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.files import package_folder
-from fsdpctl.config.gpus import known_gpu
-from fsdpctl.config.placement import ClusterConfig
+from fsdpctl.config.placement import ClusterConfig, known_gpu
+from fsdpctl.config.recipe import package_folder
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention import CUDNN, EFFICIENT, FLASH, FLASHES, KERNELS, SHARES

@@ -30,7 +30,6 @@ def read_json(
     *,
     most_bytes: int = 16 * MIB,
     refusal: Refusal = UsageError,
-    finite: bool = True,
     follows: bool = False,
 ) -> T:
     """Read a JSON file, with the limits of `read_regular` and the checks of `parse_json`.
@@ -39,7 +38,7 @@ def read_json(
         FsdpctlError: Of type `refusal`; the message begins with the path.
     """
     text = read_text_file(path, most_bytes, refusal, follows=follows)
-    return parse_json(text, schema, str(path), refusal, finite=finite)
+    return parse_json(text, schema, str(path), refusal)
 
 
 def parse_json(

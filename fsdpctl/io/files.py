@@ -6,11 +6,12 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.errors import NO_ROOM, FsdpctlError, UsageError
 
 Refusal = type[FsdpctlError]
+_LAST_BYTES, _LONGEST = 4096, 300  # to search for the last line of a log; characters of it
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 
 
@@ -82,15 +83,47 @@ def read_text_file(
         raise refusal(f"{path}: not UTF-8: {error}") from None
 
 
+def leads_to(path: Path, file: IO[Any]) -> bool:
+    """Return whether a path still leads to an open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # a file system that does not respond has not lost it
+
+
+@contextmanager
+def refusing(
+    where: object, refusal: Refusal = UsageError, full: Refusal | None = None
+) -> Iterator[None]:
+    """Raise `refusal`, which begins with `where`, in place of an OSError; `full` of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        kind = full if full and error.errno in NO_ROOM else refusal
+        raise kind(f"{where}: {error.strerror or error}") from None
+
+
+def last_line(path: Path, start: int = 0) -> str:
+    """Return the last line with text of a log, from the byte `start` on; empty without any.
+
+    Raises:
+        UsageError: If the file can't be opened.
+        OSError: If it can't be read.
+    """
+    with open(open_regular(path), "rb") as file:
+        file.seek(max(start, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+        lines = file.read(_LAST_BYTES).decode("utf-8", "replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")[:_LONGEST]
+
+
 @contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
     """Yield a new file that replaces `path` when the block ends without an exception.
 
-    Other processes see the old file or the complete new one.
-
-    Args:
-        path: The file to replace; it need not exist.
-        durable: Wait until the content is on the disk before replacing the file.
+    Other processes see the old file or the complete new one. If `durable`, the content is on the
+    disk first, so that it survives a power loss.
     """
     scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:

@@ -96,10 +96,7 @@ class Handshake:
         self._wait_for_others("ready")
 
     def accept(self, check: Callable[[Plan], str]) -> Plan:
-        """Receive the plan of number 0, and answer whether this member can take part.
-
-        Args:
-            check: Returns why it cannot, or an empty string.
+        """Receive the plan of number 0; `check` returns why this member cannot take part, or "".
 
         Raises:
             UsageError: If this or another member cannot, or nothing starts.
@@ -110,7 +107,10 @@ class Handshake:
             if not plan.is_finished:
                 raise UsageError(f"{self.noun} 0: {plan.refusal}")
             return plan
-        refusal = self._check_count(plan) or check(plan) or _check_directory(plan)
+        refusal = check(plan) or _check_directory(plan)
+        if plan.members != self.count:
+            noun = self.noun
+            refusal = f"started as one of {self.count} {noun}s, but {noun} 0 expects {plan.members}"
         where = f"{self.noun} {self.own} ({socket.gethostname()})"
         self._send(f"ready/{self.own}", _Answer(f"{where}: {refusal}" if refusal else ""))
         answer = self._receive("go", _Answer)
@@ -118,13 +118,6 @@ class Handshake:
         if answer.refusal:
             raise UsageError(answer.refusal)
         return plan
-
-    def _check_count(self, plan: Plan) -> str:
-        if plan.members == self.count:
-            return ""
-        return (
-            f"started as one of {self.count} {self.noun}s, but {self.noun} 0 expects {plan.members}"
-        )
 
     def leave(self, reason: str) -> None:
         """Tell the others, before they begin, that this member does not take part after all."""

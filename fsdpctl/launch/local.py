@@ -1,22 +1,33 @@
-"""Starting of this node's workers, and waiting until all have exited."""
+"""Starting of this node's workers, forwarding of stop requests, and waiting until all have exited.
 
+Note: workers have their own sessions, so Ctrl-C reaches only the launcher. The first request is
+forwarded to them as SIGTERM. A worker that is still starting exits without a message; later,
+workers finish their step, save and exit. torch's agent is not informed, because its own way of
+stopping loses their exit codes. A second Ctrl-C kills the workers; other repeated requests are
+ignored.
+"""
+
+import contextlib
 import logging
 import os
 import resource
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
+import psutil
+
+from fsdpctl.comm.world import PrefixStore
 from fsdpctl.config.placement import LaunchConfig
-from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.launch.interface import LOOPBACK, loopback_interface
-from fsdpctl.launch.out_of_memory import kills_so_far
-from fsdpctl.launch.outcome import Ended, Outcome, failure_of
-from fsdpctl.launch.stopping import StoppedEarlyError, passing_on
+from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, UsageError
+from fsdpctl.launch.outcome import Ended, Outcome, failure_of, kills_so_far
+from fsdpctl.launch.rendezvous import LOOPBACK, Rendezvous, interface_of
 from fsdpctl.launch.watchdog import FOLDER, Watchdog
 
 if TYPE_CHECKING:
@@ -27,6 +38,7 @@ if TYPE_CHECKING:
 _FILES, _FILES_PER_RANK = 128, 16  # open files of a launcher, with a reserve
 _BARRIER_SECONDS = 1  # short, because launchers wait for each other on their own
 _NO_SIGNAL = "SIGURG"  # the only signal that the agent handles: one that is never sent
+_STDERR = 2
 
 
 def launch_workers(
@@ -41,14 +53,9 @@ def launch_workers(
 ) -> Outcome:
     """Run `python -m module args…` on the ranks of this node until all have exited.
 
-    Args:
-        module: The module to run; it gets its rank from torchrun's environment variables.
-        args: Its arguments.
-        launch: Resolved.
-        logs: An existing directory for the log of torch's agent.
-        is_last: Whether stop requests are ignored afterwards.
-        nodes: The launchers of all nodes, if there are several.
-        number: How often ranks were started before in this launch.
+    The module gets its rank from torchrun's environment variables. The directory `logs` gets the
+    log of torch's agent. If `is_last`, stop requests are ignored afterwards. `number` counts the
+    rounds of this launch.
 
     Raises:
         UsageError: If several nodes are configured without `nodes`, or too few files may be open.
@@ -60,7 +67,7 @@ def launch_workers(
         )
     assert launch.nproc_per_node is not None
     _make_room_for_files(launch.nproc_per_node)
-    own, interface = (0, loopback_interface()) if nodes is None else (nodes.own, nodes.interface)
+    own, interface = (0, interface_of(LOOPBACK)) if nodes is None else (nodes.own, nodes.interface)
     folder = tempfile.TemporaryDirectory(prefix="fsdpctl-", ignore_cleanup_errors=True)
     # For the workers' files: the run's own directory may be full, or deleted.
     with (
@@ -122,14 +129,12 @@ def _spec(
     """Return what torch's agent runs, and the rendezvous of its workers."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    from fsdpctl.launch.rendezvous import Rendezvous
-
     if nodes is None:
         rendezvous, address = Rendezvous(), LOOPBACK
     else:
         address = nodes.address
         there = (nodes.endpoint_address, nodes.port)
-        rendezvous = Rendezvous(nodes.place(), nodes.store_of(number), there)
+        rendezvous = Rendezvous(nodes.place(), PrefixStore(f"round-{number}", nodes.store), there)
     return WorkerSpec(
         role="default",
         local_world_size=ranks,
@@ -213,3 +218,51 @@ def _environment(launch: LaunchConfig, interface: str | None, *, is_alone: bool)
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+class StoppedEarlyError(BaseException):
+    """A stop was requested before there were workers to forward it to."""
+
+
+class StopRequests:
+    """A signal handler that forwards the first stop request; a second Ctrl-C kills the workers."""
+
+    def __init__(self, have_begun: Callable[[], bool]) -> None:
+        """Handle requests; `have_begun` returns whether workers have been started."""
+        self.first: int | None = None
+        self._have_begun = have_begun
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        again = self.first is not None
+        if again and number != signal.SIGINT:
+            return  # schedulers and closing terminals repeat themselves
+        self.first = self.first or number
+        if number == signal.SIGINT:  # written directly, because a progress bar may own the terminal
+            line = b"killing\n" if again else b"stopping after this step; Ctrl-C again kills\n"
+            with contextlib.suppress(OSError):  # it may be closed
+                os.write(_STDERR, b"\n" + line)
+        children = psutil.Process().children()
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(signal.SIGKILL if again else signal.SIGTERM)
+        if not children and not self._have_begun():
+            raise StoppedEarlyError
+
+
+@contextmanager
+def passing_on(have_begun: Callable[[], bool], *, is_last: bool) -> Iterator[StopRequests]:
+    """Forward stop requests to the workers while the block runs.
+
+    `have_begun` returns whether there are workers. If `is_last`, requests are ignored after the
+    block, when nothing is left to stop.
+    """
+    requests = StopRequests(have_begun)
+    # A signal may be ignored, for example because of nohup.
+    heard = [each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, requests.handle) for number in heard}
+    try:
+        yield requests
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_IGN if is_last else handler)

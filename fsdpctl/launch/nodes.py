@@ -1,7 +1,8 @@
-"""The launchers of several nodes while their ranks train: which are alive, how ranks exited."""
+"""The launchers of several nodes: which are alive, how their ranks exited, and which ranks hang."""
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -10,16 +11,81 @@ from fsdpctl.comm.world import PrefixStore, Store, TCPStore
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.launch.handshake import Handshake, decode, encode, suppressing_losses
-from fsdpctl.launch.hang import RankState
-from fsdpctl.launch.interface import own_address, split_endpoint
 from fsdpctl.launch.outcome import Ended, Outcome
-from fsdpctl.launch.rendezvous import bound_store
-from fsdpctl.launch.timeout_store import KeyWatcher, TimeoutStore
+from fsdpctl.launch.rendezvous import (
+    KeyWatcher,
+    TimeoutStore,
+    bound_store,
+    own_address,
+    split_endpoint,
+)
 
+_STOPPED, _UNINTERRUPTIBLE = "T", "D"
 _BEAT_SECONDS = 1.0
 _SILENCE_SECONDS = 30.0  # without a heartbeat: a shorter network failure does no harm
 _STATES_SECONDS = 5.0  # for other nodes to send the states of their ranks
 _LEAVE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """The state of a rank, as its launcher sees it."""
+
+    rank: int
+    host: str
+    state: str  # of the process: the kernel's letter
+    seconds: float  # since its last heartbeat
+    step: int | None
+    place: str
+    waits: bool  # for other ranks
+    # Number of collectives it has started, by process group; the last one's kind is in `pending`.
+    begun: dict[str, int] = field(default_factory=dict)
+    pending: str = ""  # the collective that it started last, if that is not complete
+
+    def __str__(self) -> str:
+        step = "before its first step" if self.step is None else f"step {self.step}"
+        blocked = {_STOPPED: ", stopped by a signal", _UNINTERRUPTIBLE: ", blocked in a device"}
+        waits = ", waits for other ranks" if self.waits else ""
+        pending = f" in {self.pending}" if self.pending else ""
+        return (
+            f"rank {self.rank} on {self.host}: {step}, {self.place or 'starting'}{waits}{pending}"
+            f"{blocked.get(self.state, '')}, for {self.seconds:.0f} s"
+        )
+
+
+def culprits(states: Sequence[RankState]) -> list[int]:
+    """Return the ranks that the others wait for, or an empty list if unknown.
+
+    Stopped ranks come first, then ranks blocked in a device, then ranks that started fewer
+    collectives than their process group, then ranks that do not wait while others do.
+    """
+    for letter in (_STOPPED, _UNINTERRUPTIBLE):
+        if found := [each.rank for each in states if each.state == letter]:
+            return found
+    behind = Counter[int]()
+    for group in {name for each in states for name in each.begun}:
+        counts = {each.rank: each.begun[group] for each in states if group in each.begun}
+        least, most = min(counts.values()), max(counts.values())
+        behind.update(rank for rank, count in counts.items() if count == least < most)
+    if behind:
+        return sorted(behind)
+    busy = [each.rank for each in states if not each.waits]
+    return busy if len(busy) < len(states) else []
+
+
+def report(states: Sequence[RankState], limit: float, *, is_usual: bool = True) -> str:
+    """Describe in one line which ranks have had no heartbeat for `limit` seconds, and where.
+
+    `is_usual`: the limit is launch.hang_timeout; before the first step it may be longer.
+    """
+    found = culprits(states)
+    shown = [each for each in states if each.rank in found] or list(states)
+    named = "; ".join(map(str, shown[:4]))
+    more = f"; and {len(shown) - 4} more" if len(shown) > 4 else ""
+    setting = (
+        f"launch.hang_timeout={limit:g} s" if is_usual else f"{limit:g} s before its first step"
+    )
+    return f"no progress for more than {setting}: {named}{more}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +134,6 @@ class Nodes:
     def place(self) -> tuple[int, int]:
         """Return this node's number among the members, and the number of members."""
         return list(self.members).index(self.own), len(self.members)
-
-    def store_of(self, number: int) -> Store:
-        """Return the store of the ranks of round `number`, which is empty at its start."""
-        return PrefixStore(f"round-{number}", self.store)
 
     def has_failed_elsewhere(self, number: int) -> bool:
         """Return whether another node's ranks failed in this round; True if unknown."""

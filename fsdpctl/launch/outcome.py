@@ -1,10 +1,12 @@
 """How the ranks of a launch exited, and which failure caused the others."""
 
+import contextlib
 import re
 import signal
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fsdpctl.errors import STOP_SIGNALS, StoppedError
@@ -14,6 +16,7 @@ _SAME_ACCIDENT_SECONDS = 5  # the agent's own SIGKILL comes half a minute after 
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
 _ENDED_BY_SIGNAL = re.compile(r"Signal \d+ \(\w+\) received by PID \d+")  # the agent's message
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+_ROOT = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +146,7 @@ def listed(numbers: Sequence[int]) -> str:
 
 
 def failure_of(rank: int, found: Any, *, short_of_memory: bool = False) -> Failure:
-    """Convert the failure that torch's agent reports.
-
-    Args:
-        rank: The worker's rank.
-        found: Torch's ProcessFailure.
-        short_of_memory: Whether the out-of-memory killer killed a process meanwhile.
-    """
+    """Convert torch's ProcessFailure; `short_of_memory`: the kernel killed a process meanwhile."""
     message = found.message
     if isinstance(message, dict):
         message = message.get("message", "")
@@ -162,3 +159,28 @@ def failure_of(rank: int, found: Any, *, short_of_memory: bool = False) -> Failu
     code = found.exitcode
     starved = short_of_memory and code == -signal.SIGKILL
     return Failure(rank, socket.gethostname(), code, text, int(found.timestamp), starved)
+
+
+def kills_so_far(root: Path = _ROOT, cgroup: Path = Path("/proc/self/cgroup")) -> int:
+    """Return the kills in this process's control group (version 1 or 2), else on the machine."""
+    files = []
+    with contextlib.suppress(OSError):
+        for line in cgroup.read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            inside = path.lstrip("/")
+            if number == "0":
+                files += [root / inside / "memory.events", root / "memory.events"]
+            elif "memory" in controllers.split(","):
+                group = root / "memory"
+                files += [group / inside / "memory.oom_control", group / "memory.oom_control"]
+    files.append(Path("/proc/vmstat"))
+    return next((count for file in files if (count := _count_in(file)) is not None), 0)
+
+
+def _count_in(file: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        for line in file.read_text().splitlines():
+            name, _, number = line.partition(" ")
+            if name == "oom_kill" and number.strip().isdecimal():
+                return int(number)
+    return None

@@ -1,20 +1,97 @@
-"""The store in which the launchers of a run meet, which listens on a single address.
+"""Network addresses, and stores of the launchers: on a single address, with a time limit.
 
 Note: torch's own rendezvous listens on all interfaces, and its c10d backend unpickles the store's
-contents.
+contents. Its timeouts do not hold on a dead link: if a host disappears without closing its
+connections, each call blocks for a quarter of an hour, until the kernel gives up the connection.
 """
 
+import queue
 import socket
+import threading
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, TypeVar
 
+import psutil
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from fsdpctl.comm.world import PrefixStore, Store, TCPStore
 from fsdpctl.errors import UsageError
-from fsdpctl.launch.interface import LOOPBACK
 
+LOOPBACK = "127.0.0.1"
 _PATIENCE = timedelta(seconds=60)
+T = TypeVar("T")
+_MOMENT = 0.5  # seconds
+
+
+def _addresses() -> dict[str, list[str]]:
+    """Return the IPv4 addresses of each interface."""
+    return {
+        name: [each.address for each in addresses if each.family == socket.AF_INET]
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface that has an address, or None."""
+    return next((name for name, found in _addresses().items() if address in found), None)
+
+
+def split_endpoint(endpoint: str, *, for_others: bool) -> tuple[str, int]:
+    """Return the IPv4 address and the port of `host:port`, which other nodes reach if `for_others`.
+
+    Raises:
+        UsageError: If it is not of that form, or the host is unknown.
+    """
+    where = f"launch.rdzv_endpoint={endpoint}"
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise UsageError(f"{where}: expected HOST:PORT of node 0, such as 10.0.0.1:29500")
+    try:
+        address = socket.gethostbyname(host)
+    except OSError as error:
+        raise UsageError(f"{where}: {host}: {error.strerror}") from None
+    if for_others and address.startswith("127.") and host not in (address, "localhost"):
+        # Debian, for example, maps a host's own name to 127.0.1.1.
+        found = [e for each in _addresses().values() for e in each if not e.startswith("127.")]
+        if len(found) > 1:
+            raise UsageError(
+                f"{where}: {host} is a loopback address on this machine; expected an address that "
+                f"other nodes reach: {', '.join(sorted(found))}"
+            )
+        address = next(iter(found), address)
+    return address, int(port)
+
+
+def own_address(towards: str, interface: str | None) -> tuple[str, str]:
+    """Return this machine's address as another node sees it, and its interface.
+
+    No packet is sent. `interface`: the one to use; None: the system's default.
+
+    Raises:
+        UsageError: If there is no such interface, or no route.
+    """
+    if interface is not None:
+        addresses = _addresses()
+        if not addresses.get(interface):
+            raise UsageError(
+                f"launch.interface={interface}: no IPv4 address found; expected one of "
+                f"{', '.join(sorted(addresses))}"
+            )
+        return addresses[interface][0], interface
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((towards, 9))
+        except OSError as error:
+            raise UsageError(
+                f"launch.rdzv_endpoint: no route to {towards}: {error.strerror}"
+            ) from None
+        address = str(probe.getsockname()[0])
+    name = interface_of(address)
+    if name is None:
+        raise UsageError(f"launch.rdzv_endpoint: {address} is not on an interface of this machine")
+    return address, name
 
 
 def bound_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
@@ -54,12 +131,9 @@ class Rendezvous(RendezvousHandler):
         store: Store | None = None,
         where: tuple[str, int] | None = None,
     ) -> None:
-        """Describe the launchers; without arguments, a single one.
+        """Describe the launchers: this one's number and their count; their store and its address.
 
-        Args:
-            place: This launcher's number, and how many there are.
-            store: Their store.
-            where: Its address and port.
+        Without arguments, there is a single launcher.
         """
         self._place, self._store = place, store
         self._where = None if where is None else RendezvousStoreInfo(*where)
@@ -99,3 +173,82 @@ class Rendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """Return True: there is nothing to close."""
         return True
+
+
+class StoreLostError(RuntimeError):
+    """The store did not answer in time, and is not used again."""
+
+
+class TimeoutStore:
+    """A store whose calls run in threads of their own; for one caller at a time."""
+
+    def __init__(self, store: Store, seconds: float) -> None:
+        """Wrap `store`, which has no other user; a call takes at most `seconds`."""
+        self._store, self._seconds = store, seconds
+        self._is_lost = False
+
+    def set(self, key: str, value: str) -> None:
+        """Call torch's `set`.
+
+        Raises:
+            StoreLostError: If the store does not answer in time; likewise in the other methods.
+        """
+        self._call(lambda: self._store.set(key, value), self._seconds)
+
+    def get(self, key: str) -> bytes:
+        """Call torch's `get`."""
+        return self._call(lambda: self._store.get(key), self._seconds)
+
+    def check(self, keys: list[str]) -> bool:
+        """Call torch's `check`."""
+        return self._call(lambda: self._store.check(keys), self._seconds)
+
+    def wait(self, keys: list[str], most: timedelta) -> None:
+        """Call torch's `wait`, which takes at most `most`."""
+        self._call(lambda: self._store.wait(keys, most), most.total_seconds() + 1)
+
+    def _call(self, call: Callable[[], T], seconds: float) -> T:
+        if self._is_lost:
+            raise StoreLostError("the store of the nodes does not answer")
+        answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                answers.put((call(), None))
+            except Exception as error:
+                answers.put((None, error))
+
+        threading.Thread(target=run, daemon=True).start()
+        try:
+            answer, error = answers.get(timeout=seconds)
+        except queue.Empty:
+            self._is_lost = True
+            raise StoreLostError("the store of the nodes does not answer") from None
+        if error is not None:
+            raise error
+        found: T = answer
+        return found
+
+
+class KeyWatcher:
+    """A thread that checks whether a key exists, so that the caller never blocks."""
+
+    def __init__(self, store: Store, *, default: bool) -> None:
+        """Check in `store`, which has no other user; return `default` if that fails."""
+        self._store, self._default = store, default
+        self._found: dict[str, bool] = {}
+        self._checking: threading.Thread | None = None
+
+    def has(self, key: str) -> bool:
+        """Return whether the key is known to exist; wait a moment for the first answer."""
+        if not self._found.get(key) and (self._checking is None or not self._checking.is_alive()):
+            self._checking = threading.Thread(target=self._check, args=(key,), daemon=True)
+            self._checking.start()
+            self._checking.join(_MOMENT)
+        return self._found.get(key, False)
+
+    def _check(self, key: str) -> None:
+        try:
+            self._found[key] = self._store.check([key])
+        except RuntimeError:
+            self._found[key] = self._default

@@ -25,8 +25,7 @@ from fsdpctl.comm.rank_status import (
 )
 from fsdpctl.comm.recorder import Recorded
 from fsdpctl.config.placement import LaunchConfig
-from fsdpctl.launch.hang import RankState, report
-from fsdpctl.launch.nodes import Nodes
+from fsdpctl.launch.nodes import Nodes, RankState, report
 
 FOLDER = "FSDPCTL_FOLDER"  # environment variable: the directory of workers' files for the launcher
 PAGES, ASK = "pulse", "ask"  # files there
@@ -51,14 +50,10 @@ class Watchdog:
         nodes: Nodes | None = None,
         number: int = 0,
     ) -> None:
-        """Watch the workers of a node.
+        """Watch the workers of a node in a round.
 
-        Args:
-            folder: The directory of the workers' files for the launcher.
-            launch: Resolved.
-            pids: Returns the process ids of running workers by local rank.
-            nodes: The launchers of all nodes, if there are several.
-            number: The number of the round.
+        `folder` has the workers' files for the launcher; `pids` returns the process ids of running
+        workers by local rank.
         """
         assert launch.nproc_per_node is not None
         self.hang = ""
@@ -96,12 +91,13 @@ class Watchdog:
             all_run = len(ranks) == self._count
             if not all_run:
                 self.failed_at = self.failed_at or time.time()
-            late = all_run and any(map(self._is_late, range(self._count)))
-            if late or self._hangs_elsewhere():
+            late = (self._still[each] > self._limit_of(each) for each in range(self._count))
+            nodes, number = self._nodes, self._number
+            if (all_run and any(late)) or (nodes and nodes.hangs_elsewhere(number)):
                 self._end_hang(ranks)
                 return
             died = self._lasts("died", not all_run)
-            follows = self._lasts("elsewhere", self._fails_elsewhere())
+            follows = self._lasts("elsewhere", bool(nodes and nodes.has_failed_elsewhere(number)))
             if (died or follows) and not any(map(self._has_moved, ranks)):
                 self.follows = not died
                 _kill(ranks)  # stopped, or blocked: the agent itself waits longer
@@ -117,15 +113,6 @@ class Watchdog:
     def _has_moved(self, local: int) -> bool:
         """Return whether a rank still makes progress, such as completing a checkpoint."""
         return self._beats[local].count > 0 and self._still[local] < _GRACE_SECONDS
-
-    def _hangs_elsewhere(self) -> bool:
-        return self._nodes is not None and self._nodes.hangs_elsewhere(self._number)
-
-    def _fails_elsewhere(self) -> bool:
-        return self._nodes is not None and self._nodes.has_failed_elsewhere(self._number)
-
-    def _is_late(self, local: int) -> bool:
-        return self._still[local] > self._limit_of(local)
 
     def _limit_of(self, local: int) -> float:
         """Return the seconds without a heartbeat after which a rank hangs.

@@ -40,9 +40,10 @@ class LauncherRank:
     store_is_there: bool = False  # the launcher's; else rank 0 creates one
 
 
-def place_of(
-    launch: LaunchConfig, environ: Mapping[str, str] = os.environ
-) -> tuple[LaunchConfig, LauncherRank | None]:
+Place = tuple[LaunchConfig, LauncherRank | None]
+
+
+def place_of(launch: LaunchConfig, environ: Mapping[str, str] = os.environ) -> Place:
     """Return `launch` with the nodes of the launcher, and the rank that this process is, if any.
 
     Raises:
@@ -56,6 +57,7 @@ def place_of(
     else:
         _check_alone(launch, environ)
     if place is None:
+        _check_nodes(launch)
         return launch, None
     ranks = place.local_world_size
     if launch.nproc_per_node not in (None, ranks):
@@ -66,6 +68,25 @@ def place_of(
     nodes = place.world_size // ranks
     _check_node_count(launch, nodes, "the launcher has started ranks on")
     return replace(launch, nproc_per_node=ranks, nnodes=nodes), place
+
+
+def _check_nodes(launch: LaunchConfig) -> None:
+    """Check that one of several nodes has its number and the rendezvous endpoint."""
+    nodes, node = launch.nnodes, launch.node_rank
+    if nodes == 1 and (node or launch.rdzv_endpoint):
+        raise UsageError(
+            "launch.node_rank and launch.rdzv_endpoint require several nodes; set launch.nnodes to "
+            "their number"
+        )
+    if nodes > 1 and (node is None or launch.rdzv_endpoint is None):
+        raise UsageError(
+            f"launch.nnodes={nodes}: run the command on each node, with launch.node_rank=0 to "
+            f"{nodes - 1}, and launch.rdzv_endpoint=HOST:PORT of node 0"
+        )
+    if node is not None and node >= nodes:
+        raise UsageError(
+            f"launch.node_rank={node}: expected 0 to {nodes - 1} with launch.nnodes={nodes}"
+        )
 
 
 def _check_node_count(launch: LaunchConfig, nodes: int, who: str) -> None:
@@ -140,9 +161,7 @@ def _refuse_own_nodes(launch: LaunchConfig, choice: str) -> None:
         )
 
 
-def _of_slurm(
-    launch: LaunchConfig, environ: Mapping[str, str]
-) -> tuple[LaunchConfig, LauncherRank | None]:
+def _of_slurm(launch: LaunchConfig, environ: Mapping[str, str]) -> Place:
     if any(f"SLURM_STEP_{name}" not in environ for name in _OF_STEP):
         raise UsageError(
             "launch=slurm: not in a job step; run it with srun, one task per node or one per rank: "
@@ -165,7 +184,10 @@ def _of_slurm(
         raise UsageError(
             f"SLURM_PROCID={task}: expected consecutive tasks on every node; set srun -m block"
         )
-    endpoint = launch.rdzv_endpoint or f"{first_host(environ)}:{_port_of_job(environ)}"
+    endpoint = launch.rdzv_endpoint
+    if endpoint is None:  # a port that all tasks of a step agree on, and hardly any other step uses
+        job, step = (_number(f"SLURM_{name}_ID", environ) for name in ("JOB", "STEP"))
+        endpoint = f"{first_host(environ)}:{_FIRST_PORT + (7 * job + step) % _PORTS}"
     if tasks == nodes:
         if nodes == 1:
             return replace(launch, rdzv_endpoint=None), None
@@ -182,9 +204,3 @@ def first_host(environ: Mapping[str, str]) -> str:
     """Return the first node of the step: gpu-a003 for `gpu-a[003-005,9],b1`."""
     listed = environ["SLURM_STEP_NODELIST"]
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", listed).split(",")[0]
-
-
-def _port_of_job(environ: Mapping[str, str]) -> int:
-    """Return a port that all tasks of a step agree on, and that hardly any other step uses."""
-    job, step = (_number(f"SLURM_{name}_ID", environ) for name in ("JOB", "STEP"))
-    return _FIRST_PORT + (7 * job + step) % _PORTS

@@ -5,12 +5,11 @@ from dataclasses import replace
 import psutil
 import torch
 
-from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config, PrecisionConfig, StrategyConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.sizes import DTYPE_BYTES
 from fsdpctl.plan.strategy import get_strategy, ranks_per_copy
-from fsdpctl.resolve.launchers import place_of
+from fsdpctl.resolve.launchers import Place, place_of
 
 LOCAL = "local"
 _GIB = 1 << 30
@@ -22,15 +21,13 @@ _ARCHITECTURES = {
 }  # fmt: skip
 
 
-def placed_here(config: Config, known: LaunchConfig | None = None) -> Config:
-    """Fill in device and ranks for this machine, from the launcher's variables or `known`.
+def placed_here(config: Config, where: Place | None = None) -> Config:
+    """Fill in device and ranks for this machine, from `where` or the launcher's variables.
 
     Raises:
         UsageError: If this machine cannot run the configuration.
     """
-    launch, place = (known, None) if known else place_of(config.launch)
-    if known is None and place is None:
-        _check_nodes(launch)
+    launch, place = where or place_of(config.launch)
     has_cuda = torch.cuda.is_available()
     if launch.device == "cuda" and not has_cuda:
         raise UsageError("launch.device=cuda: torch finds no CUDA device; expected cpu or auto")
@@ -45,25 +42,6 @@ def placed_here(config: Config, known: LaunchConfig | None = None) -> Config:
     return _with_precision(
         replace(config, launch=replace(launch, device=device, nproc_per_node=ranks))
     )
-
-
-def _check_nodes(launch: LaunchConfig) -> None:
-    """Check that one of several nodes has its number and the rendezvous endpoint."""
-    nodes, node = launch.nnodes, launch.node_rank
-    if nodes == 1 and (node or launch.rdzv_endpoint):
-        raise UsageError(
-            "launch.node_rank and launch.rdzv_endpoint require several nodes; set launch.nnodes to "
-            "their number"
-        )
-    if nodes > 1 and (node is None or launch.rdzv_endpoint is None):
-        raise UsageError(
-            f"launch.nnodes={nodes}: run the command on each node, with launch.node_rank=0 to "
-            f"{nodes - 1}, and launch.rdzv_endpoint=HOST:PORT of node 0"
-        )
-    if node is not None and node >= nodes:
-        raise UsageError(
-            f"launch.node_rank={node}: expected 0 to {nodes - 1} with launch.nnodes={nodes}"
-        )
 
 
 def placed_on_cluster(config: Config) -> Config:

@@ -91,9 +91,7 @@ def check_engine(config: Config) -> None:
 def notes_on_engine(config: Config, automatic: frozenset[str]) -> tuple[str, ...]:
     """Return the settings that the engine of a placed configuration ignores, a line each.
 
-    Args:
-        config: A placed configuration.
-        automatic: The keys that are not set.
+    Keys in `automatic` are not set.
     """
     name, precision = config.engine.name, config.precision
     wire, reduce = precision.wire_dtype, precision.reduce_dtype

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from fsdpctl.checkpoint.adapters import weights_in_model_path
+from fsdpctl.checkpoint.base import weights_in_model_path
 from fsdpctl.checkpoint.load import check_weights
 from fsdpctl.checkpoint.pretrained import tokenizer_beside
 from fsdpctl.config.auto import MICRO_BATCH, STRATEGY, Selection, filled, left_open
@@ -27,6 +27,7 @@ from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.resolve.attention import check_attention
 from fsdpctl.resolve.blocks import missing_compiler
 from fsdpctl.resolve.data import DATE, checked_data, date_of_run, notes_on_data, on_date, with_data
+from fsdpctl.resolve.launchers import Place, place_of
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import (
     placed_here,
@@ -76,22 +77,28 @@ def decides_losses(name: str) -> bool:
 
 def open_run(
     composed: Composed,
-    launch: LaunchConfig | None = None,
+    where: Place | None = None,
     on_rows: Callable[[int], None] = lambda count: None,
 ) -> Opened:
     """Open the data and the model of a run on this machine, and name its directory.
 
-    Args:
-        composed: The configuration as requested.
-        launch: The ranks, if they are known; by default, the launcher's variables are read.
-        on_rows: Called with the number of conversations tokenized since the last call.
+    The ranks are `where`, or those of the launcher's variables. `on_rows` is called with the number
+    of conversations tokenized since the last call.
 
     Raises:
         UsageError: If the run is invalid; the message names the key.
     """
+    where = where or place_of(composed.config.launch)
+    opened = _open(composed, where, on_rows)
+    # The template may write the date, and only an opened run has a directory with another one.
+    begun = date_of_run(opened.config, opened.data)
+    return opened if begun is None else _open(on_date(composed, begun), where, on_rows)
+
+
+def _open(composed: Composed, where: Place, on_rows: Callable[[int], None]) -> Opened:
     left = left_open(composed.config)
     check_preflight(composed.config)
-    config = placed_here(composed.config, launch)
+    config = placed_here(composed.config, where)
     check_engine(config)
     check_attention(with_architecture(config), here=True)
     if STRATEGY not in left:
@@ -111,8 +118,6 @@ def open_run(
     if not left:
         settle(config)
     config = _with_run_dir(config, composed.recipe)
-    if (begun := date_of_run(config, data)) is not None:
-        return open_run(on_date(composed, begun), launch, on_rows)
     notes += notes_on_data(config, data)
     return Opened(config, composed.automatic, data, module, steps, notes)
 
@@ -122,11 +127,8 @@ def settle(
 ) -> Settled:
     """Fill in the settings that depend on the ranks; opens neither data nor model.
 
-    Args:
-        base: The configuration of an opened run.
-        selection: The values of the settings that are `auto`. Its micro-batch may come from other
-            ranks: it is limited to a rank's share of the step.
-        launch: The ranks, if they differ from those that the run was opened with.
+    The micro-batch of `selection` may come from other ranks: it is limited to a rank's share of the
+    step. `launch` has the ranks if they differ from those that `base` was opened with.
 
     Raises:
         UsageError: If the ranks cannot run it.

@@ -26,11 +26,12 @@ from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
-from fsdpctl.errors import NO_ROOM, CheckpointError, FsdpctlError, UsageError
+from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
+from fsdpctl.io import files
 from fsdpctl.resolve.attention import with_kept_kernel
 from fsdpctl.resolve.run import decides_losses
 from fsdpctl.run.assets import write_assets
-from fsdpctl.run.files import HEARTBEAT, LOCK, OVERRIDES, RUNS, replace_text
+from fsdpctl.run.files import HEARTBEAT, LOCK, OVERRIDES, RUNS
 from fsdpctl.run.files import LOG as LOG
 from fsdpctl.run.files import LOGS as LOGS
 from fsdpctl.run.files import METRICS as METRICS
@@ -87,10 +88,7 @@ def read_config(run_dir: Path) -> Config:
 def look(config: Config, resume: str, fresh: Path | None = None) -> Look:
     """Find out what `--resume RESUME` means for `config` and its run directory. Writes nothing.
 
-    Args:
-        config: The configuration of an opened run; it may have `auto` left.
-        resume: auto, never, or a run or checkpoint.
-        fresh: The directory of a new run, if an earlier look has named it.
+    `config` may have `auto` left; `fresh` is the new directory, if an earlier look has named it.
 
     Raises:
         UsageError: If the directory is not of this run, or the checkpoint is of another model.
@@ -224,21 +222,15 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 def prepare_run_dir(
     seen: Look, config: Config, settings: Sequence[str], assets: Mapping[str, bytes]
 ) -> None:
-    """Write the files that the workers read. The lock must be held.
-
-    Args:
-        seen: The directory as it is.
-        config: The settled configuration.
-        settings: The command line, for the record.
-        assets: Files to keep next to the weights, by name.
+    """Write the files that the workers read, for a settled configuration. The lock must be held.
 
     Raises:
         UsageError: If the directory is not writable.
     """
     run_dir = seen.run_dir
     checkpoints = run_dir / CHECKPOINTS
-    try:
-        replace_text(run_dir / OVERRIDES, "".join(f"{each}\n" for each in settings))
+    with files.refusing(f"train.run_dir={run_dir}"):
+        files.replace(run_dir / OVERRIDES, "".join(f"{each}\n" for each in settings))
         (run_dir / HEARTBEAT).unlink(missing_ok=True)  # of the last start
         shutil.rmtree(run_dir / LOGS, ignore_errors=True)
         (run_dir / LOGS).mkdir(exist_ok=True)
@@ -250,11 +242,9 @@ def prepare_run_dir(
         if seen.source is not None:
             copy_checkpoint(seen.source, step_folder(checkpoints, seen.step))
         # Last: a start that is interrupted before this line does not count.
-        replace_text(run_dir / RUN_CONFIG, config_to_yaml(config), is_durable=True)
+        files.replace(run_dir / RUN_CONFIG, config_to_yaml(config), durable=True)
         if run_dir.parent.name == RUNS:
             point_to(run_dir.parent / LATEST, run_dir)
-    except OSError as error:
-        raise UsageError(f"train.run_dir={run_dir}: {error.strerror or error}") from None
 
 
 def rewrite_config(config: Config) -> None:
@@ -264,24 +254,18 @@ def rewrite_config(config: Config) -> None:
         FsdpctlError: If the file cannot be written.
     """
     path = Path(str(config.train.run_dir)) / RUN_CONFIG
-    try:
-        replace_text(path, config_to_yaml(config), is_durable=True)
-    except OSError as error:
-        raise FsdpctlError(f"{path}: {error.strerror or error}") from None
+    with files.refusing(path, FsdpctlError):
+        files.replace(path, config_to_yaml(config), durable=True)
 
 
 def prepare_restart(seen: Look, number: int) -> None:
-    """Prepare a directory in use for restarted ranks; the logs of the failure are kept.
-
-    Args:
-        seen: The directory as it is, with the configuration of the next round.
-        number: The number of the restart, from 1.
+    """Prepare a directory in use for restart `number`; the logs of the failure are kept.
 
     Raises:
         UsageError: If the directory is not writable.
     """
     logs, run_dir = seen.run_dir / LOGS, seen.run_dir
-    try:
+    with files.refusing(f"train.run_dir={run_dir}", full=FsdpctlError):
         kept = logs / f"restart-{number}"
         kept.mkdir(parents=True, exist_ok=True)
         for each in logs.glob("rank-*.log"):
@@ -292,7 +276,4 @@ def prepare_restart(seen: Look, number: int) -> None:
                 old.write((run_dir / METRICS).read_bytes())
             (run_dir / METRICS).unlink()
         remove_unfinished(run_dir / CHECKPOINTS)
-        replace_text(run_dir / RUN_CONFIG, config_to_yaml(seen.config), is_durable=True)
-    except OSError as error:
-        refusal = FsdpctlError if error.errno in NO_ROOM else UsageError
-        raise refusal(f"train.run_dir={run_dir}: {error.strerror or error}") from None
+        files.replace(run_dir / RUN_CONFIG, config_to_yaml(seen.config), durable=True)

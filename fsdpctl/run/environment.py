@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from fsdpctl import __version__
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import read_json
-from fsdpctl.run.files import ENVIRONMENT, OVERRIDES, replace_text
+from fsdpctl.io.files import replace
+from fsdpctl.run.files import ENVIRONMENT, OVERRIDES
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,7 @@ def add_start(run_dir: Path, start: Mapping[str, Any]) -> None:
         except UsageError:
             starts = []  # unreadable for everyone
         text = json.dumps({"starts": [*starts, start][-MAX_STARTS:]}, indent=1)
-        replace_text(run_dir / ENVIRONMENT, f"{text}\n")
+        replace(run_dir / ENVIRONMENT, f"{text}\n")
 
 
 @dataclass(frozen=True, slots=True)

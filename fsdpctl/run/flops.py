@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsdpctl.config.gpus import known_gpu
 from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.placement import known_gpu
 from fsdpctl.config.schema import Config
 
 

@@ -1,13 +1,16 @@
-"""heartbeat.json, which rank 0 writes every few seconds, and the liveness of a run by it.
+"""Whether a run is alive: the lock of its directory, and heartbeat.json of rank 0.
 
-Note: the run's lock is not tried. Taking it, however briefly, may keep a launcher from starting,
+Note: readers do not try the lock. Taking it, however briefly, may keep a launcher from starting,
 and not every network file system supports it. A launcher and its ranks keep the lock file open,
 which the kernel shows for processes of the same user.
 """
 
+import contextlib
+import fcntl
 import os
 import socket
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,7 +19,7 @@ import psutil
 
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import read_json
-from fsdpctl.io.files import read_regular
+from fsdpctl.io.files import leads_to, read_regular, refusing
 from fsdpctl.run.files import HEARTBEAT, LOCK
 
 INTERVAL = 5.0  # seconds
@@ -24,6 +27,7 @@ RUNNING, ENDED, STOPPED, FAILED = "running", "ended", "stopped", "failed"
 _MOST_BYTES = 1 << 16
 _EXPIRES = 18 * INTERVAL  # seconds; a network file system may show the file of a minute ago
 _CLOCK_SKEW = 2.0  # seconds between the start of a process and the time that it recorded for it
+_WIND_DOWN_SECONDS = 10.0  # in which the ranks of a killed launcher exit
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +83,11 @@ class Liveness:
 def liveness(run_dir: Path, record: HeartbeatRecord | None, now: float | None = None) -> Liveness:
     """Return whether the run in `run_dir` with this heartbeat is alive. Writes nothing."""
     age = None if record is None else max(0.0, (now or time.time()) - record.time)
-    for pid in _candidates(run_dir, record):
-        if _has_open(pid, run_dir / LOCK):
-            return Liveness(True, "process", pid, age)
+    with contextlib.suppress(OSError):
+        lock = (run_dir / LOCK).stat()
+        for pid in _candidates(run_dir, record):
+            if _has_open(pid, lock):
+                return Liveness(True, "process", pid, age)
     if record is None or age is None or record.state != RUNNING:
         return Liveness(False, "nothing", None, age)
     if record.is_of_this_host:
@@ -101,21 +107,14 @@ def _candidates(run_dir: Path, record: HeartbeatRecord | None) -> list[int]:
     return [int(text), *found] if text.isdigit() else found
 
 
-def _has_open(pid: int, path: Path) -> bool:
+def _has_open(pid: int, wanted: os.stat_result) -> bool:
     """Return whether a process has a file open; False if that cannot be determined."""
-    try:
-        wanted = path.stat()
-        folder = f"/proc/{pid}/fd"
-        return any(_is_same(f"{folder}/{name}", wanted) for name in os.listdir(folder))
-    except OSError:
-        return False
-
-
-def _is_same(descriptor: str, wanted: os.stat_result) -> bool:
-    try:
-        return os.path.samestat(os.stat(descriptor), wanted)
-    except OSError:
-        return False
+    with contextlib.suppress(OSError):
+        for each in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.path.samestat(each.stat(), wanted):
+                    return True
+    return False
 
 
 def _is_running(record: HeartbeatRecord) -> bool:
@@ -126,3 +125,128 @@ def _is_running(record: HeartbeatRecord) -> bool:
         return is_same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
+
+
+class RunLock:
+    """The lock file of a run, held by a launcher and its workers until the last of them exits."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / LOCK
+        self._file = self._path.open("a+")
+
+    def acquire(self, on_wait: Callable[[], None]) -> None:
+        """Lock the run directory for this launcher.
+
+        If processes of a killed launcher remain, call `on_wait()` and wait for them to exit.
+
+        Raises:
+            UsageError: If another launcher is alive or one of its ranks does not exit.
+        """
+        deadline = time.monotonic() + _WIND_DOWN_SECONDS
+        has_called = False
+        while not self._try(fcntl.LOCK_EX):
+            self._file.seek(0)
+            text = self._file.read().strip()
+            launcher = int(text) if text.isdigit() else -1
+            holders = self._holders()
+            # Without access to the processes that hold it, trust the number in the file.
+            is_alive = launcher in holders if holders else psutil.pid_exists(launcher)
+            if is_alive or time.monotonic() > deadline:
+                raise UsageError(self._in_use(launcher, holders, is_alive=is_alive))
+            if not has_called:
+                on_wait()
+                has_called = True
+            time.sleep(0.2)
+        self._file.truncate(0)
+        self._file.write(str(os.getpid()))
+        self._file.flush()
+        if not self._try(fcntl.LOCK_SH):
+            raise UsageError(f"train.run_dir={self._path.parent}: in use by a running launcher")
+
+    def join(self) -> None:
+        """Share the lock of the launcher, as one of its workers."""
+        fcntl.flock(self._file, fcntl.LOCK_SH)
+
+    def release(self) -> None:
+        """Unlock the run; the file remains."""
+        self._file.close()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the file is still in the directory: a launcher that gives up removes its own."""
+        return leads_to(self._path, self._file)
+
+    def _try(self, kind: int) -> bool:
+        try:
+            fcntl.flock(self._file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _holders(self) -> list[int]:
+        """Return the other processes that have the lock file open, as far as /proc is readable."""
+        own = os.fstat(self._file.fileno())
+        return [pid for pid in psutil.pids() if pid != os.getpid() and _has_open(pid, own)]
+
+    def _in_use(self, launcher: int, holders: list[int], *, is_alive: bool) -> str:
+        where = f"train.run_dir={self._path.parent}"
+        if is_alive or not holders:
+            return f"{where}: in use by a running launcher (process {launcher})"
+        named = ", ".join(f"{pid} ({_state_of(pid)})" for pid in holders)
+        ids = " ".join(map(str, holders))
+        return (
+            f"{where}: in use by processes of an earlier launcher: {named}; to end them, run "
+            f"`kill -9 {ids}`"
+        )
+
+
+def _state_of(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.Error:
+        return "exited"
+
+
+def lock_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> RunLock:
+    """Create the directory if it does not exist, and lock it.
+
+    `on_wait` is called before a wait for the ranks of a killed launcher.
+
+    Raises:
+        UsageError: If the directory is not writable or in use.
+    """
+    while True:
+        with refusing(f"train.run_dir={run_dir}"):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            lock = RunLock(run_dir)
+        try:
+            lock.acquire(on_wait)
+        except BaseException:
+            lock.release()
+            raise
+        if lock.is_current:
+            return lock
+        lock.release()
+
+
+@contextlib.contextmanager
+def claimed(run_dir: Path, on_wait: Callable[[], None]) -> Iterator[RunLock]:
+    """Lock a run directory, and keep it locked after the block.
+
+    An exception unlocks it, and removes the directory if it was created here and is still empty.
+
+    Raises:
+        UsageError: As `lock_run_dir`.
+    """
+    made = [each for each in (run_dir, *run_dir.parents) if not each.exists()]
+    lock = lock_run_dir(run_dir, on_wait)
+    try:
+        yield lock
+    except BaseException:
+        with contextlib.suppress(OSError):
+            if os.listdir(run_dir) == [LOCK]:
+                (run_dir / LOCK).unlink()
+            for each in made:
+                each.rmdir()
+        lock.release()
+        raise

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from fsdpctl.errors import NO_ROOM, FsdpctlError, UsageError
-from fsdpctl.io.files import open_regular
+from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.io.files import leads_to, open_regular, refusing, replace
 
 _MAX_LINE = 1 << 20  # bytes
 _TAIL_BYTES = 1 << 16  # enough for the last lines
@@ -78,7 +78,7 @@ def read_metrics(path: Path, *, last_bytes: int | None = None) -> Iterator[Metri
 def _read(
     file: BinaryIO, path: Path, last_bytes: int | None = None
 ) -> Iterator[tuple[bytes, MetricsLine]]:
-    try:
+    with refusing(path):
         size = file.seek(0, os.SEEK_END)
         start = 0 if last_bytes is None else max(0, size - last_bytes)
         file.seek(start)
@@ -95,8 +95,6 @@ def _read(
                 where = str(path) if start else f"{path}, line {number}"
                 raise UsageError(f"{where}: corrupted; move the file away") from None
             yield text, line
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, MetricsLine]]:
@@ -146,13 +144,9 @@ class MetricsFile:
         """
         self._path = path
         self._writing = threading.Lock()
-        try:
+        with refusing(path, full=FsdpctlError):  # a full disk is not a mistake in the settings
             self.seconds_to_save = _cut_back(path, step)
             self._file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            # A full disk is not a mistake in the settings.
-            refusal = FsdpctlError if error.errno in NO_ROOM else UsageError
-            raise refusal(f"{path}: {error.strerror}") from None
 
     def cut_back(self, step: int) -> None:
         """Remove lines after `step`, except rejected steps and restarts.
@@ -160,13 +154,10 @@ class MetricsFile:
         Raises:
             FsdpctlError: If the file cannot be written.
         """
-        try:
-            with self._writing:
-                self._file.close()
-                _cut_back(self._path, step)
-                self._file = self._path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise FsdpctlError(f"{self._path}: {error.strerror}") from None
+        with refusing(self._path, FsdpctlError), self._writing:
+            self._file.close()
+            _cut_back(self._path, step)
+            self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, line: dict[str, Any]) -> None:
         """Append one object. Any thread may call it.
@@ -174,22 +165,14 @@ class MetricsFile:
         Raises:
             FsdpctlError: If the file cannot be written.
         """
-        try:
-            with self._writing:
-                self._file.write(json.dumps(line) + "\n")
-                self._file.flush()
-        except OSError as error:
-            raise FsdpctlError(f"{self._path}: {error.strerror}") from None
+        with refusing(self._path, FsdpctlError), self._writing:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
 
     @property
     def is_in_place(self) -> bool:
         """Whether the path still leads to the open file."""
-        try:
-            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True  # a file system that does not respond has not lost it
+        return leads_to(self._path, self._file)
 
     def close(self) -> None:
         """Close the file."""
@@ -206,7 +189,5 @@ def _cut_back(path: Path, step: int) -> float:
         longest = max(longest, line.checkpoint_write_seconds)
         if line.step <= step or line.is_permanent:
             kept.append(text.rstrip(b"\n") + b"\n")
-    scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    scratch.write_bytes(b"".join(kept))
-    scratch.replace(path)
+    replace(path, b"".join(kept))
     return longest

@@ -1,15 +1,65 @@
-"""The measurements of one optimizer step, as metrics.jsonl and the terminal show them."""
+"""The time and the measurements of a step, as metrics.jsonl and the terminal show them."""
 
 import math
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from fsdpctl.comm.waits import Mark, Seconds, mark, seconds_between
 from fsdpctl.optim.record import StepFigures
-from fsdpctl.run.clock import StepTimes
 from fsdpctl.run.flops import ModelFlops
+
+Phase = Literal["data", "compute", "optimizer"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The seconds of one step on this rank."""
+
+    total: float
+    compute: float  # forward and backward
+    exposed_communication: float | None  # in all phases; None: included in the others
+    data: float
+    optimizer: float  # including the gradient norm
+
+
+class StepClock:
+    """A stopwatch for phases: the host's clock, or on CUDA events, which cost the host nothing."""
+
+    def __init__(self, device: torch.device, take_waits: Callable[[], Seconds] | None) -> None:
+        """Start a step. `take_waits()` returns the time spent waiting since its last call."""
+        self._on_cuda = device.type == "cuda"
+        self._knows_waits = take_waits is not None
+        self._take_waits = take_waits or (lambda: lambda: 0.0)
+        self._take_waits()
+        self._began = mark(on_cuda=self._on_cuda)
+        self._last = self._began
+        self._laps: list[tuple[Phase, Mark, Mark, Seconds]] = []
+
+    def lap(self, phase: Phase) -> None:
+        """Attribute the time since the last lap to `phase`."""
+        now = mark(on_cuda=self._on_cuda)
+        self._laps.append((phase, self._last, now, self._take_waits()))
+        self._last = now
+
+    def times(self) -> StepTimes:
+        """Return the times of all laps; may wait for the device."""
+        if isinstance(self._last, torch.cuda.Event):
+            self._last.synchronize()
+        spent = {"data": 0.0, "compute": 0.0, "optimizer": 0.0}
+        exposed = 0.0
+        for phase, start, end, waits in self._laps:
+            waited = waits()
+            spent[phase] += max(0.0, seconds_between(start, end) - waited)
+            exposed += waited
+        total, known = (
+            seconds_between(self._began, self._last),
+            exposed if self._knows_waits else None,
+        )
+        return StepTimes(total, exposed_communication=known, **spent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +93,7 @@ class StepMetrics:
 
     def to_line(self) -> dict[str, Any]:
         """Return the object for metrics.jsonl."""
+        exposed = self.times.exposed_communication
         return {
             "step": self.step,
             "samples": self.samples,
@@ -57,7 +108,7 @@ class StepMetrics:
             "mfu": self.mfu,
             "seconds": round(self.times.total, 6),
             "compute_seconds": round(self.times.compute, 6),
-            "exposed_communication_seconds": _rounded(self.times.exposed_communication),
+            "exposed_communication_seconds": None if exposed is None else round(exposed, 6),
             "data_seconds": round(self.times.data, 6),
             "optimizer_seconds": round(self.times.optimizer, 6),
             "peak_allocated_bytes": self.memory.allocated,
@@ -79,10 +130,6 @@ class PeakMemory:
     reserved: int  # by the caching allocator; on the CPU by the process
     total: int | None = None  # memory of the device
     retries: int | None = None  # how often the allocator had to empty its cache
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)
 
 
 def peak_memory(device: torch.device) -> PeakMemory:

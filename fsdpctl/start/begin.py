@@ -1,23 +1,28 @@
 """Begin a run: open it, lock its directory, decide what is `auto`, and write what workers read."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from fsdpctl.config.auto import Selection
+from fsdpctl.config.auto import Selection, left_open
 from fsdpctl.config.compose import Composed
+from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config
-from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.candidates import Candidate, Ranking
+from fsdpctl.estimate.estimator import Estimator, placed_for_estimate
 from fsdpctl.estimate.saved import write_estimate
-from fsdpctl.resolve.machine import placed_on_cluster
-from fsdpctl.resolve.run import open_run, settle
+from fsdpctl.estimate.search import choose
+from fsdpctl.resolve.launchers import Place
+from fsdpctl.resolve.machine import LOCAL, placed_on_cluster, world_size
+from fsdpctl.resolve.run import Opened, open_run, settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import Look, Standing, look, prepare_run_dir
-from fsdpctl.run.lock import RunLock, claimed
-from fsdpctl.start.decide import decide
+from fsdpctl.run.heartbeat import RunLock, claimed
+from fsdpctl.run.progress import format_bytes
 from fsdpctl.start.describe import describe_run
-from fsdpctl.start.talk import Talk
+from fsdpctl.start.run import Talk
 
 
 @dataclass(slots=True)
@@ -38,22 +43,24 @@ class Begun:
 
 
 def begin(
-    composed: Composed, settings: Sequence[str], resume: str, talk: Talk, *, probes: bool = False
+    composed: Composed,
+    settings: Sequence[str],
+    resume: str,
+    talk: Talk,
+    where: Place | None = None,
+    *,
+    probes: bool = False,
 ) -> Begun | None:
     """Lock and prepare the run directory; return None if the run is finished.
 
-    Args:
-        composed: The configuration as requested.
-        settings: The command line, for the record.
-        resume: The value of `--resume`.
-        talk: The output of the command.
-        probes: Whether `auto` may probe candidates: only if this process starts all ranks.
+    `settings` are recorded; `resume` is the value of `--resume`. With `probes`, `auto` may run
+    candidates: only if this process starts all ranks.
 
     Raises:
         UsageError: If the run is invalid; nothing remains of a directory that was created here.
     """
     with talk.rows() as advance:
-        opened = open_run(composed, on_rows=advance)
+        opened = open_run(composed, where, advance)
     seen = look(opened.config, resume)
     if _is_finished(seen, talk):
         return None
@@ -81,3 +88,102 @@ def _is_finished(seen: Look, talk: Talk) -> bool:
     talk.say(f"{seen.run_dir}: finished at step {seen.step}; nothing to do")
     talk.say("set a larger train.steps to continue, or pass --resume never to start a new run")
     return True
+
+
+class Decision(NamedTuple):
+    """The selected values, and the lines that explain them."""
+
+    selection: Selection | None = None  # None: no setting is `auto`
+    lines: tuple[str, ...] = ()
+
+
+def decide(
+    opened: Opened, seen: Look, note: Callable[[str], None], *, probes: bool = False
+) -> Decision:
+    """Select what is `auto` for the ranks of an opened run; one that resumes keeps its selection.
+
+    With `probes`, candidates may run here, unless a cluster is specified.
+
+    Raises:
+        UsageError: If nothing fits, or the hardware specs are incomplete.
+    """
+    config = opened.config
+    names = left_open(config)
+    if not names:
+        return Decision()
+    if seen.kept is not None:
+        kept, source = Selection.of(seen.kept), seen.run_dir / RUN_CONFIG
+        return Decision(kept, (f"{'auto':<8}{kept.text(names)}, as in {source}",))
+    return _decided(placed_on_cluster(config), note, opened if probes else None)
+
+
+def decide_on_cluster(config: Config, note: Callable[[str], None]) -> Decision:
+    """Select what is `auto` for the ranks of `cluster`, which need not exist. Opens no run.
+
+    Raises:
+        UsageError: If nothing fits, or the configuration is invalid.
+    """
+    return _decided(placed_for_estimate(config), note)
+
+
+def _decided(
+    placed: Config, note: Callable[[str], None], probes_of: Opened | None = None
+) -> Decision:
+    note("selecting the fastest configuration that fits")
+    ranking = choose(Estimator(), placed)
+    if probes_of is not None and placed.auto.probe and placed.cluster.name == LOCAL:
+        from fsdpctl.start.probe import probed  # imports the trainer
+
+        ranking = probed(ranking, probes_of, note)
+    return Decision(ranking.best.selection, tuple(describe_ranking(ranking)))
+
+
+# ---- output ------------------------------------------------------------------------------
+
+
+def describe_ranking(ranking: Ranking) -> Iterator[str]:
+    """Yield the selection, its reason, and the runner-up; or what is missing if nothing fits."""
+    if not ranking.ranked:
+        yield f"{'auto':<8}{ranking.lacks}"
+        return
+    yield f"{'auto':<8}{ranking.text(ranking.best.selection)}"
+    yield f"{'reason':<8}{_reason(ranking)}"
+    yield f"{'next':<8}{_next(ranking)}"
+    if ranking.probing:
+        yield f"{'probed':<8}{_probed(ranking)}"
+
+
+def _reason(ranking: Ranking) -> str:
+    first = ranking.best
+    fastest = min(each.seconds for each in ranking.ranked)
+    ranks = world_size(first.estimate.config)
+    among = f"of {ranking.count} combinations on {ranks} rank{'' if ranks == 1 else 's'}"
+    reason = f"fastest {among} that fits"
+    if first.measured is not None:
+        reason = f"fastest of the probed candidates, {among}"
+    elif fastest < first.seconds:
+        reason = f"least memory among the fastest {among} that fit"
+    return f"{reason}: {first.seconds:.3g} s/step predicted ({ranking.whose}), {_held(first)}"
+
+
+def _next(ranking: Ranking) -> str:
+    if len(ranking.ranked) == 1:
+        return "nothing else fits"
+    first, second = ranking.ranked[:2]
+    seconds, than, how = second.seconds, first.seconds, "predicted"
+    if first.measured is not None and second.measured is not None:
+        seconds, than, how = second.measured, first.measured, "measured"
+    more = f"{seconds / than - 1:+.1%}"
+    return f"{ranking.text(second.selection)}: {seconds:.3g} s/step {how} ({more}), {_held(second)}"
+
+
+def _held(candidate: Candidate) -> str:
+    estimate = candidate.estimate
+    held, most = format_bytes(estimate.peak_reserved), format_bytes(max(0, estimate.available))
+    return f"{held} of {most} per rank"
+
+
+def _probed(ranking: Ranking) -> str:
+    count = sum(each.measured is not None for each in ranking.ranked) + len(ranking.failures)
+    results = [f"{ranking.best.measured:.3g} s/step measured, {count} candidates"]
+    return f"{'; '.join([*results, *ranking.failures])}; {ranking.probing:.0f} s in total"

@@ -8,18 +8,17 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 from fsdpctl.estimate.candidates import Candidate, Ranking
-from fsdpctl.io.documents import parse_json
 from fsdpctl.launch.local import launch_workers
 from fsdpctl.resolve.run import Opened, settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import look, prepare_run_dir
 from fsdpctl.run.files import LOGS, METRICS
-from fsdpctl.run.lock import lock_run_dir
+from fsdpctl.run.heartbeat import lock_run_dir
+from fsdpctl.run.metrics import read_metrics
 from fsdpctl.train.worker import MEASURE, MODULE
 
 _COUNT = 3  # candidates that are probed
@@ -59,11 +58,6 @@ def probed(ranking: Ranking, opened: Opened, note: Callable[[str], None]) -> Ran
 
     A candidate that fails is removed.
 
-    Args:
-        ranking: The candidates for the ranks of the run.
-        opened: The run.
-        note: Called with progress messages.
-
     Raises:
         UsageError: If no candidate ran.
         StoppedError, InterruptError: If a stop was requested.
@@ -80,7 +74,10 @@ def probed(ranking: Ranking, opened: Opened, note: Callable[[str], None]) -> Ran
             settings = ranking.text(each.selection)
             note(f"probing {number}/{len(candidates)}  {settings}")
             config = settle(opened.config, each.selection).config
-            config = _shortened(config, each.seconds, Path(folder) / str(number))
+            run_dir = str(Path(folder) / str(number))
+            steps = min(_MOST, max(_LEAST, round(_SECONDS / each.seconds)))
+            train = replace(config.train, run_dir=run_dir, steps=steps, profile=False)
+            config = replace(config, train=train)
             found = _probe(config, settings, assets)
             if isinstance(found, str):
                 failures.append(f"{settings} failed: {found}")
@@ -92,12 +89,6 @@ def probed(ranking: Ranking, opened: Opened, note: Callable[[str], None]) -> Ran
     others = [each for each in ranking.ranked if each not in candidates]
     spent = time.monotonic() - began
     return replace(ranking, ranked=(*measured, *others), failures=tuple(failures), probing=spent)
-
-
-def _shortened(config: Config, predicted: float, run_dir: Path) -> Config:
-    steps = min(_MOST, max(_LEAST, round(_SECONDS / predicted)))
-    train = replace(config.train, run_dir=str(run_dir), steps=steps, profile=False)
-    return replace(config, train=train)
 
 
 def _probe(config: Config, settings: str, assets: Mapping[str, bytes]) -> float | str:
@@ -112,20 +103,15 @@ def _probe(config: Config, settings: str, assets: Mapping[str, bytes]) -> float 
 
 
 def _step_seconds(metrics: Path) -> float:
-    lines = metrics.read_text(encoding="utf-8").splitlines()
-    parsed = (parse_json(line, dict[str, Any], str(metrics)) for line in lines)
-    seconds: list[float] = [line["seconds"] for line in parsed if "loss" in line]
+    seconds = [line.seconds or 0.0 for line in read_metrics(metrics) if line.is_step]
     return median(seconds[len(seconds) // 4 :])
 
 
 def short_run(config: Config, settings: str, assets: Mapping[str, bytes], what: str) -> str | None:
     """Run the steps of a settled configuration, without validation, checkpoints and samples.
 
-    Args:
-        config: Its run directory does not exist yet, but the parent of that does.
-        settings: The settings that it was made of, for the run directory.
-        assets: Files to keep next to its weights.
-        what: What a stop request prevents, for the message.
+    Its run directory does not exist yet. `settings` and `assets` are written there; `what` a stop
+    request prevents is for the message.
 
     Returns:
         The reason of a failure; None if the run finished.

@@ -9,7 +9,7 @@ from pathlib import Path
 from fsdpctl.config.model_path import RUN_CONFIG
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import LOST, UsageError
 from fsdpctl.launch.local import launch_workers
 from fsdpctl.launch.nodes import Nodes, RestartRound
 from fsdpctl.launch.outcome import Outcome
@@ -17,8 +17,8 @@ from fsdpctl.resolve.run import settle
 from fsdpctl.run.directory import LOGS, METRICS, look, prepare_restart
 from fsdpctl.run.metrics import last_step, went_on
 from fsdpctl.start.begin import Begun
+from fsdpctl.train.callbacks.reporting import RESTART, Restart
 from fsdpctl.train.requests import take_stop
-from fsdpctl.train.restart import RESTART, Restart
 from fsdpctl.train.worker import MODULE
 
 _FINAL = (2, 4, 75, 76)  # exit codes after which a restart would not help, or was not wanted
@@ -29,10 +29,8 @@ Say = Callable[[str], None]
 def train_with_restarts(begun: Begun, say: Say, nodes: Nodes | None = None) -> Outcome:
     """Start the ranks, and restart them after failures; return the outcome of the last round.
 
-    Args:
-        begun: The run, which is unlocked at the end.
-        say: Called with a line for each restart.
-        nodes: The launchers of the other nodes, if any; this one is node 0.
+    The run is unlocked at the end. `nodes` are the launchers of the other nodes, if any; this one
+    is node 0.
     """
     most = begun.launch.max_restarts
     for number in range(most + 1):
@@ -74,8 +72,8 @@ def _next_round(
     cause = outcome.cause
     if not outcome.has_failed or outcome.was_asked or (cause and cause.exit_code in _FINAL):
         return None
-    if not (begun.run_dir / RUN_CONFIG).is_file():
-        return None  # deleted or moved: a restart would begin at step 0
+    if not (begun.run_dir / RUN_CONFIG).is_file() or (cause and LOST in cause.message):
+        return None  # who removed the files shall hear of it
     if take_stop(begun.run_dir):
         say(f"{begun.run_dir}: no restart (stop requested)")
         return None

@@ -6,25 +6,36 @@ Imports torch only inside functions: a rank sets torch's environment variables f
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fsdpctl.errors import FsdpctlError
+from fsdpctl.resolve.launchers import LauncherRank, Place, place_of
 
 if TYPE_CHECKING:
     from fsdpctl.config.compose import Composed
     from fsdpctl.config.placement import LaunchConfig
+    from fsdpctl.config.schema import Config
     from fsdpctl.launch.handshake import Handshake, Plan
     from fsdpctl.launch.outcome import Outcome
-    from fsdpctl.resolve.launchers import LauncherRank
     from fsdpctl.start.begin import Begun
-    from fsdpctl.start.talk import Talk
+
+    Begin = Callable[[], Begun | None]  # begins the run; None: it is finished
 
 _STARTED = "FSDPCTL_STARTED"  # seconds since the epoch, for workers with a time limit
 
 
+class Talk(NamedTuple):
+    """Functions that print for a command."""
+
+    say: Callable[[str], None]  # a line of its result
+    note: Callable[[str], None]  # a line about its progress
+    rows: Callable[[], AbstractContextManager[Callable[[int], None]]]  # count of conversations
+
+
 def run(
-    composed: "Composed", settings: list[str], resume: str, talk: "Talk"
+    composed: "Composed", settings: list[str], resume: str, talk: Talk
 ) -> "tuple[Outcome, Path] | None":
     """Train: start the ranks of this node, or become a rank that another launcher has started.
 
@@ -34,40 +45,43 @@ def run(
     Raises:
         FsdpctlError: If the run cannot begin.
     """
-    from fsdpctl.resolve.launchers import place_of
-
     os.environ.setdefault(_STARTED, str(time.time()))
-    launch, place = place_of(composed.config.launch)
+    launch, place = where = place_of(composed.config.launch)
+    alone = place is None and launch.nnodes == 1
+
+    def begun() -> "Begun | None":
+        from fsdpctl.start.begin import begin
+
+        return begin(composed, settings, resume, talk, where, probes=alone)
+
     if place is not None:
-        _as_rank(composed, settings, resume, talk, place)
+        _as_rank(composed.config, where, place, begun, talk)
         return None
-    if launch.nnodes > 1:
-        return _as_node(composed, settings, resume, talk)
-    from fsdpctl.start.begin import begin
+    if not alone:
+        return _as_node(composed.config, where, begun, talk)
     from fsdpctl.start.restarts import train_with_restarts
 
-    begun = begin(composed, settings, resume, talk, probes=True)
-    return None if begun is None else (train_with_restarts(begun, talk.say), begun.run_dir)
+    found = begun()
+    return None if found is None else (train_with_restarts(found, talk.say), found.run_dir)
 
 
 # ---- one of several nodes ----------------------------------------------------------------
 
 
 def _as_node(
-    composed: "Composed", settings: list[str], resume: str, talk: "Talk"
+    config: "Config", where: Place, begin: "Begin", talk: Talk
 ) -> "tuple[Outcome, Path] | None":
     _silence_torch_of_lost_peers()
     from fsdpctl.launch.nodes import Nodes
     from fsdpctl.resolve.machine import placed_here
-    from fsdpctl.start.begin import begin
     from fsdpctl.start.restarts import follow_restarts, train_with_restarts
 
-    launch = placed_here(composed.config).launch
+    launch = placed_here(config, where).launch
     talk.say(f"node {launch.node_rank} of {launch.nnodes}: connecting to {launch.rdzv_endpoint}")
     nodes = Nodes(launch)
     try:
         if nodes.own == 0:
-            begun = _invite(nodes.handshake, lambda: begin(composed, settings, resume, talk), talk)
+            begun = _invite(nodes.handshake, begin, talk)
             if begun is None:
                 return None
             return train_with_restarts(begun, talk.say, nodes), begun.run_dir
@@ -82,9 +96,7 @@ def _as_node(
         nodes.leave()
 
 
-def _invite(
-    meeting: "Handshake", begin: "Callable[[], Begun | None]", talk: "Talk"
-) -> "Begun | None":
+def _invite(meeting: "Handshake", begin: "Begin", talk: Talk) -> "Begun | None":
     """Begin the run, and invite the other nodes or ranks; if it cannot begin, tell them why."""
     try:
         begun = begin()
@@ -135,23 +147,22 @@ def _silence_torch_of_lost_peers() -> None:
 
 
 def _as_rank(
-    composed: "Composed", settings: list[str], resume: str, talk: "Talk", place: "LauncherRank"
+    config: "Config", where: Place, place: LauncherRank, begin: "Begin", talk: Talk
 ) -> None:
     """Meet the other ranks, then become the worker: this process exits with it."""
     cores = (os.cpu_count() or 1) // place.local_world_size
     own = {"OMP_NUM_THREADS": str(max(1, cores))}
-    if composed.config.launch.device != "cpu":
-        own |= composed.config.launch.allocator_environment
+    if config.launch.device != "cpu":
+        own |= config.launch.allocator_environment
     os.environ.update({**own, **os.environ})  # before torch is imported
     from fsdpctl.comm.world import PrefixStore
     from fsdpctl.launch.handshake import Handshake
-    from fsdpctl.launch.interface import own_address, split_endpoint
     from fsdpctl.launch.nodes import reached_store
+    from fsdpctl.launch.rendezvous import own_address, split_endpoint
     from fsdpctl.resolve.machine import placed_here
-    from fsdpctl.start.begin import begin
     from fsdpctl.train.worker import become_rank
 
-    launch = placed_here(composed.config).launch
+    launch = placed_here(config, where).launch
     others = place.world_size > place.local_world_size
     address, port = split_endpoint(f"{place.address}:{place.port}", for_others=others)
     is_first = place.rank == 0 and not place.store_is_there
@@ -159,11 +170,7 @@ def _as_rank(
     store = PrefixStore(f"attempt-{place.attempt}", shared)
     meeting = Handshake(store, place.rank, place.world_size, noun="rank", patience=launch.timeout)
     # The lock that `begun` holds is released when this process exits.
-    begun: Begun | Plan | None
-    if place.rank == 0:
-        begun = _invite(meeting, lambda: begin(composed, settings, resume, talk), talk)
-    else:
-        begun = _accept(meeting, launch)
+    begun = _invite(meeting, begin, talk) if place.rank == 0 else _accept(meeting, launch)
     if begun is None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", own_address(address, launch.interface)[1])

@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,10 +31,6 @@ class Evaluation:
     perplexity: float
     bits_per_byte: float | None  # None if the size of the text is unknown
     tokens: int  # number of predicted tokens
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result for `--json`."""
-        return asdict(self)
 
 
 def words_of(source: Path) -> list[str]:

@@ -3,13 +3,13 @@
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdpctl.comm.waits import mark, seconds_between
@@ -59,8 +59,9 @@ class _Stopwatch(TorchDispatchMode):
         return result
 
 
-def _model(sized: Sized, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    architecture, width, _, _, vocab_size = sized
+def _passes(sized: Sized, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
+    """Return a function that runs forward and backward of a model."""
+    architecture, width, length, samples, vocab_size = sized
     heads = max(2, width // 64)
     config = ModelConfig(
         name="profile", architecture=architecture, num_layers=2, hidden_size=width,
@@ -72,12 +73,6 @@ def _model(sized: Sized, device: torch.device, dtype: torch.dtype) -> nn.Module:
     module = build_model(config).to_empty(device=device).to(dtype)
     for param in module.parameters():
         torch.nn.init.normal_(param, std=0.02)
-    return module
-
-
-def _passes(
-    module: nn.Module, samples: int, length: int, device: torch.device
-) -> Callable[[], None]:
     tokens = torch.randint(0, 128, (samples, length), device=device)
 
     def run() -> None:
@@ -98,48 +93,43 @@ def observe_models(
 ) -> tuple[list[Observed], float]:
     """Measure the operators of `models`, and the host's overhead per operator.
 
-    Args:
-        models: As in SMALL.
-        device: The device to measure.
-        dtype: Of the parameters.
-        meet: A barrier of all ranks, so that they compute concurrently.
-        say: Called with a line about each measurement.
+    `meet` is a barrier of all ranks, so that they compute concurrently.
 
     Returns:
         The operators with their seconds, and the host's seconds per operator.
     """
-    seen: dict[Sized, list[list[tuple[Work, float]]]] = defaultdict(list)
+    seen: dict[Sized, list[list[Observed]]] = defaultdict(list)
     timed: dict[Sized, list[float]] = defaultdict(list)
     # In rounds, so that a moment in which the machine is slower affects all models alike.
     for number, sized in product(range(_ROUNDS), models):
         architecture, width, length, samples, _ = sized
         about = f"{architecture}, width {width}, {samples} x {length} tokens"
         say(f"operators of {about}, round {number + 1} of {_ROUNDS}")
-        run = _passes(_model(sized, device, dtype), samples, length, device)
+        run = _passes(sized, device, dtype)
         run()
         meet()
         timed[sized].append(seconds_of(run, device))
         meet()
         with _Stopwatch(device) as watch:
             device_seconds(run, device, _PASS_LAUNCHES)
-        seen[sized].append([(work, seconds()) for work, seconds in watch.seen])
+        seen[sized].append([_observed(work, seconds()) for work, seconds in watch.seen])
     found: list[Observed] = []
     overheads: list[float] = []
     for sized in models:
-        operators = list(_medians(seen[sized]))
+        operators = [
+            same[0]._replace(seconds=statistics.median(each.seconds for each in same))
+            for same in zip(*seen[sized], strict=True)
+        ]
         found += operators
         busy = sum(each.seconds for each in operators)
         overheads.append((statistics.median(timed[sized]) - busy) / len(operators))
     return _merged(found), max(0.0, statistics.median(overheads))
 
 
-def _medians(seen: Sequence[Sequence[tuple[Work, float]]]) -> Iterator[Observed]:
-    for same in zip(*seen, strict=True):
-        work = same[0][0]
-        seconds = statistics.median(each for _, each in same)
-        yield Observed(
-            work.name, work.kind.value, work.flops, work.nbytes, work.itemsize, work.dims, seconds
-        )
+def _observed(work: Work, seconds: float) -> Observed:
+    return Observed(
+        work.name, work.kind.value, work.flops, work.nbytes, work.itemsize, work.dims, seconds
+    )
 
 
 def _merged(observed: Sequence[Observed]) -> list[Observed]:

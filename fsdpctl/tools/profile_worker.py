@@ -1,6 +1,5 @@
 """A rank that measures this machine together with others; rank 0 writes the profile."""
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -11,27 +10,21 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from torch import Tensor
 
-from fsdpctl.comm.base import Collectives, Gathering
+from fsdpctl.comm.base import Collectives, Gathering, Handle, Reduction
 from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.comm.world import joined_world
 from fsdpctl.plan.layout import EvenParts, Span
 from fsdpctl.predict.hardware import CollectiveKind
 from fsdpctl.predict.profile import VERSION, MeasuredPoint, Profile
-from fsdpctl.tools.observe import (
-    LARGE,
-    SMALL,
-    device_seconds,
-    observe_models,
-    observe_sizes,
-)
+from fsdpctl.tools.observe import LARGE, SMALL, device_seconds, observe_models, observe_sizes
 from fsdpctl.train.worker import report, tie_to_launcher
 
 MODULE = "fsdpctl.tools.profile_worker"
 _KIB, _MIB = 1 << 10, 1 << 20
 _SIZES = [4 * _KIB, 64 * _KIB, 256 * _KIB, _MIB, 4 * _MIB, 16 * _MIB, 64 * _MIB]
 _OVERLAPPED = 16 * _MIB  # of a collective that is measured during computation
+_DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 _SIDES = {"cpu": 256, "cuda": 4096}  # of matrices whose products take longer than their launch
 _ROUNDS = 15
 _APART, _MEETINGS = (0.004, 0.008, 0.016), 8  # seconds between meetings, and how many
@@ -40,7 +33,7 @@ _APART, _MEETINGS = (0.004, 0.008, 0.016), 8  # seconds between meetings, and ho
 def measure(device: torch.device, name: str, say: Callable[[str], None]) -> Profile:
     """Measure this machine with all its ranks at the same time. Collective."""
     world = collectives_for(device)
-    dtype = _dtype(device)
+    dtype = _DTYPES[device.type]
     models = LARGE if device.type == "cuda" else SMALL
     operators, host_seconds_per_operator = observe_models(models, device, dtype, world.barrier, say)
     say("copies and the optimizer")
@@ -48,14 +41,14 @@ def measure(device: torch.device, name: str, say: Callable[[str], None]) -> Prof
     memory_copy = observe_sizes(sizes, partial(_copy, device), device, world.barrier)
     optimizer_step = observe_sizes(sizes, partial(_adamw, device), device, world.barrier)
     collectives: dict[str, list[MeasuredPoint]] = {}
-    compute_slowdown = comm_slowdown = drift = 0.0
+    slowdown = drift = 0.0
     if world.size > 1:
         for kind in CollectiveKind:
             say(f"{kind.value} among {world.size} ranks")
-            run = partial(_COLLECTIVES[kind], world, device)
+            run = partial(_waiting, kind, world, device)
             collectives[kind.value] = observe_sizes(_SIZES, run, device, world.barrier)
         say("computation during a collective")
-        compute_slowdown, comm_slowdown = _overlap(world, device)
+        slowdown = _overlap(world, device)
         say("drift between ranks")
         drift = _drift(world, device)
     return Profile(
@@ -70,8 +63,8 @@ def measure(device: torch.device, name: str, say: Callable[[str], None]) -> Prof
         memory_copy=memory_copy,
         optimizer_step=optimizer_step,
         collectives=collectives,
-        compute_slowdown=compute_slowdown,
-        comm_slowdown=comm_slowdown,
+        compute_slowdown=slowdown,
+        comm_slowdown=slowdown,
         drift=drift,
     )
 
@@ -88,85 +81,67 @@ def _adamw(device: torch.device, nbytes: int) -> Callable[[], object]:
     return torch.optim.AdamW([param], fused=True).step
 
 
-def _gather(world: Collectives, device: torch.device, nbytes: int) -> Callable[[], object]:
+def _collective(
+    kind: CollectiveKind, world: Collectives, device: torch.device, nbytes: int
+) -> Callable[[], Handle | Reduction]:
+    """Return a function that starts a collective of all ranks on `nbytes`."""
     whole = torch.zeros(nbytes // 4, device=device)
+    if kind is CollectiveKind.ALL_REDUCE:
+        return partial(world.start_all_reduce, whole)
     parts = EvenParts(whole.numel() // world.size, world.size)
-    return lambda: world.all_gather([Gathering(whole[: parts[-1].stop], parts)]).wait()
+    whole = whole[: parts[-1].stop]
+    if kind is CollectiveKind.GATHER:
+        return partial(world.all_gather, [Gathering(whole, parts)])
+    # Sending only; the additions are part of the computation.
+    return partial(world.reduce_scatter, [(Span(0, whole.numel()), whole)], parts, torch.float32)
 
 
-def _reduce_scatter(world: Collectives, device: torch.device, nbytes: int) -> Callable[[], object]:
-    parts = EvenParts(nbytes // 4 // world.size, world.size)
-    whole = torch.zeros(parts[-1].stop, device=device)
-
-    def run() -> None:
-        stretches = [(Span(0, whole.numel()), whole)]
-        # Sending only; the additions are part of the computation.
-        world.reduce_scatter(stretches, parts, torch.float32).wait()
-
-    return run
+def _waiting(
+    kind: CollectiveKind, world: Collectives, device: torch.device, nbytes: int
+) -> Callable[[], object]:
+    start = _collective(kind, world, device, nbytes)
+    return lambda: start().wait()
 
 
-def _all_reduce(world: Collectives, device: torch.device, nbytes: int) -> Callable[[], object]:
-    values = torch.zeros(nbytes // 4, device=device)
-    return lambda: world.start_all_reduce(values).wait()
+def _product(device: torch.device) -> Callable[[], object]:
+    side, dtype = _SIDES[device.type], _DTYPES[device.type]
+    left = torch.randn(side, side, device=device, dtype=dtype)
+    return partial(torch.mm, left, left)
 
 
-_COLLECTIVES = {
-    CollectiveKind.GATHER: _gather,
-    CollectiveKind.REDUCE_SCATTER: _reduce_scatter,
-    CollectiveKind.ALL_REDUCE: _all_reduce,
-}
-
-
-def _matrix(device: torch.device) -> Tensor:
-    side, dtype = _SIDES[device.type], _dtype(device)
-    return torch.randn(side, side, device=device, dtype=dtype)
-
-
-def _dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def _overlap(world: Collectives, device: torch.device) -> tuple[float, float]:
-    """Return the shares of speed that computation and a collective lose when they overlap."""
-    left = _matrix(device)
-    whole = torch.zeros(_OVERLAPPED // 4, device=device)
-    parts = EvenParts(whole.numel() // world.size, world.size)
-    gather = partial(world.all_gather, [Gathering(whole, parts)])
+def _overlap(world: Collectives, device: torch.device) -> float:
+    """Return the share of speed that computation and a collective lose when they overlap."""
+    multiply = _product(device)
+    gather = _collective(CollectiveKind.GATHER, world, device, _OVERLAPPED)
     gather().wait()
     alone = _timed(world, device, lambda: gather().wait())
-    one = _timed(world, device, lambda: torch.mm(left, left))
+    one = _timed(world, device, multiply)
     # As long as the collective by rank 0's clock, because all ranks must do the same.
     products = max(1, int(world.gather_objects(alone / one)[0]))
 
     def both() -> None:
         handle = gather()
         for _ in range(products):
-            torch.mm(left, left)
+            multiply()
         handle.wait()
 
     together = _timed(world, device, both)
-    lost = min(0.9, max(0.0, 1.0 - max(alone, products * one) / together))
-    return lost, lost
+    return min(0.9, max(0.0, 1.0 - max(alone, products * one) / together))
 
 
 def _drift(world: Collectives, device: torch.device) -> float:
     """Return the seconds by which ranks drift apart, per root of a second since a barrier."""
-    left = _matrix(device)
-    whole = torch.zeros(_SIZES[0] // 4, device=device)
-    parts = EvenParts(whole.numel() // world.size, world.size)
-
-    def meet() -> None:
-        world.all_gather([Gathering(whole, parts)]).wait()
+    multiply = _product(device)
+    meet = _waiting(CollectiveKind.GATHER, world, device, _SIZES[0])
 
     def apart(seconds: float, *, meets: bool) -> None:
         for _ in range(_MEETINGS):
             for _ in range(max(1, int(seconds / one))):
-                torch.mm(left, left)
+                multiply()
             if meets:
                 meet()
 
-    one = float(world.gather_objects(_timed(world, device, lambda: torch.mm(left, left)))[0])
+    one = float(world.gather_objects(_timed(world, device, multiply))[0])
     meeting = _timed(world, device, meet)
     drifts = []
     for seconds in _APART:
@@ -185,25 +160,21 @@ def _timed(world: Collectives, device: torch.device, run: Callable[[], object]) 
     return median(times)
 
 
-def main() -> None:
-    """Measure; the arguments are the device's kind and the file to write."""
+def main(kind: str, out: str) -> None:
+    """Measure a kind of device, and write the profile to a file on rank 0."""
     tie_to_launcher()
     try:
-        _measure(sys.argv[1], Path(sys.argv[2]))
+        with joined_world(kind, 600.0) as world:
+            name = torch.cuda.get_device_name(world.device) if kind == "cuda" else "cpu"
+            is_main = world.rank == 0
+            say = partial(print, file=sys.stderr, flush=True) if is_main else lambda line: None
+            found = measure(world.device, name, say)
+            if is_main:
+                Path(out).write_text(dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
     except Exception as error:
         report(error)
         raise
 
 
-def _measure(kind: str, out: Path) -> None:
-    rank = int(os.environ["RANK"])
-    with joined_world(kind, 600.0) as world:
-        name = torch.cuda.get_device_name(world.device) if kind == "cuda" else "cpu"
-        say = partial(print, file=sys.stderr, flush=True) if rank == 0 else lambda line: None
-        found = measure(world.device, name, say)
-        if rank == 0:
-            out.write_text(dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -22,19 +22,14 @@ from fsdpctl.data.tokenizer import BYTES, TOKENIZER_JSON, ByteTokenizer, FileTok
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.run.assets import ends_of
 from fsdpctl.train.assemble import make_model
-from fsdpctl.train.generate import Sampling, generate
+from fsdpctl.train.callbacks.sample import Sampling, generate
 
 
 class TextGenerator:
     """A model in memory that continues text."""
 
     def __init__(self, source: Path, count: int, sampling: Sampling) -> None:
-        """Load the model.
-
-        Args:
-            source: A checkpoint or a Hugging Face directory.
-            count: The maximum number of tokens to generate.
-            sampling: How tokens are drawn.
+        """Load the model, to generate at most `count` tokens.
 
         Raises:
             UsageError: If the tokenizer is unknown.

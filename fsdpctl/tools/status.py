@@ -4,11 +4,10 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from fsdpctl.checkpoint.folders import complete_checkpoints, passed_over, step_of
 from fsdpctl.checkpoint.manifest import read_manifest
@@ -18,7 +17,7 @@ from fsdpctl.config.schema import KEYS
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import MIB
-from fsdpctl.io.files import open_regular
+from fsdpctl.io.files import last_line
 from fsdpctl.run.environment import read_starts
 from fsdpctl.run.files import LOGS, METRICS
 from fsdpctl.run.heartbeat import (
@@ -36,7 +35,7 @@ STARTING, FINISHED, NOT_STARTED = "starting", "finished", "not started"
 _STEPS = "train.steps"
 _METRICS_BYTES = 16 * MIB  # of the end of metrics.jsonl: some thirty thousand steps
 _RECENT, _MOST_WARNINGS = 50, 5
-_MOST_LOGS, _LAST_BYTES, _LONGEST = 64, 4096, 300
+_MOST_LOGS = 64
 _STARTS_WITHIN = 120.0  # seconds
 
 
@@ -81,10 +80,6 @@ class Status:
     skipped_steps: int
     restarts: int
     warnings: list[str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the object for `status --json`."""
-        return asdict(self)
 
 
 def read_status(run_dir: Path) -> Status:
@@ -196,16 +191,12 @@ def _state(
         return FAILED, _first_error(run_dir) or record.message
     if found.is_alive:
         return (STARTING if record is None or record.step is None else RUNNING), ""
-    if record is None:
-        return (STARTING if _is_recent(run_dir / RUN_CONFIG) else NOT_STARTED), ""
+    if record is None:  # before the first heartbeat, a start has just written the configuration
+        is_recent = time.time() - (run_dir / RUN_CONFIG).stat().st_mtime < _STARTS_WITHIN
+        return (STARTING if is_recent else NOT_STARTED), ""
     last = _first_error(run_dir)
     missing = f"process {record.pid} on {record.host} was killed or is unreachable"
     return FAILED, f"{missing}; {last}" if last else missing
-
-
-def _is_recent(file: Path) -> bool:
-    """Return whether a start has just written the file, before its first heartbeat."""
-    return time.time() - file.stat().st_mtime < _STARTS_WITHIN
 
 
 def _first_error(run_dir: Path) -> str:
@@ -216,15 +207,8 @@ def _first_error(run_dir: Path) -> str:
         with contextlib.suppress(OSError):  # a restart may move it meanwhile
             about = each.stat()
             if each.is_file() and about.st_size:
-                found.append((about.st_mtime, f"{each.name}: {_last_line(each)}"))
+                found.append((about.st_mtime, f"{each.name}: {last_line(each)}"))
     return min(found)[1] if found else ""
-
-
-def _last_line(path: Path) -> str:
-    with open(open_regular(path), "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
-        lines = file.read(_LAST_BYTES).decode("utf-8", "replace").splitlines()
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")[:_LONGEST]
 
 
 def _eta(

@@ -70,10 +70,7 @@ def compare_checkpoints(
 ) -> CheckpointDifference:
     """Compare every tensor of two checkpoints, written by any numbers of ranks.
 
-    Args:
-        a: A checkpoint.
-        b: Another checkpoint.
-        on_bytes: Called with the bytes read since the last call.
+    `on_bytes` is called with the bytes read since the last call.
 
     Raises:
         CheckpointError: If a checksum does not match; the message names the file.

@@ -33,6 +33,9 @@ class ComparedStep:
     a: float | None  # None: not finite
     b: float | None
 
+    def __str__(self) -> str:
+        return " and ".join("not finite" if x is None else f"{x:.9g}" for x in (self.a, self.b))
+
     @property
     def difference(self) -> float:
         """The absolute difference; infinite if only one value is finite."""
@@ -104,7 +107,7 @@ class TwoRuns:
             "a": str(self.a),
             "b": str(self.b),
             **{name: each.to_dict() for name, each in self.series.items()},
-            "configuration": [{"key": x.key, "a": x.a, "b": x.b} for x in self.configuration],
+            "configuration": [asdict(each) for each in self.configuration],
             "checkpoint": None if self.checkpoint is None else self.checkpoint.to_dict(),
             "equal": not self.differences,
             "differences": self.differences,
@@ -117,20 +120,13 @@ def _of_losses(series: dict[str, Series]) -> Iterator[str]:
         yield "no common step"
     for each in (loss, validation):
         if each.first is not None:
-            values = " and ".join("not finite" if v is None else f"{v:.9g}" for v in
-                                  (each.first.a, each.first.b))  # fmt: skip
-            yield f"{each.name} from step {each.first.step} on ({values})"
+            yield f"{each.name} from step {each.first.step} on ({each.first})"
     if loss.compared and loss.only_a + loss.only_b:
         yield f"{loss.only_a + loss.only_b} steps in one run only"
 
 
 def compare_runs(a: Path, b: Path, bar: Bar) -> TwoRuns:
     """Compare the runs in two directories.
-
-    Args:
-        a: Run directory.
-        b: Another run directory.
-        bar: Counts the bytes of checkpoints that are read.
 
     Raises:
         UsageError: If a directory is not a run or its metrics are corrupted.
@@ -141,7 +137,10 @@ def compare_runs(a: Path, b: Path, bar: Bar) -> TwoRuns:
     steps = [{step_of(each) for each in complete_checkpoints(x / CHECKPOINTS)} for x in (a, b)]
     checkpoint = None
     if both := steps[0] & steps[1]:
-        checkpoint = _compare_checkpoints(a, b, max(both), bar)
+        folders = (step_folder(each / CHECKPOINTS, max(both)) for each in (a, b))
+        readers = [CheckpointReader(each) for each in folders]
+        with bar(sum(reader.num_bytes for reader in readers)) as advance:
+            checkpoint = compare_checkpoints(readers[0], readers[1], advance)
     return TwoRuns(
         a,
         b,
@@ -160,12 +159,6 @@ def _settings(run_dir: Path) -> dict[str, str]:
     if not (run_dir / RUN_CONFIG).is_file():
         raise UsageError(f"{run_dir}: not a run of fsdpctl ({RUN_CONFIG} not found)")
     return dict(read_recipe(run_dir / RUN_CONFIG))
-
-
-def _compare_checkpoints(a: Path, b: Path, step: int, bar: Bar) -> CheckpointDifference:
-    readers = [CheckpointReader(step_folder(each / CHECKPOINTS, step)) for each in (a, b)]
-    with bar(sum(reader.num_bytes for reader in readers)) as advance:
-        return compare_checkpoints(readers[0], readers[1], advance)
 
 
 def read_figures(run_dir: Path) -> dict[str, Values]:

@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.checkpoint.adapters import first_weights
-from fsdpctl.checkpoint.base import base_info, check_base
+from fsdpctl.checkpoint.base import base_info, check_base, first_weights
 from fsdpctl.checkpoint.folders import newest_checkpoint, way_on
 from fsdpctl.checkpoint.load import load_checkpoint, load_weights
 from fsdpctl.checkpoint.manifest import BaseInfo, Progress
@@ -39,15 +38,12 @@ from fsdpctl.plan.strategy import FSDPCTL, get_strategy, ranks_per_copy
 from fsdpctl.resolve.blocks import checkpoint_block, compile_block
 from fsdpctl.run.environment import add_start, describe_start, place_of
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
-from fsdpctl.train.callbacks.checks import Checks
-from fsdpctl.train.callbacks.heartbeat import Heartbeat
-from fsdpctl.train.callbacks.profiling import Profiling
-from fsdpctl.train.callbacks.reporting import RunReporter
+from fsdpctl.train.callbacks.profiling import Profiling, watch_allocations
+from fsdpctl.train.callbacks.reporting import Checks, Heartbeat, RunReporter
 from fsdpctl.train.callbacks.sample import SampleText
 from fsdpctl.train.callbacks.validation import Validation
 from fsdpctl.train.journal import Journal
-from fsdpctl.train.memory_snapshot import watch_allocations
-from fsdpctl.train.parts import LaunchContext, Optimizer, TrainedModel, TrainingParts
+from fsdpctl.train.step import LaunchContext, Optimizer, TrainedModel, TrainingParts
 from fsdpctl.train.trainer import Trainer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -145,13 +141,9 @@ def make_trainer(
 ) -> Trainer:
     """Return the trainer of a run in the state of its newest checkpoint. Collective.
 
-    Args:
-        config: Resolved configuration.
-        world: The ranks.
-        context: Process of this rank.
-        shows: Whether rank 0 shows the progress, writes heartbeats and runs the user's command.
-        only_measures: Whether the run only does steps, without validation and checkpoints.
-        lines: Messages to print first.
+    If it `shows`, rank 0 shows the progress, writes heartbeats and runs the user's command. If it
+    `only_measures`, it only does steps, without validation and checkpoints. `lines` are printed
+    first.
     """
     run_dir, ranks = Path(str(config.train.run_dir)), ObjectExchange()
     is_main = world.rank == 0

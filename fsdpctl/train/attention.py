@@ -64,11 +64,9 @@ class KernelSelection:
     @property
     def line(self) -> str:
         """The selection and the timings, to print."""
-        parts = [f"{name} {1e3 * self.seconds[name]:.3g} ms" for name in self._sorted()]
+        ordered = sorted(self.seconds.items(), key=lambda each: each[1])
+        parts = [f"{name} {1e3 * seconds:.3g} ms" for name, seconds in ordered]
         return f"attention: {self.kernel} selected ({', '.join(parts)}, forward and backward)"
-
-    def _sorted(self) -> list[str]:
-        return sorted(self.seconds, key=lambda name: self.seconds[name])
 
 
 def own_timings(config: Config, device: torch.device) -> dict[str, float]:

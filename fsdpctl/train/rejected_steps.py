@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
 
 from fsdpctl.checkpoint.folders import newest_checkpoint
 from fsdpctl.checkpoint.load import load_checkpoint
@@ -24,7 +27,7 @@ from fsdpctl.config.training import TrainConfig
 from fsdpctl.data.batches import Batches
 from fsdpctl.errors import NonFiniteError
 from fsdpctl.optim.record import Limits, StepFigures
-from fsdpctl.train.parts import TrainingParts
+from fsdpctl.train.step import TrainingParts
 
 Reason = Literal["nonfinite_loss", "nonfinite_grad", "loss_spike", "grad_spike"]
 Action = Literal["stop", "skip", "rollback"]
@@ -66,12 +69,7 @@ class RejectedStep:
         return f"step {self.step}: {_DONE[self.action]} ({cause})"
 
     def to_line(self, batches: Batches, position: int) -> dict[str, Any]:
-        """Return the object for metrics.jsonl.
-
-        Args:
-            batches: Training batches.
-            position: Samples consumed before the step.
-        """
+        """Return the object for metrics.jsonl of a step after `position` samples."""
         of_rank = [] if self.rank is None else batches.numbers(position, self.rank)
         about = {
             "reason": self.reason,
@@ -118,7 +116,7 @@ class RejectionRule:
         if figures.was_applied:
             self._accept(step, figures)
             return None
-        reason = _reason(figures, limits)
+        reason, on_nonfinite = _reason(figures, limits), self._config.on_nonfinite
         self.number += 1
         thresholds = {"loss_spike": limits.loss, "grad_spike": limits.grad_norm}
         return RejectedStep(
@@ -128,14 +126,9 @@ class RejectionRule:
             figures.loss,
             figures.grad_norm,
             thresholds.get(reason),
-            "stop" if self.number > self._config.max_skips else self._action,
+            "stop" if self.number > self._config.max_skips else cast("Action", on_nonfinite),
             self.number,
         )
-
-    @property
-    def _action(self) -> Action:
-        actions: dict[str, Action] = {"skip": "skip", "rollback": "rollback"}
-        return actions.get(self._config.on_nonfinite, "stop")
 
     def _accept(self, step: int, figures: StepFigures) -> None:
         if self._config.spike_factor is None:
@@ -143,10 +136,6 @@ class RejectionRule:
         log_norm = math.log(max(figures.grad_norm, math.exp(-_MOST_LOG)))
         kept = self.accepted[-(_WINDOW + _LAG) + 1 :]
         self.accepted = (*kept, AcceptedStep(step, figures.loss, log_norm))
-
-    def go_back(self, done: Progress) -> None:
-        """Restore the accepted steps of `done`; the number of rejected steps stays."""
-        self.accepted = tuple(done.accepted)
 
     def as_error(self, rejected: RejectedStep) -> NonFiniteError:
         """Return the error that ends the run."""
@@ -200,3 +189,31 @@ def load_newest(parts: TrainingParts) -> Progress | None:
     parts.model.rest()
     reader = CheckpointReader(Path(folder))
     return load_checkpoint(reader, parts.model, parts.optimizer, whole_weights(reader))
+
+
+class GradientProbe:
+    """The norm of the gradient at the output of the embedding, over the micro-batches of a step.
+
+    A non-finite value in a backward pass arrives there on the rank where it occurs; the sum over
+    ranks no longer shows the rank. It costs one read of a tensor as large as a hidden state.
+    A gradient that overflows only in a parameter's own gradient is not detected.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Watch the input embedding of `module`, if it has `get_input_embeddings`."""
+        self._norms: list[Tensor] = []
+        find = getattr(module, "get_input_embeddings", None)
+        if find is not None:
+            find().register_forward_hook(self._watch)
+
+    def _watch(self, module: nn.Module, args: object, output: object) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(self._look)
+
+    def _look(self, gradient: Tensor) -> None:
+        self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+
+    def take(self) -> Tensor | None:
+        """Return the norm since the last call as a scalar, or None without a gradient."""
+        norms, self._norms = self._norms, []
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else None

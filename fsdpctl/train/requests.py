@@ -96,14 +96,9 @@ class RequestCollector:
         stop_requested: Callable[[], bool],
         check: Callable[[], None],
     ) -> None:
-        """Collect the requests of a run.
+        """Collect the requests of a run; only rank 0 (`is_main`) looks for more than signals.
 
-        Args:
-            run_dir: Run directory, with the files that request something.
-            limit: Time limit.
-            is_main: Whether this is rank 0; other ranks only look for signals.
-            stop_requested: Returns whether a signal requested a stop.
-            check: Called on rank 0 before each look at files.
+        It calls `check` before each look at files.
         """
         self._run_dir = run_dir
         self.limit, self._is_main = limit, is_main

@@ -1,20 +1,67 @@
-"""One optimizer step, from the samples to the updated weights, without waiting for the device."""
+"""The objects of a run, and one optimizer step that does not wait for the device."""
 
 import contextlib
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fsdpctl.optim.record import Limits, LocalStepStats, record_step
+from fsdpctl.config.schema import Config
+from fsdpctl.data.batches import Batches
+from fsdpctl.data.tokens import DataSet
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.optim.record import Limits, LocalStepStats, StepRecord, record_step
 from fsdpctl.optim.schedule import lr_factor
-from fsdpctl.run.clock import StepClock
+from fsdpctl.optim.sgd import ShardedSGD
+from fsdpctl.peers.model import PeerModel
 from fsdpctl.run.flops import ModelFlops
-from fsdpctl.run.step_metrics import StepMetrics, peak_memory
+from fsdpctl.run.step_metrics import StepClock, StepMetrics, peak_memory
 from fsdpctl.train.loss import summed_loss
-from fsdpctl.train.parts import LaunchedStep, TrainingParts
+
+Optimizer = ShardedAdamW | ShardedSGD
+TrainedModel = ShardedModel | PeerModel
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchContext:
+    """The process of a rank, as the training loop sees it."""
+
+    stop_requested: Callable[[], bool]  # by a signal to this rank
+    started: float  # when the launch began, in seconds since the epoch
+    # Called once there is something to save, with a barrier of all ranks. Before that, a stop
+    # request ends this rank at once.
+    on_first_step: Callable[[Callable[[], None]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingParts:
+    """The objects of a training run, made by assemble.py."""
+
+    config: Config
+    run_dir: Path
+    data: DataSet
+    model: TrainedModel
+    optimizer: Optimizer
+    train_batches: Batches
+    val_batches: Batches | None
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that the device may still be computing."""
+
+    step: int  # steps, including this one
+    samples: int  # samples consumed, including this step
+    tokens: int  # in the samples of all ranks, without padding
+    record: StepRecord
+    limits: Limits  # above which the step is not applied
+    lr: float
+    clock: StepClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +84,9 @@ def launch_step(
 ) -> LaunchedStep:
     """Launch the step that follows `step` steps and `samples` samples. Collective.
 
-    Args:
-        parts: Objects of the run.
-        step: Completed optimizer steps.
-        samples: Consumed samples.
-        limits: Limits above which the step is not applied.
-        own: Returns this rank's requests and gradient norm; called after its backward passes.
-        is_traced: Whether a profile is recorded: then nothing is prefetched for the next step,
-            since torch crashes if a trace ends in between.
+    Above `limits`, it is not applied. `own`, called after the backward passes, returns this rank's
+    requests and gradient norm. While a profile is recorded (`is_traced`), nothing is prefetched for
+    the next step, since torch crashes if a trace ends in between.
     """
     config, ranks = parts.config, parts.model.collectives
     clock = StepClock(parts.device, parts.model.take_waits)

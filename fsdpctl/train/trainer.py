@@ -13,18 +13,10 @@ from fsdpctl.optim.record import LocalStepStats
 from fsdpctl.run.flops import model_flops
 from fsdpctl.train.callback import Callback, is_joint
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
-from fsdpctl.train.gradient_probe import GradientProbe
 from fsdpctl.train.journal import Journal
-from fsdpctl.train.parts import LaunchContext, LaunchedStep, TrainingParts
-from fsdpctl.train.rejected_steps import RejectedStep, RejectionRule, load_newest
-from fsdpctl.train.requests import (
-    STOP,
-    RequestCollector,
-    RequestFlags,
-    RequestSync,
-    TimeLimit,
-)
-from fsdpctl.train.step import finish_step, launch_step
+from fsdpctl.train.rejected_steps import GradientProbe, RejectedStep, RejectionRule, load_newest
+from fsdpctl.train.requests import STOP, RequestCollector, RequestFlags, RequestSync, TimeLimit
+from fsdpctl.train.step import LaunchContext, LaunchedStep, TrainingParts, finish_step, launch_step
 
 
 class Trainer:
@@ -273,7 +265,7 @@ class Trainer:
             )
         self.step, self.samples = before.step, launched.samples
         self._acted = before.step
-        self._rule.go_back(before)
+        self._rule.accepted = tuple(before.accepted)  # the number of rejected steps stays
         self.journal.cut_back(before.step)
         self._each(lambda callback: callback.went_back(self, before.step))
         after = f"the samples after step {rejected.step}"

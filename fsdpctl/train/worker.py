@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import socket
@@ -14,7 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+import msgspec
+
 from fsdpctl.errors import STOP_SIGNALS
+from fsdpctl.io.files import replace
 
 if TYPE_CHECKING:
     from fsdpctl.comm.world import Store, World
@@ -25,7 +29,7 @@ MEASURE = "measure"  # as last argument: only steps, without output
 
 _PR_SET_PDEATHSIG = 1
 
-_INTERVAL, _MOMENT = 1.0, 0.3  # seconds
+_INTERVAL, _POLL_SECONDS, _MOMENT = 1.0, 0.5, 0.3  # seconds
 _stop_signal: int | None = None
 _can_save = threading.Event()  # a step is completed
 
@@ -89,12 +93,6 @@ def _watch_start(run_dir: Path, seconds: float | None, started: float) -> None:
             _leave(error.exit_code)
 
 
-def _ignore_stops() -> None:
-    """Ignore stop signals: the run is complete, and must not fail because of a late one."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
 def _keep_errors(logs: Path, rank: int) -> Path:
     """Redirect standard error to a file of this rank, which is removed if the rank succeeds."""
     path = logs / f"rank-{rank:05d}.log"
@@ -111,16 +109,17 @@ def report(error: BaseException) -> None:
 
 
 def _train(run_dir: Path, store: "Store | None", *, only_measures: bool) -> None:
+    import psutil
     import torch
 
     from fsdpctl.comm.world import joined_world
     from fsdpctl.run.directory import read_config
-    from fsdpctl.run.lock import RunLock
+    from fsdpctl.run.heartbeat import RunLock
 
     config = read_config(run_dir)
     lock = RunLock(run_dir)
     lock.join()
-    started = _launch_began()
+    started = float(os.environ.get("FSDPCTL_STARTED") or psutil.Process().create_time())
     if int(os.environ["RANK"]) == 0:
         about = (run_dir, config.launch.time_limit, started)
         threading.Thread(target=_watch_start, args=about, daemon=True).start()
@@ -136,8 +135,8 @@ def _run(config: "Config", world: "World", started: float, *, only_measures: boo
     from fsdpctl.models.kernels import using
     from fsdpctl.train.assemble import make_trainer
     from fsdpctl.train.attention import settled
-    from fsdpctl.train.memory_snapshot import keep_snapshot
-    from fsdpctl.train.parts import LaunchContext
+    from fsdpctl.train.callbacks.profiling import keep_snapshot
+    from fsdpctl.train.step import LaunchContext
 
     context = LaunchContext(lambda: _stop_signal is not None, started, _handle_signals)
     about = {"shows": not only_measures, "only_measures": only_measures}
@@ -147,7 +146,8 @@ def _run(config: "Config", world: "World", started: float, *, only_measures: boo
         with using(config.model.attention):
             trainer = make_trainer(config, world, context, **about, lines=lines)
             trainer.run()
-        _ignore_stops()
+        for number in STOP_SIGNALS:  # the run is complete, and must not fail because of a late one
+            signal.signal(number, signal.SIG_IGN)
     except Exception as error:
         if not only_measures:
             keep_snapshot(error, Path(str(config.train.run_dir)), world.rank)
@@ -157,19 +157,38 @@ def _run(config: "Config", world: "World", started: float, *, only_measures: boo
         raise
 
 
-def _launch_began() -> float:
-    """Return when the launch began, or this process, in seconds since the epoch."""
-    import psutil
-
-    return float(os.environ.get("FSDPCTL_STARTED") or psutil.Process().create_time())
-
-
 def _leave(code: int) -> NoReturn:
     """Exit at once: the regular shutdown may wait for peers that wait for this rank."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def serve_watchdog() -> None:
+    """Publish this rank's status, write stacks to standard error on SIGUSR2, and answer queries.
+
+    Does nothing without a watchdog of fsdpctl's launcher.
+    """
+    from fsdpctl.comm.rank_status import RANK_STATUS
+
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # also while a thread holds Python
+    folder, local_rank = os.environ.get("FSDPCTL_FOLDER"), int(os.environ["LOCAL_RANK"])
+    if folder is None:
+        return
+    RANK_STATUS.open(Path(folder) / "pulse", local_rank)
+    RANK_STATUS.at("starting")
+    threading.Thread(target=_answer, args=(Path(folder), local_rank), daemon=True).start()
+
+
+def _answer(folder: Path, local_rank: int) -> None:
+    """Wait for a query, and write the collectives that this rank has started."""
+    from fsdpctl.comm.recorder import recorded
+
+    while not (folder / "ask").exists():
+        time.sleep(_POLL_SECONDS)
+    with contextlib.suppress(OSError):
+        replace(folder / f"ask-{local_rank}", msgspec.json.encode(recorded()))
 
 
 def main() -> None:
@@ -181,9 +200,7 @@ def main() -> None:
 def become_rank(run_dir: Path, store: "Store") -> None:
     """Train in this process, which another launcher has started as rank `RANK`.
 
-    Args:
-        run_dir: Run directory, prepared by rank 0.
-        store: Store in which the ranks meet.
+    Rank 0 has prepared the run directory. The ranks meet in `store`.
     """
     tie_to_launcher()
     _work(run_dir, store)
@@ -193,7 +210,6 @@ def _work(run_dir: Path, store: "Store | None" = None, *, only_measures: bool = 
     rank, terminal = int(os.environ["RANK"]), os.dup(2)
     log = _keep_errors(run_dir / "logs", rank)
     from fsdpctl.errors import FsdpctlError
-    from fsdpctl.train.watchdog_client import serve_watchdog
 
     serve_watchdog()
     try:

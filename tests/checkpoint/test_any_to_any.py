@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdpctl.checkpoint.load import load_checkpoint
+from fsdpctl.checkpoint.load import load_checkpoint, model_pieces, optimizer_pieces
 from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
-from fsdpctl.checkpoint.state import model_pieces, optimizer_pieces
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW

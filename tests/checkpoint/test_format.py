@@ -9,10 +9,10 @@ import torch
 
 from docs.examples.read_checkpoint import read_tensor
 from fsdpctl.checkpoint.cast import cast
+from fsdpctl.checkpoint.consolidate import shard_weights
 from fsdpctl.checkpoint.manifest import FileInfo, Manifest, Progress, TensorInfo
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.shard import shard_weights
 from fsdpctl.checkpoint.tensor_file import (
     TensorEntry,
     make_header,

@@ -11,11 +11,11 @@ import torch
 from gguf import GGUFReader
 from safetensors.torch import load_file
 
+from fsdpctl.checkpoint.consolidate import shard_weights
 from fsdpctl.checkpoint.gguf_file import write_gguf
 from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.shard import shard_weights
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.serialize import config_words
 from fsdpctl.data.tokenizer import ByteTokenizer

@@ -19,8 +19,8 @@ from fsdpctl.checkpoint.manifest import Progress
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.config.model_path import CHECKPOINTS
-from fsdpctl.config.output import CheckpointConfig
 from fsdpctl.config.schema import Config
+from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.train.callbacks.after_save import AfterSave

@@ -14,7 +14,6 @@ import torch
 from fsdpctl.checkpoint import save
 from fsdpctl.checkpoint.folders import (
     LATEST,
-    Retention,
     complete_checkpoints,
     find_checkpoint,
     newest_checkpoint,
@@ -28,6 +27,7 @@ from fsdpctl.checkpoint.publish import lack_of_space
 from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.sealed import MANIFEST
+from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from tests.checkpoint.test_killed_saves import MODES, make_saver
 from tests.checkpoint.test_killed_saves import save as save_now
@@ -115,11 +115,11 @@ def fake_checkpoints(folder: Path, *steps: int) -> list[Path]:
 @pytest.mark.parametrize(
     "keep, left",
     [
-        (Retention(2), [50, 60]),
-        (Retention(0), [10, 20, 30, 40, 50, 60]),
-        (Retention(1, 20), [20, 40, 60]),
-        (Retention(2, 30), [30, 50, 60]),
-        (Retention(9), [10, 20, 30, 40, 50, 60]),
+        (CheckpointConfig(keep_last=2), [50, 60]),
+        (CheckpointConfig(keep_last=0), [10, 20, 30, 40, 50, 60]),
+        (CheckpointConfig(keep_last=1, keep_every=20), [20, 40, 60]),
+        (CheckpointConfig(keep_last=2, keep_every=30), [30, 50, 60]),
+        (CheckpointConfig(keep_last=9), [10, 20, 30, 40, 50, 60]),
     ],
 )
 def test_which_checkpoints_are_kept(tmp_path, keep, left):

@@ -18,7 +18,7 @@ from tests.cli.test_interruptions import heard, ranks_of, wait_for
 
 
 def labels(*words: str) -> list[str]:
-    return [each.label for each in variants(list(words), None, None, steps=4)]
+    return [each.row.label for each in variants(list(words), None, None, steps=4)]
 
 
 def test_commas_separate_alternatives_of_choices_and_numbers():
@@ -37,7 +37,7 @@ def test_commas_in_paths_are_commas():
 
 def test_without_alternatives_all_strategies_are_compared():
     assert labels() == [f"strategy={name}" for name in STRATEGIES]
-    assert labels("strategy=no_shard") == [""]
+    assert labels("strategy=no_shard") == ["strategy=no_shard"]
 
 
 def test_values_are_ignored_for_strategies_that_do_not_use_them():

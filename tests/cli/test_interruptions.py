@@ -197,8 +197,7 @@ def test_a_suspended_rank_is_named_and_not_the_rank_that_waits(tmp_path):
 
 @pytest.mark.parametrize("way", ["deleted", "moved", "without its metrics"])
 def test_a_run_whose_directory_is_lost_fails_at_once(tmp_path, way):
-    restarts = 0 if way == "without its metrics" else 1
-    process = start(tmp_path, LONG, f"launch.max_restarts={restarts}")
+    process = start(tmp_path, LONG, "launch.max_restarts=1")
     wait_for(has_stepped(tmp_path))
     run = tmp_path / "run"
     if way == "deleted":
@@ -212,6 +211,9 @@ def test_a_run_whose_directory_is_lost_fails_at_once(tmp_path, way):
     said = " ".join(re.sub("[│\n]", " ", said).split())
     assert "deleted or moved during the run" in said
     assert "Traceback" not in said
+    keeps = way == "without its metrics"
+    assert ("run the same command to resume" in said) == keeps
+    assert ("the same command begins again" in said) != keeps
     assert not (run / "metrics.jsonl").exists()
 
 

@@ -21,7 +21,8 @@ PLANTED = """
 import os, time
 if "RANK" in os.environ:
     from pathlib import Path
-    from fsdpctl.train import generate, loss, trainer
+    from fsdpctl.train import loss, trainer
+    from fsdpctl.train.callbacks import sample as generate
     from fsdpctl.train.callbacks import saver
 
     SLOW = os.environ.get("SLOW", "")

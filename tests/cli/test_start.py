@@ -12,7 +12,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate import estimator
 from fsdpctl.start import restarts
 from fsdpctl.start.begin import Begun, begin
-from fsdpctl.start.talk import Talk
+from fsdpctl.start.run import Talk
 from tests.cli.run import make_text
 
 SMALL = [
@@ -38,6 +38,7 @@ def test_a_start_opens_data_traces_and_chooses_once_and_a_restart_never(
     assert begun is not None
     begun.lock.release()
     assert (calls["open_data"], calls["trace"], calls["choose"]) == (1, 1, 1)
+    assert calls["place_of"] == 1  # the launcher's variables
     following: list[Config | None] = []
     _, calls = counted(
         lambda: following.append(restarts.settled_on(begun, [0], QUIET.say, is_stuck=True))

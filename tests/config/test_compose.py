@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.files import choices_of
-from fsdpctl.config.recipe import read_recipe, recipe_names
+from fsdpctl.config.recipe import choices_of, read_recipe, recipe_names
 from fsdpctl.config.schema import GROUPS, KEYS
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
 from fsdpctl.errors import UsageError
@@ -215,7 +214,7 @@ def test_a_config_directory_adds_options(tmp_path):
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_option_composes_and_has_a_description(group, tmp_path):
-    from fsdpctl.config.files import first_comment, package_folder
+    from fsdpctl.config.recipe import first_comment, package_folder
 
     (tmp_path / "checkpoints").mkdir()  # a run's
     (tmp_path / "config.yaml").write_text("model.num_layers: 2\n")
@@ -228,7 +227,7 @@ def test_every_option_composes_and_has_a_description(group, tmp_path):
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_composes_and_is_short(name, tmp_path):
-    from fsdpctl.config.files import first_comment, package_folder
+    from fsdpctl.config.recipe import first_comment, package_folder
 
     file = package_folder("recipes") / f"{name}.yaml"
     (tmp_path / "checkpoints").mkdir()  # a run's

@@ -13,7 +13,7 @@ from fsdpctl.config.auto import (
     left_open,
 )
 from fsdpctl.config.compose import Composed, compose_config
-from fsdpctl.config.files import choices_of
+from fsdpctl.config.recipe import choices_of
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_to_yaml
 from fsdpctl.errors import UsageError
@@ -24,7 +24,7 @@ from fsdpctl.estimate.search import KEPT, choose
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
 from fsdpctl.resolve.run import open_run, settle
-from fsdpctl.start.decide import describe_ranking
+from fsdpctl.start.begin import describe_ranking
 
 OPEN = [
     "strategy=auto",

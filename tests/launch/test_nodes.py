@@ -14,11 +14,10 @@ import pytest
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.launch.handshake import Plan, _check_directory, difference
-from fsdpctl.launch.interface import LOOPBACK, own_address, split_endpoint
 from fsdpctl.launch.local import _environment, launch_workers
 from fsdpctl.launch.nodes import Nodes, RestartRound
 from fsdpctl.launch.outcome import Ended, Failure
-from fsdpctl.launch.rendezvous import bound_store
+from fsdpctl.launch.rendezvous import LOOPBACK, bound_store, own_address, split_endpoint
 from tests.cli.run import TINY, figures, fsdpctl, make_text
 from tests.launch.hosts import Hosts, hosts
 

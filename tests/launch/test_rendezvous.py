@@ -6,8 +6,7 @@ import socket
 import psutil
 import pytest
 
-from fsdpctl.launch.interface import LOOPBACK
-from fsdpctl.launch.rendezvous import Rendezvous, bound_store
+from fsdpctl.launch.rendezvous import LOOPBACK, Rendezvous, bound_store
 from tests.test_architecture import package_sources
 
 

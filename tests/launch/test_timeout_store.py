@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from fsdpctl.launch.timeout_store import KeyWatcher, StoreLostError, TimeoutStore
+from fsdpctl.launch.rendezvous import KeyWatcher, StoreLostError, TimeoutStore
 
 
 class DeadLink:

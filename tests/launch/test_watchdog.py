@@ -21,8 +21,8 @@ from fsdpctl.comm.rank_status import (
 )
 from fsdpctl.comm.recorder import recorded
 from fsdpctl.config.placement import LaunchConfig
-from fsdpctl.launch.hang import RankState, culprits, report
-from fsdpctl.launch.out_of_memory import kills_so_far
+from fsdpctl.launch.nodes import RankState, culprits, report
+from fsdpctl.launch.outcome import kills_so_far
 from fsdpctl.launch.watchdog import PAGES, Watchdog
 from tests.distributed import distributed
 

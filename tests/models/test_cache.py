@@ -8,7 +8,7 @@ import torch
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.models.cache import Cache
 from fsdpctl.models.registry import build_model, initialize_parameter
-from fsdpctl.train.generate import Sampling, generate
+from fsdpctl.train.callbacks.sample import Sampling, generate
 
 VOCABULARY = 60
 SIZES: dict[str, Any] = {

@@ -18,7 +18,7 @@ from fsdpctl.models.attention import attend, attend_all, attention_mask, import_
 from fsdpctl.models.documents import assumed_documents
 from fsdpctl.models.kernels import assuming, can_undo, must_repeat, using
 from fsdpctl.models.registry import build_model
-from fsdpctl.train.generate import Sampling, generate
+from fsdpctl.train.callbacks.sample import Sampling, generate
 
 LAYERS, LENGTH, WINDOW = 3, 64, 16
 FLASH = "_scaled_dot_product_flash_attention"

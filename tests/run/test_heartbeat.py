@@ -13,7 +13,7 @@ from fsdpctl.errors import StoppedError
 from fsdpctl.run.files import HEARTBEAT
 from fsdpctl.run.heartbeat import read_heartbeat
 from fsdpctl.run.step_metrics import StepMetrics
-from fsdpctl.train.callbacks.heartbeat import Heartbeat
+from fsdpctl.train.callbacks.reporting import Heartbeat
 from fsdpctl.train.trainer import Trainer
 
 RANKS, RUN = cast(ObjectExchange, Mock()), cast(Trainer, None)

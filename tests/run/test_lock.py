@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from fsdpctl.errors import UsageError
-from fsdpctl.run import lock as run_lock
-from fsdpctl.run.lock import RunLock, claimed, lock_run_dir
+from fsdpctl.run import heartbeat as run_lock
+from fsdpctl.run.heartbeat import RunLock, claimed, lock_run_dir
 
 HOLD = (
     "import fcntl, os, sys, time\n"

@@ -10,7 +10,7 @@ from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.tools import sample
 from fsdpctl.tools.sample import sample_text
 from fsdpctl.train import assemble
-from fsdpctl.train.generate import Sampling, draw
+from fsdpctl.train.callbacks.sample import Sampling, draw
 from tests.checkpoint.test_gguf import sharded
 from tests.cli.run import invoke
 from tests.hostile import make_checkpoint, make_hugging_face

@@ -11,10 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 from fsdpctl.checkpoint.cast import numbers
+from fsdpctl.checkpoint.consolidate import shard_weights
 from fsdpctl.checkpoint.manifest import PARAMETER, Progress, TensorInfo
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
-from fsdpctl.checkpoint.shard import shard_weights
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.plan.layout import Span
 from fsdpctl.run.files import METRICS

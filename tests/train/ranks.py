@@ -20,7 +20,7 @@ from fsdpctl.run.directory import look, prepare_run_dir
 from fsdpctl.train import step
 from fsdpctl.train.assemble import make_trainer
 from fsdpctl.train.loss import summed_loss
-from fsdpctl.train.parts import LaunchContext
+from fsdpctl.train.step import LaunchContext
 from fsdpctl.train.trainer import Trainer
 from tests.cli.run import TINY, make_text
 from tests.distributed import distributed

@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdpctl.checkpoint.folders import Retention, complete_checkpoints, remove_old
+from fsdpctl.checkpoint.folders import complete_checkpoints, remove_old
+from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.resolve.preflight import command_words
 from fsdpctl.train.callbacks import after_save
@@ -120,7 +121,7 @@ def test_the_end_of_a_run_waits_for_a_limited_time(tmp_path, monkeypatch):
 def test_a_checkpoint_is_not_deleted_while_the_command_runs_on_it(tmp_path):
     runner, told = made(tmp_path, script(tmp_path, f"cat {tmp_path}/gate; ls $1/manifest.json"))
     os.mkfifo(tmp_path / "gate")
-    folder, keep = tmp_path / "c", Retention(1)
+    folder, keep = tmp_path / "c", CheckpointConfig(keep_last=1)
     one, two, three = fake_checkpoints(folder, 10, 20, 30)
 
     def tidy() -> None:

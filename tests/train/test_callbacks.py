@@ -12,13 +12,13 @@ from typing import Any, cast
 import pytest
 
 from fsdpctl.comm.collectives import ObjectExchange
-from fsdpctl.config.output import CheckpointConfig
 from fsdpctl.config.schema import Config
+from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
 from fsdpctl.run.files import LOGS, METRICS
 from fsdpctl.run.heartbeat import read_heartbeat
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
-from fsdpctl.train.callbacks.heartbeat import Heartbeat
+from fsdpctl.train.callbacks.reporting import Heartbeat
 from fsdpctl.train.journal import Journal
 from fsdpctl.train.trainer import Trainer
 from tests.checkpoint.test_saver import fake_checkpoints
@@ -95,7 +95,7 @@ def test_values_reach_the_loggers_and_a_failed_logger_is_recorded(tmp_path, monk
     def fail(run_dir: Path, step: int) -> Any:
         raise ValueError("no room")
 
-    monkeypatch.setattr("fsdpctl.train.callbacks.loggers._TensorBoard", fail)
+    monkeypatch.setattr("fsdpctl.train.journal._TensorBoard", fail)
     config = configured(log=replace(Config().log, tensorboard=True))
     journal = journal_in(tmp_path, config, 5)
     sent: list[Any] = []

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fsdpctl.estimate.saved import ESTIMATE
-from fsdpctl.train.callbacks.checks import Checks
+from fsdpctl.train.callbacks.reporting import Checks
 
 MIB = 1 << 20
 

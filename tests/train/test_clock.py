@@ -15,7 +15,7 @@ import torch
 from fsdpctl.comm.waits import HostWaits
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
-from fsdpctl.run.clock import StepClock
+from fsdpctl.run.step_metrics import StepClock
 from fsdpctl.train.callbacks.profiling import Profiling
 from fsdpctl.train.requests import RequestFlags
 from fsdpctl.train.trainer import Trainer

@@ -9,14 +9,14 @@ from typing import Any, cast
 import pytest
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.output import CheckpointConfig, LogConfig
 from fsdpctl.config.schema import Config
+from fsdpctl.config.training import CheckpointConfig, LogConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.resolve import preflight as besides
 from fsdpctl.resolve.preflight import check_preflight
 from fsdpctl.run.files import TENSORBOARD, WANDB_ID
-from fsdpctl.train.callbacks import loggers
-from fsdpctl.train.callbacks.loggers import Loggers
+from fsdpctl.train import journal as loggers
+from fsdpctl.train.journal import Loggers
 from fsdpctl.train.trainer import Trainer
 
 RUN = cast(Trainer, None)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fsdpctl.train.memory_snapshot import keep_snapshot, watch_allocations
+from fsdpctl.train.callbacks.profiling import keep_snapshot, watch_allocations
 
 
 @pytest.fixture

@@ -7,16 +7,9 @@ import torch
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.optim.record import StepFigures
-from fsdpctl.run.clock import StepTimes
-from fsdpctl.run.flops import (
-    ModelFlops,
-    describe_flops,
-    flops_per_token,
-    model_flops,
-    peak_flops,
-)
+from fsdpctl.run.flops import ModelFlops, describe_flops, flops_per_token, model_flops, peak_flops
 from fsdpctl.run.progress import RunProgress
-from fsdpctl.run.step_metrics import PeakMemory, StepMetrics
+from fsdpctl.run.step_metrics import PeakMemory, StepMetrics, StepTimes
 from fsdpctl.train.assemble import make_model
 
 

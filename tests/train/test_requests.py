@@ -15,7 +15,7 @@ from fsdpctl.errors import FsdpctlError
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.train import requests
 from fsdpctl.train.assemble import make_model
-from fsdpctl.train.generate import Sampling, generate
+from fsdpctl.train.callbacks.sample import Sampling, generate
 from fsdpctl.train.loss import validation_loss
 from fsdpctl.train.requests import (
     SAVE,

@@ -220,10 +220,10 @@ def _read_adapters(found: Translation) -> bool:
 def _read_sharding(found: Translation) -> bool:
     """Translate the sharding, and return whether FSDP or DeepSpeed is used."""
     source = found.source
+    has_section = any(each.key.startswith("fsdp_config.") for each in source.peek())
     version = source.text("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version")
     modes, deepspeed = source.take("fsdp"), source.take("deepspeed")
     replicate, shard = source.positive("dp_replicate_size"), source.positive("dp_shard_size")
-    has_section = any(each.key.startswith("fsdp_config.") for each in source.peek())
     if deepspeed:
         if (inner := deepspeed_file(found, deepspeed)) is not None:
             read_zero(found, inner, "zero_optimization.", "stage")

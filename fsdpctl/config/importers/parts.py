@@ -72,11 +72,7 @@ def read_optimizer(found: Translation, value: SourceKey | None, default: str) ->
 def read_fsdp(found: Translation, section: str, *, version: str, strategy: str = "") -> None:
     """Translate the FSDP section of accelerate or axolotl, with or without `fsdp_` in its keys.
 
-    Args:
-        found: The translation to extend.
-        section: The dotted name of the section.
-        version: The version of FSDP, "1" or "2".
-        strategy: The strategy if it is set outside of the section.
+    `version` is "1" or "2"; `strategy` is one that is set outside of the section.
     """
 
     def take(name: str) -> SourceKey | None:

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.schema import GROUPS, KEYS
@@ -27,13 +26,6 @@ class TranslationRow:
     value: str
     settings: tuple[str, ...] = ()  # KEY=VALUE
     note: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row for `--json`."""
-        return {
-            "key": self.key, "value": self.value, "settings": list(self.settings),
-            "note": self.note,
-        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +106,7 @@ class Translation:
         self.excluded.append(TranslationRow(value.key, value.text, note=why))
 
     def sort_rest(self, unused: Iterable[str]) -> None:
-        """Classify all keys that are left.
-
-        Args:
-            unused: Patterns of keys that don't affect memory.
-        """
+        """Classify all keys that are left; the patterns `unused` don't affect memory."""
         patterns = tuple(unused)
         for value in self.source.rest():
             if any(fnmatchcase(value.key, pattern) for pattern in patterns):

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.tools.compare.row import OK, Row
-from fsdpctl.tools.compare.table import names_of
+from fsdpctl.tools.compare.row import OK, Row, names_of
 from fsdpctl.tools.drawing import (
     BLUE,
     GREEN,
@@ -52,14 +51,7 @@ class Chart:
 
 
 def draw_charts(rows: Sequence[Row], title: str, best: Row | None, folder: Path) -> list[Chart]:
-    """Draw every chart for which `rows` have values.
-
-    Args:
-        rows: Measured or predicted.
-        title: Subject and machine, shown below the title of a chart.
-        best: The recommended row, which is highlighted.
-        folder: An existing directory.
-    """
+    """Draw every chart for which `rows` have values; the row `best` is highlighted."""
     ran = [row for row in rows if row.status == OK]
     drawings = (
         _throughput([row for row in ran if row.tokens_per_second], title, best),

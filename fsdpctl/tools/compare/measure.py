@@ -7,12 +7,14 @@ resumed instead would have to write and read a checkpoint per turn, and would wa
 Separate runs also show how much starts differ, and must end with the same loss.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from statistics import geometric_mean, median, quantiles
+from typing import Any, TypeVar
 
-from fsdpctl.config.auto import Selection, left_open
+from fsdpctl.config.auto import left_open
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
@@ -23,14 +25,23 @@ from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.resolve.machine import placed_on_cluster, world_size
 from fsdpctl.resolve.run import Opened, Settled, open_run, settle
 from fsdpctl.run.assets import collect_assets
+from fsdpctl.run.files import METRICS
+from fsdpctl.run.metrics import read_metrics
 from fsdpctl.start.probe import short_run
-from fsdpctl.tools.compare.figures import round_of, summarized
-from fsdpctl.tools.compare.fitting import LargestModels, with_memory
-from fsdpctl.tools.compare.row import FAILED, NOT_REACHED, OK, REFUSED, Row
+from fsdpctl.tools.compare.row import FAILED, NOT_REACHED, OK, REFUSED, Round, Row
+from fsdpctl.tools.compare.simulate import largest_models, with_memory
 from fsdpctl.tools.compare.vary import Variant
 
 T = TypeVar("T")
 RUN_FOLDER = "runs"  # in the directory of a comparison
+_WARM_UP = 0.25  # share of the steps that are ignored
+_PARTS = (
+    "compute_seconds",
+    "exposed_communication_seconds",
+    "optimizer_seconds",
+    "data_seconds",
+)
+_PEAKS = ("peak_engine_bytes", "peak_tensor_bytes", "peak_reserved_bytes")
 
 
 @dataclass(slots=True)
@@ -55,15 +66,7 @@ class MeasuredComparison:
         is_kept: bool,
         say: Callable[[str], None],
     ) -> None:
-        """Prepare a comparison without running anything.
-
-        Args:
-            variants: The variants to run.
-            folder: An existing directory for the runs' directories.
-            num_rounds: Number of runs of each variant.
-            is_kept: Whether the directory is kept.
-            say: Called with a line about each run.
-        """
+        """Prepare a comparison in an existing directory without running anything."""
         self._folder, self._num_rounds, self._is_kept = folder, num_rounds, is_kept
         self._say = say
         self._estimator = Estimator()
@@ -72,13 +75,11 @@ class MeasuredComparison:
     @property
     def rows(self) -> list[Row]:
         """A row for each variant, in their order."""
-        rows = (each.row for each in self._variants)
-        return summarized(
-            [
-                replace(row, status=NOT_REACHED) if row.status == OK and not row.rounds else row
-                for row in rows
-            ]
-        )
+        rows = [each.row for each in self._variants]
+        for number, row in enumerate(rows):
+            if row.status == OK and not row.rounds:
+                rows[number] = replace(row, status=NOT_REACHED)
+        return summarized(rows)
 
     @property
     def configs(self) -> list[Config]:
@@ -103,17 +104,20 @@ class MeasuredComparison:
     def find_largest(self) -> None:
         """Find the largest model that would fit, for each engine and strategy that ran."""
         self._say("searching for the largest model that fits")
-        largest = LargestModels(self._estimator)
-        for each in self._variants:
-            if each.config is not None:
-                found = largest.under(placed_on_cluster(each.config))
-                each.row = replace(each.row, largest=found)
+        placed = (each.config and placed_on_cluster(each.config) for each in self._variants)
+        found = largest_models(self._estimator, placed)
+        for each, largest in zip(self._variants, found, strict=True):
+            each.row = replace(each.row, largest=largest)
 
     def _prepare(self, each: _VariantRuns) -> None:
         """Resolve a variant and estimate its memory and traffic."""
         try:
             opened = open_run(each.variant.composed)
-            settled = settle(opened.config, self._selection(opened.config))
+            selection = None
+            if left_open(opened.config):
+                placed = placed_on_cluster(opened.config)
+                selection = choose(self._estimator, placed).best.selection
+            settled = settle(opened.config, selection)
             if opened.notes:  # the run would differ from the requested variant
                 raise UsageError(opened.notes[0])
         except UsageError as error:
@@ -140,11 +144,6 @@ class MeasuredComparison:
             return with_memory(row, self._estimator.estimate(placed_on_cluster(config)), parts)
         except UsageError:
             return row  # the estimate does not support it, but it may run
-
-    def _selection(self, config: Config) -> Selection | None:
-        if not left_open(config):
-            return None
-        return choose(self._estimator, placed_on_cluster(config)).best.selection
 
     def _run_once(self, each: _VariantRuns, number: int) -> None:
         place = self._variants.index(each) + 1
@@ -174,3 +173,105 @@ def in_turn(variants: Sequence[T], number: int, num_rounds: int) -> list[T]:
     """Return the order in a round; as far as possible, each begins with a different variant."""
     first = number * max(len(variants) // num_rounds, 1) % max(len(variants), 1)
     return [*variants[first:], *variants[:first]]
+
+
+def round_of(run_dir: Path, kept: str | None) -> Round:
+    """Summarize the metrics of the run in `run_dir`, which is kept as `kept`.
+
+    Raises:
+        FsdpctlError: If it has too few steps.
+        UsageError: If its metrics are corrupted.
+    """
+    file = run_dir / METRICS
+    lines = list(read_metrics(file))
+    steps = [line for line in lines if line.is_step]
+    timed = steps[int(len(steps) * _WARM_UP) :]
+    if len(timed) < 2:
+        raise FsdpctlError(f"{file}: too few steps to measure their speed")
+    low, middle, high = quantiles(
+        (line.tokens_per_second or 0.0 for line in timed), n=4, method="inclusive"
+    )
+    step_seconds = median(line.seconds or 0.0 for line in timed)
+    last, ending = steps[-1], lines[-1]
+    on_device = last.peak_allocated_bytes is not None
+    return Round(
+        run_dir=kept,
+        tokens_per_second=middle,
+        tokens_per_second_quartiles=(low, high),
+        step_seconds=step_seconds,
+        mfu=_median([line.mfu for line in timed]),
+        peak_engine_bytes=ending.peak_engine_bytes,
+        peak_tensor_bytes=last.peak_allocated_bytes,
+        peak_reserved_bytes=last.peak_reserved_bytes if on_device else None,
+        final_loss=last.loss if isinstance(last.loss, float) else None,
+        **_parts_of(step_seconds, [(line.seconds or 0.0, asdict(line)) for line in timed]),
+    )
+
+
+def summarized(rows: Sequence[Row]) -> list[Row]:
+    """Summarize the rounds of all variants.
+
+    If the machine is slower in a round, all variants are. This drift is divided out: it is the
+    median over variants of a variant's speed in the round relative to its speed in all rounds.
+    """
+    drifts = drifts_between([[each.tokens_per_second for each in row.rounds] for row in rows])
+    num_rows = sum(bool(row.rounds) for row in rows)
+    return [_summary(row, drifts, num_rows) if row.rounds else row for row in rows]
+
+
+def drifts_between(speeds: Sequence[Sequence[float]]) -> list[float]:
+    """Return the machine's relative speed in each round, from each variant's speeds."""
+    known = [each for each in speeds if each]
+    common = min(map(len, known), default=0)  # rounds that all variants have run in
+    most = max(map(len, known), default=0)
+    if len(known) < 2 or not common:
+        return [1.0] * most
+    return [
+        median(each[at] / geometric_mean(each[:common]) for each in known if at < len(each))
+        for at in range(most)
+    ]
+
+
+def _summary(row: Row, drifts: Sequence[float], num_rows: int) -> Row:
+    rounds = [replace(r, drift=drift) for r, drift in zip(row.rounds, drifts, strict=False)]
+    speeds = [each.tokens_per_second / each.drift for each in rounds]
+    middle, spread = median(speeds), rounds[0].tokens_per_second_quartiles
+    if len(rounds) > 1:
+        # With few variants, each contributes to the drift, which reduces its own spread.
+        widening = math.sqrt(num_rows / (num_rows - 1)) if num_rows > 1 else 1.0
+        low, high = (middle * (e / middle) ** widening for e in (min(speeds), max(speeds)))
+        spread = low, high
+    step_seconds = median(each.step_seconds * each.drift for each in rounds)
+    found = _parts_of(step_seconds, [(each.step_seconds, asdict(each)) for each in rounds])
+    for name in _PEAKS:
+        known = [value for each in rounds if (value := getattr(each, name)) is not None]
+        found[name] = max(known, default=None)
+    return replace(
+        row,
+        rounds=tuple(rounds),
+        tokens_per_second=middle,
+        tokens_per_second_spread=spread,
+        step_seconds=step_seconds,
+        mfu=_median([None if r.mfu is None else r.mfu / r.drift for r in rounds]),
+        final_loss=rounds[0].final_loss,
+        **found,
+    )
+
+
+def _parts_of(seconds: float, times: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Divide `seconds` in the ratio of the sums of parts: medians of parts would not add up.
+
+    A part that another one includes is unknown: None.
+    """
+    total = sum(step for step, _ in times)
+    spent = {name: [parts[name] for _, parts in times] for name in _PARTS}
+    return {
+        name: None if None in parts else seconds * sum(parts) / total
+        for name, parts in spent.items()
+    }
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    """Return the median, or None unless all values are known."""
+    known = [value for value in values if value is not None]
+    return median(known) if len(known) == len(values) else None

@@ -154,26 +154,23 @@ def losses(rows: Sequence[Row]) -> Iterator[str]:
             limit = "" if len(groups) == 1 else " among variants with the same training settings"
             yield f"all losses are equal{limit}"
         return
+    odd = odd_losses(rows)
     for group in groups:
         usual = _usual_loss(group)
         for row in group:
-            if row.final_loss is not None and row.final_loss != usual:
-                off = row.final_loss - usual
-                size = (
-                    "by rounding" if abs(off) <= _ROUNDING * abs(usual) else "by more than rounding"
-                )
-                yield f"{row.label}: loss differs {size}, {off:+.3g} from {usual:.6f}"
+            if off := (row.final_loss or 0.0) - usual:
+                size = "more than rounding" if any(row is each for each in odd) else "rounding"
+                yield f"{row.label}: loss differs by {size}, {off:+.3g} from {usual:.6f}"
 
 
 def odd_losses(rows: Sequence[Row]) -> list[Row]:
     """Return the rows whose loss differs from that of most by more than rounding."""
-    return [
-        row
-        for group in _comparable([row for row in rows if row.final_loss is not None])
-        for usual in [_usual_loss(group)]
-        for row in group
-        if abs((row.final_loss or 0.0) - usual) > _ROUNDING * abs(usual)
-    ]
+    odd = []
+    for group in _comparable([row for row in rows if row.final_loss is not None]):
+        usual = _usual_loss(group)
+        most = _ROUNDING * abs(usual)
+        odd += [row for row in group if abs((row.final_loss or 0.0) - usual) > most]
+    return odd
 
 
 def _comparable(rows: Sequence[Row]) -> list[list[Row]]:

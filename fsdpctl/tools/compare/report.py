@@ -18,8 +18,7 @@ from fsdpctl import __version__
 from fsdpctl.config.schema import KEYS, Config
 from fsdpctl.tools.compare.charts import Chart, draw_charts
 from fsdpctl.tools.compare.recommendation import Recommendation, failures, losses, recommend
-from fsdpctl.tools.compare.row import OK, Row
-from fsdpctl.tools.compare.table import as_csv, columns
+from fsdpctl.tools.compare.row import OK, Row, as_csv, columns
 
 JSON, CSV, PAGE, ABOUT = "compare.json", "compare.csv", "compare.html", "about.json"
 _GIB = 1 << 30
@@ -50,22 +49,13 @@ class ComparisonInfo:
 def describe(
     configs: Sequence[Config],
     rows: Sequence[Row],
-    *,
-    is_predicted: bool,
     how: str,
     command: str,
+    *,
+    is_predicted: bool,
     is_complete: bool,
 ) -> ComparisonInfo:
-    """Describe a comparison on this machine, or its prediction for a cluster.
-
-    Args:
-        configs: The variants' configurations.
-        rows: The variants' results.
-        is_predicted: Whether nothing ran.
-        how: Number and length of the runs.
-        command: The command line.
-        is_complete: Whether all variants were compared.
-    """
+    """Describe a comparison on this machine, or its prediction for a cluster."""
     import torch
 
     first = configs[0]
@@ -130,9 +120,9 @@ def command_of(words: Sequence[str], options: Sequence[str]) -> str:
     return shlex.join(["fsdpctl", "compare", *shown, *options])
 
 
-def as_json(rows: Sequence[Row]) -> str:
+def rows_as_json(rows: Sequence[Row]) -> str:
     """Return the list of rows that `compare --json` prints."""
-    return json.dumps([row.to_dict() for row in rows], indent=2)
+    return json.dumps([asdict(row) for row in rows], indent=2)
 
 
 def write_report(rows: Sequence[Row], about: ComparisonInfo, folder: Path) -> None:
@@ -145,7 +135,7 @@ def write_report(rows: Sequence[Row], about: ComparisonInfo, folder: Path) -> No
     content = {**asdict(about), "recommendation": found.text}
     charts = draw_charts(rows, about.title, found.best, folder)
     for name, text in (
-        (JSON, as_json(rows) + "\n"),
+        (JSON, rows_as_json(rows) + "\n"),
         (CSV, as_csv(rows)),
         (ABOUT, json.dumps(content, indent=2) + "\n"),
         (PAGE, _page(rows, about, found, charts)),

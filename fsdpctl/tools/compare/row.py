@@ -1,7 +1,12 @@
-"""The results of one variant, measured or predicted, on which all reports are based."""
+"""The results of one variant, measured or predicted, and the columns that show them."""
 
-from dataclasses import asdict, dataclass, fields
+import csv
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
+
+from fsdpctl.run.progress import format_bytes
 
 if TYPE_CHECKING:
     from fsdpctl.estimate.fit import LargestModel
@@ -11,6 +16,8 @@ OK, REFUSED, TOO_LARGE, FAILED = "ok", "cannot run: ", "does not fit: ", "failed
 NOT_REACHED = "not measured: the comparison was stopped first"
 
 _TOLERANCE = 0.01  # relative, of a predicted speed: predictions closer than twice that are tied
+_NOTHING = "-"
+_COMPOUND = ("varied", "estimated_breakdown", "largest", "rounds", "tokens_per_second_spread")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +108,112 @@ class Row:
         known = self.peak_tensor_bytes or self.estimated_peak_tensor_bytes
         return known or self.peak_engine_bytes
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the object that `compare --json` prints."""
-        return asdict(self)
+
+Cell = Callable[[Row], str | None]
 
 
-def scalars_of(row: Row) -> dict[str, Any]:
-    """Return its single numbers and texts by name."""
-    compound = ("varied", "estimated_breakdown", "largest", "rounds", "tokens_per_second_spread")
-    return {each.name: getattr(row, each.name) for each in fields(row) if each.name not in compound}
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: its title, its meaning, and a cell for each row."""
+
+    title: str
+    meaning: str
+    cells: tuple[str, ...]
+    is_text: bool = False
+
+
+def columns(rows: Sequence[Row]) -> list[Column]:
+    """Return the varied settings, and every metric that at least one row has."""
+    found = []
+    for name in names_of(rows):
+        settings = tuple(row.varied.get(name, row.strategy) for row in rows)
+        found.append(Column(name, "varied setting", settings, is_text=True))
+    for title, meaning, cell in _COLUMNS:
+        cells = tuple(cell(row) or _NOTHING for row in rows)
+        if set(cells) != {_NOTHING}:
+            found.append(Column(title, meaning, cells))
+    return found
+
+
+def names_of(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Return the names of the settings that differ between the variants."""
+    return tuple(rows[0].varied) or ("strategy",)
+
+
+def _spread(row: Row) -> str | None:
+    if row.tokens_per_second_spread is None or not row.tokens_per_second:
+        return None
+    low, high = (edge / row.tokens_per_second - 1 for edge in row.tokens_per_second_spread)
+    return f"{low:+.1%} {high:+.1%}"
+
+
+def _cell(name: str, shown: Callable[[Any], str]) -> Cell:
+    """Return the function that shows a value of a row, if it is known."""
+    return lambda row: None if getattr(row, name) is None else shown(getattr(row, name))
+
+
+def _number(name: str, form: str, scale: float = 1.0) -> Cell:
+    return _cell(name, lambda value: format(value * scale, form))
+
+
+def _bytes(name: str) -> Cell:
+    return _cell(name, format_bytes)
+
+
+def _share(name: str) -> Cell:
+    def cell(row: Row) -> str | None:
+        seconds = getattr(row, name)
+        known = seconds is not None and row.step_seconds
+        return f"{seconds / row.step_seconds:.0%}" if known else None
+
+    return cell
+
+
+_COLUMNS: tuple[tuple[str, str, Cell], ...] = (
+    (
+        "tokens/s",
+        "of all ranks; median of the rounds, corrected for the machine's drift",
+        _number("tokens_per_second", ",.0f"),
+    ),
+    ("spread", "slowest and fastest round; of a single round its quartiles", _spread),
+    ("ms/step", "median", _number("step_seconds", ",.1f", 1e3)),
+    ("compute", "share of a step in forward and backward", _share("compute_seconds")),
+    (
+        "exposed comm",
+        "share of a step in which computation waits for communication",
+        _share("exposed_communication_seconds"),
+    ),
+    ("optimizer", "share of a step, with the gradient norm", _share("optimizer_seconds")),
+    ("data", "share of a step in creating batches", _share("data_seconds")),
+    ("MFU", "model FLOPs utilization", _number("mfu", ".1%")),
+    (
+        "engine peak",
+        "model, optimizer and buffers on the rank with the highest peak",
+        _bytes("peak_engine_bytes"),
+    ),
+    ("engine est.", "estimate of the engine peak", _bytes("estimated_peak_engine_bytes")),
+    ("tensor peak", "all tensors of rank 0, with activations", _bytes("peak_tensor_bytes")),
+    ("tensor est.", "estimate of the tensor peak", _bytes("estimated_peak_tensor_bytes")),
+    ("reserved", "by the allocator of rank 0", _bytes("peak_reserved_bytes")),
+    ("sent/step", "by a rank, as planned", _bytes("sent_bytes_per_step")),
+    ("final loss", "of the last step", _number("final_loss", ".6f")),
+)
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """Return all single values, a line for each row, in bytes and seconds."""
+    names = names_of(rows)
+    scalars = [each.name for each in fields(Row) if each.name not in _COMPOUND]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    extra = ("spread_low", "spread_high", "largest_num_params", "largest_num_layers", "run_dirs")
+    # The prefix distinguishes a varied setting, such as `strategy`, from a column of that name.
+    writer.writerow([*(f"config.{name}" for name in names), *scalars, *extra])
+    for row in rows:
+        settings = [row.varied.get(name, row.strategy) for name in names]
+        values = [getattr(row, name) for name in scalars]
+        spread = row.tokens_per_second_spread or (None, None)
+        size = (row.largest.num_params, row.largest.num_layers) if row.largest else (None, None)
+        dirs = " ".join(each.run_dir for each in row.rounds if each.run_dir)
+        writer.writerow([*settings, *values, *spread, *size, dirs])
+    return text.getvalue()

@@ -1,6 +1,7 @@
 """Comparison of variants by prediction, on hardware that need not exist."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,18 +9,62 @@ from fsdpctl.config.auto import left_open
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator, StepPrediction, placed_for_estimate
+from fsdpctl.estimate.fit import LargestModel, largest_model
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import sent_in_step
 from fsdpctl.estimate.search import choose
 from fsdpctl.predict.simulator import chrome_trace
 from fsdpctl.resolve.machine import resolved_strategy, world_size
 from fsdpctl.run.flops import flops_per_token
-from fsdpctl.tools.compare.fitting import LargestModels, with_memory
-from fsdpctl.tools.compare.row import REFUSED, Row
+from fsdpctl.run.progress import format_bytes
+from fsdpctl.tools.compare.row import OK, REFUSED, TOO_LARGE, Row
 from fsdpctl.tools.compare.vary import Variant
 
+_OWNED = ("parameters", "gradients", "optimizer_states", "gathered_units", "reduce_buffers")
+_REST = "activations and the rest"
 TRACES = "traces"  # in the directory of a comparison
 _TERA = 1e12
+
+
+def with_memory(
+    row: Row, estimate: RunEstimate, engine_parts: Mapping[str, int] | None = None
+) -> Row:
+    """Return `row` with its estimated memory, and the status that follows from it.
+
+    `engine_parts`: what the engine owns at its own peak, if known.
+    """
+    parts = engine_parts or {name: estimate.step.breakdown[name] for name in _OWNED}
+    status = OK
+    if estimate.verdict == "too_large":
+        needed = format_bytes(estimate.peak_reserved)
+        available = format_bytes(max(0, estimate.available))
+        status = f"{TOO_LARGE}{needed} per rank needed, {available} available"
+    return replace(
+        row,
+        estimated_peak_tensor_bytes=estimate.allocated,
+        estimated_peak_reserved_bytes=estimate.peak_reserved,
+        estimated_breakdown={**parts, _REST: estimate.allocated - sum(parts.values())},
+        memory_bytes=estimate.available,
+        status=status,
+    )
+
+
+def largest_models(
+    estimator: Estimator, configs: Iterable[Config | None]
+) -> Iterator[LargestModel | None]:
+    """Yield the largest model that fits, for the first configuration of each engine and strategy.
+
+    For others, and where the estimate does not support it, yield None.
+    """
+    seen = set()
+    for config in configs:
+        key = None if config is None else (config.engine.name, config.strategy.name)
+        found = None
+        if config is not None and key not in seen:
+            seen.add(key)
+            with suppress(UsageError):
+                found = largest_model(estimator, config)
+        yield found
 
 
 @dataclass(slots=True)
@@ -58,10 +103,10 @@ class SimulatedComparison:
 
     def find_largest(self) -> None:
         """Find the largest model that would fit, for each engine and strategy."""
-        largest = LargestModels(self._estimator)
-        for each in self._variants:
-            if each.step is not None:
-                each.row = replace(each.row, largest=largest.under(each.config))
+        placed = (each.config if each.step else None for each in self._variants)
+        found = largest_models(self._estimator, placed)
+        for each, largest in zip(self._variants, found, strict=True):
+            each.row = replace(each.row, largest=largest)
 
     def write_traces(self, folder: Path) -> None:
         """Write the timeline of each predicted step for Perfetto, in a directory of its own."""

@@ -1,21 +1,26 @@
-"""Expansion of settings with commas into the settings of each run."""
+"""Expansion of settings with commas into variants, and the best variant as a recipe."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 from fsdpctl.config.compose import Composed, compose_config
+from fsdpctl.config.keys import NONE, value_in
 from fsdpctl.config.recipe import find_recipe, read_recipe
-from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS
-from fsdpctl.config.serialize import config_words
+from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SIZES, Config
+from fsdpctl.config.serialize import config_words, words_for_others, words_to_yaml
 from fsdpctl.errors import UsageError
+from fsdpctl.io.files import refusing
 from fsdpctl.plan.strategy import STRATEGIES, has_strategy
 from fsdpctl.tools.compare.row import Row
 
 _SET_BY_COMPARE = dict.fromkeys(LENGTHS, "pass --steps to set the length of each run") | {
     "train.run_dir": "pass --out to keep the runs"
 }
+# Settings that bring other settings with them, which the recipe then omits.
+_SOURCES = ("model.path", "model.lora.path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +30,6 @@ class Variant:
     varied: dict[str, str]  # the settings that differ between variants
     composed: Composed
     words: tuple[str, ...] = ()  # all settings on the command line, without its length
-
-    @property
-    def label(self) -> str:
-        """The settings that identify it."""
-        return " ".join(f"{name}={text}" for name, text in self.varied.items())
 
     @property
     def row(self) -> Row:
@@ -65,7 +65,8 @@ def variants(
     names = [word.partition("=")[0] for word in words]
     if len(names) != len(set(names)):  # raises an error that names both
         compose_config(words, recipe, config_dir)
-    between_engines = "engine" in alternatives and "strategy" not in _named_in(recipe)
+    given = [] if recipe is None else read_recipe(find_recipe(recipe))
+    between_engines = "engine" in alternatives and "strategy" not in dict(given)
     if "strategy" not in names and (between_engines or not alternatives):
         alternatives = {"strategy": list(STRATEGIES), **alternatives}
     fixed = [word for word in words if word.partition("=")[0] not in alternatives]
@@ -93,7 +94,7 @@ def distinct(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
         )
         first = kept.setdefault(words, each)
         if first is not each:
-            lines.append(f"{each.label}: skipped, runs the same as {first.label}")
+            lines.append(f"{each.row.label}: skipped, runs the same as {first.row.label}")
     return list(kept.values()), lines
 
 
@@ -122,10 +123,6 @@ def possible(found: Sequence[Variant]) -> tuple[list[Variant], list[str]]:
     return kept, [f"skipped: {problem}"] if problem else []
 
 
-def _named_in(recipe: str | None) -> set[str]:
-    return set() if recipe is None else {name for name, _ in read_recipe(find_recipe(recipe))}
-
-
 def _variant(
     varied: dict[str, str],
     fixed: Sequence[str],
@@ -146,3 +143,79 @@ def _has_alternatives(name: str) -> bool:
     if name in GROUPS:
         return True
     return name in KEYS and (KEYS[name].type != "text" or bool(KEYS[name].choices))
+
+
+def check_recipe_file(path: Path) -> Path:
+    """Return the path to write a recipe to.
+
+    Raises:
+        UsageError: If it exists or cannot be written.
+    """
+    path = path.expanduser()
+    if path.exists() or path.is_symlink():
+        raise UsageError(f"--write-recipe {path}: already exists")
+    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise UsageError(f"--write-recipe {path}: directory {path.parent} is not writable")
+    return path
+
+
+def write_recipe(
+    path: Path,
+    variant: Variant,
+    about: Sequence[str],
+    *,
+    recipe: str | None,
+    config_dir: Path | None,
+) -> None:
+    """Write a variant, without the length that compare set, after the comments `about`.
+
+    Raises:
+        UsageError: If the file exists by now, or cannot be written.
+    """
+    lines = [*about]
+    if config_dir is not None:
+        lines.append(f"It uses options from --config-dir {config_dir}.")
+    head = "".join(f"# {' '.join(line.split())}\n" for line in lines)
+    words = recipe_words(variant, recipe, config_dir)
+    with refusing(f"--write-recipe {path}"), path.open("x", encoding="utf-8") as file:
+        file.write(head + words_to_yaml(words))
+
+
+def recipe_words(
+    variant: Variant, recipe: str | None = None, config_dir: Path | None = None
+) -> dict[str, str]:
+    """Return the settings that differ from the defaults, and always strategy and engine.
+
+    Settings that are executed are left out: they must be given on the command line.
+    """
+    config = compose_config(variant.words, recipe, config_dir).config
+    if "strategy" in variant.varied:
+        config = replace(config, strategy=config.strategy.under(config.strategy.name))
+    own, defaults = words_for_others(config), config_words(Config())
+    groups = {
+        name: own[name]
+        for name in GROUPS
+        if own[name] != defaults[name] or name in ("strategy", "engine")
+    }
+    usual = config_words(_usual(config, config_dir))
+    values = {n: text for n, text in own.items() if n not in GROUPS and text != usual.get(n)}
+    unset = {name: _unset_text(config, name) for name in usual.keys() - own.keys()}
+    found = {**groups, **values, **{name: text for name, text in unset.items() if text}}
+    order = [*GROUPS, *KEYS]
+    return dict(sorted(found.items(), key=lambda pair: order.index(pair[0])))
+
+
+def _usual(config: Config, config_dir: Path | None) -> Config:
+    """Return the configuration that the selected group options alone result in."""
+    words = config_words(config)
+    kept = [f"{name}={words[name]}" for name in (*GROUPS, *_SOURCES) if name in words]
+    return compose_config(kept, None, config_dir).config
+
+
+def _unset_text(config: Config, name: str) -> str:
+    """Return the text that unsets a key, or an empty string if another key does that."""
+    key = KEYS[name]
+    if key.is_executed or name in (*LENGTHS, *SIZES):
+        return ""
+    value = value_in(getattr(config, name.split(".")[0]), name)
+    return key.text(value) or (NONE if key.type != "text" else "")

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.config.sealed import MANIFEST
+from fsdpctl.errors import UsageError
+from fsdpctl.io.files import last_line
 
 LOG = "after-save.log"
 _REPORT_INTERVAL = 10.0  # seconds
 _GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
-_LAST_BYTES, _LONGEST = 4096, 300
 # Has the kernel end the command when the rank that started it exits for whatever reason.
 _TIED = (
     "import ctypes, os, signal, sys\n"
@@ -81,13 +82,9 @@ class AfterSave:
         logs: Path,
         report: Callable[[HookMessage], None],
     ) -> None:
-        """Prepare to run a command.
+        """Prepare to run the program and arguments `words`, none if empty.
 
-        Args:
-            words: Program and arguments; empty for no command.
-            timeout: Seconds after which the command is ended.
-            logs: Existing directory for its output.
-            report: Called in the thread with each outcome.
+        `logs` is an existing directory for its output; `report` is called in the thread.
         """
         self.deleting = threading.Lock()
         self.busy: Path | None = None
@@ -174,7 +171,8 @@ class AfterSave:
             return self._failed(job, "timed out", seconds, f"ended after {seconds:.0f} s")
         if code == 0:
             return HookMessage(job.step, "done", seconds)
-        return self._failed(job, "failed", seconds, _exit_status(code) + self._last_line(printed))
+        status = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return self._failed(job, "failed", seconds, status + self._last_line(printed))
 
     def _skipped(self, job: _Job) -> HookMessage:
         why = "checkpoint deleted before its turn" if not self._is_over else "not started in time"
@@ -186,14 +184,10 @@ class AfterSave:
     def _last_line(self, printed: int) -> str:
         """Return the last line of the output that begins at `printed`, and the log file."""
         try:
-            with self._log.open("rb") as log:
-                size = log.seek(0, os.SEEK_END)
-                log.seek(max(printed, size - _LAST_BYTES))
-                lines = log.read(_LAST_BYTES).decode("utf-8", "replace").split("\n")
-        except OSError:
+            last = last_line(self._log, printed)
+        except (OSError, UsageError):
             return ""
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return f": {last[:_LONGEST]} ({self._log})" if last else ""
+        return f": {last} ({self._log})" if last else ""
 
 
 def _environment(variables: Mapping[str, str], job: _Job) -> dict[str, str]:
@@ -215,7 +209,3 @@ def _end(process: "subprocess.Popen[bytes] | None") -> int:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(_GRACE_SECONDS)
     return -signal.SIGKILL
-
-
-def _exit_status(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,4 +1,9 @@
-"""Chrome traces of a few steps, in which units and collectives have names."""
+"""Chrome traces of a few steps, and a snapshot of CUDA memory after an out-of-memory error.
+
+In traces, units and collectives have names. A snapshot is for https://pytorch.org/memory_viz; the
+allocations cost nothing to record. The Python lines that made them are recorded only on request,
+since that slows down every allocation.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +13,8 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from fsdpctl.train.callback import Callback
-from fsdpctl.train.parts import TrainedModel
 from fsdpctl.train.requests import PROFILE, RequestFlags
+from fsdpctl.train.step import TrainedModel
 
 if TYPE_CHECKING:
     from fsdpctl.train.trainer import Trainer
@@ -18,6 +23,7 @@ FOLDER = "profile"
 _TRACED = 3  # steps
 _SKIPPED = 2  # at a start: the first creates optimizer states, the second starts the tracer
 _SKIPPED_LATER = 1
+_MOST_ENTRIES = 100_000  # of the history; keeps the file below a few hundred MB
 
 
 class Profiling(Callback):
@@ -99,3 +105,24 @@ def _schedule(steps: int, skipped: int) -> Callable[[int], ProfilerAction]:
         return ProfilerAction.WARMUP if step == first - 1 else ProfilerAction.NONE
 
     return action
+
+
+def watch_allocations(device: torch.device) -> None:
+    """Record the Python lines that allocate tensors from now on."""
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_ENTRIES)
+
+
+def keep_snapshot(error: BaseException, run_dir: Path, rank: int) -> None:
+    """Write a snapshot if `error` is out-of-memory, and add the file's path to the error.
+
+    A failure to write it is ignored: the error itself matters more.
+    """
+    if not isinstance(error, torch.OutOfMemoryError):
+        return
+    path = run_dir / f"memory-snapshot-rank-{rank:05d}.bin"
+    try:
+        torch.cuda.memory._dump_snapshot(str(path))
+    except Exception:
+        return
+    error.args = (f"{error}; memory snapshot: {path} (open it at https://pytorch.org/memory_viz)",)

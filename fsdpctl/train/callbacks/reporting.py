@@ -1,16 +1,148 @@
-"""Metrics of every step to metrics.jsonl and the terminal, and what a restart cost."""
+"""The reports of a run: metrics, its heartbeat, the cost of a restart, and its first steps."""
 
-from typing import TYPE_CHECKING
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
-from fsdpctl.run.step_metrics import StepMetrics
-from fsdpctl.train.callback import Callback
+import msgspec
+
+from fsdpctl.comm.collectives import ObjectExchange
+from fsdpctl.estimate.saved import read_estimate
+from fsdpctl.io import files
+from fsdpctl.run.files import HEARTBEAT
+from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord, pid_namespace
+from fsdpctl.run.progress import format_bytes
+from fsdpctl.run.step_metrics import StepMetrics, peak_memory
+from fsdpctl.train.callback import Callback, is_joint
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
-from fsdpctl.train.callbacks.checks import engine_bytes
 from fsdpctl.train.journal import Journal
-from fsdpctl.train.restart import current_restart
+from fsdpctl.train.requests import RequestFlags
+from fsdpctl.train.step import Optimizer, TrainedModel
 
 if TYPE_CHECKING:
     from fsdpctl.train.trainer import Trainer
+
+_STEPS = 3  # the first of which compiles and allocates; then the allocator has its size
+RESTART = "FSDPCTL_RESTART"  # in the environment
+_LONGEST = 2000  # characters of a message
+
+
+class Checks(Callback):
+    """One line about memory and one about time, once the first steps are completed."""
+
+    def __init__(self, run_dir: Path, first_step: int) -> None:
+        """Compare with the estimate in `run_dir` after three steps from `first_step` on."""
+        self._estimate = read_estimate(run_dir)
+        self._at = first_step + _STEPS
+        self._seconds: list[float] = []
+
+    def step(self, run: "Trainer", done: StepMetrics) -> None:
+        """Compare the median step time with the predicted one."""
+        if len(self._seconds) < _STEPS:
+            self._seconds.append(done.times.total)
+            found = self.time() if len(self._seconds) == _STEPS else None
+            if found is not None:
+                message, values = found
+                run.say(message)
+                run.write({"step": done.step, **values})
+
+    def time(self) -> tuple[str, dict[str, Any]] | None:
+        """Return a message about the step time, and its values; None without a prediction."""
+        estimate = self._estimate
+        if estimate is None or estimate.predicted_step_seconds is None:
+            return None
+        predicted, measured = estimate.predicted_step_seconds, median(self._seconds[1:])
+        source = estimate.prediction_source
+        message = (
+            f"step time: {measured:.3g} s measured, {predicted:.3g} s predicted "
+            f"({_deviation(predicted, measured)}; {source})"
+        )
+        return message, {
+            "step_seconds": measured,
+            "predicted_step_seconds": predicted,
+            "prediction_source": source,
+        }
+
+    def act(self, run: "Trainer", requested: RequestFlags) -> RequestFlags:
+        """Compare the memory of the fullest rank with the estimate."""
+        if run.step == self._at:
+            self._at = -1
+            memory = peak_memory(run.parts.device)
+            engine = engine_bytes(run.parts.model, run.parts.optimizer)
+            own = (engine or 0, memory.allocated or 0, memory.reserved)
+            largest = [max(values) for values in zip(*run.ranks.gather_objects(own), strict=True)]
+            message = self.memory(engine is not None, run.parts.device.type == "cpu", *largest)
+            if message is not None:
+                run.say(message)
+        return requested
+
+    def memory(
+        self, has_engine: bool, on_cpu: bool, engine: int, allocated: int, reserved: int
+    ) -> str | None:
+        """Return a message about peak memory; None without an estimate of it."""
+        estimate = self._estimate
+        if estimate is None:
+            return None
+        if not on_cpu:
+            return (
+                f"memory: {_compared(allocated, 'allocated peak', estimate.peak_allocated_bytes)}; "
+                f"{_compared(reserved, 'reserved peak', estimate.peak_reserved_bytes)}"
+            )
+        if not has_engine or estimate.peak_engine_bytes is None:
+            return None
+        total = format_bytes(estimate.peak_allocated_bytes)
+        what = _compared(engine, "engine peak", estimate.peak_engine_bytes)
+        return f"memory: {what}; {total} estimated for all tensors"
+
+
+def engine_bytes(model: TrainedModel, optimizer: Optimizer) -> int | None:
+    """Return the peak memory of this rank's engine and optimizer, or None if not counted."""
+    peak = model.peak_memory_bytes()
+    return None if peak is None else peak + optimizer.memory_bytes()
+
+
+def _compared(measured: int, what: str, estimated: int) -> str:
+    text = f"{format_bytes(measured)} {what}"
+    if measured == estimated:
+        return f"{text}, equal to the estimate"
+    return f"{text}, {format_bytes(estimated)} estimated ({_deviation(estimated, measured, 1)})"
+
+
+def _deviation(expected: float, measured: float, digits: int = 0) -> str:
+    off = expected / measured - 1 if measured else 0.0
+    return f"{abs(off):.{digits}%} {'above' if off >= 0 else 'below'} measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The cause and the cost of a restart."""
+
+    number: int
+    reason: str
+    failed_at: float  # seconds since the epoch
+    lost_steps: int  # completed before, and to be repeated
+
+    def to_text(self) -> str:
+        """Return the value for the environment of the workers."""
+        return msgspec.json.encode(self).decode()
+
+    def to_line(self, step: int) -> dict[str, Any]:
+        """Return the object for metrics.jsonl once `step` is completed."""
+        seconds = round(time.time() - self.failed_at, 3)
+        return {"step": step, "restart": {**asdict(self), "seconds_to_next_step": seconds}}
+
+
+def current_restart() -> Restart | None:
+    """Return the restart that started this worker, or None."""
+    text = os.environ.get(RESTART)
+    return None if text is None else msgspec.json.decode(text, type=Restart)
 
 
 class RunReporter(Callback):
@@ -45,3 +177,66 @@ class RunReporter(Callback):
             peaks = [each for each in run.ranks.gather_objects(own) if each is not None]
             complete = len(peaks) == run.ranks.size
             run.write({"step": run.step, "peak_engine_bytes": max(peaks) if complete else None})
+
+
+class Heartbeat(Callback):
+    """A thread of rank 0 that writes heartbeat.json until the process ends, whatever training does.
+
+    A failure to write is ignored: readers then see the age of the last heartbeat.
+    """
+
+    def __init__(
+        self, run_dir: Path, ranks: ObjectExchange, *, is_on: bool = True, every: float = INTERVAL
+    ) -> None:
+        """Write the first heartbeat and start the thread, if this rank `is_on`."""
+        self._path, self._ranks, self._is_on, self._every = run_dir / HEARTBEAT, ranks, is_on, every
+        now = time.time()
+        pid, namespace = os.getpid(), pid_namespace()
+        self._record = HeartbeatRecord(socket.gethostname(), pid, namespace, now, now)
+        self._first: tuple[int, float] | None = None  # the first step, and when it was completed
+        self._has_ended = threading.Event()
+        self._writing = threading.Lock()
+        if is_on:
+            self._write()
+            threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    def step(self, run: "Trainer", done: StepMetrics) -> None:
+        """Record a completed step."""
+        self._set(done.step)
+
+    def went_back(self, run: "Trainer", step: int) -> None:
+        """Record the step that the run resumes from, and measure the time per step again."""
+        self._first = None
+        self._set(step)
+
+    def end(self, run: "Trainer", error: BaseException | None) -> None:
+        """Record the end. Ranks that end together first wait for rank 0, and time out otherwise."""
+        if is_joint(error):
+            self._ranks.gather_objects(0)
+            state, message = ENDED if error is None else STOPPED, str(error or "")
+        else:
+            state, message = FAILED, f"{type(error).__name__}: {error}"
+        self._has_ended.set()
+        self._record = replace(self._record, state=state, message=message[:_LONGEST])
+        self._write()
+
+    def _set(self, step: int) -> None:
+        now = time.monotonic()
+        is_first = self._first is None
+        if self._first is None:
+            self._first = step, now
+        first, began = self._first
+        each = (now - began) / (step - first) if step > first else None
+        self._record = replace(self._record, step=step, seconds_per_step=each)
+        if is_first:  # readers shall see at once that the run is no longer starting
+            self._write()
+
+    def _run(self) -> None:
+        while not self._has_ended.wait(self._every):
+            self._write()
+
+    def _write(self) -> None:
+        if self._is_on:
+            with self._writing, contextlib.suppress(OSError):
+                record = replace(self._record, time=time.time())
+                files.replace(self._path, json.dumps(asdict(record)) + "\n")

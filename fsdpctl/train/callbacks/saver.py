@@ -7,21 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.checkpoint.base import Ranks
-from fsdpctl.checkpoint.folders import (
-    LATEST,
-    Retention,
-    point_to,
-    remove_old,
-    step_folder,
-)
+from fsdpctl.checkpoint.folders import LATEST, point_to, remove_old, step_folder
 from fsdpctl.checkpoint.manifest import BaseInfo, Progress
 from fsdpctl.checkpoint.publish import About
-from fsdpctl.checkpoint.save import (
-    Snapshot,
-    rank_pieces,
-    take_snapshot,
-    write_checkpoint,
-)
+from fsdpctl.checkpoint.save import Snapshot, rank_pieces, take_snapshot, write_checkpoint
 from fsdpctl.checkpoint.tensors import Staging
 from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.config.model_path import CHECKPOINTS
@@ -29,7 +18,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import words_for_others
 from fsdpctl.run.assets import read_run_assets
 from fsdpctl.train.callbacks.after_save import AfterSave
-from fsdpctl.train.parts import Optimizer, TrainedModel
+from fsdpctl.train.step import Optimizer, TrainedModel
 
 _POLL_SECONDS = 0.5
 _OTHERS_SECONDS = 1800.0  # that other ranks may take longer to write than this one
@@ -91,7 +80,7 @@ class Saver:
         """
         self._checkpoints = run_dir / CHECKPOINTS
         self._settings = words_for_others(config)
-        self._keep = Retention(config.checkpoint.keep_last, config.checkpoint.keep_every)
+        self._keep = config.checkpoint
         self._ranks = ranks
         self._after_save = after_save
         self._base = base

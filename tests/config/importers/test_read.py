@@ -199,8 +199,8 @@ def test_known_names_on_the_hub_become_options(tmp_path, name, choice):
 
 
 def test_options_for_known_names_exist():
-    from fsdpctl.config.files import choices_of
     from fsdpctl.config.importers import models
+    from fsdpctl.config.recipe import choices_of
 
     assert {*models._ON_THE_HUB.values()} <= set(choices_of("model"))
     assert "model" in GROUPS
@@ -308,6 +308,13 @@ def test_degrees_of_accelerate_become_hybrid_sharding(tmp_path):
     config = asked(written(tmp_path, text), "model=llama3_1b").composed.config
     assert config.strategy.name == "hybrid_shard_grad_op"
     assert config.strategy.dp_shard_size == 4
+
+
+@pytest.mark.parametrize("key", ["fsdp_version", "version"])
+def test_a_version_alone_is_fsdp(tmp_path, key):
+    text = f"base_model: meta-llama/Llama-3.1-8B\nfsdp_config:\n  {key}: 2\n"
+    config = asked(written(tmp_path, text), "launch.nproc_per_node=8").composed.config
+    assert (config.strategy.name, config.engine.name) == ("full_shard", "fsdp2")
 
 
 def test_one_process_is_one_rank(tmp_path):

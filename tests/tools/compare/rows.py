@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdpctl.estimate.fit import LargestModel
-from fsdpctl.tools.compare.figures import summarized
+from fsdpctl.tools.compare.measure import summarized
 from fsdpctl.tools.compare.report import ComparisonInfo
 from fsdpctl.tools.compare.row import FAILED, Round, Row
 

@@ -7,8 +7,7 @@ import pytest
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
-from fsdpctl.tools.compare.recipe import check_recipe_file, recipe_words, write_recipe
-from fsdpctl.tools.compare.vary import variants
+from fsdpctl.tools.compare.vary import check_recipe_file, recipe_words, variants, write_recipe
 from tests.cli.run import invoke
 
 

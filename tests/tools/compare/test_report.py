@@ -10,8 +10,7 @@ import pytest
 from matplotlib.image import imread
 
 from fsdpctl.tools.compare.report import write_report
-from fsdpctl.tools.compare.row import Row
-from fsdpctl.tools.compare.table import as_csv, columns
+from fsdpctl.tools.compare.row import Row, as_csv, columns
 from tests.tools.compare.rows import ABOUT, failed, measured, of
 
 ROWS = of(
