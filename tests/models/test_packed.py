@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -142,6 +141,8 @@ def test_documents_have_few_different_sizes():
 @pytest.mark.slow
 @torch.no_grad()
 def test_compiled_blocks_are_compiled_once(tmp_path):
+    from torch._dynamo.testing import CompileCounter  # takes a second
+
     save_model("qwen3", tmp_path)
     ours = opened(tmp_path)
     tokens, _ = rows()
