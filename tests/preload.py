@@ -7,7 +7,7 @@ import tests.engine.odd
 import tests.peers.runs
 import tests.predict.watch
 import tests.reference
-import tests.train.ranks
+import tests.train.ranks  # noqa: F401
 from fsdpctl.config.compose import compose_config
 
 compose_config([])  # imports Hydra's plugins and fills the caches of its parser
