@@ -140,8 +140,8 @@ def test_any_elementwise_optimizer_and_clipping_count_each_element_once(
 
 
 @pytest.mark.parametrize("strategy", HYBRIDS)
+@pytest.mark.parametrize("reduce", fast("last", slow=["every"]))
 @distributed(world_size=4)
-@in_turn(reduce=["every", "last"])
 def test_the_accumulator_returns_the_mean_of_full_and_partial_windows(
     rank: int, world_size: int, strategy: str, reduce: str
 ) -> None:
@@ -161,8 +161,8 @@ def test_the_accumulator_returns_the_mean_of_full_and_partial_windows(
     assert largest_difference(model.state_dict(), expected) <= 1e-12
 
 
+@pytest.mark.parametrize("bf16", fast(True, slow=[False]))
 @distributed(world_size=4)
-@in_turn(bf16=[False, True])
 def test_updates_that_arrive_late_change_nothing(rank: int, world_size: int, bf16: bool) -> None:
     found = []
     for overlaps in (False, True):

@@ -370,6 +370,14 @@ def test_training_continues_from_a_peft_directory(tmp_path, targets, named):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a base model and of adapters for it."""
+    folder = tmp_path_factory.mktemp("adapters")
+    write_adapters(folder, resolved(words(folder, 1)))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -388,9 +396,9 @@ def test_training_continues_from_a_peft_directory(tmp_path, targets, named):
         ({"tensor": "lm_head.weight"}, "modules_to_save"),
     ],
 )
-def test_unsupported_adapters_are_rejected(tmp_path, change, said):
-    typed = words(tmp_path, 1)
-    folder = write_adapters(tmp_path, resolved(typed))
+def test_unsupported_adapters_are_rejected(tmp_path, adapters, change, said):
+    typed = words(adapters, 1)
+    folder = Path(shutil.copytree(adapters / "adapters", tmp_path / "adapters"))
     about = json.loads((folder / ADAPTER_CONFIG).read_text())
     tensor = change.get("tensor")
     if tensor:
@@ -411,8 +419,7 @@ def write_adapters(folder: Path, config: Config) -> Path:
     return folder / "adapters"
 
 
-def test_a_rank_that_conflicts_with_the_adapter_is_rejected(tmp_path):
-    typed = words(tmp_path, 1)
-    folder = write_adapters(tmp_path, resolved(typed))
+def test_a_rank_that_conflicts_with_the_adapter_is_rejected(adapters):
+    path = f"model.lora.path={adapters / 'adapters'}"
     with pytest.raises(UsageError, match="model.lora.rank=8: model.lora.path=.* has 4"):
-        resolved(words(tmp_path, 1, "model.lora.rank=8", f"model.lora.path={folder}"))
+        resolved(words(adapters, 1, "model.lora.rank=8", path))
