@@ -1,6 +1,7 @@
 """Settings of the whole suite."""
 
 import functools
+import gc
 import os
 import random
 import signal
@@ -9,6 +10,8 @@ from unittest import mock
 
 import pytest
 from hypothesis import settings
+
+gc.disable()  # while modules are imported, which are all kept
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in children
 for _name in ("GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS"):
@@ -42,6 +45,11 @@ def template_processes_of_a_run() -> Iterator[None]:
     """Start the processes for templates as a run does."""
     with mock.patch.object(workers, "_start", _start):
         yield
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a collection need not visit all modules and tests
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -31,7 +31,7 @@ import pytest
 from tests import emulated
 
 _context = multiprocessing.get_context("forkserver")
-_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "tests.preload"]
+_PRELOADED = ["tests.preload"]
 _context.set_forkserver_preload(_PRELOADED)
 _DEVICES = 4
 
