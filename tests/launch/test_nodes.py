@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import UsageError
@@ -141,7 +141,7 @@ def test_remaining_nodes_are_renumbered_in_the_next_round() -> None:
 
 def test_a_launcher_that_leaves_before_the_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdpctl.launch.handshake._POLL", timedelta(seconds=0.05))
-    store = dist.HashStore()
+    store = HashStore()
     _, second, third = (Handshake(store, n, 3, noun="node", patience=20) for n in range(3))
     second.leave("was stopped before it began")
     with pytest.raises(UsageError, match="node 1: was stopped"):
