@@ -1,17 +1,17 @@
 """Settings of the whole suite."""
 
 import functools
+import gc
 import os
 import random
 import signal
-import subprocess
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
-from typing import Any
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 from hypothesis import settings
+
+gc.disable()  # while modules are imported, which are all kept
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in children
 for _name in ("GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS"):
@@ -23,44 +23,33 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from fsdpctl.data.chats import workers  # noqa: E402  # after the environment
 from fsdpctl.data.files import standard_library  # noqa: E402
+from tests.data.chats import forked  # noqa: E402
 
+_start = workers._start
 settings.register_profile("fsdpctl", derandomize=True, deadline=None)
 settings.load_profile("fsdpctl")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _what_many_tests_need_once() -> Iterator[None]:
-    """Read the standard library once, and start each process for templates ahead of its use."""
-    spare = Spare(workers._start)
+    """Read the standard library once, and fork the processes for templates."""
     with (
         mock.patch("fsdpctl.data.open.standard_library", functools.cache(standard_library)),
-        mock.patch.object(workers, "_start", spare.take),
+        mock.patch.object(workers, "_start", forked.start),
     ):
         yield
-    spare.close()
 
 
-Started = tuple[subprocess.Popen[bytes], "Connection[Any, Any]"]
+@pytest.fixture
+def template_processes_of_a_run() -> Iterator[None]:
+    """Start the processes for templates as a run does."""
+    with mock.patch.object(workers, "_start", _start):
+        yield
 
 
-class Spare:
-    """A process for templates that starts before it is needed."""
-
-    def __init__(self, start: Callable[[], Started]) -> None:
-        self._start = start
-        self._next: Started | None = None
-
-    def take(self) -> Started:
-        taken = self._next or self._start()
-        self._next = self._start()
-        return taken
-
-    def close(self) -> None:
-        if self._next is not None:
-            process, connection = self._next
-            process.kill()
-            process.wait()
-            connection.close()
+def pytest_collection_finish() -> None:
+    gc.freeze()  # a collection need not visit all modules and tests
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,13 +10,14 @@ import faulthandler
 import functools
 import importlib
 import inspect
+import itertools
 import multiprocessing
 import os
 import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.forkserver import ForkServer
@@ -30,7 +31,7 @@ import pytest
 from tests import emulated
 
 _context = multiprocessing.get_context("forkserver")
-_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "tests.preload"]
+_PRELOADED = ["tests.preload"]
 _context.set_forkserver_preload(_PRELOADED)
 _DEVICES = 4
 
@@ -74,6 +75,37 @@ def distributed(
         kept = [each for name, each in signature.parameters.items() if name not in hidden]
         test.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
         return test
+
+    return decorate
+
+
+def in_turn(**factors: Sequence[Any]) -> Callable[[Body], Body]:
+    """Run the decorated body for every combination of `factors`, all on the same ranks.
+
+    Starting ranks takes as long as a short body. An error has a note with its combination. A key
+    may name several parameters, as in `a__b=[(1, 2), (3, 4)]`.
+    """
+
+    def decorate(body: Body) -> Body:
+        names = [name for key in factors for name in key.split("__")]
+
+        @functools.wraps(body)
+        def every_case(**given: Any) -> None:
+            for chosen in itertools.product(*factors.values()):
+                case: dict[str, Any] = {}
+                for key, value in zip(factors, chosen, strict=True):
+                    parts = key.split("__")
+                    case.update(zip(parts, value if len(parts) > 1 else [value], strict=True))
+                try:
+                    body(**given, **case)
+                except BaseException as error:
+                    error.add_note(f"with {case}")
+                    raise
+
+        signature = inspect.signature(body)
+        kept = [each for name, each in signature.parameters.items() if name not in names]
+        every_case.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+        return every_case
 
     return decorate
 

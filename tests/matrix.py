@@ -1,7 +1,8 @@
 """Parameter matrices: all pairs in the fast suite, the rest in the slow one."""
 
+import random
 from collections.abc import Sequence
-from itertools import combinations, product
+from itertools import combinations, count, product
 from typing import Any
 
 import pytest
@@ -30,6 +31,19 @@ def fast(*chosen: object, slow: Sequence[object]) -> list[Any]:
 
 
 WHOLE = pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+
+
+HALF = pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
+
+
+def half_of(drawn_from: Sequence[tuple[Any, ...]], half: int) -> list[tuple[Any, ...]]:
+    """Half of some cases, drawn so that every value of every factor is in the first half."""
+    values = list(map(set, zip(*drawn_from, strict=True)))
+    for seed in count():
+        order = random.Random(seed).sample(drawn_from, len(drawn_from))
+        if list(map(set, zip(*order[::2], strict=True))) == values:
+            return order[half::2]
+    raise AssertionError
 
 
 def cases(*factors: Sequence[Any], whole: bool) -> list[tuple[Any, ...]]:

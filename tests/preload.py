@@ -1,4 +1,22 @@
-"""What the server that ranks are forked from has imported already."""
+"""What the server that ranks are forked from has imported already: what most of them use."""
 
-import tests.engine.models
-import tests.reference  # noqa: F401
+import gc
+from importlib import import_module
+
+gc.disable()
+for _name in (
+    "torch._dynamo",
+    "torch.distributed",
+    "pytest",
+    "fsdpctl.checkpoint.save",
+    "tests.engine.odd",
+    "tests.peers.runs",
+    "tests.predict.watch",
+    "tests.reference",
+    "tests.train.ranks",
+):
+    import_module(_name)
+# Imports Hydra's plugins and fills the caches of its parser.
+import_module("fsdpctl.config.compose").compose_config([])
+gc.freeze()  # so that a rank's collections neither visit nor copy what it shares with the server
+gc.enable()

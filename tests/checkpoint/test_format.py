@@ -26,7 +26,7 @@ from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.layout import Span
-from tests.checkpoint.test_round_trip import saves, whole_tensors
+from tests.checkpoint.test_round_trip import save, saves, trained, whole_tensors
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_values_out_of_the_range_of_float16_are_rejected():
 
 
 def test_a_manifest_of_a_later_version_is_rejected(tmp_path):
-    saves(world_size=1, folder=str(tmp_path / "c"), strategy="no_shard", source="")
+    save(tmp_path / "c", *trained("no_shard"))
     reader = CheckpointReader(tmp_path / "c")
     text = replace(reader.manifest, world_size=9).to_json().replace('"version": 2', '"version": 9')
     (tmp_path / "c" / "manifest.json").write_text(text)
@@ -130,7 +130,7 @@ def test_a_manifest_of_a_later_version_is_rejected(tmp_path):
 
 
 def test_attachments_are_verified(tmp_path: Path):
-    saves(world_size=2, folder=str(tmp_path / "c"), strategy="full_shard", source="")
+    save(tmp_path / "c", *trained("no_shard"))
     assert CheckpointReader(tmp_path / "c").attachment("tokenizer.json") == b"{}" * 200
     (tmp_path / "c" / "tokenizer.json").write_bytes(b"[]" * 200)
     with pytest.raises(CheckpointError, match=r"tokenizer.json: corrupted"):

@@ -139,7 +139,7 @@ def test_every_flipped_byte_is_detected(checkpoint):
     generator = torch.Generator().manual_seed(0)
     for file in sorted(checkpoint.iterdir()):
         content = file.read_bytes()
-        for _ in range(70):
+        for _ in range(25):
             place = int(torch.randint(len(content), (1,), generator=generator))
             flip = int(torch.randint(1, 256, (1,), generator=generator))
             file.write_bytes(

@@ -8,11 +8,17 @@ from tests.emulated.cases import Case, every_case
 from tests.matrix import fast
 
 
+@pytest.mark.parametrize(
+    ("case", "world_size"),
+    [(Case("full_shard", precision="bf16 wire"), 2), (Case("hybrid_shard", window="last"), 4)],
+    ids=["full_shard", "hybrid_shard"],
+)
 @pytest.mark.parametrize("seed", fast(0, slow=[1, 2]))
-@distributed(world_size=4, timeout=120, on_devices=True)
-def test_strategies_give_the_losses_of_cpu_ranks(rank: int, world_size: int, seed: int) -> None:
-    for case in (Case("full_shard", precision="bf16 wire"), Case("hybrid_shard", window="last")):
-        case.check(rank, world_size)
+@distributed(timeout=120, on_devices=True)
+def test_strategies_give_the_losses_of_cpu_ranks(
+    rank: int, world_size: int, case: Case, seed: int
+) -> None:
+    case.check(rank, world_size)
 
 
 def orders() -> list[tuple[str, int, int]]:

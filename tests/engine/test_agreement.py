@@ -12,7 +12,7 @@ from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.schedule import Prefetch
-from tests.distributed import distributed
+from tests.distributed import distributed, in_turn
 from tests.engine.models import OddBlock, make_net
 from tests.engine.odd import Wayward, square_loss
 
@@ -73,12 +73,11 @@ def test_running_units_in_different_orders_raises_an_error(rank: int, world_size
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("strategy", "size"),
-    [("no_shard", None), ("shard_optimizer", None), ("hybrid_shard", 2)]
-    + [("hybrid_shard_optimizer", 2)],
-)
 @distributed(world_size=4)
+@in_turn(
+    strategy__size=[("no_shard", None), ("shard_optimizer", None), ("hybrid_shard", 2)]
+    + [("hybrid_shard_optimizer", 2)]
+)
 def test_a_replica_that_differs_is_found(
     rank: int, world_size: int, strategy: str, size: int | None
 ) -> None:

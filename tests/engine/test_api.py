@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fsdpctl
 from fsdpctl.errors import EngineError, UsageError
-from tests.distributed import distributed
+from tests.distributed import distributed, in_turn
 from tests.engine.models import make_net, next_token_loss, token_batches
 from tests.engine.test_parity import largest_difference
 from tests.reference import train_reference
@@ -36,9 +36,9 @@ def test_every_public_name_exists_and_is_documented():
         assert getattr(fsdpctl, name).__doc__
 
 
-@pytest.mark.parametrize("reduce", ["every", "last"])
 @pytest.mark.parametrize("strategy", STRATEGIES[:1] + STRATEGIES[2:])
 @distributed(world_size=2)
+@in_turn(reduce=["every", "last"])
 def test_the_accumulator_returns_the_mean_of_full_and_partial_windows(
     rank: int, world_size: int, strategy: str, reduce: str
 ) -> None:
@@ -242,8 +242,8 @@ def test_common_mistakes_raise_errors_with_the_correct_call(slip):
         make(model)
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @distributed(world_size=2)
+@in_turn(strategy=["full_shard", "shard_grad_op"])
 def test_the_modules_own_state_dict_is_refused_between_steps(
     rank: int, world_size: int, strategy: str
 ) -> None:

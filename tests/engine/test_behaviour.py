@@ -12,7 +12,7 @@ from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.schedule import EventKind
-from tests.distributed import distributed
+from tests.distributed import distributed, in_turn
 from tests.engine.events import recording
 from tests.engine.models import OddBlock, make_net, next_token_loss, token_batches
 from tests.engine.odd import Leading, Stack, Wayward, square_loss
@@ -52,8 +52,8 @@ def test_unsharded_parameters_are_views_of_one_buffer(rank: int, world_size: int
     assert len(seen[0]) == 1
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [0, 1, 0, 1, 2, 3]])
 @distributed(world_size=2)
+@in_turn(order=[[0, 1, 2, 3], [0, 1, 0, 1, 2, 3]])
 def test_several_backwards_and_several_forwards_add_up(
     rank: int, world_size: int, order: list[int]
 ) -> None:
@@ -260,8 +260,8 @@ def test_nothing_is_left_in_the_padding_of_unsharded_gradients(
         model.drop_gradients()
 
 
-@pytest.mark.parametrize("window", [False, True])
 @distributed(world_size=2)
+@in_turn(window=[False, True])
 def test_a_gradient_with_other_references_is_not_overwritten(
     rank: int, world_size: int, window: bool
 ) -> None:
@@ -276,9 +276,8 @@ def test_a_gradient_with_other_references_is_not_overwritten(
     assert not any(map(torch.equal, held, gradients_of(model)))
 
 
-@pytest.mark.parametrize("owner_map", ["even", "round_robin"])
-@pytest.mark.parametrize("called", [True, False])
 @distributed(world_size=2)
+@in_turn(called=[True, False], owner_map=["even", "round_robin"])
 def test_updates_that_arrive_late_change_nothing(
     rank: int, world_size: int, owner_map: str, called: bool
 ) -> None:

@@ -13,7 +13,7 @@ from fsdpctl.comm.base import Collectives, Gathering
 from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.plan.schedule import Event, EventKind
 from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy, with_resharding
-from tests.distributed import distributed
+from tests.distributed import distributed, in_turn
 from tests.engine.events import gathered_nbytes, recording
 from tests.engine.models import make_net, next_token_loss, token_batches
 from tests.engine.test_parity import largest_difference
@@ -90,9 +90,9 @@ def test_full_weights_are_loaded_and_returned(rank: int, world_size: int, strate
     assert (unwrapped.get_parameter("embed.weight") == 3.0).all()
 
 
-@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("strategy", HYBRIDS)
 @distributed(world_size=4)
+@in_turn(bf16=[False, True])
 def test_written_shards_reach_every_replica(
     rank: int, world_size: int, strategy: str, bf16: bool
 ) -> None:
@@ -140,8 +140,8 @@ def test_any_elementwise_optimizer_and_clipping_count_each_element_once(
     assert largest_difference(model.state_dict(), plain.state_dict()) <= 1e-6
 
 
-@pytest.mark.parametrize("reduce", ["every", "last"])
 @pytest.mark.parametrize("strategy", HYBRIDS)
+@pytest.mark.parametrize("reduce", fast("last", slow=["every"]))
 @distributed(world_size=4)
 def test_the_accumulator_returns_the_mean_of_full_and_partial_windows(
     rank: int, world_size: int, strategy: str, reduce: str
@@ -162,7 +162,7 @@ def test_the_accumulator_returns_the_mean_of_full_and_partial_windows(
     assert largest_difference(model.state_dict(), expected) <= 1e-12
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", fast(True, slow=[False]))
 @distributed(world_size=4)
 def test_updates_that_arrive_late_change_nothing(rank: int, world_size: int, bf16: bool) -> None:
     found = []
@@ -233,8 +233,8 @@ def sent(events: list[Event], *kinds: EventKind) -> int:
     return sum(event.nbytes for event in events if event.kind in kinds)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
 @distributed(world_size=4)
+@in_turn(bf16=[False, True])
 def test_only_gradients_and_updates_are_sent_between_replicas(
     rank: int, world_size: int, bf16: bool
 ) -> None:

@@ -17,6 +17,7 @@ from tests.distributed import distributed
 from tests.engine.events import recording
 from tests.engine.models import OddNet, make_net, token_batches
 from tests.engine.test_failures import as_tensor
+from tests.matrix import fast
 
 K = EventKind
 Loss = Callable[[nn.Module, list[Tensor], int], None]
@@ -106,7 +107,7 @@ def _plain_gradients(loss: Loss, batches: list[list[Tensor]]) -> dict[str, Tenso
     return total
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("strategy", fast("full_shard", "no_shard", slow=["shard_grad_op"]))
 @distributed(world_size=2)
 def test_gradients_are_those_of_one_process(rank: int, world_size: int, strategy: str) -> None:
     batches = token_batches(1, world_size, micro_steps=3)[0]

@@ -12,7 +12,7 @@ from fsdpctl.engine.shard import shard_model
 from fsdpctl.plan.schedule import EventKind, Prefetch
 from fsdpctl.plan.sizes import Itemsizes
 from fsdpctl.plan.strategy import STRATEGIES
-from tests.distributed import distributed
+from tests.distributed import distributed, in_turn
 from tests.engine.events import recording
 from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
 from tests.engine.nccl import nccl_path
@@ -71,8 +71,8 @@ def test_units_before_the_first_trained_one_are_gathered_once(rank: int, world_s
             ]
 
 
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
 @distributed(world_size=4)
+@in_turn(strategy=list(STRATEGIES))
 def test_frozen_parameters_are_kept_once_in_the_compute_dtype(
     rank: int, world_size: int, strategy: str
 ) -> None:

@@ -11,7 +11,7 @@ from fsdpctl.engine.shard import shard_model
 from fsdpctl.errors import EngineError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.schedule import Prefetch
-from tests.distributed import distributed
+from tests.distributed import distributed, in_turn
 from tests.engine.models import OddBlock, OddNet, next_token_loss, token_batches
 from tests.engine.odd import Batches, Spare, Stack, TiedAcross, float_batches, square_loss
 from tests.engine.test_parity import largest_difference
@@ -26,8 +26,8 @@ def train(model: ShardedModel, rank: int, batches: Batches) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("depth", [0, 2, 3])
 @distributed(world_size=2)
+@in_turn(depth=[0, 2, 3])
 def test_prefetch_changes_nothing_if_ranks_use_different_parameters(
     rank: int, world_size: int, depth: int
 ) -> None:
@@ -76,9 +76,8 @@ class Nested(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@pytest.mark.parametrize("make", [WithBias, Nested])
 @distributed(world_size=2)
+@in_turn(make=[WithBias, Nested], strategy=["full_shard", "shard_grad_op"])
 def test_other_ways_to_build_modules(
     rank: int, world_size: int, strategy: str, make: type[nn.Module]
 ) -> None:
@@ -104,8 +103,8 @@ class SideOutput(nn.Module):
         self.kept = x.square().mean()
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
 @distributed(world_size=2)
+@in_turn(strategy=["no_shard", "full_shard"])
 def test_a_loss_that_does_not_come_from_the_output(
     rank: int, world_size: int, strategy: str
 ) -> None:
@@ -213,8 +212,8 @@ class Rescales(Stack):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("make", [Speaker, Speechless])
 @distributed(world_size=2)
+@in_turn(make=[Speaker, Speechless])
 def test_embeddings_of_every_kind_equal_one_process(
     rank: int, world_size: int, make: Callable[[], nn.Module]
 ) -> None:

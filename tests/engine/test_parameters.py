@@ -11,7 +11,7 @@ from torch import nn
 import fsdpctl
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.errors import EngineError
-from tests.distributed import distributed
+from tests.distributed import distributed, in_turn
 from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
 from tests.engine.test_parity import largest_difference
 
@@ -24,10 +24,10 @@ def read(model: fsdpctl.ShardedModel) -> None:
     _ = [param.grad for param in model.parameters()]
 
 
-@pytest.mark.parametrize("look", [clip, read])
-@pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])
 @distributed(world_size=2)
+@in_turn(
+    strategy=["full_shard", "shard_optimizer", "no_shard"], held=[False, True], look=[clip, read]
+)
 def test_reading_the_gradient_of_a_parameter_raises_an_error(
     rank: int, world_size: int, strategy: str, held: bool, look: Callable[..., None]
 ) -> None:
@@ -102,9 +102,8 @@ def test_recompilation_between_micro_batches_reads_all_parameters(
     assert largest_difference(*(model.state_dict() for model in models)) <= 1e-6
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
-@pytest.mark.parametrize("trained", [True, False])
 @distributed(world_size=2)
+@in_turn(trained=[True, False], strategy=["full_shard", "shard_optimizer"])
 def test_requires_grad_cannot_change_after_sharding(
     rank: int, world_size: int, trained: bool, strategy: str
 ) -> None:
@@ -139,14 +138,13 @@ def replaced(net: OddNet) -> None:
     net.norm.weight = nn.Parameter(torch.ones_like(net.norm.weight))
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
+@distributed(world_size=2)
+@in_turn(
+    change__said=[
         (compiled_after, r"compile its forward"),
         (replaced, "norm.weight is not the parameter that was sharded"),
-    ],
+    ]
 )
-@distributed(world_size=2)
 def test_computing_with_wrong_values_is_rejected(
     rank: int, world_size: int, change: Callable[[OddNet], None], said: str
 ) -> None:
@@ -159,8 +157,8 @@ def test_computing_with_wrong_values_is_rejected(
         model(batch)
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @distributed(world_size=2)
+@in_turn(strategy=["full_shard", "no_shard"])
 def test_a_copy_is_an_independent_model(rank: int, world_size: int, strategy: str) -> None:
     net = make_net(tied=False)
     model = fsdpctl.shard_model(net, strategy)
@@ -189,16 +187,15 @@ def test_use_after_unwrap_raises_an_error():
             use()
 
 
-@pytest.mark.parametrize(
-    ("kind", "strategy", "refused"),
-    [
+@distributed(world_size=2)
+@in_turn(
+    kind__strategy__refused=[
         ("LBFGS", "full_shard", True),
         ("LBFGS", "no_shard", False),
         ("Adafactor", "no_shard", True),
         ("SGD", "full_shard", False),
-    ],
+    ]
 )
-@distributed(world_size=2)
 def test_optimizers_that_are_not_elementwise_are_refused(
     rank: int, world_size: int, kind: str, strategy: str, refused: bool
 ) -> None:

@@ -21,10 +21,10 @@ from fsdpctl.plan.schedule import (
 from fsdpctl.plan.sizes import Itemsizes, RankPlace, slots_of, unit_bytes
 from fsdpctl.plan.strategy import STRATEGIES, effective_strategy
 from fsdpctl.plan.units import lay_out, unit_order
-from tests.distributed import distributed
+from tests.distributed import distributed, in_turn
 from tests.engine.events import gathered_nbytes, recording
 from tests.engine.models import OddNet, backward_window, make_net, next_token_loss, token_batches
-from tests.matrix import WHOLE, cases
+from tests.matrix import HALF, WHOLE, cases, half_of
 from tests.plan.whole_units import most_whole_units
 
 MICRO_STEPS = {"one": (True,), "last": (False, False, True), "every": (True, True)}
@@ -96,9 +96,13 @@ HYBRIDS = [name for name, row in STRATEGIES.items() if row.replicates]
 
 
 @WHOLE
+@HALF
 @distributed(world_size=2)
-def test_events_bytes_and_buffers_equal_the_plan(rank: int, world_size: int, whole: bool) -> None:
-    for prefetch, tied, strategy in cases(PREFETCHES, [False, True], list(STRATEGIES), whole=whole):
+def test_events_bytes_and_buffers_equal_the_plan(
+    rank: int, world_size: int, whole: bool, half: int
+) -> None:
+    every = cases(PREFETCHES, [False, True], list(STRATEGIES), whole=whole)
+    for prefetch, tied, strategy in half_of(every, half):
         depth, net = Prefetch(*prefetch), make_net(tied=tied)
         model = shard_model(net, strategy, prefetch=depth)
         planned = planned_events(model, net, depth, "even", Itemsizes(4, 4, 4))
@@ -178,8 +182,8 @@ def check_bytes_of_storages(rank: int, world_size: int, strategy: str) -> None:
     assert model.ledger.nbytes == gathered_nbytes(model)
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @distributed(world_size=2)
+@in_turn(tied=[False, True])
 def test_unsharded_parameters_equal_the_plan(rank: int, world_size: int, tied: bool) -> None:
     """Bytes of the slots after every event: those of the plan's units, and never more than two
     blocks beside root, embedding and head."""

@@ -67,7 +67,7 @@ def test_with_some_limit_a_run_fits_only_by_emptying_the_cache():
 
 @matrix(model=["llama3_8b", "gpt2"], mode=["none", "selective", "full"])
 def test_a_few_traced_blocks_represent_all(model, mode, monkeypatch):
-    words = [f"model={model}", "model.num_layers=11", "cluster=h100", "train.seq_len=512"]
+    words = [f"model={model}", "model.num_layers=7", "cluster=h100", "train.seq_len=512"]
     config = resolved(*words, f"activation_checkpointing={mode}")
     short = TracedModel(config).program(2, 512, 0)
     monkeypatch.setattr(traced, "shorten", lambda module, names: [])

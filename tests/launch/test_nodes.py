@@ -6,14 +6,16 @@ import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import UsageError
-from fsdpctl.launch.handshake import Plan, _check_directory, difference
+from fsdpctl.launch.handshake import Handshake, Plan, _check_directory, difference
 from fsdpctl.launch.local import _environment, launch_workers
 from fsdpctl.launch.nodes import Nodes, RestartRound
 from fsdpctl.launch.outcome import Ended, Failure
@@ -136,15 +138,13 @@ def test_remaining_nodes_are_renumbered_in_the_next_round() -> None:
     assert [each.result() for each in together(3, act)] == [(0, 2), None, (1, 2)]
 
 
-def test_a_launcher_that_leaves_before_the_start_is_named() -> None:
-    def act(nodes: Nodes) -> object:
-        if nodes.own == 1:
-            nodes.handshake.leave("was stopped before it began")
-            return None
-        return nodes.handshake.accept(lambda plan: "")
-
+def test_a_launcher_that_leaves_before_the_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdpctl.launch.handshake._POLL", timedelta(seconds=0.05))
+    store = HashStore()
+    _, second, third = (Handshake(store, n, 3, noun="node", patience=20) for n in range(3))
+    second.leave("was stopped before it began")
     with pytest.raises(UsageError, match="node 1: was stopped"):
-        together(3, act)[2].result()
+        third.accept(lambda plan: "")
 
 
 def test_a_duplicate_node_rank_is_rejected() -> None:

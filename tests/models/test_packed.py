@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +15,7 @@ from fsdpctl.models import attention
 from fsdpctl.models.attention import attend, attention_mask
 from fsdpctl.models.documents import make_documents, spans
 from fsdpctl.models.registry import build_model
+from tests.matrix import matrix
 from tests.models.families import FAMILIES, LENGTH, VOCABULARY, save_model
 
 LENGTHS = ((5, 1, 17, 25), (30, 1, 1, 16))  # rows of 48
@@ -62,8 +62,7 @@ def opened(folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "mask"])
-@pytest.mark.parametrize("family", FAMILIES)
+@matrix(family=list(FAMILIES), kernel=["cpu", "mask"])
 def test_a_packed_row_equals_its_documents_alone(tmp_path, family, kernel):
     theirs = save_model(family, tmp_path)
     ours = opened(tmp_path)
@@ -142,6 +141,8 @@ def test_documents_have_few_different_sizes():
 @pytest.mark.slow
 @torch.no_grad()
 def test_compiled_blocks_are_compiled_once(tmp_path):
+    from torch._dynamo.testing import CompileCounter  # takes a second
+
     save_model("qwen3", tmp_path)
     ours = opened(tmp_path)
     tokens, _ = rows()

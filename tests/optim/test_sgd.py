@@ -16,6 +16,7 @@ from fsdpctl.resolve.preflight import check_optimizer
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches
 from tests.engine.test_parity import largest_difference
+from tests.matrix import fast
 
 STEPS, LR, DECAY = 4, 0.05, 0.1
 
@@ -42,7 +43,7 @@ def step(model, optimizer: ShardedSGD, batch: torch.Tensor) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("momentum", [0.9, 0.0])
+@pytest.mark.parametrize("momentum", fast(0.9, slow=[0.0]))
 @distributed(world_size=2, timeout=120)
 def test_every_strategy_equals_one_process(rank: int, world_size: int, momentum: float) -> None:
     wanted = expected(momentum, world_size)

@@ -105,7 +105,7 @@ def test_a_hanging_command_is_ended_with_its_children(tmp_path, monkeypatch):
 
 def test_the_end_of_a_run_waits_for_a_limited_time(tmp_path, monkeypatch):
     monkeypatch.setattr(after_save, "_REPORT_INTERVAL", 0.2)
-    runner, told = made(tmp_path, script(tmp_path, "sleep 600"), timeout=1.0)
+    runner, told = made(tmp_path, script(tmp_path, "sleep 600"), timeout=0.5)
     for step, folder in zip((10, 20), fake_checkpoints(tmp_path / "c", 10, 20), strict=True):
         runner.add(folder, step, nothing)
     said: list[str] = []

@@ -27,6 +27,7 @@ from fsdpctl.train.requests import (
     early_request,
 )
 from tests.distributed import distributed
+from tests.matrix import fast
 from tests.train.ranks import CPU, resolved, words
 
 BEFORE = 1e9  # nanoseconds
@@ -168,7 +169,7 @@ def test_only_files_older_than_the_start_are_left_over(tmp_path):
 # ---- between the steps -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", fast(3, slow=[2]))
 @distributed()
 def test_a_validation_ends_on_all_ranks_after_the_same_batch(
     rank: int, world_size: int, tmp_path: Path

@@ -128,6 +128,7 @@ ENDLESS = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("template_processes_of_a_run")
 @pytest.mark.parametrize("name", ENDLESS)
 def test_templates_have_limits_on_time_and_memory(name, tmp_path, monkeypatch):
     monkeypatch.setattr(opening, "MOST_SECONDS", 1.0)
@@ -157,6 +158,7 @@ def test_templates_get_the_configured_date(tmp_path):
         opened(tmp_path, "llama32", rows, date="today")
 
 
+@pytest.mark.usefixtures("template_processes_of_a_run")
 def test_the_child_imports_nothing_from_the_current_directory(tmp_path, monkeypatch):
     (tmp_path / "jinja2.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)

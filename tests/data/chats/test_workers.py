@@ -13,6 +13,7 @@ from fsdpctl.errors import UsageError
 from tests.data.chats.families import say, template_of
 from tests.data.chats.opened import DATE
 
+pytestmark = pytest.mark.usefixtures("template_processes_of_a_run")
 CHAT = Chat(say("a", "b"), [True, True])
 PLACES = [(CHAT, f"chats.jsonl, line {number}") for number in range(1, 71)]
 
