@@ -10,7 +10,7 @@ from typing import Any
 from fsdpctl.checkpoint.cast import EXPORT_DTYPES, FLOATS, cast
 from fsdpctl.checkpoint.destination import WRITTEN, new_export
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
-from fsdpctl.checkpoint.merge import exported_weights
+from fsdpctl.checkpoint.merge import MODEL, exported_weights
 from fsdpctl.checkpoint.pretrained import INDEX_JSON, attached_files
 from fsdpctl.checkpoint.publish import check_space
 from fsdpctl.checkpoint.reader import CheckpointReader
@@ -28,7 +28,6 @@ from fsdpctl.errors import CheckpointError
 from fsdpctl.io.documents import parse_json
 
 OnBytes = Callable[[int], None]
-_MODEL = "model"  # the setting that names the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,7 @@ def _write_folder(
     attached = attached_files(reader)
     where = str(reader.folder / CONFIG_JSON)
     source = parse_json(attached.pop(CONFIG_JSON, b"{}"), dict[str, Any], where, CheckpointError)
-    has_config = _MODEL in reader.manifest.config  # a custom training loop saves no settings
+    has_config = MODEL in reader.manifest.config
     if has_config:
         written = {each.dtype for each in entries}
         names = (name for name, short in EXPORT_DTYPES.items() if written == {short})

@@ -3,7 +3,7 @@
 Meta tensors have no device, so if torch selects an operator by device, it is selected here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -170,6 +170,25 @@ def operators_of(device: str, kernel: str | None) -> Iterator[None]:
     finally:
         F.scaled_dot_product_attention = attention
         F.rms_norm = rms_norm
+
+
+def grouped_product(args: Sequence[Any], kwargs: Mapping[str, Any], device: str) -> Tensor:
+    """Return the result of `aten::_grouped_mm` on the meta device, in any dtype.
+
+    torch's own meta function accepts bfloat16 only. On CUDA, rows begin on 16 bytes.
+    """
+    left, right = args[0], args[1]
+    offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
+    dtype = kwargs.get("out_dtype") or left.dtype
+    columns = right.shape[-1]
+    if left.ndim == right.ndim:  # a product of each group, such as the weights' gradient
+        rows = (len(offsets) if left.ndim == 2 else len(left), left.shape[-2])
+    else:
+        rows = (left.shape[-2],)
+    if device != "cuda":
+        return left.new_empty(*rows, columns, dtype=dtype)
+    wide = left.new_empty(*rows, _round_up(columns, 16 // dtype.itemsize), dtype=dtype)
+    return wide[..., :columns]
 
 
 def cuda_workspace(op: Any, inputs: Sequence[Any], kernel: str | None) -> int:

@@ -28,6 +28,7 @@ from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import Sharding, shard_from
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.models.registry import build_model, initialize_parameter
+from fsdpctl.models.transformers_decoder import TransformersDecoder, fill_buffers
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.peers.model import peer_model
@@ -109,6 +110,8 @@ def _draw(config: Config) -> Callable[[str, Tensor], None]:
 def make_module(config: Config) -> nn.Module:
     """Return the module on the meta device, with blocks checkpointed and compiled as configured."""
     module = build_model(config.model)
+    if isinstance(module, TransformersDecoder):
+        fill_buffers(module)
     for unit in divide_module(module, None):
         if unit.kind == "block":
             block = module.get_submodule(unit.name)
