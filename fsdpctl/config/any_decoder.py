@@ -1,7 +1,7 @@
 """The settings of a decoder that transformers implements, from its config.json."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,7 @@ def transformers_words(content: Mapping[str, Any], where: str) -> dict[str, str]
         kept["model_type"] = config.model_type
     words = {"architecture": TRANSFORMERS, "config_json": canonical(kept)}
     for ours, theirs in _NUMBERS.items():
-        value = next((v for name in theirs if (v := getattr(config, name, None)) is not None), None)
-        if isinstance(value, int | float):
+        if (value := _value(config, theirs)) is not None:
             words[ours] = str(value)
     words.setdefault("num_kv_heads", words.get("num_heads", "1"))
     words["tie_embeddings"] = str(bool(getattr(config, "tie_word_embeddings", False))).lower()
@@ -109,8 +108,25 @@ def read_configuration(content: Mapping[str, Any], where: str, *, own_code: bool
             f"{CONFIG_JSON} of a text model"
         )
     try:
-        config = configuration_auto.CONFIG_MAPPING[family].from_dict(dict(content))
+        numbers = json.loads(json.dumps(content), object_hook=_special_float)
+        return configuration_auto.CONFIG_MAPPING[family].from_dict(numbers).get_text_config()
     except Exception as error:  # its validators raise what they like
         reason = str(error).strip().replace("\n", " ")
         raise UsageError(f"{where}: transformers {version} rejects it: {reason}") from None
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _special_float(content: dict[str, Any]) -> Any:
+    """Return an infinite number as transformers writes it to JSON, or the content."""
+    return float(content["__float__"]) if [*content] == ["__float__"] else content
+
+
+def _value(config: Any, names: Sequence[str]) -> int | float | None:
+    """Return the first attribute that is a number; one that differs by layer has none."""
+    for name in names:
+        try:
+            value = getattr(config, name)
+        except Exception:  # transformers raises its own
+            continue
+        if isinstance(value, int | float):
+            return value
+    return None

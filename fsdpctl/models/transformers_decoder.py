@@ -89,6 +89,11 @@ class _Given(nn.Module):
 
     outputs: Any = None
 
+    @property
+    def decoder(self) -> "_Given":
+        """The part that some models call instead."""
+        return self
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.outputs
 
@@ -99,6 +104,11 @@ class _Projection(nn.Module):
     def __init__(self, head: nn.Linear) -> None:
         super().__init__()
         self._head = (head,)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, whose dtype some models ask for."""
+        return self._head[0].weight
 
     def forward(self, hidden: Tensor) -> Tensor:
         head = self._head[0]
@@ -165,6 +175,13 @@ class TransformersDecoder(nn.Module):
         """Return the output head."""
         found: OwnHead = getattr(self, self._head)
         return found
+
+    def full_logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits of transformers' own forward, of all tokens at once."""
+        model = copy.copy(self.transformers_model)
+        head = _Projection(self.get_output_embeddings())
+        model.__dict__["_modules"] = {**model._modules, self._head: head}
+        return model.forward(input_ids=tokens, use_cache=False).logits  # type: ignore[no-any-return]  # transformers'
 
     def forward(
         self,
@@ -256,7 +273,7 @@ def _built(config: ModelConfig) -> Any:
     told = read_configuration(json.loads(config.config_json), CONFIG_OF)
     try:
         return transformers.AutoModelForCausalLM.from_config(told, dtype=torch.float32)
-    except (AttributeError, ImportError, KeyError, NotImplementedError, ValueError) as error:
+    except Exception as error:  # the code of a family raises what it likes
         reason = str(error).strip().replace("\n", " ")
         raise UsageError(f"{CONFIG_OF}: transformers cannot build the model: {reason}") from None
 

@@ -27,6 +27,7 @@ from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.resolve.attention import check_attention
 from fsdpctl.resolve.blocks import missing_compiler
 from fsdpctl.resolve.data import DATE, checked_data, date_of_run, notes_on_data, on_date, with_data
+from fsdpctl.resolve.decoder_check import with_packing
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import (
     placed_here,
@@ -99,6 +100,8 @@ def open_run(
     config, notes = _with_compiler(config)
     notes += notes_on_engine(config, composed.automatic)
     config = _with_alpha(_with_model_path(config))
+    config, on_packing = with_packing(config)
+    notes += on_packing
     data = checked_data(config, on_rows)
     config = with_batch_size(with_data(_with_length(config, data, composed), data))
     module = build_model(config.model)
