@@ -204,9 +204,9 @@ def _heading(first: "RunEstimate") -> list[str]:
 
 
 def _trained(estimate: "RunEstimate") -> str:
-    if estimate.num_trained == estimate.num_params:
-        return ""
-    return f", {estimate.num_trained:,} trained"
+    active, trained = estimate.num_active, estimate.num_trained
+    parts = ["" if active == estimate.num_params else f", {active:,} active"]
+    return "".join([*parts, "" if trained == estimate.num_params else f", {trained:,} trained"])
 
 
 def _strategies_table(estimates: list["RunEstimate"]) -> Table:

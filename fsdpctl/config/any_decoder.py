@@ -93,10 +93,10 @@ def read_configuration(content: Mapping[str, Any], where: str, *, own_code: bool
     import transformers
     from transformers.models.auto import configuration_auto, modeling_auto
 
-    family, version = content.get("model_type"), transformers.__version__
+    family, version = str(content.get("model_type")), transformers.__version__
     known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if family not in known:
-        hint = nearest(str(family), list(known))
+        hint = nearest(family, list(known))
         own = ", and fsdpctl runs no code from model directories" if own_code else ""
         raise UsageError(
             f"{where}: model_type {family}: not a causal decoder of transformers {version}"

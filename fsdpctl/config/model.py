@@ -8,7 +8,17 @@ from fsdpctl.plan.attention import KERNELS
 
 MOST_TOKENS = 1 << 24  # of a vocabulary; 64 times the largest published
 MOST_LAYERS, _MOST_WIDTH = 2000, 1 << 20  # twice the deepest, 20 times the widest published
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "gpt2", "transformers")
+ARCHITECTURES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma3_text",
+    "phi3",
+    "gpt2",
+    "transformers",
+)
 ROPE_SCALINGS = ("none", "linear", "llama3")
 
 
@@ -52,7 +62,8 @@ class ModelConfig:
     name: str = "llama_tiny"
     path: str | None = key(
         None,
-        "hf, transformers: Hugging Face directory, name in its cache, or run or checkpoint of fsdpctl",
+        "hf, transformers: Hugging Face directory, name in its cache, or run or checkpoint of "
+        "fsdpctl",
         is_path=True,
         optional=True,
     )

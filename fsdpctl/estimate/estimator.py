@@ -61,7 +61,8 @@ class Estimator:
             allocator=config.launch.allocator,
             draws=config.engine.name == OURS and not config.model.is_pretrained,
         )
-        return RunEstimate(config, batches, traced.num_params, traced.num_trained, place.rank, step)
+        counts = (traced.num_params, traced.num_trained, traced.num_active)
+        return RunEstimate(config, batches, *counts, place.rank, step)
 
     def traced_model(self, config: Config) -> TracedModel:
         """Return the traced model of a resolved configuration."""

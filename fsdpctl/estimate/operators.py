@@ -177,14 +177,14 @@ def grouped_product(args: Sequence[Any], kwargs: Mapping[str, Any], device: str)
 
     torch's own meta function accepts bfloat16 only. On CUDA, rows begin on 16 bytes.
     """
-    left, right = args[0], args[1]
+    left: Tensor = args[0]
+    right: Tensor = args[1]
+    rows: tuple[int, ...] = (left.shape[-2],)
     offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
     dtype = kwargs.get("out_dtype") or left.dtype
     columns = right.shape[-1]
     if left.ndim == right.ndim:  # a product of each group, such as the weights' gradient
         rows = (len(offsets) if left.ndim == 2 else len(left), left.shape[-2])
-    else:
-        rows = (left.shape[-2],)
     if device != "cuda":
         return left.new_empty(*rows, columns, dtype=dtype)
     wide = left.new_empty(*rows, _round_up(columns, 16 // dtype.itemsize), dtype=dtype)

@@ -11,7 +11,7 @@ from fsdpctl.estimate.shorten import shorten
 from fsdpctl.estimate.trace import trace
 from fsdpctl.models.attention import import_kernels
 from fsdpctl.models.documents import assumed_documents
-from fsdpctl.models.registry import build_model
+from fsdpctl.models.registry import build_model, count_active
 from fsdpctl.models.rope import rotation
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Pass, Program, UnitRow
@@ -92,6 +92,7 @@ class TracedModel:
         """
         module = build_model(config.model)
         self.num_params = sum(param.numel() for param in module.parameters())
+        self.num_active = count_active(module)
         self.num_trained = sum(
             param.numel() for param in module.parameters() if param.requires_grad
         )

@@ -78,12 +78,12 @@ class _Renames:
 
     def __init__(self, module: TransformersDecoder) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
 
         self.model = model = module.transformers_model
         table = get_model_conversion_mapping(model)
         self._converters = [each for each in table if isinstance(each, WeightConverter)]
-        self._renamings = [each for each in table if not isinstance(each, WeightConverter)]
+        self._renamings = [each for each in table if isinstance(each, WeightRenaming)]
         self.by_pattern = {name: each for each in self._converters for name in each.source_patterns}
         params = dict(module.named_parameters())
         kept = {name: each for name, each in module.state_dict().items() if name not in params}
@@ -94,16 +94,14 @@ class _Renames:
             **{name: tuple(kept[name].shape) for name in self.buffers},
         }
         self._first = _first_names(module)
-        self._whole = {name: True for name in module.state_dict()}
+        self._whole = dict.fromkeys(module.state_dict(), True)
 
     def target(self, name: str) -> tuple[str, str]:
         """Return the name in memory of a stored tensor, and the pattern of its conversion."""
         from transformers.core_model_loading import rename_source_key
 
         prefix, known = self.model.base_model_prefix, self._whole
-        target, pattern = rename_source_key(
-            name, self._renamings, self._converters, prefix, known
-        )
+        target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, known)
         if target not in known and name in known:
             target, pattern = rename_source_key(name, [], [], prefix, known)
         return self._first.get(target, target), pattern or ""

@@ -120,7 +120,7 @@ def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear | Project
     """
     for name, each in module.named_modules():
         if type(each) in (nn.Linear, Projection):
-            yield name, each  # type: ignore[misc]  # one of the two
+            yield name, each
 
 
 def _pattern(key: str, text: str) -> re.Pattern[str]:

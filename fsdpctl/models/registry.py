@@ -14,7 +14,12 @@ from fsdpctl.errors import UsageError
 from fsdpctl.models.gpt2 import Gpt2Decoder
 from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.lora import choose_trained, draw_adapter
-from fsdpctl.models.transformers_decoder import build_transformers, draw_parameter
+from fsdpctl.models.transformers_decoder import (
+    TransformersDecoder,
+    build_transformers,
+    draw_parameter,
+    idle_parameters,
+)
 
 DRAWN_ON_DEVICE = 1 << 24  # elements of a matrix from which a GPU draws it
 _DRAWN_AT_ONCE = 1 << 24
@@ -112,6 +117,12 @@ def build_plain(config: ModelConfig) -> nn.Module:
             return module
     except (RuntimeError, TypeError, OverflowError):
         raise UsageError("model: matrices of these sizes are too large for any machine") from None
+
+
+def count_active(module: nn.Module) -> int:
+    """Count the parameters that a token uses: of experts, only as many as it is sent to."""
+    idle = idle_parameters(module) if isinstance(module, TransformersDecoder) else 0
+    return sum(param.numel() for param in module.parameters()) - idle
 
 
 def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelConfig) -> None:

@@ -227,6 +227,21 @@ class TransformersDecoder(nn.Module):
         return factor * found  # type: ignore[no-any-return]  # transformers'
 
 
+def idle_parameters(module: TransformersDecoder) -> int:
+    """Count the parameters of experts that a token is not sent to."""
+    config = module.transformers_model.config
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+    top = next((value for name in names if (value := getattr(config, name, None))), None)
+    if top is None:
+        return 0
+    experts = (
+        param
+        for name, param in module.named_parameters()
+        if param.ndim == 3 and "expert" in name and len(param) > top
+    )
+    return sum(param.numel() * (len(param) - top) // len(param) for param in experts)
+
+
 def aux_loss_factor(model: Any) -> float:
     """Return the factor of the routers' auxiliary loss; 0 if the model has none."""
     takes = "output_router_logits" in inspect.signature(type(model).forward).parameters
@@ -272,7 +287,8 @@ def _built(config: ModelConfig) -> Any:
 
     told = read_configuration(json.loads(config.config_json), CONFIG_OF)
     try:
-        return transformers.AutoModelForCausalLM.from_config(told, dtype=torch.float32)
+        make: Any = transformers.AutoModelForCausalLM
+        return make.from_config(told, dtype=torch.float32)
     except Exception as error:  # the code of a family raises what it likes
         reason = str(error).strip().replace("\n", " ")
         raise UsageError(f"{CONFIG_OF}: transformers cannot build the model: {reason}") from None

@@ -22,6 +22,7 @@ _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_fused_attention_overrideable",
 )
+_ROUTING = ("topk",)  # which experts a token is sent to
 _VARLEN = "torch_attn"  # namespace of attention within documents, loaded on first use
 
 
@@ -37,7 +38,7 @@ class _SelectivePolicy:
     """
 
     def __init__(self) -> None:
-        self._kept, self._products = _ops(_ATTENTION), _ops(_PRODUCTS)
+        self._kept, self._products = _ops(_ATTENTION + _ROUTING), _ops(_PRODUCTS)
         self._counts = {False: 0, True: 0}  # in forward, and during recomputation
 
     def __call__(
@@ -56,6 +57,10 @@ def _selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(_SelectivePolicy())
 
 
+def _routing_contexts() -> Any:
+    return create_selective_checkpoint_contexts([*_ops(_ROUTING)])
+
+
 def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(block._plain_forward, *args, use_reentrant=False, **kwargs)
 
@@ -70,16 +75,26 @@ def _recomputed_selectively(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     )
 
 
+def _recomputed_but_routing(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(
+        block._plain_forward, *args, use_reentrant=False, context_fn=_routing_contexts, **kwargs
+    )
+
+
 _FORWARDS = {"full": _recomputed, "selective": _recomputed_selectively}
 
 
 def checkpoint_block(block: nn.Module, mode: str) -> None:
     """Make `block` recompute its activations in backward; `mode` is full or selective.
 
-    The forward is replaced and hooks stay outside of it, so that names and units do not change.
+    The forward is replaced and hooks stay outside of it, so that names and units do not change. The
+    choice of experts is saved: recomputed with other rounding, a token could go to another one.
     """
     block._plain_forward = block.forward  # type: ignore[assignment]  # a method, not a submodule
-    block.forward = MethodType(_FORWARDS[mode], block)
+    forward = _FORWARDS[mode]
+    if mode == "full" and any("expert" in name for name, _ in block.named_parameters()):
+        forward = _recomputed_but_routing
+    block.forward = MethodType(forward, block)
 
 
 def compile_block(block: nn.Module) -> None:
