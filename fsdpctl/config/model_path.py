@@ -79,6 +79,21 @@ def _converted(words: dict[str, str], path: str) -> dict[str, str]:
     return {f"model.{name}": text for name, text in found.items()} | lora
 
 
+def option_of(path: str) -> str:
+    """Return the option of `model` that runs the model in a directory: hf if both can.
+
+    Raises:
+        UsageError: If the directory has no model, or one that isn't supported.
+    """
+    try:
+        model_words(path)
+    except UsageError:
+        model_words(path, by_transformers=True)
+        return TRANSFORMERS
+    words = _words_of_ours(Path(path))
+    return TRANSFORMERS if words.get("model.architecture") == TRANSFORMERS else "hf"
+
+
 def is_hugging_face(folder: Path) -> bool:
     """Return whether a directory has a config.json, and isn't a run or checkpoint."""
     return (folder / CONFIG_JSON).is_file() and not _words_of_ours(folder, above=False)

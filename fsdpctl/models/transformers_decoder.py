@@ -193,13 +193,13 @@ class TransformersDecoder(nn.Module):
     ) -> Tensor:
         """Return logits of shape (batch, length, vocab_size), or a summed loss.
 
-        See `fsdpctl.models.parts.CausalDecoder`. The auxiliary loss of routers is added once per
-        target, so that the mean over targets is the loss of transformers.
+        See `fsdpctl.models.parts.CausalDecoder`. In training, the auxiliary loss of routers is
+        added once per target, so that the mean over targets is the loss of transformers.
         """
         settings: dict[str, Any] = {}
         if self._takes_positions and documents is not None:
             settings["position_ids"] = documents.positions
-        adds = targets is not None and self.balances_experts
+        adds = targets is not None and self.training and self.balances_experts
         if adds:
             settings["output_router_logits"] = True
         if cache is not None and cache.foreign is not None:
@@ -285,13 +285,31 @@ def _built(config: ModelConfig) -> Any:
         raise UsageError("model.architecture=transformers: requires model=transformers")
     import transformers
 
-    told = read_configuration(json.loads(config.config_json), CONFIG_OF)
+    told = _of_depth(
+        read_configuration(json.loads(config.config_json), CONFIG_OF), config.num_layers
+    )
     try:
         make: Any = transformers.AutoModelForCausalLM
         return make.from_config(told, dtype=torch.float32)
     except Exception as error:  # the code of a family raises what it likes
         reason = str(error).strip().replace("\n", " ")
         raise UsageError(f"{CONFIG_OF}: transformers cannot build the model: {reason}") from None
+
+
+def _of_depth(told: Any, num_layers: int) -> Any:
+    """Return a configuration with another number of blocks, whose kinds repeat if there are more.
+
+    The search for the largest model that fits needs it.
+    """
+    count = getattr(told, "num_hidden_layers", num_layers)
+    if count == num_layers:
+        return told
+    told = copy.deepcopy(told)
+    for key, value in list(vars(told).items()):
+        if isinstance(value, list) and len(value) == count:
+            setattr(told, key, (value * -(-num_layers // count))[:num_layers])
+    told.num_hidden_layers = num_layers
+    return told
 
 
 @torch.no_grad()

@@ -80,7 +80,7 @@ def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> 
         model = make_model(config, device, empty=empty)
         model.mesh.measure_waits()
         model.overlap_param_gather = True
-        return model
+        return _with_counts(model)
     module, strategy = make_module(config), get_strategy(config.strategy.name)
     ranks = collectives_for(device).size
     setup = PeerSetup(
@@ -94,7 +94,14 @@ def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> 
         master_dtype=_DTYPES[str(config.precision.master_dtype)],
         compiles=config.train.compile,
     )
-    return peer_model(module, setup, device, None if empty else _draw(config))
+    return _with_counts(peer_model(module, setup, device, None if empty else _draw(config)))
+
+
+def _with_counts(model: TrainedModel) -> TrainedModel:
+    """Let routers count tokens over all ranks, if they are to."""
+    if isinstance(model.module, TransformersDecoder):
+        model.module.reduce_counts = model.collectives.all_reduce
+    return model
 
 
 def _draw(config: Config) -> Callable[[str, Tensor], None]:

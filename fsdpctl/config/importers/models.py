@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fsdpctl.config.hub_cache import local_model
 from fsdpctl.config.hugging_face import CONFIG_JSON
+from fsdpctl.config.model_path import option_of
 from fsdpctl.errors import UsageError
 
 # Names on the Hub without their owner. They match in full, so that quantized models and models of
@@ -31,10 +32,11 @@ def settings_of_model(name: str) -> tuple[str, ...]:
     if folder.is_dir():
         if not (folder / CONFIG_JSON).is_file():
             raise UsageError(f"{name}: {CONFIG_JSON} not found")
-        return ("model=hf", f"model.path={name}")
+        return (f"model={option_of(str(folder))}", f"model.path={name}")
     for weights, init in ((True, ()), (False, ("model.init=random",))):
         if _is_cached(name, weights=weights):
-            return ("model=hf", f"model.path={name}", *init)
+            option = option_of(local_model(name, weights=weights))
+            return (f"model={option}", f"model.path={name}", *init)
     last = name.rsplit("/", 1)[-1].partition("@")[0].lower()
     last = re.sub(r"-(fp|bf)16$", "", last)
     known = (choice for form, choice in _ON_THE_HUB.items() if re.fullmatch(form, last))
