@@ -5,6 +5,7 @@ from pathlib import Path
 
 from fsdpctl.config.any_decoder import TRANSFORMERS
 from fsdpctl.config.hub_cache import local_model
+from fsdpctl.config.hub_models import hub_models
 from fsdpctl.config.keys import Value
 from fsdpctl.config.model_path import LORA_KEYS, SHAPE_KEYS, is_checkpoint, model_words
 from fsdpctl.config.peft import ADAPTER_KEYS, adapter_words
@@ -17,15 +18,25 @@ _FROM_PATHS = (FROM_PATH, TRANSFORMERS)
 
 
 def with_model(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Replace a name on the Hub in `model.path` by its cached directory."""
+    """Replace a name on the Hub in `model.path` by its cached directory, if it has one."""
     given = dict(pairs)
     if given.get("model") not in _FROM_PATHS:
         return pairs
     weights = given.get("model.init") != "random"
     return [
-        (name, local_model(text, weights=weights) if name == "model.path" else text)
+        (name, _found(text, weights=weights) if name == "model.path" else text)
         for name, text in pairs
     ]
+
+
+def _found(path: str, *, weights: bool) -> str:
+    """Return the cached directory, or the name itself if the model's configuration is known."""
+    try:
+        return local_model(path, weights=weights)
+    except UsageError:
+        if path.partition("@")[0] in hub_models():
+            return path
+        raise
 
 
 def values_of_path(choices: Mapping[str, str], given: Mapping[str, str]) -> dict[str, Value]:

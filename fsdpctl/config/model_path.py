@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.config.any_decoder import TRANSFORMERS, transformers_words, transformers_words_of
+from fsdpctl.config.hub_models import hub_config
 from fsdpctl.config.hugging_face import CONFIG_JSON, config_json, model_words_of, words_of_content
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.recipe import read_recipe
@@ -34,7 +35,7 @@ def model_words(path: str, *, by_transformers: bool = False) -> dict[str, str]:
     """Return the settings (`model.KEY`) of a Hugging Face directory, a run, or a checkpoint.
 
     Args:
-        path: The directory.
+        path: The directory, or the name on the Hub of a published model for estimates.
         by_transformers: Whether transformers' module is to run the model, rather than our own.
 
     Raises:
@@ -42,7 +43,11 @@ def model_words(path: str, *, by_transformers: bool = False) -> dict[str, str]:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise UsageError(f"model.path={path}: no such directory")
+        content = hub_config(path)
+        if content is None:
+            raise UsageError(f"model.path={path}: no such directory")
+        read = transformers_words if by_transformers else words_of_content
+        return {f"model.{name}": text for name, text in read(content, path).items()}
     if is_hugging_face(folder):
         file = folder / CONFIG_JSON
         found = transformers_words_of(file) if by_transformers else model_words_of(file)

@@ -11,15 +11,12 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import is_adapter
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
+from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.gpt2 import Gpt2Decoder
 from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.lora import choose_trained, draw_adapter
-from fsdpctl.models.transformers_decoder import (
-    TransformersDecoder,
-    build_transformers,
-    draw_parameter,
-    idle_parameters,
-)
+from fsdpctl.models.transformers_build import build_transformers, draw_parameter
+from fsdpctl.models.transformers_decoder import TransformersDecoder
 
 DRAWN_ON_DEVICE = 1 << 24  # elements of a matrix from which a GPU draws it
 _DRAWN_AT_ONCE = 1 << 24
@@ -121,8 +118,10 @@ def build_plain(config: ModelConfig) -> nn.Module:
 
 def count_active(module: nn.Module) -> int:
     """Count the parameters that a token uses: of experts, only as many as it is sent to."""
-    idle = idle_parameters(module) if isinstance(module, TransformersDecoder) else 0
-    return sum(param.numel() for param in module.parameters()) - idle
+    count = sum(param.numel() for param in module.parameters())
+    if not isinstance(module, TransformersDecoder):
+        return count
+    return count - idle_parameters(module.transformers_model)
 
 
 def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelConfig) -> None:

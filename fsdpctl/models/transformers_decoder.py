@@ -2,9 +2,6 @@
 
 import copy
 import inspect
-import json
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,14 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fsdpctl.config.any_decoder import CONFIG_OF, read_configuration
-from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.models.cache import Cache
 from fsdpctl.models.documents import Documents
+from fsdpctl.models.experts import Counts, aux_loss_factor, global_balance
 
 _BACKBONES = ("model", "transformer", "backbone")  # where base_model_prefix is not an attribute
-Counts = Callable[[Tensor], Tensor]
 
 
 class OwnHead(nn.Linear):
@@ -37,7 +32,7 @@ class OwnHead(nn.Linear):
         self.out_features, self.in_features = plain.weight.shape
         shell = copy.copy(model)
         shell.__dict__["_modules"] = dict(model._modules)
-        self._given = _Given()
+        self._given = _Given(getattr(model, backbone))
         shell._modules[backbone] = self._given
         shell._modules[head] = _Projection(self)
         self._shell = (shell,)  # hidden: its modules are not this one's
@@ -85,9 +80,19 @@ class OwnHead(nn.Linear):
 
 
 class _Given(nn.Module):
-    """Returns outputs that exist already."""
+    """A backbone whose outputs exist already."""
 
-    outputs: Any = None
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self._backbone = (backbone,)
+        self.outputs: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the backbone, such as a factor of the logits."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._backbone[0], name)
 
     @property
     def decoder(self) -> "_Given":
@@ -210,7 +215,8 @@ class TransformersDecoder(nn.Module):
         if cache is not None:
             cache.keep(getattr(outputs, "past_key_values", None), tokens.shape[1])
         head, hidden = self.get_output_embeddings(), outputs.last_hidden_state
-        outputs["past_key_values"] = None
+        if "past_key_values" in outputs:
+            outputs["past_key_values"] = None
         loss: Tensor = head(hidden, targets, chunk_tokens, outputs)
         if targets is None or not adds:
             return loss
@@ -225,123 +231,3 @@ class TransformersDecoder(nn.Module):
         head = self.get_output_embeddings()
         found = head.run(hidden[:, -1:], outputs, output_router_logits=True).aux_loss
         return factor * found  # type: ignore[no-any-return]  # transformers'
-
-
-def idle_parameters(module: TransformersDecoder) -> int:
-    """Count the parameters of experts that a token is not sent to."""
-    config = module.transformers_model.config
-    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
-    top = next((value for name in names if (value := getattr(config, name, None))), None)
-    if top is None:
-        return 0
-    experts = (
-        param
-        for name, param in module.named_parameters()
-        if param.ndim == 3 and "expert" in name and len(param) > top
-    )
-    return sum(param.numel() * (len(param) - top) // len(param) for param in experts)
-
-
-def aux_loss_factor(model: Any) -> float:
-    """Return the factor of the routers' auxiliary loss; 0 if the model has none."""
-    takes = "output_router_logits" in inspect.signature(type(model).forward).parameters
-    found = getattr(model.config, "router_aux_loss_coef", None) if takes else None
-    return float(found or 0.0)
-
-
-def global_balance(routers: Any, config: Any, reduce_counts: Counts | None) -> Tensor:
-    """Return the load-balancing loss with each expert's share of tokens taken over all ranks.
-
-    The loss of Fedus et al., Switch Transformer, 2021, eq. 4, over all layers at once as in
-    transformers: only the mean probabilities, which have the gradient, are this rank's.
-
-    Args:
-        routers: The router logits of each layer, (tokens, experts).
-        config: transformers' configuration.
-        reduce_counts: Sums a tensor over all ranks.
-    """
-    logits = torch.cat([each.flatten(0, -2) for each in routers], dim=0)
-    odds = torch.softmax(logits, dim=-1)
-    chosen = torch.topk(odds, config.num_experts_per_tok, dim=-1).indices
-    counts = torch.zeros(logits.shape[-1] + 1, dtype=torch.float32, device=logits.device)
-    counts[:-1] = F.one_hot(chosen, logits.shape[-1]).sum(dim=(0, 1))
-    counts[-1] = len(logits)
-    if reduce_counts is not None:
-        counts = reduce_counts(counts)
-    return logits.shape[-1] * torch.sum(counts[:-1] / counts[-1] * odds.mean(dim=0))
-
-
-def build_transformers(config: ModelConfig) -> TransformersDecoder:
-    """Build the module on the current device, which is usually meta.
-
-    Raises:
-        UsageError: If transformers cannot build it.
-    """
-    return TransformersDecoder(_built(config), config.router_aux_loss)
-
-
-def _built(config: ModelConfig) -> Any:
-    if config.config_json is None:
-        raise UsageError("model.architecture=transformers: requires model=transformers")
-    import transformers
-
-    told = _of_depth(
-        read_configuration(json.loads(config.config_json), CONFIG_OF), config.num_layers
-    )
-    try:
-        make: Any = transformers.AutoModelForCausalLM
-        return make.from_config(told, dtype=torch.float32)
-    except Exception as error:  # the code of a family raises what it likes
-        reason = str(error).strip().replace("\n", " ")
-        raise UsageError(f"{CONFIG_OF}: transformers cannot build the model: {reason}") from None
-
-
-def _of_depth(told: Any, num_layers: int) -> Any:
-    """Return a configuration with another number of blocks, whose kinds repeat if there are more.
-
-    The search for the largest model that fits needs it.
-    """
-    count = getattr(told, "num_hidden_layers", num_layers)
-    if count == num_layers:
-        return told
-    told = copy.deepcopy(told)
-    for key, value in list(vars(told).items()):
-        if isinstance(value, list) and len(value) == count:
-            setattr(told, key, (value * -(-num_layers // count))[:num_layers])
-    told.num_hidden_layers = num_layers
-    return told
-
-
-@torch.no_grad()
-def fill_buffers(module: TransformersDecoder) -> None:
-    """Replace buffers on the meta device by their values, on the CPU."""
-    for each in module.modules():
-        names = [name for name, buffer in each._buffers.items() if buffer is not None]
-        if not any(each._buffers[name].is_meta for name in names):  # type: ignore[union-attr]  # not None
-            continue
-        for name in names:
-            each._buffers[name] = torch.zeros_like(each._buffers[name], device="cpu")  # type: ignore[arg-type]  # not None
-        module.transformers_model._init_weights(each)
-
-
-@lru_cache(maxsize=1)
-def _drawer(config: ModelConfig) -> TransformersDecoder:
-    with torch.device("meta"):
-        return build_transformers(config)
-
-
-@torch.no_grad()
-def draw_parameter(name: str, whole: Tensor, number: int, config: ModelConfig) -> None:
-    """Initialize a parameter in place as transformers does, with the seed `number`.
-
-    Only this parameter of its module has memory, so that nothing else takes from the generator.
-    """
-    module = _drawer(config)
-    parent, _, leaf = name.rpartition(".")
-    owner = copy.copy(module.get_submodule(parent))
-    values = torch.zeros(whole.shape, dtype=torch.float32)
-    owner.__dict__["_parameters"] = {**owner._parameters, leaf: nn.Parameter(values)}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(number)
-        module.transformers_model._init_weights(owner)
-    whole.copy_(owner._parameters[leaf])  # type: ignore[arg-type]  # set above

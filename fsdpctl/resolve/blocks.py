@@ -1,12 +1,15 @@
 """Activation checkpointing and compilation of a model's blocks, before it is sharded."""
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from shutil import which
 from types import MethodType
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -22,7 +25,6 @@ _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-_ROUTING = ("topk",)  # which experts a token is sent to
 _VARLEN = "torch_attn"  # namespace of attention within documents, loaded on first use
 
 
@@ -38,7 +40,7 @@ class _SelectivePolicy:
     """
 
     def __init__(self) -> None:
-        self._kept, self._products = _ops(_ATTENTION + _ROUTING), _ops(_PRODUCTS)
+        self._kept, self._products = _ops(_ATTENTION), _ops(_PRODUCTS)
         self._counts = {False: 0, True: 0}  # in forward, and during recomputation
 
     def __call__(
@@ -57,31 +59,65 @@ def _selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(_SelectivePolicy())
 
 
-def _routing_contexts() -> Any:
-    return create_selective_checkpoint_contexts([*_ops(_ROUTING)])
+class _Routing(TorchDispatchMode):
+    """Keeps the experts that tokens are sent to in forward, and sends them there again."""
+
+    def __init__(self, chosen: list[Tensor], *, again: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._chosen, self._again, self._next = chosen, again, 0
+
+    def __enter__(self) -> Self:
+        self._next = 0  # a graph that is kept can be recomputed twice
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.topk.default:
+            return func(*args, **(kwargs or {}))
+        if not self._again:
+            result = func(*args, **(kwargs or {}))
+            self._chosen.append(result[1])
+            return result
+        indices = self._chosen[self._next]
+        self._next += 1
+        return args[0].gather(args[2] if len(args) > 2 else -1, indices), indices
+
+
+def _routing_contexts() -> tuple[_Routing, _Routing]:
+    chosen: list[Tensor] = []
+    return _Routing(chosen, again=False), _Routing(chosen, again=True)
+
+
+@contextmanager
+def _both(first: Any, second: Any) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+def _selective_routing_contexts() -> Any:
+    pairs = zip(_selective_contexts(), _routing_contexts(), strict=True)
+    return tuple(_both(*pair) for pair in pairs)
 
 
 def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(block._plain_forward, *args, use_reentrant=False, **kwargs)
 
 
-def _recomputed_selectively(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(
-        block._plain_forward,
-        *args,
-        use_reentrant=False,
-        context_fn=_selective_contexts,
-        **kwargs,
-    )
+def _recomputed_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
+    def recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        forward = block._plain_forward
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    return recomputed
 
 
-def _recomputed_but_routing(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(
-        block._plain_forward, *args, use_reentrant=False, context_fn=_routing_contexts, **kwargs
-    )
-
-
-_FORWARDS = {"full": _recomputed, "selective": _recomputed_selectively}
+# By mode, and whether the block has experts.
+_FORWARDS = {
+    ("full", False): _recomputed,
+    ("full", True): _recomputed_within(_routing_contexts),
+    ("selective", False): _recomputed_within(_selective_contexts),
+    ("selective", True): _recomputed_within(_selective_routing_contexts),
+}
 
 
 def checkpoint_block(block: nn.Module, mode: str) -> None:
@@ -91,10 +127,8 @@ def checkpoint_block(block: nn.Module, mode: str) -> None:
     choice of experts is saved: recomputed with other rounding, a token could go to another one.
     """
     block._plain_forward = block.forward  # type: ignore[assignment]  # a method, not a submodule
-    forward = _FORWARDS[mode]
-    if mode == "full" and any("expert" in name for name, _ in block.named_parameters()):
-        forward = _recomputed_but_routing
-    block.forward = MethodType(forward, block)
+    has_experts = any("expert" in name for name, _ in block.named_parameters())
+    block.forward = MethodType(_FORWARDS[mode, has_experts], block)
 
 
 def compile_block(block: nn.Module) -> None:

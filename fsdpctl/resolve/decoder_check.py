@@ -14,14 +14,12 @@ from fsdpctl.config.schema import Config
 from fsdpctl.engine.build import divide_module
 from fsdpctl.errors import UsageError
 from fsdpctl.models.documents import make_documents
-from fsdpctl.models.transformers_decoder import (
-    TransformersDecoder,
-    build_transformers,
-    fill_buffers,
-)
+from fsdpctl.models.transformers_build import build_transformers, fill_buffers
+from fsdpctl.models.transformers_decoder import TransformersDecoder
 
 _FIRST, _SECOND = 5, 7  # tokens of two documents in one sequence
 _TOLERANCE = 1e-4  # of the largest logit; float32 differs by 1e-6, documents that mix by 1e-3
+_META = torch.device("meta")
 _KINDS = 4  # of blocks, in the copy
 # Widths that matter for the size of the copy, not for what its tokens see.
 _SHRUNK = {
@@ -96,13 +94,16 @@ def _small_copy(model: ModelConfig) -> TransformersDecoder:
     content = json.loads(str(model.config_json))
     small = {name: min(size, content[name]) for name, size in _SHRUNK.items() if content.get(name)}
     few = {name: None for name in _TOKENS if name in content}
+    small_model = replace(model, config_json=canonical({**content, **small, **few}))
     try:
-        module = _cut(replace(model, config_json=canonical({**content, **small, **few})))
+        module = _cut(small_model)
     except (UsageError, RuntimeError, ValueError):  # a family whose sizes depend on these
+        small_model = model
         module = _cut(model)
     module.train(False)
     fill_buffers(module)
-    _allocate(module)
+    _check_buffers(module, small_model)
+    allocate(module)
     module.transformers_model.apply(module.transformers_model._init_weights)
     for param in module.parameters():
         if param.ndim > 1:  # so that what a token sees changes its logits by much
@@ -110,7 +111,22 @@ def _small_copy(model: ModelConfig) -> TransformersDecoder:
     return module
 
 
-def _allocate(module: nn.Module) -> None:
+def _check_buffers(module: TransformersDecoder, model: ModelConfig) -> None:
+    """Check that `fill_buffers` gives the values that building the module gives.
+
+    Raises:
+        UsageError: If a buffer has other values.
+    """
+    built = dict(_cut(model, torch.device("cpu")).named_buffers())
+    for name, buffer in module.named_buffers():
+        if not torch.equal(buffer, built[name]):
+            raise UsageError(
+                f"model=transformers: {type(module.transformers_model).__name__}: not supported; "
+                f"transformers does not say how {name} is computed"
+            )
+
+
+def allocate(module: nn.Module) -> None:
     """Give zeros to parameters on the meta device; tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
     for each in module.modules():
@@ -120,9 +136,9 @@ def _allocate(module: nn.Module) -> None:
                 each._parameters[name] = made.setdefault(id(param), nn.Parameter(zeros))
 
 
-def _cut(model: ModelConfig) -> TransformersDecoder:
-    """Build the model on the meta device, and keep the first block of each kind."""
-    with torch.device("meta"):
+def _cut(model: ModelConfig, device: torch.device = _META) -> TransformersDecoder:
+    """Build the model, and keep the first block of each kind."""
+    with device:
         module = build_transformers(model)
     names = [unit.name for unit in divide_module(module, None) if unit.kind == "block"]
     if not names:

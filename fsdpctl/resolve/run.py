@@ -15,6 +15,7 @@ from fsdpctl.checkpoint.load import check_weights
 from fsdpctl.checkpoint.pretrained import tokenizer_beside
 from fsdpctl.config.auto import MICRO_BATCH, STRATEGY, Selection, filled, left_open
 from fsdpctl.config.compose import Composed
+from fsdpctl.config.hub_cache import local_model
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config, OptimizerConfig
@@ -171,6 +172,7 @@ def _with_model_path(config: Config) -> Config:
     """Make the path absolute, and use its tokenizer if no other is set."""
     if config.model.path is None:
         return config
+    local_model(config.model.path)  # raises if only the configuration is known
     lora = config.model.lora
     if lora.path is not None:
         lora = replace(lora, path=os.path.abspath(lora.path))

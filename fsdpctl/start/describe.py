@@ -12,8 +12,9 @@ from fsdpctl.data.tokens import DataSet
 from fsdpctl.engine.build import divide_module
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import divide, item_sizes
+from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.registry import count_active
-from fsdpctl.models.transformers_decoder import TransformersDecoder, idle_parameters
+from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.schedule import warmup_steps
 from fsdpctl.plan.engines import OURS
 from fsdpctl.plan.strategy import effective_strategy, get_strategy
@@ -81,7 +82,9 @@ def _model(opened: Opened) -> str:
 def _experts(opened: Opened) -> Iterator[str]:
     """Yield what decides the loss of routers, if the model has experts."""
     module = opened.module
-    if not isinstance(module, TransformersDecoder) or not idle_parameters(module):
+    if not isinstance(module, TransformersDecoder) or not idle_parameters(
+        module.transformers_model
+    ):
         return
     on = "depends on how a step is divided into micro-batches"
     if opened.config.model.router_aux_loss == "global":

@@ -28,7 +28,8 @@ from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import Sharding, shard_from
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.models.registry import build_model, initialize_parameter
-from fsdpctl.models.transformers_decoder import TransformersDecoder, fill_buffers
+from fsdpctl.models.transformers_build import fill_buffers
+from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.peers.model import peer_model

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 import transformers as hf
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from fsdpctl.config.any_decoder import transformers_words
+from fsdpctl.config.any_decoder import read_configuration, transformers_words
 from tests.models.tiny import _OF_ITS_OWN, WORDS, _sizes
 
 LENGTH = 16
@@ -18,8 +19,18 @@ _SIZES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": 2, "num_experts": 4},
     "ministral": {"head_dim": 8},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2},
+    "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_expand": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {
+        "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2,
+        "layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2},
     "nemotron": {"num_key_value_heads": 2},
-}
+}  # fmt: skip
 
 
 def tiny_config(family: str) -> Any:
@@ -33,10 +44,7 @@ def tiny_config(family: str) -> Any:
         family, **{**sizes, **_SIZES.get(family, {})}
     ).to_json_string()
     words = transformers_words(json.loads(content), family)
-    text = json.loads(words["config_json"])
-    config = hf.AutoConfig.for_model(text.pop("model_type"), **text)
-    config.pad_token_id = None
-    return config
+    return read_configuration(json.loads(words["config_json"]), family)
 
 
 def save_decoder(family: str, folder: Path, **settings: Any) -> None:
@@ -64,6 +72,16 @@ def batches_of(steps: int, ranks: int, seed: int = 1) -> list[list[list[Tensor]]
     """Draw sequences of tokens: [step][rank][micro-batch], each (2, LENGTH + 1)."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        [[torch.randint(WORDS, (2, LENGTH + 1), generator=generator)] for _ in range(ranks)]
+        [[torch.randint(3, WORDS, (2, LENGTH + 1), generator=generator)] for _ in range(ranks)]
         for _ in range(steps)
     ]
+
+
+def our_loss(model: Any, tokens: Tensor) -> Tensor:
+    loss: Tensor = model(tokens[:, :-1], tokens[:, 1:], 9)
+    return loss / tokens[:, 1:].numel()
+
+
+def their_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from fsdpctl.config.hub_cache import local_model
+from fsdpctl.config.hub_models import hub_models
 from fsdpctl.config.hugging_face import CONFIG_JSON
 from fsdpctl.config.model_path import option_of
 from fsdpctl.errors import UsageError
@@ -37,6 +38,8 @@ def settings_of_model(name: str) -> tuple[str, ...]:
         if _is_cached(name, weights=weights):
             option = option_of(local_model(name, weights=weights))
             return (f"model={option}", f"model.path={name}", *init)
+    if name.partition("@")[0] in hub_models():
+        return (f"model={option_of(name)}", f"model.path={name}", "model.init=random")
     last = name.rsplit("/", 1)[-1].partition("@")[0].lower()
     last = re.sub(r"-(fp|bf)16$", "", last)
     known = (choice for form, choice in _ON_THE_HUB.items() if re.fullmatch(form, last))
