@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers as hf
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.report import write_report
 from fsdpctl.checkpoint.load import load_weights
@@ -40,7 +40,8 @@ class Loaded:
 
 def write_model(folder: Path, layers: int) -> float:
     """Write a model with experts, and return its size in MiB."""
-    config = hf.Qwen3MoeConfig(
+    make_config: Any = hf.Qwen3MoeConfig
+    config = make_config(
         vocab_size=2048, hidden_size=512, intermediate_size=1024, moe_intermediate_size=256,
         num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
         num_experts=32, num_experts_per_tok=4,
@@ -68,7 +69,8 @@ def load(rank: int, ranks: int, folder: str, by: str, out: str) -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + ranks)}
         dist.init_process_group("gloo", rank=rank, world_size=ranks)
         config = compose_config(["model=transformers", f"model.path={folder}"]).config
-        make_model(compose_config([]).config, torch.device("cpu"), empty=True)  # what it imports
+        other = compose_config(["model.vocab_size=64"]).config
+        make_model(other, torch.device("cpu"), empty=True)  # so that nothing is imported later
         weights = open_weights(config.model)
     Path("/proc/self/clear_refs").write_text("5")
     before = _held(peak=False)
@@ -78,6 +80,7 @@ def load(rank: int, ranks: int, folder: str, by: str, out: str) -> None:
         load_weights(weights, model)
     else:
         make: Any = hf.AutoModelForCausalLM
+        hf.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers'
         model = make.from_pretrained(folder, dtype=torch.float32)
     Path(f"{out}-{rank}").write_text(str(_held(peak=True) - before))
     if by == "fsdpctl":
@@ -96,7 +99,7 @@ def main() -> None:
         size = write_model(Path(folder), given.layers)
         for by, ranks in [("transformers", 1), *(("fsdpctl", count) for count in given.ranks)]:
             out = str(Path(folder) / f"{by}-{ranks}")
-            mp.spawn(load, (ranks, folder, by, out), nprocs=ranks)  # type: ignore[no-untyped-call]
+            spawn(load, (ranks, folder, by, out), nprocs=ranks)
             peaks = [float(Path(f"{out}-{rank}").read_text()) for rank in range(ranks)]
             found = Loaded(by, ranks, round(size, 1), round(max(peaks), 1))
             print(found, flush=True)

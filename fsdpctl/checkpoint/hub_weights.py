@@ -31,7 +31,7 @@ def from_hub(stored: Tensors, model: ModelConfig) -> Tensors:
         kind = BUFFER if found.is_buffer else PARAMETER
         shapes = {tuple(stored.info(key).shape) for key in keys}
         if len(parts) == 1:
-            shape = shapes.pop()  # compared with the model's by whoever loads it
+            shape = shapes.pop()  # loading compares it with the model's
         compositions[name] = Composition(shape, parts, kind)
     return ComposedTensors(stored, compositions)
 

@@ -1,4 +1,4 @@
-"""Where the weights of a model of transformers are in the files of the Hub.
+"""The tensors in files of the Hub that hold the weights of a model of transformers.
 
 transformers merges weights when it loads them: the experts of a layer are one parameter in memory,
 and two or three tensors each in the files. Its own conversion tables say which.
