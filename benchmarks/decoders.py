@@ -23,13 +23,20 @@ from fsdpctl.checkpoint.hub_weights import to_hub
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
 from fsdpctl.checkpoint.pretrained import open_weights
 from fsdpctl.checkpoint.source import Tensors
-from fsdpctl.checkpoint.tensors import tensor_of
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import FsdpctlError
 from fsdpctl.models.registry import build_plain
-from fsdpctl.resolve.decoder_check import allocate, check_decoder
+from fsdpctl.resolve.decoder_check import check_decoder
 from fsdpctl.train.assemble import make_module
-from tests.models.decoders import batches_of, load_decoder, our_loss, save_decoder, their_loss
+from tests.models.decoders import (
+    batches_of,
+    fill,
+    load_decoder,
+    our_loss,
+    save_decoder,
+    their_loss,
+    whole,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +93,6 @@ def _line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _whole(weights: Tensors, key: str) -> torch.Tensor:
-    info = weights.info(key)
-    read = b"".join(bytes(data) for _, data in weights.read(key))
-    return tensor_of(memoryview(bytearray(read)), info.dtype).view(info.shape)
-
-
-def fill(module: torch.nn.Module, weights: Tensors) -> None:
-    """Give values to the parameters and buffers of a module on the meta device."""
-    allocate(module)
-    with torch.no_grad():
-        for kind, tensors in (
-            (PARAMETER, module.named_parameters()),
-            (BUFFER, module.named_buffers()),
-        ):
-            stored = set(weights.names(kind))
-            for name, each in tensors:
-                if kind == PARAMETER or name in stored:
-                    each.copy_(_whole(weights, tensor_key(kind, name)))
-
-
 def _gradient_difference(module: torch.nn.Module, theirs: Any) -> float:
     """Return the largest difference, relative to the largest gradient of the model."""
     wanted = {name: param.grad for name, param in theirs.named_parameters()}
@@ -125,7 +112,7 @@ def _same_bytes(exported: Tensors, folder: Path) -> bool:
     for file in folder.glob("*.safetensors"):
         files.update(load_file(file))
     found = {
-        name: _whole(exported, tensor_key(kind, name))
+        name: whole(exported, tensor_key(kind, name))
         for kind in (PARAMETER, BUFFER)
         for name in exported.names(kind)
     }

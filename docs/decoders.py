@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "decoders.json"
+LOADING = RESULTS.with_name("loading.json")
 
 
 def decoders_table() -> str:
@@ -30,6 +31,16 @@ def decoders_table() -> str:
         "bytes that it read."
     )
     return "\n".join([*lines, "", about])
+
+
+def loading_table() -> str:
+    """Return the memory of a rank that loads a model, by the number of ranks."""
+    report = json.loads(LOADING.read_text())
+    rows = report["results"]
+    lines = ["| loaded by | ranks | peak of a rank, MiB |", "|---|---:|---:|"]
+    lines += [f"| {each['by']} | {each['ranks']} | {each['peak_mib']:,.0f} |" for each in rows]
+    size = rows[0]["model_mib"]
+    return "\n".join([*lines, "", f"A model with experts of {size:,.0f} MiB in float32."])
 
 
 def _name(each: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ import matplotlib
 from typer.testing import CliRunner
 
 from docs import measured
-from docs.decoders import decoders_table
+from docs.decoders import decoders_table, loading_table
 from docs.faults import faults_table
 from docs.predicted import predicted_steps_table, published_steps_table, selections_line
 from fsdpctl.cli.app import app
@@ -171,6 +171,7 @@ TABLES = {
     "saving": measured.saving_table,
     "faults": faults_table,
     "decoders": decoders_table,
+    "loading": loading_table,
     "slow_links": measured.slow_links_table,
     "published_steps": published_steps_table,
     "predicted_steps": predicted_steps_table,

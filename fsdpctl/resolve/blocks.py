@@ -95,7 +95,8 @@ def _both(first: Any, second: Any) -> Iterator[None]:
 
 
 def _selective_routing_contexts() -> Any:
-    pairs = zip(_selective_contexts(), _routing_contexts(), strict=True)
+    # The policy's mode is above, so that it sees the operators of forward again.
+    pairs = zip(_routing_contexts(), _selective_contexts(), strict=True)
     return tuple(_both(*pair) for pair in pairs)
 
 

@@ -9,10 +9,22 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fsdpctl.checkpoint.load import load_weights
+from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
+from fsdpctl.checkpoint.pretrained import open_weights
+from fsdpctl.checkpoint.source import Tensors
+from fsdpctl.checkpoint.tensors import tensor_of
 from fsdpctl.config.any_decoder import read_configuration, transformers_words
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.schema import Config
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.models.transformers_decoder import TransformersDecoder
+from fsdpctl.resolve.decoder_check import allocate
+from fsdpctl.train.assemble import make_model, make_module
 from tests.models.tiny import _OF_ITS_OWN, WORDS, _sizes
 
 LENGTH = 16
+CPU = torch.device("cpu")
 # Sizes that the rule of tests.models.tiny does not find.
 _SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
@@ -85,3 +97,43 @@ def our_loss(model: Any, tokens: Tensor) -> Tensor:
 def their_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def compose(folder: Path, *words: str) -> Config:
+    fixed = ["model=transformers", f"model.path={folder}", "precision=fp32"]
+    return compose_config([*fixed, *words]).config
+
+
+def load(config: Config, strategy: str = "full_shard") -> ShardedModel:
+    model = make_model(config, CPU, strategy=strategy, empty=True)
+    load_weights(open_weights(config.model), model)
+    return model
+
+
+def whole(weights: Tensors, key: str) -> torch.Tensor:
+    info = weights.info(key)
+    read = b"".join(bytes(data) for _, data in weights.read(key))
+    return tensor_of(memoryview(bytearray(read)), info.dtype).view(info.shape)
+
+
+def fill(module: nn.Module, weights: Tensors) -> None:
+    """Give values to the parameters and buffers of a module on the meta device."""
+    allocate(module)
+    with torch.no_grad():
+        for kind, tensors in (
+            (PARAMETER, module.named_parameters()),
+            (BUFFER, module.named_buffers()),
+        ):
+            stored = set(weights.names(kind))
+            for name, each in tensors:
+                if kind == PARAMETER or name in stored:
+                    each.copy_(whole(weights, tensor_key(kind, name)))
+
+
+def plain_module(folder: Path, *words: str) -> TransformersDecoder:
+    """A model with experts and its weights, without an engine."""
+    config = compose(folder, *words)
+    module = make_module(config)
+    assert isinstance(module, TransformersDecoder)
+    fill(module, open_weights(config.model))
+    return module
