@@ -63,7 +63,8 @@ def transformers_words(content: Mapping[str, Any], where: str) -> dict[str, str]
         kept["model_type"] = config.model_type
     words = {"architecture": TRANSFORMERS, "config_json": canonical(kept)}
     for ours, theirs in _NUMBERS.items():
-        if (value := _value(config, theirs)) is not None:
+        value = _value(config, theirs)
+        if value is not None and value >= 0:
             words[ours] = str(value)
     words.setdefault("num_kv_heads", words.get("num_heads", "1"))
     words["tie_embeddings"] = str(bool(getattr(config, "tie_word_embeddings", False))).lower()

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -60,12 +61,15 @@ def fill_buffers(module: TransformersDecoder) -> None:
     """Replace buffers on the meta device by their values, on the CPU.
 
     transformers computes them where it initializes the weights of their module, or of one above.
+    Others are NaN, until they are read with the weights.
     """
     above = set()
     for name, buffer in list(module.named_buffers()):
         if buffer.is_meta:
             owner, _, leaf = name.rpartition(".")
-            module.get_submodule(owner)._buffers[leaf] = torch.zeros_like(buffer, device="cpu")
+            unknown = math.nan if buffer.is_floating_point() else 0
+            filled = torch.full_like(buffer, unknown, device="cpu")
+            module.get_submodule(owner)._buffers[leaf] = filled
             above |= {owner[:end] for end, letter in enumerate(owner) if letter == "."}
             above |= {owner, ""}
     model = module.transformers_model

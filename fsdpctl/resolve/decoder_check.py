@@ -57,24 +57,36 @@ def check_decoder(model: ModelConfig) -> bool:
     Raises:
         UsageError: If a token sees later ones, or logits of chunks are not those of the model.
     """
-    with _quiet():
-        module = _small_copy(model)
-        vocab_size = module.get_output_embeddings().out_features
-        tokens = torch.randint(vocab_size, (1, _FIRST + _SECOND))
-        whole = module(tokens)
-        changed = tokens.clone()
-        changed[0, -1] = (changed[0, -1] + 1) % vocab_size
-        name = type(module.transformers_model).__name__
-        if _differ(whole[:, :-1], module(changed)[:, :-1]):
-            raise UsageError(f"model=transformers: {name}: not causal; tokens see later ones")
-        if _differ(whole, module.full_logits(tokens)):
-            raise UsageError(
-                f"model=transformers: {name}: not supported; its logits depend on more than the "
-                "last hidden states"
-            )
-        documents = make_documents(((_FIRST, _SECOND),), torch.device("cpu"))
-        packed = module(tokens, documents=documents)
-        return not _differ(packed[:, _FIRST:], module(tokens[:, _FIRST:]))
+    try:
+        with _quiet():
+            return _isolates(_small_copy(model))
+    except UsageError:
+        raise
+    except Exception as error:  # the code of a family raises what it likes
+        family = json.loads(str(model.config_json))["model_type"]
+        line = str(error).partition("\n")[0]
+        raise UsageError(
+            f"model=transformers: {family}: not supported; a small copy fails: {line}"
+        ) from error
+
+
+def _isolates(module: TransformersDecoder) -> bool:
+    vocab_size = module.get_output_embeddings().out_features
+    tokens = torch.randint(vocab_size, (1, _FIRST + _SECOND))
+    whole = module(tokens)
+    changed = tokens.clone()
+    changed[0, -1] = (changed[0, -1] + 1) % vocab_size
+    name = type(module.transformers_model).__name__
+    if _differ(whole[:, :-1], module(changed)[:, :-1]):
+        raise UsageError(f"model=transformers: {name}: not causal; tokens see later ones")
+    if _differ(whole, module.full_logits(tokens)):
+        raise UsageError(
+            f"model=transformers: {name}: not supported; its logits depend on more than the last "
+            "hidden states"
+        )
+    documents = make_documents(((_FIRST, _SECOND),), torch.device("cpu"))
+    packed = module(tokens, documents=documents)
+    return not _differ(packed[:, _FIRST:], module(tokens[:, _FIRST:]))
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
@@ -112,18 +124,21 @@ def _small_copy(model: ModelConfig) -> TransformersDecoder:
 
 
 def _check_buffers(module: TransformersDecoder, model: ModelConfig) -> None:
-    """Check that `fill_buffers` gives the values that building the module gives.
+    """Check that `fill_buffers` gives the values that building the module gives, and use those.
 
     Raises:
-        UsageError: If a buffer has other values.
+        UsageError: If a buffer has other values, and is not read with the weights.
     """
     built = dict(_cut(model, torch.device("cpu")).named_buffers())
+    read = module.state_dict().keys() if model.is_pretrained else ()
     for name, buffer in module.named_buffers():
-        if not torch.equal(buffer, built[name]):
+        is_unknown = bool(buffer.isnan().any())
+        if not torch.equal(buffer, built[name]) and not (is_unknown and name in read):
             raise UsageError(
                 f"model=transformers: {type(module.transformers_model).__name__}: not supported; "
                 f"transformers does not say how {name} is computed"
             )
+        buffer.copy_(built[name])
 
 
 def allocate(module: nn.Module) -> None:

@@ -100,7 +100,9 @@ def their_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def compose(folder: Path, *words: str) -> Config:
-    fixed = ["model=transformers", f"model.path={folder}", "precision=fp32"]
+    fixed = ["model=transformers", f"model.path={folder}"]
+    if not any(word.startswith("precision=") for word in words):
+        fixed.append("precision=fp32")
     return compose_config([*fixed, *words]).config
 
 
