@@ -3,7 +3,7 @@
 from itertools import accumulate
 
 from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
-from fsdpctl.checkpoint.parts import ComposedTensors, Composition, Part
+from fsdpctl.checkpoint.parts import ComposedTensors, Composition, SourceRange
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import CheckpointError
@@ -24,7 +24,7 @@ def from_hub(stored: Tensors, model: ModelConfig) -> Tensors:
     compositions = {}
     for name, found in stored_parts(module, stored.names(PARAMETER)).items():
         keys = [tensor_key(PARAMETER, each) for each in found.parts]
-        parts = tuple(Part(key, Span(0, stored.info(key).numel)) for key in keys)
+        parts = tuple(SourceRange(key, Span(0, stored.info(key).numel)) for key in keys)
         for copy in found.copies:
             check_equal(stored, found.parts[0], copy)
         shape = found.shape or (sum(part.span.numel for part in parts),)
@@ -49,7 +49,9 @@ def to_hub(weights: Tensors, model: ModelConfig) -> Tensors:
         key = tensor_key(BUFFER if whole.is_buffer else PARAMETER, name)
         sizes = [_numel(shapes[part]) for part in whole.parts]
         for part, size, stop in zip(whole.parts, sizes, accumulate(sizes), strict=True):
-            compositions[part] = Composition(shapes[part], (Part(key, Span(stop - size, stop)),))
+            compositions[part] = Composition(
+                shapes[part], (SourceRange(key, Span(stop - size, stop)),)
+            )
     return ComposedTensors(weights, compositions)
 
 

@@ -10,7 +10,7 @@ from fsdpctl.plan.layout import Span
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SourceRange:
     """A range of the flattened elements of a tensor."""
 
     key: str
@@ -22,7 +22,7 @@ class Composition:
     """A tensor made of parts of others."""
 
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[SourceRange, ...]
     kind: str = PARAMETER
 
 

@@ -61,11 +61,14 @@ def values_of_path(choices: Mapping[str, str], given: Mapping[str, str]) -> dict
         raise refusal(f"model.path={path}: {error}") from None
     fixed = SHAPE_KEYS + (LORA_KEYS if "model.lora.rank" in words else ())
     ignores = given.get("model.init") == "random" and option == FROM_PATH
+    way_on = "set model.init=random to ignore them"
+    if option == TRANSFORMERS:
+        way_on = "edit its config.json for other sizes"
     for name in () if ignores else fixed:
         if name in given and values.get(name, KEYS[name].default) != KEYS[name].parse(given[name]):
             raise UsageError(
                 f"{name}={given[name]}: conflicts with the weights in model.path={path} of "
-                f"{words.get(name, 'another value')}; set model=hf model.init=random to ignore them"
+                f"{words.get(name, 'another value')}; {way_on}"
             )
     return values
 

@@ -69,7 +69,7 @@ def _converted(words: dict[str, str], path: str) -> dict[str, str]:
     """Convert the settings of a run between our own module and that of transformers."""
     where = f"model.path={path}"
     lora = {name: text for name, text in words.items() if name in LORA_KEYS}
-    if words["model.architecture"] == TRANSFORMERS:
+    if words.get("model.architecture") == TRANSFORMERS:
         found = words_of_content(json.loads(words["model.config_json"]), where)
     else:
         values = {name: KEYS[name].parse(text) for name, text in words.items()}

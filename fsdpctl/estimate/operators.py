@@ -172,11 +172,16 @@ def operators_of(device: str, kernel: str | None) -> Iterator[None]:
         F.rms_norm = rms_norm
 
 
-def grouped_product(args: Sequence[Any], kwargs: Mapping[str, Any], device: str) -> Tensor:
-    """Return the result of `aten::_grouped_mm` on the meta device, in any dtype.
+def result_of(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_cuda: bool
+) -> object:
+    """Return an operator's result on the meta device.
 
-    torch's own meta function accepts bfloat16 only. On CUDA, rows begin on 16 bytes.
+    torch's own meta function of `aten::_grouped_mm` accepts bfloat16 only. On CUDA, rows of its
+    result begin on 16 bytes.
     """
+    if func is not _aten._grouped_mm.default:
+        return func(*args, **kwargs)
     left: Tensor = args[0]
     right: Tensor = args[1]
     rows: tuple[int, ...] = (left.shape[-2],)
@@ -185,7 +190,7 @@ def grouped_product(args: Sequence[Any], kwargs: Mapping[str, Any], device: str)
     columns = right.shape[-1]
     if left.ndim == right.ndim:  # a product of each group, such as the weights' gradient
         rows = (len(offsets) if left.ndim == 2 else len(left), left.shape[-2])
-    if device != "cuda":
+    if not is_cuda:
         return left.new_empty(*rows, columns, dtype=dtype)
     wide = left.new_empty(*rows, _round_up(columns, 16 // dtype.itemsize), dtype=dtype)
     return wide[..., :columns]

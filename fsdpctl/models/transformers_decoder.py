@@ -150,6 +150,7 @@ class TransformersDecoder(nn.Module):
         self._aux_loss = router_aux_loss
         self.reduce_counts: Counts | None = None  # sums expert counts over ranks
         forward = type(getattr(model, self._backbone)).forward
+        self._caches = _can_cache(model.config)
         self._takes_positions = "position_ids" in inspect.signature(forward).parameters
 
     @property
@@ -210,7 +211,10 @@ class TransformersDecoder(nn.Module):
         if cache is not None and cache.foreign is not None:
             settings["past_key_values"] = cache.foreign
         outputs = getattr(self, self._backbone)(
-            input_ids=tokens, use_cache=cache is not None, return_dict=True, **settings
+            input_ids=tokens,
+            use_cache=cache is not None and self._caches,
+            return_dict=True,
+            **settings,
         )
         if cache is not None:
             cache.keep(getattr(outputs, "past_key_values", None), tokens.shape[1])
@@ -231,3 +235,16 @@ class TransformersDecoder(nn.Module):
         head = self.get_output_embeddings()
         found = head.run(hidden[:, -1:], outputs, output_router_logits=True).aux_loss
         return factor * found  # type: ignore[no-any-return]  # transformers'
+
+
+def _can_cache(config: Any) -> bool:
+    """Return whether transformers counts the tokens in its cache for a model.
+
+    It does not if all layers are recurrent.
+    """
+    import transformers
+
+    try:
+        return bool(transformers.DynamicCache(config=config).get_seq_length() == 0)
+    except ValueError:
+        return False

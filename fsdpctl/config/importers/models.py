@@ -38,12 +38,14 @@ def settings_of_model(name: str) -> tuple[str, ...]:
         if _is_cached(name, weights=weights):
             option = option_of(local_model(name, weights=weights))
             return (f"model={option}", f"model.path={name}", *init)
-    if name.partition("@")[0] in hub_models():
-        return (f"model={option_of(name)}", f"model.path={name}", "model.init=random")
     last = name.rsplit("/", 1)[-1].partition("@")[0].lower()
     last = re.sub(r"-(fp|bf)16$", "", last)
-    known = (choice for form, choice in _ON_THE_HUB.items() if re.fullmatch(form, last))
-    return tuple(f"model={choice}" for choice in known)
+    for form, choice in _ON_THE_HUB.items():
+        if re.fullmatch(form, last):
+            return (f"model={choice}",)
+    if name.partition("@")[0] in hub_models():
+        return (f"model={option_of(name)}", f"model.path={name}", "model.init=random")
+    return ()
 
 
 def _is_cached(name: str, *, weights: bool) -> bool:
