@@ -11,6 +11,7 @@ import matplotlib
 from typer.testing import CliRunner
 
 from docs import measured
+from docs.decoders import decoders_table, loading_table
 from docs.faults import faults_table
 from docs.predicted import predicted_steps_table, published_steps_table, selections_line
 from fsdpctl.cli.app import app
@@ -42,6 +43,7 @@ PAGES = tuple(
         "clusters",
         "time-model",
         "auto",
+        "models",
     )
 )
 PICTURE = DOCS / "strategies.png"
@@ -166,6 +168,8 @@ TABLES = {
     "consolidate": measured.consolidate_table,
     "saving": measured.saving_table,
     "faults": faults_table,
+    "decoders": decoders_table,
+    "loading": loading_table,
     "slow_links": measured.slow_links_table,
     "published_steps": published_steps_table,
     "predicted_steps": predicted_steps_table,

@@ -22,7 +22,7 @@ from fsdpctl.checkpoint.manifest import (
     tensor_key,
     unknown_digests,
 )
-from fsdpctl.checkpoint.merge import exported_weights
+from fsdpctl.checkpoint.merge import MODEL, exported_weights
 from fsdpctl.checkpoint.pretrained import attached_files
 from fsdpctl.checkpoint.publish import (
     WRITTEN,
@@ -144,7 +144,7 @@ def _write_folder(
     where = str(reader.folder / CONFIG_JSON)
     source = parse_json(attached.pop(CONFIG_JSON, b"{}"), dict[str, Any], where, CheckpointError)
     notes: tuple[str, ...] = ()
-    if "model" not in reader.manifest.config:  # a custom training loop saves no settings
+    if MODEL not in reader.manifest.config:  # a custom training loop saves no settings
         notes = ("no config.json: the checkpoint does not name its model",)
     else:
         if TOKENIZER_JSON not in attached:

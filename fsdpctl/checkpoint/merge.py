@@ -10,12 +10,14 @@ from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, parameter_name, t
 from fsdpctl.checkpoint.pretrained import whole_weights
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
+from fsdpctl.config.any_decoder import TRANSFORMERS
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import DOWN, UP, adapted_layers, is_adapter
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import Span
 
+MODEL = "model"  # the setting that names the model
 Matrix = NDArray[np.float32]
 
 
@@ -36,10 +38,16 @@ def exported_weights(reader: CheckpointReader, dtype: str | None, *, merges: boo
         )
     if merges and not has_adapters:
         raise UsageError(f"--merge: {reader} has no adapters")
-    if not merges:
+    if MODEL not in reader.manifest.config:  # a custom training loop saves no settings
         return weights
     model = config_of_checkpoint(reader.manifest.config, str(reader)).model
-    return MergedWeights(weights, model, dtype)
+    if merges:
+        weights = MergedWeights(weights, model, dtype)
+    if model.architecture == TRANSFORMERS:
+        from fsdpctl.checkpoint.hub_weights import to_hub  # imports torch
+
+        return to_hub(weights, model)
+    return weights
 
 
 class MergedWeights:

@@ -15,6 +15,7 @@ from fsdpctl.checkpoint.manifest import (
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import FileTensors, Overlay, Tensors
 from fsdpctl.checkpoint.tensor_file import TensorFile, open_tensor_file
+from fsdpctl.config.any_decoder import TRANSFORMERS
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG, is_hugging_face
 from fsdpctl.config.serialize import config_of_checkpoint
@@ -131,16 +132,22 @@ def attached_files(reader: CheckpointReader) -> dict[str, bytes]:
     return {name: content for name, content in read.items() if content is not None}
 
 
-def _hugging_face_weights(folder: Path, model: ModelConfig) -> FileTensors:
+def _hugging_face_weights(folder: Path, model: ModelConfig) -> Tensors:
     """Open the weights in a Hugging Face directory, in one safetensors file or several.
 
     Raises:
         UsageError: If there are no safetensors files.
         CheckpointError: If one is missing, truncated or invalid.
     """
+    files = _files_of_weights(folder)
+    if model.architecture == TRANSFORMERS:
+        from fsdpctl.checkpoint.hub_weights import from_hub  # imports torch
+
+        stored = {name: (file, file.entries[name]) for name, file in files.items()}
+        return from_hub(FileTensors(folder, stored), model)
     found = {
         _full_name(name, model): (file, file.entries[name])
-        for name, file in _files_of_weights(folder).items()
+        for name, file in files.items()
         if not name.endswith(_CONSTANTS)
     }
     if model.tie_embeddings and _HEAD in found:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _DOES_NOT_FIT = 3
 _FITTED = ("micro_batch", "seq_len", "model")
+_LARGE_BUFFERS = 0.25  # of a device, from which plain sharding of experts is hard to justify
 _VERDICTS = {
     "fits": "fits",
     "thrashes": "fits only if the allocator repeatedly empties its cache, which is slow",
@@ -204,9 +205,9 @@ def _heading(first: "RunEstimate") -> list[str]:
 
 
 def _trained(estimate: "RunEstimate") -> str:
-    if estimate.num_trained == estimate.num_params:
-        return ""
-    return f", {estimate.num_trained:,} trained"
+    active, trained = estimate.num_active, estimate.num_trained
+    parts = ["" if active == estimate.num_params else f", {active:,} active"]
+    return "".join([*parts, "" if trained == estimate.num_params else f", {trained:,} trained"])
 
 
 def _strategies_table(estimates: list["RunEstimate"]) -> Table:
@@ -241,6 +242,12 @@ def _conclusions(found: "RunEstimate") -> list[str]:
         lines.append(
             f"reserved by the allocator: {', '.join(each)}; launch.allocator="
             f"{config.launch.allocator}"
+        )
+    buffers = sum(found.step.breakdown[name] for name in ("gathered_units", "reduce_buffers"))
+    if found.num_active < found.num_params and buffers > _LARGE_BUFFERS * found.memory_bytes:
+        lines.append(
+            f"experts {_size(buffers)} of gathered units and reduce buffers do not shrink with "
+            "more ranks; expert parallelism would divide them, but fsdpctl does not have it"
         )
     lines += [
         f"outside {_size(outside.low)} to {_size(outside.high)} (assumed): the process"

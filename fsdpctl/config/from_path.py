@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from fsdpctl.config.any_decoder import TRANSFORMERS
 from fsdpctl.config.hub_cache import local_model
+from fsdpctl.config.hub_models import hub_models
 from fsdpctl.config.keys import Value
 from fsdpctl.config.model_path import LORA_KEYS, SHAPE_KEYS, is_checkpoint, model_words
 from fsdpctl.config.peft import ADAPTER_KEYS, adapter_words
@@ -11,46 +13,62 @@ from fsdpctl.config.schema import KEYS
 from fsdpctl.config.serialize import known_key
 from fsdpctl.errors import CheckpointError, UsageError
 
-FROM_PATH = "hf"  # the option for a model that a directory describes
+FROM_PATH = "hf"  # the option for a model that a directory describes, run by our own module
+_FROM_PATHS = (FROM_PATH, TRANSFORMERS)
 
 
 def with_model(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Replace a name on the Hub in `model.path` by its cached directory."""
+    """Replace a name on the Hub in `model.path` by its cached directory, if it has one."""
     given = dict(pairs)
-    if given.get("model") != FROM_PATH:
+    if given.get("model") not in _FROM_PATHS:
         return pairs
     weights = given.get("model.init") != "random"
     return [
-        (name, local_model(text, weights=weights) if name == "model.path" else text)
+        (name, _found(text, weights=weights) if name == "model.path" else text)
         for name, text in pairs
     ]
 
 
+def _found(path: str, *, weights: bool) -> str:
+    """Return the cached directory, or the name itself if the model's configuration is known."""
+    try:
+        return local_model(path, weights=weights)
+    except UsageError:
+        if path.partition("@")[0] in hub_models():
+            return path
+        raise
+
+
 def values_of_path(choices: Mapping[str, str], given: Mapping[str, str]) -> dict[str, Value]:
-    """Return the settings of the model in `model.path` if `model=hf`."""
-    path = given.get("model.path")
-    if choices.get("model") != FROM_PATH:
+    """Return the settings of the model in `model.path` if `model` reads one."""
+    path, option = given.get("model.path"), choices.get("model")
+    if option not in _FROM_PATHS:
         for name in ("path", "init"):
             if given.get(f"model.{name}") not in (None, "auto", "random"):
                 raise UsageError(
-                    f"model.{name}={given[f'model.{name}']}: only valid with model={FROM_PATH}"
+                    f"model.{name}={given[f'model.{name}']}: only valid with "
+                    f"model={' or '.join(_FROM_PATHS)}"
                 )
         return {}
     if path is None:
-        raise UsageError(f"model={FROM_PATH}: model.path is required, such as model.path=DIR")
+        raise UsageError(f"model={option}: model.path is required, such as model.path=DIR")
     folder = str(KEYS["model.path"].parse(path))
-    words = model_words(folder)
+    words = model_words(folder, by_transformers=option == TRANSFORMERS)
     try:
         values = {name: known_key(name).parse(text) for name, text in words.items()}
     except UsageError as error:
         refusal = CheckpointError if is_checkpoint(Path(folder)) else UsageError
         raise refusal(f"model.path={path}: {error}") from None
     fixed = SHAPE_KEYS + (LORA_KEYS if "model.lora.rank" in words else ())
-    for name in fixed if given.get("model.init") != "random" else ():
+    ignores = given.get("model.init") == "random" and option == FROM_PATH
+    way_on = "set model.init=random to ignore them"
+    if option == TRANSFORMERS:
+        way_on = "edit its config.json for other sizes"
+    for name in () if ignores else fixed:
         if name in given and values.get(name, KEYS[name].default) != KEYS[name].parse(given[name]):
             raise UsageError(
                 f"{name}={given[name]}: conflicts with the weights in model.path={path} of "
-                f"{words.get(name, 'another value')}; set model.init=random to ignore them"
+                f"{words.get(name, 'another value')}; {way_on}"
             )
     return values
 
@@ -60,8 +78,10 @@ def values_of_adapters(choices: Mapping[str, str], given: Mapping[str, str]) -> 
     path = given.get("model.lora.path")
     if path is None:
         return {}
-    if choices.get("model") != FROM_PATH:
-        raise UsageError(f"model.lora.path={path}: only valid with model={FROM_PATH}")
+    if choices.get("model") not in _FROM_PATHS:
+        raise UsageError(
+            f"model.lora.path={path}: only valid with model={' or '.join(_FROM_PATHS)}"
+        )
     words = adapter_words(str(KEYS["model.lora.path"].parse(path)))
     try:
         values = {name: KEYS[name].parse(text) for name, text in words.items()}

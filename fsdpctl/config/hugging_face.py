@@ -1,11 +1,12 @@
 """Conversion between a Hugging Face config.json and the settings of a model."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdpctl.config.families import NAMES
-from fsdpctl.config.model import ARCHITECTURES, ModelConfig
+from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import read_json
@@ -60,11 +61,22 @@ def model_words_of(file: Path) -> dict[str, str]:
     Raises:
         UsageError: If the file can't be read, or if the model isn't supported.
     """
-    content = read_json(file, dict[str, Any])
+    return words_of_content(read_json(file, dict[str, Any]), str(file))
+
+
+def words_of_content(content: Mapping[str, Any], file: str) -> dict[str, str]:
+    """Return the settings of the model in the contents of the config.json `file`.
+
+    Raises:
+        UsageError: If the model isn't supported.
+    """
     family = content.get("model_type")
     if not isinstance(family, str) or family not in NAMES:
-        known = ", ".join(ARCHITECTURES)
-        raise UsageError(f"{file}: model_type {family}: not supported; expected {known}")
+        known = ", ".join(NAMES)
+        raise UsageError(
+            f"{file}: model_type {family}: not supported by model=hf; expected {known}, or "
+            "model=transformers"
+        )
     for name, only in _FIXED.items():
         if content.get(name, only) != only:
             raise UsageError(f"{file}: {name} {content[name]}: not supported; expected {only}")
@@ -178,6 +190,10 @@ def config_json(config: ModelConfig, dtype: str, source: Mapping[str, Any]) -> d
     such as token ids, are kept.
     """
     family = config.architecture
+    if config.config_json is not None:
+        kept = {**json.loads(config.config_json), **source}
+        kept.pop("torch_dtype", None)
+        return {**kept, "model_type": json.loads(config.config_json)["model_type"], "dtype": dtype}
     kept = {
         name: value
         for name, value in source.items()

@@ -8,7 +8,17 @@ from fsdpctl.plan.attention import KERNELS
 
 MOST_TOKENS = 1 << 24  # of a vocabulary; 64 times the largest published
 MOST_LAYERS, _MOST_WIDTH = 2000, 1 << 20  # twice the deepest, 20 times the widest published
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "gpt2")
+ARCHITECTURES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma3_text",
+    "phi3",
+    "gpt2",
+    "transformers",
+)
 ROPE_SCALINGS = ("none", "linear", "llama3")
 
 
@@ -47,12 +57,13 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder of the Llama family, or GPT-2."""
+    """A decoder of the Llama family, GPT-2, or any one of transformers."""
 
     name: str = "llama_tiny"
     path: str | None = key(
         None,
-        "hf: Hugging Face directory, name in its cache, or run or checkpoint of fsdpctl",
+        "hf, transformers: Hugging Face directory, name in its cache, or run or checkpoint of "
+        "fsdpctl",
         is_path=True,
         optional=True,
     )
@@ -60,6 +71,16 @@ class ModelConfig:
         "auto",
         "initial weights; auto: those in model.path if it is set, else random",
         choices=("auto", "pretrained", "random"),
+    )
+    config_json: str | None = key(
+        None, "transformers: contents of config.json", optional=True, is_later=True
+    )
+    router_aux_loss: str = key(
+        "model",
+        "transformers: auxiliary loss of routers; model: if config.json has output_router_logits; "
+        "global: with token counts of all ranks",
+        choices=("model", "global", "none"),
+        is_later=True,
     )
     architecture: str = key("llama", "architecture, as in transformers", choices=ARCHITECTURES)
     num_layers: int = key(4, "number of decoder blocks", minimum=1, maximum=MOST_LAYERS)

@@ -1,10 +1,15 @@
 """The model in the directory `model.path`."""
 
+import json
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.config.hugging_face import CONFIG_JSON, model_words_of
+from fsdpctl.config.any_decoder import TRANSFORMERS, transformers_words, transformers_words_of
+from fsdpctl.config.hub_models import hub_config
+from fsdpctl.config.hugging_face import CONFIG_JSON, config_json, model_words_of, words_of_content
+from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.recipe import read_recipe
+from fsdpctl.config.schema import KEYS
 from fsdpctl.config.sealed import MANIFEST, read_sealed
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.documents import as_type
@@ -26,18 +31,27 @@ _NOT_THE_MODELS = (
 )  # fmt: skip
 
 
-def model_words(path: str) -> dict[str, str]:
+def model_words(path: str, *, by_transformers: bool = False) -> dict[str, str]:
     """Return the settings (`model.KEY`) of a Hugging Face directory, a run, or a checkpoint.
+
+    Args:
+        path: The directory, or the name on the Hub of a published model for estimates.
+        by_transformers: Whether transformers' module is to run the model, rather than our own.
 
     Raises:
         UsageError: If the directory has no model, or one that isn't supported.
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise UsageError(f"model.path={path}: no such directory")
+        content = hub_config(path)
+        if content is None:
+            raise UsageError(f"model.path={path}: no such directory")
+        read = transformers_words if by_transformers else words_of_content
+        return {f"model.{name}": text for name, text in read(content, path).items()}
     if is_hugging_face(folder):
         file = folder / CONFIG_JSON
-        return {f"model.{name}": text for name, text in model_words_of(file).items()}
+        found = transformers_words_of(file) if by_transformers else model_words_of(file)
+        return {f"model.{name}": text for name, text in found.items()}
     words = {
         name: str(text)
         for name, text in _words_of_ours(folder).items()
@@ -47,7 +61,42 @@ def model_words(path: str) -> dict[str, str]:
         raise UsageError(
             f"model.path={path}: no model found; expected {CONFIG_JSON}, a run, or a checkpoint"
         )
-    return words
+    is_transformers = words.get("model.architecture") == TRANSFORMERS
+    return words if is_transformers == by_transformers else _converted(words, path)
+
+
+def _converted(words: dict[str, str], path: str) -> dict[str, str]:
+    """Convert the settings of a run between our own module and that of transformers."""
+    where = f"model.path={path}"
+    lora = {name: text for name, text in words.items() if name in LORA_KEYS}
+    if words.get("model.architecture") == TRANSFORMERS:
+        found = words_of_content(json.loads(words["model.config_json"]), where)
+    else:
+        values = {name: KEYS[name].parse(text) for name, text in words.items()}
+        own = ModelConfig(
+            **{
+                name.removeprefix("model."): value
+                for name, value in values.items()
+                if name.count(".") == 1
+            }  # type: ignore[arg-type]  # parsed by their keys
+        )
+        found = transformers_words(config_json(own, "float32", {}), where)
+    return {f"model.{name}": text for name, text in found.items()} | lora
+
+
+def option_of(path: str) -> str:
+    """Return the option of `model` that runs the model in a directory: hf if both can.
+
+    Raises:
+        UsageError: If the directory has no model, or one that isn't supported.
+    """
+    try:
+        model_words(path)
+    except UsageError:
+        model_words(path, by_transformers=True)
+        return TRANSFORMERS
+    words = _words_of_ours(Path(path))
+    return TRANSFORMERS if words.get("model.architecture") == TRANSFORMERS else "hf"
 
 
 def is_hugging_face(folder: Path) -> bool:

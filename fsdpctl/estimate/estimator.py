@@ -91,7 +91,8 @@ class Estimator:
             allocator=config.launch.allocator,
             draws=config.engine.name == FSDPCTL and not config.model.is_pretrained,
         )
-        return RunEstimate(config, batches, traced.num_params, traced.num_trained, place.rank, step)
+        counts = (traced.num_params, traced.num_trained, traced.num_active)
+        return RunEstimate(config, batches, *counts, place.rank, step)
 
     def predict(self, config: Config) -> StepPrediction:
         """Predict one training step of a placed configuration.

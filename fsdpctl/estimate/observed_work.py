@@ -36,6 +36,8 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Any, result: object) -> Work
     if func in _MATMULS:
         given = [each for each in args if isinstance(each, Tensor)]
         return _matmul(func, args[_MATMULS[func]], made[0], sum(map(_bytes_of, (*given, *made))))
+    if func is _aten._grouped_mm.default:
+        return _grouped(func, args, made[0])
     if func in _FORWARDS:
         query, key = args[0], args[1]
         is_causal = _is_causal(args, _FORWARDS[func])
@@ -67,6 +69,21 @@ def _matmul(func: Any, left: Tensor, made: Tensor, nbytes: int) -> Work:
     return Work(
         _name(func), WorkKind.MATMUL, flops, nbytes, made.itemsize, (batch, rows, columns, length)
     )
+
+
+def _grouped(func: Any, args: Sequence[Any], made: Tensor) -> Work:
+    """Return the work of the products of groups of rows, assumed to be of equal size."""
+    left, right = args[0], args[1]
+    if left.ndim == right.ndim == 2:  # the gradient of the weights
+        groups, length = made.shape[0], -(-left.shape[1] // made.shape[0])
+        rows, columns = made.shape[1:]
+        flops = 2 * rows * columns * left.shape[1]
+    else:
+        groups, length, columns = right.shape[0], left.shape[-1], right.shape[-1]
+        rows = -(-left.shape[0] // groups)
+        flops = 2 * left.shape[0] * length * columns
+    nbytes, dims = sum(map(_bytes_of, (left, right, made))), (groups, rows, columns, length)
+    return Work(_name(func), WorkKind.MATMUL, flops, nbytes, made.itemsize, dims)
 
 
 def _attention(func: Any, query: Tensor, key: Tensor, is_causal: bool, products: int) -> Work:

@@ -3,7 +3,7 @@
 Meta tensors have no device, so if torch selects an operator by device, it is selected here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -170,6 +170,30 @@ def operators_of(device: str, kernel: str | None) -> Iterator[None]:
     finally:
         F.scaled_dot_product_attention = attention
         F.rms_norm = rms_norm
+
+
+def result_of(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_cuda: bool
+) -> object:
+    """Return an operator's result on the meta device.
+
+    torch's own meta function of `aten::_grouped_mm` accepts bfloat16 only. On CUDA, rows of its
+    result begin on 16 bytes.
+    """
+    if func is not _aten._grouped_mm.default:
+        return func(*args, **kwargs)
+    left: Tensor = args[0]
+    right: Tensor = args[1]
+    rows: tuple[int, ...] = (left.shape[-2],)
+    offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
+    dtype = kwargs.get("out_dtype") or left.dtype
+    columns = right.shape[-1]
+    if left.ndim == right.ndim:  # a product of each group, such as the weights' gradient
+        rows = (len(offsets) if left.ndim == 2 else len(left), left.shape[-2])
+    if not is_cuda:
+        return left.new_empty(*rows, columns, dtype=dtype)
+    wide = left.new_empty(*rows, _round_up(columns, 16 // dtype.itemsize), dtype=dtype)
+    return wide[..., :columns]
 
 
 def cuda_workspace(op: Any, inputs: Sequence[Any], kernel: str | None) -> int:

@@ -37,6 +37,7 @@ class RunEstimate:
     batches: BatchPlan
     num_params: int
     num_trained: int  # of them
+    num_active: int  # of them, used by a token
     rank: int
     step: StepEstimate
 
@@ -110,6 +111,7 @@ class RunEstimate:
             "model": config.model.name,
             "num_parameters": self.num_params,
             "num_trained_parameters": self.num_trained,
+            "num_active_parameters": self.num_active,
             "world_size": world_size(config),
             "rank": self.rank,
             "micro_batch_size": self.batches.micro_batch_size,

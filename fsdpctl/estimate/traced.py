@@ -11,7 +11,7 @@ from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.trace import trace
 from fsdpctl.models.attention import import_kernels
 from fsdpctl.models.documents import assumed_documents
-from fsdpctl.models.registry import build_model
+from fsdpctl.models.registry import build_model, count_active
 from fsdpctl.models.rope import rotation
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import TRACED_OF_A_ROW, Pass, Program, UnitRow
@@ -144,6 +144,7 @@ class TracedModel:
         """
         module = build_model(config.model)
         self.num_params = sum(param.numel() for param in module.parameters())
+        self.num_active = count_active(module)
         self.num_trained = sum(
             param.numel() for param in module.parameters() if param.requires_grad
         )

@@ -27,9 +27,19 @@ class Cache:
 
     def __init__(self) -> None:
         self._layers: dict[int, LayerCache] = {}
+        self.foreign: object = None  # the cache of a model of transformers
+        self._length = 0  # tokens in it
 
     def __len__(self) -> int:
-        return len(self.layer(0))
+        return len(self.layer(0)) if self.foreign is None else self._length
+
+    def keep(self, foreign: object, count: int) -> None:
+        """Keep the cache of a model of transformers that has processed `count` more tokens.
+
+        A model that returns None processes all tokens again.
+        """
+        self.foreign = foreign
+        self._length = 0 if foreign is None else self._length + count
 
     def layer(self, index: int) -> LayerCache:
         """Return the cache of a layer."""

@@ -16,7 +16,6 @@ from fsdpctl.config.model import LoraConfig, ModelConfig
 from fsdpctl.config.peft import UP
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.models.gpt2 import Projection
-from fsdpctl.models.parts import Head
 
 ALL_LINEAR = "all_linear"
 
@@ -115,9 +114,12 @@ def _targets(module: nn.Module, text: str) -> list[tuple[str, nn.Linear | Projec
 
 
 def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear | Projection]]:
-    """Yield all but the output head: merging its adapter would change a tied embedding."""
+    """Yield all but the output head: merging its adapter would change a tied embedding.
+
+    Subclasses of torch's layer, such as routers of transformers, may return more than a product.
+    """
     for name, each in module.named_modules():
-        if isinstance(each, nn.Linear | Projection) and not isinstance(each, Head):
+        if type(each) in (nn.Linear, Projection):
             yield name, each
 
 

@@ -6,13 +6,17 @@ import math
 import torch
 from torch import Tensor, nn
 
+from fsdpctl.config.any_decoder import TRANSFORMERS
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import is_adapter
 from fsdpctl.config.schema import KEYS
 from fsdpctl.errors import UsageError
+from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.gpt2 import Gpt2Decoder
 from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.lora import choose_trained, draw_adapter
+from fsdpctl.models.transformers_build import build_transformers, draw_parameter
+from fsdpctl.models.transformers_decoder import TransformersDecoder
 
 DRAWN_ON_DEVICE = 1 << 24  # elements of a matrix from which a GPU draws it
 _DRAWN_AT_ONCE = 1 << 24
@@ -30,6 +34,8 @@ _ONLY = {
 def _check(config: ModelConfig) -> None:
     """Check that the numbers are consistent."""
     name = config.architecture
+    if name == TRANSFORMERS:
+        return  # config.json determines all of them
     for key, (having, nothing) in _ONLY.items():
         if getattr(config, key) != nothing and name not in having:
             raise UsageError(
@@ -81,20 +87,41 @@ def build_model(config: ModelConfig) -> nn.Module:
     Raises:
         UsageError: If the model's numbers are inconsistent, or nothing is trained.
     """
+    module = build_plain(config)
+    with torch.device("meta"):
+        choose_trained(module, config)
+    return module
+
+
+def build_plain(config: ModelConfig) -> nn.Module:
+    """Build the module without adapters, with all parameters trainable, on the meta device.
+
+    Raises:
+        UsageError: If the model's numbers are inconsistent.
+    """
     _check(config)
     if config.vocab_size is None:
         raise UsageError("model.vocab_size=auto: unknown without data; set a number")
     try:
         with torch.device("meta"):
             module: nn.Module
-            if config.architecture == "gpt2":
+            if config.architecture == TRANSFORMERS:
+                module = build_transformers(config)
+            elif config.architecture == "gpt2":
                 module = Gpt2Decoder(config, config.vocab_size)
             else:
                 module = LlamaDecoder(config, _head_dim(config), config.vocab_size)
-            choose_trained(module, config)
             return module
     except (RuntimeError, TypeError, OverflowError):
         raise UsageError("model: matrices of these sizes are too large for any machine") from None
+
+
+def count_active(module: nn.Module) -> int:
+    """Count the parameters that a token uses: of experts, only as many as it is sent to."""
+    count = sum(param.numel() for param in module.parameters())
+    if not isinstance(module, TransformersDecoder):
+        return count
+    return count - idle_parameters(module.transformers_model)
 
 
 def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelConfig) -> None:
@@ -107,11 +134,13 @@ def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelCo
     stream are scaled down by the root of their number, as its authors do. `draw_adapter` draws
     adapters.
     """
+    if config.architecture == TRANSFORMERS and not is_adapter(name):
+        draw_parameter(name, whole, _seed_of(name, seed), config)
+        return
     if whole.ndim <= 1:
         whole.fill_(0.0 if name.endswith(".bias") or config.is_gemma else 1.0)
         return
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    number = int.from_bytes(digest[:8], "little") >> 1
+    number = _seed_of(name, seed)
     generator = torch.Generator().manual_seed(number)
     if is_adapter(name):
         draw_adapter(name, whole, generator)
@@ -128,3 +157,9 @@ def initialize_parameter(name: str, whole: Tensor, *, seed: int, config: ModelCo
     # Drawn on the CPU in float32, so that device and precision do not change the draw.
     values = torch.empty(whole.shape, dtype=torch.float32)
     whole.copy_(values.normal_(0.0, std, generator=generator))
+
+
+def _seed_of(name: str, seed: int) -> int:
+    """Return the seed of a parameter's values."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from importlib.util import find_spec
 
+from fsdpctl.config.any_decoder import TRANSFORMERS
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention import (
@@ -63,6 +64,8 @@ def _problem(config: Config, *, here: bool) -> str:
     kernel, architecture = config.model.attention, config.cluster.architecture
     if kernel is None:
         return ""
+    if config.model.architecture == TRANSFORMERS:
+        return "not supported by model=transformers, which selects it"
     if config.launch.device == "cpu":
         return "" if kernel in ON_CPU else "not supported on launch.device=cpu"
     if kernel in TWO_BYTES and config.precision.param_dtype == "float32":

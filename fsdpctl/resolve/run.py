@@ -15,6 +15,7 @@ from fsdpctl.checkpoint.load import check_weights
 from fsdpctl.checkpoint.pretrained import tokenizer_beside
 from fsdpctl.config.auto import MICRO_BATCH, STRATEGY, Selection, filled, left_open
 from fsdpctl.config.compose import Composed
+from fsdpctl.config.hub_cache import local_model
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config, OptimizerConfig
@@ -27,6 +28,7 @@ from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.resolve.attention import check_attention
 from fsdpctl.resolve.blocks import missing_compiler
 from fsdpctl.resolve.data import DATE, checked_data, date_of_run, notes_on_data, on_date, with_data
+from fsdpctl.resolve.decoder_check import with_packing
 from fsdpctl.resolve.launchers import Place, place_of
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import (
@@ -106,6 +108,8 @@ def _open(composed: Composed, where: Place, on_rows: Callable[[int], None]) -> O
     config, notes = _with_compiler(config)
     notes += notes_on_engine(config, composed.automatic)
     config = _with_alpha(_with_model_path(config))
+    config, on_packing = with_packing(config)
+    notes += on_packing
     data = checked_data(config, on_rows)
     config = with_batch_size(with_data(_with_length(config, data, composed), data))
     module = build_model(config.model)
@@ -170,6 +174,7 @@ def _with_model_path(config: Config) -> Config:
     """Make the path absolute, and use its tokenizer if no other is set."""
     if config.model.path is None:
         return config
+    local_model(config.model.path)  # raises if only the configuration is known
     lora = config.model.lora
     if lora.path is not None:
         lora = replace(lora, path=os.path.abspath(lora.path))

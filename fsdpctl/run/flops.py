@@ -8,6 +8,7 @@ from torch import nn
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.placement import known_gpu
 from fsdpctl.config.schema import Config
+from fsdpctl.models.registry import count_active
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,7 @@ class ModelFlops:
 def model_flops(config: Config, module: nn.Module, device: torch.device, ranks: int) -> ModelFlops:
     """Return the FLOPs of a run on `ranks` devices like `device`."""
     peak, _ = _peak(config, device)
-    num_params = sum(param.numel() for param in module.parameters())
-    per_token = flops_per_token(config.model, num_params, config.train.seq_len)
+    per_token = flops_per_token(config.model, count_active(module), config.train.seq_len)
     per_token -= 2 * _num_frozen(module)
     return ModelFlops(per_token, None if peak is None else peak * ranks)
 
@@ -65,6 +65,11 @@ def _num_frozen(module: nn.Module) -> int:
 
 def flops_per_token(model: ModelConfig, num_params: int, seq_len: int) -> int:
     """Return 6 (N - N_embedding) + 12 L h s as torchtitan: h is the total width of a layer's heads.
+
+    Args:
+        model: The model.
+        num_params: The parameters that a token uses.
+        seq_len: The tokens of a sequence.
 
     An embedding is a lookup and does not count, unless it is also the output head.
     Attention counts as if every token saw all `seq_len`; causal masking does not halve it.

@@ -12,6 +12,9 @@ from fsdpctl.data.tokens import DataSet
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import divide_run, item_sizes
+from fsdpctl.models.experts import idle_parameters
+from fsdpctl.models.registry import count_active
+from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.schedule import warmup_steps
 from fsdpctl.plan.strategy import FSDPCTL, effective_strategy, get_strategy
 from fsdpctl.resolve.run import Opened, Settled
@@ -44,6 +47,7 @@ def describe_run(
         ("flops", describe_flops(settled.config, opened.module)),
         ("run", _run(seen)),
     ]
+    rows += [("experts", text) for text in _experts(opened)]
     rows += [("blocks", text) for text in _blocks(settled.config)]
     rows += [("note", text) for text in (*opened.notes, *seen.notes)]
     rows += [("changed", text) for text in changes(seen, settled.config)]
@@ -63,6 +67,8 @@ def _model(opened: Opened) -> str:
     config, count = opened.config, _num_params(opened.module)
     trained = sum(param.numel() for param in opened.module.parameters() if param.requires_grad)
     in_part = "" if trained == count else f" ({_count(trained)} trained)"
+    if (active := count_active(opened.module)) != count:
+        in_part = f" ({_count(active)} active){in_part}"
     weights = f"weights initialized from seed {config.train.seed}"
     if config.model.is_pretrained:
         weights = f"weights from {weights_folder(config.model)}"
@@ -70,6 +76,22 @@ def _model(opened: Opened) -> str:
         f"{config.model.name}, {_count(count)} parameters{in_part}, vocabulary "
         f"{config.model.vocab_size}{_auto(opened, 'model.vocab_size')}, {weights}"
     )
+
+
+def _experts(opened: Opened) -> Iterator[str]:
+    """Yield what decides the loss of routers, if the model has experts."""
+    module = opened.module
+    if not isinstance(module, TransformersDecoder) or not idle_parameters(
+        module.transformers_model
+    ):
+        return
+    on = "depends on how a step is divided into micro-batches"
+    if opened.config.model.router_aux_loss == "global":
+        on = "with the token counts of all ranks; its value depends on the micro-batches"
+    off = "off: config.json has no output_router_logits"
+    yield f"auxiliary loss {f'on: {on}' if module.balances_experts else off}"
+    if frozen := [name for name, _ in module.named_buffers() if name.endswith("correction_bias")]:
+        yield f"{len(frozen)} balance biases are not updated, as in transformers"
 
 
 def _ranks(opened: Opened, settled: Settled) -> str:

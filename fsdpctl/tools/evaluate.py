@@ -11,7 +11,7 @@ from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.checkpoint.pretrained import open_weights
 from fsdpctl.comm.base import Collectives
 from fsdpctl.config.auto import Selection
-from fsdpctl.config.model_path import model_words
+from fsdpctl.config.model_path import option_of
 from fsdpctl.config.schema import PrefetchConfig
 from fsdpctl.config.sealed import MANIFEST, read_sealed
 from fsdpctl.data.batches import Batches
@@ -35,8 +35,7 @@ class Evaluation:
 
 def words_of(source: Path) -> list[str]:
     """Return the settings of the model in a checkpoint or directory, with its training data."""
-    model_words(str(source))  # raises an error if there is no model
-    words = ["model=hf", f"model.path={source}", "launch.nproc_per_node=1"]
+    words = [f"model={option_of(str(source))}", f"model.path={source}", "launch.nproc_per_node=1"]
     if (source / MANIFEST).exists():
         known: dict[str, str] = read_sealed(source)["config"]
         words += [

@@ -28,6 +28,8 @@ from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_from
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.models.registry import build_model, initialize_parameter
+from fsdpctl.models.transformers_build import fill_buffers
+from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.peers.model import peer_model
@@ -74,7 +76,7 @@ def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> 
         model = make_model(config, device, empty=empty)
         model.mesh.measure_waits()
         model.overlap_param_gather = True
-        return model
+        return _with_counts(model)
     module, strategy = make_module(config), get_strategy(config.strategy.name)
     ranks = collectives_for(device).size
     setup = PeerSetup(
@@ -88,7 +90,14 @@ def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> 
         master_dtype=_DTYPES[str(config.precision.master_dtype)],
         compiles=config.train.compile,
     )
-    return peer_model(module, setup, device, None if empty else _draw(config))
+    return _with_counts(peer_model(module, setup, device, None if empty else _draw(config)))
+
+
+def _with_counts(model: TrainedModel) -> TrainedModel:
+    """Let routers count tokens over all ranks, if they are to."""
+    if isinstance(model.module, TransformersDecoder):
+        model.module.reduce_counts = model.collectives.all_reduce
+    return model
 
 
 def _draw(config: Config) -> Callable[[str, Tensor], None]:
@@ -104,6 +113,8 @@ def _draw(config: Config) -> Callable[[str, Tensor], None]:
 def make_module(config: Config) -> nn.Module:
     """Return the module on the meta device, with blocks checkpointed and compiled as configured."""
     module = build_model(config.model)
+    if isinstance(module, TransformersDecoder):
+        fill_buffers(module)
     for unit in divide_module(module, None):
         if unit.kind == "block":
             block = module.get_submodule(unit.name)

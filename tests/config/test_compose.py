@@ -217,9 +217,9 @@ def test_every_option_composes_and_has_a_description(group, tmp_path):
     from fsdpctl.config.recipe import first_comment, package_folder
 
     (tmp_path / "checkpoints").mkdir()  # a run's
-    (tmp_path / "config.yaml").write_text("model.num_layers: 2\n")
+    (tmp_path / "config.yaml").write_text("model.num_layers: 2\nmodel.vocab_size: 64\n")
     for choice in choices_of(group):
-        words = [f"model.path={tmp_path}"] if choice == "hf" else []
+        words = [f"model.path={tmp_path}"] if choice in ("hf", "transformers") else []
         config = compose_config([f"{group}={choice}", *words]).config
         assert getattr(config, group).name == choice
         assert first_comment(package_folder("conf") / group / f"{choice}.yaml")

@@ -163,7 +163,7 @@ def test_what_is_missing_or_too_much_is_named(tmp_path):
 
 
 MISTAKES = {
-    "model_type": ("mamba", "model_type mamba: not supported; expected llama, mistral"),
+    "model_type": ("mamba", "model_type mamba: not supported by model=hf; expected llama, mistral"),
     "hidden_act": ("swiglu", "activation swiglu is not supported"),
     "num_hidden_layers": ("many", "model.num_layers=many: expected a whole number"),
     "quantization_config": ({"bits": 4}, "quantization_config"),

@@ -19,7 +19,8 @@ from fsdpctl.data.tokens import Rows
 from fsdpctl.models.documents import spans
 from fsdpctl.optim.schedule import lr_factor
 from fsdpctl.plan.batch import plan_batches
-from tests.models.families import VOCABULARY, save_model
+from tests.models.decoders import save_decoder
+from tests.models.families import FAMILIES, VOCABULARY, save_model
 
 WORDS = [
     "red", "blue", "green", "cat", "dog", "tree", "house", "river", "sky", "sun", "moon", "star",
@@ -32,7 +33,10 @@ CHATML = (
 
 def make_chat_model(folder: Path, family: str) -> Path:
     """A directory as transformers writes it, with a tokenizer and ChatML."""
-    save_model(family, folder)
+    if family in FAMILIES:
+        save_model(family, folder)
+    else:
+        save_decoder(family, folder, vocab_size=VOCABULARY, max_position_embeddings=64)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

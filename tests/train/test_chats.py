@@ -58,6 +58,23 @@ def test_losses_are_those_of_a_plain_loop(tmp_path, family, ranks):
     assert expected[-1] < expected[0]
 
 
+@pytest.mark.parametrize(
+    ("family", "packs"),
+    [
+        ("qwen3_moe", True), ("mixtral", True), ("gemma2", True), ("granite", True),
+        ("deepseek_v3", True), ("qwen3_next", False), ("gpt_oss", False), ("bloom", False),
+        ("falcon_h1", False), ("nemotron_h", False), ("jamba", False),
+    ],
+)  # fmt: skip
+def test_decoders_of_transformers_train_on_chats(tmp_path, family, packs):
+    """Also where documents that share a sequence would see one another."""
+    run = trained(tmp_path, family, 2, "model=transformers")
+    config = read_config(run)
+    assert config.data.packing is (None if packs else False)
+    expected = plain_losses(opened_by_transformers(tmp_path / "model"), config, STEPS)
+    assert losses(run) == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_losses_are_those_of_a_plain_loop_without_packing(tmp_path, ranks):
     run = trained(tmp_path, "qwen3", ranks, "data.packing=false")

@@ -152,5 +152,5 @@ def _utilization(config: Config, speed: float, estimate: RunEstimate) -> float |
         peak = config.cluster.flops_fp32
     if peak is None or estimate.num_trained < estimate.num_params:
         return None
-    per_token = flops_per_token(config.model, estimate.num_params, config.train.seq_len)
+    per_token = flops_per_token(config.model, estimate.num_active, config.train.seq_len)
     return per_token * speed / (peak * _TERA * world_size(config))

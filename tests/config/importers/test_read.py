@@ -184,9 +184,9 @@ def test_models_are_found_in_directories_and_in_the_hub_cache(tmp_path):
         ("Qwen/Qwen3-4B-Instruct-2507", "qwen3_4b"),
         ("openai-community/gpt2", "gpt2"),
         ("casperhansen/llama-3-70b-fp16", "llama3_70b"),
-        ("meta-llama/Llama-3.2-3B", None),
+        ("meta-llama/Llama-3.2-3B", "hf"),
         ("unsloth/Meta-Llama-3.1-8B-bnb-4bit", None),
-        ("openai-community/gpt2-xl", None),
+        ("openai-community/gpt2-xl", "hf"),
     ],
 )
 def test_known_names_on_the_hub_become_options(tmp_path, name, choice):

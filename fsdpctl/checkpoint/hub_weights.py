@@ -1,0 +1,81 @@
+"""Weights of models of transformers, between the names in memory and those on the Hub."""
+
+from itertools import accumulate
+
+from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
+from fsdpctl.checkpoint.parts import ComposedTensors, Composition, SourceRange
+from fsdpctl.checkpoint.source import Tensors
+from fsdpctl.config.model import ModelConfig
+from fsdpctl.errors import CheckpointError
+from fsdpctl.models.hub_names import stored_names, stored_parts
+from fsdpctl.models.registry import build_plain
+from fsdpctl.models.transformers_decoder import TransformersDecoder
+from fsdpctl.plan.layout import Span
+
+
+def from_hub(stored: Tensors, model: ModelConfig) -> Tensors:
+    """Return the weights under the names in memory, from those of a Hugging Face directory.
+
+    Raises:
+        CheckpointError: If the weights are not of this model.
+        UsageError: If transformers converts them in a way that is not supported.
+    """
+    module = _module(model)
+    compositions = {}
+    for name, found in stored_parts(module, stored.names(PARAMETER)).items():
+        keys = [tensor_key(PARAMETER, each) for each in found.parts]
+        parts = tuple(SourceRange(key, Span(0, stored.info(key).numel)) for key in keys)
+        for copy in found.copies:
+            check_equal(stored, found.parts[0], copy)
+        shape = found.shape or (sum(part.span.numel for part in parts),)
+        kind = BUFFER if found.is_buffer else PARAMETER
+        shapes = {tuple(stored.info(key).shape) for key in keys}
+        if len(parts) == 1:
+            shape = shapes.pop()  # loading compares it with the model's
+        compositions[name] = Composition(shape, parts, kind)
+    return ComposedTensors(stored, compositions)
+
+
+def to_hub(weights: Tensors, model: ModelConfig) -> Tensors:
+    """Return the weights as transformers writes them to files, from the names in memory.
+
+    Raises:
+        UsageError: If transformers converts them in a way that is not supported.
+    """
+    module = _module(model)
+    shapes = stored_names(module)
+    compositions = {}
+    for name, whole in stored_parts(module, list(shapes)).items():
+        key = tensor_key(BUFFER if whole.is_buffer else PARAMETER, name)
+        sizes = [_numel(shapes[part]) for part in whole.parts]
+        for part, size, stop in zip(whole.parts, sizes, accumulate(sizes), strict=True):
+            compositions[part] = Composition(
+                shapes[part], (SourceRange(key, Span(stop - size, stop)),)
+            )
+    return ComposedTensors(weights, compositions)
+
+
+def check_equal(weights: Tensors, name: str, copy: str) -> None:
+    """Check that two stored tensors that the model ties are equal.
+
+    Raises:
+        CheckpointError: If they differ.
+    """
+    keys = [tensor_key(PARAMETER, each) for each in (name, copy)]
+    shapes = [weights.info(key).shape for key in keys]
+    chunks = zip(*(weights.read(key) for key in keys), strict=True)
+    if shapes[0] != shapes[1] or any(one != other for (_, one), (_, other) in chunks):
+        raise CheckpointError(f"{weights}: {copy} differs from {name}, but config.json ties them")
+
+
+def _module(model: ModelConfig) -> TransformersDecoder:
+    module = build_plain(model)
+    assert isinstance(module, TransformersDecoder)
+    return module
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,150 @@
+"""The tensors in files of the Hub that hold the weights of a model of transformers.
+
+transformers merges weights when it loads them: the experts of a layer are one parameter in memory,
+and two or three tensors each in the files. Its own conversion tables say which.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdpctl.errors import UsageError
+from fsdpctl.models.transformers_decoder import TransformersDecoder
+
+Shape = tuple[int, ...]
+Renaming = Callable[[str], str | None]  # None: the model has no such tensor and ignores it
+# Operations of a conversion that place whole tensors one after another.
+_STACKED, _STACKED_PAIRS, _JOINED = (
+    ("MergeModulelist", 0),
+), (("MergeModulelist", 0), ("Concatenate", 1)), (("Concatenate", 0),)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StoredParts:
+    """A tensor of the model as tensors of files whose flattened elements follow one another."""
+
+    shape: Shape  # (): the model has no such tensor
+    is_buffer: bool
+    parts: tuple[str, ...]
+    copies: tuple[str, ...] = ()  # other stored tensors that must be equal, since they are tied
+
+
+def stored_parts(module: TransformersDecoder, stored: Sequence[str]) -> dict[str, StoredParts]:
+    """Return the parts of each tensor of the model by name, among the tensors `stored` in files.
+
+    Tensors without parts are left out, and so is what transformers itself ignores.
+
+    Raises:
+        UsageError: If a conversion does more than to place tensors one after another.
+    """
+    renames = _Renames(module)
+    found: dict[str, dict[str, list[str]]] = {}  # by name in memory and pattern
+    for name in sorted(stored, key=_natural):
+        target, pattern = renames.target(name)
+        found.setdefault(target, {}).setdefault(pattern, []).append(name)
+    shapes, buffers = renames.shapes, renames.buffers
+    parts = {}
+    for name, by_pattern in found.items():
+        order = tuple(_in_order(name, by_pattern, renames))
+        copies = order[1:] if set(by_pattern) == {""} else ()
+        if name in shapes or not renames.ignores(name):
+            kept = order[: len(order) - len(copies)]
+            parts[name] = StoredParts(shapes.get(name, ()), name in buffers, kept, copies)
+    return parts
+
+
+def stored_names(module: TransformersDecoder) -> dict[str, Shape]:
+    """Return the shapes of the tensors that transformers writes to files, by name.
+
+    Raises:
+        UsageError: If transformers cannot revert a conversion.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = module.transformers_model
+    shapes = _Renames(module).shapes
+    whole = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    try:
+        reverted = revert_weight_conversion(model, whole)
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(f"model=transformers: weights cannot be renamed: {error}") from None
+    return {name: tuple(each.shape) for name, each in reverted.items()}
+
+
+class _Renames:
+    """transformers' conversion tables for one model."""
+
+    def __init__(self, module: TransformersDecoder) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        self.model = model = module.transformers_model
+        table = get_model_conversion_mapping(model)
+        self._converters = [each for each in table if isinstance(each, WeightConverter)]
+        self._renamings = [each for each in table if isinstance(each, WeightRenaming)]
+        self.by_pattern = {name: each for each in self._converters for name in each.source_patterns}
+        params = dict(module.named_parameters())
+        kept = {name: each for name, each in module.state_dict().items() if name not in params}
+        aliases = {name for name, _ in module.named_parameters(remove_duplicate=False)} - {*params}
+        self.buffers = {*kept} - aliases
+        self.shapes: dict[str, Shape] = {
+            **{name: tuple(each.shape) for name, each in params.items()},
+            **{name: tuple(kept[name].shape) for name in self.buffers},
+        }
+        self._first = _first_names(module)
+        self._whole = dict.fromkeys(module.state_dict(), True)
+
+    def target(self, name: str) -> tuple[str, str]:
+        """Return the name in memory of a stored tensor, and the pattern of its conversion."""
+        from transformers.core_model_loading import rename_source_key
+
+        prefix, known = self.model.base_model_prefix, self._whole
+        target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, known)
+        if target not in known and name in known:
+            target, pattern = rename_source_key(name, [], [], prefix, known)
+        return self._first.get(target, target), pattern or ""
+
+    def ignores(self, name: str) -> bool:
+        """Return whether transformers ignores a stored tensor that the model does not have."""
+        import re
+
+        patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        constant = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+        return name.endswith(constant) or any(re.search(each, name) for each in patterns)
+
+
+def _first_names(module: TransformersDecoder) -> dict[str, str]:
+    """Return the name under which a tied parameter is known, by its other names."""
+    known: dict[int, str] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        known.setdefault(id(param), name)
+    return {
+        name: known[id(param)]
+        for name, param in module.named_parameters(remove_duplicate=False)
+        if known[id(param)] != name
+    }
+
+
+def _in_order(name: str, by_pattern: Mapping[str, list[str]], renames: _Renames) -> list[str]:
+    """Return the stored tensors of one in memory in the order of their elements."""
+    if set(by_pattern) == {""}:
+        return by_pattern[""]
+    converter = renames.by_pattern[next(pattern for pattern in by_pattern if pattern)]
+    steps = tuple((type(each).__name__, getattr(each, "dim", 0)) for each in converter.operations)
+    lists = [by_pattern.get(pattern, []) for pattern in converter.source_patterns]
+    if steps == _JOINED or (steps == _STACKED and len(lists) == 1):
+        return [each for of_pattern in lists for each in of_pattern]
+    if steps == _STACKED_PAIRS and len({len(each) for each in lists}) == 1:
+        return [each for of_expert in zip(*lists, strict=True) for each in of_expert]
+    raise UsageError(
+        f"model=transformers: {name}: weights that are converted by "
+        f"{' and '.join(kind for kind, _ in steps)} are not supported"
+    )
+
+
+def _natural(name: str) -> Any:
+    from transformers.core_model_loading import dot_natural_key
+
+    return dot_natural_key(name)

@@ -1,0 +1,100 @@
+"""Modules and initial weights of decoders that transformers implements."""
+
+import copy
+import json
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdpctl.config.any_decoder import CONFIG_OF, read_configuration
+from fsdpctl.config.model import ModelConfig
+from fsdpctl.errors import UsageError
+from fsdpctl.models.transformers_decoder import TransformersDecoder
+
+
+def build_transformers(config: ModelConfig) -> TransformersDecoder:
+    """Build the module on the current device, which is usually meta.
+
+    Raises:
+        UsageError: If transformers cannot build it.
+    """
+    return TransformersDecoder(_built(config), config.router_aux_loss)
+
+
+def _built(config: ModelConfig) -> Any:
+    if config.config_json is None:
+        raise UsageError("model.architecture=transformers: requires model=transformers")
+    import transformers
+
+    told = _of_depth(
+        read_configuration(json.loads(config.config_json), CONFIG_OF), config.num_layers
+    )
+    try:
+        make: Any = transformers.AutoModelForCausalLM
+        return make.from_config(told, dtype=torch.float32)
+    except Exception as error:  # the code of a family raises what it likes
+        reason = str(error).strip().replace("\n", " ")
+        raise UsageError(f"{CONFIG_OF}: transformers cannot build the model: {reason}") from None
+
+
+def _of_depth(told: Any, num_layers: int) -> Any:
+    """Return a configuration with another number of blocks, whose kinds repeat if there are more.
+
+    The search for the largest model that fits needs it.
+    """
+    count = getattr(told, "num_hidden_layers", num_layers)
+    if count == num_layers:
+        return told
+    told = copy.deepcopy(told)
+    for key, value in list(vars(told).items()):
+        if isinstance(value, list) and len(value) == count:
+            setattr(told, key, (value * -(-num_layers // count))[:num_layers])
+    told.num_hidden_layers = num_layers
+    return told
+
+
+@torch.no_grad()
+def fill_buffers(module: TransformersDecoder) -> None:
+    """Replace buffers on the meta device by their values, on the CPU.
+
+    transformers computes them where it initializes the weights of their module, or of one above.
+    Others are NaN, until they are read with the weights.
+    """
+    above = set()
+    for name, buffer in list(module.named_buffers()):
+        if buffer.is_meta:
+            owner, _, leaf = name.rpartition(".")
+            unknown = math.nan if buffer.is_floating_point() else 0
+            filled = torch.full_like(buffer, unknown, device="cpu")
+            module.get_submodule(owner)._buffers[leaf] = filled
+            above |= {owner[:end] for end, letter in enumerate(owner) if letter == "."}
+            above |= {owner, ""}
+    model = module.transformers_model
+    for name in sorted(above, key=lambda each: (-each.count("."), not each, each)):
+        model._init_weights(module.get_submodule(name) if name else model)
+
+
+@lru_cache(maxsize=1)
+def _drawer(config: ModelConfig) -> TransformersDecoder:
+    with torch.device("meta"):
+        return build_transformers(config)
+
+
+@torch.no_grad()
+def draw_parameter(name: str, whole: Tensor, number: int, config: ModelConfig) -> None:
+    """Initialize a parameter in place as transformers does, with the seed `number`.
+
+    Only this parameter of its module has memory, so that nothing else takes from the generator.
+    """
+    module = _drawer(config)
+    parent, _, leaf = name.rpartition(".")
+    owner = copy.copy(module.get_submodule(parent))
+    values = torch.zeros(whole.shape, dtype=torch.float32)
+    owner.__dict__["_parameters"] = {**owner._parameters, leaf: nn.Parameter(values)}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(number)
+        module.transformers_model._init_weights(owner)
+    whole.copy_(owner._parameters[leaf])  # type: ignore[arg-type]  # set above

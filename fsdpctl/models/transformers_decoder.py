@@ -1,0 +1,250 @@
+"""Decoders that transformers implements, with the loss in chunks by the model's own head."""
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fsdpctl.errors import UsageError
+from fsdpctl.models.cache import Cache
+from fsdpctl.models.documents import Documents
+from fsdpctl.models.experts import Counts, aux_loss_factor, global_balance
+
+_BACKBONES = ("model", "transformer", "backbone")  # where base_model_prefix is not an attribute
+
+
+class OwnHead(nn.Linear):
+    """The projection to the vocabulary, with what the model does to its result.
+
+    Some models scale logits or limit them. So the loss is computed from the results of the model's
+    own forward, which runs with the hidden states of a chunk in place of its backbone.
+    """
+
+    def __init__(self, model: Any, backbone: str, head: str) -> None:
+        """Take over the parameters of `model`'s projection named `head`."""
+        nn.Module.__init__(self)
+        plain = getattr(model, head)
+        self.weight, self.bias = plain.weight, plain.bias
+        self.out_features, self.in_features = plain.weight.shape
+        shell = copy.copy(model)
+        shell.__dict__["_modules"] = dict(model._modules)
+        self._given = _Given(getattr(model, backbone))
+        shell._modules[backbone] = self._given
+        shell._modules[head] = _Projection(self)
+        self._shell = (shell,)  # hidden: its modules are not this one's
+
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        chunk_tokens: int | None = None,
+        outputs: Any = None,
+    ) -> Tensor:
+        """Return logits, or the cross entropy summed over targets; see `fsdpctl.models.parts.Head`.
+
+        Args:
+            hidden: Last hidden states, (batch, length, width).
+            targets: As in `Head`.
+            chunk_tokens: As in `Head`.
+            outputs: The other outputs of the backbone.
+        """
+        if targets is None:
+            return self._logits(hidden, outputs)
+        flat, wanted = hidden.flatten(0, -2), targets.flatten()
+        if chunk_tokens is None or len(wanted) <= chunk_tokens:
+            return self._loss(flat, wanted, outputs)
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for chunk, part in zip(flat.split(chunk_tokens), wanted.split(chunk_tokens), strict=True):
+            loss = loss + checkpoint(self._loss, chunk, part, outputs, use_reentrant=False)
+        return loss
+
+    def _loss(self, hidden: Tensor, targets: Tensor, outputs: Any) -> Tensor:
+        logits = self._logits(hidden.unsqueeze(0), outputs)
+        return F.cross_entropy(logits.flatten(0, -2).float(), targets, reduction="sum")
+
+    def _logits(self, hidden: Tensor, outputs: Any) -> Tensor:
+        return self.run(hidden, outputs).logits  # type: ignore[no-any-return]  # transformers'
+
+    def run(self, hidden: Tensor, outputs: Any, **settings: Any) -> Any:
+        """Return the result of the model's forward for the hidden states."""
+        self._given.outputs = copy.copy(outputs)
+        self._given.outputs["last_hidden_state"] = hidden
+        try:
+            return self._shell[0].forward(inputs_embeds=hidden, use_cache=False, **settings)
+        finally:
+            self._given.outputs = None
+
+
+class _Given(nn.Module):
+    """A backbone whose outputs exist already."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self._backbone = (backbone,)
+        self.outputs: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the backbone, such as a factor of the logits."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._backbone[0], name)
+
+    @property
+    def decoder(self) -> "_Given":
+        """The part that some models call instead."""
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.outputs
+
+
+class _Projection(nn.Module):
+    """Multiplies by the weight of a head, whose hooks are not run."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self._head = (head,)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, whose dtype some models ask for."""
+        return self._head[0].weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        head = self._head[0]
+        return F.linear(hidden, head.weight, head.bias)
+
+
+class TransformersDecoder(nn.Module):
+    """A causal language model of transformers with the interface of fsdpctl's decoders.
+
+    Its modules and parameters have the names that they have in transformers.
+    """
+
+    def __init__(self, model: Any, router_aux_loss: str = "model") -> None:
+        """Take over the modules of `model`, a PreTrainedModel.
+
+        Raises:
+            UsageError: If the model has no backbone and output projection side by side.
+        """
+        super().__init__()
+        names = (model.base_model_prefix, *_BACKBONES)
+        self._backbone = next((name for name in names if name in model._modules), "")
+        projection = model.get_output_embeddings()
+        head = next((name for name, each in model.named_children() if each is projection), "")
+        if not self._backbone or not head or not isinstance(projection, nn.Linear):
+            raise UsageError(
+                f"model=transformers: {type(model).__name__}: not supported; expected a model that "
+                "is a backbone and a linear output head"
+            )
+        setattr(model, head, OwnHead(model, self._backbone, head))
+        for name, child in model.named_children():
+            self.add_module(name, child)
+        self._head = head
+        self._model = (model,)  # hidden: its modules are this one's
+        self._aux_loss = router_aux_loss
+        self.reduce_counts: Counts | None = None  # sums expert counts over ranks
+        forward = type(getattr(model, self._backbone)).forward
+        self._caches = _can_cache(model.config)
+        self._takes_positions = "position_ids" in inspect.signature(forward).parameters
+
+    @property
+    def transformers_model(self) -> Any:
+        """The model as transformers knows it; it has the same modules."""
+        return self._model[0]
+
+    @property
+    def balances_experts(self) -> bool:
+        """Whether the auxiliary loss of the routers is part of the loss."""
+        if self._aux_loss == "none" or not aux_loss_factor(self.transformers_model):
+            return False
+        config = self.transformers_model.config
+        return self._aux_loss == "global" or bool(getattr(config, "output_router_logits", False))
+
+    def train(self, mode: bool = True) -> "TransformersDecoder":
+        """Set the training mode."""
+        super().train(mode)
+        self.transformers_model.training = mode
+        return self
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the token embedding."""
+        found: nn.Module = self.transformers_model.get_input_embeddings()
+        return found
+
+    def get_output_embeddings(self) -> OwnHead:
+        """Return the output head."""
+        found: OwnHead = getattr(self, self._head)
+        return found
+
+    def full_logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits of transformers' own forward, of all tokens at once."""
+        model = copy.copy(self.transformers_model)
+        head = _Projection(self.get_output_embeddings())
+        model.__dict__["_modules"] = {**model._modules, self._head: head}
+        return model.forward(input_ids=tokens, use_cache=False).logits  # type: ignore[no-any-return]  # transformers'
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        chunk_tokens: int | None = None,
+        cache: Cache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Return logits of shape (batch, length, vocab_size), or a summed loss.
+
+        See `fsdpctl.models.parts.CausalDecoder`. In training, the auxiliary loss of routers is
+        added once per target, so that the mean over targets is the loss of transformers.
+        """
+        settings: dict[str, Any] = {}
+        if self._takes_positions and documents is not None:
+            settings["position_ids"] = documents.positions
+        adds = targets is not None and self.training and self.balances_experts
+        if adds:
+            settings["output_router_logits"] = True
+        if cache is not None and cache.foreign is not None:
+            settings["past_key_values"] = cache.foreign
+        outputs = getattr(self, self._backbone)(
+            input_ids=tokens,
+            use_cache=cache is not None and self._caches,
+            return_dict=True,
+            **settings,
+        )
+        if cache is not None:
+            cache.keep(getattr(outputs, "past_key_values", None), tokens.shape[1])
+        head, hidden = self.get_output_embeddings(), outputs.last_hidden_state
+        if "past_key_values" in outputs:
+            outputs["past_key_values"] = None
+        loss: Tensor = head(hidden, targets, chunk_tokens, outputs)
+        if targets is None or not adds:
+            return loss
+        return loss + (targets != -100).sum() * self._balance(hidden, outputs)
+
+    def _balance(self, hidden: Tensor, outputs: Any) -> Tensor:
+        """Return the auxiliary loss of the routers of a micro-batch with its factor."""
+        model = self.transformers_model
+        factor = aux_loss_factor(model)
+        if self._aux_loss == "global":
+            return factor * global_balance(outputs.router_logits, model.config, self.reduce_counts)
+        head = self.get_output_embeddings()
+        found = head.run(hidden[:, -1:], outputs, output_router_logits=True).aux_loss
+        return factor * found  # type: ignore[no-any-return]  # transformers'
+
+
+def _can_cache(config: Any) -> bool:
+    """Return whether transformers counts the tokens in its cache for a model.
+
+    It does not if all layers are recurrent.
+    """
+    import transformers
+
+    try:
+        return bool(transformers.DynamicCache(config=config).get_seq_length() == 0)
+    except ValueError:
+        return False

@@ -1,0 +1,80 @@
+"""Published models are known by their names on the Hub, with sizes that add up."""
+
+import pytest
+import torch
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.hub_models import hub_config, hub_models
+from fsdpctl.errors import UsageError
+from fsdpctl.models.registry import build_plain
+from fsdpctl.resolve.run import open_run
+from tests.cli.run import invoke
+
+MODELS = hub_models()
+DISTINCT = {id(entry): name for name, entry in reversed(MODELS.items())}
+
+
+def config_of(name: str, option: str = "transformers"):
+    return compose_config([f"model={option}", f"model.path={name}", "model.init=random"]).config
+
+
+def accepts(public: int | str, count: int) -> bool:
+    """Whether a sum is the public figure, or rounds to it or within 1 % of it."""
+    if isinstance(public, int):
+        return count == public
+    digits, unit = public.rstrip("BM"), 1e9 if public.endswith("B") else 1e6
+    last = 10.0 ** -len(digits.partition(".")[2]) * unit
+    given = float(digits) * unit
+    return abs(count - given) <= max(0.01 * given, last / 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DISTINCT.values())
+def test_parameters_add_up_to_the_public_number(name):
+    module = build_plain(config_of(name).model)
+    count = sum(param.numel() for param in module.parameters())
+    assert accepts(MODELS[name]["parameters"], count), count
+
+
+def test_the_table_has_models_by_every_name():
+    assert len(MODELS) > 500
+    assert len(DISTINCT) > 250
+    for name in ("Qwen/Qwen3-30B-A3B", "mistralai/Mixtral-8x7B-v0.1", "openai/gpt-oss-20b"):
+        entry = MODELS[name]
+        assert entry["config"]["model_type"]
+        assert entry["source"]
+    assert hub_config("nobody/nothing") is None
+    assert hub_config("Qwen/Qwen3-30B-A3B@main") == hub_config("Qwen/Qwen3-30B-A3B")
+
+
+def test_both_modules_are_estimated_by_name():
+    counts = {
+        option: sum(
+            param.numel()
+            for param in build_plain(config_of("Qwen/Qwen3-0.6B", option).model).parameters()
+        )
+        for option in ("hf", "transformers")
+    }
+    assert counts["hf"] == counts["transformers"] == 596049920
+
+
+def test_training_needs_the_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    words = ["model=transformers", "model.path=Qwen/Qwen3-0.6B", "launch.device=cpu"]
+    with pytest.raises(UsageError, match="run `hf download Qwen/Qwen3-0.6B`"):
+        open_run(compose_config(words))
+
+
+@pytest.mark.slow
+def test_an_estimate_names_the_active_parameters():
+    code, output = invoke(
+        "estimate-memory", "model=transformers", "model.path=Qwen/Qwen3-30B-A3B", "cluster=h100",
+        "launch.nproc_per_node=8", "precision=bf16", "activation_checkpointing=full",
+    )  # fmt: skip
+    assert code == 0, output
+    assert "30,532,122,624 parameters, 3,353,032,704 active" in output
+
+
+def test_meta_modules_have_no_memory():
+    module = build_plain(config_of("Qwen/Qwen3-0.6B").model)
+    assert all(param.device == torch.device("meta") for param in module.parameters())

@@ -1,0 +1,141 @@
+"""Tiny directories of the causal decoders of transformers, as they are on the Hub."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fsdpctl.checkpoint.load import load_weights
+from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, tensor_key
+from fsdpctl.checkpoint.pretrained import open_weights
+from fsdpctl.checkpoint.source import Tensors
+from fsdpctl.checkpoint.tensors import tensor_of
+from fsdpctl.config.any_decoder import read_configuration, transformers_words
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.schema import Config
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.models.transformers_decoder import TransformersDecoder
+from fsdpctl.resolve.decoder_check import allocate
+from fsdpctl.train.assemble import make_model, make_module
+from tests.models.tiny import _OF_ITS_OWN, WORDS, _sizes
+
+LENGTH = 16
+CPU = torch.device("cpu")
+# Sizes that the rule of tests.models.tiny does not find.
+_SIZES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": 2, "num_experts": 4},
+    "ministral": {"head_dim": 8},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2},
+    "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_expand": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {
+        "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2,
+        "layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2},
+    "nemotron": {"num_key_value_heads": 2},
+}  # fmt: skip
+
+
+def tiny_config(family: str) -> Any:
+    """Return transformers' configuration of a tiny decoder.
+
+    Raises:
+        Exception: If the family cannot be made tiny by changing its sizes.
+    """
+    sizes = _sizes(hf.AutoConfig.for_model(family)) | _OF_ITS_OWN.get(family, {})
+    content = hf.AutoConfig.for_model(
+        family, **{**sizes, **_SIZES.get(family, {})}
+    ).to_json_string()
+    words = transformers_words(json.loads(content), family)
+    return read_configuration(json.loads(words["config_json"]), family)
+
+
+def save_decoder(family: str, folder: Path, **settings: Any) -> None:
+    """Write a tiny model with drawn weights to a directory, as transformers does."""
+    config = tiny_config(family)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    make: Any = hf.AutoModelForCausalLM
+    model = make.from_config(config)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.ndim > 1:
+                param.normal_(0.0, 0.3 / param.shape[-1] ** 0.5)
+    model.save_pretrained(folder)
+
+
+def load_decoder(folder: Path) -> Any:
+    """Return the model as transformers loads it, in float32, without dropout."""
+    make: Any = hf.AutoModelForCausalLM
+    return make.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def batches_of(steps: int, ranks: int, seed: int = 1) -> list[list[list[Tensor]]]:
+    """Draw sequences of tokens: [step][rank][micro-batch], each (2, LENGTH + 1)."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        [[torch.randint(3, WORDS, (2, LENGTH + 1), generator=generator)] for _ in range(ranks)]
+        for _ in range(steps)
+    ]
+
+
+def our_loss(model: Any, tokens: Tensor) -> Tensor:
+    loss: Tensor = model(tokens[:, :-1], tokens[:, 1:], 9)
+    return loss / tokens[:, 1:].numel()
+
+
+def their_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def compose(folder: Path, *words: str) -> Config:
+    fixed = ["model=transformers", f"model.path={folder}"]
+    if not any(word.startswith("precision=") for word in words):
+        fixed.append("precision=fp32")
+    return compose_config([*fixed, *words]).config
+
+
+def load(config: Config, strategy: str = "full_shard") -> ShardedModel:
+    model = make_model(config, CPU, strategy=strategy, empty=True)
+    load_weights(open_weights(config.model), model)
+    return model
+
+
+def whole(weights: Tensors, key: str) -> torch.Tensor:
+    info = weights.info(key)
+    read = b"".join(bytes(data) for _, data in weights.read(key))
+    return tensor_of(memoryview(bytearray(read)), info.dtype).view(info.shape)
+
+
+def fill(module: nn.Module, weights: Tensors) -> None:
+    """Give values to the parameters and buffers of a module on the meta device."""
+    allocate(module)
+    with torch.no_grad():
+        for kind, tensors in (
+            (PARAMETER, module.named_parameters()),
+            (BUFFER, module.named_buffers()),
+        ):
+            stored = set(weights.names(kind))
+            for name, each in tensors:
+                if kind == PARAMETER or name in stored:
+                    each.copy_(whole(weights, tensor_key(kind, name)))
+
+
+def plain_module(folder: Path, *words: str) -> TransformersDecoder:
+    """A model with experts and its weights, without an engine."""
+    config = compose(folder, *words)
+    module = make_module(config)
+    assert isinstance(module, TransformersDecoder)
+    fill(module, open_weights(config.model))
+    return module

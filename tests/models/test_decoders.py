@@ -1,0 +1,314 @@
+"""Decoders of transformers under `model=transformers`, beside transformers itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.models.auto import modeling_auto
+
+from fsdpctl.checkpoint.base import first_weights
+from fsdpctl.checkpoint.consolidate import consolidate
+from fsdpctl.checkpoint.load import check_weights, load_weights
+from fsdpctl.checkpoint.manifest import PARAMETER, Progress, tensor_key
+from fsdpctl.checkpoint.peft import write_peft
+from fsdpctl.checkpoint.pretrained import assets_beside, open_weights
+from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
+from fsdpctl.comm.collectives import collectives_for
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.model_path import option_of
+from fsdpctl.config.serialize import config_words
+from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.models.registry import build_model, initialize_parameter
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.plan.layout import Span
+from fsdpctl.resolve.attention import check_attention
+from fsdpctl.resolve.decoder_check import check_decoder, with_packing
+from fsdpctl.train.assemble import make_model, make_optimizer
+from fsdpctl.train.callbacks.sample import Sampling, generate
+from tests.distributed import distributed
+from tests.engine.test_parity import largest_difference
+from tests.models.decoders import (
+    CPU,
+    batches_of,
+    compose,
+    load,
+    load_decoder,
+    our_loss,
+    plain_module,
+    save_decoder,
+    their_loss,
+)
+from tests.reference import train_reference
+
+STRATEGIES = ["full_shard", "shard_grad_op", "shard_optimizer"]
+SOME = ["qwen3_moe"]
+ROOT = Path(__file__).parent.parent.parent
+RESULTS = json.loads((ROOT / "benchmarks" / "results" / "decoders.json").read_text())["results"]
+
+
+def trains_as_transformers(rank: int, world_size: int, folder: Path, family: str) -> None:
+    if rank == 0:
+        save_decoder(family, folder)
+    collectives_for(CPU).barrier()
+    batches = batches_of(3, world_size)
+    theirs = load_decoder(folder)
+    losses = [their_loss(theirs, of[rank][0]).item() for of in batches[:1]]
+    names = {name for name, _ in theirs.named_parameters()}
+    expected = train_reference(theirs, their_loss, batches, lr=1e-3)
+    for strategy in STRATEGIES:
+        model = load(compose(folder), strategy)
+        optimizer = ShardedAdamW(model, lr=1e-3)
+        found = []
+        for of_ranks in batches:
+            loss = our_loss(model, of_ranks[rank][0])
+            found.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert found[0] == pytest.approx(losses[0], abs=1e-6), strategy
+        trained = model.state_dict()
+        ours, wanted = ({n: state[n] for n in names} for state in (trained, expected))
+        print(strategy, largest_difference(ours, wanted))
+        assert largest_difference(ours, wanted) <= 1e-5, strategy
+
+
+@pytest.mark.parametrize("family", SOME)
+@distributed(world_size=2)
+def test_trains_as_transformers(rank: int, world_size: int, family: str, tmp_path: Path) -> None:
+    trains_as_transformers(rank, world_size, tmp_path / "in", family)
+
+
+SUPPORTED = [each["family"] for each in RESULTS if each["is_tried"] and not each["problem"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("family", SUPPORTED)
+@distributed(timeout=240)
+def test_families_train_as_transformers(
+    rank: int, world_size: int, family: str, tmp_path: Path
+) -> None:
+    trains_as_transformers(rank, world_size, tmp_path / "in", family)
+
+
+@pytest.mark.slow
+def test_the_results_are_those_of_the_installed_transformers():
+    """The table in docs/models.md is made of them."""
+    known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    assert {each["family"] for each in RESULTS} == set(known)
+    for each in RESULTS:
+        if each["is_tried"] and not each["problem"]:
+            assert each["loss_difference"] <= 1e-5, each
+            assert each["gradient_difference"] <= 1e-5, each
+            assert each["exports_equal"], each
+
+
+# ---- weights -----------------------------------------------------------------------------
+
+
+def test_each_expert_is_read_by_range(tmp_path):
+    save_decoder("qwen3_moe", tmp_path)
+    weights = open_weights(compose(tmp_path).model)
+    theirs = dict(load_decoder(tmp_path).named_parameters())
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    flat = theirs[name].detach().flatten()
+    for start, stop in ((0, len(flat)), (100, 700), (511, 513), (1023, 1025), (5, 6)):
+        read = b"".join(
+            bytes(d) for _, d in weights.read(tensor_key(PARAMETER, name), Span(start, stop))
+        )
+        assert torch.equal(torch.frombuffer(bytearray(read), dtype=torch.float32), flat[start:stop])
+
+
+def test_a_missing_expert_is_named(tmp_path):
+    save_decoder("qwen3_moe", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    missing = tensors.pop("model.layers.1.mlp.experts.2.up_proj.weight")
+    save_file(tensors, file)
+    config = compose(tmp_path)
+    with pytest.raises((CheckpointError, UsageError), match="gate_up_proj"):
+        check_weights(open_weights(config.model), build_model(config.model))
+    save_file({**tensors, "model.layers.1.mlp.experts.2.up_proj.weight": missing[:4]}, file)
+    with pytest.raises(CheckpointError, match="gate_up_proj"):
+        check_weights(open_weights(config.model), build_model(config.model))
+    save_file({**tensors, "stray": missing}, file)
+    with pytest.raises((CheckpointError, UsageError)):
+        check_weights(open_weights(config.model), build_model(config.model))
+
+
+def test_export_has_the_names_of_the_hub(tmp_path):
+    save_decoder("qwen3_moe", tmp_path / "in")
+    config = compose(tmp_path / "in")
+    model = load(config)
+    about = About(Progress(1), config_words(config), assets_beside(tmp_path / "in"))
+    folder = tmp_path / "step-00000001"
+    write_checkpoint(folder, take_snapshot(model, None, 0, about), model.collectives)
+    consolidate(CheckpointReader(folder), tmp_path / "out")
+    before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("in", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    tokens = batches_of(1, 1)[0][0][0]
+    logits = [load_decoder(tmp_path / each)(tokens).logits for each in ("in", "out")]
+    assert torch.equal(*logits)
+    again = compose_config(["model=transformers", f"model.path={folder}"]).config.model
+    assert again.config_json == config.model.config_json
+
+
+# ---- checks at the start -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "packs"), [("qwen3_moe", True), ("bloom", False)])
+def test_the_start_sees_whether_documents_may_share_a_sequence(family, packs, tmp_path):
+    save_decoder(family, tmp_path)
+    assert check_decoder(compose(tmp_path).model) is packs
+    chats = compose(tmp_path, "data=chat", "data.path=x.jsonl")
+    config, notes = with_packing(chats)
+    assert config.data.packing is (None if packs else False)
+    assert len(notes) == (not packs)
+    if not packs:
+        with pytest.raises(UsageError, match="data.packing=true: bloom mixes"):
+            with_packing(compose(tmp_path, "data=chat", "data.path=x", "data.packing=true"))
+
+
+def test_a_model_that_sees_later_tokens_is_rejected(tmp_path):
+    save_decoder("electra", tmp_path)
+    with pytest.raises(UsageError, match="not causal; tokens see later ones"):
+        check_decoder(compose(tmp_path).model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "qwen3_mo"}, "did you mean qwen3_moe"),
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}, "runs no code from"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config: not supported"),
+        ({"model_type": "gemma3"}, "is not a text decoder"),
+        ({"num_attention_heads": "many"}, "rejects it"),
+    ],
+)
+def test_a_config_that_transformers_cannot_run_is_rejected(changes, said, tmp_path):
+    save_decoder("qwen3_moe", tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(UsageError, match=said) as caught:
+        compose(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_sizes_are_those_of_the_config(tmp_path):
+    save_decoder("qwen3_moe", tmp_path)
+    with pytest.raises(UsageError, match="model.num_layers=9: conflicts"):
+        compose(tmp_path, "model.num_layers=9")
+    with pytest.raises(UsageError, match="model.attention=flash: not supported by model=transfo"):
+        check_attention(compose(tmp_path, "model.attention=flash", "launch.device=cpu"))
+
+
+def test_initial_weights_depend_on_seed_and_name_alone(tmp_path):
+    save_decoder("qwen3_moe", tmp_path)
+    config = compose(tmp_path, "model.init=random").model
+    drawn = {}
+    for name, shape in (
+        ("model.layers.0.mlp.experts.down_proj", (4, 32, 16)),
+        ("model.layers.0.mlp.gate.weight", (4, 32)),
+        ("model.norm.weight", (32,)),
+    ):
+        values = [torch.empty(shape) for _ in range(3)]
+        for each, seed in zip(values, (1, 1, 2), strict=True):
+            initialize_parameter(name, each, seed=seed, config=config)
+        assert torch.equal(values[0], values[1])
+        drawn[name] = values
+    assert not torch.equal(*drawn["model.layers.0.mlp.experts.down_proj"][1:])
+    assert float(drawn["model.layers.0.mlp.experts.down_proj"][0].std()) == pytest.approx(
+        0.02, rel=0.1
+    )
+    assert torch.equal(drawn["model.norm.weight"][0], torch.ones(32))
+
+
+# ---- our own module beside that of transformers ------------------------------------------
+
+
+def test_own_and_transformers_modules_agree(tmp_path):
+    save_decoder("llama", tmp_path)
+    tokens = batches_of(1, 1)[0][0][0]
+    losses, checkpoints = {}, {}
+    for option in ("hf", "transformers"):
+        words = [f"model={option}", f"model.path={tmp_path}", "precision=fp32"]
+        config = compose_config(words).config
+        model = load(config)
+        losses[option] = our_loss(model, tokens).item()
+        about = About(Progress(1), config_words(config), assets_beside(tmp_path))
+        folder = tmp_path / option
+        write_checkpoint(folder, take_snapshot(model, None, 0, about), model.collectives)
+        checkpoints[option] = folder
+    assert losses["hf"] == pytest.approx(losses["transformers"], abs=1e-6)
+    for option, other in (("hf", "transformers"), ("transformers", "hf")):
+        words = [f"model={option}", f"model.path={checkpoints[other]}", "precision=fp32"]
+        model = load(compose_config(words).config)
+        assert our_loss(model, tokens).item() == losses[option]
+        assert option_of(str(checkpoints[other])) == other
+
+
+def test_cached_generation_equals_running_all_tokens(tmp_path):
+    for family in ("qwen3_moe", "gemma2", "mamba"):
+        save_decoder(family, tmp_path / family)
+        module = plain_module(tmp_path / family)
+        texts = [
+            generate(
+                module,
+                [1, 2, 3],
+                range(8),
+                context=32,
+                sampling=Sampling(0, temperature=0),
+                device=CPU,
+                caches=caches,
+            )
+            for caches in (True, False)
+        ]
+        assert texts[0] == texts[1]
+
+
+# ---- adapters ----------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_adapters_are_those_of_peft(tmp_path):
+    """Merged adapters, and exported ones under PEFT, compute what the model computes."""
+    peft: Any = pytest.importorskip("peft")
+    save_decoder("qwen3_moe", tmp_path / "in")
+    words = ["model.lora.rank=2", "optimizer.lr=1e-2"]
+    config = compose(tmp_path / "in", *words)
+    model = make_model(config, CPU, empty=True)
+    weights = first_weights(config.model, model.module, 0, open_weights(config.model))
+    load_weights(weights, model)
+    names = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert all(".lora_" in name and "expert" not in name for name in names)
+    optimizer = make_optimizer(config, model)
+    for ((batch,),) in batches_of(3, 1):
+        our_loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    about = About(Progress(1), config_words(config), assets_beside(tmp_path / "in"))
+    folder = tmp_path / "step-00000001"
+    write_checkpoint(folder, take_snapshot(model, None, 0, about), model.collectives)
+    consolidate(CheckpointReader(folder), tmp_path / "merged", merges=True)
+    write_peft(CheckpointReader(folder), tmp_path / "adapters")
+    tokens = batches_of(1, 1, seed=9)[0][0][0]
+    ours = model(tokens)
+    merged = load_decoder(tmp_path / "merged")(tokens).logits
+    adapted = peft.PeftModel.from_pretrained(load_decoder(tmp_path / "in"), tmp_path / "adapters")
+    plain = load_decoder(tmp_path / "in")(tokens).logits
+    assert (ours - plain).abs().max() > 1e-3
+    torch.testing.assert_close(ours, merged, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours, adapted(tokens).logits, rtol=0, atol=1e-5)
+
+
+def test_experts_have_no_adapters(tmp_path):
+    save_decoder("qwen3_moe", tmp_path)
+    config = compose(tmp_path, "model.lora.rank=2", "model.lora.targets=experts")
+    with pytest.raises(UsageError, match="model.lora.targets=experts: matches no linear layer"):
+        build_model(config.model)

@@ -1,0 +1,160 @@
+"""Models of transformers with experts: routing, its loss, recomputation, and what is counted."""
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdpctl.comm.collectives import collectives_for
+from fsdpctl.estimate.trace import trace
+from fsdpctl.models.experts import global_balance
+from fsdpctl.models.registry import build_model, count_active
+from fsdpctl.optim.sgd import ShardedSGD
+from tests.distributed import distributed
+from tests.engine.test_parity import largest_difference
+from tests.models.decoders import (
+    CPU,
+    LENGTH,
+    batches_of,
+    compose,
+    load,
+    load_decoder,
+    our_loss,
+    plain_module,
+    save_decoder,
+    their_loss,
+)
+
+
+class Counted(TorchDispatchMode):
+    """Counts the calls of each operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recomputes", ["none", "selective", "full"])
+def test_the_auxiliary_loss_is_that_of_transformers(recomputes, tmp_path):
+    save_decoder("qwen3_moe", tmp_path, output_router_logits=True, router_aux_loss_coef=0.5)
+    module = plain_module(tmp_path, f"activation_checkpointing={recomputes}")
+    tokens = batches_of(1, 1)[0][0][0]
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    theirs = load_decoder(tmp_path)
+    out = theirs(input_ids=inputs, use_cache=False, output_router_logits=True)
+    wanted = F.cross_entropy(out.logits.flatten(0, 1), targets.flatten()) + 0.5 * out.aux_loss
+    loss = module(inputs, targets, 9) / targets.numel()
+    assert loss.item() == pytest.approx(wanted.item(), abs=1e-6)
+    loss.backward()
+    wanted.backward()
+    for name, param in theirs.named_parameters():
+        torch.testing.assert_close(
+            module.get_parameter(name).grad, param.grad, rtol=1e-4, atol=1e-6
+        )
+
+
+def test_the_auxiliary_loss_can_be_left_out(tmp_path):
+    save_decoder("qwen3_moe", tmp_path, output_router_logits=True, router_aux_loss_coef=0.5)
+    tokens = batches_of(1, 1)[0][0][0]
+    losses = {}
+    for kind in ("model", "global", "none"):
+        module = plain_module(tmp_path, f"model.router_aux_loss={kind}")
+        losses[kind] = module(tokens[:, :-1], tokens[:, 1:]).item()
+        assert module.balances_experts == (kind != "none")
+    assert losses["model"] == pytest.approx(losses["global"], rel=1e-6)
+    assert losses["model"] > losses["none"] + 1
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_global_balance_counts_the_tokens_of_all_ranks(rank: int, world_size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(10, 4, generator=generator) for _ in range(world_size)]
+    config = SimpleNamespace(num_experts_per_tok=2)
+    reduce = collectives_for(CPU).all_reduce
+    found = global_balance([logits[rank]], config, reduce)
+    everywhere = torch.cat(logits)
+    chosen = everywhere.softmax(-1).topk(2).indices
+    share = F.one_hot(chosen, 4).sum(dim=(0, 1)) / len(everywhere)
+    mean = logits[rank].softmax(-1).mean(0)
+    assert float(found) == pytest.approx(float(4 * (share * mean).sum()), rel=1e-6)
+
+
+def test_the_choice_of_experts_is_not_recomputed(tmp_path):
+    save_decoder("qwen3_moe", tmp_path)
+    tokens = batches_of(1, 1)[0][0][0]
+    counts = {}
+    for recomputes in ("none", "full"):
+        module = plain_module(tmp_path, f"activation_checkpointing={recomputes}")
+        with Counted() as counted:
+            module(tokens[:, :-1], tokens[:, 1:]).backward()
+        counts[recomputes] = counted.calls["aten::topk"], counted.calls["aten::mm"]
+    assert counts["full"][0] == counts["none"][0] > 0
+    assert counts["full"][1] > counts["none"][1]
+
+
+@pytest.mark.slow
+@distributed(world_size=2)
+def test_experts_without_tokens_have_zero_gradients(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    """Equal tokens are sent to the same experts: on a rank, and then on all of them."""
+    folder = tmp_path / "in"
+    if rank == 0:
+        save_decoder("qwen3_moe", folder)
+    collectives_for(CPU).barrier()
+    for of_ranks in ([3, 7], [5, 5]):
+        batches = [torch.full((2, 9), token) for token in of_ranks]
+        theirs = load_decoder(folder)
+        chosen = theirs(batches[rank], output_router_logits=True, use_cache=False).router_logits
+        used = [set(each.topk(2).indices.flatten().tolist()) for each in chosen]
+        assert all(len(each) < 4 for each in used)
+        for batch in batches:
+            (their_loss(theirs, batch) / world_size).backward()
+        wanted = {n: p - p.grad for n, p in theirs.named_parameters() if p.grad is not None}
+        model = load(compose(folder))
+        optimizer = ShardedSGD(model, lr=1.0, momentum=0.0)
+        our_loss(model, batches[rank]).backward()
+        optimizer.step()
+        trained = model.state_dict()
+        assert largest_difference({n: trained[n] for n in wanted}, wanted) <= 1e-6
+
+
+def test_what_a_token_uses_of_experts_is_counted(tmp_path):
+    save_decoder("qwen3_moe", tmp_path)
+    config = compose(tmp_path)
+    module = build_model(config.model)
+    idle = sum(p.numel() for n, p in module.named_parameters() if "experts" in n) // 2
+    assert count_active(module) == sum(p.numel() for p in module.parameters()) - idle
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_are_traced_in_any_dtype(dtype, tmp_path):
+    save_decoder("qwen3_moe", tmp_path)
+    module = build_model(compose(tmp_path).model).to(dtype)
+    tokens = torch.empty(2, LENGTH, dtype=torch.int64, device="meta")
+
+    def run() -> Tensor:
+        loss: Tensor = module(tokens, tokens)
+        loss.backward()
+        return loss
+
+    passed = trace(module, [], run, "cpu", None)
+    work = [each for of in passed.work.values() for each in of if "grouped" in each.name]
+    rows = 2 * LENGTH * 2  # two experts for each token
+    layer = sum(
+        2 * rows * p[0].numel() for n, p in module.named_parameters() if "0.mlp.experts" in n
+    )
+    blocks = sum("experts.down_proj" in name for name, _ in module.named_parameters())
+    assert sum(each.flops for each in work) == 3 * blocks * layer
+    assert len(work) == 6 * blocks
