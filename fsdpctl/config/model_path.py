@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.config.any_decoder import TRANSFORMERS, transformers_words, transformers_words_of
+from fsdpctl.config.hub_cache import local_model
 from fsdpctl.config.hub_models import hub_config
 from fsdpctl.config.hugging_face import CONFIG_JSON, config_json, model_words_of, words_of_content
 from fsdpctl.config.model import ModelConfig
@@ -45,6 +46,7 @@ def model_words(path: str, *, by_transformers: bool = False) -> dict[str, str]:
     if not folder.is_dir():
         content = hub_config(path)
         if content is None:
+            local_model(path)  # raises for a name on the Hub, with the command to download it
             raise UsageError(f"model.path={path}: no such directory")
         read = transformers_words if by_transformers else words_of_content
         return {f"model.{name}": text for name, text in read(content, path).items()}
