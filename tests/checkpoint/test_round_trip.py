@@ -22,6 +22,7 @@ from fsdpctl.plan.strategy import STRATEGIES
 from tests.distributed import distributed
 from tests.engine.models import make_net, next_token_loss, token_batches
 from tests.engine.test_parity import largest_difference
+from tests.matrix import fast
 
 CPU = torch.device("cpu")
 
@@ -134,12 +135,13 @@ def read_everything(folder: Path) -> None:
         pass
 
 
-def test_every_flipped_byte_is_detected(checkpoint):
+@pytest.mark.parametrize("flips", fast(15, slow=[70]))
+def test_every_flipped_byte_is_detected(checkpoint, flips):
     read_everything(checkpoint)
     generator = torch.Generator().manual_seed(0)
     for file in sorted(checkpoint.iterdir()):
         content = file.read_bytes()
-        for _ in range(25):
+        for _ in range(flips):
             place = int(torch.randint(len(content), (1,), generator=generator))
             flip = int(torch.randint(1, 256, (1,), generator=generator))
             file.write_bytes(

@@ -28,7 +28,7 @@ from tests.hostile import (
     write_refitted,
 )
 
-WIDE = 6  # cases of a table that are fast
+WIDE = 4  # cases of a table that are fast
 
 
 def some_of(table: Iterable[Any]) -> list[Any]:

@@ -276,8 +276,16 @@ def test_a_gradient_with_other_references_is_not_overwritten(
     assert not any(map(torch.equal, held, gradients_of(model)))
 
 
+@pytest.mark.parametrize(
+    ("called", "owner_map"),
+    [
+        (True, "even"),
+        (False, "round_robin"),
+        pytest.param(True, "round_robin", marks=pytest.mark.slow),
+        pytest.param(False, "even", marks=pytest.mark.slow),
+    ],
+)
 @distributed(world_size=2)
-@in_turn(called=[True, False], owner_map=["even", "round_robin"])
 def test_updates_that_arrive_late_change_nothing(
     rank: int, world_size: int, owner_map: str, called: bool
 ) -> None:

@@ -176,7 +176,7 @@ def test_clipping_equals_one_process(rank: int, world_size: int, whole: bool) ->
         assert largest_difference(model.state_dict(), expected) <= 1e-6
 
 
-@pytest.mark.parametrize("dp_shard_size", [1, 2])
+@pytest.mark.parametrize("dp_shard_size", fast(2, slow=[1]))
 @distributed(world_size=4)
 def test_replicas_of_any_size_equal_one_process(
     rank: int, world_size: int, dp_shard_size: int

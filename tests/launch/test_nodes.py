@@ -148,14 +148,11 @@ def test_a_launcher_that_leaves_before_the_start_is_named(monkeypatch: pytest.Mo
 
 
 def test_a_duplicate_node_rank_is_rejected() -> None:
-    endpoint = free_endpoint()
-    nodes = Nodes(launches(2, endpoint)[0])
-    again = launches(2, endpoint)[1]
-    second = Nodes(again)
+    store = HashStore()
+    for number in range(2):
+        Handshake(store, number, 2, noun="node", patience=20)
     with pytest.raises(UsageError, match="node 1: already in use"):
-        Nodes(again)
-    second.leave()
-    nodes.leave()
+        Handshake(store, 1, 2, noun="node", patience=20)
 
 
 def test_node_0_rejects_an_endpoint_of_another_machine() -> None:
