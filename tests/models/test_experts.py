@@ -18,6 +18,7 @@ from fsdpctl.models.registry import build_model, count_active
 from fsdpctl.optim.sgd import ShardedSGD
 from tests.distributed import distributed
 from tests.engine.test_parity import largest_difference
+from tests.matrix import fast
 from tests.models.decoders import (
     CPU,
     LENGTH,
@@ -44,7 +45,7 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("recomputes", ["none", "selective", "full"])
+@pytest.mark.parametrize("recomputes", fast("full", slow=["none", "selective"]))
 def test_the_auxiliary_loss_is_that_of_transformers(recomputes, tmp_path):
     save_decoder("qwen3_moe", tmp_path, output_router_logits=True, router_aux_loss_coef=0.5)
     module = plain_module(tmp_path, f"activation_checkpointing={recomputes}")
@@ -138,7 +139,7 @@ def test_what_a_token_uses_of_experts_is_counted(tmp_path):
     assert count_active(module) == sum(p.numel() for p in module.parameters()) - idle
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", fast(torch.float32, slow=[torch.bfloat16]))
 def test_grouped_products_are_traced_in_any_dtype(dtype, tmp_path):
     save_decoder("qwen3_moe", tmp_path)
     module = build_model(compose(tmp_path).model).to(dtype)
