@@ -37,7 +37,8 @@ def run(module: str, out: Path, *words: str) -> dict[str, object]:
         ("consolidate", ["--rounds", "1", "--gigabytes", "0.2"]),
         ("estimates", ["--count", "1"]),
         ("auto", ["--cases", "1", "--rounds", "1", "--steps", "8", "--most", "1"]),
-        ("gpu", ["--device", "cpu", "--sizes", "tiny", "--rounds", "1"]),
+        ("decoders", ["--families", "llama"]),
+        ("loading", ["--layers", "1", "--ranks", "1"]),
     ],
 )
 def test_a_benchmark_writes_what_it_measured(tmp_path: Path, module: str, words: list[str]) -> None:

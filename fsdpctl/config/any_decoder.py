@@ -12,10 +12,11 @@ from fsdpctl.io.documents import read_json
 
 CONFIG_OF = "model=transformers: config.json"  # in messages about one that was read before
 TRANSFORMERS = "transformers"  # the option, and the architecture of its models
-# About the file rather than the model, or set by fsdpctl.
+# About the file rather than the model, or set by fsdpctl. Names of kernels are left out, as private
+# names are: transformers would download and run them.
 _NOT_THE_MODELS = (
-    "_name_or_path", "architectures", "attn_implementation", "auto_map", "dtype", "torch_dtype",
-    "transformers_version", "use_cache",
+    "architectures", "attn_implementation", "auto_map", "dtype", "experts_implementation",
+    "id2label", "label2id", "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
 # Our keys, and the attributes of a configuration of transformers; the first that is set counts.
 _NUMBERS = {
@@ -52,15 +53,10 @@ def transformers_words(content: Mapping[str, Any], where: str) -> dict[str, str]
     """
     if content.get("quantization_config") is not None:
         raise UsageError(f"{where}: quantization_config: not supported; expected full weights")
-    kept = {name: value for name, value in content.items() if name not in _NOT_THE_MODELS}
+    kept = _of_the_model(content)
     config = read_configuration(kept, where, own_code="auto_map" in content)
     if config.model_type != kept["model_type"]:  # the text model of one that sees or hears, too
-        kept = {
-            name: value
-            for name, value in config.to_diff_dict().items()
-            if name not in _NOT_THE_MODELS
-        }
-        kept["model_type"] = config.model_type
+        kept = {**_of_the_model(config.to_diff_dict()), "model_type": config.model_type}
     words = {"architecture": TRANSFORMERS, "config_json": canonical(kept)}
     for ours, theirs in _NUMBERS.items():
         value = _value(config, theirs)
@@ -69,6 +65,15 @@ def transformers_words(content: Mapping[str, Any], where: str) -> dict[str, str]
     words.setdefault("num_kv_heads", words.get("num_heads", "1"))
     words["tie_embeddings"] = str(bool(getattr(config, "tie_word_embeddings", False))).lower()
     return words
+
+
+def _of_the_model(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that describe the model, in nested configurations too."""
+    return {
+        name: _of_the_model(value) if isinstance(value, Mapping) else value
+        for name, value in content.items()
+        if name not in _NOT_THE_MODELS and (name == "__float__" or not str(name).startswith("_"))
+    }
 
 
 def canonical(content: Mapping[str, Any]) -> str:

@@ -4,21 +4,22 @@ transformers merges weights when it loads them: the experts of a layer are one p
 and two or three tensors each in the files. Its own conversion tables say which.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 
 Shape = tuple[int, ...]
-Renaming = Callable[[str], str | None]  # None: the model has no such tensor and ignores it
-# Operations of a conversion that place whole tensors one after another.
-_STACKED, _STACKED_PAIRS, _JOINED = (
-    ("MergeModulelist", 0),
-), (("MergeModulelist", 0), ("Concatenate", 1)), (("Concatenate", 0),)  # fmt: skip
+# Operations, with their dimensions, of conversions that place whole tensors one after another.
+_JOINED = (("Concatenate", 0),)
+_STACKED = (("MergeModulelist", 0),)
+_STACKED_PAIRS = (("MergeModulelist", 0), ("Concatenate", 1))
+_CONSTANTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # of earlier versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +109,8 @@ class _Renames:
 
     def ignores(self, name: str) -> bool:
         """Return whether transformers ignores a stored tensor that the model does not have."""
-        import re
-
         patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        constant = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-        return name.endswith(constant) or any(re.search(each, name) for each in patterns)
+        return name.endswith(_CONSTANTS) or any(re.search(each, name) for each in patterns)
 
 
 def _first_names(module: TransformersDecoder) -> dict[str, str]:
@@ -134,6 +132,9 @@ def _in_order(name: str, by_pattern: Mapping[str, list[str]], renames: _Renames)
     converter = renames.by_pattern[next(pattern for pattern in by_pattern if pattern)]
     steps = tuple((type(each).__name__, getattr(each, "dim", 0)) for each in converter.operations)
     lists = [by_pattern.get(pattern, []) for pattern in converter.source_patterns]
+    if steps in (_STACKED, _STACKED_PAIRS):
+        for of_pattern in lists:
+            _check_numbers(name, of_pattern)
     if steps == _JOINED or (steps == _STACKED and len(lists) == 1):
         return [each for of_pattern in lists for each in of_pattern]
     if steps == _STACKED_PAIRS and len({len(each) for each in lists}) == 1:
@@ -142,6 +143,16 @@ def _in_order(name: str, by_pattern: Mapping[str, list[str]], renames: _Renames)
         f"model=transformers: {name}: weights that are converted by "
         f"{' and '.join(kind for kind, _ in steps)} are not supported"
     )
+
+
+def _check_numbers(name: str, stored: Sequence[str]) -> None:
+    """Check that the stored tensors, in order, are numbered from 0 without gaps."""
+    numbers = zip(*(map(int, re.findall(r"\d+", each)) for each in stored), strict=True)
+    varying = [each for each in numbers if len({*each}) > 1]
+    if len(stored) > 1 and varying != [(*range(len(stored)),)]:
+        raise CheckpointError(
+            f"{name}: {stored[0]} to {stored[-1]}: expected {len(stored)} tensors numbered from 0"
+        )
 
 
 def _natural(name: str) -> Any:

@@ -137,6 +137,10 @@ def test_a_missing_expert_is_named(tmp_path):
     save_file({**tensors, "model.layers.1.mlp.experts.2.up_proj.weight": missing[:4]}, file)
     with pytest.raises(CheckpointError, match="gate_up_proj"):
         check_weights(open_weights(config.model), build_model(config.model))
+    renamed = {name.replace("experts.2.", "experts.9."): each for name, each in tensors.items()}
+    save_file({**renamed, "model.layers.1.mlp.experts.9.up_proj.weight": missing}, file)
+    with pytest.raises(CheckpointError, match="numbered from 0"):
+        open_weights(config.model)
     save_file({**tensors, "stray": missing}, file)
     with pytest.raises((CheckpointError, UsageError)):
         check_weights(open_weights(config.model), build_model(config.model))
@@ -199,6 +203,15 @@ def test_a_config_that_transformers_cannot_run_is_rejected(changes, said, tmp_pa
     with pytest.raises(UsageError, match=said) as caught:
         compose(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_kernels_that_a_config_names_are_not_loaded(tmp_path):
+    save_decoder("qwen3_moe", tmp_path)
+    before = compose(tmp_path).model
+    file = tmp_path / "config.json"
+    named = {"_attn_implementation": "some/kernel", "experts_implementation": "some/kernel"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | named | {"auto_map": {"a": "b.C"}}))
+    assert compose(tmp_path).model == before
 
 
 def test_sizes_are_those_of_the_config(tmp_path):
