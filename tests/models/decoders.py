@@ -74,10 +74,10 @@ def save_decoder(family: str, folder: Path, **settings: Any) -> None:
     model.save_pretrained(folder)
 
 
-def load_decoder(folder: Path) -> Any:
+def load_decoder(folder: Path, **settings: Any) -> Any:
     """Return the model as transformers loads it, in float32, without dropout."""
     make: Any = hf.AutoModelForCausalLM
-    return make.from_pretrained(folder, dtype=torch.float32).eval()
+    return make.from_pretrained(folder, dtype=torch.float32, **settings).eval()
 
 
 def batches_of(steps: int, ranks: int, seed: int = 1) -> list[list[list[Tensor]]]:
@@ -92,6 +92,14 @@ def batches_of(steps: int, ranks: int, seed: int = 1) -> list[list[list[Tensor]]
 def our_loss(model: Any, tokens: Tensor) -> Tensor:
     loss: Tensor = model(tokens[:, :-1], tokens[:, 1:], 9)
     return loss / tokens[:, 1:].numel()
+
+
+def exact_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The loss of one of both without anything that rounds to float32."""
+    is_theirs = isinstance(model, hf.PreTrainedModel)
+    result = model(tokens[:, :-1], **({"use_cache": False} if is_theirs else {}))
+    logits = result.logits if is_theirs else result
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def their_loss(model: nn.Module, tokens: Tensor) -> Tensor:
