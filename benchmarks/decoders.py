@@ -7,6 +7,7 @@ process beside transformers. tests/models/test_decoders.py trains the same model
 """
 
 import argparse
+import re
 import tempfile
 import warnings
 from dataclasses import asdict, dataclass
@@ -90,7 +91,8 @@ def tried(family: str, name: str, folder: Path) -> Tried:
 
 
 def _line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    """Return the first line of a message, with files instead of paths."""
+    return re.sub(r"/\S*/", "", str(error).strip().partition("\n")[0])
 
 
 def _gradient_difference(module: torch.nn.Module, theirs: Any) -> float:
