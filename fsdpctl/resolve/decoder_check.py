@@ -73,7 +73,13 @@ def check_decoder(model: ModelConfig) -> bool:
 def _isolates(module: TransformersDecoder) -> bool:
     vocab_size = module.get_output_embeddings().out_features
     tokens = torch.randint(vocab_size, (1, _FIRST + _SECOND))
+    versions = [param._version for param in module.parameters()]
     whole = module(tokens)
+    if versions != [param._version for param in module.parameters()]:
+        raise UsageError(
+            f"model=transformers: {type(module.transformers_model).__name__}: not supported; it "
+            "writes to its parameters in forward"
+        )
     changed = tokens.clone()
     changed[0, -1] = (changed[0, -1] + 1) % vocab_size
     name = type(module.transformers_model).__name__

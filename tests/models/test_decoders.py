@@ -92,7 +92,12 @@ def test_trains_as_transformers(rank: int, world_size: int, family: str, tmp_pat
     trains_as_transformers(rank, world_size, tmp_path / "in", family)
 
 
-SUPPORTED = [each["family"] for each in RESULTS if each["is_tried"] and not each["problem"]]
+# transformers' mask of xglm has no float64.
+SUPPORTED = [
+    each["family"]
+    for each in RESULTS
+    if each["is_tried"] and not each["problem"] and each["family"] != "xglm"
+]
 
 
 @pytest.mark.slow
