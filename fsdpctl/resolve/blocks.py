@@ -112,12 +112,13 @@ def _recomputed_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
     return recomputed
 
 
-# By mode, and whether the block has experts.
+# By mode: of a block without experts, and with experts.
 _FORWARDS = {
-    ("full", False): _recomputed,
-    ("full", True): _recomputed_within(_routing_contexts),
-    ("selective", False): _recomputed_within(_selective_contexts),
-    ("selective", True): _recomputed_within(_selective_routing_contexts),
+    "full": (_recomputed, _recomputed_within(_routing_contexts)),
+    "selective": (
+        _recomputed_within(_selective_contexts),
+        _recomputed_within(_selective_routing_contexts),
+    ),
 }
 
 
@@ -129,7 +130,7 @@ def checkpoint_block(block: nn.Module, mode: str) -> None:
     """
     block._plain_forward = block.forward  # type: ignore[assignment]  # a method, not a submodule
     has_experts = any("expert" in name for name, _ in block.named_parameters())
-    block.forward = MethodType(_FORWARDS[mode, has_experts], block)
+    block.forward = MethodType(_FORWARDS[mode][has_experts], block)
 
 
 def compile_block(block: nn.Module) -> None:
