@@ -80,7 +80,8 @@ def load(rank: int, ranks: int, folder: str, by: str, out: str) -> None:
         load_weights(weights, model)
     else:
         make: Any = hf.AutoModelForCausalLM
-        hf.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers'
+        logging: Any = hf.utils.logging
+        logging.disable_progress_bar()
         model = make.from_pretrained(folder, dtype=torch.float32)
     Path(f"{out}-{rank}").write_text(str(_held(peak=True) - before))
     if by == "fsdpctl":

@@ -145,18 +145,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     tree = given.tree.resolve()
+    mutants: list[Mutant] = []
+    to_try = drawn(tree, given.count, given.seed)
+    random.Random(given.seed).shuffle(to_try)  # so that a run cut short is a sample of all rooms
     with ThreadPoolExecutor(given.jobs) as pool:
-        mutants = list(
-            pool.map(
-                lambda each: tried(tree, each, given.limit),
-                drawn(tree, given.count, given.seed),
-            )
-        )
-    for each in mutants:
-        if not each.is_killed:
-            print(f"survived: {each.file}:{each.line}: {each.change}")
+        for each in pool.map(lambda one: tried(tree, one, given.limit), to_try):
+            mutants.append(each)
+            what = "found" if each.is_killed else "survived"
+            print(f"{what}: {each.file}:{each.line}: {each.change}", flush=True)
+            write_report(given.out, "mutants", [asdict(one) for one in mutants], seed=given.seed)
     print(f"{sum(each.is_killed for each in mutants)} of {len(mutants)} were found")
-    write_report(given.out, "mutants", [asdict(each) for each in mutants], seed=given.seed)
 
 
 if __name__ == "__main__":

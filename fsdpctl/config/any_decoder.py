@@ -1,7 +1,9 @@
 """The settings of a decoder that transformers implements, from its config.json."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ _NOT_THE_MODELS = (
     "architectures", "attn_implementation", "auto_map", "dtype", "experts_implementation",
     "id2label", "label2id", "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
+_OLDEST = (5, 20)  # version of transformers
 # Our keys, and the attributes of a configuration of transformers; the first that is set counts.
 _NUMBERS = {
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -92,10 +95,7 @@ def read_configuration(content: Mapping[str, Any], where: str, *, own_code: bool
     Raises:
         UsageError: If transformers is missing, or does not know the model or its values.
     """
-    if find_spec("transformers") is None:
-        raise UsageError(
-            "model=transformers: package transformers not found; install fsdpctl[transformers]"
-        )
+    check_installed(where)
     import transformers
     from transformers.models.auto import configuration_auto, modeling_auto
 
@@ -119,6 +119,21 @@ def read_configuration(content: Mapping[str, Any], where: str, *, own_code: bool
     except Exception as error:  # its validators raise what they like
         reason = str(error).strip().replace("\n", " ")
         raise UsageError(f"{where}: transformers {version} rejects it: {reason}") from None
+
+
+def check_installed(where: str) -> None:
+    """Check that transformers is installed, in a version whose conversion tables are understood.
+
+    Raises:
+        UsageError: If it isn't; the message begins with `where`.
+    """
+    way_on = "install fsdpctl[transformers]"
+    if find_spec("transformers") is None:
+        raise UsageError(f"{where}: package transformers not found; {way_on}")
+    found = version("transformers")
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        raise UsageError(f"{where}: transformers {found}: expected {oldest} or later; {way_on}")
 
 
 def _special_float(content: dict[str, Any]) -> Any:

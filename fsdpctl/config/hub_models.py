@@ -34,6 +34,6 @@ def hub_config(name: str) -> dict[str, Any] | None:
     entry = hub_models().get(name.partition("@")[0])
     if entry is None:
         return None
-    config = read_configuration(entry["config"], name)
+    config = read_configuration(entry["config"], f"model.path={name}")
     content: dict[str, Any] = {**config.to_dict(), "model_type": entry["config"]["model_type"]}
     return content

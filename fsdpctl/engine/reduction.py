@@ -178,6 +178,7 @@ class GradientReducer:
                 else:  # the second collective has started already
                     sent.read.wait()
                     self._free_sent(started.key(number))
+                del sent  # and its memory, before the gradient takes some
         if not self._combines:
             for each in sums:
                 self._add_gradient(started, *each)

@@ -151,7 +151,10 @@ class TransformersDecoder(nn.Module):
         self.reduce_counts: Counts | None = None  # sums expert counts over ranks
         forward = type(getattr(model, self._backbone)).forward
         self._caches = _can_cache(model.config)
-        self._takes_positions = "position_ids" in inspect.signature(forward).parameters
+        taken = inspect.signature(forward).parameters
+        self._takes_positions = "position_ids" in taken
+        # The name since transformers 5.24, or before.
+        self._cache_name = "cache" if "cache" in taken else "past_key_values"
 
     @property
     def transformers_model(self) -> Any:
@@ -209,7 +212,7 @@ class TransformersDecoder(nn.Module):
         if adds:
             settings["output_router_logits"] = True
         if cache is not None and cache.foreign is not None:
-            settings["past_key_values"] = cache.foreign
+            settings[self._cache_name] = cache.foreign
         outputs = getattr(self, self._backbone)(
             input_ids=tokens,
             use_cache=cache is not None and self._caches,
@@ -217,10 +220,8 @@ class TransformersDecoder(nn.Module):
             **settings,
         )
         if cache is not None:
-            cache.keep(getattr(outputs, "past_key_values", None), tokens.shape[1])
+            cache.keep(getattr(outputs, self._cache_name, None), tokens.shape[1])
         head, hidden = self.get_output_embeddings(), outputs.last_hidden_state
-        if "past_key_values" in outputs:
-            outputs["past_key_values"] = None
         loss: Tensor = head(hidden, targets, chunk_tokens, outputs)
         if targets is None or not adds:
             return loss

@@ -48,6 +48,7 @@ def describe_run(
         ("run", _run(seen)),
     ]
     rows += [("experts", text) for text in _experts(opened)]
+    rows += [("note", text) for text in _in_float32(opened)]
     rows += [("blocks", text) for text in _blocks(settled.config)]
     rows += [("note", text) for text in (*opened.notes, *seen.notes)]
     rows += [("changed", text) for text in changes(seen, settled.config)]
@@ -92,6 +93,20 @@ def _experts(opened: Opened) -> Iterator[str]:
     yield f"auxiliary loss {f'on: {on}' if module.balances_experts else off}"
     if frozen := [name for name, _ in module.named_buffers() if name.endswith("correction_bias")]:
         yield f"{len(frozen)} balance biases are not updated, as in transformers"
+
+
+def _in_float32(opened: Opened) -> Iterator[str]:
+    """Yield the parameters that transformers would keep in float32, if they are not."""
+    module, dtype = opened.module, opened.config.precision.param_dtype
+    if not isinstance(module, TransformersDecoder) or dtype == "float32":
+        return
+    parts = getattr(module.transformers_model, "_keep_in_fp32_modules_strict", None) or ()
+    names = [name for name, _ in module.named_parameters() if any(part in name for part in parts)]
+    if names:
+        yield (
+            f"{len(names)} parameters that transformers keeps in float32, such as {names[0]}, are "
+            f"used in {dtype}; set precision=fp32 to keep them"
+        )
 
 
 def _ranks(opened: Opened, settled: Settled) -> str:
