@@ -6,7 +6,7 @@ replicas, each of which may keep a share, or gathers the parts.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -124,18 +124,22 @@ class GradientReducer:
         was_held = buffers[0].held_gradients is not None
         is_first = all(each.shard.grad is None for each in buffers)
         pieces = self._plan.pieces_of(unit.name, was_held=was_held)
-        to_send = [_InFlight(unit, piece) for piece in range(pieces)]
-        self._go_on(self._flow.start(unit.name, was_held=was_held, is_first=is_first), to_send)
+        # Made one at a time: a list of them would keep the memory of those that are done.
+        to_send = (_InFlight(unit, piece) for piece in range(pieces))
+        events = self._flow.start(unit.name, was_held=was_held, is_first=is_first)
+        self._go_on(events, to_send, pieces)
 
-    def _go_on(self, events: Iterable[Event], to_send: Sequence[_InFlight] = ()) -> None:
-        """Do what the plan's events say; each `reduce` is that of the next one `to_send`."""
-        left, sums = deque(to_send), list[_Sum]()
+    def _go_on(
+        self, events: Iterable[Event], to_send: Iterator[_InFlight] = iter(()), pieces: int = 1
+    ) -> None:
+        """Do what the plan's events say; each `reduce` is that of the next of `pieces` to send."""
+        sums: list[_Sum] = []
         for event in events:
             match event.kind:
                 case EventKind.REDUCE:
                     # Kept before its first collective: if one fails, none is lost.
-                    self._reducing.append(left.popleft())
-                    self._send(self._reducing[-1], len(to_send))
+                    self._reducing.append(next(to_send))
+                    self._send(self._reducing[-1], pieces)
                 case EventKind.REDUCED:
                     reduced = self._reducing.popleft()
                     sums = self._finish_reduction(reduced)
@@ -267,8 +271,12 @@ class GradientReducer:
         return Handle(finish)
 
     def _finish_combining(self, started: _InFlight) -> None:
-        for number, share, handle in started.handles:
-            self._add_gradient(started, number, share, handle.wait())
+        while started.handles:
+            number, share, handle = started.handles.pop(0)
+            total = handle.wait()
+            del handle  # and the memory of its collective
+            self._add_gradient(started, number, share, total)
+            del total
         self.ledger.note(EventKind.COMBINED, started.unit.name)
 
     def _add_gradient(

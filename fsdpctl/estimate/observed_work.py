@@ -12,6 +12,7 @@ from fsdpctl.predict.compute import Work, WorkKind
 _aten = torch.ops.aten
 _MATMULS = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.addmm.default: 1,
             _aten.baddbmm.default: 1}  # fmt: skip
+_GROUPED = _aten._grouped_mm.default
 _FORWARDS = {
     _aten._scaled_dot_product_flash_attention.default: 4,
     _aten._scaled_dot_product_efficient_attention.default: 6,
@@ -36,7 +37,7 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Any, result: object) -> Work
     if func in _MATMULS:
         given = [each for each in args if isinstance(each, Tensor)]
         return _matmul(func, args[_MATMULS[func]], made[0], sum(map(_bytes_of, (*given, *made))))
-    if func is _aten._grouped_mm.default:
+    if func is _GROUPED:
         return _grouped(func, args, made[0])
     if func in _FORWARDS:
         query, key = args[0], args[1]

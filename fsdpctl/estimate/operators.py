@@ -16,6 +16,7 @@ from fsdpctl.models.kernels import assuming
 from fsdpctl.plan.attention import CUDNN, EFFICIENT, FLASH3, FLASH4, MATH
 
 _aten = torch.ops.aten
+_GROUPED = _aten._grouped_mm.default
 _SORTED_FROM, _ROWS_OF_A_THREAD = 3072, 10  # of the embedding's backward
 _FLASH = 1  # of torch.nn.attention.SDPBackend, whose import is slow
 
@@ -180,7 +181,7 @@ def result_of(
     torch's own meta function of `aten::_grouped_mm` accepts bfloat16 only. On CUDA, rows of its
     result begin on 16 bytes.
     """
-    if func is not _aten._grouped_mm.default:
+    if func is not _GROUPED:
         return func(*args, **kwargs)
     left: Tensor = args[0]
     right: Tensor = args[1]
@@ -188,8 +189,8 @@ def result_of(
     offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
     dtype = kwargs.get("out_dtype") or left.dtype
     columns = right.shape[-1]
-    if left.ndim == right.ndim:  # a product of each group, such as the weights' gradient
-        rows = (len(offsets) if left.ndim == 2 else len(left), left.shape[-2])
+    if left.ndim == right.ndim == 2:  # a product of each group, such as the weights' gradient
+        rows = (len(offsets), left.shape[-2])
     if not is_cuda:
         return left.new_empty(*rows, columns, dtype=dtype)
     wide = left.new_empty(*rows, _round_up(columns, 16 // dtype.itemsize), dtype=dtype)
