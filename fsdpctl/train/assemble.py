@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -43,6 +44,7 @@ from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
 from fsdpctl.train.callbacks.profiling import Profiling, watch_allocations
 from fsdpctl.train.callbacks.reporting import Checks, Heartbeat, RunReporter
 from fsdpctl.train.callbacks.sample import SampleText
+from fsdpctl.train.callbacks.self_check import SelfCheck
 from fsdpctl.train.callbacks.validation import Validation
 from fsdpctl.train.journal import Journal
 from fsdpctl.train.step import LaunchContext, Optimizer, TrainedModel, TrainingParts
@@ -58,16 +60,23 @@ def make_model(
 
     Its weights are initialized from the seed, or zeros if `empty`.
     """
-    given = config.strategy.under(strategy) if strategy else config.strategy
-    sharding = Sharding(
+    if strategy:
+        config = replace(config, strategy=config.strategy.under(strategy))
+    sharding = sharding_of(config)
+    source = Source(device, is_empty=True) if empty else Source(device, _draw(config))
+    return shard_from(source, make_module(config), sharding)
+
+
+def sharding_of(config: Config) -> Sharding:
+    """Return how fsdpctl's engine shards the model."""
+    given = config.strategy
+    return Sharding(
         given.name,
         dp_shard_size=given.dp_shard_size,
         owner_map=given.owner_map,
         prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
         precision=Precision(*(_DTYPES[name or "float32"] for name in config.precision.dtypes)),
     )
-    source = Source(device, is_empty=True) if empty else Source(device, _draw(config))
-    return shard_from(source, make_module(config), sharding)
 
 
 def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> TrainedModel:
@@ -175,6 +184,7 @@ def make_trainer(
         config, run_dir, ranks, journal, base, runs_command=shows and is_main
     )
     callbacks = [  # in the order of their hooks, at the end too
+        SelfCheck(config.train.self_check, done.step, sharding_of(config)),
         Validation(config, has_data=parts.val_batches is not None),
         Profiling(parts.model, run_dir, world.rank, at_start=config.train.profile),
         checkpoints,
