@@ -41,6 +41,7 @@ from fsdpctl.plan.strategy import FSDPCTL, get_strategy, ranks_per_copy
 from fsdpctl.resolve.blocks import checkpoint_block, compile_block
 from fsdpctl.run.environment import add_start, describe_start, place_of
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
+from fsdpctl.train.callbacks.heap import HeapTrim
 from fsdpctl.train.callbacks.profiling import Profiling, watch_allocations
 from fsdpctl.train.callbacks.reporting import Checks, Heartbeat, RunReporter
 from fsdpctl.train.callbacks.sample import SampleText
@@ -193,6 +194,7 @@ def make_trainer(
         RunReporter(journal, checkpoints),
         Checks(run_dir, done.step),
         SampleText(),
+        *([HeapTrim()] if world.device.type == "cpu" else []),
     ]
     return Trainer(parts, done, context, journal, callbacks)
 
