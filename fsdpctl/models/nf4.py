@@ -66,10 +66,12 @@ def quantize(weights: Tensor) -> Tensor:
 def _quantized(weights: Tensor) -> Tensor:
     """Return the bytes of groups, (groups, blocks, 64)."""
     values = torch.tensor(VALUES, dtype=torch.float64)
-    between = ((values[1:] + values[:-1]) / 2).to(weights)
+    between = ((values[1:] + values[:-1]) / 2).float()
     largest = weights.abs().amax(-1)
     scaled = weights / torch.where(largest > 0, largest, 1.0).unsqueeze(-1)
-    codes = torch.bucketize(scaled, between, out_int32=True).to(torch.uint8)
+    codes = torch.zeros(scaled.shape, dtype=torch.uint8, device=weights.device)
+    for limit in between.tolist():
+        codes += scaled > limit
     packed = codes[..., 0::2] << 4 | codes[..., 1::2]
     # The level of a block of zeros is of no matter: all of its codes are that of 0.
     roots = largest.sqrt().sqrt()
