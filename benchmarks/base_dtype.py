@@ -98,8 +98,8 @@ def main() -> None:
     """Measure, print, and write the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--seq-lens", type=int, nargs="*", default=[256, 2048])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seq-lens", type=int, nargs="*", default=[256, 1024])
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     results = []
