@@ -92,7 +92,14 @@ class Estimator:
             draws=config.engine.name == FSDPCTL and not config.model.is_pretrained,
         )
         counts = (traced.num_params, traced.num_trained, traced.num_active)
-        return RunEstimate(config, batches, *counts, place.rank, step)
+        frozen = sum(
+            param.numel * plan.sizes.gathered(layout)
+            for of_unit in plan.layouts.values()
+            for layout in of_unit
+            for param in layout.params
+            if not param.trainable
+        )
+        return RunEstimate(config, batches, *counts, frozen, place.rank, step)
 
     def predict(self, config: Config) -> StepPrediction:
         """Predict one training step of a placed configuration.

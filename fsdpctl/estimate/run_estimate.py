@@ -38,6 +38,7 @@ class RunEstimate:
     num_params: int
     num_trained: int  # of them
     num_active: int  # of them, used by a token
+    frozen_bytes: int  # of all frozen parameters
     rank: int
     step: StepEstimate
 
@@ -90,8 +91,8 @@ class RunEstimate:
 
         Frozen parameters of a pretrained model are not saved.
         """
-        sizes, frozen = item_sizes(self.config), self.num_params - self.num_trained
-        saved = 0 if self.config.model.is_pretrained else frozen * sizes.param
+        sizes = item_sizes(self.config)
+        saved = 0 if self.config.model.is_pretrained else self.frozen_bytes
         return self.num_trained * sizes.master * (1 + kept_states(self.config).moments) + saved
 
     @property
@@ -109,6 +110,7 @@ class RunEstimate:
             "strategy": config.strategy.name,
             "engine": config.engine.name,
             "model": config.model.name,
+            **({} if config.model.base_dtype is None else {"base_dtype": config.model.base_dtype}),
             "num_parameters": self.num_params,
             "num_trained_parameters": self.num_trained,
             "num_active_parameters": self.num_active,

@@ -63,9 +63,13 @@ class Itemsizes:
     master: int  # what the optimizer updates, its states, and reduced gradients
     wire: int | None = None  # gradients of one backward in transit; None: by transport
 
+    def gathered(self, layout: FlatLayout) -> int:
+        """Return the bytes of what is gathered of a flat buffer."""
+        return 1 if layout.is_bytes else self.param
+
     def kept(self, layout: FlatLayout) -> int:
         """Return the bytes of what a flat buffer keeps: master weights, or frozen parameters."""
-        return self.master if layout.trainable else self.param
+        return self.master if layout.trainable else self.gathered(layout)
 
 
 def wire_itemsize(
@@ -203,7 +207,7 @@ def unit_bytes(
 
     return {
         name: UnitBytes(
-            sum(layout.numel for layout in layouts[name]) * sizes.param,
+            sum(layout.numel * sizes.gathered(layout) for layout in layouts[name]),
             slot.nbytes,
             slot.resident or not strategy.shards_params,
             sum(
