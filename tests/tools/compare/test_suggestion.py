@@ -21,7 +21,10 @@ def test_the_cheapest_change_is_simulated_and_can_be_written():
     *given, suggested = found.rows
     assert all(row.status.startswith(TOO_LARGE) for row in given)
     assert suggested.status == OK
-    assert suggested.estimated_peak_reserved_bytes <= suggested.memory_bytes
+    needed, available = suggested.estimated_peak_reserved_bytes, suggested.memory_bytes
+    assert needed is not None
+    assert available is not None
+    assert needed <= available
     assert set(suggested.varied) > {"strategy"}
     text = recommend(found.rows).text
     assert text.startswith("No variant fits; the cheapest change with which one does is strategy=")
