@@ -7,6 +7,7 @@ of a tensor differently from those before them.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,7 @@ def train_reference(
     weight_decay: float = 0.1,
     max_norm: float = 0.0,
     divides_after: bool = False,
+    make_optimizer: Callable[..., Any] = PaddedAdamW,
 ) -> dict[str, Tensor]:
     """Train `module` in this process and return its state.
 
@@ -73,7 +75,7 @@ def train_reference(
     reduced gradients are, as where the number is not known beforehand.
     """
     params = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    optimizer = PaddedAdamW(params, lr, weight_decay)
+    optimizer = make_optimizer(params, lr, weight_decay)
     for of_ranks in batches:
         totals = _summed_gradients(
             module, params, loss_of, of_ranks, divides_losses=not divides_after

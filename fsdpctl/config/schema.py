@@ -11,6 +11,7 @@ from fsdpctl.config.keys import Key, key, keys_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
 from fsdpctl.config.training import MOST_SAMPLES, CheckpointConfig, LogConfig, TrainConfig
+from fsdpctl.plan.muon import MATRICES, NS_STEPS
 from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.strategy import STRATEGIES
 
@@ -25,8 +26,12 @@ class StrategyConfig:
     dp_shard_size: int | None = key(
         None, "hybrid_*: ranks per replica; auto: the ranks of a node", minimum=1, auto=True
     )
-    owner_map: str = key(
-        "even", "shard_optimizer: how optimizer states are assigned to ranks", choices=OWNER_MAPS
+    owner_map: str | None = key(
+        None,
+        "shard_optimizer: how optimizer states are assigned to ranks; auto: matrices with "
+        "optimizer=muon, else even",
+        choices=(*OWNER_MAPS, MATRICES),
+        auto=True,
     )
 
     def under(self, name: str) -> "StrategyConfig":
@@ -35,7 +40,7 @@ class StrategyConfig:
             return replace(self, name=name)
         row = STRATEGIES[name]
         size = self.dp_shard_size if row.replicates else None
-        return StrategyConfig(name, size, self.owner_map if row.has_owner_map else "even")
+        return StrategyConfig(name, size, self.owner_map if row.has_owner_map else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +99,28 @@ class OptimizerConfig:
         minimum=0,
         auto=True,
     )
-    beta1: float = key(0.9, "adamw: decay rate of the first moment", minimum=0, maximum=0.999999)
-    beta2: float = key(0.95, "adamw: decay rate of the second moment", minimum=0, maximum=0.999999)
-    eps: float = key(1e-8, "adamw: epsilon, added to the denominator", minimum=0)
-    momentum: float = key(0.9, "sgd: momentum; 0: none", minimum=0, maximum=0.999999, is_later=True)
+    beta1: float = key(
+        0.9, "adamw, muon: decay rate of the first moment", minimum=0, maximum=0.999999
+    )
+    beta2: float = key(
+        0.95, "adamw, muon: decay rate of the second moment", minimum=0, maximum=0.999999
+    )
+    eps: float = key(1e-8, "adamw, muon: epsilon, added to the denominator", minimum=0)
+    momentum: float = key(
+        0.9,
+        "sgd, muon: momentum; 0: none; 0.95 with optimizer=muon",
+        minimum=0,
+        maximum=0.999999,
+        is_later=True,
+    )
+    nesterov: bool = key(True, "muon: Nesterov momentum", is_later=True)
+    ns_steps: int = key(
+        NS_STEPS, "muon: Newton-Schulz steps per update", minimum=1, maximum=99, is_later=True
+    )
     weight_decay: float = key(
-        0.1, "weight decay of matrices; decoupled in adamw, part of the gradient in sgd", minimum=0
+        0.1,
+        "weight decay of matrices; decoupled in adamw and muon, part of the gradient in sgd",
+        minimum=0,
     )
     max_grad_norm: float = key(1.0, "gradient norm to clip to; 0: no clipping", minimum=0)
 

@@ -8,6 +8,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator, batches_of
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.plan.muon import MUON
 from fsdpctl.plan.strategy import DDP, FSDPCTL, get_strategy, sharded_over_copies
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import resolved_strategy, world_size
@@ -146,7 +147,7 @@ def _shared_out(config: Config) -> Iterator[Change]:
 
 
 def _fully_sharded(config: Config) -> Iterator[Change]:
-    if config.strategy.name == "full_shard":
+    if config.strategy.name == "full_shard" or config.optimizer.name == MUON:
         return
     values: dict[str, Any] = {"strategy": "full_shard"}
     if config.strategy.dp_shard_size is not None:

@@ -40,6 +40,7 @@ class RunEstimate:
     num_active: int  # of them, used by a token
     rank: int
     step: StepEstimate
+    num_matrix_elements: int = 0  # with one moment instead of two, under Muon
 
     @property
     def allocated(self) -> int:
@@ -92,7 +93,9 @@ class RunEstimate:
         """
         sizes, frozen = item_sizes(self.config), self.num_params - self.num_trained
         saved = 0 if self.config.model.is_pretrained else frozen * sizes.param
-        return self.num_trained * sizes.master * (1 + kept_states(self.config).moments) + saved
+        kept = kept_states(self.config)
+        moments = self.num_trained * (1 + kept.moments) - self.num_matrix_elements
+        return moments * sizes.master + saved
 
     @property
     def host_bytes(self) -> int:

@@ -6,6 +6,7 @@ from torch import nn
 
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.describe import divide_module
+from fsdpctl.plan.muon import MUON, Muon
 from fsdpctl.plan.reductions import Transport
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import DTYPE_BYTES, Itemsizes, RankPlace
@@ -26,7 +27,7 @@ def divide_run(config: Config, units: tuple[UnitSpec, ...]) -> Division:
     """Divide the units of a model for a resolved configuration."""
     given, ranks = config.strategy, world_size(config)
     size = given.dp_shard_size or ranks
-    return divide(units, get_strategy(given.name), ranks, size, given.owner_map)
+    return divide(units, get_strategy(given.name), ranks, size, given.owner_map or "even")
 
 
 def reducing_passes(count: int, *, every: bool) -> tuple[bool, ...]:
@@ -41,8 +42,11 @@ def item_sizes(config: Config) -> Itemsizes:
 
 def kept_states(config: Config) -> KeptStates:
     """Return the optimizer states."""
-    if config.optimizer.name == "sgd":
-        return KeptStates(moments=int(config.optimizer.momentum > 0), counter=0)
+    about = config.optimizer
+    if about.name == "sgd":
+        return KeptStates(moments=int(about.momentum > 0), counter=0)
+    if about.name == MUON:
+        return KeptStates(muon=Muon(about.ns_steps, about.nesterov))
     return ADAMW
 
 

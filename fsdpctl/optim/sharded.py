@@ -21,6 +21,7 @@ class SteppedRun:
     names: frozenset[str]  # of the parameters in it
     param: nn.Parameter  # a window into the shard's master
     window: slice | None  # its place in the master; None: all of it
+    alone: ParamSpec | None = None  # the parameter that is stepped separately, if it is one
 
     def gradient(self) -> Tensor | None:
         """Return its part of the shard's gradient."""
@@ -47,9 +48,9 @@ class ShardedSteps(torch.optim.Optimizer):
         self._model = model
         group_of = _group_numbers(model, param_groups)
         self.runs = tuple(
-            (_stepped_run(shard, run.span), run.group)
+            (_stepped_run(shard, run.span, run.alone), run.group)
             for shard in trainable_shards(model)
-            for run in optimizer_runs(shard.layout, shard.held, group_of)
+            for run in optimizer_runs(shard.layout, shard.held, group_of, self._is_alone)
         )
         options = [
             {},
@@ -60,6 +61,10 @@ class ShardedSteps(torch.optim.Optimizer):
         for run, group in self.runs:
             groups[group]["params"].append(run.param)
         return groups
+
+    def _is_alone(self, param: ParamSpec) -> bool:
+        """Return whether a parameter is stepped as a tensor of its own."""
+        return False
 
     def _new_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the state of zeros that the first step would create."""
@@ -72,7 +77,7 @@ class ShardedSteps(torch.optim.Optimizer):
                 state.update(self._new_state(run.param, self.param_groups[group]))
 
     def _before_step(self) -> None:
-        """Run before torch's step, when gradients are complete."""
+        """Run before torch's step, when gradients are complete and `found_inf` is set."""
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # torch's overloads differ by closure only
@@ -102,8 +107,8 @@ class ShardedSteps(torch.optim.Optimizer):
             self.isolate(absent)
         for run, _ in self.runs:
             run.param.grad = None if absent and run.names <= absent else run.gradient()
-        self._before_step()
         self.grad_scale, self.found_inf = _fused_scalars(self.runs, grad_scale, found_inf)
+        self._before_step()
         super().step()  # of the optimizer behind it
         del self.grad_scale, self.found_inf
         self._model.broadcast_updated_params(trained_only=True)
@@ -190,11 +195,12 @@ def _group_numbers(
     return lambda param: group_of.get(param.name, decay_group(param))
 
 
-def _stepped_run(shard: FlatShard, span: Span) -> SteppedRun:
+def _stepped_run(shard: FlatShard, span: Span, alone: ParamSpec | None = None) -> SteppedRun:
     names = frozenset(piece.param.name for piece in shard.layout.pieces(span))
     within = span.shift(-shard.held.start)
     window = None if span == shard.held else slice(within.start, within.stop)
-    return SteppedRun(shard, span, names, nn.Parameter(shard.view(shard.master, span)), window)
+    param = nn.Parameter(shard.view(shard.master, span))
+    return SteppedRun(shard, span, names, param, window, alone)
 
 
 def _state_within(state: Mapping[str, Tensor], whole: Span, part: Span) -> dict[str, Tensor]:

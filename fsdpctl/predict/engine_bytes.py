@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from fsdpctl.plan.layout import FlatLayout, Span, decay_group, optimizer_runs
+from fsdpctl.plan.layout import FlatLayout, ParamSpec, Span, decay_group, optimizer_runs
+from fsdpctl.plan.muon import Muon, is_muons
 from fsdpctl.plan.reductions import Reductions, plan_reductions
 from fsdpctl.plan.replay import Replay
 from fsdpctl.plan.schedule import Event, EventKind, Prefetch, step_events, update_events
@@ -25,10 +26,17 @@ class KeptStates:
 
     moments: int = 2  # as large as the tensor, in the dtype of the master weights
     counter: int = 4  # bytes of the step counter
+    muon: Muon | None = None  # has one moment per matrix instead
 
-    def of(self, nbytes: int) -> list[int]:
+    def of(self, nbytes: int, *, is_matrix: bool = False) -> list[int]:
         """Return the bytes of each state of a tensor with `nbytes` of master weights."""
+        if is_matrix:
+            return [nbytes]
         return [*[self.counter] * bool(self.counter), *[nbytes] * self.moments]
+
+    def is_alone(self, param: ParamSpec) -> bool:
+        """Return whether a parameter is stepped as a matrix of its own."""
+        return self.muon is not None and is_muons(param)
 
 
 ADAMW = KeptStates()
@@ -206,10 +214,10 @@ def _states(plan: TrainingPlan, place: RankPlace) -> int:
     states = 0
     for layout in (layout for of_unit in plan.layouts.values() for layout in of_unit):
         if layout.trainable:
-            runs = optimizer_runs(layout, held_masters(plan, place, layout), decay_group)
-            numel = sum(run.span.numel for run in runs)
-            kept = plan.states
-            states += numel * kept.moments * plan.sizes.master + len(runs) * kept.counter
+            kept, held = plan.states, held_masters(plan, place, layout)
+            for run in optimizer_runs(layout, held, decay_group, kept.is_alone):
+                nbytes = run.span.numel * plan.sizes.master
+                states += sum(kept.of(nbytes, is_matrix=run.alone is not None))
     return states
 
 

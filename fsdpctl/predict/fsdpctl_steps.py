@@ -16,6 +16,7 @@ from fsdpctl.predict.engine_bytes import (
 )
 from fsdpctl.predict.fsdpctl_buffers import EngineBuffers
 from fsdpctl.predict.hardware import CollectiveKind
+from fsdpctl.predict.muon_steps import matrix_elements, update_matrices
 from fsdpctl.predict.recorder import COPIES, GATHERS, REDUCTIONS, Category, RankGroup, Recorder
 
 K = EventKind
@@ -151,10 +152,13 @@ class FsdpctlSteps:
         if not self._has_states:
             self._has_states = True
             _allocate_states(plan, self._place, recorder)
+        update_matrices(plan, self._place, recorder)
         self._buffers.end_step()
         trained = (each for of in plan.layouts.values() for each in of if each.trainable)
         owned = sum(held_masters(plan, self._place, layout).numel for layout in trained)
-        recorder.optimize(owned, plan.sizes.master, plan.states.moments)
+        recorder.optimize(
+            owned - matrix_elements(plan, self._place), plan.sizes.master, plan.states.moments
+        )
         group = RankGroup.REPLICAS if plan.strategy.shards_over_copies else RankGroup.SHARD
         for event in self._update:
             label = f"renew {event.unit}"
@@ -210,10 +214,12 @@ def _allocate_states(plan: TrainingPlan, place: RankPlace, recorder: Recorder) -
         for unit, layouts in plan.layouts.items()
         for layout in layouts
         if layout.trainable
-        for run in optimizer_runs(layout, held_masters(plan, place, layout), group_of)
+        for run in optimizer_runs(
+            layout, held_masters(plan, place, layout), group_of, plan.states.is_alone
+        )
         if run.group != _WITHOUT
     ]
     for run, unit in sorted(runs, key=lambda each: each[0].group):
         nbytes = run.span.numel * plan.sizes.master
-        for size in plan.states.of(nbytes):
+        for size in plan.states.of(nbytes, is_matrix=run.alone is not None):
             recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)

@@ -7,10 +7,18 @@ from importlib.util import find_spec
 from torch import nn
 
 from fsdpctl.config.keys import AUTO
-from fsdpctl.config.schema import Config, OptimizerConfig
+from fsdpctl.config.schema import KEYS, Config, OptimizerConfig
+from fsdpctl.engine.describe import divide_module
 from fsdpctl.errors import UsageError
+from fsdpctl.plan.muon import MUON, is_muons
 from fsdpctl.plan.strategy import DDP, FSDPCTL, check_strategy, get_strategy
 
+# The optimizers that have some keys.
+_OPTIMIZERS_OF = {
+    ("beta1", "beta2", "eps"): ("adamw", MUON),
+    ("momentum",): ("sgd", MUON),
+    ("nesterov", "ns_steps"): (MUON,),
+}
 _EXTRAS = ("tensorboard", "wandb")  # keys of `log`, packages, and extras of fsdpctl
 
 
@@ -37,10 +45,11 @@ def check_optimizer(config: Config) -> None:
         UsageError: If one is, or if the learning rate has no default and is not set.
     """
     about, usual = config.optimizer, OptimizerConfig()
-    other = "adamw" if about.name == "sgd" else "sgd"
-    for name in ("beta1", "beta2", "eps") if other == "adamw" else ("momentum",):
-        if (value := getattr(about, name)) != getattr(usual, name):
-            raise UsageError(f"optimizer.{name}={value:g}: only valid with optimizer={other}")
+    for names, owners in _OPTIMIZERS_OF.items():
+        for name in names if about.name not in owners else ():
+            if (value := getattr(about, name)) != getattr(usual, name):
+                text, others = KEYS[f"optimizer.{name}"].text(value), " or ".join(owners)
+                raise UsageError(f"optimizer.{name}={text}: only valid with optimizer={others}")
     if about.name == "sgd" and about.lr is None:
         raise UsageError("optimizer.lr=auto: not supported with optimizer=sgd; set a number")
 
@@ -98,6 +107,19 @@ def notes_on_engine(config: Config, automatic: frozenset[str]) -> tuple[str, ...
     if name == FSDPCTL or wire in (None, reduce) or "precision.wire_dtype" in automatic:
         return ()
     return (f"engine={name}: sends gradients in precision.reduce_dtype={reduce}, not in {wire}",)
+
+
+def check_matrices(config: Config, module: nn.Module) -> None:
+    """Check that `module` has a matrix for optimizer=muon.
+
+    Raises:
+        UsageError: If it has none.
+    """
+    units = divide_module(module, None) if config.optimizer.name == MUON else ()
+    if units and not any(is_muons(param) for unit in units for param in unit.params):
+        raise UsageError(
+            "optimizer=muon: the model has no trained matrix in a block; use optimizer=adamw"
+        )
 
 
 def check_trained_whole(config: Config, module: nn.Module) -> None:

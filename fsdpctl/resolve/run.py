@@ -40,6 +40,7 @@ from fsdpctl.resolve.machine import (
 )
 from fsdpctl.resolve.preflight import (
     check_engine,
+    check_matrices,
     check_preflight,
     check_trained_whole,
     notes_on_engine,
@@ -114,6 +115,7 @@ def _open(composed: Composed, where: Place, on_rows: Callable[[int], None]) -> O
     config = with_batch_size(with_data(_with_length(config, data, composed), data))
     module = build_model(config.model)
     check_trained_whole(config, module)
+    check_matrices(config, module)
     if config.model.is_pretrained:
         check_weights(weights_in_model_path(config.model, module, config.train.seed), module)
     config = replace(config, optimizer=_with_lr(config.optimizer, config.model, module))

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.optim.muon import ShardedMuon
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.peers.model import peer_model
 from fsdpctl.peers.setup import PeerSetup
@@ -62,7 +64,7 @@ def make_model(
     sharding = Sharding(
         given.name,
         dp_shard_size=given.dp_shard_size,
-        owner_map=given.owner_map,
+        owner_map=given.owner_map or "even",
         prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
         precision=Precision(*(_DTYPES[name or "float32"] for name in config.precision.dtypes)),
     )
@@ -132,13 +134,21 @@ def make_optimizer(config: Config, model: TrainedModel) -> Optimizer:
         return ShardedSGD(
             model, lr=about.lr or 0.0, momentum=about.momentum, weight_decay=about.weight_decay
         )
-    return ShardedAdamW(
-        model,
-        lr=about.lr or 0.0,  # the trainer sets it before every step
-        betas=(about.beta1, about.beta2),
-        eps=about.eps,
-        weight_decay=about.weight_decay,
-    )
+    adamw: dict[str, Any] = {
+        "lr": about.lr or 0.0,  # the trainer sets it before every step
+        "betas": (about.beta1, about.beta2),
+        "eps": about.eps,
+        "weight_decay": about.weight_decay,
+    }
+    if about.name == "muon":
+        return ShardedMuon(
+            model,
+            momentum=about.momentum,
+            nesterov=about.nesterov,
+            ns_steps=about.ns_steps,
+            **adamw,
+        )
+    return ShardedAdamW(model, **adamw)
 
 
 def make_trainer(
