@@ -40,7 +40,10 @@ class StrategyConfig:
             return replace(self, name=name)
         row = STRATEGIES[name]
         size = self.dp_shard_size if row.replicates else None
-        return StrategyConfig(name, size, self.owner_map if row.has_owner_map else None)
+        before = STRATEGIES.get(self.name)
+        is_unused = self.owner_map == "even" and before is not None and not before.has_owner_map
+        keeps = row.has_owner_map and not is_unused
+        return StrategyConfig(name, size, self.owner_map if keeps else None)
 
 
 @dataclass(frozen=True, slots=True)

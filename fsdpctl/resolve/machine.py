@@ -174,8 +174,8 @@ def resolved_strategy(config: Config, given: StrategyConfig) -> StrategyConfig:
     """
     row, ranks = get_strategy(given.name), world_size(config)
     usual = MATRICES if config.optimizer.name == MUON else "even"
-    owners = given.owner_map or usual
-    if owners not in ("even", usual) and not row.has_owner_map:
+    owners = given.owner_map or (usual if row.has_owner_map else "even")
+    if owners != "even" and not row.has_owner_map:
         raise UsageError(
             f"strategy.owner_map={owners}: only valid with strategy=shard_optimizer, got "
             f"strategy={row.name}"
