@@ -99,7 +99,7 @@ def random_config(
 
 
 def stepped_by_muon(draw: random.Random, words: list[str]) -> list[str]:
-    """Replace the optimizer, owner maps that cut matrices, and a single layer, no repeated block."""
+    """Replace the optimizer, owner maps that cut matrices, and models of one layer."""
     kept = [word for word in words if not word.startswith(("optimizer", "strategy.owner_map"))]
     if draw.random() < 0.5:  # so little data that updates need the most memory
         few = {"train.seq_len": 16, "model.vocab_size": 64, "model.intermediate_size": 512}
