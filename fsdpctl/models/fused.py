@@ -46,7 +46,7 @@ class Heads(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The elements of queries, keys and values that lie side by side."""
+        """The adjacent elements of queries, keys and values."""
         if self.architecture in _BY_HEAD:
             return self.queries // self.keys * self.width, self.width, self.width
         return self.queries * self.width, self.keys * self.width, self.keys * self.width

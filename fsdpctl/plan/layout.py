@@ -86,7 +86,7 @@ class Fused:
     """Several matrices in one parameter, such as queries, keys and values.
 
     Along dimension `dim`, -2 or -1, `sizes` elements of each follow one another, repeated to the
-    end: once if the matrices lie side by side, once per head if heads alternate.
+    end: once if each matrix is contiguous, once per head if heads alternate.
     """
 
     dim: int
