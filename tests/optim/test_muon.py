@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
+from fsdpctl.checkpoint.load import model_pieces, optimizer_pieces
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.describe import divide_module
@@ -28,6 +29,7 @@ from fsdpctl.plan.units import lay_out
 from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
 from fsdpctl.resolve.preflight import check_optimizer
 from fsdpctl.train.assemble import make_model, make_module, make_optimizer
+from tests.checkpoint.test_round_trip import whole_tensors
 from tests.distributed import distributed
 from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
 from tests.engine.odd import KINDS, Kind
@@ -390,3 +392,34 @@ class Blank(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.weight.sum()
+
+
+@distributed()
+def save(rank: int, world_size: int, folder: Path) -> None:
+    model = shard_model(make_net(tied=True), "shard_optimizer", owner_map="matrices")
+    optimizer = ShardedMuon(model, lr=LR)
+    batches = [of_ranks[rank] for of_ranks in token_batches(2, world_size)]
+    train(model, optimizer, batches, next_token_loss)
+    save_checkpoint(folder / "c", model, optimizer)
+
+
+@distributed()
+def load(rank: int, world_size: int, folder: Path) -> None:
+    saved = whole_tensors(folder / "c")
+    for strategy, owner_map in SHARDINGS:
+        model = shard_model(make_net(tied=True), strategy, owner_map=owner_map)
+        optimizer = ShardedMuon(model, lr=LR)
+        load_checkpoint(folder / "c", model, optimizer)
+        pieces = [*model_pieces(model, written=False), *optimizer_pieces(optimizer, written=False)]
+        kinds = {each.key.partition("/")[0] for each in pieces}
+        assert kinds <= {"model", "momentum_buffer", "exp_avg", "exp_avg_sq"}
+        for each in pieces:
+            span = each.piece.in_param
+            assert torch.equal(each.values, saved[each.key].view(-1)[span.start : span.stop])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_states_are_the_same_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
+    save(world_size=2, folder=tmp_path)
+    load(world_size=ranks, folder=tmp_path)
