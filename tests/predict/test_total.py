@@ -100,7 +100,8 @@ def random_config(
 
 def stepped_by_muon(draw: random.Random, words: list[str]) -> list[str]:
     """Replace the optimizer, owner maps that cut matrices, and models of one layer."""
-    kept = [word for word in words if not word.startswith(("optimizer", "strategy.owner_map"))]
+    others = ("optimizer", "strategy.owner_map", "data=")  # masks weigh more next to fewer states
+    kept = [word for word in words if not word.startswith(others)]
     if draw.random() < 0.5:  # so little data that updates need the most memory
         few = {"train.seq_len": 16, "model.vocab_size": 64, "model.intermediate_size": 512}
         kept = [word for word in kept if word.split("=")[0] not in few]
