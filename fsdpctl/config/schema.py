@@ -12,6 +12,7 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
 from fsdpctl.config.training import MOST_SAMPLES, CheckpointConfig, LogConfig, TrainConfig
 from fsdpctl.plan.owners import OWNER_MAPS
+from fsdpctl.plan.states import SPLIT, STATE_DTYPES
 from fsdpctl.plan.strategy import STRATEGIES
 
 DTYPES = ("float32", "bfloat16")
@@ -70,7 +71,12 @@ class PrecisionConfig:
         None, "dtype of computation and all-gathers", choices=DTYPES, auto=True
     )
     reduce_dtype: str | None = key(None, "dtype of gradient reduction", choices=DTYPES, auto=True)
-    master_dtype: str | None = key(None, "dtype of the master weights", choices=DTYPES, auto=True)
+    master_dtype: str | None = key(
+        None,
+        "dtype of the master weights; bfloat16+int8: 24 bits, of which bf16 is gathered",
+        choices=(*DTYPES, SPLIT),
+        auto=True,
+    )
     # auto: with gloo, param_dtype if that is narrower; with NCCL, reduce_dtype.
     wire_dtype: str | None = key(
         None, "dtype of gradients on the network", choices=DTYPES, auto=True
@@ -100,6 +106,14 @@ class OptimizerConfig:
     momentum: float = key(0.9, "sgd: momentum; 0: none", minimum=0, maximum=0.999999, is_later=True)
     weight_decay: float = key(
         0.1, "weight decay of matrices; decoupled in adamw, part of the gradient in sgd", minimum=0
+    )
+    state_dtype: str | None = key(
+        None,
+        "adamw: dtype of the moments of matrices of at least 4096 elements, others have float32; "
+        "int8: in blocks of 64; auto: that of the master weights",
+        choices=STATE_DTYPES,
+        auto=True,
+        is_later=True,
     )
     max_grad_norm: float = key(1.0, "gradient norm to clip to; 0: no clipping", minimum=0)
 

@@ -7,8 +7,9 @@ from importlib.util import find_spec
 from torch import nn
 
 from fsdpctl.config.keys import AUTO
-from fsdpctl.config.schema import Config, OptimizerConfig
+from fsdpctl.config.schema import DTYPES, Config, OptimizerConfig
 from fsdpctl.errors import UsageError
+from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import DDP, FSDPCTL, check_strategy, get_strategy
 
 _EXTRAS = ("tensorboard", "wandb")  # keys of `log`, packages, and extras of fsdpctl
@@ -38,9 +39,13 @@ def check_optimizer(config: Config) -> None:
     """
     about, usual = config.optimizer, OptimizerConfig()
     other = "adamw" if about.name == "sgd" else "sgd"
-    for name in ("beta1", "beta2", "eps") if other == "adamw" else ("momentum",):
+    of_other = ("beta1", "beta2", "eps", "state_dtype") if other == "adamw" else ("momentum",)
+    for name in of_other:
         if (value := getattr(about, name)) != getattr(usual, name):
-            raise UsageError(f"optimizer.{name}={value:g}: only valid with optimizer={other}")
+            shown = value if isinstance(value, str) else f"{value:g}"
+            raise UsageError(f"optimizer.{name}={shown}: only valid with optimizer={other}")
+    if about.name == "sgd" and config.precision.master_dtype == SPLIT:
+        raise UsageError(f"precision.master_dtype={SPLIT}: only valid with optimizer=adamw")
     if about.name == "sgd" and about.lr is None:
         raise UsageError("optimizer.lr=auto: not supported with optimizer=sgd; set a number")
 
@@ -79,6 +84,13 @@ def check_engine(config: Config) -> None:
         UsageError: If it does not; the message names the keys.
     """
     name, precision = config.engine.name, config.precision
+    if name != FSDPCTL:
+        for key, value, known in (
+            ("optimizer.state_dtype", config.optimizer.state_dtype, (None,)),
+            ("precision.master_dtype", precision.master_dtype, (None, *DTYPES)),
+        ):
+            if value not in known:
+                raise UsageError(f"{key}={value}: requires engine={FSDPCTL}, got engine={name}")
     if config.strategy.name != AUTO:
         check_strategy(name, get_strategy(config.strategy.name))
     if name == DDP and precision.reduce_dtype != precision.master_dtype:

@@ -36,6 +36,7 @@ from fsdpctl.peers.model import peer_model
 from fsdpctl.peers.setup import PeerSetup
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import FSDPCTL, get_strategy, ranks_per_copy
 from fsdpctl.resolve.blocks import checkpoint_block, compile_block
 from fsdpctl.run.environment import add_start, describe_start, place_of
@@ -48,7 +49,8 @@ from fsdpctl.train.journal import Journal
 from fsdpctl.train.step import LaunchContext, Optimizer, TrainedModel, TrainingParts
 from fsdpctl.train.trainer import Trainer
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, SPLIT: torch.bfloat16}
+_STATES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 def make_model(
@@ -64,10 +66,15 @@ def make_model(
         dp_shard_size=given.dp_shard_size,
         owner_map=given.owner_map,
         prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
-        precision=Precision(*(_DTYPES[name or "float32"] for name in config.precision.dtypes)),
+        precision=_precision(config),
     )
     source = Source(device, is_empty=True) if empty else Source(device, _draw(config))
     return shard_from(source, make_module(config), sharding)
+
+
+def _precision(config: Config) -> Precision:
+    dtypes = (_DTYPES[name or "float32"] for name in config.precision.dtypes)
+    return Precision(*dtypes, has_remainders=config.precision.master_dtype == SPLIT)
 
 
 def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> TrainedModel:
@@ -138,6 +145,7 @@ def make_optimizer(config: Config, model: TrainedModel) -> Optimizer:
         betas=(about.beta1, about.beta2),
         eps=about.eps,
         weight_decay=about.weight_decay,
+        state_dtype=_STATES[about.state_dtype],
     )
 
 
