@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from fsdpctl.codes import split, widen
 from fsdpctl.comm.collectives import Mesh
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import FlatLayout, Piece, Span
@@ -37,11 +38,36 @@ class FlatShard:
         self.num_owners = num_owners
         self.is_replicated = held != owned  # every rank holds all master weights
         self.param = nn.Parameter(master, requires_grad=layout.trainable)
+        self.remainder: Tensor | None = None  # of masters of 24 bits, beside their bf16 half
+        self.grad_dtype = master.dtype
+
+    def add_remainder(self, remainder: Tensor, grad_dtype: torch.dtype) -> None:
+        """Turn the master weights, which are bf16, into the upper half of 24 bits."""
+        self.remainder, self.grad_dtype = remainder, grad_dtype
+        self.param.grad_dtype = grad_dtype
 
     @property
     def master(self) -> Tensor:
-        """The weights that the optimizer updates; 1-D, the elements `held`."""
+        """The weights that the optimizer updates, or their upper half; 1-D, the elements `held`."""
         return self.param.detach()
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of a master weight."""
+        return self.master.itemsize + (self.remainder is not None)
+
+    def weights(self) -> Tensor:
+        """Return the exact master weights: the tensor itself, or a float32 copy of 24 bits."""
+        return self.master if self.remainder is None else widen(self.master, self.remainder)
+
+    def write(self, span: Span, values: Tensor) -> None:
+        """Overwrite the elements `span` of the flat buffer, rounded to the master weights' bits."""
+        half = self.view(self.master, span)
+        if self.remainder is None:
+            half.copy_(values)
+        else:
+            copy = torch.empty(half.shape, device=half.device).copy_(values)
+            split(copy, half, self.view(self.remainder, span))
 
     @property
     def dtype(self) -> torch.dtype:

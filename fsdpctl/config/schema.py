@@ -13,6 +13,7 @@ from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
 from fsdpctl.config.training import MOST_SAMPLES, CheckpointConfig, LogConfig, TrainConfig
 from fsdpctl.plan.muon import MATRICES, NS_STEPS
 from fsdpctl.plan.owners import OWNER_MAPS
+from fsdpctl.plan.states import SPLIT, STATE_DTYPES
 from fsdpctl.plan.strategy import STRATEGIES
 
 DTYPES = ("float32", "bfloat16")
@@ -78,7 +79,12 @@ class PrecisionConfig:
         None, "dtype of computation and all-gathers", choices=DTYPES, auto=True
     )
     reduce_dtype: str | None = key(None, "dtype of gradient reduction", choices=DTYPES, auto=True)
-    master_dtype: str | None = key(None, "dtype of the master weights", choices=DTYPES, auto=True)
+    master_dtype: str | None = key(
+        None,
+        "dtype of the master weights; bfloat16+int8: 24 bits, of which bf16 is gathered",
+        choices=(*DTYPES, SPLIT),
+        auto=True,
+    )
     # auto: with gloo, param_dtype if that is narrower; with NCCL, reduce_dtype.
     wire_dtype: str | None = key(
         None, "dtype of gradients on the network", choices=DTYPES, auto=True
@@ -124,6 +130,14 @@ class OptimizerConfig:
         0.1,
         "weight decay of matrices; decoupled in adamw and muon, part of the gradient in sgd",
         minimum=0,
+    )
+    state_dtype: str | None = key(
+        None,
+        "adamw: dtype of the moments of matrices of at least 4096 elements, others have float32; "
+        "int8: in blocks of 64; auto: that of the master weights",
+        choices=STATE_DTYPES,
+        auto=True,
+        is_later=True,
     )
     max_grad_norm: float = key(1.0, "gradient norm to clip to; 0: no clipping", minimum=0)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from fsdpctl.codes import split
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.collectives import Mesh
 from fsdpctl.engine.buffer import Resting, UnitBuffer
@@ -76,11 +77,16 @@ class _Builder:
             return self.compute_dtype(layout)
         return self.precision.dtype_of_master(self.dtypes[layout.params[0].name])
 
+    def value_dtype(self, layout: FlatLayout) -> torch.dtype:
+        """Return the dtype in which values are drawn, which has all bits of master weights."""
+        has_remainder = layout.trainable and self.precision.has_remainders
+        return torch.float32 if has_remainder else self.master_dtype(layout)
+
     def scratch(self, dtype: torch.dtype) -> Tensor:
         """Return memory for the largest buffer; many scratches would fragment the allocator."""
         if dtype not in self.scratches:
             layouts = (each for of in self.division.layouts.values() for each in of)
-            largest = max(each.numel for each in layouts if self.master_dtype(each) == dtype)
+            largest = max(each.numel for each in layouts if self.value_dtype(each) == dtype)
             self.scratches[dtype] = torch.empty(largest, dtype=dtype, device=self.source.device)
         return self.scratches[dtype]
 
@@ -110,18 +116,19 @@ class _Builder:
             master = resting.within(held)
         else:
             master = torch.empty(held.numel, dtype=dtype, device=self.source.device)
-        targets = [Resting(held, master), *([resting] if resting else [])]
-        values = None if self.source.is_empty else self.initial_values(layout)
-        for target in targets:
-            if values is None:
-                target.values.zero_()
-            else:
-                target.values.copy_(values[target.span.start : target.span.stop])
         owners = self.mesh.num_replicas // layout.shares
         written = share_of(owned, self.mesh.replica_rank % owners, owners)
         shard = FlatShard(
             unit, layout, master, held=held, owned=owned, written=written, num_owners=owners
         )
+        if layout.trainable and self.precision.has_remainders:
+            remainder = torch.zeros(held.numel, dtype=torch.int8, device=self.source.device)
+            shard.add_remainder(remainder, self.precision.dtype_of_reduction(dtype))
+        if not self.source.is_empty:
+            _fill(shard, resting, self.initial_values(layout))
+        else:
+            for target in [master, *([resting.values] if resting else [])]:
+                target.zero_()
         return UnitBuffer(shard, [self.params[p.name] for p in layout.params], whole, resting)
 
     def resting_values(self, layout: FlatLayout, whole: Tensor) -> Resting | None:
@@ -134,8 +141,8 @@ class _Builder:
         return Resting(part, torch.empty(part.numel, dtype=whole.dtype, device=whole.device))
 
     def initial_values(self, layout: FlatLayout) -> Tensor:
-        """Return the full flat buffer in the masters' dtype; valid until the next call."""
-        flat = self.scratch(self.master_dtype(layout))[: layout.numel].zero_()
+        """Return the full flat buffer with all bits of masters; valid until the next call."""
+        flat = self.scratch(self.value_dtype(layout))[: layout.numel].zero_()
         for placement in layout.placements:
             name, span = placement.param.name, placement.span
             view = flat[span.start : span.stop].view(placement.param.shape)
@@ -144,6 +151,18 @@ class _Builder:
             else:
                 self.source.initialize(name, view)
         return self.mesh.world.broadcast(flat) if self.source.initialize is None else flat
+
+
+def _fill(shard: FlatShard, resting: Resting | None, values: Tensor) -> None:
+    """Write a full flat buffer, which is overwritten, to a rank's masters and parameters."""
+    shard.write(shard.held, values[shard.held.start : shard.held.stop])
+    if resting is None:
+        return
+    part = values[resting.span.start : resting.span.stop]
+    if shard.remainder is None:
+        resting.values.copy_(part)
+    else:  # rounded as the masters that other ranks send
+        split(part, resting.values, torch.empty_like(part, dtype=torch.int8))
 
 
 def build_runtime(
@@ -175,8 +194,8 @@ def build_runtime(
 
 def _make_reducer(units: Sequence[ShardedUnit], builder: _Builder) -> GradientReducer:
     division, mesh = builder.division, builder.mesh
-    masters = {buffer.shard.dtype for unit in units for buffer in unit.trained_buffers}
-    dtypes = {dtype: builder.precision.dtype_of_reduction(dtype) for dtype in masters}
+    shards = [buffer.shard for unit in units for buffer in unit.trained_buffers]
+    dtypes = {each.dtype: builder.precision.dtype_of_reduction(each.dtype) for each in shards}
 
     def itemsize(layout: FlatLayout) -> int:
         return dtypes[builder.master_dtype(layout)].itemsize
@@ -189,7 +208,7 @@ def _make_reducer(units: Sequence[ShardedUnit], builder: _Builder) -> GradientRe
         itemsize,
         stays=collectives.adds_whole
         and not strategy.shards_grads
-        and all(master == dtype for master, dtype in dtypes.items()),
+        and all(shard.grad_dtype == dtypes[shard.dtype] for shard in shards),
         blocks=division.order.blocks if collects and collectives.size > 1 else (),
         chained=collectives.size if mesh.chain else 0,
     )

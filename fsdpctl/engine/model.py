@@ -207,8 +207,15 @@ class ShardedModel(nn.Module):
         state.update_shards(self._runtime, flat)
 
     def flat_parameters(self) -> list[nn.Parameter]:
-        """Return this rank's trainable shards, for elementwise optimizers and torch.nn.utils."""
-        return [shard.param for shard in trainable_shards(self)]
+        """Return this rank's trainable shards, for elementwise optimizers and torch.nn.utils.
+
+        Raises:
+            EngineError: If masters have remainders, which only fsdpctl's optimizers step.
+        """
+        shards = list(trainable_shards(self))
+        if any(shard.remainder is not None for shard in shards):
+            raise EngineError("flat_parameters: not supported with remainders; use ShardedAdamW")
+        return [shard.param for shard in shards]
 
     def full_parameters(self, *, writeback: bool = False) -> AbstractContextManager[None]:
         """Give the parameters the full master weights in a block. Collective.
@@ -225,11 +232,11 @@ class ShardedModel(nn.Module):
 
     def shard_memory_bytes(self) -> int:
         """Return the bytes of this rank's master weights, with padding."""
-        return sum(shard.master.nbytes for shard in self.flat_shards())
+        return sum(s.held.numel * s.itemsize for s in self.flat_shards())
 
     def replicated_memory_bytes(self) -> int:
         """Return the bytes of all master weights without sharding, with padding."""
-        return sum(s.layout.numel * s.master.itemsize for s in self.flat_shards())
+        return sum(s.layout.numel * s.itemsize for s in self.flat_shards())
 
     def peak_memory_bytes(self) -> int:
         """Return the peak bytes of masters, gradients, gathered units and reduce buffers."""

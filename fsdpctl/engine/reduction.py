@@ -218,7 +218,7 @@ class GradientReducer:
     def _new_sum(buffer: UnitBuffer, sent: SentReduction) -> Tensor:
         param = buffer.shard.param
         own = param.numel() if sent.share is None else sent.share.numel
-        return param.new_empty(own * buffer.layout.shares)
+        return param.new_empty(own * buffer.layout.shares, dtype=buffer.shard.grad_dtype)
 
     def _scale_and_dtype(self, buffer: UnitBuffer, mean: Tensor) -> tuple[float, torch.dtype]:
         _, after = self.collector.scales(buffer)
@@ -285,14 +285,14 @@ class GradientReducer:
         shard, key = started.unit.trained_buffers[number].shard, started.key(number)
         if shard.grad is None:
             if share is not None:
-                shard.grad = torch.zeros_like(shard.param)
+                shard.grad = torch.zeros_like(shard.param, dtype=shard.grad_dtype)
             elif shard.layout.shares > 1:
                 gradient = gradient.clone()  # so that the rest of its memory can be freed
                 shard.grad = gradient
             else:
                 shard.grad = gradient
                 self.ledger.free(Buffer.SUM, *key)
-            nbytes = shard.param.nbytes
+            nbytes = shard.param.numel() * shard.grad_dtype.itemsize
             self.ledger.allocate(Buffer.GRADS, started.unit.name, number, nbytes)
         if shard.grad is not gradient:
             part = shard.grad if share is None else shard.grad[share.start : share.stop]

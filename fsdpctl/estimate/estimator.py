@@ -95,9 +95,13 @@ class Estimator:
             draws=config.engine.name == FSDPCTL and not config.model.is_pretrained,
         )
         counts = (traced.num_params, traced.num_trained, traced.num_active)
-        return RunEstimate(
-            config, batches, *counts, place.rank, step, _in_matrices(plan, traced.units)
+        saved_states = sum(
+            plan.states.saved(param, plan.sizes.master)
+            for unit in traced.units
+            for param in unit.params
+            if param.trainable
         )
+        return RunEstimate(config, batches, *counts, saved_states, place.rank, step)
 
     def predict(self, config: Config) -> StepPrediction:
         """Predict one training step of a placed configuration.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdpctl.config.schema import Config
-from fsdpctl.estimate.run_plan import item_sizes, kept_states
+from fsdpctl.estimate.run_plan import item_sizes
 from fsdpctl.plan.batch import BatchPlan
 from fsdpctl.predict.step_estimate import StepEstimate
 from fsdpctl.resolve.machine import world_size
@@ -38,6 +38,7 @@ class RunEstimate:
     num_params: int
     num_trained: int  # of them
     num_active: int  # of them, used by a token
+    saved_states: int  # bytes of the moments in a checkpoint
     rank: int
     step: StepEstimate
     num_matrix_elements: int = 0  # with one moment instead of two, under Muon
@@ -93,9 +94,7 @@ class RunEstimate:
         """
         sizes, frozen = item_sizes(self.config), self.num_params - self.num_trained
         saved = 0 if self.config.model.is_pretrained else frozen * sizes.param
-        kept = kept_states(self.config)
-        moments = self.num_trained * (1 + kept.moments) - self.num_matrix_elements
-        return moments * sizes.master + saved
+        return self.num_trained * (sizes.master + sizes.remainder) + self.saved_states + saved
 
     @property
     def host_bytes(self) -> int:

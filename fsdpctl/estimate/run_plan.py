@@ -10,10 +10,18 @@ from fsdpctl.plan.muon import MUON, Muon
 from fsdpctl.plan.reductions import Transport
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import DTYPE_BYTES, Itemsizes, RankPlace
+from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Strategy, check_strategy, get_strategy
 from fsdpctl.plan.units import Division, UnitSpec, divide
 from fsdpctl.predict.ddp_steps import DdpSteps
-from fsdpctl.predict.engine_bytes import ADAMW, Estimate, KeptStates, TrainingPlan, estimate
+from fsdpctl.predict.engine_bytes import (
+    ADAMW,
+    Estimate,
+    KeptStates,
+    TrainingPlan,
+    estimate,
+    fullest_ranks,
+)
 from fsdpctl.predict.fsdp2_steps import Fsdp2Steps
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.recorder import RankGroup, Recorder, Steps, TrafficRecorder
@@ -37,17 +45,28 @@ def reducing_passes(count: int, *, every: bool) -> tuple[bool, ...]:
 
 def item_sizes(config: Config) -> Itemsizes:
     """Return the bytes per element, for a placed configuration."""
-    return Itemsizes(*(DTYPE_BYTES[str(name)] for name in config.precision.dtypes))
+    param, reduce, master, wire = map(str, config.precision.dtypes)
+    is_split = master == SPLIT
+    return Itemsizes(
+        DTYPE_BYTES[param],
+        DTYPE_BYTES[reduce],
+        DTYPE_BYTES["bfloat16" if is_split else master],
+        DTYPE_BYTES[wire],
+        remainder=int(is_split),
+    )
 
 
 def kept_states(config: Config) -> KeptStates:
     """Return the optimizer states."""
-    about = config.optimizer
+    about, master = config.optimizer, config.precision.master_dtype
     if about.name == "sgd":
         return KeptStates(moments=int(about.momentum > 0), counter=0)
     if about.name == MUON:
         return KeptStates(muon=Muon(about.ns_steps, about.nesterov))
-    return ADAMW
+    dtype = about.state_dtype
+    if master != SPLIT and (dtype is None or dtype == master == "float32"):
+        return ADAMW  # torch's kernel
+    return replace(ADAMW, dtype=dtype or "float32")
 
 
 def first_place(division: Division, num_ranks: int, device: str) -> RankPlace:
@@ -113,8 +132,11 @@ def fullest_rank(engine: str, plan: TrainingPlan, place: RankPlace) -> int:
     Among many ranks, this is the one that owns the most, because all it keeps follows from that.
     """
     layouts = [layout for of_unit in plan.layouts.values() for layout in of_unit]
-    if engine != FSDPCTL or all(layout.is_even for layout in layouts):
+    is_even = all(layout.is_even for layout in layouts)
+    if engine != FSDPCTL or (is_even and plan.states.dtype is None):
         return 0
+    if is_even:
+        return fullest_ranks(plan, place)[0][0]
     if place.size <= _REPLAYED:
         return estimate(plan, place).rank
     owned = [

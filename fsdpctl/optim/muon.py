@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fsdpctl.errors import UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.optim.sharded import SteppedRun
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.muon import MATRICES, NS_STEPS, is_muons
 from fsdpctl.shards import Sharded
@@ -53,7 +54,11 @@ class ShardedMuon(ShardedAdamW):
         """
         self._momentum, self._nesterov, self._ns_steps = momentum, nesterov, ns_steps
         super().__init__(model, lr=lr, **adamw)
-        self._matrices = {run.param for run, _ in self.runs if run.alone is not None}
+        if self._dtype is not None:
+            raise UsageError(
+                "ShardedMuon: state_dtype and master weights of 24 bits are not supported; use "
+                "ShardedAdamW"
+            )
         for run, _ in self.runs:
             if run.alone is not None and run.span.numel < run.alone.numel:
                 raise UsageError(
@@ -69,10 +74,10 @@ class ShardedMuon(ShardedAdamW):
     def _is_alone(self, param: ParamSpec) -> bool:
         return is_muons(param)
 
-    def _new_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        if param in self._matrices:
-            return {"momentum_buffer": torch.zeros_like(param)}
-        return super()._new_state(param, group)
+    def _new_state(self, run: SteppedRun, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        if run.alone is None:
+            return super()._new_state(run, group)
+        return {"momentum_buffer": torch.zeros_like(run.param)}
 
     def _before_step(self) -> None:
         """Step the matrices. AdamW leaves them alone, because they have no gradient after it."""
@@ -81,7 +86,7 @@ class ShardedMuon(ShardedAdamW):
                 continue
             group, state = self.param_groups[number], self.state[run.param]
             if not state:
-                state.update(self._new_state(run.param, group))
+                state.update(self._new_state(run, group))
             values = run.param.detach(), run.param.grad, state["momentum_buffer"]
             self._step_matrices(run.alone, *values, group)
             run.param.grad = None

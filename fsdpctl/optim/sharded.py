@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdpctl.codes import SCALES
 from fsdpctl.errors import EngineError, UsageError, nearest
 from fsdpctl.plan.layout import ParamSpec, Span, decay_group, optimizer_runs
+from fsdpctl.plan.states import BLOCK, is_compressible, run_group
 from fsdpctl.shards import FlatShard, Sharded, require_sharded, trainable_shards
 
 
@@ -23,6 +25,11 @@ class SteppedRun:
     window: slice | None  # its place in the master; None: all of it
     alone: ParamSpec | None = None  # the parameter that is stepped separately, if it is one
 
+    @property
+    def is_compressible(self) -> bool:
+        """Whether a state dtype other than float32 applies to its parameters."""
+        return is_compressible(self.shard.layout.pieces(self.span)[0].param)
+
     def gradient(self) -> Tensor | None:
         """Return its part of the shard's gradient."""
         gradient = self.shard.grad
@@ -35,6 +42,7 @@ class ShardedSteps(torch.optim.Optimizer):
     """Steps this rank's shards. A base class to put before one of torch's optimizers."""
 
     runs: tuple[tuple[SteppedRun, int], ...]  # each with the number of its group
+    cuts_runs = False  # between parameters whose states may be compressed and others
 
     def _divided(
         self, model: Sharded, param_groups: Sequence[Mapping[str, Any]]
@@ -47,10 +55,11 @@ class ShardedSteps(torch.optim.Optimizer):
         require_sharded(model, type(self).__name__)
         self._model = model
         group_of = _group_numbers(model, param_groups)
+        keys = (lambda each: run_group(each, group_of(each))) if self.cuts_runs else group_of
         self.runs = tuple(
-            (_stepped_run(shard, run.span, run.alone), run.group)
+            (_stepped_run(shard, run.span, run.alone), run.group // (1 + self.cuts_runs))
             for shard in trainable_shards(model)
-            for run in optimizer_runs(shard.layout, shard.held, group_of, self._is_alone)
+            for run in optimizer_runs(shard.layout, shard.held, keys, self._is_alone)
         )
         options = [
             {},
@@ -66,7 +75,7 @@ class ShardedSteps(torch.optim.Optimizer):
         """Return whether a parameter is stepped as a tensor of its own."""
         return False
 
-    def _new_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _new_state(self, run: SteppedRun, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the state of zeros that the first step would create."""
         raise NotImplementedError
 
@@ -74,10 +83,13 @@ class ShardedSteps(torch.optim.Optimizer):
         """Create the states that the first step would create."""
         for run, group in self.runs:
             if not (state := self.state[run.param]):
-                state.update(self._new_state(run.param, self.param_groups[group]))
+                state.update(self._new_state(run, self.param_groups[group]))
 
     def _before_step(self) -> None:
         """Run before torch's step, when gradients are complete and `found_inf` is set."""
+
+    def _step_runs(self) -> None:
+        super().step()  # of the optimizer behind it
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # torch's overloads differ by closure only
@@ -109,7 +121,7 @@ class ShardedSteps(torch.optim.Optimizer):
             run.param.grad = None if absent and run.names <= absent else run.gradient()
         self.grad_scale, self.found_inf = _fused_scalars(self.runs, grad_scale, found_inf)
         self._before_step()
-        super().step()  # of the optimizer behind it
+        self._step_runs()
         del self.grad_scale, self.found_inf
         self._model.broadcast_updated_params(trained_only=True)
         return loss
@@ -200,12 +212,14 @@ def _stepped_run(shard: FlatShard, span: Span, alone: ParamSpec | None = None) -
     within = span.shift(-shard.held.start)
     window = None if span == shard.held else slice(within.start, within.stop)
     param = nn.Parameter(shard.view(shard.master, span))
+    param.grad_dtype = shard.grad_dtype
     return SteppedRun(shard, span, names, param, window, alone)
 
 
 def _state_within(state: Mapping[str, Tensor], whole: Span, part: Span) -> dict[str, Tensor]:
-    inside = slice(part.start - whole.start, part.stop - whole.start)
+    within = part.shift(-whole.start)
+    inside, blocks = (slice(within.start // n, within.stop // n) for n in (1, BLOCK))
     return {
-        name: values.clone() if values.ndim == 0 else values[inside].clone()
+        name: (values if not values.ndim else values[blocks if SCALES in name else inside]).clone()
         for name, values in state.items()
     }

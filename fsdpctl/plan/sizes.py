@@ -60,8 +60,18 @@ class Itemsizes:
 
     param: int  # gathered, to compute with
     reduce: int  # gradients while they are added over ranks
-    master: int  # what the optimizer updates, its states, and reduced gradients
+    master: int  # what the optimizer updates, and its states unless they have another dtype
     wire: int | None = None  # gradients of one backward in transit; None: by transport
+    remainder: int = 0  # the lower bits of masters of 24 bits, of which `master` is the upper half
+
+    @property
+    def grad(self) -> int:
+        """The bytes of a reduced gradient."""
+        return self.reduce if self.remainder else self.master
+
+    def drawn(self, layout: FlatLayout) -> int:
+        """Return the bytes in which an initial value is drawn."""
+        return 4 if self.remainder and layout.trainable else self.kept(layout)
 
     def kept(self, layout: FlatLayout) -> int:
         """Return the bytes of what a flat buffer keeps: master weights, or frozen parameters."""
@@ -110,7 +120,7 @@ class RankPlace:
     def stays(self, strategy: Strategy, sizes: Itemsizes) -> bool:
         """Return whether a sum stays in the buffer of its reduction, without more memory."""
         adds = self.size > 1 and adds_whole(self.transport, self.size)
-        return adds and not strategy.shards_grads and sizes.reduce == sizes.master
+        return adds and not strategy.shards_grads and sizes.reduce == sizes.grad
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +162,7 @@ def _flat_bytes(
     workspace = reduce_workspace(place.transport, layout.parts, place.rank)
     if not strategy.shards_grads and adds_whole(place.transport, place.size):
         workspace = 0
-    total = kept * sizes.master
+    total = kept * sizes.grad
     about = total, _combining(layout, kept, sizes, place), layout.shares == 1
     held = Sending(layout.numel * sizes.reduce, workspace * sizes.reduce, *about)
     fresh: tuple[Sending, ...] = (held,)
@@ -166,7 +176,7 @@ def _flat_bytes(
         if pieces > 1:
             fresh = tuple(replace(each, becomes=False) for each in fresh)
     keeps = place.size == 1 or not strategy.shards_grads
-    in_place = keeps and sizes.reduce == sizes.master
+    in_place = keeps and sizes.reduce == sizes.grad
     return FlatBytes(fresh, held, total // layout.shares, in_place)
 
 
@@ -180,7 +190,7 @@ def _collected(
     if exchanges(place.transport, itemsize, sizes.reduce):
         workspace = whole
     combining = _combining(layout, own, sizes, place)
-    return Sending(whole, workspace, own * sizes.master, combining, layout.shares == 1)
+    return Sending(whole, workspace, own * sizes.grad, combining, layout.shares == 1)
 
 
 def _combining(layout: FlatLayout, numel: int, sizes: Itemsizes, place: RankPlace) -> int:
@@ -188,7 +198,7 @@ def _combining(layout: FlatLayout, numel: int, sizes: Itemsizes, place: RankPlac
     if layout.shares == 1:
         return 0
     shares = EvenParts(numel // layout.shares, layout.shares)
-    return reduce_workspace(place.transport, shares, place.copy) * sizes.master
+    return reduce_workspace(place.transport, shares, place.copy) * sizes.grad
 
 
 def unit_bytes(

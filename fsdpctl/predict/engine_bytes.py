@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from fsdpctl.plan.layout import FlatLayout, ParamSpec, Span, decay_group, optimizer_runs
+from fsdpctl.plan.layout import FlatLayout, ParamSpec, Run, Span, decay_group, optimizer_runs
 from fsdpctl.plan.muon import Muon, is_muons
 from fsdpctl.plan.reductions import Reductions, plan_reductions
 from fsdpctl.plan.replay import Replay
 from fsdpctl.plan.schedule import Event, EventKind, Prefetch, step_events, update_events
 from fsdpctl.plan.sizes import Itemsizes, RankPlace, SlotSpec, slots_of, unit_bytes
+from fsdpctl.plan.states import is_compressible, moment_bytes, run_group
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitOrder
 from fsdpctl.predict.recorder import CATEGORY_OF
@@ -24,19 +25,44 @@ from fsdpctl.predict.recorder import CATEGORY_OF
 class KeptStates:
     """The optimizer states of each tensor."""
 
-    moments: int = 2  # as large as the tensor, in the dtype of the master weights
+    moments: int = 2  # as large as the tensor
     counter: int = 4  # bytes of the step counter
     muon: Muon | None = None  # has one moment per matrix instead
+    # Of the moments of large matrices, others have float32; None: that of the masters for all.
+    dtype: str | None = None
 
-    def of(self, nbytes: int, *, is_matrix: bool = False) -> list[int]:
-        """Return the bytes of each state of a tensor with `nbytes` of master weights."""
-        if is_matrix:
-            return [nbytes]
-        return [*[self.counter] * bool(self.counter), *[nbytes] * self.moments]
+    @property
+    def _is_divided(self) -> bool:
+        return self.dtype not in (None, "float32")
+
+    def key(self, param: ParamSpec) -> int:
+        """Return the key of a parameter by which runs are cut."""
+        return run_group(param) if self._is_divided else decay_group(param)
 
     def is_alone(self, param: ParamSpec) -> bool:
         """Return whether a parameter is stepped as a matrix of its own."""
         return self.muon is not None and is_muons(param)
+
+    def of_run(self, run: Run, master: int) -> list[int]:
+        """Return the bytes of each state of a run whose weights have `master` bytes."""
+        if run.alone is not None:
+            return [run.span.numel * master]
+        if self.dtype is None:
+            return self.of(run.span.numel * master)
+        dtype = self.dtype if not self._is_divided or run.group % 2 else "float32"
+        counter = [self.counter] * bool(self.counter)
+        return [*counter, *moment_bytes(run.span.numel, dtype) * self.moments]
+
+    def saved(self, param: ParamSpec, master: int) -> int:
+        """Return the bytes of a parameter's states in a checkpoint."""
+        if self.dtype is None:
+            return param.numel * master * (1 if self.is_alone(param) else self.moments)
+        dtype = self.dtype if self._is_divided and is_compressible(param) else "float32"
+        return sum(moment_bytes(param.numel, dtype)) * self.moments
+
+    def of(self, nbytes: int) -> list[int]:
+        """Return the bytes of each state of a tensor with `nbytes` of master weights."""
+        return [*[self.counter] * bool(self.counter), *[nbytes] * self.moments]
 
 
 ADAMW = KeptStates()
@@ -100,7 +126,7 @@ class Moment:
 
 def estimate(plan: TrainingPlan, place: RankPlace) -> Estimate:
     """Return the peak of the rank that needs the most memory; the rank of `place` is ignored."""
-    candidates = _fullest_ranks(plan.layouts)
+    candidates = fullest_ranks(plan, place)
     places = [replace(place, rank=rank, copy=copy) for rank, copy in candidates]
     return max((_estimate_rank(plan, each) for each in places), key=lambda each: each.peak_bytes)
 
@@ -113,22 +139,33 @@ def _estimate_rank(plan: TrainingPlan, place: RankPlace) -> Estimate:
     return Estimate(place.rank, place.copy, peak.held, largest)
 
 
-def _fullest_ranks(layouts: Mapping[str, Sequence[FlatLayout]]) -> list[tuple[int, int]]:
+def fullest_ranks(plan: TrainingPlan, place: RankPlace) -> list[tuple[int, int]]:
     """Return the ranks that may need the most memory, each with its replica."""
-    flats = [layout for of_unit in layouts.values() for layout in of_unit]
-    if all(layout.is_even for layout in flats):
-        # They differ only by the counter of one more tensor, if two parameter groups meet there.
-        meeting = {rank for layout in flats for rank in _meeting_ranks(layout)}
-        return [divmod(rank, flats[0].shares) for rank in sorted({0, *meeting})]
-    return [(rank, 0) for rank in range(len(flats[0].parts))]
+    flats = [layout for of_unit in plan.layouts.values() for layout in of_unit]
+    if not all(layout.is_even for layout in flats):
+        return [(rank, 0) for rank in range(len(flats[0].parts))]
+    # They differ only by the optimizer states of unlike parameters: some have more states.
+    numbers = {rank for layout in flats for rank in _unlike_ranks(layout, plan.states)}
+    candidates = [divmod(rank, flats[0].shares) for rank in sorted({0, *numbers})]
+    if plan.states.dtype is None:
+        return candidates  # one more counter
+    states = [_states(plan, replace(place, rank=rank, copy=copy)) for rank, copy in candidates]
+    return [candidates[states.index(max(states))]]
 
 
-def _meeting_ranks(layout: FlatLayout) -> Iterator[int]:
-    """Yield the parts of an evenly divided buffer that have parameters of two groups."""
+def _unlike_ranks(layout: FlatLayout, states: KeptStates) -> Iterator[int]:
+    """Yield the parts of an even buffer where parameters meet whose states are kept apart.
+
+    Also those in the middle of a parameter whose states have more bytes than those of others.
+    """
     size = layout.owned_parts[0].numel
     for before, after in pairwise(layout.placements):
-        if decay_group(before.param) != decay_group(after.param):
+        if states.key(before.param) != states.key(after.param):
             yield after.span.start // size
+    if states.dtype is not None:
+        for each in layout.placements:
+            if not is_compressible(each.param) and each.span.numel:
+                yield from range(each.span.start // size, (each.span.stop - 1) // size + 1)
 
 
 def plan_slots(plan: TrainingPlan) -> tuple[SlotSpec, ...]:
@@ -192,6 +229,7 @@ def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
             always -= nbytes  # master weights are views of the parameters
         if layout.shares == 1 or not is_window:
             parameters += nbytes
+        parameters += remainder_bytes(plan, place, layout)
     held = {"gathered_units": always, "gradients": 0, "reduce_buffers": 0}
     now = Breakdown(parameters=parameters, optimizer_states=states, **held)
     yield Moment(None, now)
@@ -209,16 +247,27 @@ def held_masters(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> Sp
     return layout.owned(place.rank, place.copy) if plan.strategy.shards_optimizer else whole
 
 
+def remainder_bytes(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> int:
+    """Return the bytes of the lower bits of a rank's master weights, if they are kept apart."""
+    kept = plan.sizes.remainder if layout.trainable else 0
+    return held_masters(plan, place, layout).numel * kept
+
+
+def trained_layouts(layouts: Mapping[str, Sequence[FlatLayout]]) -> Iterator[FlatLayout]:
+    """Return the flat buffers whose parameters are trained."""
+    return (each for of_unit in layouts.values() for each in of_unit if each.trainable)
+
+
 def _states(plan: TrainingPlan, place: RankPlace) -> int:
     """Return the bytes of the optimizer states."""
-    states = 0
-    for layout in (layout for of_unit in plan.layouts.values() for layout in of_unit):
-        if layout.trainable:
-            kept, held = plan.states, held_masters(plan, place, layout)
-            for run in optimizer_runs(layout, held, decay_group, kept.is_alone):
-                nbytes = run.span.numel * plan.sizes.master
-                states += sum(kept.of(nbytes, is_matrix=run.alone is not None))
-    return states
+    kept, trained = plan.states, trained_layouts(plan.layouts)
+    return sum(
+        sum(kept.of_run(run, plan.sizes.master))
+        for layout in trained
+        for run in optimizer_runs(
+            layout, held_masters(plan, place, layout), kept.key, kept.is_alone
+        )
+    )
 
 
 def pieces_before_the_last(events: Sequence[Event], root: str) -> Iterator[Event]:

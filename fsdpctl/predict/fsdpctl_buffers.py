@@ -48,7 +48,7 @@ class EngineBuffers:
         self._taken: set[str] = set()  # parameters whose gradients the engine took in this pass
         sizes = plan.sizes
         keeps = place.size == 1 or not plan.strategy.shards_grads
-        self._in_place = keeps and sizes.reduce == sizes.master
+        self._in_place = keeps and sizes.reduce == sizes.grad
 
     def begin_pass(self) -> None:
         """Expect new gradients from autograd."""
@@ -112,22 +112,22 @@ class EngineBuffers:
         if place.transport is Transport.NCCL:
             wire = wire_itemsize(layout, strategy, sizes, place.transport)
             exchanged = exchanges(place.transport, wire, sizes.reduce)
-            if strategy.shards_grads and exchanged and sizes.master != sizes.reduce:
-                self._recorder.pass_through(nbytes // sizes.master * sizes.reduce)
+            if strategy.shards_grads and exchanged and sizes.grad != sizes.reduce:
+                self._recorder.pass_through(nbytes // sizes.grad * sizes.reduce)
             return
         stretches = [Span(0, layout.numel)]
         if strategy.shards_grads and sends_in_place(place.transport, layout.parts):
             stretches = [each.span for each in layout.placements]
         parts = [both.numel for span in stretches if (both := span.intersect(own))]
         longest = min(max(parts, default=0), ADDED_AT_A_TIME)
-        self._recorder.pass_through(longest * max(sizes.reduce, sizes.master))
+        self._recorder.pass_through(longest * max(sizes.reduce, sizes.grad))
 
     def _add_up_replicas(self, workspace: int) -> None:
         """Allocate the same for the sums over replicas, which are in a workspace."""
-        replicas, master = self._place.num_replicas, self._plan.sizes.master
+        replicas, itemsize = self._place.num_replicas, self._plan.sizes.grad
         if sends_in_place(self._place.transport, EvenParts(1, replicas)):
             own = workspace // (replicas - 1)
-            self._recorder.pass_through(min(own, ADDED_AT_A_TIME * master))
+            self._recorder.pass_through(min(own, ADDED_AT_A_TIME * itemsize))
 
     def _trained(self, unit: str) -> list[FlatLayout]:
         return [each for each in self._plan.layouts[unit] if each.trainable]

@@ -2,10 +2,11 @@
 
 from collections import defaultdict, deque
 
-from fsdpctl.plan.layout import ParamSpec, decay_group, optimizer_runs
+from fsdpctl.plan.layout import ParamSpec, optimizer_runs
 from fsdpctl.plan.reductions import Transport, adds_whole
 from fsdpctl.plan.schedule import Event, EventKind
 from fsdpctl.plan.sizes import RankPlace
+from fsdpctl.plan.states import tile_bytes
 from fsdpctl.predict.compute import Part
 from fsdpctl.predict.engine_bytes import (
     TrainingPlan,
@@ -13,6 +14,8 @@ from fsdpctl.predict.engine_bytes import (
     plan_slots,
     planned_step,
     planned_update,
+    remainder_bytes,
+    trained_layouts,
 )
 from fsdpctl.predict.fsdpctl_buffers import EngineBuffers
 from fsdpctl.predict.hardware import CollectiveKind
@@ -153,8 +156,9 @@ class FsdpctlSteps:
             self._has_states = True
             _allocate_states(plan, self._place, recorder)
         update_matrices(plan, self._place, recorder)
+        self._step_in_tiles()
         self._buffers.end_step()
-        trained = (each for of in plan.layouts.values() for each in of if each.trainable)
+        trained = trained_layouts(plan.layouts)
         owned = sum(held_masters(plan, self._place, layout).numel for layout in trained)
         recorder.optimize(
             owned - matrix_elements(plan, self._place), plan.sizes.master, plan.states.moments
@@ -165,6 +169,18 @@ class FsdpctlSteps:
             key = recorder.start(C.GATHER, event.nbytes, group, label, queue=GATHERS)
             self._renewing[event.unit] = key
         recorder.end_step()
+
+    def _step_in_tiles(self) -> None:
+        plan, place = self._plan, self._place
+        if plan.states.dtype is None:
+            return
+        runs = (
+            run.span.numel
+            for layout in trained_layouts(plan.layouts)
+            for run in optimizer_runs(layout, held_masters(plan, place, layout), plan.states.key)
+        )
+        device = "cuda" if place.transport is Transport.NCCL else "cpu"
+        self._recorder.pass_through(tile_bytes(max(runs, default=0), device))
 
 
 def _allocate_model(
@@ -191,11 +207,14 @@ def _allocate_model(
                 nbytes = held_masters(plan, place, layout).numel * itemsize
                 what = "master weights" if layout.trainable else "frozen weights"
                 recorder.allocate(Category.PARAMETERS, unit, what, nbytes)
-            if draws and itemsize not in scratch:
+            nbytes = remainder_bytes(plan, place, layout)
+            recorder.allocate(Category.PARAMETERS, unit, "remainders of master weights", nbytes)
+            drawn = sizes.drawn(layout)
+            if draws and drawn not in scratch:
                 alike = (each for of in plan.layouts.values() for each in of)
-                largest = max(each.numel for each in alike if sizes.kept(each) == itemsize)
-                scratch[itemsize] = recorder.allocate(
-                    Category.PARAMETERS, "", "values being drawn", largest * itemsize
+                largest = max(each.numel for each in alike if sizes.drawn(each) == drawn)
+                scratch[drawn] = recorder.allocate(
+                    Category.PARAMETERS, "", "values being drawn", largest * drawn
                 )
         if is_new and not keeps and not slot.resident:
             recorder.free(key)
@@ -207,7 +226,7 @@ def _allocate_states(plan: TrainingPlan, place: RankPlace, recorder: Recorder) -
     """Allocate the optimizer states of the parameters that have gradients, group by group."""
 
     def group_of(param: ParamSpec) -> int:
-        return decay_group(param) if recorder.has_gradient(param) else _WITHOUT
+        return plan.states.key(param) if recorder.has_gradient(param) else _WITHOUT
 
     runs = [
         (run, unit)
@@ -220,6 +239,5 @@ def _allocate_states(plan: TrainingPlan, place: RankPlace, recorder: Recorder) -
         if run.group != _WITHOUT
     ]
     for run, unit in sorted(runs, key=lambda each: each[0].group):
-        nbytes = run.span.numel * plan.sizes.master
-        for size in plan.states.of(nbytes, is_matrix=run.alone is not None):
+        for size in plan.states.of_run(run, plan.sizes.master):
             recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)

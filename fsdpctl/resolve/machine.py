@@ -9,6 +9,7 @@ from fsdpctl.config.schema import Config, PrecisionConfig, StrategyConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.muon import CUTTING, MATRICES, MUON, keeps_matrices
 from fsdpctl.plan.sizes import DTYPE_BYTES
+from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import (
     FSDPCTL,
     STRATEGIES,
@@ -137,7 +138,13 @@ def _with_precision(config: Config) -> Config:
     bf16 = on_cuda and (
         not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
     )
-    param_dtype = given.param_dtype or ("bfloat16" if bf16 else "float32")
+    is_split = given.master_dtype == SPLIT  # of which the bf16 half is gathered
+    param_dtype = given.param_dtype or ("bfloat16" if bf16 or is_split else "float32")
+    if is_split and param_dtype != "bfloat16":
+        raise UsageError(
+            f"precision.master_dtype={SPLIT}: requires precision.param_dtype=bfloat16, got "
+            f"{param_dtype}"
+        )
     reduce_dtype = given.reduce_dtype or "float32"
     wire = given.wire_dtype or reduce_dtype
     if DTYPE_BYTES[wire] > DTYPE_BYTES[reduce_dtype]:

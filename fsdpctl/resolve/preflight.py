@@ -7,10 +7,11 @@ from importlib.util import find_spec
 from torch import nn
 
 from fsdpctl.config.keys import AUTO
-from fsdpctl.config.schema import KEYS, Config, OptimizerConfig
+from fsdpctl.config.schema import DTYPES, KEYS, Config, OptimizerConfig
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.muon import MUON, is_muons
+from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import DDP, FSDPCTL, check_strategy, get_strategy
 
 # The optimizers that have some keys.
@@ -18,6 +19,7 @@ _OPTIMIZERS_OF = {
     ("beta1", "beta2", "eps"): ("adamw", MUON),
     ("momentum",): ("sgd", MUON),
     ("nesterov", "ns_steps"): (MUON,),
+    ("state_dtype",): ("adamw",),
 }
 _EXTRAS = ("tensorboard", "wandb")  # keys of `log`, packages, and extras of fsdpctl
 
@@ -50,6 +52,8 @@ def check_optimizer(config: Config) -> None:
             if (value := getattr(about, name)) != getattr(usual, name):
                 text, others = KEYS[f"optimizer.{name}"].text(value), " or ".join(owners)
                 raise UsageError(f"optimizer.{name}={text}: only valid with optimizer={others}")
+    if about.name != "adamw" and config.precision.master_dtype == SPLIT:
+        raise UsageError(f"precision.master_dtype={SPLIT}: only valid with optimizer=adamw")
     if about.name == "sgd" and about.lr is None:
         raise UsageError("optimizer.lr=auto: not supported with optimizer=sgd; set a number")
 
@@ -88,6 +92,13 @@ def check_engine(config: Config) -> None:
         UsageError: If it does not; the message names the keys.
     """
     name, precision = config.engine.name, config.precision
+    if name != FSDPCTL:
+        for key, value, known in (
+            ("optimizer.state_dtype", config.optimizer.state_dtype, (None,)),
+            ("precision.master_dtype", precision.master_dtype, (None, *DTYPES)),
+        ):
+            if value not in known:
+                raise UsageError(f"{key}={value}: requires engine={FSDPCTL}, got engine={name}")
     if config.strategy.name != AUTO:
         check_strategy(name, get_strategy(config.strategy.name))
     if name == DDP and precision.reduce_dtype != precision.master_dtype:

@@ -42,6 +42,7 @@ _WHERE = ("train.run_dir", "launch.node_rank", "launch.rdzv_endpoint")  # of a s
 _NOT_THE_MODELS = (
     "model.path", "model.init", "model.init_std", "model.lora.path", "model.attention"
 )  # fmt: skip
+_MAY_CHANGE = ("optimizer.state_dtype",)  # on resume: checkpoints are read into any dtype
 _NOT_SET = "not set"
 
 
@@ -203,7 +204,7 @@ def _check_same_run(run_dir: Path, before: Mapping[str, str], now: Mapping[str, 
     deciding = [
         f"{name} {before.get(name, _NOT_SET)} -> {now.get(name, _NOT_SET)}"
         for name in _changed(before, now)
-        if decides_losses(name)
+        if decides_losses(name) and name not in _MAY_CHANGE
     ]
     if deciding:
         raise UsageError(

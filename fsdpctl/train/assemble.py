@@ -38,6 +38,7 @@ from fsdpctl.peers.model import peer_model
 from fsdpctl.peers.setup import PeerSetup
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import FSDPCTL, get_strategy, ranks_per_copy
 from fsdpctl.resolve.blocks import checkpoint_block, compile_block
 from fsdpctl.run.environment import add_start, describe_start, place_of
@@ -50,7 +51,8 @@ from fsdpctl.train.journal import Journal
 from fsdpctl.train.step import LaunchContext, Optimizer, TrainedModel, TrainingParts
 from fsdpctl.train.trainer import Trainer
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, SPLIT: torch.bfloat16}
+_STATES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 def make_model(
@@ -66,10 +68,15 @@ def make_model(
         dp_shard_size=given.dp_shard_size,
         owner_map=given.owner_map or "even",
         prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
-        precision=Precision(*(_DTYPES[name or "float32"] for name in config.precision.dtypes)),
+        precision=_precision(config),
     )
     source = Source(device, is_empty=True) if empty else Source(device, _draw(config))
     return shard_from(source, make_module(config), sharding)
+
+
+def _precision(config: Config) -> Precision:
+    dtypes = (_DTYPES[name or "float32"] for name in config.precision.dtypes)
+    return Precision(*dtypes, has_remainders=config.precision.master_dtype == SPLIT)
 
 
 def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> TrainedModel:
@@ -148,7 +155,7 @@ def make_optimizer(config: Config, model: TrainedModel) -> Optimizer:
             ns_steps=about.ns_steps,
             **adamw,
         )
-    return ShardedAdamW(model, **adamw)
+    return ShardedAdamW(model, **adamw, state_dtype=_STATES[about.state_dtype])
 
 
 def make_trainer(

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
-from fsdpctl.checkpoint.load import model_pieces, optimizer_pieces
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.describe import divide_module
@@ -29,6 +28,7 @@ from fsdpctl.plan.units import lay_out
 from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
 from fsdpctl.resolve.preflight import check_optimizer
 from fsdpctl.train.assemble import make_model, make_module, make_optimizer
+from tests.checkpoint.test_any_to_any import held
 from tests.checkpoint.test_round_trip import whole_tensors
 from tests.distributed import distributed
 from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
@@ -410,12 +410,11 @@ def load(rank: int, world_size: int, folder: Path) -> None:
         model = shard_model(make_net(tied=True), strategy, owner_map=owner_map)
         optimizer = ShardedMuon(model, lr=LR)
         load_checkpoint(folder / "c", model, optimizer)
-        pieces = [*model_pieces(model, written=False), *optimizer_pieces(optimizer, written=False)]
-        kinds = {each.key.partition("/")[0] for each in pieces}
+        found = list(held(model, optimizer))
+        kinds = {key.partition("/")[0] for key, *_ in found}
         assert kinds <= {"model", "momentum_buffer", "exp_avg", "exp_avg_sq"}
-        for each in pieces:
-            span = each.piece.in_param
-            assert torch.equal(each.values, saved[each.key].view(-1)[span.start : span.stop])
+        for key, span, values in found:
+            assert torch.equal(values, saved[key].view(-1)[span.start : span.stop])
 
 
 @pytest.mark.slow

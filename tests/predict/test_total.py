@@ -45,6 +45,7 @@ def random_config(
     *,
     in_part: bool = False,
     by_muon: bool = False,
+    compresses: bool = False,
 ) -> Config:
     """A small model trained in some way, `in_part` only some of its parameters or adapters."""
     heads = draw.choice([1, 2, 4])
@@ -75,8 +76,14 @@ def random_config(
         f"train.global_batch_size={ranks * micro * steps}",
         f"train.loss_chunk_tokens={draw.choice([0, 0, 24])}",
     ]
-    if draw.random() < 0.2:
+    if draw.random() < 0.2 and not compresses:
         words += ["optimizer=sgd", f"optimizer.momentum={draw.choice([0, 0.9])}"]
+    if compresses:
+        words += [f"optimizer.state_dtype={draw.choice(['int8', 'int8', 'bfloat16', 'float32'])}"]
+        if words[4] == "precision=bf16" or draw.random() < 0.4:
+            words[4] = "precision=bf16"
+            words += [f"precision.master_dtype={draw.choice(['bfloat16+int8', 'float32'])}"]
+            words += [f"precision.reduce_dtype={draw.choice(['bfloat16', 'float32'])}"]
     if draw.random() < 0.3:
         words += ["data=chat"]  # rows of several documents
     if arch == "gemma3_text":
