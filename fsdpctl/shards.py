@@ -112,6 +112,11 @@ class Sharded(Protocol):
     """A sharded model as optimizers and checkpoints use it."""
 
     @property
+    def module(self) -> nn.Module:
+        """The module that was sharded."""
+        ...
+
+    @property
     def mesh(self) -> Mesh:
         """Its groups of ranks."""
         ...

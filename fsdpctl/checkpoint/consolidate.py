@@ -22,7 +22,7 @@ from fsdpctl.checkpoint.manifest import (
     tensor_key,
     unknown_digests,
 )
-from fsdpctl.checkpoint.merge import MODEL, exported_weights
+from fsdpctl.checkpoint.merge import MODEL, exported_weights, notes_on_merge
 from fsdpctl.checkpoint.pretrained import attached_files
 from fsdpctl.checkpoint.publish import (
     WRITTEN,
@@ -84,6 +84,7 @@ def consolidate(
         files = _split(exports, max_file_bytes)
         notes = _write_folder(reader, folder, files, chunks)
     total = sum(each.entry.nbytes for each in exports)
+    notes += notes_on_merge(reader, merges=merges)
     return Exported(destination, total, len(exports), notes, len(files))
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fsdpctl.checkpoint.cast import FLOATS, cast
 from fsdpctl.checkpoint.gguf_tokenizer import write_tokenizer
 from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, tensor_key
-from fsdpctl.checkpoint.merge import exported_weights
+from fsdpctl.checkpoint.merge import exported_weights, notes_on_merge
 from fsdpctl.checkpoint.pretrained import attached_files
 from fsdpctl.checkpoint.publish import Exported, check_space
 from fsdpctl.checkpoint.reader import CheckpointReader
@@ -91,7 +91,7 @@ def write_gguf(
             size = destination.stat().st_size
         finally:
             scratch.unlink(missing_ok=True)
-    notes = [f"no tokenizer: {why}"] if why else []
+    notes = [*([f"no tokenizer: {why}"] if why else []), *notes_on_merge(reader, merges=merges)]
     if model.sliding_window is not None:
         notes.append(
             f"context length {model.sliding_window}: llama.cpp does not support the model's "

@@ -15,6 +15,7 @@ from fsdpctl.checkpoint.manifest import (
     TensorInfo,
     tensor_key,
 )
+from fsdpctl.checkpoint.quantized import quantized_as
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensors import DTYPES, tensor_of
@@ -156,6 +157,7 @@ def load_weights(source: Tensors, model: Sharded) -> None:
 
 
 def _load_model(source: Tensors, model: Sharded) -> None:
+    source = quantized_as(source, model.module)
     params = {p.name: p.shape for shard in model.flat_shards() for p in shard.layout.params}
     _check_shapes(source, PARAMETER, params)
     buffers = model.persistent_buffers()
@@ -243,7 +245,7 @@ def check_weights(source: Tensors, module: nn.Module) -> None:
         CheckpointError: If one is missing, unexpected, or of a different shape.
     """
     shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
-    _check_shapes(source, PARAMETER, shapes)
+    _check_shapes(quantized_as(source, module), PARAMETER, shapes)
 
 
 def _check_shapes(source: Tensors, kind: str, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -1,6 +1,6 @@
 """Merging adapters into the weights of their layers."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,9 @@ def exported_weights(reader: CheckpointReader, dtype: str | None, *, merges: boo
     if MODEL not in reader.manifest.config:  # a custom training loop saves no settings
         return weights
     model = config_of_checkpoint(reader.manifest.config, str(reader)).model
-    if merges:
+    if merges and model.base_dtype is not None:
+        weights = _merged_into_quantized(weights, model, dtype)
+    elif merges:
         weights = MergedWeights(weights, model, dtype)
     if model.architecture == TRANSFORMERS:
         from fsdpctl.checkpoint.hub_weights import to_hub  # imports torch
@@ -50,17 +52,49 @@ def exported_weights(reader: CheckpointReader, dtype: str | None, *, merges: boo
     return weights
 
 
+def _merged_into_quantized(weights: Tensors, model: ModelConfig, dtype: str | None) -> Tensors:
+    """Merge into the weights that were trained with; `dtype` None: as in the files, or float32."""
+    from fsdpctl.checkpoint.quantized import DequantizedTensors  # imports torch
+    from fsdpctl.models.nf4 import quantized_shapes
+    from fsdpctl.models.registry import build_model
+
+    shapes = quantized_shapes(build_model(model))
+    stored = {weights.info(tensor_key(PARAMETER, name)).dtype for name in shapes}
+    if dtype is None:
+        dtype = stored.pop() if len(stored) == 1 and stored <= {*FLOATS} else "F32"
+    return MergedWeights(DequantizedTensors(weights, shapes), model, dtype, rounded=shapes)
+
+
+def notes_on_merge(reader: CheckpointReader, *, merges: bool) -> tuple[str, ...]:
+    """Return what to know about the weights that adapters were merged into, a line each."""
+    if not merges or reader.manifest.config.get("model.base_dtype", "auto") == "auto":
+        return ()
+    base = reader.manifest.base
+    others = "" if base is None else f"; those in {base.path} differ"
+    return (f"adapters merged into the NF4 weights that they were trained with{others}",)
+
+
 class MergedWeights:
     """Weights with their adapters merged: W + scale * B A, computed in float32, rounded once."""
 
-    def __init__(self, weights: Tensors, model: ModelConfig, dtype: str | None = None) -> None:
-        """Merge as the weights are read; `dtype` is that of merged weights, None as stored."""
+    def __init__(
+        self,
+        weights: Tensors,
+        model: ModelConfig,
+        dtype: str | None = None,
+        rounded: Collection[str] = (),
+    ) -> None:
+        """Merge as the weights are read.
+
+        `dtype` is that of merged weights, None as stored, and of the parameters `rounded`.
+        """
         self._weights = weights
         self._scale = np.float32(model.lora.scale)
         self._is_transposed = model.architecture == "gpt2"
         self._dtype = dtype
         self._last: tuple[str, tuple[Matrix, Matrix]] | None = None
         self._merged = {f"{name}.weight" for name in adapted_layers(weights.names(PARAMETER))}
+        self._rounded = self._merged | {*rounded}
 
     def __str__(self) -> str:
         return str(self._weights)
@@ -72,18 +106,20 @@ class MergedWeights:
     def info(self, key: str) -> TensorInfo:
         """Return the shape and dtype of a full tensor."""
         info = self._weights.info(key)
-        is_merged = parameter_name(key) in self._merged
-        if self._dtype is None or info.dtype not in FLOATS or not is_merged:
+        is_rounded = parameter_name(key) in self._rounded
+        if self._dtype is None or info.dtype not in FLOATS or not is_rounded:
             return info
         return TensorInfo(info.shape, self._dtype)
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
         """Yield the elements `span` of a flattened tensor in chunks."""
         name, info = parameter_name(key), self.info(key)
+        stored = self._weights.info(key).dtype
         if name not in self._merged:
-            yield from self._weights.read(key, span)
+            for within, data in self._weights.read(key, span):
+                yield within, cast(data, stored, info.dtype, name)
             return
-        stored, (_, columns) = self._weights.info(key).dtype, info.shape
+        _, columns = info.shape
         left, right = self._factors(name.removesuffix(".weight"))
         for within, data in self._weights.read(key, span):
             values = np.frombuffer(cast(data, stored, "F32", name), np.float32)

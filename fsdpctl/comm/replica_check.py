@@ -13,7 +13,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_integers(values: Tensor) -> Tensor:
-    """Return the bits of floating-point values; their sum is a checksum in any order."""
+    """Return the bits of values; their sum is a checksum in any order."""
     return values.view(_INTEGERS[values.itemsize])
 
 

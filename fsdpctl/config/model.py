@@ -166,6 +166,14 @@ class ModelConfig:
         optional=True,
     )
     lora: LoraConfig = field(default_factory=LoraConfig)
+    base_dtype: str | None = key(
+        None,
+        "dtype of linear layers' frozen weights under model.lora: nf4 takes 0.516 bytes per "
+        "weight; auto: precision.param_dtype",
+        choices=("nf4",),
+        auto=True,
+        is_later=True,
+    )
 
     def window_of(self, layer: int) -> int | None:
         """Return how many tokens a token attends to in a layer; None: all before it."""

@@ -25,7 +25,10 @@ SHAPE_KEYS = tuple(
         "num_kv_heads", "head_dim", "vocab_size", "attention_bias", "mlp_bias",
     )
 )  # fmt: skip
-LORA_KEYS = ("model.lora.rank", "model.lora.alpha", "model.lora.rslora", "model.lora.targets")
+LORA_KEYS = (
+    "model.lora.rank", "model.lora.alpha", "model.lora.rslora", "model.lora.targets",
+    "model.base_dtype",
+)  # fmt: skip
 # Settings of the run that saved a model, not of the model.
 _NOT_THE_MODELS = (
     "model.path", "model.init", "model.trainable", "model.lora.path", "model.attention"

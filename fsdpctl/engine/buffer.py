@@ -50,7 +50,9 @@ class UnitBuffer:
         self.held_gradients: Tensor | None = None  # unsharded, not yet reduced
         self.present: set[int] = set()  # parameters with a gradient since gradients were dropped
         self._padding = shard.layout.padding
-        nan = torch.full((), float("nan"), dtype=whole.dtype, device=whole.device)
+        # In float32, four bytes of 255 are NaN too.
+        nothing = float("nan") if whole.dtype.is_floating_point else 255
+        nan = torch.full((), nothing, dtype=whole.dtype, device=whole.device)
         rests = [nan.expand(placement.param.shape) for placement in self.layout.placements]
         self._sharded = list(zip(self.params, rests, strict=True))
         self._unsharded = list(zip(self.params, self.param_views(whole), strict=True))

@@ -249,9 +249,11 @@ def check_values(module: nn.Module, source: Source) -> None:
         EngineError: If a parameter or buffer has no values, or is not a real number.
     """
     for name, param in module.named_parameters():
-        if not param.dtype.is_floating_point:
+        is_bytes = param.dtype == torch.uint8 and not param.requires_grad
+        if not (param.dtype.is_floating_point or is_bytes):
             raise EngineError(
-                f"parameter {name} is {param.dtype}; expected a real floating-point dtype"
+                f"parameter {name} is {param.dtype}; expected a real floating-point dtype, or "
+                "frozen uint8"
             )
         if param.is_meta and source.initialize is None and not source.is_empty:
             raise EngineError(f"parameter {name} is on the meta device, without values")

@@ -45,8 +45,11 @@ class Precision:
             )
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a parameter of `dtype` is gathered and used."""
-        return self.param_dtype or dtype
+        """Return the dtype in which a parameter of `dtype` is gathered and used.
+
+        Bytes are codes that a module decodes.
+        """
+        return dtype if dtype == torch.uint8 else self.param_dtype or dtype
 
     def dtype_of_master(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype that the optimizer updates."""

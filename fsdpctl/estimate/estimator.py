@@ -95,13 +95,16 @@ class Estimator:
             draws=config.engine.name == FSDPCTL and not config.model.is_pretrained,
         )
         counts = (traced.num_params, traced.num_trained, traced.num_active)
-        saved_states = sum(
-            plan.states.saved(param, plan.sizes.master)
-            for unit in traced.units
-            for param in unit.params
-            if param.trainable
+        frozen = sum(
+            param.numel * plan.sizes.gathered(layout)
+            for of_unit in plan.layouts.values()
+            for layout in of_unit
+            for param in layout.params
+            if not param.trainable
         )
-        return RunEstimate(config, batches, *counts, saved_states, place.rank, step)
+        return RunEstimate(
+            config, batches, *counts, frozen, _saved_states(plan, traced.units), place.rank, step
+        )
 
     def predict(self, config: Config) -> StepPrediction:
         """Predict one training step of a placed configuration.
@@ -136,10 +139,10 @@ class Estimator:
         return _traced[alike]
 
 
-def _in_matrices(plan: TrainingPlan, units: Sequence[UnitSpec]) -> int:
-    """Return the elements that Muon updates."""
-    is_alone = plan.states.is_alone
-    return sum(param.numel for unit in units for param in unit.params if is_alone(param))
+def _saved_states(plan: TrainingPlan, units: Sequence[UnitSpec]) -> int:
+    """Return the bytes of the moments in a checkpoint."""
+    params = (param for unit in units for param in unit.params if param.trainable)
+    return sum(plan.states.saved(param, plan.sizes.master) for param in params)
 
 
 def _program(config: Config, traced: TracedModel, batches: BatchPlan) -> Program:

@@ -38,10 +38,10 @@ class RunEstimate:
     num_params: int
     num_trained: int  # of them
     num_active: int  # of them, used by a token
+    frozen_bytes: int  # of all frozen parameters
     saved_states: int  # bytes of the moments in a checkpoint
     rank: int
     step: StepEstimate
-    num_matrix_elements: int = 0  # with one moment instead of two, under Muon
 
     @property
     def allocated(self) -> int:
@@ -92,8 +92,8 @@ class RunEstimate:
 
         Frozen parameters of a pretrained model are not saved.
         """
-        sizes, frozen = item_sizes(self.config), self.num_params - self.num_trained
-        saved = 0 if self.config.model.is_pretrained else frozen * sizes.param
+        sizes = item_sizes(self.config)
+        saved = 0 if self.config.model.is_pretrained else self.frozen_bytes
         return self.num_trained * (sizes.master + sizes.remainder) + self.saved_states + saved
 
     @property

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.observed_work import work_of
 from fsdpctl.estimate.operators import cpu_nbytes, cuda_workspace, operators_of, result_of
+from fsdpctl.models.nf4 import OPERATORS
 from fsdpctl.predict.compute import (
     Gone,
     Gradient,
@@ -65,6 +66,9 @@ class _Recorder(TorchDispatchMode):
     ) -> object:
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._assumed(args[0])
+        if (function := OPERATORS.get(func)) is not None:
+            with self:
+                return function(*args)
         result = result_of(func, args, kwargs or {}, is_cuda=self._is_cuda)
         if (work := work_of(func, args, kwargs, result)) is not None:
             self.work.setdefault(self.place, []).append(work)

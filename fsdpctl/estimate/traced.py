@@ -11,6 +11,7 @@ from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.trace import trace
 from fsdpctl.models.attention import import_kernels
 from fsdpctl.models.documents import assumed_documents
+from fsdpctl.models.nf4 import count_weights, pairs
 from fsdpctl.models.registry import build_model, count_active
 from fsdpctl.models.rope import rotation
 from fsdpctl.plan.units import UnitSpec
@@ -125,7 +126,8 @@ class TracedModule:
             for name in blocks:
                 checkpoint_block(self._module.get_submodule(name), self._checkpointing)
         for param in self._module.parameters():
-            param.data = param.data.to(self._dtype or param.dtype)
+            if self._dtype is not None and param.is_floating_point():
+                param.data = param.data.to(self._dtype)
 
     def _trace(self, run: Callable[[nn.Module], object]) -> Pass:
         return trace(
@@ -143,7 +145,7 @@ class TracedModel:
             UsageError: If the model's sizes conflict.
         """
         module = build_model(config.model)
-        self.num_params = sum(param.numel() for param in module.parameters())
+        self.num_params = sum(count_weights(module).values())
         self.num_active = count_active(module)
         self.num_trained = sum(
             param.numel() for param in module.parameters() if param.requires_grad
@@ -179,7 +181,8 @@ class TracedModel:
 
         key = (micro_batch_size, seq_len, chunk_tokens)
         if key not in self._programs:
-            rotation.cache_clear()  # its tables are part of what a first pass allocates
+            for tables in (rotation, pairs):  # are part of what a first pass allocates
+                tables.cache_clear()
             if self._needs_kernels:
                 import_kernels(self._device)
             self._programs[key] = self._traced_module.program(run)

@@ -10,28 +10,26 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fsdpctl.config.model import LoraConfig, ModelConfig
 from fsdpctl.config.peft import UP
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.models.gpt2 import Projection
+from fsdpctl.models.nf4 import FrozenLinear
 
 ALL_LINEAR = "all_linear"
+Linear = nn.Linear | Projection | FrozenLinear
 
 
-class LoraLinear(nn.Module):
+class LoraLinear(FrozenLinear):
     """A linear layer with its own names and an adapter: W x + b + scale * B(A(dropout(x)))."""
 
-    def __init__(self, base: nn.Linear | Projection, config: LoraConfig) -> None:
+    def __init__(self, base: Linear, config: LoraConfig) -> None:
         """Take over the parameters of `base`."""
-        super().__init__()
+        super().__init__(base, is_transposed=_is_transposed(base))
         assert config.rank is not None
-        self.is_transposed = isinstance(base, Projection)
-        self.weight = base.weight
-        self.bias = base.bias
         self.scale = config.scale
-        rows, columns = self.weight.shape
+        rows, columns = self.rows, self.columns
         width, out = (rows, columns) if self.is_transposed else (columns, rows)
         self.lora_dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
         self.lora_A = _without_values(width, config.rank)
@@ -39,9 +37,12 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Project from shape (..., in) to (..., out)."""
-        weight = self.weight.t() if self.is_transposed else self.weight
         added = self.lora_B(self.lora_A(self.lora_dropout(x)))
-        return torch.add(F.linear(x, weight, self.bias), added, alpha=self.scale)
+        return torch.add(super().forward(x), added, alpha=self.scale)
+
+
+def _is_transposed(base: Linear) -> bool:
+    return base.is_transposed if isinstance(base, FrozenLinear) else isinstance(base, Projection)
 
 
 def _without_values(width: int, out: int) -> nn.Linear:
@@ -67,6 +68,11 @@ def choose_trained(module: nn.Module, config: ModelConfig) -> None:
         UsageError: If no parameter or layer matches, or the settings conflict.
     """
     if config.lora.rank is None:
+        if config.base_dtype is not None:
+            raise UsageError(
+                f"model.base_dtype={config.base_dtype}: only valid with adapters; set "
+                "model.lora.rank=16, or another one"
+            )
         if config.lora != LoraConfig():
             raise UsageError("model.lora: requires a rank; set model.lora.rank=16, or another one")
         if config.trainable is not None:
@@ -77,11 +83,20 @@ def choose_trained(module: nn.Module, config: ModelConfig) -> None:
             f"model.trainable={config.trainable}: conflicts with model.lora.rank, which trains "
             "only the adapters"
         )
+    if config.base_dtype is not None:
+        for name, base in list(_linear_layers(module)):
+            frozen = FrozenLinear(base, is_transposed=_is_transposed(base))
+            frozen.quantize()
+            _replace(module, name, frozen)
     targets = _targets(module, config.lora.targets)
     module.requires_grad_(False)
     for name, base in targets:
-        parent, _, key = name.rpartition(".")
-        setattr(module.get_submodule(parent), key, LoraLinear(base, config.lora))
+        _replace(module, name, LoraLinear(base, config.lora))
+
+
+def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
+    parent, _, key = name.rpartition(".")
+    setattr(module.get_submodule(parent), key, layer)
 
 
 def _freeze_all_but(module: nn.Module, text: str) -> None:
@@ -97,7 +112,7 @@ def _freeze_all_but(module: nn.Module, text: str) -> None:
         param.requires_grad_(pattern.search(name) is not None)
 
 
-def _targets(module: nn.Module, text: str) -> list[tuple[str, nn.Linear | Projection]]:
+def _targets(module: nn.Module, text: str) -> list[tuple[str, Linear]]:
     """Return the layers that get an adapter, with their names."""
     layers = dict(_linear_layers(module))
     if text == ALL_LINEAR:
@@ -113,13 +128,13 @@ def _targets(module: nn.Module, text: str) -> list[tuple[str, nn.Linear | Projec
     return found
 
 
-def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear | Projection]]:
+def _linear_layers(module: nn.Module) -> Iterator[tuple[str, Linear]]:
     """Yield all but the output head: merging its adapter would change a tied embedding.
 
     Subclasses of torch's layer, such as routers of transformers, may return more than a product.
     """
     for name, each in module.named_modules():
-        if type(each) in (nn.Linear, Projection):
+        if type(each) in (nn.Linear, Projection, FrozenLinear):
             yield name, each
 
 

@@ -15,6 +15,7 @@ from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.gpt2 import Gpt2Decoder
 from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.lora import choose_trained, draw_adapter
+from fsdpctl.models.nf4 import count_weights
 from fsdpctl.models.transformers_build import build_transformers, draw_parameter
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 
@@ -118,7 +119,7 @@ def build_plain(config: ModelConfig) -> nn.Module:
 
 def count_active(module: nn.Module) -> int:
     """Count the parameters that a token uses: of experts, only as many as it is sent to."""
-    count = sum(param.numel() for param in module.parameters())
+    count = sum(count_weights(module).values())
     if not isinstance(module, TransformersDecoder):
         return count
     return count - idle_parameters(module.transformers_model)

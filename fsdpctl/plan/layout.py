@@ -164,6 +164,11 @@ class FlatLayout:
         return self.placements[0].param.trainable
 
     @property
+    def is_bytes(self) -> bool:
+        """Whether the elements are bytes, which are codes of frozen weights."""
+        return self.placements[0].param.dtype == "uint8"
+
+    @property
     def is_even(self) -> bool:
         """Whether every rank owns the same number of elements."""
         return are_even(self.parts)

@@ -73,9 +73,13 @@ class Itemsizes:
         """Return the bytes in which an initial value is drawn."""
         return 4 if self.remainder and layout.trainable else self.kept(layout)
 
+    def gathered(self, layout: FlatLayout) -> int:
+        """Return the bytes of what is gathered of a flat buffer."""
+        return 1 if layout.is_bytes else self.param
+
     def kept(self, layout: FlatLayout) -> int:
         """Return the bytes of what a flat buffer keeps: master weights, or frozen parameters."""
-        return self.master if layout.trainable else self.param
+        return self.master if layout.trainable else self.gathered(layout)
 
 
 def wire_itemsize(
@@ -213,7 +217,7 @@ def unit_bytes(
 
     return {
         name: UnitBytes(
-            sum(layout.numel for layout in layouts[name]) * sizes.param,
+            sum(layout.numel * sizes.gathered(layout) for layout in layouts[name]),
             slot.nbytes,
             slot.resident or not strategy.shards_params,
             sum(

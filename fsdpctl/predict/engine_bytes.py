@@ -171,7 +171,7 @@ def _unlike_ranks(layout: FlatLayout, states: KeptStates) -> Iterator[int]:
 def plan_slots(plan: TrainingPlan) -> tuple[SlotSpec, ...]:
     """Return the slots that the units are gathered into."""
     nbytes = {
-        name: sum(layout.numel for layout in of_unit) * plan.sizes.param
+        name: sum(layout.numel * plan.sizes.gathered(layout) for layout in of_unit)
         for name, of_unit in plan.layouts.items()
     }
     root, *others = nbytes
@@ -222,9 +222,9 @@ def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
     parameters = 0
     for layout in (layout for of_unit in plan.layouts.values() for layout in of_unit):
         if layout.shares > 1:  # this rank's part in the compute dtype
-            parameters += layout.parts[0].numel * plan.sizes.param
+            parameters += layout.parts[0].numel * plan.sizes.gathered(layout)
         nbytes = held_masters(plan, place, layout).numel * plan.sizes.kept(layout)
-        is_window = plan.sizes.kept(layout) == plan.sizes.param
+        is_window = plan.sizes.kept(layout) == plan.sizes.gathered(layout)
         if stay and is_window:
             always -= nbytes  # master weights are views of the parameters
         if layout.shares == 1 or not is_window:

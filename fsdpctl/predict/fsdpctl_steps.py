@@ -200,10 +200,10 @@ def _allocate_model(
             key = recorder.allocate(Category.GATHERED_UNITS, unit, "slot", slot.nbytes)
         for layout in layouts:
             if layout.shares > 1:
-                nbytes = layout.parts[place.rank].numel * sizes.param
+                nbytes = layout.parts[place.rank].numel * sizes.gathered(layout)
                 recorder.allocate(Category.PARAMETERS, unit, "parts to be gathered", nbytes)
             stays, itemsize = keeps or layout.shares > 1, sizes.kept(layout)
-            if not (stays and sizes.param == itemsize):
+            if not (stays and sizes.gathered(layout) == itemsize):
                 nbytes = held_masters(plan, place, layout).numel * itemsize
                 what = "master weights" if layout.trainable else "frozen weights"
                 recorder.allocate(Category.PARAMETERS, unit, what, nbytes)

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from fsdpctl.models.nf4 import OPERATORS
+
 _PRODUCTS = ("mm", "addmm")
 _ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
@@ -40,7 +42,7 @@ class _SelectivePolicy:
     """
 
     def __init__(self) -> None:
-        self._kept, self._products = _ops(_ATTENTION), _ops(_PRODUCTS)
+        self._kept, self._products = _ops(_ATTENTION), {*_ops(_PRODUCTS), *OPERATORS}
         self._counts = {False: 0, True: 0}  # in forward, and during recomputation
 
     def __call__(

@@ -23,6 +23,7 @@ from fsdpctl.config.serialize import config_words
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.tokens import DataSet
 from fsdpctl.errors import UsageError
+from fsdpctl.models.nf4 import count_weights
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.resolve.attention import check_attention
@@ -214,7 +215,7 @@ def _with_lr(optimizer: OptimizerConfig, model: ModelConfig, module: nn.Module) 
     """
     if optimizer.lr is not None:
         return optimizer
-    millions = sum(param.numel() for param in module.parameters()) / 1e6
+    millions = sum(count_weights(module).values()) / 1e6
     tunes_all_weights = model.is_pretrained and model.lora.rank is None
     lr = (3e-4 if tunes_all_weights else 3e-3) / max(1.0, millions) ** 0.25
     return replace(optimizer, lr=float(f"{lr:.2g}"))

@@ -8,6 +8,7 @@ from torch import nn
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.placement import known_gpu
 from fsdpctl.config.schema import Config
+from fsdpctl.models.nf4 import count_weights
 from fsdpctl.models.registry import count_active
 
 
@@ -59,8 +60,12 @@ def _num_frozen(module: nn.Module) -> int:
     """
     looked_up = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
     looked_up -= {id(each.weight) for each in module.modules() if isinstance(each, nn.Linear)}
-    params = (param for param in module.parameters() if not param.requires_grad)
-    return sum(param.numel() for param in params if id(param) not in looked_up)
+    counts, params = count_weights(module), dict(module.named_parameters())
+    return sum(
+        counts[name]
+        for name, param in params.items()
+        if not param.requires_grad and id(param) not in looked_up
+    )
 
 
 def flops_per_token(model: ModelConfig, num_params: int, seq_len: int) -> int:

@@ -13,6 +13,7 @@ from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import divide_run, item_sizes
 from fsdpctl.models.experts import idle_parameters
+from fsdpctl.models.nf4 import count_weights
 from fsdpctl.models.registry import count_active
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.schedule import warmup_steps
@@ -60,12 +61,8 @@ def _auto(opened: Opened, name: str) -> str:
     return " (auto)" if name in opened.automatic else ""
 
 
-def _num_params(module: nn.Module) -> int:
-    return sum(param.numel() for param in module.parameters())
-
-
 def _model(opened: Opened) -> str:
-    config, count = opened.config, _num_params(opened.module)
+    config, count = opened.config, sum(count_weights(opened.module).values())
     trained = sum(param.numel() for param in opened.module.parameters() if param.requires_grad)
     in_part = "" if trained == count else f" ({_count(trained)} trained)"
     if (active := count_active(opened.module)) != count:
@@ -73,6 +70,8 @@ def _model(opened: Opened) -> str:
     weights = f"weights initialized from seed {config.train.seed}"
     if config.model.is_pretrained:
         weights = f"weights from {weights_folder(config.model)}"
+    if config.model.base_dtype is not None:
+        weights += f", those of linear layers in {config.model.base_dtype}"
     return (
         f"{config.model.name}, {_count(count)} parameters{in_part}, vocabulary "
         f"{config.model.vocab_size}{_auto(opened, 'model.vocab_size')}, {weights}"
@@ -243,9 +242,10 @@ def describe_units(config: Config, module: nn.Module) -> Iterator[str]:
             nbytes.update({i: part.numel * size for i, part in enumerate(layout.owned_parts)})
         shown = _shares(owned)
         yield f"{unit.name:<{width}}{unit.kind:<11}{numel:>14,}{padded - numel:>10,}  {shown}"
+    numel = sum(param.numel for unit in units for param in unit.params)
     shares = [totals[rank] for rank in sorted(totals)]
     mean = sum(shares) / len(shares)
-    yield f"{'all':<{width}}{'':<11}{_num_params(module):>14,}{'':>10}  {_shares(shares)}"
+    yield f"{'all':<{width}}{'':<11}{numel:>14,}{'':>10}  {_shares(shares)}"
     if mean:
         held = "  ".join(map(format_bytes, _distinct([nbytes[rank] for rank in sorted(nbytes)])))
         yield f"master weights, gradients and optimizer states owned by each rank: {held}"

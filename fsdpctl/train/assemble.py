@@ -28,6 +28,7 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_from
 from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.models.nf4 import quantize, quantized_shapes
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
@@ -70,8 +71,9 @@ def make_model(
         prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
         precision=_precision(config),
     )
-    source = Source(device, is_empty=True) if empty else Source(device, _draw(config))
-    return shard_from(source, make_module(config), sharding)
+    module = make_module(config)
+    source = Source(device, None if empty else _draw(config, module), is_empty=empty)
+    return shard_from(source, module, sharding)
 
 
 def _precision(config: Config) -> Precision:
@@ -99,7 +101,7 @@ def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> 
         master_dtype=_DTYPES[str(config.precision.master_dtype)],
         compiles=config.train.compile,
     )
-    return _with_counts(peer_model(module, setup, device, None if empty else _draw(config)))
+    return _with_counts(peer_model(module, setup, device, None if empty else _draw(config, module)))
 
 
 def _with_counts(model: TrainedModel) -> TrainedModel:
@@ -109,12 +111,18 @@ def _with_counts(model: TrainedModel) -> TrainedModel:
     return model
 
 
-def _draw(config: Config) -> Callable[[str, Tensor], None]:
+def _draw(config: Config, module: nn.Module) -> Callable[[str, Tensor], None]:
     """Return the initializer of a parameter, which also reports progress to the watchdog."""
+    quantized = quantized_shapes(module)
 
     def draw(name: str, whole: Tensor) -> None:
         RANK_STATUS.at(LOADING)
-        initialize_parameter(name, whole, seed=config.train.seed, config=config.model)
+        drawn = whole
+        if name in quantized:
+            drawn = torch.empty(quantized[name], device=whole.device)
+        initialize_parameter(name, drawn, seed=config.train.seed, config=config.model)
+        if name in quantized:
+            whole.copy_(quantize(drawn))
 
     return draw
 

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdpctl.config.model import LoraConfig
+from fsdpctl.models.lora import LoraLinear
+from fsdpctl.models.nf4 import FrozenLinear, quantize
 from fsdpctl.resolve.blocks import checkpoint_block
 from tests.engine.models import OddBlock, OddNet, next_token_loss, token_batches
 
@@ -248,6 +251,26 @@ def partly_frozen(freeze: Callable[[OddNet], None]) -> OddNet:
     return net
 
 
+@torch.no_grad()
+def in_four_bits() -> OddNet:
+    """Adapters over frozen matrices in NF4; two of the blocks are recomputed."""
+    net = token_net(tied=False)
+    net.requires_grad_(False)
+    for number, block in enumerate(net.blocks):
+        for name, base in list(block.named_children()):
+            if isinstance(base, nn.Linear):
+                frozen = FrozenLinear(base, is_transposed=False)
+                frozen.quantize()
+                frozen.weight.copy_(quantize(base.weight))
+                adapted = LoraLinear(frozen, LoraConfig(rank=2))
+                for layer in (adapted.lora_A, adapted.lora_B):
+                    layer.weight = nn.Parameter(torch.randn(layer.weight.shape))
+                setattr(block, name, adapted)
+        if number in (1, 2):
+            checkpoint_block(block, ("full", "selective")[number - 1])
+    return net
+
+
 @dataclass(frozen=True)
 class Kind:
     """A module, its data and its loss."""
@@ -264,6 +287,7 @@ KINDS: dict[str, Kind] = {
     "little trained": Kind(
         lambda: partly_frozen(freeze_all_but_vectors), token_batches, next_token_loss
     ),
+    "in four bits": Kind(in_four_bits, token_batches, next_token_loss),
     "mixed": Kind(lambda: Stack(TiedInside, InPlace, Frozen, Buffered, Detached)),
     "tied across": Kind(TiedAcross),
     "adapted": Kind(lambda: Stack(Adapted)),

@@ -37,8 +37,8 @@ def loads(rank: int, world_size: int, folder: Path, size: int) -> None:
     assert held <= size // world_size + 3 * block + 8 * MIB, (held // MIB, size // MIB)
 
 
-@pytest.mark.slow
-def test_loading_takes_a_ranks_part_and_a_few_blocks(tmp_path):
+def save_large_model(folder: Path) -> int:
+    """Save a model, and return its bytes."""
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=WIDTH,
@@ -48,8 +48,12 @@ def test_loading_takes_a_ranks_part_and_a_few_blocks(tmp_path):
         num_key_value_heads=8,
     )
     model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(tmp_path)
-    size = sum(param.nbytes for param in model.parameters())
+    model.save_pretrained(folder)
+    size: int = sum(param.nbytes for param in model.parameters())
     assert size > 300 * MIB
-    del model
-    loads(folder=tmp_path, size=size)
+    return size
+
+
+@pytest.mark.slow
+def test_loading_takes_a_ranks_part_and_a_few_blocks(tmp_path):
+    loads(folder=tmp_path, size=save_large_model(tmp_path))

@@ -137,6 +137,7 @@ def trained_in_part(draw: random.Random, arch: str) -> list[str]:
         f"model.lora.rank={draw.choice([1, 4, 8])}",
         f"model.lora.dropout={draw.choice([0, 0, 0.1])}",
         f"model.lora.targets={draw.choice(targets)}",
+        f"model.base_dtype={draw.choice(['auto', 'nf4'])}",
     ]
 
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fsdpctl.comm.base import Handle
 from fsdpctl.comm.gloo import GlooCollectives
 from fsdpctl.engine.model import ShardedModel
+from fsdpctl.models.nf4 import OPERATORS
 from fsdpctl.plan.schedule import Event
 from tests.engine.events import gathered_nbytes, recording
 
@@ -41,6 +42,9 @@ class TensorBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
+        if func in OPERATORS:
+            with self:
+                return OPERATORS[func](*args)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
