@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +31,6 @@ from fsdpctl.models.nf4 import quantize, quantized_shapes
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.optim.muon import ShardedMuon
-from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.peers.model import peer_model
 from fsdpctl.peers.setup import PeerSetup
 from fsdpctl.plan.batch import plan_batches
@@ -49,11 +45,11 @@ from fsdpctl.train.callbacks.reporting import Checks, Heartbeat, RunReporter
 from fsdpctl.train.callbacks.sample import SampleText
 from fsdpctl.train.callbacks.validation import Validation
 from fsdpctl.train.journal import Journal
+from fsdpctl.train.optimizers import make_optimizer
 from fsdpctl.train.step import LaunchContext, Optimizer, TrainedModel, TrainingParts
 from fsdpctl.train.trainer import Trainer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, SPLIT: torch.bfloat16}
-_STATES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 def make_model(
@@ -140,30 +136,6 @@ def make_module(config: Config) -> nn.Module:
             if config.train.compile:
                 compile_block(block)
     return module
-
-
-def make_optimizer(config: Config, model: TrainedModel) -> Optimizer:
-    """Return the optimizer over the model's shards."""
-    about = config.optimizer
-    if about.name == "sgd":
-        return ShardedSGD(
-            model, lr=about.lr or 0.0, momentum=about.momentum, weight_decay=about.weight_decay
-        )
-    adamw: dict[str, Any] = {
-        "lr": about.lr or 0.0,  # the trainer sets it before every step
-        "betas": (about.beta1, about.beta2),
-        "eps": about.eps,
-        "weight_decay": about.weight_decay,
-    }
-    if about.name == "muon":
-        return ShardedMuon(
-            model,
-            momentum=about.momentum,
-            nesterov=about.nesterov,
-            ns_steps=about.ns_steps,
-            **adamw,
-        )
-    return ShardedAdamW(model, **adamw, state_dtype=_STATES[about.state_dtype])
 
 
 def make_trainer(

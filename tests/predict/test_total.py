@@ -27,7 +27,8 @@ from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import Script, replay
 from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
-from fsdpctl.train.assemble import make_model, make_optimizer
+from fsdpctl.train.assemble import make_model
+from fsdpctl.train.optimizers import make_optimizer
 from tests.distributed import distributed
 from tests.engine.nccl import nccl_path
 from tests.matrix import WHOLE, fast
