@@ -171,6 +171,13 @@ class AutoConfig:
         "measure the three candidates predicted to be fastest, if the run starts on this machine",
         is_later=True,
     )
+    may_use: str | None = key(
+        None,
+        "settings that auto may change too, separated by commas: state_dtype, offload, "
+        "activation_offload, base_dtype",
+        is_later=True,
+        optional=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)

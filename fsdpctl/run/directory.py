@@ -22,6 +22,7 @@ from fsdpctl.checkpoint.folders import (
 )
 from fsdpctl.checkpoint.pretrained import RUN_ASSETS
 from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.config.auto import Selection, left_open, with_extras
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
@@ -152,7 +153,8 @@ def _look_for_resume(config: Config) -> Look:
     kept = read_config(run_dir)
     config = with_kept_kernel(config, kept.model.attention)
     before = config_words(kept)
-    _check_same_run(run_dir, before, config_words(config))
+    extras = Selection.of(replace(kept, auto=config.auto)).extras if left_open(config) else ()
+    _check_same_run(run_dir, before, config_words(with_extras(config, extras)))
     incomplete = passed_over(run_dir / CHECKPOINTS)
     newest = newest_checkpoint(run_dir / CHECKPOINTS)
     if newest is None and incomplete:
