@@ -1,7 +1,7 @@
 """A rank's part of a unit, which engines, optimizers, checkpoints and training share."""
 
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,38 @@ from torch import Tensor, nn
 from fsdpctl.comm.collectives import Mesh
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import FlatLayout, Piece, Span
+
+
+class HostScalars(NamedTuple):
+    """The scalars of a step of master weights in host memory, in float32."""
+
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+
+# Steps the master weights of a shard with a gradient in host memory, in a thread of the host. The
+# last argument is to be called with each span of the flat buffer once it is stepped.
+T = TypeVar("T")
+HostUpdate = Callable[["FlatShard", Tensor, HostScalars, Callable[[Span], None]], None]
+
+
+class HostSteps(Protocol):
+    """The steps of a model's master weights, which are in host memory."""
+
+    def start(self, update: HostUpdate, scalars: HostScalars) -> None:
+        """Start to step all of them; the step takes the gradients.
+
+        In the next forward, each unit waits for its own step.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Wait until they are what the last step makes of them."""
+        ...
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Return the result of `function()` in the thread that steps them."""
+        ...
 
 
 class FlatShard:
@@ -37,10 +69,27 @@ class FlatShard:
         self.num_owners = num_owners
         self.is_replicated = held != owned  # every rank holds all master weights
         self.param = nn.Parameter(master, requires_grad=layout.trainable)
+        self.device = master.device  # of its gradient
+        self._settle: Callable[[], None] | None = None
+        self._grad: Tensor | None = None  # if the masters are on another device
+
+    def put_on_host(self, device: torch.device, settle: Callable[[], None]) -> None:
+        """Declare that the masters are in host memory, where a step may still run.
+
+        Gradients are on `device`. `settle()` waits for the step.
+        """
+        self.device, self._settle = device, settle
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the masters are in host memory, and stepped there."""
+        return self._settle is not None
 
     @property
     def master(self) -> Tensor:
-        """The weights that the optimizer updates; 1-D, the elements `held`."""
+        """The weights that the optimizer updates; 1-D, the elements `held`. Waits for a step."""
+        if self._settle is not None:
+            self._settle()
         return self.param.detach()
 
     @property
@@ -51,11 +100,14 @@ class FlatShard:
     @property
     def grad(self) -> Tensor | None:
         """The reduced gradient, shaped like `master`; None before the first reduction."""
-        return self.param.grad
+        return self._grad if self.is_on_host else self.param.grad
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        self.param.grad = gradient
+        if self.is_on_host:
+            self._grad = gradient
+        else:
+            self.param.grad = gradient
 
     @property
     def trainable(self) -> bool:
@@ -111,6 +163,11 @@ class Sharded(Protocol):
 
         `trained_only`: masters of frozen parameters are unchanged.
         """
+        ...
+
+    @property
+    def host(self) -> HostSteps | None:
+        """The steps of master weights in host memory, or None if they are on the device."""
         ...
 
     def drop_gradients(self) -> None:

@@ -12,6 +12,7 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
 from fsdpctl.config.training import MOST_SAMPLES, CheckpointConfig, LogConfig, TrainConfig
 from fsdpctl.plan.owners import OWNER_MAPS
+from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.strategy import STRATEGIES
 
 DTYPES = ("float32", "bfloat16")
@@ -100,6 +101,13 @@ class OptimizerConfig:
     momentum: float = key(0.9, "sgd: momentum; 0: none", minimum=0, maximum=0.999999, is_later=True)
     weight_decay: float = key(
         0.1, "weight decay of matrices; decoupled in adamw, part of the gradient in sgd", minimum=0
+    )
+    offload: str = key(
+        Offload.NONE.value,
+        "model states in host memory, where they are stepped: none; states: master weights and "
+        "moments; all: reduced gradients too",
+        choices=tuple(Offload),
+        is_later=True,
     )
     max_grad_norm: float = key(1.0, "gradient norm to clip to; 0: no clipping", minimum=0)
 

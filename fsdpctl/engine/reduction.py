@@ -216,9 +216,10 @@ class GradientReducer:
 
     @staticmethod
     def _new_sum(buffer: UnitBuffer, sent: SentReduction) -> Tensor:
-        param = buffer.shard.param
-        own = param.numel() if sent.share is None else sent.share.numel
-        return param.new_empty(own * buffer.layout.shares)
+        shard = buffer.shard
+        own = shard.param.numel() if sent.share is None else sent.share.numel
+        numel = own * buffer.layout.shares
+        return torch.empty(numel, dtype=shard.dtype, device=shard.device)
 
     def _scale_and_dtype(self, buffer: UnitBuffer, mean: Tensor) -> tuple[float, torch.dtype]:
         _, after = self.collector.scales(buffer)
@@ -285,7 +286,7 @@ class GradientReducer:
         shard, key = started.unit.trained_buffers[number].shard, started.key(number)
         if shard.grad is None:
             if share is not None:
-                shard.grad = torch.zeros_like(shard.param)
+                shard.grad = torch.zeros_like(shard.param, device=shard.device)
             elif shard.layout.shares > 1:
                 gradient = gradient.clone()  # so that the rest of its memory can be freed
                 shard.grad = gradient

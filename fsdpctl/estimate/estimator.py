@@ -15,6 +15,7 @@ from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.strategy import FSDPCTL, STRATEGIES, get_strategy, has_strategy
 from fsdpctl.predict.compute import Program
+from fsdpctl.predict.engine_bytes import host_states_bytes
 from fsdpctl.predict.hardware import Group
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.recorder import Machine, RankGroup, TaskRecorder
@@ -92,7 +93,8 @@ class Estimator:
             draws=config.engine.name == FSDPCTL and not config.model.is_pretrained,
         )
         counts = (traced.num_params, traced.num_trained, traced.num_active)
-        return RunEstimate(config, batches, *counts, place.rank, step)
+        on_host = host_states_bytes(plan, place)
+        return RunEstimate(config, batches, *counts, place.rank, step, on_host)
 
     def predict(self, config: Config) -> StepPrediction:
         """Predict one training step of a placed configuration.

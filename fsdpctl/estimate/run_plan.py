@@ -8,7 +8,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.plan.reductions import Transport
 from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.plan.sizes import DTYPE_BYTES, Itemsizes, RankPlace
+from fsdpctl.plan.sizes import DTYPE_BYTES, Itemsizes, Offload, RankPlace
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Strategy, check_strategy, get_strategy
 from fsdpctl.plan.units import Division, UnitSpec, divide
 from fsdpctl.predict.ddp_steps import DdpSteps
@@ -69,6 +69,7 @@ def plan_run(
         Prefetch(config.prefetch.forward, config.prefetch.backward),
         reducing_passes(shown, every=every),
         kept_states(config),
+        Offload(config.optimizer.offload),
     )
     return plan, first_place(division, world_size(config), str(config.launch.device))
 

@@ -78,7 +78,7 @@ def sum_of_squares(model: Sharded) -> Tensor:
     shards = model.flat_shards()
     grads = [grad for shard in shards if (grad := shard.owned_grad) is not None]
     if not grads:
-        device = shards[0].master.device if shards else None
+        device = shards[0].device if shards else None
         return torch.zeros((), dtype=torch.float64, device=device)
     # In bf16 a norm would have 8 bits, too few to decide on clipping.
     dtype = torch.promote_types(grads[0].dtype, torch.float32)

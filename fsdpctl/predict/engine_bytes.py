@@ -5,15 +5,31 @@ which gradients are reduced, replayed event by event through a step. Not counted
 nor gradients that autograd has made and the engine has not collected yet.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from fsdpctl.plan.layout import FlatLayout, Span, decay_group, optimizer_runs
 from fsdpctl.plan.reductions import Reductions, plan_reductions
 from fsdpctl.plan.replay import Replay
-from fsdpctl.plan.schedule import Event, EventKind, Prefetch, step_events, update_events
-from fsdpctl.plan.sizes import Itemsizes, RankPlace, SlotSpec, slots_of, unit_bytes
+from fsdpctl.plan.schedule import (
+    Buffer,
+    Event,
+    EventKind,
+    Prefetch,
+    step_events,
+    update_events,
+)
+from fsdpctl.plan.sizes import (
+    HOST_BUFFERS,
+    HOST_SCALARS,
+    Itemsizes,
+    Offload,
+    RankPlace,
+    SlotSpec,
+    slots_of,
+    unit_bytes,
+)
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitOrder
 from fsdpctl.predict.recorder import CATEGORY_OF
@@ -80,6 +96,16 @@ class TrainingPlan:
     prefetch: Prefetch
     reduces: tuple[bool, ...]  # per micro-step, whether its backward reduces
     states: KeptStates = ADAMW
+    offload: Offload = Offload.NONE
+
+    def is_on_host(self, layout: FlatLayout) -> bool:
+        """Return whether the master weights of a flat buffer are in host memory."""
+        return self.offload is not Offload.NONE and layout.trainable
+
+    def part_nbytes(self, layout: FlatLayout, rank: int) -> int:
+        """Return the bytes of a rank's part in the compute dtype, if that has memory of its own."""
+        keeps = self.strategy.shards_params and (layout.shares > 1 or self.is_on_host(layout))
+        return layout.parts[rank].numel * self.sizes.param if keeps else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +172,7 @@ def planned_step(plan: TrainingPlan, place: RankPlace) -> list[Event]:
         shared_slots=[slot.units for slot in slots if slot.resident],
         combines=combines,
     )
-    return replay.play(events)
+    return list(_without_leaving(replay.play(events), leaving_gradients(plan, place)))
 
 
 def planned_update(plan: TrainingPlan, place: RankPlace) -> list[Event]:
@@ -171,20 +197,24 @@ def _replay(plan: TrainingPlan, place: RankPlace) -> tuple[Replay, Reductions]:
 
 def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
     """Yield the memory of a rank throughout a step, after the first one."""
-    states = _states(plan, place)
+    on_host = plan.offload is not Offload.NONE
+    states = 0 if on_host else _states(plan, place)
     stay = not plan.strategy.shards_params
     always = sum(slot.nbytes for slot in plan_slots(plan) if slot.resident or stay)
     parameters = 0
     for layout in (layout for of_unit in plan.layouts.values() for layout in of_unit):
-        if layout.shares > 1:  # this rank's part in the compute dtype
-            parameters += layout.parts[0].numel * plan.sizes.param
+        parameters += plan.part_nbytes(layout, place.rank)
+        if plan.is_on_host(layout):
+            continue
         nbytes = held_masters(plan, place, layout).numel * plan.sizes.kept(layout)
         is_window = plan.sizes.kept(layout) == plan.sizes.param
         if stay and is_window:
             always -= nbytes  # master weights are views of the parameters
         if layout.shares == 1 or not is_window:
             parameters += nbytes
-    held = {"gathered_units": always, "gradients": 0, "reduce_buffers": 0}
+    leaving = leaving_gradients(plan, place)
+    held = {"gathered_units": always, "gradients": sum(map(sum, leaving.values()))}
+    held["reduce_buffers"] = 0
     now = Breakdown(parameters=parameters, optimizer_states=states, **held)
     yield Moment(None, now)
     for event in planned_step(plan, place):
@@ -193,6 +223,46 @@ def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
             held[CATEGORY_OF[event.buffer].value] += change
             now = Breakdown(parameters=parameters, optimizer_states=states, **held)
         yield Moment(event, now)
+
+
+def leaving_gradients(plan: TrainingPlan, place: RankPlace) -> dict[str, list[int]]:
+    """Return the bytes of each gradient that a step on the host keeps on the device, by unit."""
+    if plan.offload is not Offload.STATES:
+        return {}
+    return {
+        unit: [
+            held_masters(plan, place, layout).numel * plan.sizes.master
+            for layout in layouts
+            if layout.trainable
+        ]
+        for unit, layouts in plan.layouts.items()
+    }
+
+
+def _without_leaving(events: Iterable[Event], leaving: dict[str, list[int]]) -> Iterator[Event]:
+    """Free the gradients with which the host steps, when the engine waits for a unit's step."""
+    for event in events:
+        gathers = event.kind is EventKind.ALLOCATE and event.buffer is Buffer.PARAMS
+        if gathers or event.kind in (EventKind.GATHER, EventKind.FORWARD):
+            for nbytes in leaving.pop(event.unit, ()):
+                yield Event(EventKind.FREE, event.unit, nbytes, Buffer.LEAVING)
+        yield event
+
+
+def host_states_bytes(plan: TrainingPlan, place: RankPlace) -> int:
+    """Return the bytes of a rank's states and pinned buffers in host memory."""
+    if plan.offload is Offload.NONE:
+        return 0
+    trained = [each for of in plan.layouts.values() for each in of if each.trainable]
+    held = [held_masters(plan, place, layout).numel for layout in trained]
+    sizes, largest = plan.sizes, max(held, default=0)
+    nbytes = sum(held) * sizes.master + HOST_SCALARS + _states(plan, place)
+    nbytes += HOST_BUFFERS * largest * sizes.master
+    if plan.offload is Offload.ALL:
+        nbytes += sum(held) * sizes.master
+    if sizes.param != sizes.master:
+        nbytes += HOST_BUFFERS * largest * sizes.param
+    return nbytes
 
 
 def held_masters(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> Span:

@@ -69,6 +69,15 @@ class EngineBuffers:
             for layout in self._plan.layouts[event.unit]:
                 self._drop(layout.params)
 
+    def take_gradients(self) -> dict[str, list[int]]:
+        """Return the keys of the reduced gradients by unit, which `end_step` then keeps."""
+        taken: dict[str, list[int]] = {}
+        for (buffer, unit), lists in self._live.items():
+            if buffer is Buffer.GRADS:
+                taken[unit] = [key for keys in lists for key in keys]
+                lists.clear()
+        return taken
+
     def end_step(self) -> None:
         """Free the gradients."""
         for (buffer, _), lists in self._live.items():

@@ -4,8 +4,8 @@ from collections import defaultdict, deque
 
 from fsdpctl.plan.layout import ParamSpec, decay_group, optimizer_runs
 from fsdpctl.plan.reductions import Transport, adds_whole
-from fsdpctl.plan.schedule import Event, EventKind
-from fsdpctl.plan.sizes import RankPlace
+from fsdpctl.plan.schedule import Buffer, Event, EventKind
+from fsdpctl.plan.sizes import Offload, RankPlace
 from fsdpctl.predict.compute import Part
 from fsdpctl.predict.engine_bytes import (
     TrainingPlan,
@@ -38,7 +38,8 @@ class FsdpctlSteps:
         self._reducing: dict[str, deque[tuple[int, int]]] = defaultdict(deque)  # keys and bytes
         self._combining: dict[str, deque[int]] = defaultdict(deque)
         self._last_reduced: dict[str, int] = {}
-        self._has_states = False
+        self._has_states = plan.offload is not Offload.NONE  # they are on the host
+        self._leaving: dict[str, list[int]] = {}  # gradients that the host steps with
 
     def setup(self, *, draws: bool) -> None:
         """Build the model; `draws`: initialize its values on the device, one unit at a time."""
@@ -50,7 +51,10 @@ class FsdpctlSteps:
         recorder.compute(Part.BEFORE)
         passes = len(self._plan.reduces)
         for event in self._events:
-            if event.buffer is not None:
+            if event.buffer is Buffer.LEAVING:
+                for key in self._leaving.pop(event.unit, ()):
+                    recorder.free(key)
+            elif event.buffer is not None:
                 self._buffers.change(event)
             elif event.kind is K.LEAVE and event.unit == root:
                 recorder.compute(Part.END)
@@ -151,6 +155,8 @@ class FsdpctlSteps:
         if not self._has_states:
             self._has_states = True
             _allocate_states(plan, self._place, recorder)
+        if plan.offload is Offload.STATES:
+            self._leaving = self._buffers.take_gradients()
         self._buffers.end_step()
         trained = (each for of in plan.layouts.values() for each in of if each.trainable)
         owned = sum(held_masters(plan, self._place, layout).numel for layout in trained)
@@ -179,11 +185,10 @@ def _allocate_model(
             made.add(slot.units[0])
             key = recorder.allocate(Category.GATHERED_UNITS, unit, "slot", slot.nbytes)
         for layout in layouts:
-            if layout.shares > 1:
-                nbytes = layout.parts[place.rank].numel * sizes.param
+            if nbytes := plan.part_nbytes(layout, place.rank):
                 recorder.allocate(Category.PARAMETERS, unit, "parts to be gathered", nbytes)
             stays, itemsize = keeps or layout.shares > 1, sizes.kept(layout)
-            if not (stays and sizes.param == itemsize):
+            if not (plan.is_on_host(layout) or (stays and sizes.param == itemsize)):
                 nbytes = held_masters(plan, place, layout).numel * itemsize
                 what = "master weights" if layout.trainable else "frozen weights"
                 recorder.allocate(Category.PARAMETERS, unit, what, nbytes)

@@ -36,6 +36,7 @@ from fsdpctl.peers.model import peer_model
 from fsdpctl.peers.setup import PeerSetup
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.strategy import FSDPCTL, get_strategy, ranks_per_copy
 from fsdpctl.resolve.blocks import checkpoint_block, compile_block
 from fsdpctl.run.environment import add_start, describe_start, place_of
@@ -52,11 +53,17 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def make_model(
-    config: Config, device: torch.device, *, strategy: str | None = None, empty: bool = False
+    config: Config,
+    device: torch.device,
+    *,
+    strategy: str | None = None,
+    empty: bool = False,
+    trains: bool = False,
 ) -> ShardedModel:
     """Return the model, sharded by fsdpctl's engine as configured. Collective.
 
-    Its weights are initialized from the seed, or zeros if `empty`.
+    Its weights are initialized from the seed, or zeros if `empty`. Only if it `trains`, states are
+    in host memory as configured.
     """
     given = config.strategy.under(strategy) if strategy else config.strategy
     sharding = Sharding(
@@ -65,6 +72,7 @@ def make_model(
         owner_map=given.owner_map,
         prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
         precision=Precision(*(_DTYPES[name or "float32"] for name in config.precision.dtypes)),
+        offload=config.optimizer.offload if trains else Offload.NONE,
     )
     source = Source(device, is_empty=True) if empty else Source(device, _draw(config))
     return shard_from(source, make_module(config), sharding)
@@ -73,7 +81,7 @@ def make_model(
 def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> TrainedModel:
     """Return the model, sharded by the configured engine. Collective."""
     if config.engine.name == FSDPCTL:
-        model = make_model(config, device, empty=empty)
+        model = make_model(config, device, empty=empty, trains=True)
         model.mesh.measure_waits()
         model.overlap_param_gather = True
         return _with_counts(model)
