@@ -98,9 +98,14 @@ class TrainingPlan:
     states: KeptStates = ADAMW
     offload: Offload = Offload.NONE
 
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether the optimizer steps in host memory."""
+        return self.offload is not Offload.NONE
+
     def is_on_host(self, layout: FlatLayout) -> bool:
         """Return whether the master weights of a flat buffer are in host memory."""
-        return self.offload is not Offload.NONE and layout.trainable
+        return self.steps_on_host and layout.trainable
 
     def part_nbytes(self, layout: FlatLayout, rank: int) -> int:
         """Return the bytes of a rank's part in the compute dtype, if that has memory of its own."""
@@ -172,11 +177,16 @@ def planned_step(plan: TrainingPlan, place: RankPlace) -> list[Event]:
         shared_slots=[slot.units for slot in slots if slot.resident],
         combines=combines,
     )
-    return list(_without_leaving(replay.play(events), leaving_gradients(plan, place)))
+    played = replay.play(events)
+    return list(_after_host(played, _host_waits(plan, place))) if plan.steps_on_host else played
 
 
 def planned_update(plan: TrainingPlan, place: RankPlace) -> list[Event]:
     """Return the events that follow the optimizer's step."""
+    return [] if plan.steps_on_host else _renewing(plan, place)
+
+
+def _renewing(plan: TrainingPlan, place: RankPlace) -> list[Event]:
     events = update_events(plan.order, plan.strategy)
     return _replay(plan, place)[0].play(events) if events else []
 
@@ -197,8 +207,7 @@ def _replay(plan: TrainingPlan, place: RankPlace) -> tuple[Replay, Reductions]:
 
 def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
     """Yield the memory of a rank throughout a step, after the first one."""
-    on_host = plan.offload is not Offload.NONE
-    states = 0 if on_host else _states(plan, place)
+    states = 0 if plan.steps_on_host else _states(plan, place)
     stay = not plan.strategy.shards_params
     always = sum(slot.nbytes for slot in plan_slots(plan) if slot.resident or stay)
     parameters = 0
@@ -239,13 +248,23 @@ def leaving_gradients(plan: TrainingPlan, place: RankPlace) -> dict[str, list[in
     }
 
 
-def _without_leaving(events: Iterable[Event], leaving: dict[str, list[int]]) -> Iterator[Event]:
-    """Free the gradients with which the host steps, when the engine waits for a unit's step."""
+def _host_waits(plan: TrainingPlan, place: RankPlace) -> dict[str, list[Event]]:
+    """Return the events once the host has stepped a unit, by unit."""
+    waits = {
+        unit: [Event(EventKind.FREE, unit, nbytes, Buffer.LEAVING) for nbytes in of_unit]
+        for unit, of_unit in leaving_gradients(plan, place).items()
+    }
+    for event in _renewing(plan, place):
+        waits.setdefault(event.unit, []).append(event)
+    return waits
+
+
+def _after_host(events: Iterable[Event], waits: dict[str, list[Event]]) -> Iterator[Event]:
+    """Yield events, and those for which the engine waits before it gathers or uses a unit."""
     for event in events:
         gathers = event.kind is EventKind.ALLOCATE and event.buffer is Buffer.PARAMS
         if gathers or event.kind in (EventKind.GATHER, EventKind.FORWARD):
-            for nbytes in leaving.pop(event.unit, ()):
-                yield Event(EventKind.FREE, event.unit, nbytes, Buffer.LEAVING)
+            yield from waits.pop(event.unit, ())
         yield event
 
 

@@ -38,7 +38,7 @@ class FsdpctlSteps:
         self._reducing: dict[str, deque[tuple[int, int]]] = defaultdict(deque)  # keys and bytes
         self._combining: dict[str, deque[int]] = defaultdict(deque)
         self._last_reduced: dict[str, int] = {}
-        self._has_states = plan.offload is not Offload.NONE  # they are on the host
+        self._has_states = plan.steps_on_host  # they are on the host
         self._leaving: dict[str, list[int]] = {}  # gradients that the host steps with
 
     def setup(self, *, draws: bool) -> None:
@@ -76,6 +76,8 @@ class FsdpctlSteps:
                     recorder.compute(Part.LOSS)
             case K.BACKWARD:
                 recorder.compute(Part.BACKWARD, unit)
+            case K.SYNC:
+                self._renew(event)
             case K.GATHER:
                 self._gather(unit, event.nbytes)
             case K.READY:
@@ -161,12 +163,16 @@ class FsdpctlSteps:
         trained = (each for of in plan.layouts.values() for each in of if each.trainable)
         owned = sum(held_masters(plan, self._place, layout).numel for layout in trained)
         recorder.optimize(owned, plan.sizes.master, plan.states.moments)
-        group = RankGroup.REPLICAS if plan.strategy.shards_over_copies else RankGroup.SHARD
         for event in self._update:
-            label = f"renew {event.unit}"
-            key = recorder.start(C.GATHER, event.nbytes, group, label, queue=GATHERS)
-            self._renewing[event.unit] = key
+            self._renew(event)
         recorder.end_step()
+
+    def _renew(self, event: Event) -> None:
+        """Start to send a unit's new parameters to other ranks."""
+        over_copies = self._plan.strategy.shards_over_copies
+        group, label = RankGroup.REPLICAS if over_copies else RankGroup.SHARD, f"renew {event.unit}"
+        key = self._recorder.start(C.GATHER, event.nbytes, group, label, queue=GATHERS)
+        self._renewing[event.unit] = key
 
 
 def _allocate_model(
