@@ -1,6 +1,7 @@
 """A rank's part of a unit, which engines, optimizers, checkpoints and training share."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -22,6 +23,21 @@ class HostScalars(NamedTuple):
 # last argument is to be called with each span of the flat buffer once it is stepped.
 T = TypeVar("T")
 HostUpdate = Callable[["FlatShard", Tensor, HostScalars, Callable[[Span], None]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LeftGradient:
+    """A reduced gradient that has left for host memory."""
+
+    values: Tensor  # on the host, once `arrived` is reached
+    norm: Tensor  # the 2-norm, on the device
+    arrived: torch.cuda.Event | None
+
+    def on_host(self) -> Tensor:
+        """Return the gradient, once it has arrived."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.values
 
 
 class HostSteps(Protocol):
@@ -72,6 +88,7 @@ class FlatShard:
         self.device = master.device  # of its gradient
         self._settle: Callable[[], None] | None = None
         self._grad: Tensor | None = None  # if the masters are on another device
+        self.left: LeftGradient | None = None  # if it is on the host, too
 
     def put_on_host(self, device: torch.device, settle: Callable[[], None]) -> None:
         """Declare that the masters are in host memory, where a step may still run.
@@ -108,6 +125,11 @@ class FlatShard:
             self._grad = gradient
         else:
             self.param.grad = gradient
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether there is a reduced gradient, here or on the host."""
+        return self.grad is not None or self.left is not None
 
     @property
     def trainable(self) -> bool:
@@ -196,6 +218,25 @@ def require_sharded(model: object, call: str) -> None:
             f"{call}: expected the model that shard_model returned, got a {type(model).__name__}; "
             "parameters are unsharded only while the model runs"
         )
+
+
+def gradient_norms(gradients: list[Tensor]) -> Sequence[Tensor]:
+    """Return the 2-norm of each gradient, in at least float32."""
+    # In bf16 a norm would have 8 bits, too few to decide on clipping.
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    return torch._foreach_norm(gradients, 2, dtype=dtype)
+
+
+def scale_gradients(shards: Iterable[FlatShard], factor: Tensor | float) -> None:
+    """Multiply the reduced gradients; waits for those that are on the host."""
+    on_device = []
+    for shard in shards:
+        if shard.left is not None:
+            shard.left.on_host().mul_(factor.cpu() if isinstance(factor, Tensor) else factor)
+        elif shard.grad is not None:
+            on_device.append(shard.grad)
+    if on_device:
+        torch._foreach_mul_(on_device, factor)
 
 
 def trainable_shards(model: Sharded) -> Iterator[FlatShard]:

@@ -194,6 +194,6 @@ class UnitBuffer:
         """Drop all gradients: of parameters, held back and reduced."""
         for param in self.params:
             param.grad = None
-        self.shard.grad = None
+        self.shard.grad = self.shard.left = None
         self.held_gradients = None
         self.present.clear()

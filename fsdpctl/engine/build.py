@@ -180,6 +180,7 @@ def build_runtime(
     runtime = Runtime(units, division.order, strategy, sharding.prefetch, mesh, reducer)
     if builder.host is not None:
         runtime.host, builder.host.on_start = builder.host, runtime.step_on_host
+        reducer.leaving = builder.host.gradients()
     runtime.parameters.remember(module, gathers=strategy.shards_params)
     hook_root(module, runtime, sharding.precision.param_dtype)
     for unit in runtime.units.values():
@@ -208,6 +209,7 @@ def _host_states(builder: _Builder, offload: str) -> HostStates:
             (builder.held(each).numel, builder.master_dtype(each), builder.compute_dtype(each))
             for each in trained
         ],
+        with_gradients=offload == Offload.ALL,
     )
 
 

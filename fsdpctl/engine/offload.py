@@ -19,7 +19,7 @@ from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.plan.layout import Span
 from fsdpctl.plan.sizes import HOST_BUFFERS
-from fsdpctl.shards import HostScalars, HostUpdate
+from fsdpctl.shards import HostScalars, HostUpdate, LeftGradient, gradient_norms
 
 
 class _Ring:
@@ -58,6 +58,7 @@ class _Step:
 
     buffer: UnitBuffer
     gradients: list[Tensor]  # its gradient on the device; emptied when it may be freed
+    left: LeftGradient | None  # if the host has it
     job: Job | None  # of its unit, which ends with this buffer
 
     def sent(self) -> Tensor:
@@ -66,11 +67,68 @@ class _Step:
         return self.buffer.resting.within(self.buffer.shard.held)
 
 
+class HostGradients:
+    """Takes the reduced gradients of units to the host, one unit at a time during backward."""
+
+    def __init__(self, copier: Copier, place: Callable[[UnitBuffer], Tensor]) -> None:
+        """`place` returns the host memory for a buffer's gradient."""
+        self._copier = copier
+        self._place = place
+        self._unit: ShardedUnit | None = None
+
+    @torch.no_grad()
+    def start(self, unit: ShardedUnit) -> None:
+        """Start to send a unit's gradients, added to those that the host has."""
+        self._unit = unit
+        for buffer in unit.trained_buffers:
+            shard = buffer.shard
+            gradient = shard.grad
+            if gradient is None:
+                continue
+            if shard.left is not None:
+                before = torch.empty_like(gradient)
+                source, after = shard.left.values, shard.left.arrived
+                self._wait(self._copier.copy(before, source, self._copier.up, self._mark(after)))
+                gradient.add_(before)
+            (norm,) = gradient_norms([gradient])
+            target, mark = self._place(buffer), self._copier.mark()
+            arrived = self._copier.copy(target, gradient, self._copier.down, mark)
+            shard.left = LeftGradient(target, norm, arrived)
+
+    def finish(self) -> ShardedUnit | None:
+        """Free the gradients on the device that were sent last; return their unit."""
+        unit, self._unit = self._unit, None
+        for buffer in () if unit is None else unit.trained_buffers:
+            if buffer.shard.left is not None:
+                self._wait(buffer.shard.left.arrived)
+            buffer.shard.grad = None
+        return unit
+
+    def _mark(self, after: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        """Return an event after `after` and all work of the current stream."""
+        self._wait(after)
+        return self._copier.mark()
+
+    @staticmethod
+    def _wait(event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+
 class HostStates:
     """This rank's states in host memory."""
 
-    def __init__(self, device: torch.device, parts: Iterable[tuple[int, torch.dtype, torch.dtype]]):
-        """Allocate master weights: elements, dtype and compute dtype of each trained buffer."""
+    def __init__(
+        self,
+        device: torch.device,
+        parts: Iterable[tuple[int, torch.dtype, torch.dtype]],
+        *,
+        with_gradients: bool,
+    ) -> None:
+        """Allocate memory for `parts`: elements, dtype and compute dtype of each trained buffer.
+
+        `with_gradients`: the host keeps reduced gradients, too.
+        """
         self._worker = HostWorker(device)
         self.on_start: Callable[[HostUpdate, HostScalars], None]  # set by the runtime
         self._copier = Copier(device)
@@ -89,7 +147,12 @@ class HostStates:
             for dtype, numel in sizes.items()
         }
         self._taken = dict.fromkeys(sizes, 0)
-        self._gradients = _Ring(self._worker, largest)
+        self._left = {
+            dtype: self._worker.allocate(numel, dtype, pinned=True)
+            for dtype, numel in sizes.items()
+            if with_gradients
+        }
+        self._gradients = _Ring(self._worker, 0 if with_gradients else largest)
         self._cast = _Ring(self._worker, largest_cast)
         self._scalars = self._worker.allocate(len(HostScalars._fields), torch.float32, pinned=True)
         self._jobs: list[Job] = []
@@ -97,7 +160,7 @@ class HostStates:
     @property
     def nbytes(self) -> int:
         """The bytes of master weights and buffers; the optimizer has its moments."""
-        slabs = sum(each.nbytes for each in self._slabs.values())
+        slabs = sum(each.nbytes for of in (self._slabs, self._left) for each in of.values())
         return slabs + self._gradients.nbytes + self._cast.nbytes + self._scalars.nbytes
 
     def master(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -113,6 +176,18 @@ class HostStates:
     def call(self, function: Callable[[], T]) -> T:
         """Return the result of `function()` in the thread that steps them."""
         return self._worker.call(function)
+
+    def gradients(self) -> HostGradients | None:
+        """Return what takes gradients to the host, if it keeps them."""
+        if not self._left:
+            return None
+
+        def place(buffer: UnitBuffer) -> Tensor:
+            master = buffer.shard.param
+            start, numel = master.storage_offset(), master.numel()
+            return self._left[master.dtype][start : start + numel]
+
+        return HostGradients(self._copier, place)
 
     def settle(self) -> None:
         """Wait until master weights are what the last step makes of them.
@@ -134,7 +209,7 @@ class HostStates:
         found: dict[str, tuple[Job, list[list[Tensor]]]] = {}
         steps: list[_Step] = []
         for unit in units:
-            of_unit = [_Step(each, _taken(each), None) for each in unit.trained_buffers]
+            of_unit = [_Step(each, *_taken(each), None) for each in unit.trained_buffers]
             if of_unit:
                 of_unit[-1].job = job = Job()
                 found[unit.name] = job, [each.gradients for each in of_unit]
@@ -196,6 +271,8 @@ class HostStates:
     def _fetch(
         self, step: _Step, after: torch.cuda.Event | None
     ) -> tuple[Tensor | None, torch.cuda.Event | None]:
+        if step.left is not None:
+            return step.left.values, step.left.arrived
         if not step.gradients or not step.gradients[0].numel():
             return None, None
         source = step.gradients[0]
@@ -233,7 +310,9 @@ class HostStates:
         return ready
 
 
-def _taken(buffer: UnitBuffer) -> list[Tensor]:
+def _taken(buffer: UnitBuffer) -> tuple[list[Tensor], LeftGradient | None]:
     """Take a buffer's reduced gradient."""
-    gradient, buffer.shard.grad = buffer.shard.grad, None
-    return [] if gradient is None else [gradient]
+    shard = buffer.shard
+    gradient, left = shard.grad, shard.left
+    shard.grad = shard.left = None
+    return [] if gradient is None else [gradient], left

@@ -289,7 +289,7 @@ class Runtime:
             self.reducer.finish()
             self.holds_back = False
         self.parameters.check_gradients()
-        if all(buffer.shard.grad is None for buffer in self.trained_buffers):
+        if not any(buffer.shard.has_grad for buffer in self.trained_buffers):
             raise EngineError("sync_gradients: there are no gradients; call backward first")
 
     @torch.no_grad()

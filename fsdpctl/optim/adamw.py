@@ -105,7 +105,7 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
         """Start to step each shard in host memory, with the options that the groups have now."""
         of_shard: dict[FlatShard, list[HostRun]] = defaultdict(list)
         for run, number in self.runs:
-            if run.shard.grad is None or (absent and run.names <= absent):
+            if not run.shard.has_grad or (absent and run.names <= absent):
                 continue
             group = self.param_groups[number]
             if not (state := self.state[run.param]):

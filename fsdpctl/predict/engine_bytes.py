@@ -202,7 +202,9 @@ def _replay(plan: TrainingPlan, place: RankPlace) -> tuple[Replay, Reductions]:
     slots = plan_slots(plan)
     units = unit_bytes(plan.layouts, slots, plan.strategy, plan.sizes, place, reductions)
     combines = place.combines(plan.strategy)
-    return Replay(units, combines=combines, chained=reductions.chained > 0), reductions
+    leaves = plan.offload is Offload.ALL
+    chained = reductions.chained > 0
+    return Replay(units, combines=combines, chained=chained, leaves=leaves), reductions
 
 
 def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
@@ -276,11 +278,10 @@ def host_states_bytes(plan: TrainingPlan, place: RankPlace) -> int:
     held = [held_masters(plan, place, layout).numel for layout in trained]
     sizes, largest = plan.sizes, max(held, default=0)
     nbytes = sum(held) * sizes.master + HOST_SCALARS + _states(plan, place)
-    nbytes += HOST_BUFFERS * largest * sizes.master
-    if plan.offload is Offload.ALL:
-        nbytes += sum(held) * sizes.master
+    in_flight = HOST_BUFFERS * largest
+    nbytes += (sum(held) if plan.offload is Offload.ALL else in_flight) * sizes.master
     if sizes.param != sizes.master:
-        nbytes += HOST_BUFFERS * largest * sizes.param
+        nbytes += in_flight * sizes.param
     return nbytes
 
 

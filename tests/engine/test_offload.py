@@ -69,8 +69,8 @@ def _trained(
     return losses, model.state_dict(), states
 
 
-def _check_alike(rank: int, **case: Any) -> None:
-    expected, found = (_trained(rank, offload, **case) for offload in ("none", "states"))
+def _check_alike(rank: int, mode: str, **case: Any) -> None:
+    expected, found = (_trained(rank, offload, **case) for offload in ("none", mode))
     assert expected[0] == found[0]
     for before, after in zip(expected[1:], found[1:], strict=True):
         assert before.keys() == after.keys()
@@ -80,6 +80,7 @@ def _check_alike(rank: int, **case: Any) -> None:
 
 @distributed(2)
 @in_turn(
+    mode=["states", "all"],
     strategy=["full_shard", "shard_grad_op", "shard_optimizer"],
     precision__holds__skipped=[(Precision(), False, None), (BF16, True, 1)],
 )
@@ -90,5 +91,6 @@ def test_same_bits(
     precision: Precision,
     holds: bool,
     skipped: int | None,
+    mode: str,
 ) -> None:
-    _check_alike(rank, strategy=strategy, precision=precision, holds=holds, skipped=skipped)
+    _check_alike(rank, mode, strategy=strategy, precision=precision, holds=holds, skipped=skipped)

@@ -168,7 +168,7 @@ def offloaded_peaks(rank: int, ranks: int, seed: int) -> tuple[int, int, int, in
     config = random_config(draw, ranks, strategies, in_part=draw.random() < 0.3)
     if config.strategy.dp_shard_size == 1 < ranks:  # as no_shard
         config = replace(config, strategy=replace(config.strategy, dp_shard_size=ranks))
-    offload = draw.choice(["states"])
+    offload = draw.choice(["states", "all"])
     config = replace(config, optimizer=replace(OptimizerConfig(), lr=0.1, offload=offload))
     model = make_model(config, torch.device("cpu"), trains=True)
     model.overlap_param_gather = True
@@ -278,7 +278,7 @@ def test_estimates_are_exact_over_nccl_if_only_part_is_trained(ranks: int, whole
 def test_estimates_are_exact_with_states_on_the_host(
     rank: int, world_size: int, whole: bool
 ) -> None:
-    for seed in range(70 if whole else SAMPLED):
+    for seed in range(70 if whole else 2):
         estimated, measured, host, held = offloaded_peaks(rank, world_size, seed)
         assert abs(estimated / measured - 1) <= 0.01, (seed, estimated, measured)
         assert host == held, seed
