@@ -13,6 +13,7 @@ from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
 from fsdpctl.config.training import MOST_SAMPLES, CheckpointConfig, LogConfig, TrainConfig
 from fsdpctl.plan.muon import MATRICES, NS_STEPS
 from fsdpctl.plan.owners import OWNER_MAPS
+from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.states import SPLIT, STATE_DTYPES
 from fsdpctl.plan.strategy import STRATEGIES
 
@@ -137,6 +138,13 @@ class OptimizerConfig:
         "int8: in blocks of 64; auto: that of the master weights",
         choices=STATE_DTYPES,
         auto=True,
+        is_later=True,
+    )
+    offload: str = key(
+        Offload.NONE.value,
+        "model states in host memory, where they are stepped: none; states: master weights and "
+        "moments; all: reduced gradients too",
+        choices=tuple(Offload),
         is_later=True,
     )
     max_grad_norm: float = key(1.0, "gradient norm to clip to; 0: no clipping", minimum=0)

@@ -1,7 +1,7 @@
 """Building a runtime: dividing a module into units, with memory and this rank's shards."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +13,17 @@ from fsdpctl.engine.buffer import Resting, UnitBuffer
 from fsdpctl.engine.collecting import Collector
 from fsdpctl.engine.describe import replace_meta_parameters
 from fsdpctl.engine.hooks import hook_gradients, hook_root, hook_unit
+from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import ShardedUnit, Slot
-from fsdpctl.errors import EngineError
+from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.plan.layout import FlatLayout, Span, share_of
 from fsdpctl.plan.owners import OwnerMap
 from fsdpctl.plan.reductions import plan_reductions
 from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.plan.sizes import slots_of
+from fsdpctl.plan.sizes import Offload, slots_of
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import Division, UnitSpec
 from fsdpctl.shards import FlatShard
@@ -47,6 +48,7 @@ class Sharding:
     owner_map: str | OwnerMap = "even"
     prefetch: Prefetch = Prefetch()
     precision: Precision = Precision()
+    offload: str = "none"  # states: masters and moments in host memory; all: gradients too
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class _Builder:
     source: Source
     params: dict[str, nn.Parameter]
     dtypes: dict[str, torch.dtype]  # of the parameters as the user made them
+    host: HostStates | None = None  # of trained parameters
     scratches: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     @property
@@ -90,6 +93,12 @@ class _Builder:
             self.scratches[dtype] = torch.empty(largest, dtype=dtype, device=self.source.device)
         return self.scratches[dtype]
 
+    def held(self, layout: FlatLayout) -> Span:
+        """Return the elements whose master weights this rank has."""
+        if not self.strategy.shards_optimizer:
+            return Span(0, layout.numel)
+        return layout.owned(self.mesh.shard.rank, self.mesh.replica_rank)
+
     def nbytes(self, spec: UnitSpec) -> int:
         return sum(each.numel * self.compute_dtype(each).itemsize for each in self.layouts(spec))
 
@@ -110,9 +119,11 @@ class _Builder:
     @torch.no_grad()
     def buffer(self, unit: str, layout: FlatLayout, whole: Tensor) -> UnitBuffer:
         owned = layout.owned(self.mesh.shard.rank, self.mesh.replica_rank)
-        held = owned if self.strategy.shards_optimizer else Span(0, layout.numel)
+        held = self.held(layout)
         dtype, resting = self.master_dtype(layout), self.resting_values(layout, whole)
-        if resting is not None and whole.dtype == dtype:
+        if self.host is not None and layout.trainable:
+            master = self.host.master(held.numel, dtype)
+        elif resting is not None and whole.dtype == dtype:
             master = resting.within(held)
         else:
             master = torch.empty(held.numel, dtype=dtype, device=self.source.device)
@@ -129,13 +140,15 @@ class _Builder:
         else:
             for target in [master, *([resting.values] if resting else [])]:
                 target.zero_()
+        if self.host is not None and layout.trainable:
+            shard.put_on_host(self.source.device, self.host.settle)
         return UnitBuffer(shard, [self.params[p.name] for p in layout.params], whole, resting)
 
     def resting_values(self, layout: FlatLayout, whole: Tensor) -> Resting | None:
         """Return the parameters in the compute dtype that remain between steps."""
         if not self.strategy.shards_params:
             return Resting(Span(0, layout.numel), whole)
-        if layout.shares == 1:
+        if layout.shares == 1 and not (self.host and layout.trainable):
             return None
         part = layout.parts[self.mesh.shard.rank]
         return Resting(part, torch.empty(part.numel, dtype=whole.dtype, device=whole.device))
@@ -177,11 +190,16 @@ def build_runtime(
     _move_buffers(module, source.device, mesh.world)
     params = dict(module.named_parameters())
     builder = _Builder(division, sharding.precision, mesh, source, params, dtypes)
+    if sharding.offload != Offload.NONE:
+        builder = replace(builder, host=_host_states(builder, sharding.offload))
     units = _build_units(builder, sharding.prefetch)
     for param in params.values():
         param.grad = None  # it does not belong to the sharded model
     strategy, reducer = division.strategy, _make_reducer(units, builder)
     runtime = Runtime(units, division.order, strategy, sharding.prefetch, mesh, reducer)
+    if builder.host is not None:
+        runtime.host, builder.host.on_start = builder.host, runtime.step_on_host
+        reducer.leaving = builder.host.gradients()
     runtime.parameters.remember(module, gathers=strategy.shards_params)
     hook_root(module, runtime, sharding.precision.param_dtype)
     for unit in runtime.units.values():
@@ -190,6 +208,28 @@ def build_runtime(
         if unit is not runtime.root:
             hook_unit(module.get_submodule(unit.name), runtime, unit)
     return runtime
+
+
+def _host_states(builder: _Builder, offload: str) -> HostStates:
+    """Allocate host memory for the states of trained parameters.
+
+    Raises:
+        UsageError: If every rank keeps all master weights.
+    """
+    if builder.mesh.world.size > 1 and not builder.strategy.shards_optimizer:
+        raise UsageError(
+            f"optimizer.offload={offload}: not supported with strategy={builder.strategy.name} on "
+            "several ranks, which would all step all parameters; use strategy=shard_grad_op"
+        )
+    trained = (each for of in builder.division.layouts.values() for each in of if each.trainable)
+    return HostStates(
+        builder.source.device,
+        [
+            (builder.held(each).numel, builder.master_dtype(each), builder.compute_dtype(each))
+            for each in trained
+        ],
+        with_gradients=offload == Offload.ALL,
+    )
 
 
 def _make_reducer(units: Sequence[ShardedUnit], builder: _Builder) -> GradientReducer:

@@ -16,7 +16,7 @@ from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.strategy import FSDPCTL, get_strategy
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Program
-from fsdpctl.predict.engine_bytes import TrainingPlan
+from fsdpctl.predict.engine_bytes import TrainingPlan, host_states_bytes
 from fsdpctl.predict.hardware import Group
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.recorder import Machine, RankGroup, TaskRecorder
@@ -94,7 +94,6 @@ class Estimator:
             allocator=config.launch.allocator,
             draws=config.engine.name == FSDPCTL and not config.model.is_pretrained,
         )
-        counts = (traced.num_params, traced.num_trained, traced.num_active)
         frozen = sum(
             param.numel * plan.sizes.gathered(layout)
             for of_unit in plan.layouts.values()
@@ -102,9 +101,9 @@ class Estimator:
             for param in layout.params
             if not param.trainable
         )
-        return RunEstimate(
-            config, batches, *counts, frozen, _saved_states(plan, traced.units), place.rank, step
-        )
+        counts = (traced.num_params, traced.num_trained, traced.num_active, frozen)
+        saved, on_host = _saved_states(plan, traced.units), host_states_bytes(plan, place)
+        return RunEstimate(config, batches, *counts, saved, place.rank, step, on_host)
 
     def predict(self, config: Config) -> StepPrediction:
         """Predict one training step of a placed configuration.

@@ -42,6 +42,7 @@ class RunEstimate:
     saved_states: int  # bytes of the moments in a checkpoint
     rank: int
     step: StepEstimate
+    host_states: int = 0  # bytes of states and pinned buffers in host memory
 
     @property
     def allocated(self) -> int:
@@ -99,7 +100,7 @@ class RunEstimate:
     @property
     def host_bytes(self) -> int:
         """The approximate host memory of a worker, with the copy that a checkpoint is made of."""
-        base = _HOST[str(self.config.launch.device)]
+        base = _HOST[str(self.config.launch.device)] + self.host_states
         if self.config.checkpoint.mode != "async":
             return base
         return base + self.checkpoint_bytes // world_size(self.config)
@@ -125,6 +126,7 @@ class RunEstimate:
             "memory_bytes": self.memory_bytes,
             "outside_bytes": [outside.low, outside.high],
             "host_bytes": self.host_bytes,
+            **({"host_states_bytes": self.host_states} if self.host_states else {}),
             "checkpoint_bytes": self.checkpoint_bytes,
             **self.step.to_dict(),
         }

@@ -9,7 +9,7 @@ from fsdpctl.engine.describe import divide_module
 from fsdpctl.plan.muon import MUON, Muon
 from fsdpctl.plan.reductions import Transport
 from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.plan.sizes import DTYPE_BYTES, Itemsizes, RankPlace
+from fsdpctl.plan.sizes import DTYPE_BYTES, Itemsizes, Offload, RankPlace
 from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Strategy, check_strategy, get_strategy
 from fsdpctl.plan.units import Division, UnitSpec, divide
@@ -92,6 +92,7 @@ def plan_run(
         Prefetch(config.prefetch.forward, config.prefetch.backward),
         reducing_passes(shown, every=every),
         kept_states(config),
+        Offload(config.optimizer.offload),
     )
     return plan, first_place(division, world_size(config), str(config.launch.device))
 

@@ -1,18 +1,80 @@
 """AdamW over flat shards."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.optim.adamw import adamw as _adamw
 
 from fsdpctl.codes import new_moment
 from fsdpctl.errors import UsageError
 from fsdpctl.optim.sharded import ShardedSteps, SteppedRun
 from fsdpctl.optim.tiles import TiledStep
+from fsdpctl.plan.layout import Span
 from fsdpctl.plan.states import STATE_DTYPES
-from fsdpctl.shards import Sharded, require_sharded, trainable_shards
+from fsdpctl.shards import (
+    FlatShard,
+    HostScalars,
+    HostSteps,
+    Sharded,
+    require_sharded,
+    trainable_shards,
+)
 
 _CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
+# Elements that are stepped at a time in host memory: with moments and gradient 8 MiB, as many as
+# stay in the cache until they are cast.
+_AT_A_TIME = 1 << 19
+_OPTIONS = ("lr", "betas", "eps", "weight_decay")
+
+
+class HostRun(NamedTuple):
+    """A run to step in host memory, and the options of its group when the step began."""
+
+    run: SteppedRun
+    state: dict[str, Tensor]
+    options: dict[str, Any]
+
+
+def _update(
+    of_shard: Mapping[FlatShard, Sequence[HostRun]],
+    shard: FlatShard,
+    gradient: Tensor,
+    scalars: HostScalars,
+    written: Callable[[Span], None],
+) -> None:
+    """Step a shard in host memory; the bits are those of torch's step."""
+    if scalars.grad_scale is not None and gradient.dtype == torch.float64:
+        gradient.div_(scalars.grad_scale)  # the fused kernel would divide in float32
+        scalars = scalars._replace(grad_scale=None)
+    for run, state, options in of_shard.get(shard, ()):
+        count = state["step"].clone()
+        for start in range(run.span.start, run.span.stop, _AT_A_TIME):
+            span = Span(start, min(start + _AT_A_TIME, run.span.stop))
+            within = slice(span.start - run.span.start, span.stop - run.span.start)
+            state["step"].copy_(count)  # counts once for all pieces
+            _adamw(
+                [shard.view(shard.param.detach(), span)],
+                [shard.view(gradient, span)],
+                [state["exp_avg"][within]],
+                [state["exp_avg_sq"][within]],
+                [],
+                [state["step"]],
+                fused=True,
+                grad_scale=scalars.grad_scale,
+                found_inf=scalars.found_inf,
+                amsgrad=False,
+                beta1=options["betas"][0],
+                beta2=options["betas"][1],
+                lr=options["lr"],
+                weight_decay=options["weight_decay"],
+                eps=options["eps"],
+                maximize=False,
+            )
+            written(span)
 
 
 class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
@@ -67,7 +129,11 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
         groups = self._divided(model, param_groups)
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
-    def _new_state(self, run: SteppedRun, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def _new_state(self, run: SteppedRun, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        host, make = self._model.host, partial(self._zeros, run)
+        return make() if host is None else host.call(make)
+
+    def _zeros(self, run: SteppedRun) -> dict[str, Tensor]:
         param = run.param
         dtype = self._dtype or param.dtype
         if self.cuts_runs and not run.is_compressible:
@@ -90,3 +156,17 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
                 state.update(self._new_state(run, group))
             if not tiled.is_skipped:
                 tiled.step(run, group, state)
+
+    def _start_on_host(self, host: HostSteps, absent: frozenset[str], scalars: HostScalars) -> None:
+        """Start to step each shard in host memory, with the options that the groups have now."""
+        of_shard: dict[FlatShard, list[HostRun]] = defaultdict(list)
+        for run, number in self.runs:
+            if not run.shard.has_grad or (absent and run.names <= absent):
+                continue
+            group = self.param_groups[number]
+            if not (state := self.state[run.param]):
+                state.update(self._new_state(run, group))
+            of_shard[run.shard].append(
+                HostRun(run, state, {name: group[name] for name in _OPTIONS})
+            )
+        host.start(partial(_update, dict(of_shard)), scalars)

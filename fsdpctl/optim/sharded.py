@@ -11,7 +11,14 @@ from fsdpctl.codes import SCALES
 from fsdpctl.errors import EngineError, UsageError, nearest
 from fsdpctl.plan.layout import ParamSpec, Span, decay_group, optimizer_runs
 from fsdpctl.plan.states import BLOCK, is_compressible, run_group
-from fsdpctl.shards import FlatShard, Sharded, require_sharded, trainable_shards
+from fsdpctl.shards import (
+    FlatShard,
+    HostScalars,
+    HostSteps,
+    Sharded,
+    require_sharded,
+    trainable_shards,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +124,10 @@ class ShardedSteps(torch.optim.Optimizer):
         absent = self._model.absent_everywhere()
         if absent:
             self.isolate(absent)
+        host = self._model.host
+        if host is not None:
+            self._start_on_host(host, absent, HostScalars(grad_scale, found_inf))
+            return loss
         for run, _ in self.runs:
             run.param.grad = None if absent and run.names <= absent else run.gradient()
         self.grad_scale, self.found_inf = _fused_scalars(self.runs, grad_scale, found_inf)
@@ -125,6 +136,24 @@ class ShardedSteps(torch.optim.Optimizer):
         del self.grad_scale, self.found_inf
         self._model.broadcast_updated_params(trained_only=True)
         return loss
+
+    def _start_on_host(self, host: HostSteps, absent: frozenset[str], scalars: HostScalars) -> None:
+        """Start a step of master weights in host memory.
+
+        Raises:
+            UsageError: If the optimizer cannot do that.
+        """
+        raise UsageError(f"{type(self).__name__}: not supported with offload; use ShardedAdamW")
+
+    def _settle(self) -> None:
+        """Wait for a step in host memory, if one runs."""
+        if self._model.host is not None:
+            self._model.host.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict, after the last step."""
+        self._settle()
+        return super().state_dict()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, for any `set_to_none`."""
@@ -147,6 +176,7 @@ class ShardedSteps(torch.optim.Optimizer):
         A parameter without gradients is not stepped and neither is its counter, so it cannot share
         a tensor with others. States are split accordingly.
         """
+        self._settle()
         runs: list[tuple[SteppedRun, int]] = []
         places = {name: place for place, name in enumerate(_names(self.runs))}
         for run, group in self.runs:
@@ -165,6 +195,7 @@ class ShardedSteps(torch.optim.Optimizer):
 
     def run_states(self) -> Iterator[tuple[SteppedRun, dict[str, Tensor]]]:
         """Yield each run and its states, by torch's names; empty before the first step."""
+        self._settle()
         for run, _ in self.runs:
             yield run, self.state[run.param]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from statistics import median
 
 from fsdpctl.plan.layout import EvenParts, FlatLayout
@@ -49,6 +50,18 @@ def slots_of(
     if strategy.reshard_after_forward:
         return assign_slots(nbytes, root, forward, depth)
     return tuple(SlotSpec(nbytes[name], (name,), resident=False) for name in (root, *forward))
+
+
+class Offload(StrEnum):
+    """The model states that are in host memory."""
+
+    NONE = "none"
+    STATES = "states"  # master weights and moments
+    ALL = "all"  # reduced gradients too
+
+
+HOST_BUFFERS = 2  # pinned ones for each direction
+HOST_SCALARS = 8  # bytes
 
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

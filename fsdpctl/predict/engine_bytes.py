@@ -5,7 +5,7 @@ which gradients are reduced, replayed event by event through a step. Not counted
 nor gradients that autograd has made and the engine has not collected yet.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -13,8 +13,24 @@ from fsdpctl.plan.layout import FlatLayout, ParamSpec, Run, Span, decay_group, o
 from fsdpctl.plan.muon import Muon, is_muons
 from fsdpctl.plan.reductions import Reductions, plan_reductions
 from fsdpctl.plan.replay import Replay
-from fsdpctl.plan.schedule import Event, EventKind, Prefetch, step_events, update_events
-from fsdpctl.plan.sizes import Itemsizes, RankPlace, SlotSpec, slots_of, unit_bytes
+from fsdpctl.plan.schedule import (
+    Buffer,
+    Event,
+    EventKind,
+    Prefetch,
+    step_events,
+    update_events,
+)
+from fsdpctl.plan.sizes import (
+    HOST_BUFFERS,
+    HOST_SCALARS,
+    Itemsizes,
+    Offload,
+    RankPlace,
+    SlotSpec,
+    slots_of,
+    unit_bytes,
+)
 from fsdpctl.plan.states import is_compressible, moment_bytes, run_group
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitOrder
@@ -114,6 +130,21 @@ class TrainingPlan:
     prefetch: Prefetch
     reduces: tuple[bool, ...]  # per micro-step, whether its backward reduces
     states: KeptStates = ADAMW
+    offload: Offload = Offload.NONE
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether the optimizer steps in host memory."""
+        return self.offload is not Offload.NONE
+
+    def is_on_host(self, layout: FlatLayout) -> bool:
+        """Return whether the master weights of a flat buffer are in host memory."""
+        return self.steps_on_host and layout.trainable
+
+    def part_nbytes(self, layout: FlatLayout, rank: int) -> int:
+        """Return the bytes of a rank's part in the compute dtype, if that has memory of its own."""
+        keeps = self.strategy.shards_params and (layout.shares > 1 or self.is_on_host(layout))
+        return layout.parts[rank].numel * self.sizes.gathered(layout) if keeps else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +222,16 @@ def planned_step(plan: TrainingPlan, place: RankPlace) -> list[Event]:
         shared_slots=[slot.units for slot in slots if slot.resident],
         combines=combines,
     )
-    return replay.play(events)
+    played = replay.play(events)
+    return list(_after_host(played, _host_waits(plan, place))) if plan.steps_on_host else played
 
 
 def planned_update(plan: TrainingPlan, place: RankPlace) -> list[Event]:
     """Return the events that follow the optimizer's step."""
+    return [] if plan.steps_on_host else _renewing(plan, place)
+
+
+def _renewing(plan: TrainingPlan, place: RankPlace) -> list[Event]:
     events = update_events(plan.order, plan.strategy)
     return _replay(plan, place)[0].play(events) if events else []
 
@@ -211,18 +247,21 @@ def _replay(plan: TrainingPlan, place: RankPlace) -> tuple[Replay, Reductions]:
     slots = plan_slots(plan)
     units = unit_bytes(plan.layouts, slots, plan.strategy, plan.sizes, place, reductions)
     combines = place.combines(plan.strategy)
-    return Replay(units, combines=combines, chained=reductions.chained > 0), reductions
+    leaves = plan.offload is Offload.ALL
+    chained = reductions.chained > 0
+    return Replay(units, combines=combines, chained=chained, leaves=leaves), reductions
 
 
 def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
     """Yield the memory of a rank throughout a step, after the first one."""
-    states = _states(plan, place)
+    states = 0 if plan.steps_on_host else _states(plan, place)
     stay = not plan.strategy.shards_params
     always = sum(slot.nbytes for slot in plan_slots(plan) if slot.resident or stay)
     parameters = 0
     for layout in (layout for of_unit in plan.layouts.values() for layout in of_unit):
-        if layout.shares > 1:  # this rank's part in the compute dtype
-            parameters += layout.parts[0].numel * plan.sizes.gathered(layout)
+        parameters += plan.part_nbytes(layout, place.rank)
+        if plan.is_on_host(layout):
+            continue
         nbytes = held_masters(plan, place, layout).numel * plan.sizes.kept(layout)
         is_window = plan.sizes.kept(layout) == plan.sizes.gathered(layout)
         if stay and is_window:
@@ -230,7 +269,9 @@ def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
         if layout.shares == 1 or not is_window:
             parameters += nbytes
         parameters += remainder_bytes(plan, place, layout)
-    held = {"gathered_units": always, "gradients": 0, "reduce_buffers": 0}
+    leaving = leaving_gradients(plan, place)
+    held = {"gathered_units": always, "gradients": sum(map(sum, leaving.values()))}
+    held["reduce_buffers"] = 0
     now = Breakdown(parameters=parameters, optimizer_states=states, **held)
     yield Moment(None, now)
     for event in planned_step(plan, place):
@@ -239,6 +280,55 @@ def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
             held[CATEGORY_OF[event.buffer].value] += change
             now = Breakdown(parameters=parameters, optimizer_states=states, **held)
         yield Moment(event, now)
+
+
+def leaving_gradients(plan: TrainingPlan, place: RankPlace) -> dict[str, list[int]]:
+    """Return the bytes of each gradient that a step on the host keeps on the device, by unit."""
+    if plan.offload is not Offload.STATES:
+        return {}
+    return {
+        unit: [
+            held_masters(plan, place, layout).numel * plan.sizes.master
+            for layout in layouts
+            if layout.trainable
+        ]
+        for unit, layouts in plan.layouts.items()
+    }
+
+
+def _host_waits(plan: TrainingPlan, place: RankPlace) -> dict[str, list[Event]]:
+    """Return the events once the host has stepped a unit, by unit."""
+    waits = {
+        unit: [Event(EventKind.FREE, unit, nbytes, Buffer.LEAVING) for nbytes in of_unit]
+        for unit, of_unit in leaving_gradients(plan, place).items()
+    }
+    for event in _renewing(plan, place):
+        waits.setdefault(event.unit, []).append(event)
+    return waits
+
+
+def _after_host(events: Iterable[Event], waits: dict[str, list[Event]]) -> Iterator[Event]:
+    """Yield events, and those for which the engine waits before it gathers or uses a unit."""
+    for event in events:
+        gathers = event.kind is EventKind.ALLOCATE and event.buffer is Buffer.PARAMS
+        if gathers or event.kind in (EventKind.GATHER, EventKind.FORWARD):
+            yield from waits.pop(event.unit, ())
+        yield event
+
+
+def host_states_bytes(plan: TrainingPlan, place: RankPlace) -> int:
+    """Return the bytes of a rank's states and pinned buffers in host memory."""
+    if plan.offload is Offload.NONE:
+        return 0
+    trained = [each for of in plan.layouts.values() for each in of if each.trainable]
+    held = [held_masters(plan, place, layout).numel for layout in trained]
+    sizes, largest = plan.sizes, max(held, default=0)
+    nbytes = sum(held) * sizes.master + HOST_SCALARS + _states(plan, place)
+    in_flight = HOST_BUFFERS * largest
+    nbytes += (sum(held) if plan.offload is Offload.ALL else in_flight) * sizes.master
+    if sizes.param != sizes.master:
+        nbytes += in_flight * sizes.param
+    return nbytes
 
 
 def held_masters(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> Span:

@@ -4,8 +4,8 @@ from collections import defaultdict, deque
 
 from fsdpctl.plan.layout import ParamSpec, optimizer_runs
 from fsdpctl.plan.reductions import Transport, adds_whole
-from fsdpctl.plan.schedule import Event, EventKind
-from fsdpctl.plan.sizes import RankPlace
+from fsdpctl.plan.schedule import Buffer, Event, EventKind
+from fsdpctl.plan.sizes import Offload, RankPlace
 from fsdpctl.plan.states import tile_bytes
 from fsdpctl.predict.compute import Part
 from fsdpctl.predict.engine_bytes import (
@@ -42,7 +42,8 @@ class FsdpctlSteps:
         self._reducing: dict[str, deque[tuple[int, int]]] = defaultdict(deque)  # keys and bytes
         self._combining: dict[str, deque[int]] = defaultdict(deque)
         self._last_reduced: dict[str, int] = {}
-        self._has_states = False
+        self._has_states = plan.steps_on_host  # they are on the host
+        self._leaving: dict[str, list[int]] = {}  # gradients that the host steps with
 
     def setup(self, *, draws: bool) -> None:
         """Build the model; `draws`: initialize its values on the device, one unit at a time."""
@@ -54,7 +55,10 @@ class FsdpctlSteps:
         recorder.compute(Part.BEFORE)
         passes = len(self._plan.reduces)
         for event in self._events:
-            if event.buffer is not None:
+            if event.buffer is Buffer.LEAVING:
+                for key in self._leaving.pop(event.unit, ()):
+                    recorder.free(key)
+            elif event.buffer is not None:
                 self._buffers.change(event)
             elif event.kind is K.LEAVE and event.unit == root:
                 recorder.compute(Part.END)
@@ -76,6 +80,8 @@ class FsdpctlSteps:
                     recorder.compute(Part.LOSS)
             case K.BACKWARD:
                 recorder.compute(Part.BACKWARD, unit)
+            case K.SYNC:
+                self._renew(event)
             case K.GATHER:
                 self._gather(unit, event.nbytes)
             case K.READY:
@@ -157,17 +163,16 @@ class FsdpctlSteps:
             _allocate_states(plan, self._place, recorder)
         update_matrices(plan, self._place, recorder)
         self._step_in_tiles()
+        if plan.offload is Offload.STATES:
+            self._leaving = self._buffers.take_gradients()
         self._buffers.end_step()
         trained = trained_layouts(plan.layouts)
         owned = sum(held_masters(plan, self._place, layout).numel for layout in trained)
         recorder.optimize(
             owned - matrix_elements(plan, self._place), plan.sizes.master, plan.states.moments
         )
-        group = RankGroup.REPLICAS if plan.strategy.shards_over_copies else RankGroup.SHARD
         for event in self._update:
-            label = f"renew {event.unit}"
-            key = recorder.start(C.GATHER, event.nbytes, group, label, queue=GATHERS)
-            self._renewing[event.unit] = key
+            self._renew(event)
         recorder.end_step()
 
     def _step_in_tiles(self) -> None:
@@ -181,6 +186,13 @@ class FsdpctlSteps:
         )
         device = "cuda" if place.transport is Transport.NCCL else "cpu"
         self._recorder.pass_through(tile_bytes(max(runs, default=0), device))
+
+    def _renew(self, event: Event) -> None:
+        """Start to send a unit's new parameters to other ranks."""
+        over_copies = self._plan.strategy.shards_over_copies
+        group, label = RankGroup.REPLICAS if over_copies else RankGroup.SHARD, f"renew {event.unit}"
+        key = self._recorder.start(C.GATHER, event.nbytes, group, label, queue=GATHERS)
+        self._renewing[event.unit] = key
 
 
 def _allocate_model(
@@ -199,11 +211,11 @@ def _allocate_model(
             made.add(slot.units[0])
             key = recorder.allocate(Category.GATHERED_UNITS, unit, "slot", slot.nbytes)
         for layout in layouts:
-            if layout.shares > 1:
-                nbytes = layout.parts[place.rank].numel * sizes.gathered(layout)
+            if nbytes := plan.part_nbytes(layout, place.rank):
                 recorder.allocate(Category.PARAMETERS, unit, "parts to be gathered", nbytes)
             stays, itemsize = keeps or layout.shares > 1, sizes.kept(layout)
-            if not (stays and sizes.gathered(layout) == itemsize):
+            is_window = stays and sizes.gathered(layout) == itemsize
+            if not (plan.is_on_host(layout) or is_window):
                 nbytes = held_masters(plan, place, layout).numel * itemsize
                 what = "master weights" if layout.trainable else "frozen weights"
                 recorder.allocate(Category.PARAMETERS, unit, what, nbytes)

@@ -37,6 +37,7 @@ CATEGORY_OF = {
     Buffer.SUM: Category.REDUCE_BUFFERS,
     Buffer.COMBINING: Category.REDUCE_BUFFERS,
     Buffer.GRADS: Category.GRADIENTS,
+    Buffer.LEAVING: Category.GRADIENTS,
 }
 
 

@@ -11,8 +11,10 @@ from fsdpctl.config.schema import DTYPES, KEYS, Config, OptimizerConfig
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.muon import MUON, is_muons
+from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.states import SPLIT
-from fsdpctl.plan.strategy import DDP, FSDPCTL, check_strategy, get_strategy
+from fsdpctl.plan.strategy import DDP, FSDPCTL, check_strategy, effective_strategy, get_strategy
+from fsdpctl.resolve.machine import resolved_strategy, world_size
 
 # The optimizers that have some keys.
 _OPTIMIZERS_OF = {
@@ -105,6 +107,39 @@ def check_engine(config: Config) -> None:
         raise UsageError(
             f"engine=ddp: reduces gradients in the dtype of the master weights; expected "
             f"precision.reduce_dtype={precision.master_dtype}, got {precision.reduce_dtype}"
+        )
+
+
+def check_offload(config: Config) -> None:
+    """Check that nothing conflicts with states in host memory, for a placed configuration.
+
+    Raises:
+        UsageError: If something does.
+    """
+    about = config.optimizer
+    if about.offload == Offload.NONE:
+        return
+    where = f"optimizer.offload={about.offload}"
+    if config.engine.name != FSDPCTL:
+        raise UsageError(f"{where}: requires engine={FSDPCTL}, got engine={config.engine.name}")
+    if about.name != "adamw":
+        raise UsageError(f"{where}: requires optimizer=adamw, got optimizer={about.name}")
+    if about.state_dtype not in (None, "float32"):
+        raise UsageError(f"{where}: conflicts with optimizer.state_dtype={about.state_dtype}")
+    if config.precision.master_dtype not in (None, "float32"):
+        dtype = config.precision.master_dtype
+        raise UsageError(f"{where}: conflicts with precision.master_dtype={dtype}")
+    ranks, given = world_size(config), config.strategy
+    if given.name == AUTO or ranks == 1:
+        return
+    given = resolved_strategy(config, given)
+    row, _ = effective_strategy(get_strategy(given.name), given.dp_shard_size or ranks, ranks)
+    if not row.shards_optimizer:
+        size = "" if row.name == given.name else f" strategy.dp_shard_size={given.dp_shard_size}"
+        raise UsageError(
+            f"{where}: not supported with strategy={given.name}{size} on {ranks} ranks, which "
+            "would all step all parameters; expected a strategy that shards optimizer states, such "
+            "as shard_grad_op"
         )
 
 

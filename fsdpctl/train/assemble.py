@@ -35,6 +35,7 @@ from fsdpctl.peers.model import peer_model
 from fsdpctl.peers.setup import PeerSetup
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import FSDPCTL, get_strategy, ranks_per_copy
 from fsdpctl.resolve.blocks import checkpoint_block, compile_block
@@ -53,11 +54,17 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, SPLIT: torch.bf
 
 
 def make_model(
-    config: Config, device: torch.device, *, strategy: str | None = None, empty: bool = False
+    config: Config,
+    device: torch.device,
+    *,
+    strategy: str | None = None,
+    empty: bool = False,
+    trains: bool = False,
 ) -> ShardedModel:
     """Return the model, sharded by fsdpctl's engine as configured. Collective.
 
-    Its weights are initialized from the seed, or zeros if `empty`.
+    Its weights are initialized from the seed, or zeros if `empty`. Only if it `trains`, states are
+    in host memory as configured.
     """
     given = config.strategy.under(strategy) if strategy else config.strategy
     sharding = Sharding(
@@ -66,6 +73,7 @@ def make_model(
         owner_map=given.owner_map or "even",
         prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
         precision=_precision(config),
+        offload=config.optimizer.offload if trains else Offload.NONE,
     )
     module = make_module(config)
     source = Source(device, None if empty else _draw(config, module), is_empty=empty)
@@ -80,7 +88,7 @@ def _precision(config: Config) -> Precision:
 def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> TrainedModel:
     """Return the model, sharded by the configured engine. Collective."""
     if config.engine.name == FSDPCTL:
-        model = make_model(config, device, empty=empty)
+        model = make_model(config, device, empty=empty, trains=True)
         model.mesh.measure_waits()
         model.overlap_param_gather = True
         return _with_counts(model)

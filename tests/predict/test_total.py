@@ -15,14 +15,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.training import train_step
 from fsdpctl.comm import process_group
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Config, OptimizerConfig
 from fsdpctl.estimate.run_plan import plan_run
 from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.plan.reductions import Transport
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.allocator import PlainAllocator
-from fsdpctl.predict.engine_bytes import planned_step
+from fsdpctl.predict.engine_bytes import host_states_bytes, planned_step
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import Script, replay
@@ -189,6 +189,27 @@ def peaks_of(
     return expected, peak
 
 
+def offloaded_peaks(rank: int, ranks: int, seed: int) -> tuple[int, int, int, int]:
+    """The estimated and the real bytes on the device at the peak, and on the host."""
+    draw = random.Random(f"offload {seed} {ranks}")
+    strategies = [each for each in STRATEGIES if each != "no_shard" or ranks == 1]
+    config = random_config(draw, ranks, strategies, in_part=draw.random() < 0.3)
+    if config.strategy.dp_shard_size == 1 < ranks:  # as no_shard
+        config = replace(config, strategy=replace(config.strategy, dp_shard_size=ranks))
+    offload = draw.choice(["states", "all"])
+    config = replace(config, optimizer=replace(OptimizerConfig(), lr=0.1, offload=offload))
+    model = make_model(config, torch.device("cpu"), trains=True)
+    model.overlap_param_gather = True
+    optimizer = make_optimizer(config, model)
+    peak, events = watched_step(model, lambda: train_step(config, model, optimizer))
+    expected, planned = predicted(config, rank)
+    assert events[: len(planned)] == planned, config
+    plan, first = plan_run(config, TracedModel(config).units, 1)
+    copy, within = divmod(rank, first.size)
+    host = host_states_bytes(plan, replace(first, rank=within, copy=copy))
+    return expected, peak, host, model.host_memory_bytes() + optimizer.memory_bytes()
+
+
 @contextmanager
 def one_of(rank: int, ranks: int) -> Iterator[None]:
     """Collectives do nothing: no thread of theirs holds memory a moment longer."""
@@ -288,3 +309,15 @@ def test_the_peak_of_runs_by_muon_is_exact(rank: int, world_size: int) -> None:
         whole_matrices = ["no_shard", "shard_optimizer"]
         estimated, measured = peaks_of(rank, world_size, seed, whole_matrices, by_muon=True)
         assert abs(estimated / measured - 1) <= 0.01, (seed, estimated, measured)
+
+
+@pytest.mark.parametrize("world_size", fast(2, slow=[1, 3]))
+@WHOLE
+@distributed(timeout=300)
+def test_estimates_are_exact_with_states_on_the_host(
+    rank: int, world_size: int, whole: bool
+) -> None:
+    for seed in range(70 if whole else 2):
+        estimated, measured, host, held = offloaded_peaks(rank, world_size, seed)
+        assert abs(estimated / measured - 1) <= 0.01, (seed, estimated, measured)
+        assert host == held, seed
