@@ -9,6 +9,7 @@ from fsdpctl.config.importers.parts import (
     TOO_HIGH,
     UNUSED_OF_FSDP,
     deepspeed_file,
+    read_activation_offload,
     read_fsdp,
     read_offload,
     read_optimizer,
@@ -39,6 +40,8 @@ _DEGREES = {
 }
 _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "liger_*")
 _SMALLER = {
+    "load_in_4bit": "the frozen weights are estimated in bf16, not in 4 bits",
+    "gptq": "the frozen weights are estimated in bf16, not quantized",
     "load_in_8bit": "the frozen weights are estimated in bf16, not in 8 bits",
     "activation_offloading": "activations are estimated on the device",
     "peft_layers_to_transform": "adapters are estimated on all layers",
@@ -180,10 +183,8 @@ def _read_recomputation(found: Translation) -> None:
     leaves = found.source.take("activation_offloading")
     found.map(value, "activation_checkpointing=full")
     for each in (value, leaves):
-        if each and not each.is_on and "disk" in each.text.lower():
-            found.exclude(each, "activations are estimated in host memory, not on disk")
         if each and (each is leaves or not each.is_on) and not each.is_off:
-            found.map(each, "activation_checkpointing.offload=true")
+            read_activation_offload(found, each)
 
 
 def _read_adapters(found: Translation) -> bool:

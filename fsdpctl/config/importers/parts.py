@@ -6,6 +6,7 @@ from typing import Any
 
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.translation import Translation
+from fsdpctl.config.schema import KEYS
 from fsdpctl.config.synonyms import NOT_SUPPORTED
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import read_json
@@ -28,6 +29,7 @@ _SMALLER = (
     "*apollo*", "came*", "rmsprop*", "adagrad", "schedule_free_sgd",
 )  # fmt: skip
 _ONLY_FP32 = "the estimates of PyTorch's engines only support AdamW with states in fp32"
+_ACTIVATIONS = "activation_checkpointing.offload"
 _ON_DEVICE = "the estimates of PyTorch's engines only support states on the device"
 _STRATEGIES = {
     "full_shard": "full_shard", "1": "full_shard",
@@ -86,6 +88,9 @@ def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
 
 def _read_small_states(found: Translation, value: SourceKey, name: str) -> None:
     """Translate AdamW with states in 8 or 4 bits."""
+    if "optimizer.offload" in found.settings:
+        found.map(value, "optimizer=adamw", note="in host memory, in fp32")
+        return
     note = "moments of matrices take 1.03 bytes per element"
     if "paged" in name:
         note += ", without paging to the host"
@@ -103,6 +108,16 @@ def read_offload(found: Translation, value: SourceKey, note: str) -> None:
         found.exclude(value, f"model states are estimated on the device; {TOO_HIGH}")
         return
     found.map(value, "optimizer.offload=all", note=note)
+    found.own_engine = _ON_DEVICE
+
+
+def read_activation_offload(found: Translation, value: SourceKey) -> None:
+    """Translate the inputs of recomputed blocks in host memory, or on a disk."""
+    if _ACTIVATIONS not in KEYS:
+        found.exclude(value, f"activations are estimated on the device; {TOO_HIGH}")
+        return
+    note = "in host memory, not on disk" if "disk" in value.text.lower() else ""
+    found.map(value, f"{_ACTIVATIONS}=true", note=note)
     found.own_engine = _ON_DEVICE
 
 
@@ -134,7 +149,7 @@ def read_fsdp(found: Translation, section: str, *, version: str, strategy: str =
     if recomputes and recomputes.is_on:
         found.map(recomputes, "activation_checkpointing=full")
         if leaves and leaves.is_on:
-            found.map(leaves, "activation_checkpointing.offload=true")
+            read_activation_offload(found, leaves)
     if (offload := take("offload_params") or take("cpu_offload")) and not offload.is_off:
         read_offload(found, offload, OF_FSDP)
     wrap = take("auto_wrap_policy")
