@@ -72,7 +72,7 @@ def read_optimizer(found: Translation, value: SourceKey | None, default: str) ->
         _read_small_states(found, value, name)
     elif name == "muon" and found.settings.get("strategy") in ("no_shard", "shard_optimizer"):
         found.map(value, "optimizer=muon")
-        found.own_engine = _ONLY_FP32
+        found.own_engine = found.own_engine or _ONLY_FP32
     elif value is not None and _is_one_of(name, _SMALLER):
         found.exclude(value, f"estimated with AdamW's two states in fp32; {TOO_HIGH}")
     elif value is not None:
@@ -97,7 +97,7 @@ def _read_small_states(found: Translation, value: SourceKey, name: str) -> None:
     elif _is_one_of(name, ("adamw_bnb_8bit", "adamw_8bit")):
         note += "; transformers keeps those of embeddings in fp32"
     found.map(value, "optimizer=adamw", "optimizer.state_dtype=int8", note=note)
-    found.own_engine = _ONLY_FP32
+    found.own_engine = found.own_engine or _ONLY_FP32
     if _is_one_of(name, _FOUR_BITS):
         found.exclude(value, f"states are estimated in 8 bits, not in 4; {TOO_HIGH}")
 
@@ -108,7 +108,7 @@ def read_offload(found: Translation, value: SourceKey, note: str) -> None:
         found.exclude(value, f"model states are estimated on the device; {TOO_HIGH}")
         return
     found.map(value, "optimizer.offload=all", note=note)
-    found.own_engine = _ON_DEVICE
+    found.own_engine = found.own_engine or _ON_DEVICE
 
 
 def read_activation_offload(found: Translation, value: SourceKey) -> None:
@@ -118,7 +118,7 @@ def read_activation_offload(found: Translation, value: SourceKey) -> None:
         return
     note = "in host memory, not on disk" if "disk" in value.text.lower() else ""
     found.map(value, f"{_ACTIVATIONS}=true", note=note)
-    found.own_engine = _ON_DEVICE
+    found.own_engine = found.own_engine or _ON_DEVICE
 
 
 def read_fsdp(found: Translation, section: str, *, version: str, strategy: str = "") -> None:
