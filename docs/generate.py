@@ -44,6 +44,7 @@ PAGES = tuple(
         "time-model",
         "auto",
         "models",
+        "fine-tune",
     )
 )
 PICTURE = DOCS / "strategies.png"
@@ -170,6 +171,7 @@ TABLES = {
     "faults": faults_table,
     "decoders": decoders_table,
     "loading": loading_table,
+    "base-dtype": measured.base_dtype_table,
     "slow_links": measured.slow_links_table,
     "published_steps": published_steps_table,
     "predicted_steps": predicted_steps_table,

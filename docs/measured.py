@@ -34,6 +34,26 @@ def _measured_on(report: dict[str, Any]) -> str:
     return f"torch {report['torch']}, {report['machine']}"
 
 
+def base_dtype_table() -> str:
+    """Return time and bytes of a step of adapters over bases in several dtypes."""
+    report = _report("base-dtype")
+    rows = [
+        [
+            each["base"],
+            f"{each['tokens_per_rank']:,}",
+            f"{each['median_seconds']:.2f} s",
+            f"{each['gathered_bytes'] / 1e6:.1f} MB",
+            f"{each['at_rest_bytes'] / 1e6:.1f} MB",
+        ]
+        for each in report["results"]
+    ]
+    header = ["base", "tokens per rank", "step (median)", "gathered", "at rest per rank"]
+    about = f"{report['ranks']} ranks, width {report['width']}, a float embedding and head included"
+    return _table(
+        header, rows, f"{about}, {_measured_on(report)}, {report['rounds']} alternating steps each."
+    )
+
+
 def slow_links_table() -> str:
     """Return time and traffic of a step over a slow link between two hosts."""
     report = _report("slow-links")

@@ -38,6 +38,7 @@ def run(module: str, out: Path, *words: str) -> dict[str, object]:
         ("estimates", ["--count", "1"]),
         ("auto", ["--cases", "1", "--rounds", "1", "--steps", "8", "--most", "1"]),
         ("decoders", ["--families", "llama"]),
+        ("base_dtype", ["--rounds", "1", "--width", "128", "--seq-lens", "32"]),
         ("loading", ["--layers", "1", "--ranks", "1"]),
     ],
 )

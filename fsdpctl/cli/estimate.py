@@ -190,12 +190,13 @@ def _heading(first: "RunEstimate") -> list[str]:
     batches, prefetch = first.batches, config.prefetch
     recomputes = config.activation_checkpointing.name
     compiled = "; estimated without torch.compile" if config.train.compile else ""
+    base = "" if config.model.base_dtype is None else f", {config.model.base_dtype} linear layers"
     return [
         f"model   {config.model.name}, {first.num_params:,} parameters{_trained(first)}",
         f"ranks   {world_size(config)} on {launch.device}{nodes}, {_size(first.memory_bytes)} each "
         f"(cluster={config.cluster.name}), engine {config.engine.name}",
         f"dtypes  {precision.param_dtype} compute, {precision.reduce_dtype} reduction, "
-        f"{precision.master_dtype} master weights",
+        f"{precision.master_dtype} master weights{base}",
         f"step    {first.tokens_per_step:,} tokens: each rank {batches.num_micro_batches} x "
         f"{batches.micro_batch_size} samples of {config.train.seq_len}; accumulation "
         f"{config.accumulation.name}; activation checkpointing {recomputes}{compiled}; prefetch "

@@ -112,6 +112,7 @@ class RunEstimate:
             "strategy": config.strategy.name,
             "engine": config.engine.name,
             "model": config.model.name,
+            **({} if config.model.base_dtype is None else {"base_dtype": config.model.base_dtype}),
             "num_parameters": self.num_params,
             "num_trained_parameters": self.num_trained,
             "num_active_parameters": self.num_active,

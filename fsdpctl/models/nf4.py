@@ -66,10 +66,12 @@ def quantize(weights: Tensor) -> Tensor:
 def _quantized(weights: Tensor) -> Tensor:
     """Return the bytes of groups, (groups, blocks, 64)."""
     values = torch.tensor(VALUES, dtype=torch.float64)
-    between = ((values[1:] + values[:-1]) / 2).to(weights)
+    between = ((values[1:] + values[:-1]) / 2).float()
     largest = weights.abs().amax(-1)
     scaled = weights / torch.where(largest > 0, largest, 1.0).unsqueeze(-1)
-    codes = torch.bucketize(scaled, between, out_int32=True).to(torch.uint8)
+    codes = torch.zeros(scaled.shape, dtype=torch.uint8, device=weights.device)
+    for limit in between.tolist():
+        codes += scaled > limit
     packed = codes[..., 0::2] << 4 | codes[..., 1::2]
     # The level of a block of zeros is of no matter: all of its codes are that of 0.
     roots = largest.sqrt().sqrt()
@@ -131,6 +133,18 @@ def _linear_backward(
     return gradient.matmul(weight.t() if transposed else weight)
 
 
+def _linear_shape(
+    x: Tensor, packed: Tensor, bias: Tensor | None, rows: int, columns: int, transposed: bool
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], columns if transposed else rows)
+
+
+def _backward_shape(
+    gradient: Tensor, packed: Tensor, rows: int, columns: int, transposed: bool
+) -> Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], rows if transposed else columns)
+
+
 _LIBRARY = torch.library.Library("fsdpctl", "DEF")
 _LIBRARY.define(
     "nf4_linear(Tensor x, Tensor packed, Tensor? bias, int rows, int columns, bool transposed)"
@@ -142,6 +156,8 @@ _LIBRARY.define(
 )
 _LIBRARY.impl("nf4_linear", _linear, "CompositeExplicitAutograd")
 _LIBRARY.impl("nf4_linear_backward", _linear_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("fsdpctl::nf4_linear", _linear_shape, lib=_LIBRARY)
+torch.library.register_fake("fsdpctl::nf4_linear_backward", _backward_shape, lib=_LIBRARY)
 _FORWARD = torch.ops.fsdpctl.nf4_linear.default
 _BACKWARD = torch.ops.fsdpctl.nf4_linear_backward.default
 OPERATORS: dict[Any, Callable[..., Tensor]] = {_FORWARD: _linear, _BACKWARD: _linear_backward}

@@ -18,7 +18,7 @@ from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.blocks import checkpoint_block
 from tests.engine.events import gathered_nbytes
 from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
-from tests.engine.odd import freeze_all_but_vectors
+from tests.engine.odd import freeze_all_but_vectors, in_four_bits
 
 BF16 = torch.bfloat16
 PRECISIONS = {
@@ -38,6 +38,7 @@ class Case:
     precision: str = "fp32"
     recomputes: bool = False
     in_part: bool = False  # trains its vectors alone: two buffers a unit
+    four_bits: bool = False  # trains adapters over matrices in NF4
     wide: bool = False  # an embedding that is reduced in pieces
     owner_map: str = "even"
     overlaps: bool = True  # updates arrive beside the next forward
@@ -50,6 +51,8 @@ class Case:
 
     def model(self, device: torch.device, world_size: int) -> ShardedModel:
         net = OddNet(tied=False, vocab=401) if self.wide else make_net(tied=False)
+        if self.four_bits:
+            net = in_four_bits()
         if self.precision == "bf16_true":
             net.bfloat16()
         if self.in_part:
@@ -158,6 +161,7 @@ def every_case() -> list[Case]:
         found += [replace(plain, window=each) for each in ("every", "last")]
         found += [replace(plain, recomputes=True), replace(plain, in_part=True)]
         found += [replace(plain, overlaps=False), replace(plain, wide=True)]
+        found += [replace(plain, four_bits=True, precision=each) for each in ("fp32", "bf16")]
         if row.shards_params:
             found += [replace(plain, depth=depth) for depth in (0, 2)]
             found += [replace(plain, precision="bf16 wire", wide=True, window="last")]

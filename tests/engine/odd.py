@@ -264,7 +264,7 @@ def in_four_bits() -> OddNet:
                 frozen.weight.copy_(quantize(base.weight))
                 adapted = LoraLinear(frozen, LoraConfig(rank=2))
                 for layer in (adapted.lora_A, adapted.lora_B):
-                    layer.weight = nn.Parameter(torch.randn(layer.weight.shape))
+                    layer.weight = nn.Parameter(torch.randn(layer.weight.shape) / 8)
                 setattr(block, name, adapted)
         if number in (1, 2):
             checkpoint_block(block, ("full", "selective")[number - 1])
