@@ -15,15 +15,14 @@ from fsdpctl.plan.strategy import DDP, FSDPCTL, Strategy, check_strategy, get_st
 from fsdpctl.plan.units import Division, UnitSpec, divide
 from fsdpctl.predict.ddp_steps import DdpSteps
 from fsdpctl.predict.engine_bytes import (
-    ADAMW,
     Estimate,
-    KeptStates,
     TrainingPlan,
     estimate,
     fullest_ranks,
 )
 from fsdpctl.predict.fsdp2_steps import Fsdp2Steps
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
+from fsdpctl.predict.kept_states import ADAMW, KeptStates
 from fsdpctl.predict.recorder import RankGroup, Recorder, Steps, TrafficRecorder
 from fsdpctl.resolve.machine import world_size
 

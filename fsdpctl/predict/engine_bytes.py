@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from fsdpctl.plan.layout import FlatLayout, ParamSpec, Run, Span, decay_group, optimizer_runs
-from fsdpctl.plan.muon import Muon, is_muons
+from fsdpctl.plan.layout import FlatLayout, Span, optimizer_runs
 from fsdpctl.plan.reductions import Reductions, plan_reductions
 from fsdpctl.plan.replay import Replay
 from fsdpctl.plan.schedule import (
@@ -31,57 +30,11 @@ from fsdpctl.plan.sizes import (
     slots_of,
     unit_bytes,
 )
-from fsdpctl.plan.states import is_compressible, moment_bytes, run_group
+from fsdpctl.plan.states import is_compressible
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitOrder
+from fsdpctl.predict.kept_states import ADAMW, KeptStates
 from fsdpctl.predict.recorder import CATEGORY_OF
-
-
-@dataclass(frozen=True, slots=True)
-class KeptStates:
-    """The optimizer states of each tensor."""
-
-    moments: int = 2  # as large as the tensor
-    counter: int = 4  # bytes of the step counter
-    muon: Muon | None = None  # has one moment per matrix instead
-    # Of the moments of large matrices, others have float32; None: that of the masters for all.
-    dtype: str | None = None
-
-    @property
-    def _is_divided(self) -> bool:
-        return self.dtype not in (None, "float32")
-
-    def key(self, param: ParamSpec) -> int:
-        """Return the key of a parameter by which runs are cut."""
-        return run_group(param) if self._is_divided else decay_group(param)
-
-    def is_alone(self, param: ParamSpec) -> bool:
-        """Return whether a parameter is stepped as a matrix of its own."""
-        return self.muon is not None and is_muons(param)
-
-    def of_run(self, run: Run, master: int) -> list[int]:
-        """Return the bytes of each state of a run whose weights have `master` bytes."""
-        if run.alone is not None:
-            return [run.span.numel * master]
-        if self.dtype is None:
-            return self.of(run.span.numel * master)
-        dtype = self.dtype if not self._is_divided or run.group % 2 else "float32"
-        counter = [self.counter] * bool(self.counter)
-        return [*counter, *moment_bytes(run.span.numel, dtype) * self.moments]
-
-    def saved(self, param: ParamSpec, master: int) -> int:
-        """Return the bytes of a parameter's states in a checkpoint."""
-        if self.dtype is None:
-            return param.numel * master * (1 if self.is_alone(param) else self.moments)
-        dtype = self.dtype if self._is_divided and is_compressible(param) else "float32"
-        return sum(moment_bytes(param.numel, dtype)) * self.moments
-
-    def of(self, nbytes: int) -> list[int]:
-        """Return the bytes of each state of a tensor with `nbytes` of master weights."""
-        return [*[self.counter] * bool(self.counter), *[nbytes] * self.moments]
-
-
-ADAMW = KeptStates()
 
 
 @dataclass(frozen=True, slots=True)
