@@ -5,6 +5,7 @@ FsdpctlError            1   something failed
 ├── CheckpointError     4   a checkpoint is damaged or incomplete
 ├── StoppedError       75   stopped on request, after saving what there was
 ├── NonFiniteError     76   a loss or gradient was not finite, or a spike
+├── SelfCheckError     77   the first step was not what the configuration says
 ├── InterruptError    130   stopped by Ctrl-C
 └── EngineError         1   the sharded model was used in a way it cannot serve
 """
@@ -50,6 +51,12 @@ class NonFiniteError(FsdpctlError):
     """A loss or gradient was infinite, not a number, or far above the previous ones."""
 
     exit_code = 76
+
+
+class SelfCheckError(FsdpctlError):
+    """The first step of a start was not what the configuration says."""
+
+    exit_code = 77
 
 
 class InterruptError(FsdpctlError):

@@ -76,9 +76,9 @@ def compare(  # noqa: PLR0913  # each is an option
             about = _report(comparison, how, folder, as_json=as_json, is_complete=is_complete)
     rows = comparison.rows
     if file is not None:
-        _write_recipe(file, asked, found, rows, about)
+        _write_recipe(file, asked, getattr(comparison, "variants", found), rows, about)
     failed = [row for row in rows if row.status != OK]
-    if len(failed) == len(rows) or (failed and not simulate):  # a simulated one may lack memory
+    if len(failed) == len(found) or (failed and not simulate):  # a simulated one may lack memory
         raise typer.Exit(1)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 TOO_EARLY = "stopped before there was anything to save"
 AGAIN = "run the same command to resume from the last checkpoint"
 _SAVED = 75
-_SELF_EXPLANATORY = (2, 4, 76)  # exit codes whose message needs no panel
+_SELF_EXPLANATORY = (2, 4, 76, 77)  # exit codes whose message needs no panel
 _LAST_LINES = 12
 
 

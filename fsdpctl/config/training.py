@@ -66,6 +66,13 @@ class TrainConfig:
     loss_chunk_tokens: int | None = key(
         None, "tokens whose logits are computed at a time; 0: all", minimum=0, auto=True
     )
+    self_check: str = key(
+        "auto",
+        "check the first step of each start: dtypes, gradients, tokens, packed documents; auto: "
+        "exit with code 77 if something is wrong; warn: only print it",
+        choices=("auto", "warn", "off"),
+        is_later=True,
+    )
     compile: bool = key(False, "compile each block with torch.compile")
     profile: bool = key(False, "write a Chrome trace of three steps to the run directory")
     deterministic: bool = key(False, "CUDA: use deterministic kernels only")

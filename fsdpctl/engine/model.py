@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from fsdpctl.comm.base import Collectives
@@ -106,6 +107,20 @@ class ShardedModel(nn.Module):
     def persistent_buffers(self) -> Mapping[str, Tensor]:
         """Return the module's buffers that its state dict contains, by name."""
         return persistent_buffers(self.module)
+
+    def dtypes(self) -> Iterator[tuple[str, dict[str, torch.dtype | None]]]:
+        """Yield the unit of each trained flat buffer, and its dtypes by use."""
+        collector = self._runtime.reducer.collector
+        for buffer in self._runtime.trained_buffers:
+            yield (
+                buffer.shard.unit,
+                {
+                    "param_dtype": buffer.whole.dtype,
+                    "reduce_dtype": collector.dtype_of(buffer),
+                    "master_dtype": buffer.shard.dtype,
+                    "wire_dtype": collector.wire_dtype,
+                },
+            )
 
     def absent_everywhere(self) -> frozenset[str]:
         """Return the names of trainable parameters that had a gradient on no rank. Collective.

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.comm.collectives import collectives_for, make_mesh
+from fsdpctl.comm.collectives import Mesh, collectives_for, make_mesh
 from fsdpctl.engine.agreement import agreed
 from fsdpctl.engine.build import Sharding, Source, build_runtime, check_values
 from fsdpctl.engine.describe import divide_module
@@ -54,9 +54,14 @@ def shard_model(
     return shard_from(Source(first), module, sharding)
 
 
-def shard_from(source: Source, module: nn.Module, sharding: Sharding) -> ShardedModel:
-    """Shard `module`, which may be on the meta device, with values and device from `source`."""
-    world = collectives_for(source.device)
+def shard_from(
+    source: Source, module: nn.Module, sharding: Sharding, mesh: Mesh | None = None
+) -> ShardedModel:
+    """Shard `module`, which may be on the meta device, with values and device from `source`.
+
+    `mesh` is that of a model with the same sharding, whose groups are used again.
+    """
+    world = mesh.world if mesh is not None else collectives_for(source.device)
 
     def division() -> tuple[Strategy, Division]:
         if is_sharded(module):
@@ -74,7 +79,7 @@ def shard_from(source: Source, module: nn.Module, sharding: Sharding) -> Sharded
         return _described(*made, sharding, dict(module.named_buffers()))
 
     row, made = agreed(world, division, described)
-    mesh = make_mesh(world, source.device, made.ranks_per_copy)
+    mesh = mesh or make_mesh(world, source.device, made.ranks_per_copy)
     return ShardedModel(module, build_runtime(module, made, mesh, source, sharding), row)
 
 

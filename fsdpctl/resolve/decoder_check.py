@@ -107,17 +107,21 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _small_copy(model: ModelConfig) -> TransformersDecoder:
-    """Return a copy with one block of each kind and random weights, on the CPU."""
+def small_decoder(model: ModelConfig) -> tuple[TransformersDecoder, ModelConfig]:
+    """Return a copy with one block of each kind on the meta device, and its configuration."""
     content = json.loads(str(model.config_json))
     small = {name: min(size, content[name]) for name, size in _SHRUNK.items() if content.get(name)}
     few = {name: None for name in _TOKENS if name in content}
     small_model = replace(model, config_json=canonical({**content, **small, **few}))
     try:
-        module = _cut(small_model)
+        return _cut(small_model), small_model
     except (UsageError, RuntimeError, ValueError):  # a family whose sizes depend on these
-        small_model = model
-        module = _cut(model)
+        return _cut(model), model
+
+
+def _small_copy(model: ModelConfig) -> TransformersDecoder:
+    """Return the same with random weights, on the CPU."""
+    module, small_model = small_decoder(model)
     module.train(False)
     fill_buffers(module)
     _check_buffers(module, small_model)

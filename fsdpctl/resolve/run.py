@@ -50,6 +50,9 @@ from fsdpctl.resolve.preflight import (
 
 # Settings that decide the losses; the others may change from one start of a run to the next.
 _DECIDES = ("model", "data", "optimizer", "lr_scheduler", "precision")
+# Less data is refused unless the length of samples is set.
+_LEAST_SAMPLES, _LEAST_LENGTH = 100, 16
+_LEAST_TOKENS = _LEAST_SAMPLES * _LEAST_LENGTH
 _DECIDING_KEYS = ("train.seed", "train.seq_len", "train.global_batch_size")
 
 
@@ -199,9 +202,20 @@ def _with_alpha(config: Config) -> Config:
 
 
 def _with_length(config: Config, data: DataSet, composed: Composed) -> Config:
-    """Shorten samples whose length is not set to what the data has."""
+    """Shorten samples whose length is not set to what the data has.
+
+    Raises:
+        UsageError: If the data is too little to train on, and the length is not set.
+    """
     if config.data.holds_documents:
         return config
+    count = data.train.num_tokens
+    if "train.seq_len" in composed.automatic and count < _LEAST_TOKENS:
+        raise UsageError(
+            f"data.path={config.data.path}: {count:,} tokens are too few to train on; expected at "
+            f"least {_LEAST_TOKENS:,}, {_LEAST_SAMPLES} samples of {_LEAST_LENGTH}; to train on "
+            "them nevertheless, set train.seq_len"
+        )
     parts = [data.train] if data.val is None else [data.train, data.val]
     most = min(part.num_tokens for part in parts) - 1
     if "train.seq_len" not in composed.automatic or config.train.seq_len <= most or most < 1:

@@ -21,7 +21,7 @@ from fsdpctl.train.callbacks.reporting import RESTART, Restart
 from fsdpctl.train.requests import take_stop
 from fsdpctl.train.worker import MODULE
 
-_FINAL = (2, 4, 75, 76)  # exit codes after which a restart would not help, or was not wanted
+_FINAL = (2, 4, 75, 76, 77)  # exit codes after which a restart would not help, or was not wanted
 
 Say = Callable[[str], None]
 

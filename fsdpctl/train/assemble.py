@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -41,9 +42,11 @@ from fsdpctl.plan.strategy import FSDPCTL, get_strategy, ranks_per_copy
 from fsdpctl.resolve.blocks import checkpoint_block, compile_block
 from fsdpctl.run.environment import add_start, describe_start, place_of
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
+from fsdpctl.train.callbacks.heap import HeapTrim
 from fsdpctl.train.callbacks.profiling import Profiling, watch_allocations
 from fsdpctl.train.callbacks.reporting import Checks, Heartbeat, RunReporter
 from fsdpctl.train.callbacks.sample import SampleText
+from fsdpctl.train.callbacks.self_check import SelfCheck
 from fsdpctl.train.callbacks.validation import Validation
 from fsdpctl.train.journal import Journal
 from fsdpctl.train.optimizers import make_optimizer
@@ -66,23 +69,25 @@ def make_model(
     Its weights are initialized from the seed, or zeros if `empty`. Only if it `trains`, states are
     in host memory as configured.
     """
-    given = config.strategy.under(strategy) if strategy else config.strategy
-    sharding = Sharding(
-        given.name,
-        dp_shard_size=given.dp_shard_size,
-        owner_map=given.owner_map or "even",
-        prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
-        precision=_precision(config),
-        offload=config.optimizer.offload if trains else Offload.NONE,
-    )
-    module = make_module(config)
+    if strategy:
+        config = replace(config, strategy=config.strategy.under(strategy))
+    sharding, module = sharding_of(config, trains=trains), make_module(config)
     source = Source(device, None if empty else _draw(config, module), is_empty=empty)
     return shard_from(source, module, sharding)
 
 
-def _precision(config: Config) -> Precision:
+def sharding_of(config: Config, *, trains: bool = False) -> Sharding:
+    """Return how fsdpctl's engine shards the model. If it `trains`, states may be on the host."""
+    given = config.strategy
     dtypes = (_DTYPES[name or "float32"] for name in config.precision.dtypes)
-    return Precision(*dtypes, has_remainders=config.precision.master_dtype == SPLIT)
+    return Sharding(
+        given.name,
+        dp_shard_size=given.dp_shard_size,
+        owner_map=given.owner_map or "even",
+        prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
+        precision=Precision(*dtypes, has_remainders=config.precision.master_dtype == SPLIT),
+        offload=config.optimizer.offload if trains else Offload.NONE,
+    )
 
 
 def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> TrainedModel:
@@ -180,6 +185,7 @@ def make_trainer(
         config, run_dir, ranks, journal, base, runs_command=shows and is_main
     )
     callbacks = [  # in the order of their hooks, at the end too
+        SelfCheck(config.train.self_check, done.step, sharding_of(config)),
         Validation(config, has_data=parts.val_batches is not None),
         Profiling(parts.model, run_dir, world.rank, at_start=config.train.profile),
         checkpoints,
@@ -188,6 +194,7 @@ def make_trainer(
         RunReporter(journal, checkpoints),
         Checks(run_dir, done.step),
         SampleText(),
+        *([HeapTrim()] if world.device.type == "cpu" else []),
     ]
     return Trainer(parts, done, context, journal, callbacks)
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fsdpctl.errors import NonFiniteError, StoppedError
+from fsdpctl.errors import NonFiniteError, SelfCheckError, StoppedError
 from fsdpctl.run.step_metrics import StepMetrics
 from fsdpctl.train.requests import RequestFlags
 
@@ -22,6 +22,9 @@ class Callback:
 
     def launched(self, run: "Trainer") -> None:
         """React to a launched step, without waiting for the device. Collective."""
+
+    def has_gradients(self, run: "Trainer") -> None:
+        """Look at the reduced gradients of a step before they are applied. Not collective."""
 
     def is_due(self, step: int) -> bool:
         """Return whether `act` has work after `step`: the same on all ranks."""
@@ -49,4 +52,4 @@ class Callback:
 
 def is_joint(error: BaseException | None) -> bool:
     """Return whether a run that ends with `error` ends on all ranks at the same step."""
-    return error is None or isinstance(error, StoppedError | NonFiniteError)
+    return error is None or isinstance(error, StoppedError | NonFiniteError | SelfCheckError)

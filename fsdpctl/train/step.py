@@ -88,19 +88,9 @@ def launch_step(
     requests and gradient norm. While a profile is recorded (`is_traced`), nothing is prefetched for
     the next step, since torch crashes if a trace ends in between.
     """
-    config, ranks = parts.config, parts.model.collectives
+    config = parts.config
     clock = StepClock(parts.device, parts.model.take_waits)
-    share = _run_micro_steps(parts, step, samples, clock)
-    parts.model.sync_gradients()
-    record = record_step(
-        parts.model,
-        loss_sum=share.loss_sum,
-        tokens=torch.full((), share.tokens, device=parts.device),  # does not wait for the device
-        nominal_tokens=share.nominal_tokens * ranks.size,
-        max_grad_norm=config.optimizer.max_grad_norm,
-        own=own(),
-        limits=limits,
-    )
+    record = run_passes(parts, step, samples, clock, limits=limits, own=own)
     assert config.optimizer.lr is not None
     assert config.train.steps is not None
     lr = config.optimizer.lr * lr_factor(config.lr_scheduler, step, config.train.steps)
@@ -115,6 +105,32 @@ def launch_step(
     after = samples + config.train.global_batch_size
     tokens = parts.train_batches.count_tokens(samples)
     return LaunchedStep(step + 1, after, tokens, record, limits, lr, clock)
+
+
+def run_passes(
+    parts: TrainingParts,
+    step: int,
+    samples: int,
+    clock: StepClock,
+    *,
+    limits: Limits = Limits(),
+    own: Callable[[], LocalStepStats] = LocalStepStats,
+) -> StepRecord:
+    """Run the passes of a step, reduce their gradients and return its record. Collective.
+
+    The arguments are those of `launch_step`.
+    """
+    share = _run_micro_steps(parts, step, samples, clock)
+    parts.model.sync_gradients()
+    return record_step(
+        parts.model,
+        loss_sum=share.loss_sum,
+        tokens=torch.full((), share.tokens, device=parts.device),  # does not wait for the device
+        nominal_tokens=share.nominal_tokens * parts.model.collectives.size,
+        max_grad_norm=parts.config.optimizer.max_grad_norm,
+        own=own(),
+        limits=limits,
+    )
 
 
 def finish_step(

@@ -163,6 +163,7 @@ class Trainer:
         RANK_STATUS.at("data", self.step + 1 if self._handles_requests else None)
 
         def own() -> LocalStepStats:
+            self._each(lambda callback: callback.has_gradients(self))
             flags = self.requests.look(time.perf_counter() - began).flags
             return LocalStepStats(flags, self._probe.take())
 

@@ -55,6 +55,20 @@ def test_a_sequence_longer_than_the_data_is_refused(words):
     assert (code, "longer than the data" in said) == (2, True)
 
 
+def test_too_little_data_is_refused_unless_the_length_is_set(words, tmp_path):
+    (tmp_path / "words.txt").write_text("abc" * 533)
+    kept = [word for word in words if not word.startswith(("train.seq_len", "data.val_fraction"))]
+    little = [*kept, "data.val_fraction=0", "--dry-run"]
+    code, said = invoke("train", *little)
+    assert (code, "1,599 tokens are too few" in said, "set train.seq_len" in said) == (
+        2,
+        True,
+        True,
+    )
+    code, said = invoke("train", *little, "train.seq_len=2")
+    assert code == 0, said
+
+
 def test_a_folder_of_something_else_is_left_alone(words, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")

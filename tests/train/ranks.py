@@ -57,7 +57,7 @@ def words(folder: Path, ranks: int, *more: str) -> list[str]:
         *TINY, f"data.path={make_text(folder)}", "data.val_fraction=0", "optimizer.lr=1e-2",
         "lr_scheduler=constant", "lr_scheduler.warmup_steps=0", "optimizer.max_grad_norm=0",
         "checkpoint.mode=sync", "checkpoint.every=4", "train.global_batch_size=12",
-        f"launch.nproc_per_node={ranks}", "launch.device=cpu", *more,
+        f"launch.nproc_per_node={ranks}", "launch.device=cpu", "train.self_check=off", *more,
     ]  # fmt: skip
     last = dict(word.split("=", 1) for word in given)
     return [f"{name}={value}" for name, value in last.items()]

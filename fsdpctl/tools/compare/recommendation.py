@@ -55,9 +55,11 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
     following = as_fast_as_the_fastest([row for row in rows if row is not best])
     runner_up = _best_of(following) if following else None
     sentences = [f"{best.label}: {_summary(best)}.", _why(best, tied, runner_up)]
-    if runner_up is None:
+    if best.is_suggested:
+        sentences.insert(0, "No variant fits; the cheapest change with which one does is")
+    elif runner_up is None:
         sentences.append("No other variant is comparable.")
-    else:
+    if runner_up is not None:
         sentences.append(f"Runner-up: {runner_up.label}, {_summary(runner_up, than=best)}.")
     varied = sorted({name for row in rows for name in row.varied if decides_losses(name)})
     if varied:

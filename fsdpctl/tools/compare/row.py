@@ -77,6 +77,7 @@ class Row:
     final_loss: float | None = None
     status: str = OK
     rounds: tuple[Round, ...] = ()
+    is_suggested: bool = False  # added, because none of the variants fits
 
     @property
     def label(self) -> str:
@@ -126,7 +127,9 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     """Return the varied settings, and every metric that at least one row has."""
     found = []
     for name in names_of(rows):
-        settings = tuple(row.varied.get(name, row.strategy) for row in rows)
+        settings = tuple(
+            row.varied.get(name, row.strategy if name == "strategy" else _NOTHING) for row in rows
+        )
         found.append(Column(name, "varied setting", settings, is_text=True))
     for title, meaning, cell in _COLUMNS:
         cells = tuple(cell(row) or _NOTHING for row in rows)
@@ -137,7 +140,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
 
 def names_of(rows: Sequence[Row]) -> tuple[str, ...]:
     """Return the names of the settings that differ between the variants."""
-    return tuple(rows[0].varied) or ("strategy",)
+    return tuple(dict.fromkeys(name for row in rows for name in row.varied)) or ("strategy",)
 
 
 def _spread(row: Row) -> str | None:

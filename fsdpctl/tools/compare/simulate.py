@@ -8,6 +8,7 @@ from pathlib import Path
 from fsdpctl.config.auto import left_open
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
+from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.estimator import Estimator, StepPrediction, placed_for_estimate
 from fsdpctl.estimate.fit import LargestModel, largest_model
 from fsdpctl.estimate.run_estimate import RunEstimate
@@ -74,6 +75,7 @@ class _SimulatedVariant:
     row: Row
     config: Config
     step: StepPrediction | None = None
+    margin: int = 0  # bytes of memory that are left
 
 
 class SimulatedComparison:
@@ -81,6 +83,7 @@ class SimulatedComparison:
 
     def __init__(self, variants: Sequence[Variant]) -> None:
         self._estimator = Estimator()
+        self.variants = list(variants)
         self._variants = [_SimulatedVariant(each.row, each.composed.config) for each in variants]
 
     @property
@@ -100,6 +103,28 @@ class SimulatedComparison:
                 self._predict(each)
             except UsageError as error:
                 each.row = replace(each.row, status=f"{REFUSED}{error}")
+        if all(each.row.status != OK for each in self._variants):
+            self._suggest()
+
+    def _suggest(self) -> None:
+        """Add the variant that lacks least memory with the cheapest change that makes it fit."""
+        predicted = [number for number, each in enumerate(self._variants) if each.step is not None]
+        if not predicted:
+            return
+        number = max(predicted, key=lambda number: self._variants[number].margin)
+        nearest, known = self._variants[number], self.variants[number]
+        changes = advice(self._estimator, nearest.config)
+        if not changes:
+            return
+        change = changes[0][0]
+        changed = dict(word.split("=", 1) for word in change.words)
+        words = [word for word in known.words if word.partition("=")[0] not in changed]
+        composed = replace(known.composed, config=change.config)
+        varied = {**known.varied, **changed}
+        self.variants.append(Variant(varied, composed, (*words, *change.words)))
+        row = replace(self.variants[-1].row, is_suggested=True)
+        self._variants.append(_SimulatedVariant(row, change.config))
+        self._predict(self._variants[-1])
 
     def find_largest(self) -> None:
         """Find the largest model that would fit, for each engine and strategy."""
@@ -128,7 +153,7 @@ class SimulatedComparison:
         units = self._estimator.traced_model(config).units
         sent = sent_in_step(config, units, estimate.batches.num_micro_batches).total
         row = replace(_with_times(each.row, config, step, estimate), sent_bytes_per_step=sent)
-        each.row = with_memory(row, estimate)
+        each.row, each.margin = with_memory(row, estimate), estimate.margin
 
 
 def _with_times(row: Row, config: Config, step: StepPrediction, estimate: RunEstimate) -> Row:

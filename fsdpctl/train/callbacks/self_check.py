@@ -1,0 +1,182 @@
+"""The check of the first step of a start: whether it was what the configuration says."""
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fsdpctl.config.any_decoder import TRANSFORMERS
+from fsdpctl.config.peft import is_adapter
+from fsdpctl.data.batches import MicroBatch
+from fsdpctl.data.documents import IGNORED
+from fsdpctl.engine.build import Sharding
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.errors import SelfCheckError
+from fsdpctl.models.parts import evaluating
+from fsdpctl.run.step_metrics import StepMetrics
+from fsdpctl.train.callback import Callback
+from fsdpctl.train.loss import summed_loss
+from fsdpctl.train.requests import RequestFlags
+from fsdpctl.train.small_copy import compare_gradients, has_auxiliary_gradient
+
+if TYPE_CHECKING:
+    from fsdpctl.train.trainer import Trainer
+
+_LEAK = {"float32": 1e-5, "bfloat16": 1e-3}  # of the loss of a document
+_NORM = {"float32": 1e-3, "bfloat16": 0.1}  # relative
+
+
+class SelfCheck(Callback):
+    """Checks the first step of a start, and stops the run if something is wrong."""
+
+    def __init__(self, mode: str, first_step: int, sharding: Sharding) -> None:
+        """Check the step after `first_step`; `mode` is the value of `train.self_check`."""
+        self._sharding = sharding
+        self._mode = mode
+        self._at = first_step + 1 if mode != "off" else -1
+        self._norms: dict[str, Tensor] = {}  # of the gradients, by unit
+        self._tokens = 0
+
+    def has_gradients(self, run: "Trainer") -> None:
+        """Measure the gradients of the units."""
+        if self._norms or run.step + 1 != self._at:
+            return
+        for shard in run.parts.model.flat_shards():
+            if shard.trainable and shard.grad is not None:
+                norm = shard.grad.float().norm()
+                known = self._norms.get(shard.unit)
+                self._norms[shard.unit] = norm if known is None else known + norm
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `step` is the one to check."""
+        return step == self._at
+
+    def step(self, run: "Trainer", done: StepMetrics) -> None:
+        """Keep the number of tokens in the loss."""
+        if done.step == self._at:
+            self._tokens = done.figures.tokens
+
+    def act(self, run: "Trainer", requested: RequestFlags) -> RequestFlags:
+        """Check everything.
+
+        Raises:
+            SelfCheckError: If something is wrong, unless it is only to be printed.
+        """
+        if not run.is_due(self):
+            return requested
+        self._at, began = -1, time.perf_counter()
+        found = list(dict.fromkeys(self._findings(run)))
+        run.write({"step": run.step, "self_check": found})
+        for line in found:
+            run.say(f"self-check: {line}")
+        if found and self._mode == "auto":
+            raise SelfCheckError(
+                f"train.self_check: {found[0]}; set train.self_check=warn to train nevertheless"
+            )
+        if not found:
+            run.say(f"self-check: passed ({time.perf_counter() - began:.1f} s)")
+        return requested
+
+    def _findings(self, run: "Trainer") -> Iterator[str]:
+        """Yield what is wrong, the same on every rank. Collective."""
+        own = [*_dtype_findings(run), *_frozen_findings(run)]
+        norms = {unit: float(norm) for unit, norm in self._norms.items()}
+        tokens = _own_tokens(run)
+        everyone = run.ranks.gather_objects((own, norms, tokens))
+        for lines, *_ in everyone:
+            yield from lines
+        units = {s.unit for s in run.parts.model.flat_shards() if s.trainable}
+        for unit in sorted(units):
+            if not any(of_rank.get(unit) for _, of_rank, _ in everyone):
+                yield f"{unit or 'the root'}: no parameter has a gradient"
+        counted = sum(count for *_, count in everyone)
+        if self._tokens != counted:
+            yield f"loss over {self._tokens} tokens; expected {counted}, the targets of the batch"
+        yield from _leaks(run)
+        yield from _small_findings(run, self._sharding)
+
+
+def _dtype_findings(run: "Trainer") -> Iterator[str]:
+    model, precision = run.parts.model, run.parts.config.precision
+    if not isinstance(model, ShardedModel):
+        return
+    for unit, dtypes in model.dtypes():
+        for key, dtype in dtypes.items():
+            expected, found = getattr(precision, key), str(dtype).removeprefix("torch.")
+            if expected is not None and found != expected:
+                yield f"{unit or 'the root'}: {key} is {found}; precision.{key}={expected}"
+
+
+def _frozen_findings(run: "Trainer") -> Iterator[str]:
+    """Yield parameters that are frozen, but are trained by the configuration."""
+    model = run.parts.config.model
+    pattern = re.compile(model.trainable or "")
+    for name, param in run.parts.model.module.named_parameters():
+        is_trained = is_adapter(name) if model.lora.rank else pattern.search(name) is not None
+        is_own_choice = model.architecture == TRANSFORMERS and param.ndim <= 1
+        if is_trained and not param.requires_grad and not is_own_choice:
+            yield f"{name}: is frozen; model.trainable and model.lora train it"
+
+
+def _own_tokens(run: "Trainer") -> int:
+    """Return the number of this rank's targets in the step."""
+    batches = run.parts.train_batches
+    position = run.samples - batches.plan.global_batch_size
+    found = (
+        batches.training(position, run.ranks.rank, micro_step)
+        for micro_step in range(batches.plan.num_micro_batches)
+    )
+    return sum(int((batch.targets != IGNORED).sum()) for batch in found)
+
+
+@torch.no_grad()
+def _leaks(run: "Trainer") -> Iterator[str]:
+    """Yield whether a packed document sees another one in its sequence. Collective."""
+    parts = run.parts
+    batches = parts.train_batches
+    position = run.samples - batches.plan.global_batch_size
+    batch = batches.training(position, run.ranks.rank, 0)
+    row = next((row for row, lengths in enumerate(batch.lengths) if len(lengths) > 1), None)
+    if all(each is None for each in run.ranks.gather_objects(row)):
+        return
+    losses = []
+    for moved in (0, 1):
+        changed = _only_last_document(batch, row, batches.vocab_size, moved)
+        with evaluating(parts.model):
+            chunk = parts.config.train.loss_chunk_tokens or 0
+            losses.append(float(summed_loss(parts.model, changed, parts.device, chunk)))
+    limit = _LEAK[str(parts.config.precision.param_dtype)] * abs(losses[0])
+    leaks = row is not None and abs(losses[1] - losses[0]) > limit
+    if any(run.ranks.gather_objects(leaks)):
+        yield "packed documents see each other; set data.packing=false"
+
+
+def _only_last_document(
+    batch: MicroBatch, row: int | None, vocab_size: int, moved: int
+) -> MicroBatch:
+    """Return the batch with the targets of one document; earlier documents change by `moved`."""
+    targets, tokens = torch.full_like(batch.targets, IGNORED), batch.tokens.clone()
+    if row is not None:
+        lengths = batch.lengths[row]
+        start, stop = sum(lengths[:-1]), sum(lengths)
+        targets[row, start:stop] = batch.tokens[row, start:stop]
+        tokens[row, :start] = (tokens[row, :start] + moved) % vocab_size
+    return replace(batch, tokens=tokens, targets=targets)
+
+
+def _small_findings(run: "Trainer", sharding: Sharding) -> Iterator[str]:
+    if not isinstance(run.parts.model, ShardedModel):
+        return
+    norm, expected = compare_gradients(run.parts, sharding)
+    limit = _NORM[str(run.parts.config.precision.param_dtype)]
+    if not abs(norm - expected) <= limit * expected:
+        yield (
+            f"gradient norm {norm:.6g} of a small copy of the model on {run.ranks.size} ranks; "
+            f"expected {expected:.6g}, that of one process"
+        )
+    if not has_auxiliary_gradient(run.parts):
+        yield "the auxiliary loss of the routers has no gradient"

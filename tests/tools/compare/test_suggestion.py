@@ -1,0 +1,36 @@
+"""A simulated comparison of variants of which none fits."""
+
+from fsdpctl.tools.compare.recommendation import recommend
+from fsdpctl.tools.compare.row import OK, TOO_LARGE, columns
+from fsdpctl.tools.compare.simulate import SimulatedComparison
+from fsdpctl.tools.compare.vary import recipe_words, variants
+
+WORDS = ["model.num_layers=2", "strategy=no_shard,full_shard", "launch.nproc_per_node=2",
+         "train.seq_len=512", "train.global_batch_size=4", "cluster=h100"]  # fmt: skip
+
+
+def simulated(memory: str) -> SimulatedComparison:
+    words = [*WORDS, f"cluster.memory={memory}"]
+    found = SimulatedComparison(variants(words, None, None, steps=20))
+    found.run()
+    return found
+
+
+def test_the_cheapest_change_is_simulated_and_can_be_written():
+    found = simulated("1.99")  # of which context and communicators take up to 1.9
+    *given, suggested = found.rows
+    assert all(row.status.startswith(TOO_LARGE) for row in given)
+    assert suggested.status == OK
+    assert (suggested.estimated_peak_reserved_bytes or 0) <= (suggested.memory_bytes or 0)
+    assert set(suggested.varied) > {"strategy"}
+    text = recommend(found.rows).text
+    assert text.startswith("No variant fits; the cheapest change with which one does is strategy=")
+    added = list(suggested.varied)[-1]
+    (cells,) = (each.cells for each in columns(found.rows) if each.title == added)
+    assert cells == ("-", "-", suggested.varied[added])
+    assert recipe_words(found.variants[-1])[added] == suggested.varied[added]
+
+
+def test_nothing_is_added_if_a_variant_fits_or_nothing_would():
+    assert [row.is_suggested for row in simulated("80").rows] == [False, False]
+    assert [row.status == OK for row in simulated("0.01").rows] == [False, False]

@@ -1,0 +1,75 @@
+"""The heap of CPU ranks, measured by its resident pages."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from fsdpctl.run.step_metrics import StepMetrics
+from fsdpctl.train.callback import Callback
+from fsdpctl.train.callbacks.heap import HeapTrim
+from tests.distributed import distributed
+from tests.train.ranks import made, words
+
+MIB = 1 << 20
+
+
+def resident() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+@distributed(timeout=60)
+def fragment(rank: int, world_size: int) -> None:
+    """Leave holes between small tensors that stay; then only a trim returns their pages."""
+    made = [torch.ones(16 << 10) for _ in range(2000)]  # 64 KiB each
+    kept = made[::8]
+    full = resident()
+    made.clear()
+    torch.ones(1)
+    HeapTrim().step(None, SimpleNamespace(step=19))  # type: ignore[arg-type]
+    assert resident() > full - 30 * MIB
+    HeapTrim().step(None, SimpleNamespace(step=20))  # type: ignore[arg-type]
+    assert resident() < full - 90 * MIB
+    assert len(kept) == 250
+
+
+def test_holes_are_returned_to_the_system():
+    fragment(world_size=1)
+
+
+class _Watch(Callback):
+    """Records the resident bytes after each trim."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, int] = {}
+
+    def step(self, run: Any, done: StepMetrics) -> None:
+        if done.step % 20 == 0:
+            self.found[done.step] = resident()
+
+
+@distributed(timeout=500)
+def run_long(rank: int, world_size: int, typed: list[str], result: str) -> None:
+    """Train, and write what was recorded."""
+    trainer = made(typed)
+    watch = _Watch()
+    trainer._callbacks = [*trainer._callbacks, watch]
+    trainer.run()
+    Path(f"{result}-{rank}.json").write_text(json.dumps(watch.found))
+
+
+@pytest.mark.slow
+def test_the_process_does_not_grow(tmp_path):
+    more = [
+        "train.steps=600", "train.global_batch_size=16", "checkpoint.every=0", "train.seq_len=128",
+        f"train.run_dir={tmp_path}/run", "model.num_layers=4", "model.hidden_size=128",
+        "model.intermediate_size=384", "model.num_heads=4",
+    ]  # fmt: skip
+    run_long(world_size=2, typed=words(tmp_path, 2, *more), result=str(tmp_path / "resident"))
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"resident-{rank}.json").read_text())
+        assert found["600"] < 1.02 * found["200"], found

@@ -1,0 +1,128 @@
+"""The check of the first step: each planted mistake is named, and a correct run passes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from fsdpctl.engine.precision import Precision
+from fsdpctl.errors import SelfCheckError
+from fsdpctl.models.transformers_decoder import TransformersDecoder
+from fsdpctl.train import assemble, loss, step
+from tests.distributed import distributed
+from tests.train.chats import make_chat_model, make_chats
+from tests.train.ranks import made, words
+
+LAYER = "model.layers.1"
+
+
+def _frozen(module: nn.Module) -> None:
+    module.get_parameter(f"{LAYER}.mlp.down_proj.weight").requires_grad_(False)
+
+
+def _cut_off(module: nn.Module) -> None:
+    layer = module.get_submodule(LAYER)
+    forward = layer.forward
+    layer.forward = lambda x, *more: x + 0 * forward(x, *more).detach()
+
+
+def _module_with(change: Callable[[nn.Module], None]) -> Any:
+    make = assemble.make_module
+
+    def changed(config: Any) -> nn.Module:
+        module = make(config)
+        change(module)
+        return module
+
+    return mock.patch.object(assemble, "make_module", changed)
+
+
+def _divided(*about: Any) -> torch.Tensor:
+    return loss.summed_loss(*about) / 2
+
+
+def _counted_twice(*args: Any, **named: Any) -> Any:
+    from fsdpctl.optim.record import record_step
+
+    return record_step(*args, **{**named, "tokens": 2 * named["tokens"]})
+
+
+def _balance(
+    decoder: Any, hidden: Any, outputs: Any, plain: Any = TransformersDecoder._balance
+) -> Any:
+    return plain(decoder, hidden, outputs).detach()
+
+
+TEXT: dict[str, tuple[Callable[[], Any], str]] = {
+    "frozen": (lambda: _module_with(_frozen), f"{LAYER}.mlp.down_proj.weight: is frozen"),
+    "cut off": (lambda: _module_with(_cut_off), f"{LAYER}: no parameter has a gradient"),
+    "masters": (
+        lambda: mock.patch.object(Precision, "dtype_of_master", return_value=torch.bfloat16),
+        "master_dtype is bfloat16; precision.master_dtype=float32",
+    ),
+    "divided": (lambda: mock.patch.object(step, "summed_loss", _divided), "gradient norm "),
+    "counted": (
+        lambda: mock.patch.object(step, "record_step", _counted_twice),
+        "loss over 384 tokens; expected 192",
+    ),
+}  # fmt: skip
+CHATS: dict[str, tuple[Callable[[], Any], str]] = {
+    "leak": (
+        lambda: mock.patch.object(loss, "_documents", return_value={}),
+        "packed documents see each other",
+    ),
+    "auxiliary": (
+        lambda: mock.patch.object(TransformersDecoder, "_balance", _balance),
+        "the auxiliary loss of the routers has no gradient",
+    ),
+}
+
+
+def _found(typed: list[str], folder: str, plant: Any) -> str:
+    """Return the error of a run with a plant, or an empty string."""
+    with plant:
+        trainer = made([*typed, f"train.run_dir={folder}"])
+        try:
+            trainer.run()
+        except SelfCheckError as error:
+            return str(error)
+    return ""
+
+
+@distributed(timeout=150)
+def check(rank: int, world_size: int, typed: list[str], folder: str, names: list[str]) -> None:
+    """Train with each plant and without one."""
+    for name in names:
+        plant, expected = {**TEXT, **CHATS}[name]
+        found = _found(typed, f"{folder}/{name}", plant())
+        assert expected in found, (name, found)
+    assert not _found(typed, f"{folder}/none", mock.patch.dict({}))
+    lines = Path(f"{folder}/none/metrics.jsonl").read_text().splitlines()
+    written = [line for line in map(json.loads, lines) if "self_check" in line]
+    assert [each["self_check"] for each in written] == [[]]
+
+
+def test_mistakes_are_found(tmp_path):
+    more = ["train.steps=2", "train.self_check=auto"]
+    check(world_size=2, typed=words(tmp_path, 2, *more), folder=str(tmp_path), names=list(TEXT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "llama"])
+def test_mistakes_are_found_with_packed_chats(tmp_path, family):
+    chats = make_chats(tmp_path / "chats.jsonl")
+    model = make_chat_model(tmp_path / "model", family)
+    kind = ["model=transformers", "model.router_aux_loss=global"] * (family == "mixtral")
+    typed = [
+        *(kind or ["model=hf"]), f"model.path={model}", "data=chat", f"data.path={chats}",
+        "train.seq_len=64", "train.global_batch_size=4", "train.steps=2", "train.self_check=auto",
+        "launch.nproc_per_node=2", "launch.device=cpu", "data.val_fraction=0",
+        "train.sample_tokens=0", "precision=fp32",
+    ]  # fmt: skip
+    names = list(CHATS) if kind else ["leak"]
+    check(world_size=2, typed=typed, folder=str(tmp_path), names=names)
