@@ -76,7 +76,7 @@ def has_auxiliary_gradient(parts: TrainingParts) -> bool:
 
 def _small_config(config: Config, router_aux_loss: str = "none") -> Config:
     model = replace(
-        config.model, init="random", path=None, lora=LoraConfig(), trainable=None,
+        config.model, init="random", path=None, lora=LoraConfig(), trainable=None, base_dtype=None,
         router_aux_loss=router_aux_loss,
     )  # fmt: skip
     if model.architecture != TRANSFORMERS:
