@@ -36,7 +36,8 @@ from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.run import Opened, open_run, settle
-from fsdpctl.train.assemble import make_model, make_optimizer
+from fsdpctl.train.assemble import make_model
+from fsdpctl.train.optimizers import make_optimizer
 from tests.predict.watch import watched_step
 
 OPEN = (

@@ -25,7 +25,8 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.plan.schedule import Event, EventKind
 from fsdpctl.resolve.machine import placed_on_cluster
-from fsdpctl.train.assemble import make_model, make_optimizer
+from fsdpctl.train.assemble import make_model
+from fsdpctl.train.optimizers import make_optimizer
 
 BASES = {
     "fp32": ["precision=fp32"],

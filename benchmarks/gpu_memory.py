@@ -41,7 +41,8 @@ from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.plan.units import Division, lay_out
 from fsdpctl.resolve.machine import resolved_strategy, world_size
-from fsdpctl.train.assemble import make_module, make_optimizer
+from fsdpctl.train.assemble import make_module
+from fsdpctl.train.optimizers import make_optimizer
 
 _GIB = 1 << 30
 _STEPS = 4

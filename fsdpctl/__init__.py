@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from fsdpctl.engine.shard import shard_model
     from fsdpctl.estimate.own_module import Assumed, MemoryEstimate, estimate_memory
     from fsdpctl.optim.adamw import ShardedAdamW
+    from fsdpctl.optim.muon import ShardedMuon
     from fsdpctl.optim.record import clip_grad_norm_
     from fsdpctl.optim.sgd import ShardedSGD
+    from fsdpctl.plan.layout import Fused
     from fsdpctl.plan.owners import OwnerMap
     from fsdpctl.plan.schedule import Prefetch
     from fsdpctl.plan.strategy import Strategy
@@ -25,6 +27,7 @@ __version__ = "0.1.0"  # the only place; not from metadata, which a checkout may
 
 __all__ = [
     "Assumed",
+    "Fused",
     "GradAccumulator",
     "MemoryEstimate",
     "OwnerMap",
@@ -32,6 +35,7 @@ __all__ = [
     "Prefetch",
     "ShardedAdamW",
     "ShardedModel",
+    "ShardedMuon",
     "ShardedSGD",
     "Sharding",
     "Strategy",
@@ -46,6 +50,7 @@ _HOMES = {
     "Assumed": "fsdpctl.estimate.own_module",
     "MemoryEstimate": "fsdpctl.estimate.own_module",
     "Sharding": "fsdpctl.engine.build",
+    "Fused": "fsdpctl.plan.layout",
     "estimate_memory": "fsdpctl.estimate.own_module",
     "GradAccumulator": "fsdpctl.engine.accumulation",
     "OwnerMap": "fsdpctl.plan.owners",
@@ -53,6 +58,7 @@ _HOMES = {
     "Prefetch": "fsdpctl.plan.schedule",
     "ShardedAdamW": "fsdpctl.optim.adamw",
     "ShardedModel": "fsdpctl.engine.model",
+    "ShardedMuon": "fsdpctl.optim.muon",
     "ShardedSGD": "fsdpctl.optim.sgd",
     "Strategy": "fsdpctl.plan.strategy",
     "clip_grad_norm_": "fsdpctl.optim.record",

@@ -1,14 +1,63 @@
 """A rank's part of a unit, which engines, optimizers, checkpoints and training share."""
 
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from fsdpctl.codes import split, widen
 from fsdpctl.comm.collectives import Mesh
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import FlatLayout, Piece, Span
+
+
+class HostScalars(NamedTuple):
+    """The scalars of a step of master weights in host memory, in float32."""
+
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+
+# Steps the master weights of a shard with a gradient in host memory, in a thread of the host. The
+# last argument is to be called with each span of the flat buffer once it is stepped.
+T = TypeVar("T")
+HostUpdate = Callable[["FlatShard", Tensor, HostScalars, Callable[[Span], None]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LeftGradient:
+    """A reduced gradient that has left for host memory."""
+
+    values: Tensor  # on the host, once `arrived` is reached
+    norm: Tensor  # the 2-norm, on the device
+    arrived: torch.cuda.Event | None
+
+    def on_host(self) -> Tensor:
+        """Return the gradient, once it has arrived."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.values
+
+
+class HostSteps(Protocol):
+    """The steps of a model's master weights, which are in host memory."""
+
+    def start(self, update: HostUpdate, scalars: HostScalars) -> None:
+        """Start to step all of them; the step takes the gradients.
+
+        In the next forward, each unit waits for its own step.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Wait until they are what the last step makes of them."""
+        ...
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Return the result of `function()` in the thread that steps them."""
+        ...
 
 
 class FlatShard:
@@ -37,11 +86,57 @@ class FlatShard:
         self.num_owners = num_owners
         self.is_replicated = held != owned  # every rank holds all master weights
         self.param = nn.Parameter(master, requires_grad=layout.trainable)
+        self.remainder: Tensor | None = None  # of masters of 24 bits, beside their bf16 half
+        self.grad_dtype = master.dtype
+        self.device = master.device  # of its gradient
+        self._settle: Callable[[], None] | None = None
+        self._grad: Tensor | None = None  # if the masters are on another device
+        self.left: LeftGradient | None = None  # if it is on the host, too
+
+    def add_remainder(self, remainder: Tensor, grad_dtype: torch.dtype) -> None:
+        """Turn the master weights, which are bf16, into the upper half of 24 bits."""
+        self.remainder, self.grad_dtype = remainder, grad_dtype
+        self.param.grad_dtype = grad_dtype
+
+    def put_on_host(self, device: torch.device, settle: Callable[[], None]) -> None:
+        """Declare that the masters are in host memory, where a step may still run.
+
+        Gradients are on `device`. `settle()` waits for the step.
+        """
+        self.device, self._settle = device, settle
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the masters are in host memory, and stepped there."""
+        return self._settle is not None
 
     @property
     def master(self) -> Tensor:
-        """The weights that the optimizer updates; 1-D, the elements `held`."""
+        """The weights that the optimizer updates, or their upper half; 1-D, the elements `held`.
+
+        Waits for a step on the host.
+        """
+        if self._settle is not None:
+            self._settle()
         return self.param.detach()
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of a master weight."""
+        return self.master.itemsize + (self.remainder is not None)
+
+    def weights(self) -> Tensor:
+        """Return the exact master weights: the tensor itself, or a float32 copy of 24 bits."""
+        return self.master if self.remainder is None else widen(self.master, self.remainder)
+
+    def write(self, span: Span, values: Tensor) -> None:
+        """Overwrite the elements `span` of the flat buffer, rounded to the master weights' bits."""
+        half = self.view(self.master, span)
+        if self.remainder is None:
+            half.copy_(values)
+        else:
+            copy = torch.empty(half.shape, device=half.device).copy_(values)
+            split(copy, half, self.view(self.remainder, span))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,11 +146,19 @@ class FlatShard:
     @property
     def grad(self) -> Tensor | None:
         """The reduced gradient, shaped like `master`; None before the first reduction."""
-        return self.param.grad
+        return self._grad if self.is_on_host else self.param.grad
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        self.param.grad = gradient
+        if self.is_on_host:
+            self._grad = gradient
+        else:
+            self.param.grad = gradient
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether there is a reduced gradient, here or on the host."""
+        return self.grad is not None or self.left is not None
 
     @property
     def trainable(self) -> bool:
@@ -118,6 +221,11 @@ class Sharded(Protocol):
         """
         ...
 
+    @property
+    def host(self) -> HostSteps | None:
+        """The steps of master weights in host memory, or None if they are on the device."""
+        ...
+
     def drop_gradients(self) -> None:
         """Drop all gradients."""
         ...
@@ -144,6 +252,25 @@ def require_sharded(model: object, call: str) -> None:
             f"{call}: expected the model that shard_model returned, got a {type(model).__name__}; "
             "parameters are unsharded only while the model runs"
         )
+
+
+def gradient_norms(gradients: list[Tensor]) -> Sequence[Tensor]:
+    """Return the 2-norm of each gradient, in at least float32."""
+    # In bf16 a norm would have 8 bits, too few to decide on clipping.
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    return torch._foreach_norm(gradients, 2, dtype=dtype)
+
+
+def scale_gradients(shards: Iterable[FlatShard], factor: Tensor | float) -> None:
+    """Multiply the reduced gradients; waits for those that are on the host."""
+    on_device = []
+    for shard in shards:
+        if shard.left is not None:
+            shard.left.on_host().mul_(factor.cpu() if isinstance(factor, Tensor) else factor)
+        elif shard.grad is not None:
+            on_device.append(shard.grad)
+    if on_device:
+        torch._foreach_mul_(on_device, factor)
 
 
 def trainable_shards(model: Sharded) -> Iterator[FlatShard]:

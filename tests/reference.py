@@ -7,11 +7,13 @@ of a tensor differently from those before them.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 Batches = Sequence[Sequence[Sequence[Tensor]]]  # [step][rank][micro-step]
+WEIGHT_DECAY = 0.1  # the default of fsdpctl's optimizers
 Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -63,9 +65,9 @@ def train_reference(
     batches: Batches,
     *,
     lr: float = 1e-2,
-    weight_decay: float = 0.1,
     max_norm: float = 0.0,
     divides_after: bool = False,
+    make_optimizer: Callable[..., Any] = PaddedAdamW,
 ) -> dict[str, Tensor]:
     """Train `module` in this process and return its state.
 
@@ -73,7 +75,7 @@ def train_reference(
     reduced gradients are, as where the number is not known beforehand.
     """
     params = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    optimizer = PaddedAdamW(params, lr, weight_decay)
+    optimizer = make_optimizer(params, lr, WEIGHT_DECAY)
     for of_ranks in batches:
         totals = _summed_gradients(
             module, params, loss_of, of_ranks, divides_losses=not divides_after

@@ -22,7 +22,7 @@ LAYERS = [
     {"errors"},
     {"io", "plan"},
     {"config", "predict"},
-    {"comm", "models", "data"},
+    {"codes", "comm", "models", "data"},
     {"shards"},
     {"engine", "peers", "optim", "checkpoint"},
     {"resolve"},

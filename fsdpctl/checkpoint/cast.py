@@ -49,6 +49,13 @@ def numbers(data: memoryview, dtype: str) -> NDArray[np.float64]:
     return values.astype(np.float64)
 
 
+def joined(upper: memoryview, lower: memoryview) -> memoryview:
+    """Return float32 of bfloat16 and signed remainders of 8 bits; see `codes`."""
+    bits = np.frombuffer(upper, np.int16).astype(np.int32) << 8
+    result: NDArray[np.uint8] = ((bits + np.frombuffer(lower, np.int8)) << 8).view(np.uint8)
+    return result.data
+
+
 def _widened(data: memoryview) -> NDArray[np.float32]:
     """Convert bfloat16, which is the upper half of float32."""
     bits: NDArray[np.uint32] = np.frombuffer(data, np.uint16).astype(np.uint32) << np.uint32(16)

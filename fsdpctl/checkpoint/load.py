@@ -7,14 +7,23 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.checkpoint.manifest import BUFFER, PARAMETER, Progress, TensorInfo, tensor_key
+from fsdpctl.checkpoint.manifest import (
+    BUFFER,
+    PARAMETER,
+    REMAINDER,
+    Progress,
+    TensorInfo,
+    tensor_key,
+)
 from fsdpctl.checkpoint.quantized import quantized_as
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensors import DTYPES, tensor_of
+from fsdpctl.codes import CODES, SCALES, Moment, moment_names, moment_of
 from fsdpctl.comm.rank_status import RANK_STATUS, READING
 from fsdpctl.errors import CheckpointError
-from fsdpctl.plan.layout import Piece, Span
+from fsdpctl.plan.layout import ParamSpec, Piece, Span, round_up
+from fsdpctl.plan.states import BLOCK, TILE, blocks_of
 from fsdpctl.shards import FlatShard, Sharded, trainable_shards
 
 
@@ -44,7 +53,7 @@ class ShardedOptimizer(Protocol):
         ...
 
     def run_states(self) -> Iterator[tuple[OptimizerRun, dict[str, Tensor]]]:
-        """Yield each run with its states: the scalar `step`, and tensors of the run's shape."""
+        """Yield each run with its states: the scalar `step`, and moments; see `codes`."""
         ...
 
 
@@ -57,28 +66,37 @@ class StatePiece:
     values: Tensor  # 1-D, the elements `piece.in_param`
 
 
-def model_pieces(
-    model: Sharded, *, written: bool, trained_only: bool = False
-) -> Iterator[StatePiece]:
-    """Yield the parts of parameters that this rank writes, or all that it holds."""
+def model_pieces(model: Sharded, *, trained_only: bool = False) -> Iterator[StatePiece]:
+    """Yield the parts of parameters that this rank writes."""
     for shard in trainable_shards(model) if trained_only else model.flat_shards():
-        for piece in shard.written_pieces() if written else shard.held_pieces():
-            values = shard.view(shard.master, piece.in_flat)
-            yield StatePiece(tensor_key(PARAMETER, piece.param.name), piece, values)
+        for piece in shard.written_pieces():
+            for kind, values in ((PARAMETER, shard.master), (REMAINDER, shard.remainder)):
+                if values is not None:
+                    key = tensor_key(kind, piece.param.name)
+                    yield StatePiece(key, piece, shard.view(values, piece.in_flat))
 
 
-def optimizer_pieces(optimizer: ShardedOptimizer, *, written: bool) -> Iterator[StatePiece]:
+def optimizer_pieces(optimizer: ShardedOptimizer) -> Iterator[StatePiece]:
     """Yield the same for the optimizer's states; nothing before the first step."""
     for run, states in optimizer.run_states():
-        within = run.span.intersect(run.shard.written) if written else run.span
-        if within is None:
-            continue
-        for piece in run.shard.layout.pieces(within):
-            for kind, values in states.items():
-                if kind != "step":
-                    start = piece.in_flat.start - run.span.start
-                    part = values[start : start + piece.in_flat.numel]
-                    yield StatePiece(tensor_key(kind, piece.param.name), piece, part)
+        within = run.span.intersect(run.shard.written)
+        for piece in run.shard.layout.pieces(within) if within else ():
+            inside = piece.in_flat.shift(-run.span.start)
+            for name in moment_names(states):
+                moment = moment_of(states, name).window(inside)
+                if moment.scales is None:
+                    yield StatePiece(tensor_key(name, piece.param.name), piece, moment.values)
+                    continue
+                key = tensor_key(name + CODES, piece.param.name)
+                yield StatePiece(key, piece, moment.values)
+                key = tensor_key(name + SCALES, piece.param.name)
+                yield StatePiece(key, _in_blocks(piece), moment.scales)
+
+
+def _in_blocks(piece: Piece) -> Piece:
+    """Return the piece of the scales that belongs to a piece of codes."""
+    spec = ParamSpec(piece.param.name, (blocks_of(Span(0, piece.param.numel)).stop,))
+    return Piece(spec, blocks_of(piece.in_param), blocks_of(piece.in_flat))
 
 
 def optimizer_steps(optimizer: ShardedOptimizer) -> dict[str, int]:
@@ -115,8 +133,7 @@ def load_checkpoint(
     if optimizer is not None and (progress.optimizer_step or state_kinds(reader)):
         optimizer.isolate(progress.optimizer_steps)
         optimizer.create_states()
-        for each in optimizer_pieces(optimizer, written=False):
-            _read_into(reader, each.key, each.piece.in_param, each.values)
+        _load_moments(reader, optimizer)
         _set_steps(optimizer, progress)
     model.broadcast_updated_params()
     return progress
@@ -124,7 +141,8 @@ def load_checkpoint(
 
 def state_kinds(reader: CheckpointReader) -> set[str]:
     """Return the names of the optimizer states in a checkpoint, without `step`."""
-    return {key.split("/")[0] for key in reader.manifest.tensors} - {PARAMETER, BUFFER}
+    kinds = {key.split("/")[0] for key in reader.manifest.tensors}
+    return set(moment_names(kinds - {PARAMETER, BUFFER, REMAINDER}))
 
 
 @torch.no_grad()
@@ -144,8 +162,12 @@ def _load_model(source: Tensors, model: Sharded) -> None:
     _check_shapes(source, PARAMETER, params)
     buffers = model.persistent_buffers()
     _check_shapes(source, BUFFER, {name: tuple(each.shape) for name, each in buffers.items()})
-    for each in model_pieces(model, written=False):
-        _read_into(source, each.key, each.piece.in_param, each.values)
+    for shard in model.flat_shards():
+        for piece in shard.held_pieces():
+            offset = piece.in_flat.start - piece.in_param.start
+            key = tensor_key(PARAMETER, piece.param.name)
+            for part, values in _read(source, key, piece.in_param):
+                shard.write(part.shift(offset), values)
     for name, buffer in buffers.items():
         key = tensor_key(BUFFER, name)
         stored = empty_like(source.info(key))
@@ -153,13 +175,62 @@ def _load_model(source: Tensors, model: Sharded) -> None:
         buffer.copy_(stored)
 
 
-def _read_into(source: Tensors, key: str, span: Span, target: Tensor) -> None:
-    """Copy the elements `span` of a flattened tensor into `target`, cast to its dtype."""
+def _read(source: Tensors, key: str, span: Span) -> Iterator[tuple[Span, Tensor]]:
+    """Yield the elements `span` of a flattened tensor in chunks, in the dtype that is stored."""
     dtype = source.info(key).dtype
     for part, data in source.read(key, span):
         RANK_STATUS.at(READING)
+        yield part, tensor_of(data, dtype)
+
+
+def _read_into(source: Tensors, key: str, span: Span, target: Tensor) -> None:
+    """Copy the elements `span` of a flattened tensor into `target`, cast to its dtype."""
+    for part, values in _read(source, key, span):
         within = part.shift(-span.start)
-        target[within.start : within.stop].copy_(tensor_of(data, dtype))
+        target[within.start : within.stop].copy_(values)
+
+
+def _load_moments(reader: CheckpointReader, optimizer: ShardedOptimizer) -> None:
+    """Read the optimizer's moments: codes as they are, others rounded to what is kept."""
+    for run, states in optimizer.run_states():
+        for piece in run.shard.layout.pieces(run.span):
+            inside = piece.in_flat.shift(-run.span.start)
+            for name in moment_names(states):
+                # Whole blocks: behind a parameter, zeros belong to it.
+                part = Span(inside.start, round_up(inside.stop, BLOCK))
+                moment = moment_of(states, name).window(part)
+                _load_moment(reader, name, piece, moment)
+
+
+def _load_moment(reader: CheckpointReader, name: str, piece: Piece, moment: Moment) -> None:
+    size = TILE["cuda"]
+    for start in range(0, piece.in_flat.numel, size):
+        part = Span(start, min(start + size, piece.in_flat.numel))
+        whole = Span(start, round_up(part.stop, BLOCK))
+        span, target = part.shift(piece.in_param.start), moment.window(whole)
+        stored = _stored_moment(reader, name, piece.param.name, span, target.values.device)
+        if (stored.scales is None) != (target.scales is None):
+            stored = stored.as_codes(target) if target.scales is not None else stored.as_numbers()
+        target.values[: part.numel].copy_(stored.values[: part.numel])
+        if target.scales is not None and stored.scales is not None:
+            target.scales.copy_(stored.scales)
+
+
+def _stored_moment(
+    reader: CheckpointReader, name: str, param: str, span: Span, device: torch.device
+) -> Moment:
+    """Read the elements `span` of a parameter's moment as they are stored, in whole blocks."""
+    key = tensor_key(name + CODES, param)
+    is_coded = key in reader.manifest.tensors
+    key = key if is_coded else tensor_key(name, param)
+    dtype = DTYPES[reader.info(key).dtype]
+    values = torch.zeros(round_up(span.numel, BLOCK), dtype=dtype, device=device)
+    _read_into(reader, key, span, values)
+    if not is_coded:
+        return Moment(values)
+    scales = torch.zeros(values.numel() // BLOCK, dtype=torch.bfloat16, device=device)
+    _read_into(reader, tensor_key(name + SCALES, param), blocks_of(span), scales)
+    return Moment(values, scales)
 
 
 def empty_like(info: TensorInfo) -> Tensor:

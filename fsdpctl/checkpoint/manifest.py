@@ -28,7 +28,9 @@ _ATTACHMENT = r".*\.(json|jinja|model|txt)"  # data files only, nothing executab
 Count = Annotated[int, Meta(ge=0, le=_MOST)]
 INDEX_JSON = "model.safetensors.index.json"
 ASSETS = (CONFIG_JSON, "generation_config.json", *TOKENIZER_FILES)  # files next to weights
-PARAMETER, BUFFER = "model", "buffer"  # kinds of tensors; other kinds are optimizer states
+# Kinds of tensors; other kinds are optimizer states. A remainder has the lower 8 bits of weights
+# of 24 bits.
+PARAMETER, BUFFER, REMAINDER = "model", "buffer", "remainder"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdpctl.checkpoint.cast import joined
 from fsdpctl.checkpoint.manifest import (
+    PARAMETER,
+    REMAINDER,
     SPANS,
     Manifest,
     StoredSpan,
@@ -13,6 +16,7 @@ from fsdpctl.checkpoint.manifest import (
     checksum,
     read_manifest,
     spans_from_json,
+    tensor_key,
 )
 from fsdpctl.checkpoint.tensor_file import (
     CHUNK_BYTES,
@@ -68,39 +72,60 @@ class CheckpointReader:
         return sorted(key.removeprefix(prefix) for key in self._parts if key.startswith(prefix))
 
     def info(self, key: str) -> TensorInfo:
-        """Return the shape and dtype of a full tensor.
+        """Return the shape and dtype of a full tensor, as `read` yields it.
 
         Raises:
             CheckpointError: If the checkpoint does not have it.
         """
+        stored = self._stored_info(key)
+        return stored if self._remainder_of(key) is None else TensorInfo(stored.shape, "F32")
+
+    def _stored_info(self, key: str) -> TensorInfo:
         if key not in self.manifest.tensors:
             raise CheckpointError(f"{self.folder}: {key} not found in this checkpoint")
         return self.manifest.tensors[key]
 
     def parts(self, key: str) -> list[StoredPart]:
         """Return the stored spans of a tensor, in order."""
-        self.info(key)
+        self._stored_info(key)
         return list(self._parts[key])
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
         """Yield the elements `span` of a flattened tensor, in order, as bytes; None reads all.
 
+        Weights that are stored in two parts are put together, which is exact in float32.
         Chunks are verified before they are yielded, and only those with requested elements are
         read. Each chunk reuses the memory of the one before.
 
         Raises:
             CheckpointError: If a checksum does not match, or the tensor is too short.
         """
-        numel = self.info(key).numel
+        numel = self._stored_info(key).numel
         span = span or Span(0, numel)
         if span.stop > numel:
             raise CheckpointError(
                 f"{self.folder}: {key}: expected {span.stop} elements, got {numel}"
             )
+        remainder = self._remainder_of(key)
+        for part, data in self._read_stored(key, span):
+            if remainder is None:
+                yield part, data
+                continue
+            for low, lower in self._read_stored(remainder, part):
+                within = low.shift(-part.start)
+                yield low, joined(data[2 * within.start : 2 * within.stop], lower)
+
+    def _read_stored(self, key: str, span: Span) -> Iterator[tuple[Span, memoryview]]:
         for part in self._parts[key]:
             both = part.stored.span.intersect(span)
             if both is not None:
                 yield from _read_part(key, part, both)
+
+    def _remainder_of(self, key: str) -> str | None:
+        """Return the key of the lower bits of a weight, if they are stored apart."""
+        kind, _, name = key.partition("/")
+        lower = tensor_key(REMAINDER, name)
+        return lower if kind == PARAMETER and lower in self.manifest.tensors else None
 
     def attachment(self, name: str) -> bytes | None:
         """Return a file that comes with the model, such as tokenizer.json; None if not attached.
@@ -125,8 +150,8 @@ class CheckpointReader:
         """
         for name in self.manifest.attachments:
             self.attachment(name)
-        for key in self._parts:
-            for _, data in self.read(key):
+        for key, info in self.manifest.tensors.items():
+            for _, data in self._read_stored(key, Span(0, info.numel)):
                 yield len(data)
 
     def _check_names(self) -> None:
@@ -156,7 +181,7 @@ class CheckpointReader:
             self._add(key, StoredPart(each, file, file.entries[key]))
 
     def _add(self, key: str, part: StoredPart) -> None:
-        info, entry = self.info(key), part.entry
+        info, entry = self._stored_info(key), part.entry
         chunks = -(-entry.nbytes // CHUNK_BYTES)
         if (
             entry.dtype != info.dtype

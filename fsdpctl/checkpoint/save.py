@@ -141,11 +141,11 @@ def rank_pieces(
     model: Sharded, optimizer: ShardedOptimizer | None, rank: int, *, trained_only: bool
 ) -> Iterator[StatePiece]:
     """Yield the pieces that `rank` writes; their values share the model's memory."""
-    yield from model_pieces(model, written=True, trained_only=trained_only)
+    yield from model_pieces(model, trained_only=trained_only)
     if rank == 0:
         yield from _empty_pieces(model, trained_only=trained_only)
     if optimizer is not None:
-        yield from optimizer_pieces(optimizer, written=True)
+        yield from optimizer_pieces(optimizer)
     if rank == 0:
         for name, buffer in model.persistent_buffers().items():
             spec = ParamSpec(name, tuple(buffer.shape))
@@ -161,7 +161,7 @@ def _empty_pieces(model: Sharded, *, trained_only: bool) -> Iterator[StatePiece]
         for param in shard.layout.params:
             if param.numel == 0:
                 key = tensor_key(PARAMETER, param.name)
-                yield StatePiece(key, Piece(param, nothing, nothing), shard.master[:0])
+                yield StatePiece(key, Piece(param, nothing, nothing), shard.weights()[:0])
 
 
 def _write_pieces(path: Path, pieces: list[StatePiece], on_bytes: OnBytes) -> FileInfo:

@@ -13,7 +13,7 @@ from fsdpctl.cli.console import add_row, bytes_bar, emit, new_table, say, show_t
 if TYPE_CHECKING:
     from fsdpctl.checkpoint.reader import CheckpointReader
 
-_PARAMETER = "model"  # the kind of weights
+_PARAMETER, _REMAINDER = "model", "remainder"  # the kinds of weights
 _SHOWN_FILES = 16
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -41,7 +41,7 @@ def _described(reader: "CheckpointReader") -> dict[str, Any]:
     """Return the manifest, and the file and span of each part of a tensor."""
     content: dict[str, Any] = json.loads(reader.manifest.to_json())
     for key, about in content["tensors"].items():
-        about["bytes"] = reader.info(key).nbytes
+        about["bytes"] = reader.manifest.tensors[key].nbytes
         about["spans"] = [
             {"file": part.file.path.name, "start": part.stored.span.start,
              "stop": part.stored.span.stop}
@@ -93,11 +93,12 @@ def _summary(reader: "CheckpointReader") -> Iterator[str]:
     kinds = Counter(key.split("/")[0] for key in tensors)
     weights = [info for key, info in tensors.items() if _is_weight(key)]
     dtypes = ", ".join(sorted({info.dtype for info in weights}))
+    dtypes += " with 8 more bits each" if _REMAINDER in kinds else ""
     model = manifest.config.get("model", "a custom model")
     yield f"{reader.folder}: {model}, step {progress.step}, {progress.samples:,} samples"
     numel = sum(info.numel for info in weights)
     yield f"{numel:,} parameters in {len(weights)} tensors of {dtypes}"
-    states = [kind for kind in kinds if kind not in (_PARAMETER, "buffer")]
+    states = [kind for kind in kinds if kind not in (_PARAMETER, "buffer", _REMAINDER)]
     yield f"optimizer states: {', '.join(states) or 'none'}"
     if manifest.base is not None:
         yield f"base model (untrained weights): {manifest.base.path}"

@@ -9,7 +9,7 @@ from torch import Tensor
 from fsdpctl.comm.base import Collectives
 from fsdpctl.errors import EngineError
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_integers(values: Tensor) -> Tensor:

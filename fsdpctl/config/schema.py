@@ -11,7 +11,10 @@ from fsdpctl.config.keys import Key, key, keys_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.placement import ClusterConfig, EngineConfig, LaunchConfig
 from fsdpctl.config.training import MOST_SAMPLES, CheckpointConfig, LogConfig, TrainConfig
+from fsdpctl.plan.muon import MATRICES, NS_STEPS
 from fsdpctl.plan.owners import OWNER_MAPS
+from fsdpctl.plan.sizes import Offload
+from fsdpctl.plan.states import SPLIT, STATE_DTYPES
 from fsdpctl.plan.strategy import STRATEGIES
 
 DTYPES = ("float32", "bfloat16")
@@ -25,8 +28,12 @@ class StrategyConfig:
     dp_shard_size: int | None = key(
         None, "hybrid_*: ranks per replica; auto: the ranks of a node", minimum=1, auto=True
     )
-    owner_map: str = key(
-        "even", "shard_optimizer: how optimizer states are assigned to ranks", choices=OWNER_MAPS
+    owner_map: str | None = key(
+        None,
+        "shard_optimizer: how optimizer states are assigned to ranks; auto: matrices with "
+        "optimizer=muon, else even",
+        choices=(*OWNER_MAPS, MATRICES),
+        auto=True,
     )
 
     def under(self, name: str) -> "StrategyConfig":
@@ -35,7 +42,10 @@ class StrategyConfig:
             return replace(self, name=name)
         row = STRATEGIES[name]
         size = self.dp_shard_size if row.replicates else None
-        return StrategyConfig(name, size, self.owner_map if row.has_owner_map else "even")
+        before = STRATEGIES.get(self.name)
+        is_unused = self.owner_map == "even" and before is not None and not before.has_owner_map
+        keeps = row.has_owner_map and not is_unused
+        return StrategyConfig(name, size, self.owner_map if keeps else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +80,12 @@ class PrecisionConfig:
         None, "dtype of computation and all-gathers", choices=DTYPES, auto=True
     )
     reduce_dtype: str | None = key(None, "dtype of gradient reduction", choices=DTYPES, auto=True)
-    master_dtype: str | None = key(None, "dtype of the master weights", choices=DTYPES, auto=True)
+    master_dtype: str | None = key(
+        None,
+        "dtype of the master weights; bfloat16+int8: 24 bits, of which bf16 is gathered",
+        choices=(*DTYPES, SPLIT),
+        auto=True,
+    )
     # auto: with gloo, param_dtype if that is narrower; with NCCL, reduce_dtype.
     wire_dtype: str | None = key(
         None, "dtype of gradients on the network", choices=DTYPES, auto=True
@@ -94,12 +109,43 @@ class OptimizerConfig:
         minimum=0,
         auto=True,
     )
-    beta1: float = key(0.9, "adamw: decay rate of the first moment", minimum=0, maximum=0.999999)
-    beta2: float = key(0.95, "adamw: decay rate of the second moment", minimum=0, maximum=0.999999)
-    eps: float = key(1e-8, "adamw: epsilon, added to the denominator", minimum=0)
-    momentum: float = key(0.9, "sgd: momentum; 0: none", minimum=0, maximum=0.999999, is_later=True)
+    beta1: float = key(
+        0.9, "adamw, muon: decay rate of the first moment", minimum=0, maximum=0.999999
+    )
+    beta2: float = key(
+        0.95, "adamw, muon: decay rate of the second moment", minimum=0, maximum=0.999999
+    )
+    eps: float = key(1e-8, "adamw, muon: epsilon, added to the denominator", minimum=0)
+    momentum: float = key(
+        0.9,
+        "sgd, muon: momentum; 0: none; 0.95 with optimizer=muon",
+        minimum=0,
+        maximum=0.999999,
+        is_later=True,
+    )
+    nesterov: bool = key(True, "muon: Nesterov momentum", is_later=True)
+    ns_steps: int = key(
+        NS_STEPS, "muon: Newton-Schulz steps per update", minimum=1, maximum=99, is_later=True
+    )
     weight_decay: float = key(
-        0.1, "weight decay of matrices; decoupled in adamw, part of the gradient in sgd", minimum=0
+        0.1,
+        "weight decay of matrices; decoupled in adamw and muon, part of the gradient in sgd",
+        minimum=0,
+    )
+    state_dtype: str | None = key(
+        None,
+        "adamw: dtype of the moments of matrices of at least 4096 elements, others have float32; "
+        "int8: in blocks of 64; auto: that of the master weights",
+        choices=STATE_DTYPES,
+        auto=True,
+        is_later=True,
+    )
+    offload: str = key(
+        Offload.NONE.value,
+        "model states in host memory, where they are stepped: none; states: master weights and "
+        "moments; all: reduced gradients too",
+        choices=tuple(Offload),
+        is_later=True,
     )
     max_grad_norm: float = key(1.0, "gradient norm to clip to; 0: no clipping", minimum=0)
 
@@ -132,6 +178,13 @@ class AutoConfig:
         True,
         "measure the three candidates predicted to be fastest, if the run starts on this machine",
         is_later=True,
+    )
+    may_use: str | None = key(
+        None,
+        "settings that auto may change too, separated by commas: state_dtype, offload, "
+        "activation_offload, base_dtype",
+        is_later=True,
+        optional=True,
     )
 
 

@@ -30,6 +30,10 @@ SYNONYMS = _by_name(
             "enable_activation_checkpointing enable_ac gradient_checkpointing"
         ),
         "activation_checkpointing=selective": "selective_ac selective_ac_option",
+        "activation_checkpointing.offload=true": (
+            "activation_checkpointing_offload activation_offload activation_offloading "
+            "enable_activation_offloading"
+        ),
         "checkpoint.every": "checkpoint_interval save_steps saves_per_epoch",
         "checkpoint.keep_last": "keep_latest_k save_total_limit",
         "checkpoint.mode": "async_mode",
@@ -77,6 +81,7 @@ SYNONYMS = _by_name(
         "model.lora.path": "adapter_name_or_path lora_model_dir",
         "model.lora.rank": "lora_r lora_rank",
         "model.lora.rank=16": "lora peft peft_config use_peft",
+        "model.lora.rank=16 and model.base_dtype=nf4": "bnb_4bit_quant_type load_in_4bit qlora",
         "model.lora.rank=16, or model.lora.path": "adapter",
         "model.lora.rank=16, or model.trainable=REGEX": "finetuning_type",
         "model.lora.rslora=true": "use_rslora peft_use_rslora",
@@ -97,6 +102,14 @@ SYNONYMS = _by_name(
         ),
         "no_shard": "NO_SHARD",
         "optimizer": "optim",
+        "optimizer.offload=all": (
+            "cpu_offload fsdp_offload_params offload offload_optimizer offload_policy "
+            "optim_cpu_offload optimizer_cpu_offload optimizer_offload"
+        ),
+        "optimizer.state_dtype=int8": (
+            "adam8bit adamw8bit adamw_8bit adamw_bnb_8bit adamw_torch_8bit ao_adamw_8bit "
+            "optim_8bit paged_adamw_8bit PagedAdamW8bit"
+        ),
         "optimizer.beta1": "adam_beta1 adam_beta_1",
         "optimizer.beta2": "adam_beta2",
         "optimizer.eps": "adam_epsilon",
@@ -168,12 +181,11 @@ NOT_SUPPORTED = _by_name(
         "context parallelism": "context_parallel cp cp_size",
         "sequence parallelism": "sequence_parallel",
         "expert parallelism": "expert_parallel ep ep_size",
-        "CPU offload": (
-            "cpu_offload offload fsdp_offload_params activation_offloading offload_policy "
-            "optim_cpu_offload"
+        "parameters in host memory; set optimizer.offload=all for gradients and states": (
+            "offload_param offload_params"
         ),
         "fp8": "fp8 float8",
-        "8-bit optimizer states": "adamw_8bit",
+        "4-bit optimizer states; set optimizer.state_dtype=int8": "ao_adamw_4bit adamw_torch_4bit",
         "third-party kernels; set train.loss_chunk_tokens to save the memory of logits": (
             "cut_cross_entropy use_liger_kernel"
         ),
@@ -181,12 +193,14 @@ NOT_SUPPORTED = _by_name(
         "uploads; `fsdpctl consolidate-checkpoint` writes a directory to upload": (
             "hub_model_id push_to_hub"
         ),
-        "quantized training": "load_in_4bit load_in_8bit",
+        "frozen weights in 8 bits; set model.lora.rank=16 and model.base_dtype=nf4 for 4 bits": (
+            "load_in_8bit"
+        ),
+        "frozen weights that are quantized already": "gptq",
         "quantization-aware training": "qat",
         "DoRA; set model.lora.rank=16 for LoRA": "peft_use_dora",
         "full training of layers in addition to adapters": "lora_modules_to_save",
-        "quantized training; set model.lora.rank=16 for LoRA in bf16": "qlora",
-        "optimizers other than AdamW and SGD": "muon",
+        "optimizers other than AdamW, Muon and SGD": "adafactor adamw_4bit dion galore lion",
         "streamed data; `fsdpctl tokenize` writes a file that is memory-mapped": "streaming",
         "reinforcement learning": "rl grpo",
     }

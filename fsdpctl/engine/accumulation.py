@@ -4,11 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Literal
 
-import torch
-
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import EngineError, nearest
-from fsdpctl.shards import trainable_shards
+from fsdpctl.shards import scale_gradients, trainable_shards
 
 _REDUCE = ("every", "last")
 
@@ -62,8 +60,7 @@ class GradAccumulator:
             return
         self.model.sync_gradients()
         if self._count > 1:
-            gradients = [s.grad for s in trainable_shards(self.model) if s.grad is not None]
-            torch._foreach_mul_(gradients, 1 / self._count)
+            scale_gradients(trainable_shards(self.model), 1 / self._count)
         self._count = 0
         self.ready = True
 

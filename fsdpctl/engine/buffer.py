@@ -67,15 +67,23 @@ class UnitBuffer:
         """This rank's part of the parameters, from which they are gathered."""
         return self.shard.master if self.resting is None else self.resting.values
 
-    def start_sync(self, mesh: Mesh) -> Handle | None:
+    def start_sync(self, mesh: Mesh, *, is_sent: bool = False) -> Handle | None:
         """Start to copy changed masters into the parameters that remain between steps.
 
-        If both have one dtype, the masters are a window into the parameters.
+        If both have one dtype, the masters are a window into the parameters. `is_sent`: the host
+        has sent its own already.
         """
         if self.resting is None:
             return None
         shard, values = self.shard, self.resting.values
-        source = None if shard.dtype == values.dtype else shard.master
+        source: Tensor | None = None
+        if shard.is_on_host:
+            if not is_sent:
+                self.resting.within(shard.held).copy_(shard.master)
+            if shard.held == self.resting.span:
+                return None
+        elif shard.dtype != values.dtype:
+            source = shard.master
         if mesh.replicas is not None and self.layout.shares > 1:
             return mesh.replicas.all_gather([Gathering(values, self.layout.shares_of_part, source)])
         if not shard.is_replicated:
@@ -188,6 +196,6 @@ class UnitBuffer:
         """Drop all gradients: of parameters, held back and reduced."""
         for param in self.params:
             param.grad = None
-        self.shard.grad = None
+        self.shard.grad = self.shard.left = None
         self.held_gradients = None
         self.present.clear()

@@ -1,27 +1,29 @@
 """Building a runtime: dividing a module into units, with memory and this rank's shards."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from fsdpctl.codes import split
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.collectives import Mesh
 from fsdpctl.engine.buffer import Resting, UnitBuffer
 from fsdpctl.engine.collecting import Collector
 from fsdpctl.engine.describe import replace_meta_parameters
 from fsdpctl.engine.hooks import hook_gradients, hook_root, hook_unit
+from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import ShardedUnit, Slot
-from fsdpctl.errors import EngineError
+from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.plan.layout import FlatLayout, Span, share_of
 from fsdpctl.plan.owners import OwnerMap
 from fsdpctl.plan.reductions import plan_reductions
 from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.plan.sizes import slots_of
+from fsdpctl.plan.sizes import Offload, slots_of
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import Division, UnitSpec
 from fsdpctl.shards import FlatShard
@@ -46,6 +48,7 @@ class Sharding:
     owner_map: str | OwnerMap = "even"
     prefetch: Prefetch = Prefetch()
     precision: Precision = Precision()
+    offload: str = "none"  # states: masters and moments in host memory; all: gradients too
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class _Builder:
     source: Source
     params: dict[str, nn.Parameter]
     dtypes: dict[str, torch.dtype]  # of the parameters as the user made them
+    host: HostStates | None = None  # of trained parameters
     scratches: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     @property
@@ -76,13 +80,24 @@ class _Builder:
             return self.compute_dtype(layout)
         return self.precision.dtype_of_master(self.dtypes[layout.params[0].name])
 
+    def value_dtype(self, layout: FlatLayout) -> torch.dtype:
+        """Return the dtype in which values are drawn, which has all bits of master weights."""
+        has_remainder = layout.trainable and self.precision.has_remainders
+        return torch.float32 if has_remainder else self.master_dtype(layout)
+
     def scratch(self, dtype: torch.dtype) -> Tensor:
         """Return memory for the largest buffer; many scratches would fragment the allocator."""
         if dtype not in self.scratches:
             layouts = (each for of in self.division.layouts.values() for each in of)
-            largest = max(each.numel for each in layouts if self.master_dtype(each) == dtype)
+            largest = max(each.numel for each in layouts if self.value_dtype(each) == dtype)
             self.scratches[dtype] = torch.empty(largest, dtype=dtype, device=self.source.device)
         return self.scratches[dtype]
+
+    def held(self, layout: FlatLayout) -> Span:
+        """Return the elements whose master weights this rank has."""
+        if not self.strategy.shards_optimizer:
+            return Span(0, layout.numel)
+        return layout.owned(self.mesh.shard.rank, self.mesh.replica_rank)
 
     def nbytes(self, spec: UnitSpec) -> int:
         return sum(each.numel * self.compute_dtype(each).itemsize for each in self.layouts(spec))
@@ -104,38 +119,43 @@ class _Builder:
     @torch.no_grad()
     def buffer(self, unit: str, layout: FlatLayout, whole: Tensor) -> UnitBuffer:
         owned = layout.owned(self.mesh.shard.rank, self.mesh.replica_rank)
-        held = owned if self.strategy.shards_optimizer else Span(0, layout.numel)
+        held = self.held(layout)
         dtype, resting = self.master_dtype(layout), self.resting_values(layout, whole)
-        if resting is not None and whole.dtype == dtype:
+        if self.host is not None and layout.trainable:
+            master = self.host.master(held.numel, dtype)
+        elif resting is not None and whole.dtype == dtype:
             master = resting.within(held)
         else:
             master = torch.empty(held.numel, dtype=dtype, device=self.source.device)
-        targets = [Resting(held, master), *([resting] if resting else [])]
-        values = None if self.source.is_empty else self.initial_values(layout)
-        for target in targets:
-            if values is None:
-                target.values.zero_()
-            else:
-                target.values.copy_(values[target.span.start : target.span.stop])
         owners = self.mesh.num_replicas // layout.shares
         written = share_of(owned, self.mesh.replica_rank % owners, owners)
         shard = FlatShard(
             unit, layout, master, held=held, owned=owned, written=written, num_owners=owners
         )
+        if layout.trainable and self.precision.has_remainders:
+            remainder = torch.zeros(held.numel, dtype=torch.int8, device=self.source.device)
+            shard.add_remainder(remainder, self.precision.dtype_of_reduction(dtype))
+        if not self.source.is_empty:
+            _fill(shard, resting, self.initial_values(layout))
+        else:
+            for target in [master, *([resting.values] if resting else [])]:
+                target.zero_()
+        if self.host is not None and layout.trainable:
+            shard.put_on_host(self.source.device, self.host.settle)
         return UnitBuffer(shard, [self.params[p.name] for p in layout.params], whole, resting)
 
     def resting_values(self, layout: FlatLayout, whole: Tensor) -> Resting | None:
         """Return the parameters in the compute dtype that remain between steps."""
         if not self.strategy.shards_params:
             return Resting(Span(0, layout.numel), whole)
-        if layout.shares == 1:
+        if layout.shares == 1 and not (self.host and layout.trainable):
             return None
         part = layout.parts[self.mesh.shard.rank]
         return Resting(part, torch.empty(part.numel, dtype=whole.dtype, device=whole.device))
 
     def initial_values(self, layout: FlatLayout) -> Tensor:
-        """Return the full flat buffer in the masters' dtype; valid until the next call."""
-        flat = self.scratch(self.master_dtype(layout))[: layout.numel].zero_()
+        """Return the full flat buffer with all bits of masters; valid until the next call."""
+        flat = self.scratch(self.value_dtype(layout))[: layout.numel].zero_()
         for placement in layout.placements:
             name, span = placement.param.name, placement.span
             view = flat[span.start : span.stop].view(placement.param.shape)
@@ -144,6 +164,18 @@ class _Builder:
             else:
                 self.source.initialize(name, view)
         return self.mesh.world.broadcast(flat) if self.source.initialize is None else flat
+
+
+def _fill(shard: FlatShard, resting: Resting | None, values: Tensor) -> None:
+    """Write a full flat buffer, which is overwritten, to a rank's masters and parameters."""
+    shard.write(shard.held, values[shard.held.start : shard.held.stop])
+    if resting is None:
+        return
+    part = values[resting.span.start : resting.span.stop]
+    if shard.remainder is None:
+        resting.values.copy_(part)
+    else:  # rounded as the masters that other ranks send
+        split(part, resting.values, torch.empty_like(part, dtype=torch.int8))
 
 
 def build_runtime(
@@ -158,11 +190,16 @@ def build_runtime(
     _move_buffers(module, source.device, mesh.world)
     params = dict(module.named_parameters())
     builder = _Builder(division, sharding.precision, mesh, source, params, dtypes)
+    if sharding.offload != Offload.NONE:
+        builder = replace(builder, host=_host_states(builder, sharding.offload))
     units = _build_units(builder, sharding.prefetch)
     for param in params.values():
         param.grad = None  # it does not belong to the sharded model
     strategy, reducer = division.strategy, _make_reducer(units, builder)
     runtime = Runtime(units, division.order, strategy, sharding.prefetch, mesh, reducer)
+    if builder.host is not None:
+        runtime.host, builder.host.on_start = builder.host, runtime.step_on_host
+        reducer.leaving = builder.host.gradients()
     runtime.parameters.remember(module, gathers=strategy.shards_params)
     hook_root(module, runtime, sharding.precision.param_dtype)
     for unit in runtime.units.values():
@@ -173,10 +210,32 @@ def build_runtime(
     return runtime
 
 
+def _host_states(builder: _Builder, offload: str) -> HostStates:
+    """Allocate host memory for the states of trained parameters.
+
+    Raises:
+        UsageError: If every rank keeps all master weights.
+    """
+    if builder.mesh.world.size > 1 and not builder.strategy.shards_optimizer:
+        raise UsageError(
+            f"optimizer.offload={offload}: not supported with strategy={builder.strategy.name} on "
+            "several ranks, which would all step all parameters; use strategy=shard_grad_op"
+        )
+    trained = (each for of in builder.division.layouts.values() for each in of if each.trainable)
+    return HostStates(
+        builder.source.device,
+        [
+            (builder.held(each).numel, builder.master_dtype(each), builder.compute_dtype(each))
+            for each in trained
+        ],
+        with_gradients=offload == Offload.ALL,
+    )
+
+
 def _make_reducer(units: Sequence[ShardedUnit], builder: _Builder) -> GradientReducer:
     division, mesh = builder.division, builder.mesh
-    masters = {buffer.shard.dtype for unit in units for buffer in unit.trained_buffers}
-    dtypes = {dtype: builder.precision.dtype_of_reduction(dtype) for dtype in masters}
+    shards = [buffer.shard for unit in units for buffer in unit.trained_buffers]
+    dtypes = {each.dtype: builder.precision.dtype_of_reduction(each.dtype) for each in shards}
 
     def itemsize(layout: FlatLayout) -> int:
         return dtypes[builder.master_dtype(layout)].itemsize
@@ -189,7 +248,7 @@ def _make_reducer(units: Sequence[ShardedUnit], builder: _Builder) -> GradientRe
         itemsize,
         stays=collectives.adds_whole
         and not strategy.shards_grads
-        and all(master == dtype for master, dtype in dtypes.items()),
+        and all(shard.grad_dtype == dtypes[shard.dtype] for shard in shards),
         blocks=division.order.blocks if collects and collectives.size > 1 else (),
         chained=collectives.size if mesh.chain else 0,
     )

@@ -128,4 +128,4 @@ class Collector:
     def is_gradient(self, buffer: UnitBuffer, dtype: torch.dtype) -> bool:
         """Return whether a reduced buffer of `dtype` becomes this rank's gradient."""
         keeps_all = buffer.shard.is_replicated or self.mesh.shard.size == 1
-        return keeps_all and dtype == buffer.shard.dtype
+        return keeps_all and dtype == buffer.shard.grad_dtype

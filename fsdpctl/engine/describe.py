@@ -1,11 +1,11 @@
 """A module as the plan sees it, and its parameters by name."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from fsdpctl.plan.layout import ParamSpec
+from fsdpctl.plan.layout import Fused, ParamSpec
 from fsdpctl.plan.units import ModuleSpec, UnitSpec, divide_into_units
 
 
@@ -15,13 +15,22 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def describe_module(module: nn.Module) -> ModuleSpec:
-    """Return the tree of modules and parameters; a shared parameter has its first name."""
+    """Return the tree of modules and parameters; a shared parameter has its first name.
+
+    `module.fused_parameters()`, if there is one, returns a `Fused` for each name that has several
+    matrices.
+    """
     names = {id(param): name for name, param in module.named_parameters()}
+    fused: Mapping[str, Fused] = getattr(module, "fused_parameters", dict)()
 
     def describe(name: str, each: nn.Module) -> ModuleSpec:
         own = tuple(
             ParamSpec(
-                names[id(param)], tuple(param.shape), dtype_name(param.dtype), param.requires_grad
+                names[id(param)],
+                tuple(param.shape),
+                dtype_name(param.dtype),
+                param.requires_grad,
+                fused.get(names[id(param)]),
             )
             for param in each._parameters.values()
             if param is not None

@@ -1,9 +1,13 @@
 """Gathering and releasing of units, within the memory that the plan gives them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+from torch import Tensor
 
 from fsdpctl.comm.base import Handle
 from fsdpctl.comm.collectives import Mesh
+from fsdpctl.comm.host import Job
 from fsdpctl.engine.ledger import Ledger
 from fsdpctl.engine.unit import ShardedUnit, State
 from fsdpctl.errors import EngineError
@@ -47,9 +51,42 @@ class ParamSync:
         if not self.overlaps:
             self.finish()
 
+    def start_after(self, jobs: Mapping[str, tuple[Job, list[list[Tensor]]]]) -> None:
+        """Send the master weights of units once the host has stepped them.
+
+        Each has a job, and gradients on the device that are dropped after it.
+        """
+        for name, (job, gradients) in jobs.items():
+            unit = self._units[name]
+            unit.masters_changed()
+            for number, each in enumerate(gradients):
+                self.ledger.free(Buffer.GRADS, name, number)
+                nbytes = sum(values.nbytes for values in each)
+                self.ledger.allocate(Buffer.LEAVING, name, number, nbytes)
+            self._arriving[name] = [Handle(partial(self._stepped, unit, job, gradients))]
+        if not (self.overlaps or self._strategy.shards_params):
+            self.finish()
+
+    def _stepped(self, unit: ShardedUnit, job: Job, gradients: list[list[Tensor]]) -> Tensor:
+        """Wait until the host has stepped a unit, and send the result to other ranks."""
+        job.wait()
+        for number, each in enumerate(gradients):
+            each.clear()
+            self.ledger.free(Buffer.LEAVING, unit.name, number)
+        for buffer in unit.trained_buffers:
+            handle = buffer.start_sync(self._mesh, is_sent=True)
+            if handle is not None:
+                handle.wait()
+        if self._strategy.renews_params:
+            nbytes = sum(
+                each.resting.values.nbytes for each in unit.trained_buffers if each.resting
+            )
+            self.ledger.note(EventKind.SYNC, unit.name, nbytes)
+        return unit.trained_buffers[0].part
+
     def begin_forward(self) -> None:
-        """Wait for the units that no forward calls as a module."""
-        self._finish(self._uncalled)
+        """Wait for the units that no forward calls as a module, in the same order on all ranks."""
+        self._finish([name for name in self._units if name in self._uncalled])
 
     def begin_unit(self, name: str) -> None:
         """Wait for a unit whose module is called."""
@@ -134,10 +171,10 @@ class Gatherer:
             unit.unshard()
             self._ledger.note(EventKind.READY, unit.name)
             return
+        self._param_sync.begin_gather(unit.name)
         if not unit.slot.resident:
             self._ledger.allocate(Buffer.PARAMS, unit.slot.name, 0, unit.slot.nbytes)
         with self._ledger.ranges.around("gather", unit.name):
-            self._param_sync.begin_gather(unit.name)
             unit.start_gather(self._mesh.shard)
         number = self.fingerprint * 1_000_003 + self._numbers[unit.name]
         self.fingerprint = number % _FINGERPRINTS

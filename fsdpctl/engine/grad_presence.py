@@ -141,6 +141,8 @@ def _checksums(runtime: Runtime) -> dict[str, tuple[int, ...]]:
         has_replicas = runtime.strategy.shards_params and shard.layout.shares == 1
         if shard.is_replicated or has_replicas:
             alike.append((shard.held, shard.master))
+            if shard.remainder is not None:
+                alike.append((shard.held, shard.remainder))
         for held, values in alike:
             bits = as_integers(values)
             for piece in buffer.layout.pieces(held):

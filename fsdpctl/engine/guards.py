@@ -42,7 +42,7 @@ def _has_gradients(of: weakref.ref[UnitBuffer]) -> bool:
     buffer = of()
     if buffer is None:
         return False
-    return buffer.shard.grad is not None or buffer.held_gradients is not None
+    return buffer.shard.has_grad or buffer.held_gradients is not None
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from fsdpctl.comm.collectives import Mesh
 from fsdpctl.engine import guards, state
 from fsdpctl.engine.grad_presence import GradPresence, check_replicas
 from fsdpctl.engine.ledger import Ledger
+from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.parameters import not_possible
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import bytes_outside_slots
@@ -192,12 +193,24 @@ class ShardedModel(nn.Module):
     def can_prefetch(self) -> bool:
         """Whether `prefetch_forward_params` has anything to gather."""
         runtime = self._runtime
-        return runtime.strategy.shards_params and runtime.prefetch.forward > 0
+        # On the host, the first units wait for the step: what lies between would not overlap.
+        gathers = runtime.strategy.shards_params and runtime.host is None
+        return gathers and runtime.prefetch.forward > 0
 
     @property
     def has_pending_prefetch(self) -> bool:
         """Whether `prefetch_forward_params` was called since the last forward."""
         return self._runtime.has_pending_prefetch
+
+    @property
+    def host(self) -> HostStates | None:
+        """The steps of master weights in host memory, or None if they are on the device."""
+        return self._runtime.host
+
+    def host_memory_bytes(self) -> int:
+        """Return the bytes of master weights and buffers in host memory."""
+        states = self._runtime.host
+        return 0 if states is None else states.nbytes
 
     def broadcast_updated_params(self, *, trained_only: bool = False) -> None:
         """Make writes to the masters on any rank visible to the next forward. Collective.
@@ -222,8 +235,18 @@ class ShardedModel(nn.Module):
         state.update_shards(self._runtime, flat)
 
     def flat_parameters(self) -> list[nn.Parameter]:
-        """Return this rank's trainable shards, for elementwise optimizers and torch.nn.utils."""
-        return [shard.param for shard in trainable_shards(self)]
+        """Return this rank's trainable shards, for elementwise optimizers and torch.nn.utils.
+
+        Raises:
+            EngineError: If the shards are in host memory, or masters have remainders, which only
+                fsdpctl's optimizers step.
+        """
+        shards = list(trainable_shards(self))
+        if self._runtime.host is not None:
+            raise EngineError("flat_parameters: not supported with offload; use ShardedAdamW")
+        if any(shard.remainder is not None for shard in shards):
+            raise EngineError("flat_parameters: not supported with remainders; use ShardedAdamW")
+        return [shard.param for shard in shards]
 
     def full_parameters(self, *, writeback: bool = False) -> AbstractContextManager[None]:
         """Give the parameters the full master weights in a block. Collective.
@@ -240,11 +263,11 @@ class ShardedModel(nn.Module):
 
     def shard_memory_bytes(self) -> int:
         """Return the bytes of this rank's master weights, with padding."""
-        return sum(shard.master.nbytes for shard in self.flat_shards())
+        return sum(s.held.numel * s.itemsize for s in self.flat_shards())
 
     def replicated_memory_bytes(self) -> int:
         """Return the bytes of all master weights without sharding, with padding."""
-        return sum(s.layout.numel * s.master.itemsize for s in self.flat_shards())
+        return sum(s.layout.numel * s.itemsize for s in self.flat_shards())
 
     def peak_memory_bytes(self) -> int:
         """Return the peak bytes of masters, gradients, gathered units and reduce buffers."""

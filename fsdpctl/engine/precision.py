@@ -1,6 +1,6 @@
 """The dtypes of computation, gradient reduction and master weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,11 +24,18 @@ class Precision:
     # Of one backward's gradients, sent to the ranks that add them. None: over gloo as autograd made
     # them, over NCCL the dtype in which they are added.
     wire_dtype: torch.dtype | None = None
+    # Whether bf16 masters have 8 more bits each. Their gradients have the dtype of the reduction.
+    has_remainders: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.reduce_dtype == torch.float16:
             raise EngineError(
                 "reduce_dtype float16: sums over ranks overflow at 65504; use bfloat16 or float32"
+            )
+        if self.has_remainders and not self.param_dtype == self.master_dtype == torch.bfloat16:
+            raise EngineError(
+                "has_remainders: expected param_dtype and master_dtype bfloat16, got "
+                f"{self.param_dtype} and {self.master_dtype}"
             )
         added_in = self.reduce_dtype or torch.float32
         if self.wire_dtype is not None and self.wire_dtype.itemsize > added_in.itemsize:

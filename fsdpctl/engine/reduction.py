@@ -18,6 +18,7 @@ from fsdpctl.comm.collectives import Chain, Mesh
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.collecting import Collector, SentReduction
 from fsdpctl.engine.ledger import Ledger
+from fsdpctl.engine.offload import HostGradients
 from fsdpctl.engine.unit import ShardedUnit
 from fsdpctl.plan.layout import EvenParts, Span
 from fsdpctl.plan.reductions import Reductions
@@ -33,6 +34,7 @@ class _InFlight:
 
     unit: ShardedUnit
     piece: int
+    is_last: bool = True  # of the unit's pieces
     sent: list[tuple[int, SentReduction]] = field(
         default_factory=list
     )  # with the number of the buffer
@@ -53,6 +55,7 @@ class GradientReducer:
         self.units = tuple(units)  # in the order of reduction
         self.collector = collector
         self.ledger = Ledger()
+        self.leaving: HostGradients | None = None  # takes gradients to the host
         self._mesh = mesh
         self._plan = plan
         self._chain = mesh.chain
@@ -91,6 +94,7 @@ class GradientReducer:
     def finish(self) -> None:
         """Wait until all started reductions are complete, and start over with the first unit."""
         self._go_on(self._flow.finish())
+        self._free_left()
         self._next = 0
 
     def abandon(self) -> None:
@@ -109,8 +113,22 @@ class GradientReducer:
         self._next = 0
         self.drop_gradients()
 
+    def _leave(self, started: _InFlight) -> None:
+        """Send the complete gradients of a unit to the host, if they are kept there."""
+        if self.leaving is not None and started.is_last:
+            self._free_left()
+            self.leaving.start(started.unit)
+
+    def _free_left(self) -> None:
+        """Free the gradients that were sent to the host, once they have been read."""
+        unit = None if self.leaving is None else self.leaving.finish()
+        if unit is not None:
+            for index in range(len(unit.trained_buffers)):
+                self.ledger.free(Buffer.GRADS, unit.name, index)
+
     def drop_gradients(self) -> None:
         """Drop all gradients that are not in flight."""
+        self._free_left()
         for unit in self.units:
             for index, buffer in enumerate(unit.trained_buffers):
                 buffer.drop_gradients()
@@ -122,10 +140,10 @@ class GradientReducer:
         if not buffers:
             return
         was_held = buffers[0].held_gradients is not None
-        is_first = all(each.shard.grad is None for each in buffers)
+        is_first = not any(each.shard.has_grad for each in buffers)
         pieces = self._plan.pieces_of(unit.name, was_held=was_held)
         # Made one at a time: a list of them would keep the memory of those that are done.
-        to_send = (_InFlight(unit, piece) for piece in range(pieces))
+        to_send = (_InFlight(unit, piece, piece + 1 == pieces) for piece in range(pieces))
         events = self._flow.start(unit.name, was_held=was_held, is_first=is_first)
         self._go_on(events, to_send, pieces)
 
@@ -186,6 +204,7 @@ class GradientReducer:
         if not self._combines:
             for each in sums:
                 self._add_gradient(started, *each)
+            self._leave(started)
         self.ledger.note(EventKind.REDUCED, unit.name)
         return sums if self._combines else []
 
@@ -216,9 +235,10 @@ class GradientReducer:
 
     @staticmethod
     def _new_sum(buffer: UnitBuffer, sent: SentReduction) -> Tensor:
-        param = buffer.shard.param
-        own = param.numel() if sent.share is None else sent.share.numel
-        return param.new_empty(own * buffer.layout.shares)
+        shard = buffer.shard
+        own = shard.param.numel() if sent.share is None else sent.share.numel
+        numel = own * buffer.layout.shares
+        return torch.empty(numel, dtype=shard.grad_dtype, device=shard.device)
 
     def _scale_and_dtype(self, buffer: UnitBuffer, mean: Tensor) -> tuple[float, torch.dtype]:
         _, after = self.collector.scales(buffer)
@@ -277,6 +297,7 @@ class GradientReducer:
             del handle  # and the memory of its collective
             self._add_gradient(started, number, share, total)
             del total
+        self._leave(started)
         self.ledger.note(EventKind.COMBINED, started.unit.name)
 
     def _add_gradient(
@@ -285,14 +306,16 @@ class GradientReducer:
         shard, key = started.unit.trained_buffers[number].shard, started.key(number)
         if shard.grad is None:
             if share is not None:
-                shard.grad = torch.zeros_like(shard.param)
+                shard.grad = torch.zeros_like(
+                    shard.param, dtype=shard.grad_dtype, device=shard.device
+                )
             elif shard.layout.shares > 1:
                 gradient = gradient.clone()  # so that the rest of its memory can be freed
                 shard.grad = gradient
             else:
                 shard.grad = gradient
                 self.ledger.free(Buffer.SUM, *key)
-            nbytes = shard.param.nbytes
+            nbytes = shard.param.numel() * shard.grad_dtype.itemsize
             self.ledger.allocate(Buffer.GRADS, started.unit.name, number, nbytes)
         if shard.grad is not gradient:
             part = shard.grad if share is None else shard.grad[share.start : share.stop]

@@ -16,6 +16,7 @@ from fsdpctl.comm.collectives import Mesh
 from fsdpctl.engine.agreement import agree_on_forwards
 from fsdpctl.engine.calls import Call, Calls, Forward, OutermostBackward, in_backward
 from fsdpctl.engine.gatherer import Gatherer, ParamSync
+from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.parameters import ShardedParameters
 from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.unit import ShardedUnit
@@ -23,6 +24,7 @@ from fsdpctl.errors import EngineError
 from fsdpctl.plan.schedule import EventKind, Prefetch
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitOrder, all_following
+from fsdpctl.shards import HostScalars, HostUpdate
 
 
 class Runtime:
@@ -63,6 +65,7 @@ class Runtime:
         self.when_all_is_sent: Callable[[], None] = lambda: None  # the last reduction has begun
         self.holds_back = False  # whether there are gradients that no backward has reduced
         self.lost_gradients = False  # an exception dropped existing gradients
+        self.host: HostStates | None = None  # steps master weights that are in host memory
         self.calls = Calls()
         self.backward = OutermostBackward()
         self._learns_order = strategy.shards_params  # others reduce as planned on every rank
@@ -286,7 +289,7 @@ class Runtime:
             self.reducer.finish()
             self.holds_back = False
         self.parameters.check_gradients()
-        if all(buffer.shard.grad is None for buffer in self.trained_buffers):
+        if not any(buffer.shard.has_grad for buffer in self.trained_buffers):
             raise EngineError("sync_gradients: there are no gradients; call backward first")
 
     @torch.no_grad()
@@ -294,3 +297,11 @@ class Runtime:
         """Replace parameters that were gathered from old master weights."""
         self.gatherer.release_all()
         self.param_sync.start(trained_only=trained_only)
+
+    def step_on_host(self, update: HostUpdate, scalars: HostScalars) -> None:
+        """Start to step the master weights in host memory, in the order of the next forward."""
+        assert self.host is not None
+        self.gatherer.release_all()
+        self.param_sync.finish()
+        units = [self.units[name] for name in (self.order.root, *self.order.forward)]
+        self.param_sync.start_after(self.host.step(units, update, scalars))

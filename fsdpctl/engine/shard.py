@@ -21,7 +21,7 @@ from fsdpctl.plan.units import Division, UnitSpec, divide
 
 def shard_model(
     module: nn.Module,
-    strategy: str | Strategy = "full_shard",
+    strategy: str | Strategy | Sharding = "full_shard",
     *,
     units: str | Sequence[type[nn.Module]] = "auto",
     dp_shard_size: int | None = None,
@@ -33,7 +33,8 @@ def shard_model(
 
     Args:
         module: Any module with values, on the device where it runs.
-        strategy: A name of the strategy table, or one of its rows.
+        strategy: A name of the strategy table, or one of its rows; or a `Sharding` with all these
+            arguments and `offload`.
         units: "auto", or the module classes whose instances are gathered and released as one.
         dp_shard_size: For hybrid strategies, the number of ranks that share one replica; by default
             all.
@@ -46,7 +47,10 @@ def shard_model(
         EngineError: If the ranks' modules differ.
     """
     first = next((param.device for param in module.parameters()), torch.device("cpu"))
-    sharding = Sharding(strategy, units, dp_shard_size, owner_map, prefetch, precision)
+    if isinstance(strategy, Sharding):
+        sharding = strategy
+    else:
+        sharding = Sharding(strategy, units, dp_shard_size, owner_map, prefetch, precision)
     return shard_from(Source(first), module, sharding)
 
 
@@ -98,6 +102,7 @@ def _described(
     yield f"owner map {sharding.owner_map}"
     yield str(sharding.prefetch)
     yield str(sharding.precision)
+    yield f"offload {sharding.offload}"
     for unit in division.units:
         yield f"unit {unit.name}"
         for param in unit.params:

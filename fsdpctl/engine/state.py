@@ -20,7 +20,7 @@ from fsdpctl.shards import FlatShard, persistent_buffers
 @torch.no_grad()
 def _full_values(shard: FlatShard, mesh: Mesh) -> Tensor:
     """Return the full flat buffer of a shard's master weights."""
-    master = shard.master
+    master = shard.weights()
     if shard.is_replicated:
         return master
     layout = shard.layout
@@ -70,7 +70,7 @@ def full_parameters(runtime: Runtime, *, writeback: bool) -> Iterator[None]:
             for buffer, whole in wholes:
                 runtime.mesh.world.broadcast(whole)
                 held = buffer.shard.held
-                buffer.shard.master.copy_(whole[held.start : held.stop])
+                buffer.shard.write(held, whole[held.start : held.stop])
             runtime.masters_changed()
     finally:
         for unit in runtime.units.values():
@@ -108,7 +108,7 @@ def load_full_state(module: nn.Module, runtime: Runtime, state: Mapping[str, Any
     for shard in shards:
         for piece in shard.held_pieces():
             part = full[piece.param.name].reshape(-1)[piece.in_param.start : piece.in_param.stop]
-            shard.view(shard.master, piece.in_flat).copy_(part)
+            shard.write(piece.in_flat, part)
     for name, target in buffers.items():
         target.copy_(sources[name])
     runtime.masters_changed()
@@ -131,8 +131,9 @@ def update_shards(runtime: Runtime, flat: Tensor) -> None:
     Raises:
         EngineError: If `flat` has another length.
     """
-    masters = [buffer.shard.master for buffer in runtime.buffers]
-    numel = sum(master.numel() for master in masters)
+    shards = [buffer.shard for buffer in runtime.buffers]
+    sizes = [shard.held.numel for shard in shards]
+    numel = sum(sizes)
     if not isinstance(flat, Tensor):
         raise EngineError(f"update_shards: expected a 1-D tensor, got a {type(flat).__name__}")
     if flat.ndim != 1 or flat.numel() != numel:
@@ -140,9 +141,8 @@ def update_shards(runtime: Runtime, flat: Tensor) -> None:
             f"update_shards: expected a tensor of shape [{numel}], as this rank's shards have, "
             f"got {list(flat.shape)}"
         )
-    parts = flat.split([master.numel() for master in masters])
-    for master, part in zip(masters, parts, strict=True):
-        master.copy_(part)
+    for shard, part in zip(shards, flat.split(sizes), strict=True):
+        shard.write(shard.held, part)
     runtime.masters_changed()
 
 

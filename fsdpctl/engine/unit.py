@@ -146,7 +146,9 @@ class ShardedUnit:
 def bytes_outside_slots(units: Sequence[ShardedUnit]) -> int:
     """Return the bytes of parts and master weights that have memory of their own, not in slots."""
     buffers = [buffer for unit in units for buffer in unit.buffers]
-    values = [each for buffer in buffers for each in (buffer.part, buffer.shard.master)]
+    values = [buffer.part for buffer in buffers]
+    for shard in (each.shard for each in buffers if not each.shard.is_on_host):
+        values += [each for each in (shard.master, shard.remainder) if each is not None]
     storages = [each.untyped_storage() for each in values]
     # Masters may be windows into parts, and both into slots.
     found = {each.data_ptr(): each.nbytes() for each in storages if each.nbytes()}

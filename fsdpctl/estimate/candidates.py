@@ -18,8 +18,8 @@ from fsdpctl.config.schema import Config, PrefetchConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.batch import plan_batches
-from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy, has_strategy
-from fsdpctl.resolve.machine import resolved_strategy, world_size
+from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy
+from fsdpctl.resolve.machine import resolved_strategy, supported_strategies, world_size
 
 _MOST_PASSES = 8  # micro-batches per step up to which every number that divides the share is tried
 
@@ -105,8 +105,8 @@ def _strategies(placed: Config) -> tuple[str, ...]:
     """
     has_replicas = placed.launch.nnodes > 1 or placed.strategy.dp_shard_size is not None
     found: dict[tuple[Strategy, int], str] = {}
-    for name, row in STRATEGIES.items():
-        if has_strategy(placed.engine.name, row) and (has_replicas or not row.replicates):
+    for name in supported_strategies(placed):
+        if has_replicas or not STRATEGIES[name].replicates:
             found.setdefault(_effective(placed, name), name)
     return tuple(found.values())
 

@@ -1,7 +1,7 @@
 """Estimates the memory and the step time of a configuration: it is traced, planned and replayed."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdpctl.config.schema import Config, StrategyConfig
@@ -13,8 +13,10 @@ from fsdpctl.estimate.run_plan import fullest_rank, plan_run, steps_of
 from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.plan.sizes import RankPlace
-from fsdpctl.plan.strategy import FSDPCTL, STRATEGIES, get_strategy, has_strategy
+from fsdpctl.plan.strategy import FSDPCTL, get_strategy
+from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Program
+from fsdpctl.predict.engine_bytes import TrainingPlan, host_states_bytes
 from fsdpctl.predict.hardware import Group
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.recorder import Machine, RankGroup, TaskRecorder
@@ -26,6 +28,7 @@ from fsdpctl.resolve.machine import (
     check_length,
     placed_on_cluster,
     resolved_strategy,
+    supported_strategies,
     with_batch_size,
     world_size,
 )
@@ -91,7 +94,6 @@ class Estimator:
             allocator=config.launch.allocator,
             draws=config.engine.name == FSDPCTL and not config.model.is_pretrained,
         )
-        counts = (traced.num_params, traced.num_trained, traced.num_active)
         frozen = sum(
             param.numel * plan.sizes.gathered(layout)
             for of_unit in plan.layouts.values()
@@ -99,7 +101,9 @@ class Estimator:
             for param in layout.params
             if not param.trainable
         )
-        return RunEstimate(config, batches, *counts, frozen, place.rank, step)
+        counts = (traced.num_params, traced.num_trained, traced.num_active, frozen)
+        saved, on_host = _saved_states(plan, traced.units), host_states_bytes(plan, place)
+        return RunEstimate(config, batches, *counts, saved, place.rank, step, on_host)
 
     def predict(self, config: Config) -> StepPrediction:
         """Predict one training step of a placed configuration.
@@ -132,6 +136,12 @@ class Estimator:
             if len(_traced) > _MOST_TRACED:
                 _traced.popitem(last=False)
         return _traced[alike]
+
+
+def _saved_states(plan: TrainingPlan, units: Sequence[UnitSpec]) -> int:
+    """Return the bytes of the moments in a checkpoint."""
+    params = (param for unit in units for param in unit.params if param.trainable)
+    return sum(plan.states.saved(param, plan.sizes.master) for param in params)
 
 
 def _program(config: Config, traced: TracedModel, batches: BatchPlan) -> Program:
@@ -169,8 +179,7 @@ def strategies_of(config: Config, *, every: bool) -> list[StrategyConfig]:
     """Return the strategy of `config`, or with `every` all that its engine supports."""
     if not every:
         return [config.strategy]
-    can = (name for name, row in STRATEGIES.items() if has_strategy(config.engine.name, row))
-    return [config.strategy.under(name) for name in can]
+    return [config.strategy.under(name) for name in supported_strategies(config)]
 
 
 def placed_for_estimate(config: Config) -> Config:

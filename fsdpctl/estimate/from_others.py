@@ -104,6 +104,8 @@ def _without_overridden(
             names.add("engine")
     if any(name.startswith(("model.lora.", "model.trainable", "optimizer")) for name in typed):
         names |= {"engine"} & words.keys()  # not supported by PyTorch's engines
+    if strategy in ("no_shard", "ddp"):
+        names |= {"optimizer.offload"} & words.keys()  # not supported by every rank on its own
     kept = {name: text for name, text in words.items() if name not in names}
     return kept, {f"{name}={words[name]}" for name in names}
 

@@ -220,6 +220,7 @@ def _item_sizes(module: nn.Module, precision: Precision, engine: str) -> Itemsiz
         precision.dtype_of_reduction(master).itemsize,
         master.itemsize,
         None if precision.wire_dtype is None else precision.wire_dtype.itemsize,
+        remainder=int(precision.has_remainders),
     )
 
 

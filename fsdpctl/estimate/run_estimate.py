@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdpctl.config.schema import Config
-from fsdpctl.estimate.run_plan import item_sizes, kept_states
+from fsdpctl.estimate.run_plan import item_sizes
 from fsdpctl.plan.batch import BatchPlan
 from fsdpctl.predict.step_estimate import StepEstimate
 from fsdpctl.resolve.machine import world_size
@@ -39,8 +39,10 @@ class RunEstimate:
     num_trained: int  # of them
     num_active: int  # of them, used by a token
     frozen_bytes: int  # of all frozen parameters
+    saved_states: int  # bytes of the moments in a checkpoint
     rank: int
     step: StepEstimate
+    host_states: int = 0  # bytes of states and pinned buffers in host memory
 
     @property
     def allocated(self) -> int:
@@ -93,12 +95,12 @@ class RunEstimate:
         """
         sizes = item_sizes(self.config)
         saved = 0 if self.config.model.is_pretrained else self.frozen_bytes
-        return self.num_trained * sizes.master * (1 + kept_states(self.config).moments) + saved
+        return self.num_trained * (sizes.master + sizes.remainder) + self.saved_states + saved
 
     @property
     def host_bytes(self) -> int:
         """The approximate host memory of a worker, with the copy that a checkpoint is made of."""
-        base = _HOST[str(self.config.launch.device)]
+        base = _HOST[str(self.config.launch.device)] + self.host_states
         if self.config.checkpoint.mode != "async":
             return base
         return base + self.checkpoint_bytes // world_size(self.config)
@@ -125,6 +127,7 @@ class RunEstimate:
             "memory_bytes": self.memory_bytes,
             "outside_bytes": [outside.low, outside.high],
             "host_bytes": self.host_bytes,
+            **({"host_states_bytes": self.host_states} if self.host_states else {}),
             "checkpoint_bytes": self.checkpoint_bytes,
             **self.step.to_dict(),
         }

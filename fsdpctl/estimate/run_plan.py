@@ -6,15 +6,23 @@ from torch import nn
 
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.describe import divide_module
+from fsdpctl.plan.muon import MUON, Muon
 from fsdpctl.plan.reductions import Transport
 from fsdpctl.plan.schedule import Prefetch
-from fsdpctl.plan.sizes import DTYPE_BYTES, Itemsizes, RankPlace
+from fsdpctl.plan.sizes import DTYPE_BYTES, Itemsizes, Offload, RankPlace
+from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Strategy, check_strategy, get_strategy
 from fsdpctl.plan.units import Division, UnitSpec, divide
 from fsdpctl.predict.ddp_steps import DdpSteps
-from fsdpctl.predict.engine_bytes import ADAMW, Estimate, KeptStates, TrainingPlan, estimate
+from fsdpctl.predict.engine_bytes import (
+    Estimate,
+    TrainingPlan,
+    estimate,
+    fullest_ranks,
+)
 from fsdpctl.predict.fsdp2_steps import Fsdp2Steps
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
+from fsdpctl.predict.kept_states import ADAMW, KeptStates
 from fsdpctl.predict.recorder import RankGroup, Recorder, Steps, TrafficRecorder
 from fsdpctl.resolve.machine import world_size
 
@@ -26,7 +34,7 @@ def divide_run(config: Config, units: tuple[UnitSpec, ...]) -> Division:
     """Divide the units of a model for a resolved configuration."""
     given, ranks = config.strategy, world_size(config)
     size = given.dp_shard_size or ranks
-    return divide(units, get_strategy(given.name), ranks, size, given.owner_map)
+    return divide(units, get_strategy(given.name), ranks, size, given.owner_map or "even")
 
 
 def reducing_passes(count: int, *, every: bool) -> tuple[bool, ...]:
@@ -36,14 +44,28 @@ def reducing_passes(count: int, *, every: bool) -> tuple[bool, ...]:
 
 def item_sizes(config: Config) -> Itemsizes:
     """Return the bytes per element, for a placed configuration."""
-    return Itemsizes(*(DTYPE_BYTES[str(name)] for name in config.precision.dtypes))
+    param, reduce, master, wire = map(str, config.precision.dtypes)
+    is_split = master == SPLIT
+    return Itemsizes(
+        DTYPE_BYTES[param],
+        DTYPE_BYTES[reduce],
+        DTYPE_BYTES["bfloat16" if is_split else master],
+        DTYPE_BYTES[wire],
+        remainder=int(is_split),
+    )
 
 
 def kept_states(config: Config) -> KeptStates:
     """Return the optimizer states."""
-    if config.optimizer.name == "sgd":
-        return KeptStates(moments=int(config.optimizer.momentum > 0), counter=0)
-    return ADAMW
+    about, master = config.optimizer, config.precision.master_dtype
+    if about.name == "sgd":
+        return KeptStates(moments=int(about.momentum > 0), counter=0)
+    if about.name == MUON:
+        return KeptStates(muon=Muon(about.ns_steps, about.nesterov))
+    dtype = about.state_dtype
+    if master != SPLIT and (dtype is None or dtype == master == "float32"):
+        return ADAMW  # torch's kernel
+    return replace(ADAMW, dtype=dtype or "float32")
 
 
 def first_place(division: Division, num_ranks: int, device: str) -> RankPlace:
@@ -69,6 +91,7 @@ def plan_run(
         Prefetch(config.prefetch.forward, config.prefetch.backward),
         reducing_passes(shown, every=every),
         kept_states(config),
+        Offload(config.optimizer.offload),
     )
     return plan, first_place(division, world_size(config), str(config.launch.device))
 
@@ -109,8 +132,11 @@ def fullest_rank(engine: str, plan: TrainingPlan, place: RankPlace) -> int:
     Among many ranks, this is the one that owns the most, because all it keeps follows from that.
     """
     layouts = [layout for of_unit in plan.layouts.values() for layout in of_unit]
-    if engine != FSDPCTL or all(layout.is_even for layout in layouts):
+    is_even = all(layout.is_even for layout in layouts)
+    if engine != FSDPCTL or (is_even and plan.states.dtype is None):
         return 0
+    if is_even:
+        return fullest_ranks(plan, place)[0][0]
     if place.size <= _REPLAYED:
         return estimate(plan, place).rank
     owned = [

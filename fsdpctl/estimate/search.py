@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from fsdpctl.config.auto import left_open
+from fsdpctl.config.auto import Pairs, extras_of, left_open, with_extras
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.candidates import Axes, Candidate, Ranking, SearchPoint
@@ -58,14 +58,51 @@ def choose(estimator: Estimator, placed: Config) -> Ranking:
         UsageError: If no combination is valid, or the hardware specs are incomplete.
     """
     described, whose = with_speed(placed)
-    search = _Search(estimator, Axes.of(described))
-    ranked = search.ranked()
+    found = list(_rankings(estimator, described, whose))
+    fitting = [each for each in found if each.ranked]
+    count = sum(each.count for each in found)
+    if not fitting:
+        return replace(max(found, key=lambda each: each.estimate.margin), count=count)
+    # Without a gain in time, the fewest of the settings that `auto.may_use` allows.
+    limit = (1 + _TIE) * min(each.best.seconds for each in fitting)
+    selected = next(each.best for each in fitting if each.best.seconds <= limit)
+    others = (each for ranking in fitting for each in ranking.ranked if each is not selected)
+    ranked = found[0].ranked
+    if len(found) > 1:
+        ranked = (selected, *sorted(others, key=lambda each: each.seconds)[: KEPT - 1])
+    return replace(fitting[0], ranked=ranked, count=count)
+
+
+def _rankings(estimator: Estimator, described: Config, whose: str) -> Iterator[Ranking]:
+    """Yield the rankings without and with the settings that `auto.may_use` allows.
+
+    Raises:
+        UsageError: If no combination is valid without them.
+    """
+    for extras in extras_of(described):
+        try:
+            yield _ranking(estimator, described, whose, extras)
+        except UsageError:
+            if not extras:
+                raise
+
+
+def _ranking(estimator: Estimator, described: Config, whose: str, extras: Pairs) -> Ranking:
+    """Rank the candidates with some of these settings.
+
+    Raises:
+        UsageError: If no combination is valid.
+    """
+    search = _Search(estimator, Axes.of(with_extras(described, extras)))
+    found = tuple(
+        replace(each, selection=replace(each.selection, extras=extras)) for each in search.ranked()
+    )
     return Ranking(
         names=search.axes.names,
-        ranked=tuple(ranked),
+        ranked=found,
         count=search.axes.count,
         whose=whose,
-        closest=None if ranked else search.closest(),
+        closest=None if found else search.closest(),
     )
 
 

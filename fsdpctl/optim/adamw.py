@@ -1,13 +1,80 @@
 """AdamW over flat shards."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw as _adamw
 
-from fsdpctl.optim.sharded import ShardedSteps
-from fsdpctl.shards import Sharded
+from fsdpctl.codes import new_moment
+from fsdpctl.errors import UsageError
+from fsdpctl.optim.sharded import ShardedSteps, SteppedRun
+from fsdpctl.optim.tiles import TiledStep
+from fsdpctl.plan.layout import Span
+from fsdpctl.plan.states import STATE_DTYPES
+from fsdpctl.shards import (
+    FlatShard,
+    HostScalars,
+    HostSteps,
+    Sharded,
+    require_sharded,
+    trainable_shards,
+)
+
+_CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
+# Elements that are stepped at a time in host memory: with moments and gradient 8 MiB, as many as
+# stay in the cache until they are cast.
+_AT_A_TIME = 1 << 19
+_OPTIONS = ("lr", "betas", "eps", "weight_decay")
+
+
+class HostRun(NamedTuple):
+    """A run to step in host memory, and the options of its group when the step began."""
+
+    run: SteppedRun
+    state: dict[str, Tensor]
+    options: dict[str, Any]
+
+
+def _update(
+    of_shard: Mapping[FlatShard, Sequence[HostRun]],
+    shard: FlatShard,
+    gradient: Tensor,
+    scalars: HostScalars,
+    written: Callable[[Span], None],
+) -> None:
+    """Step a shard in host memory; the bits are those of torch's step."""
+    if scalars.grad_scale is not None and gradient.dtype == torch.float64:
+        gradient.div_(scalars.grad_scale)  # the fused kernel would divide in float32
+        scalars = scalars._replace(grad_scale=None)
+    for run, state, options in of_shard.get(shard, ()):
+        count = state["step"].clone()
+        for start in range(run.span.start, run.span.stop, _AT_A_TIME):
+            span = Span(start, min(start + _AT_A_TIME, run.span.stop))
+            within = slice(span.start - run.span.start, span.stop - run.span.start)
+            state["step"].copy_(count)  # counts once for all pieces
+            _adamw(
+                [shard.view(shard.param.detach(), span)],
+                [shard.view(gradient, span)],
+                [state["exp_avg"][within]],
+                [state["exp_avg_sq"][within]],
+                [],
+                [state["step"]],
+                fused=True,
+                grad_scale=scalars.grad_scale,
+                found_inf=scalars.found_inf,
+                amsgrad=False,
+                beta1=options["betas"][0],
+                beta2=options["betas"][1],
+                lr=options["lr"],
+                weight_decay=options["weight_decay"],
+                eps=options["eps"],
+                maximize=False,
+            )
+            written(span)
 
 
 class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
@@ -15,8 +82,10 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
 
     Its defaults are common for language models: betas 0.9 and 0.95 and weight decay 0.1, unlike
     0.999 and 0.01 in torch. Vectors and scalars (norms, biases) that are in no group of
-    `param_groups` have no weight decay. Each rank keeps Adam's moments of its shards only, in the
-    masters' dtype.
+    `param_groups` have no weight decay. Each rank keeps Adam's moments of its shards only.
+
+    With a `state_dtype` or masters of 24 bits, tiles are stepped instead of whole shards, with the
+    same bits on any number of ranks.
     """
 
     def __init__(
@@ -28,6 +97,7 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         param_groups: Sequence[Mapping[str, Any]] = (),
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         """Create an optimizer for all trainable parameters of `model`.
 
@@ -39,14 +109,64 @@ class ShardedAdamW(ShardedSteps, torch.optim.AdamW):
             weight_decay: The decoupled decay of parameters with at least two dimensions.
             param_groups: More groups as `{"names": [...], "lr": ..., ...}`. Missing options have
                 the values above, also for vectors and scalars.
+            state_dtype: The dtype of the moments: float32, bfloat16, or int8 in blocks of 64 with a
+                scale; by default that of the masters, float32 for masters of 24 bits. Vectors and
+                parameters of less than 4096 elements have float32.
 
         Raises:
-            UsageError: If a group names an unknown parameter.
+            UsageError: If a group names an unknown parameter, or for another `state_dtype`.
         """
+        require_sharded(model, type(self).__name__)
+        name = str(state_dtype).removeprefix("torch.")
+        if state_dtype is not None and name not in STATE_DTYPES:
+            raise UsageError(f"state_dtype={name}: expected {', '.join(STATE_DTYPES)}")
+        shards = list(trainable_shards(model))
+        is_split = any(shard.remainder is not None for shard in shards)
+        self._dtype = state_dtype or (torch.float32 if is_split else None)
+        if not is_split and all(each.dtype == self._dtype == torch.float32 for each in shards):
+            self._dtype = None  # as torch's kernel has them
+        self.cuts_runs = self._dtype not in (None, torch.float32)
         groups = self._divided(model, param_groups)
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
-    def _new_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        step = torch.zeros((), dtype=torch.float32, device=param.device)
-        moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
-        return {"step": step, **moments}
+    def _new_state(self, run: SteppedRun, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        host, make = self._model.host, partial(self._zeros, run)
+        return make() if host is None else host.call(make)
+
+    def _zeros(self, run: SteppedRun) -> dict[str, Tensor]:
+        param = run.param
+        dtype = self._dtype or param.dtype
+        if self.cuts_runs and not run.is_compressible:
+            dtype = torch.float32
+        states = {"step": torch.zeros((), dtype=torch.float32, device=param.device)}
+        for name, codes in _CODES.items():
+            of_moment = codes if dtype == torch.int8 else dtype
+            states |= new_moment(name, param.numel(), param.detach(), of_moment)
+        return states
+
+    def _step_runs(self) -> None:
+        if self._dtype is None:
+            super()._step_runs()
+            return
+        stepped = [(run, group) for run, group in self.runs if run.param.grad is not None]
+        tiled = TiledStep([run for run, _ in stepped], self.grad_scale, self.found_inf)
+        for run, number in stepped:
+            group, state = self.param_groups[number], self.state[run.param]
+            if not state:
+                state.update(self._new_state(run, group))
+            if not tiled.is_skipped:
+                tiled.step(run, group, state)
+
+    def _start_on_host(self, host: HostSteps, absent: frozenset[str], scalars: HostScalars) -> None:
+        """Start to step each shard in host memory, with the options that the groups have now."""
+        of_shard: dict[FlatShard, list[HostRun]] = defaultdict(list)
+        for run, number in self.runs:
+            if not run.shard.has_grad or (absent and run.names <= absent):
+                continue
+            group = self.param_groups[number]
+            if not (state := self.state[run.param]):
+                state.update(self._new_state(run, group))
+            of_shard[run.shard].append(
+                HostRun(run, state, {name: group[name] for name in _OPTIONS})
+            )
+        host.start(partial(_update, dict(of_shard)), scalars)

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from fsdpctl.comm.base import AsyncHostCopy
-from fsdpctl.shards import Sharded, require_sharded, trainable_shards
+from fsdpctl.shards import (
+    Sharded,
+    gradient_norms,
+    require_sharded,
+    scale_gradients,
+    trainable_shards,
+)
 
 EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -77,12 +83,11 @@ def sum_of_squares(model: Sharded) -> Tensor:
     """Return this rank's share of the gradient's sum of squares, as a float64 scalar."""
     shards = model.flat_shards()
     grads = [grad for shard in shards if (grad := shard.owned_grad) is not None]
-    if not grads:
-        device = shards[0].master.device if shards else None
+    left = [shard.left.norm for shard in shards if shard.left is not None]
+    if not grads and not left:
+        device = shards[0].device if shards else None
         return torch.zeros((), dtype=torch.float64, device=device)
-    # In bf16 a norm would have 8 bits, too few to decide on clipping.
-    dtype = torch.promote_types(grads[0].dtype, torch.float32)
-    norms = torch.stack(torch._foreach_norm(grads, 2, dtype=dtype)).double()
+    norms = torch.stack([*(gradient_norms(grads) if grads else ()), *left]).double()
     total = norms.dot(norms)
     owners = shards[0].num_owners  # the same for all shards
     return total if owners == 1 else total / owners
@@ -98,9 +103,8 @@ def clip_grad_norm_(model: Sharded, max_norm: float) -> Tensor:
     require_sharded(model, "clip_grad_norm_")
     model.sync_gradients()
     norm = model.mesh.world.all_reduce(sum_of_squares(model)).sqrt()
-    gradients = [shard.grad for shard in trainable_shards(model) if shard.grad is not None]
     factor = (norm + EPS).reciprocal_().mul_(max_norm).clamp_(max=1.0)
-    torch._foreach_mul_(gradients, factor)
+    scale_gradients(trainable_shards(model), factor)
     return norm
 
 

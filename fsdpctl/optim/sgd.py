@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdpctl.optim.sharded import ShardedSteps
+from fsdpctl.optim.sharded import ShardedSteps, SteppedRun
 from fsdpctl.shards import Sharded
 
 
@@ -45,5 +45,5 @@ class ShardedSGD(ShardedSteps, torch.optim.SGD):
         # torch would leave them uninitialized if its first step is skipped.
         self.create_states()
 
-    def _new_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        return {"momentum_buffer": torch.zeros_like(param)} if group["momentum"] else {}
+    def _new_state(self, run: SteppedRun, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        return {"momentum_buffer": torch.zeros_like(run.param)} if group["momentum"] else {}

@@ -7,9 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdpctl.codes import SCALES
 from fsdpctl.errors import EngineError, UsageError, nearest
 from fsdpctl.plan.layout import ParamSpec, Span, decay_group, optimizer_runs
-from fsdpctl.shards import FlatShard, Sharded, require_sharded, trainable_shards
+from fsdpctl.plan.states import BLOCK, is_compressible, run_group
+from fsdpctl.shards import (
+    FlatShard,
+    HostScalars,
+    HostSteps,
+    Sharded,
+    require_sharded,
+    trainable_shards,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +30,12 @@ class SteppedRun:
     names: frozenset[str]  # of the parameters in it
     param: nn.Parameter  # a window into the shard's master
     window: slice | None  # its place in the master; None: all of it
+    alone: ParamSpec | None = None  # the parameter that is stepped separately, if it is one
+
+    @property
+    def is_compressible(self) -> bool:
+        """Whether a state dtype other than float32 applies to its parameters."""
+        return is_compressible(self.shard.layout.pieces(self.span)[0].param)
 
     def gradient(self) -> Tensor | None:
         """Return its part of the shard's gradient."""
@@ -34,6 +49,7 @@ class ShardedSteps(torch.optim.Optimizer):
     """Steps this rank's shards. A base class to put before one of torch's optimizers."""
 
     runs: tuple[tuple[SteppedRun, int], ...]  # each with the number of its group
+    cuts_runs = False  # between parameters whose states may be compressed and others
 
     def _divided(
         self, model: Sharded, param_groups: Sequence[Mapping[str, Any]]
@@ -46,10 +62,11 @@ class ShardedSteps(torch.optim.Optimizer):
         require_sharded(model, type(self).__name__)
         self._model = model
         group_of = _group_numbers(model, param_groups)
+        keys = (lambda each: run_group(each, group_of(each))) if self.cuts_runs else group_of
         self.runs = tuple(
-            (_stepped_run(shard, run.span), run.group)
+            (_stepped_run(shard, run.span, run.alone), run.group // (1 + self.cuts_runs))
             for shard in trainable_shards(model)
-            for run in optimizer_runs(shard.layout, shard.held, group_of)
+            for run in optimizer_runs(shard.layout, shard.held, keys, self._is_alone)
         )
         options = [
             {},
@@ -61,7 +78,11 @@ class ShardedSteps(torch.optim.Optimizer):
             groups[group]["params"].append(run.param)
         return groups
 
-    def _new_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _is_alone(self, param: ParamSpec) -> bool:
+        """Return whether a parameter is stepped as a tensor of its own."""
+        return False
+
+    def _new_state(self, run: SteppedRun, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the state of zeros that the first step would create."""
         raise NotImplementedError
 
@@ -69,10 +90,13 @@ class ShardedSteps(torch.optim.Optimizer):
         """Create the states that the first step would create."""
         for run, group in self.runs:
             if not (state := self.state[run.param]):
-                state.update(self._new_state(run.param, self.param_groups[group]))
+                state.update(self._new_state(run, self.param_groups[group]))
 
     def _before_step(self) -> None:
-        """Run before torch's step, when gradients are complete."""
+        """Run before torch's step, when gradients are complete and `found_inf` is set."""
+
+    def _step_runs(self) -> None:
+        super().step()  # of the optimizer behind it
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # torch's overloads differ by closure only
@@ -100,14 +124,36 @@ class ShardedSteps(torch.optim.Optimizer):
         absent = self._model.absent_everywhere()
         if absent:
             self.isolate(absent)
+        host = self._model.host
+        if host is not None:
+            self._start_on_host(host, absent, HostScalars(grad_scale, found_inf))
+            return loss
         for run, _ in self.runs:
             run.param.grad = None if absent and run.names <= absent else run.gradient()
-        self._before_step()
         self.grad_scale, self.found_inf = _fused_scalars(self.runs, grad_scale, found_inf)
-        super().step()  # of the optimizer behind it
+        self._before_step()
+        self._step_runs()
         del self.grad_scale, self.found_inf
         self._model.broadcast_updated_params(trained_only=True)
         return loss
+
+    def _start_on_host(self, host: HostSteps, absent: frozenset[str], scalars: HostScalars) -> None:
+        """Start a step of master weights in host memory.
+
+        Raises:
+            UsageError: If the optimizer cannot do that.
+        """
+        raise UsageError(f"{type(self).__name__}: not supported with offload; use ShardedAdamW")
+
+    def _settle(self) -> None:
+        """Wait for a step in host memory, if one runs."""
+        if self._model.host is not None:
+            self._model.host.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict, after the last step."""
+        self._settle()
+        return super().state_dict()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, for any `set_to_none`."""
@@ -130,6 +176,7 @@ class ShardedSteps(torch.optim.Optimizer):
         A parameter without gradients is not stepped and neither is its counter, so it cannot share
         a tensor with others. States are split accordingly.
         """
+        self._settle()
         runs: list[tuple[SteppedRun, int]] = []
         places = {name: place for place, name in enumerate(_names(self.runs))}
         for run, group in self.runs:
@@ -148,6 +195,7 @@ class ShardedSteps(torch.optim.Optimizer):
 
     def run_states(self) -> Iterator[tuple[SteppedRun, dict[str, Tensor]]]:
         """Yield each run and its states, by torch's names; empty before the first step."""
+        self._settle()
         for run, _ in self.runs:
             yield run, self.state[run.param]
 
@@ -190,16 +238,19 @@ def _group_numbers(
     return lambda param: group_of.get(param.name, decay_group(param))
 
 
-def _stepped_run(shard: FlatShard, span: Span) -> SteppedRun:
+def _stepped_run(shard: FlatShard, span: Span, alone: ParamSpec | None = None) -> SteppedRun:
     names = frozenset(piece.param.name for piece in shard.layout.pieces(span))
     within = span.shift(-shard.held.start)
     window = None if span == shard.held else slice(within.start, within.stop)
-    return SteppedRun(shard, span, names, nn.Parameter(shard.view(shard.master, span)), window)
+    param = nn.Parameter(shard.view(shard.master, span))
+    param.grad_dtype = shard.grad_dtype
+    return SteppedRun(shard, span, names, param, window, alone)
 
 
 def _state_within(state: Mapping[str, Tensor], whole: Span, part: Span) -> dict[str, Tensor]:
-    inside = slice(part.start - whole.start, part.stop - whole.start)
+    within = part.shift(-whole.start)
+    inside, blocks = (slice(within.start // n, within.stop // n) for n in (1, BLOCK))
     return {
-        name: values.clone() if values.ndim == 0 else values[inside].clone()
+        name: (values if not values.ndim else values[blocks if SCALES in name else inside]).clone()
         for name, values in state.items()
     }

@@ -92,6 +92,8 @@ class PeerModel(nn.Module):
             if each.param.requires_grad and each.param.grad is None
         )
 
+    host = None  # the optimizer steps on the device
+
     def drop_gradients(self) -> None:
         """Forget all gradients."""
         for local, shard in zip(self._runner.locals, self._shards, strict=True):

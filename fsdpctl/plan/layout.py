@@ -9,7 +9,7 @@ that collectives and fused kernels always see 16-byte-aligned memory, at any num
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import overload
 
@@ -82,6 +82,18 @@ def are_even(parts: Sequence[Span]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Fused:
+    """Several matrices in one parameter, such as queries, keys and values.
+
+    Along dimension `dim`, -2 or -1, `sizes` elements of each follow one another, repeated to the
+    end: once if each matrix is contiguous, once per head if heads alternate.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ParamSpec:
     """The properties of a parameter that the plan depends on."""
 
@@ -89,6 +101,8 @@ class ParamSpec:
     shape: tuple[int, ...]
     dtype: str = "float32"
     trainable: bool = True
+    fused: Fused | None = None
+    in_block: bool = field(default=False, compare=False)  # of a repeated block
 
     @property
     def numel(self) -> int:
@@ -210,21 +224,26 @@ class Run:
 
     span: Span
     group: int
+    alone: ParamSpec | None = None  # the parameter that is a run of its own
 
 
 def optimizer_runs(
-    layout: FlatLayout, within: Span, group_of: Callable[[ParamSpec], int]
+    layout: FlatLayout,
+    within: Span,
+    group_of: Callable[[ParamSpec], int],
+    is_alone: Callable[[ParamSpec], bool] = lambda param: False,
 ) -> tuple[Run, ...]:
     """Cut `within` wherever the group changes; padding belongs to the parameter before it.
 
-    `within` must begin and end on a multiple of 64. A span without parameters has no run.
+    `within` must begin and end on a multiple of 64. A span without parameters has no run. A
+    parameter that `is_alone` shares its run with no other.
     """
     runs: list[Run] = []
     for piece in layout.pieces(within):
-        group = group_of(piece.param)
-        if runs and runs[-1].group == group:
+        group, alone = group_of(piece.param), piece.param if is_alone(piece.param) else None
+        if runs and runs[-1].group == group and runs[-1].alone is None is alone:
             continue
         if runs:
-            runs[-1] = Run(Span(runs[-1].span.start, piece.in_flat.start), runs[-1].group)
-        runs.append(Run(Span(piece.in_flat.start, within.stop), group))
+            runs[-1] = replace(runs[-1], span=Span(runs[-1].span.start, piece.in_flat.start))
+        runs.append(Run(Span(piece.in_flat.start, within.stop), group, alone))
     return tuple(runs)

@@ -28,9 +28,16 @@ class Replay:
     """Adds bytes and buffers to planned events."""
 
     def __init__(
-        self, units: Mapping[str, UnitBytes], *, combines: bool, chained: bool = False
+        self,
+        units: Mapping[str, UnitBytes],
+        *,
+        combines: bool,
+        chained: bool = False,
+        leaves: bool = False,
     ) -> None:
         self.units = units
+        self.leaves = leaves  # gradients go to the host once they are reduced, one unit at a time
+        self._left: str | None = None  # the last unit of which they went
         self.combines = combines
         self.chained = chained  # the second collective follows before the first is waited for
         self.events: list[Event] = []
@@ -67,9 +74,18 @@ class Replay:
             sent = self._combine(name, self._combining[name][-1])
         elif kind is K.COMBINED:
             self._settle(name, unit, self._combining[name].popleft())
+        elif kind is K.LEAVE:
+            self._leave(None)
         self.events.append(Event(kind, name, sent))
         if kind is K.RELEASE and not unit.resident:
             self._free(Buffer.PARAMS, name, 0)
+
+    def _leave(self, name: str | None) -> None:
+        """Free the gradients that went to the host before those of unit `name`."""
+        if self._left is not None:
+            for number in range(len(self.units[self._left].flats)):
+                self._free(Buffer.GRADS, self._left, number)
+        self._left = name
 
     def _hold(self, name: str, unit: UnitBytes) -> None:
         if name not in self._holding:
@@ -130,6 +146,9 @@ class Replay:
                 self._allocate(Buffer.GRADS, name, number, grads)
             if not becomes:
                 self._free(Buffer.SUM, name, index)
+        waiting = self._reducing[name] or self._combining[name] or self._next_piece[name]
+        if self.leaves and not waiting:
+            self._leave(name)
 
     def _allocate(self, buffer: Buffer, name: str, index: int, nbytes: int) -> None:
         self._held[buffer, name, index] = nbytes

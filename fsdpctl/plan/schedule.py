@@ -44,6 +44,7 @@ class Buffer(StrEnum):
     SUM = "sum"  # the result of a reduction on this rank, until it is in the gradient
     COMBINING = "workspace over replicas"  # of the second collective
     GRADS = "gradients"  # reduced
+    LEAVING = "leaving gradients"  # reduced, until the host has stepped with them
 
 
 @dataclass(frozen=True, slots=True)

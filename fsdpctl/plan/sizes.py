@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from statistics import median
 
 from fsdpctl.plan.layout import EvenParts, FlatLayout
@@ -51,6 +52,18 @@ def slots_of(
     return tuple(SlotSpec(nbytes[name], (name,), resident=False) for name in (root, *forward))
 
 
+class Offload(StrEnum):
+    """The model states that are in host memory."""
+
+    NONE = "none"
+    STATES = "states"  # master weights and moments
+    ALL = "all"  # reduced gradients too
+
+
+HOST_BUFFERS = 2  # pinned ones for each direction
+HOST_SCALARS = 8  # bytes
+
+
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -60,8 +73,18 @@ class Itemsizes:
 
     param: int  # gathered, to compute with
     reduce: int  # gradients while they are added over ranks
-    master: int  # what the optimizer updates, its states, and reduced gradients
+    master: int  # what the optimizer updates, and its states unless they have another dtype
     wire: int | None = None  # gradients of one backward in transit; None: by transport
+    remainder: int = 0  # the lower bits of masters of 24 bits, of which `master` is the upper half
+
+    @property
+    def grad(self) -> int:
+        """The bytes of a reduced gradient."""
+        return self.reduce if self.remainder else self.master
+
+    def drawn(self, layout: FlatLayout) -> int:
+        """Return the bytes in which an initial value is drawn."""
+        return 4 if self.remainder and layout.trainable else self.kept(layout)
 
     def gathered(self, layout: FlatLayout) -> int:
         """Return the bytes of what is gathered of a flat buffer."""
@@ -114,7 +137,7 @@ class RankPlace:
     def stays(self, strategy: Strategy, sizes: Itemsizes) -> bool:
         """Return whether a sum stays in the buffer of its reduction, without more memory."""
         adds = self.size > 1 and adds_whole(self.transport, self.size)
-        return adds and not strategy.shards_grads and sizes.reduce == sizes.master
+        return adds and not strategy.shards_grads and sizes.reduce == sizes.grad
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +179,7 @@ def _flat_bytes(
     workspace = reduce_workspace(place.transport, layout.parts, place.rank)
     if not strategy.shards_grads and adds_whole(place.transport, place.size):
         workspace = 0
-    total = kept * sizes.master
+    total = kept * sizes.grad
     about = total, _combining(layout, kept, sizes, place), layout.shares == 1
     held = Sending(layout.numel * sizes.reduce, workspace * sizes.reduce, *about)
     fresh: tuple[Sending, ...] = (held,)
@@ -170,7 +193,7 @@ def _flat_bytes(
         if pieces > 1:
             fresh = tuple(replace(each, becomes=False) for each in fresh)
     keeps = place.size == 1 or not strategy.shards_grads
-    in_place = keeps and sizes.reduce == sizes.master
+    in_place = keeps and sizes.reduce == sizes.grad
     return FlatBytes(fresh, held, total // layout.shares, in_place)
 
 
@@ -184,7 +207,7 @@ def _collected(
     if exchanges(place.transport, itemsize, sizes.reduce):
         workspace = whole
     combining = _combining(layout, own, sizes, place)
-    return Sending(whole, workspace, own * sizes.master, combining, layout.shares == 1)
+    return Sending(whole, workspace, own * sizes.grad, combining, layout.shares == 1)
 
 
 def _combining(layout: FlatLayout, numel: int, sizes: Itemsizes, place: RankPlace) -> int:
@@ -192,7 +215,7 @@ def _combining(layout: FlatLayout, numel: int, sizes: Itemsizes, place: RankPlac
     if layout.shares == 1:
         return 0
     shares = EvenParts(numel // layout.shares, layout.shares)
-    return reduce_workspace(place.transport, shares, place.copy) * sizes.master
+    return reduce_workspace(place.transport, shares, place.copy) * sizes.grad
 
 
 def unit_bytes(

@@ -11,6 +11,7 @@ from typing import Literal
 
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import FlatLayout, ParamSpec, flat_layout
+from fsdpctl.plan.muon import MATRICES, matrix_owners
 from fsdpctl.plan.owners import OwnerMap, make_owner_map
 from fsdpctl.plan.strategy import Strategy, effective_strategy
 
@@ -179,7 +180,9 @@ def lay_out(
         }
     uncut = {unit.name: [flat_layout(g, 1) for g in unit.param_groups()] for unit in units}
     sizes = [layout.numel for layouts in uncut.values() for layout in layouts]
-    if isinstance(owner_map, str):
+    if owner_map == MATRICES:
+        owners = matrix_owners([each for of_unit in uncut.values() for each in of_unit], num_parts)
+    elif isinstance(owner_map, str):
         owners = make_owner_map(owner_map, sizes, num_parts)
     else:
         owners = owner_map.fitted_to(sizes, num_parts)
@@ -256,7 +259,13 @@ def divide_into_units(
             any(param.name in behind for param in params),
         )
         for name, params in members.items()
-        if (own := tuple(param for param in params if param.name not in shared))
+        if (
+            own := tuple(
+                replace(param, in_block=kinds[name] == "block")
+                for param in params
+                if param.name not in shared
+            )
+        )
     ]
     taken = {param.name for unit in units for param in unit.params}
     rest = tuple(param for param in module.all_params() if param.name not in taken)

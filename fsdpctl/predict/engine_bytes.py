@@ -5,33 +5,36 @@ which gradients are reduced, replayed event by event through a step. Not counted
 nor gradients that autograd has made and the engine has not collected yet.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from fsdpctl.plan.layout import FlatLayout, Span, decay_group, optimizer_runs
+from fsdpctl.plan.layout import FlatLayout, Span, optimizer_runs
 from fsdpctl.plan.reductions import Reductions, plan_reductions
 from fsdpctl.plan.replay import Replay
-from fsdpctl.plan.schedule import Event, EventKind, Prefetch, step_events, update_events
-from fsdpctl.plan.sizes import Itemsizes, RankPlace, SlotSpec, slots_of, unit_bytes
+from fsdpctl.plan.schedule import (
+    Buffer,
+    Event,
+    EventKind,
+    Prefetch,
+    step_events,
+    update_events,
+)
+from fsdpctl.plan.sizes import (
+    HOST_BUFFERS,
+    HOST_SCALARS,
+    Itemsizes,
+    Offload,
+    RankPlace,
+    SlotSpec,
+    slots_of,
+    unit_bytes,
+)
+from fsdpctl.plan.states import is_compressible
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitOrder
+from fsdpctl.predict.kept_states import ADAMW, KeptStates
 from fsdpctl.predict.recorder import CATEGORY_OF
-
-
-@dataclass(frozen=True, slots=True)
-class KeptStates:
-    """The optimizer states of each tensor."""
-
-    moments: int = 2  # as large as the tensor, in the dtype of the master weights
-    counter: int = 4  # bytes of the step counter
-
-    def of(self, nbytes: int) -> list[int]:
-        """Return the bytes of each state of a tensor with `nbytes` of master weights."""
-        return [*[self.counter] * bool(self.counter), *[nbytes] * self.moments]
-
-
-ADAMW = KeptStates()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,21 @@ class TrainingPlan:
     prefetch: Prefetch
     reduces: tuple[bool, ...]  # per micro-step, whether its backward reduces
     states: KeptStates = ADAMW
+    offload: Offload = Offload.NONE
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether the optimizer steps in host memory."""
+        return self.offload is not Offload.NONE
+
+    def is_on_host(self, layout: FlatLayout) -> bool:
+        """Return whether the master weights of a flat buffer are in host memory."""
+        return self.steps_on_host and layout.trainable
+
+    def part_nbytes(self, layout: FlatLayout, rank: int) -> int:
+        """Return the bytes of a rank's part in the compute dtype, if that has memory of its own."""
+        keeps = self.strategy.shards_params and (layout.shares > 1 or self.is_on_host(layout))
+        return layout.parts[rank].numel * self.sizes.gathered(layout) if keeps else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +110,7 @@ class Moment:
 
 def estimate(plan: TrainingPlan, place: RankPlace) -> Estimate:
     """Return the peak of the rank that needs the most memory; the rank of `place` is ignored."""
-    candidates = _fullest_ranks(plan.layouts)
+    candidates = fullest_ranks(plan, place)
     places = [replace(place, rank=rank, copy=copy) for rank, copy in candidates]
     return max((_estimate_rank(plan, each) for each in places), key=lambda each: each.peak_bytes)
 
@@ -105,22 +123,33 @@ def _estimate_rank(plan: TrainingPlan, place: RankPlace) -> Estimate:
     return Estimate(place.rank, place.copy, peak.held, largest)
 
 
-def _fullest_ranks(layouts: Mapping[str, Sequence[FlatLayout]]) -> list[tuple[int, int]]:
+def fullest_ranks(plan: TrainingPlan, place: RankPlace) -> list[tuple[int, int]]:
     """Return the ranks that may need the most memory, each with its replica."""
-    flats = [layout for of_unit in layouts.values() for layout in of_unit]
-    if all(layout.is_even for layout in flats):
-        # They differ only by the counter of one more tensor, if two parameter groups meet there.
-        meeting = {rank for layout in flats for rank in _meeting_ranks(layout)}
-        return [divmod(rank, flats[0].shares) for rank in sorted({0, *meeting})]
-    return [(rank, 0) for rank in range(len(flats[0].parts))]
+    flats = [layout for of_unit in plan.layouts.values() for layout in of_unit]
+    if not all(layout.is_even for layout in flats):
+        return [(rank, 0) for rank in range(len(flats[0].parts))]
+    # They differ only by the optimizer states of unlike parameters: some have more states.
+    numbers = {rank for layout in flats for rank in _unlike_ranks(layout, plan.states)}
+    candidates = [divmod(rank, flats[0].shares) for rank in sorted({0, *numbers})]
+    if plan.states.dtype is None:
+        return candidates  # one more counter
+    states = [_states(plan, replace(place, rank=rank, copy=copy)) for rank, copy in candidates]
+    return [candidates[states.index(max(states))]]
 
 
-def _meeting_ranks(layout: FlatLayout) -> Iterator[int]:
-    """Yield the parts of an evenly divided buffer that have parameters of two groups."""
+def _unlike_ranks(layout: FlatLayout, states: KeptStates) -> Iterator[int]:
+    """Yield the parts of an even buffer where parameters meet whose states are kept apart.
+
+    Also those in the middle of a parameter whose states have more bytes than those of others.
+    """
     size = layout.owned_parts[0].numel
     for before, after in pairwise(layout.placements):
-        if decay_group(before.param) != decay_group(after.param):
+        if states.key(before.param) != states.key(after.param):
             yield after.span.start // size
+    if states.dtype is not None:
+        for each in layout.placements:
+            if not is_compressible(each.param) and each.span.numel:
+                yield from range(each.span.start // size, (each.span.stop - 1) // size + 1)
 
 
 def plan_slots(plan: TrainingPlan) -> tuple[SlotSpec, ...]:
@@ -146,11 +175,16 @@ def planned_step(plan: TrainingPlan, place: RankPlace) -> list[Event]:
         shared_slots=[slot.units for slot in slots if slot.resident],
         combines=combines,
     )
-    return replay.play(events)
+    played = replay.play(events)
+    return list(_after_host(played, _host_waits(plan, place))) if plan.steps_on_host else played
 
 
 def planned_update(plan: TrainingPlan, place: RankPlace) -> list[Event]:
     """Return the events that follow the optimizer's step."""
+    return [] if plan.steps_on_host else _renewing(plan, place)
+
+
+def _renewing(plan: TrainingPlan, place: RankPlace) -> list[Event]:
     events = update_events(plan.order, plan.strategy)
     return _replay(plan, place)[0].play(events) if events else []
 
@@ -166,25 +200,31 @@ def _replay(plan: TrainingPlan, place: RankPlace) -> tuple[Replay, Reductions]:
     slots = plan_slots(plan)
     units = unit_bytes(plan.layouts, slots, plan.strategy, plan.sizes, place, reductions)
     combines = place.combines(plan.strategy)
-    return Replay(units, combines=combines, chained=reductions.chained > 0), reductions
+    leaves = plan.offload is Offload.ALL
+    chained = reductions.chained > 0
+    return Replay(units, combines=combines, chained=chained, leaves=leaves), reductions
 
 
 def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
     """Yield the memory of a rank throughout a step, after the first one."""
-    states = _states(plan, place)
+    states = 0 if plan.steps_on_host else _states(plan, place)
     stay = not plan.strategy.shards_params
     always = sum(slot.nbytes for slot in plan_slots(plan) if slot.resident or stay)
     parameters = 0
     for layout in (layout for of_unit in plan.layouts.values() for layout in of_unit):
-        if layout.shares > 1:  # this rank's part in the compute dtype
-            parameters += layout.parts[0].numel * plan.sizes.gathered(layout)
+        parameters += plan.part_nbytes(layout, place.rank)
+        if plan.is_on_host(layout):
+            continue
         nbytes = held_masters(plan, place, layout).numel * plan.sizes.kept(layout)
         is_window = plan.sizes.kept(layout) == plan.sizes.gathered(layout)
         if stay and is_window:
             always -= nbytes  # master weights are views of the parameters
         if layout.shares == 1 or not is_window:
             parameters += nbytes
-    held = {"gathered_units": always, "gradients": 0, "reduce_buffers": 0}
+        parameters += remainder_bytes(plan, place, layout)
+    leaving = leaving_gradients(plan, place)
+    held = {"gathered_units": always, "gradients": sum(map(sum, leaving.values()))}
+    held["reduce_buffers"] = 0
     now = Breakdown(parameters=parameters, optimizer_states=states, **held)
     yield Moment(None, now)
     for event in planned_step(plan, place):
@@ -195,22 +235,82 @@ def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
         yield Moment(event, now)
 
 
+def leaving_gradients(plan: TrainingPlan, place: RankPlace) -> dict[str, list[int]]:
+    """Return the bytes of each gradient that a step on the host keeps on the device, by unit."""
+    if plan.offload is not Offload.STATES:
+        return {}
+    return {
+        unit: [
+            held_masters(plan, place, layout).numel * plan.sizes.master
+            for layout in layouts
+            if layout.trainable
+        ]
+        for unit, layouts in plan.layouts.items()
+    }
+
+
+def _host_waits(plan: TrainingPlan, place: RankPlace) -> dict[str, list[Event]]:
+    """Return the events once the host has stepped a unit, by unit."""
+    waits = {
+        unit: [Event(EventKind.FREE, unit, nbytes, Buffer.LEAVING) for nbytes in of_unit]
+        for unit, of_unit in leaving_gradients(plan, place).items()
+    }
+    for event in _renewing(plan, place):
+        waits.setdefault(event.unit, []).append(event)
+    return waits
+
+
+def _after_host(events: Iterable[Event], waits: dict[str, list[Event]]) -> Iterator[Event]:
+    """Yield events, and those for which the engine waits before it gathers or uses a unit."""
+    for event in events:
+        gathers = event.kind is EventKind.ALLOCATE and event.buffer is Buffer.PARAMS
+        if gathers or event.kind in (EventKind.GATHER, EventKind.FORWARD):
+            yield from waits.pop(event.unit, ())
+        yield event
+
+
+def host_states_bytes(plan: TrainingPlan, place: RankPlace) -> int:
+    """Return the bytes of a rank's states and pinned buffers in host memory."""
+    if plan.offload is Offload.NONE:
+        return 0
+    trained = [each for of in plan.layouts.values() for each in of if each.trainable]
+    held = [held_masters(plan, place, layout).numel for layout in trained]
+    sizes, largest = plan.sizes, max(held, default=0)
+    nbytes = sum(held) * sizes.master + HOST_SCALARS + _states(plan, place)
+    in_flight = HOST_BUFFERS * largest
+    nbytes += (sum(held) if plan.offload is Offload.ALL else in_flight) * sizes.master
+    if sizes.param != sizes.master:
+        nbytes += in_flight * sizes.param
+    return nbytes
+
+
 def held_masters(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> Span:
     """Return the elements of a flat buffer whose master weights a rank has."""
     whole = Span(0, layout.numel)
     return layout.owned(place.rank, place.copy) if plan.strategy.shards_optimizer else whole
 
 
+def remainder_bytes(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> int:
+    """Return the bytes of the lower bits of a rank's master weights, if they are kept apart."""
+    kept = plan.sizes.remainder if layout.trainable else 0
+    return held_masters(plan, place, layout).numel * kept
+
+
+def trained_layouts(layouts: Mapping[str, Sequence[FlatLayout]]) -> Iterator[FlatLayout]:
+    """Return the flat buffers whose parameters are trained."""
+    return (each for of_unit in layouts.values() for each in of_unit if each.trainable)
+
+
 def _states(plan: TrainingPlan, place: RankPlace) -> int:
     """Return the bytes of the optimizer states."""
-    states = 0
-    for layout in (layout for of_unit in plan.layouts.values() for layout in of_unit):
-        if layout.trainable:
-            runs = optimizer_runs(layout, held_masters(plan, place, layout), decay_group)
-            numel = sum(run.span.numel for run in runs)
-            kept = plan.states
-            states += numel * kept.moments * plan.sizes.master + len(runs) * kept.counter
-    return states
+    kept, trained = plan.states, trained_layouts(plan.layouts)
+    return sum(
+        sum(kept.of_run(run, plan.sizes.master))
+        for layout in trained
+        for run in optimizer_runs(
+            layout, held_masters(plan, place, layout), kept.key, kept.is_alone
+        )
+    )
 
 
 def pieces_before_the_last(events: Sequence[Event], root: str) -> Iterator[Event]:

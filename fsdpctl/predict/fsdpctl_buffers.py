@@ -11,7 +11,7 @@ from fsdpctl.plan.reductions import (
     sends_in_place,
 )
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
-from fsdpctl.plan.sizes import RankPlace, wire_itemsize
+from fsdpctl.plan.sizes import Offload, RankPlace, wire_itemsize
 from fsdpctl.predict.engine_bytes import TrainingPlan, pieces_before_the_last
 from fsdpctl.predict.recorder import CATEGORY_OF, Category, Recorder
 
@@ -44,11 +44,12 @@ class EngineBuffers:
         # Reductions of a piece that another piece of the same unit follows.
         self._unfinished = set(map(id, pieces_before_the_last(events, plan.order.root)))
         self._in_pieces: set[str] = set()  # units of which some pieces were collected
+        self._on_host: set[tuple[str, int]] = set()  # units and bytes of gradients that went there
         self._became = False  # whether the last sum is a gradient now
         self._taken: set[str] = set()  # parameters whose gradients the engine took in this pass
         sizes = plan.sizes
         keeps = place.size == 1 or not plan.strategy.shards_grads
-        self._in_place = keeps and sizes.reduce == sizes.master
+        self._in_place = keeps and sizes.reduce == sizes.grad
 
     def begin_pass(self) -> None:
         """Expect new gradients from autograd."""
@@ -69,8 +70,18 @@ class EngineBuffers:
             for layout in self._plan.layouts[event.unit]:
                 self._drop(layout.params)
 
+    def take_gradients(self) -> dict[str, list[int]]:
+        """Return the keys of the reduced gradients by unit, which `end_step` then keeps."""
+        taken: dict[str, list[int]] = {}
+        for (buffer, unit), lists in self._live.items():
+            if buffer is Buffer.GRADS:
+                taken[unit] = [key for keys in lists for key in keys]
+                lists.clear()
+        return taken
+
     def end_step(self) -> None:
         """Free the gradients."""
+        self._on_host.clear()
         for (buffer, _), lists in self._live.items():
             if buffer in (Buffer.GRADS, Buffer.WHOLE_GRADS):
                 for key in (key for keys in lists for key in keys):
@@ -81,6 +92,10 @@ class EngineBuffers:
         buffer, unit, recorder = event.buffer, event.unit, self._recorder
         assert buffer is not None
         keys = self._live.setdefault((buffer, unit), [])
+        if buffer is Buffer.GRADS and self._plan.offload is Offload.ALL:
+            if (unit, event.nbytes) in self._on_host:
+                recorder.pass_through(event.nbytes)  # what the host has comes to be added
+            self._on_host.add((unit, event.nbytes))
         if buffer is Buffer.GRADS and self._became:
             self._became = False
             return
@@ -112,22 +127,22 @@ class EngineBuffers:
         if place.transport is Transport.NCCL:
             wire = wire_itemsize(layout, strategy, sizes, place.transport)
             exchanged = exchanges(place.transport, wire, sizes.reduce)
-            if strategy.shards_grads and exchanged and sizes.master != sizes.reduce:
-                self._recorder.pass_through(nbytes // sizes.master * sizes.reduce)
+            if strategy.shards_grads and exchanged and sizes.grad != sizes.reduce:
+                self._recorder.pass_through(nbytes // sizes.grad * sizes.reduce)
             return
         stretches = [Span(0, layout.numel)]
         if strategy.shards_grads and sends_in_place(place.transport, layout.parts):
             stretches = [each.span for each in layout.placements]
         parts = [both.numel for span in stretches if (both := span.intersect(own))]
         longest = min(max(parts, default=0), ADDED_AT_A_TIME)
-        self._recorder.pass_through(longest * max(sizes.reduce, sizes.master))
+        self._recorder.pass_through(longest * max(sizes.reduce, sizes.grad))
 
     def _add_up_replicas(self, workspace: int) -> None:
         """Allocate the same for the sums over replicas, which are in a workspace."""
-        replicas, master = self._place.num_replicas, self._plan.sizes.master
+        replicas, itemsize = self._place.num_replicas, self._plan.sizes.grad
         if sends_in_place(self._place.transport, EvenParts(1, replicas)):
             own = workspace // (replicas - 1)
-            self._recorder.pass_through(min(own, ADDED_AT_A_TIME * master))
+            self._recorder.pass_through(min(own, ADDED_AT_A_TIME * itemsize))
 
     def _trained(self, unit: str) -> list[FlatLayout]:
         return [each for each in self._plan.layouts[unit] if each.trainable]

@@ -2,10 +2,11 @@
 
 from collections import defaultdict, deque
 
-from fsdpctl.plan.layout import ParamSpec, decay_group, optimizer_runs
+from fsdpctl.plan.layout import ParamSpec, optimizer_runs
 from fsdpctl.plan.reductions import Transport, adds_whole
-from fsdpctl.plan.schedule import Event, EventKind
-from fsdpctl.plan.sizes import RankPlace
+from fsdpctl.plan.schedule import Buffer, Event, EventKind
+from fsdpctl.plan.sizes import Offload, RankPlace
+from fsdpctl.plan.states import tile_bytes
 from fsdpctl.predict.compute import Part
 from fsdpctl.predict.engine_bytes import (
     TrainingPlan,
@@ -13,9 +14,12 @@ from fsdpctl.predict.engine_bytes import (
     plan_slots,
     planned_step,
     planned_update,
+    remainder_bytes,
+    trained_layouts,
 )
 from fsdpctl.predict.fsdpctl_buffers import EngineBuffers
 from fsdpctl.predict.hardware import CollectiveKind
+from fsdpctl.predict.muon_steps import matrix_elements, update_matrices
 from fsdpctl.predict.recorder import COPIES, GATHERS, REDUCTIONS, Category, RankGroup, Recorder
 
 K = EventKind
@@ -38,7 +42,8 @@ class FsdpctlSteps:
         self._reducing: dict[str, deque[tuple[int, int]]] = defaultdict(deque)  # keys and bytes
         self._combining: dict[str, deque[int]] = defaultdict(deque)
         self._last_reduced: dict[str, int] = {}
-        self._has_states = False
+        self._has_states = plan.steps_on_host  # they are on the host
+        self._leaving: dict[str, list[int]] = {}  # gradients that the host steps with
 
     def setup(self, *, draws: bool) -> None:
         """Build the model; `draws`: initialize its values on the device, one unit at a time."""
@@ -50,7 +55,10 @@ class FsdpctlSteps:
         recorder.compute(Part.BEFORE)
         passes = len(self._plan.reduces)
         for event in self._events:
-            if event.buffer is not None:
+            if event.buffer is Buffer.LEAVING:
+                for key in self._leaving.pop(event.unit, ()):
+                    recorder.free(key)
+            elif event.buffer is not None:
                 self._buffers.change(event)
             elif event.kind is K.LEAVE and event.unit == root:
                 recorder.compute(Part.END)
@@ -72,6 +80,8 @@ class FsdpctlSteps:
                     recorder.compute(Part.LOSS)
             case K.BACKWARD:
                 recorder.compute(Part.BACKWARD, unit)
+            case K.SYNC:
+                self._renew(event)
             case K.GATHER:
                 self._gather(unit, event.nbytes)
             case K.READY:
@@ -151,16 +161,38 @@ class FsdpctlSteps:
         if not self._has_states:
             self._has_states = True
             _allocate_states(plan, self._place, recorder)
+        update_matrices(plan, self._place, recorder)
+        self._step_in_tiles()
+        if plan.offload is Offload.STATES:
+            self._leaving = self._buffers.take_gradients()
         self._buffers.end_step()
-        trained = (each for of in plan.layouts.values() for each in of if each.trainable)
+        trained = trained_layouts(plan.layouts)
         owned = sum(held_masters(plan, self._place, layout).numel for layout in trained)
-        recorder.optimize(owned, plan.sizes.master, plan.states.moments)
-        group = RankGroup.REPLICAS if plan.strategy.shards_over_copies else RankGroup.SHARD
+        recorder.optimize(
+            owned - matrix_elements(plan, self._place), plan.sizes.master, plan.states.moments
+        )
         for event in self._update:
-            label = f"renew {event.unit}"
-            key = recorder.start(C.GATHER, event.nbytes, group, label, queue=GATHERS)
-            self._renewing[event.unit] = key
+            self._renew(event)
         recorder.end_step()
+
+    def _step_in_tiles(self) -> None:
+        plan, place = self._plan, self._place
+        if plan.states.dtype is None:
+            return
+        runs = (
+            run.span.numel
+            for layout in trained_layouts(plan.layouts)
+            for run in optimizer_runs(layout, held_masters(plan, place, layout), plan.states.key)
+        )
+        device = "cuda" if place.transport is Transport.NCCL else "cpu"
+        self._recorder.pass_through(tile_bytes(max(runs, default=0), device))
+
+    def _renew(self, event: Event) -> None:
+        """Start to send a unit's new parameters to other ranks."""
+        over_copies = self._plan.strategy.shards_over_copies
+        group, label = RankGroup.REPLICAS if over_copies else RankGroup.SHARD, f"renew {event.unit}"
+        key = self._recorder.start(C.GATHER, event.nbytes, group, label, queue=GATHERS)
+        self._renewing[event.unit] = key
 
 
 def _allocate_model(
@@ -179,19 +211,22 @@ def _allocate_model(
             made.add(slot.units[0])
             key = recorder.allocate(Category.GATHERED_UNITS, unit, "slot", slot.nbytes)
         for layout in layouts:
-            if layout.shares > 1:
-                nbytes = layout.parts[place.rank].numel * sizes.gathered(layout)
+            if nbytes := plan.part_nbytes(layout, place.rank):
                 recorder.allocate(Category.PARAMETERS, unit, "parts to be gathered", nbytes)
             stays, itemsize = keeps or layout.shares > 1, sizes.kept(layout)
-            if not (stays and sizes.gathered(layout) == itemsize):
+            is_window = stays and sizes.gathered(layout) == itemsize
+            if not (plan.is_on_host(layout) or is_window):
                 nbytes = held_masters(plan, place, layout).numel * itemsize
                 what = "master weights" if layout.trainable else "frozen weights"
                 recorder.allocate(Category.PARAMETERS, unit, what, nbytes)
-            if draws and itemsize not in scratch:
+            nbytes = remainder_bytes(plan, place, layout)
+            recorder.allocate(Category.PARAMETERS, unit, "remainders of master weights", nbytes)
+            drawn = sizes.drawn(layout)
+            if draws and drawn not in scratch:
                 alike = (each for of in plan.layouts.values() for each in of)
-                largest = max(each.numel for each in alike if sizes.kept(each) == itemsize)
-                scratch[itemsize] = recorder.allocate(
-                    Category.PARAMETERS, "", "values being drawn", largest * itemsize
+                largest = max(each.numel for each in alike if sizes.drawn(each) == drawn)
+                scratch[drawn] = recorder.allocate(
+                    Category.PARAMETERS, "", "values being drawn", largest * drawn
                 )
         if is_new and not keeps and not slot.resident:
             recorder.free(key)
@@ -203,17 +238,18 @@ def _allocate_states(plan: TrainingPlan, place: RankPlace, recorder: Recorder) -
     """Allocate the optimizer states of the parameters that have gradients, group by group."""
 
     def group_of(param: ParamSpec) -> int:
-        return decay_group(param) if recorder.has_gradient(param) else _WITHOUT
+        return plan.states.key(param) if recorder.has_gradient(param) else _WITHOUT
 
     runs = [
         (run, unit)
         for unit, layouts in plan.layouts.items()
         for layout in layouts
         if layout.trainable
-        for run in optimizer_runs(layout, held_masters(plan, place, layout), group_of)
+        for run in optimizer_runs(
+            layout, held_masters(plan, place, layout), group_of, plan.states.is_alone
+        )
         if run.group != _WITHOUT
     ]
     for run, unit in sorted(runs, key=lambda each: each[0].group):
-        nbytes = run.span.numel * plan.sizes.master
-        for size in plan.states.of(nbytes):
+        for size in plan.states.of_run(run, plan.sizes.master):
             recorder.allocate(Category.OPTIMIZER_STATES, unit, "optimizer states", size)

@@ -1,6 +1,6 @@
 """The interface between the description of a training step and what it costs."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,6 +37,7 @@ CATEGORY_OF = {
     Buffer.SUM: Category.REDUCE_BUFFERS,
     Buffer.COMBINING: Category.REDUCE_BUFFERS,
     Buffer.GRADS: Category.GRADIENTS,
+    Buffer.LEAVING: Category.GRADIENTS,
 }
 
 
@@ -116,6 +117,9 @@ class Recorder:
 
     def optimize(self, numel: float, itemsize: int, moments: int) -> None:
         """Compute the gradient norm and update `numel` elements with `moments` per element."""
+
+    def update(self, works: Sequence[Work], label: str) -> None:
+        """Run operators of the optimizer's step."""
 
     def end_step(self) -> None:
         """Account for the time between two steps."""
@@ -231,6 +235,13 @@ class TaskRecorder(Recorder):
             self.wait(self.start(kind, RECORD_BYTES, world, "record", queue=GATHERS))
         seconds = self._machine.device.optimizer_seconds(numel * itemsize, moments)
         self._spend(seconds, "optimizer", "optimizer")
+
+    def update(self, works: Sequence[Work], label: str) -> None:
+        """Run operators, no faster than the host issues them."""
+        device = self._machine.device
+        counts = Counter(works)
+        computing = sum(device.seconds(work) * count for work, count in counts.items())
+        self._spend(max(computing, len(works) * device.host_seconds), label, "optimizer")
 
     def end_step(self) -> None:
         """Add the time of a step that no operator accounts for."""

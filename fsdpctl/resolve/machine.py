@@ -7,8 +7,17 @@ import torch
 
 from fsdpctl.config.schema import Config, PrecisionConfig, StrategyConfig
 from fsdpctl.errors import UsageError
+from fsdpctl.plan.muon import CUTTING, MATRICES, MUON, keeps_matrices
 from fsdpctl.plan.sizes import DTYPE_BYTES
-from fsdpctl.plan.strategy import get_strategy, ranks_per_copy
+from fsdpctl.plan.states import SPLIT
+from fsdpctl.plan.strategy import (
+    FSDPCTL,
+    STRATEGIES,
+    Strategy,
+    get_strategy,
+    has_strategy,
+    ranks_per_copy,
+)
 from fsdpctl.resolve.launchers import Place, place_of
 
 LOCAL = "local"
@@ -129,7 +138,13 @@ def _with_precision(config: Config) -> Config:
     bf16 = on_cuda and (
         not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
     )
-    param_dtype = given.param_dtype or ("bfloat16" if bf16 else "float32")
+    is_split = given.master_dtype == SPLIT  # of which the bf16 half is gathered
+    param_dtype = given.param_dtype or ("bfloat16" if bf16 or is_split else "float32")
+    if is_split and param_dtype != "bfloat16":
+        raise UsageError(
+            f"precision.master_dtype={SPLIT}: requires precision.param_dtype=bfloat16, got "
+            f"{param_dtype}"
+        )
     reduce_dtype = given.reduce_dtype or "float32"
     wire = given.wire_dtype or reduce_dtype
     if DTYPE_BYTES[wire] > DTYPE_BYTES[reduce_dtype]:
@@ -148,6 +163,16 @@ def _with_precision(config: Config) -> Config:
     return replace(config, precision=precision)
 
 
+def supported_strategies(config: Config) -> list[str]:
+    """Return the strategies that the engine and the optimizer support."""
+    is_muon = config.optimizer.name == MUON
+    return [
+        name
+        for name, row in STRATEGIES.items()
+        if has_strategy(config.engine.name, row) and (not is_muon or keeps_matrices(row))
+    ]
+
+
 def resolved_strategy(config: Config, given: StrategyConfig) -> StrategyConfig:
     """Return `given` with its sizes filled in for a placed configuration.
 
@@ -155,13 +180,44 @@ def resolved_strategy(config: Config, given: StrategyConfig) -> StrategyConfig:
         UsageError: If it does not match the number of ranks.
     """
     row, ranks = get_strategy(given.name), world_size(config)
-    if given.owner_map != "even" and not row.has_owner_map:
+    usual = MATRICES if config.optimizer.name == MUON else "even"
+    owners = given.owner_map or (usual if row.has_owner_map else "even")
+    if owners != "even" and not row.has_owner_map:
         raise UsageError(
-            f"strategy.owner_map={given.owner_map}: only valid with strategy=shard_optimizer, got "
+            f"strategy.owner_map={owners}: only valid with strategy=shard_optimizer, got "
             f"strategy={row.name}"
         )
     asked = given.dp_shard_size
     if row.replicates and asked is None:
         asked = config.launch.nproc_per_node
     size = ranks_per_copy(row, ranks, asked)
-    return replace(given, dp_shard_size=size if row.replicates else None)
+    if config.optimizer.name == MUON:
+        _check_muon(config, row, owners)
+    return replace(given, dp_shard_size=size if row.replicates else None, owner_map=owners)
+
+
+def _check_muon(config: Config, row: Strategy, owners: str) -> None:
+    """Check that each matrix is whole on the rank that updates it.
+
+    Raises:
+        UsageError: If it is not, or another engine or adapters are set.
+    """
+    if config.engine.name != FSDPCTL:
+        raise UsageError(f"engine={config.engine.name}: not supported with optimizer=muon")
+    if config.model.lora.rank is not None:
+        raise UsageError(
+            "optimizer=muon: updates whole matrices, of which model.lora trains none; use "
+            "optimizer=adamw"
+        )
+    if world_size(config) == 1:
+        return
+    if not keeps_matrices(row):
+        raise UsageError(
+            f"strategy={row.name}: cuts matrices, which optimizer=muon updates as a whole; "
+            "expected shard_optimizer or no_shard"
+        )
+    if row.has_owner_map and owners in CUTTING:
+        raise UsageError(
+            f"strategy.owner_map={owners}: cuts matrices, which optimizer=muon updates as a "
+            "whole; expected matrices, round_robin or contiguous"
+        )

@@ -7,10 +7,22 @@ from importlib.util import find_spec
 from torch import nn
 
 from fsdpctl.config.keys import AUTO
-from fsdpctl.config.schema import Config, OptimizerConfig
+from fsdpctl.config.schema import DTYPES, KEYS, Config, OptimizerConfig
+from fsdpctl.engine.describe import divide_module
 from fsdpctl.errors import UsageError
-from fsdpctl.plan.strategy import DDP, FSDPCTL, check_strategy, get_strategy
+from fsdpctl.plan.muon import MUON, is_muons
+from fsdpctl.plan.sizes import Offload
+from fsdpctl.plan.states import SPLIT
+from fsdpctl.plan.strategy import DDP, FSDPCTL, check_strategy, effective_strategy, get_strategy
+from fsdpctl.resolve.machine import resolved_strategy, world_size
 
+# The optimizers that have some keys.
+_OPTIMIZERS_OF = {
+    ("beta1", "beta2", "eps"): ("adamw", MUON),
+    ("momentum",): ("sgd", MUON),
+    ("nesterov", "ns_steps"): (MUON,),
+    ("state_dtype",): ("adamw",),
+}
 _EXTRAS = ("tensorboard", "wandb")  # keys of `log`, packages, and extras of fsdpctl
 
 
@@ -37,10 +49,13 @@ def check_optimizer(config: Config) -> None:
         UsageError: If one is, or if the learning rate has no default and is not set.
     """
     about, usual = config.optimizer, OptimizerConfig()
-    other = "adamw" if about.name == "sgd" else "sgd"
-    for name in ("beta1", "beta2", "eps") if other == "adamw" else ("momentum",):
-        if (value := getattr(about, name)) != getattr(usual, name):
-            raise UsageError(f"optimizer.{name}={value:g}: only valid with optimizer={other}")
+    for names, owners in _OPTIMIZERS_OF.items():
+        for name in names if about.name not in owners else ():
+            if (value := getattr(about, name)) != getattr(usual, name):
+                text, others = KEYS[f"optimizer.{name}"].text(value), " or ".join(owners)
+                raise UsageError(f"optimizer.{name}={text}: only valid with optimizer={others}")
+    if about.name != "adamw" and config.precision.master_dtype == SPLIT:
+        raise UsageError(f"precision.master_dtype={SPLIT}: only valid with optimizer=adamw")
     if about.name == "sgd" and about.lr is None:
         raise UsageError("optimizer.lr=auto: not supported with optimizer=sgd; set a number")
 
@@ -79,12 +94,52 @@ def check_engine(config: Config) -> None:
         UsageError: If it does not; the message names the keys.
     """
     name, precision = config.engine.name, config.precision
+    if name != FSDPCTL:
+        for key, value, known in (
+            ("optimizer.state_dtype", config.optimizer.state_dtype, (None,)),
+            ("precision.master_dtype", precision.master_dtype, (None, *DTYPES)),
+        ):
+            if value not in known:
+                raise UsageError(f"{key}={value}: requires engine={FSDPCTL}, got engine={name}")
     if config.strategy.name != AUTO:
         check_strategy(name, get_strategy(config.strategy.name))
     if name == DDP and precision.reduce_dtype != precision.master_dtype:
         raise UsageError(
             f"engine=ddp: reduces gradients in the dtype of the master weights; expected "
             f"precision.reduce_dtype={precision.master_dtype}, got {precision.reduce_dtype}"
+        )
+
+
+def check_offload(config: Config) -> None:
+    """Check that nothing conflicts with states in host memory, for a placed configuration.
+
+    Raises:
+        UsageError: If something does.
+    """
+    about = config.optimizer
+    if about.offload == Offload.NONE:
+        return
+    where = f"optimizer.offload={about.offload}"
+    if config.engine.name != FSDPCTL:
+        raise UsageError(f"{where}: requires engine={FSDPCTL}, got engine={config.engine.name}")
+    if about.name != "adamw":
+        raise UsageError(f"{where}: requires optimizer=adamw, got optimizer={about.name}")
+    if about.state_dtype not in (None, "float32"):
+        raise UsageError(f"{where}: conflicts with optimizer.state_dtype={about.state_dtype}")
+    if config.precision.master_dtype not in (None, "float32"):
+        dtype = config.precision.master_dtype
+        raise UsageError(f"{where}: conflicts with precision.master_dtype={dtype}")
+    ranks, given = world_size(config), config.strategy
+    if given.name == AUTO or ranks == 1:
+        return
+    given = resolved_strategy(config, given)
+    row, _ = effective_strategy(get_strategy(given.name), given.dp_shard_size or ranks, ranks)
+    if not row.shards_optimizer:
+        size = "" if row.name == given.name else f" strategy.dp_shard_size={given.dp_shard_size}"
+        raise UsageError(
+            f"{where}: not supported with strategy={given.name}{size} on {ranks} ranks, which "
+            "would all step all parameters; expected a strategy that shards optimizer states, such "
+            "as shard_grad_op"
         )
 
 
@@ -98,6 +153,19 @@ def notes_on_engine(config: Config, automatic: frozenset[str]) -> tuple[str, ...
     if name == FSDPCTL or wire in (None, reduce) or "precision.wire_dtype" in automatic:
         return ()
     return (f"engine={name}: sends gradients in precision.reduce_dtype={reduce}, not in {wire}",)
+
+
+def check_matrices(config: Config, module: nn.Module) -> None:
+    """Check that `module` has a matrix for optimizer=muon.
+
+    Raises:
+        UsageError: If it has none.
+    """
+    units = divide_module(module, None) if config.optimizer.name == MUON else ()
+    if units and not any(is_muons(param) for unit in units for param in unit.params):
+        raise UsageError(
+            "optimizer=muon: the model has no trained matrix in a block; use optimizer=adamw"
+        )
 
 
 def check_trained_whole(config: Config, module: nn.Module) -> None:

@@ -41,6 +41,8 @@ from fsdpctl.resolve.machine import (
 )
 from fsdpctl.resolve.preflight import (
     check_engine,
+    check_matrices,
+    check_offload,
     check_preflight,
     check_trained_whole,
     notes_on_engine,
@@ -76,7 +78,7 @@ class Settled:
 
 def decides_losses(name: str) -> bool:
     """Return whether a key decides the losses of a run, up to rounding."""
-    if name == "model.attention":
+    if name in ("model.attention", "optimizer.offload"):
         return False
     return name.split(".")[0] in _DECIDES or name in _DECIDING_KEYS
 
@@ -106,6 +108,7 @@ def _open(composed: Composed, where: Place, on_rows: Callable[[int], None]) -> O
     check_preflight(composed.config)
     config = placed_here(composed.config, where)
     check_engine(config)
+    check_offload(config)
     check_attention(with_architecture(config), here=True)
     if STRATEGY not in left:
         resolved_strategy(config, config.strategy)  # an error does not wait for the data
@@ -118,6 +121,7 @@ def _open(composed: Composed, where: Place, on_rows: Callable[[int], None]) -> O
     config = with_batch_size(with_data(_with_length(config, data, composed), data))
     module = build_model(config.model)
     check_trained_whole(config, module)
+    check_matrices(config, module)
     if config.model.is_pretrained:
         check_weights(weights_in_model_path(config.model, module, config.train.seed), module)
     config = replace(config, optimizer=_with_lr(config.optimizer, config.model, module))

@@ -22,6 +22,7 @@ from fsdpctl.checkpoint.folders import (
 )
 from fsdpctl.checkpoint.pretrained import RUN_ASSETS
 from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.config.auto import Selection, left_open, with_extras
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import Config
@@ -42,6 +43,7 @@ _WHERE = ("train.run_dir", "launch.node_rank", "launch.rdzv_endpoint")  # of a s
 _NOT_THE_MODELS = (
     "model.path", "model.init", "model.init_std", "model.lora.path", "model.attention"
 )  # fmt: skip
+_MAY_CHANGE = ("optimizer.state_dtype",)  # on resume: checkpoints are read into any dtype
 _NOT_SET = "not set"
 
 
@@ -151,7 +153,8 @@ def _look_for_resume(config: Config) -> Look:
     kept = read_config(run_dir)
     config = with_kept_kernel(config, kept.model.attention)
     before = config_words(kept)
-    _check_same_run(run_dir, before, config_words(config))
+    extras = Selection.of(replace(kept, auto=config.auto)).extras if left_open(config) else ()
+    _check_same_run(run_dir, before, config_words(with_extras(config, extras)))
     incomplete = passed_over(run_dir / CHECKPOINTS)
     newest = newest_checkpoint(run_dir / CHECKPOINTS)
     if newest is None and incomplete:
@@ -203,7 +206,7 @@ def _check_same_run(run_dir: Path, before: Mapping[str, str], now: Mapping[str, 
     deciding = [
         f"{name} {before.get(name, _NOT_SET)} -> {now.get(name, _NOT_SET)}"
         for name in _changed(before, now)
-        if decides_losses(name)
+        if decides_losses(name) and name not in _MAY_CHANGE
     ]
     if deciding:
         raise UsageError(

@@ -135,7 +135,7 @@ def _strategy(config: Config, ranks: int) -> str:
     name = f"{row.name} ({row.known_as})"
     if 1 < size < ranks:
         name += f" in {ranks // size} replicas of {size} ranks"
-    if given.owner_map != "even":
+    if given.owner_map not in (None, "even"):
         name += f" with {given.owner_map} owners"
     effective, _ = effective_strategy(row, size, ranks)
     if effective.name == row.name:

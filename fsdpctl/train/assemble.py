@@ -32,12 +32,12 @@ from fsdpctl.models.nf4 import quantize, quantized_shapes
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.peers.model import peer_model
 from fsdpctl.peers.setup import PeerSetup
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.schedule import Prefetch
+from fsdpctl.plan.sizes import Offload
+from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import FSDPCTL, get_strategy, ranks_per_copy
 from fsdpctl.resolve.blocks import checkpoint_block, compile_block
 from fsdpctl.run.environment import add_start, describe_start, place_of
@@ -49,42 +49,51 @@ from fsdpctl.train.callbacks.sample import SampleText
 from fsdpctl.train.callbacks.self_check import SelfCheck
 from fsdpctl.train.callbacks.validation import Validation
 from fsdpctl.train.journal import Journal
+from fsdpctl.train.optimizers import make_optimizer
 from fsdpctl.train.step import LaunchContext, Optimizer, TrainedModel, TrainingParts
 from fsdpctl.train.trainer import Trainer
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, SPLIT: torch.bfloat16}
 
 
 def make_model(
-    config: Config, device: torch.device, *, strategy: str | None = None, empty: bool = False
+    config: Config,
+    device: torch.device,
+    *,
+    strategy: str | None = None,
+    empty: bool = False,
+    trains: bool = False,
 ) -> ShardedModel:
     """Return the model, sharded by fsdpctl's engine as configured. Collective.
 
-    Its weights are initialized from the seed, or zeros if `empty`.
+    Its weights are initialized from the seed, or zeros if `empty`. Only if it `trains`, states are
+    in host memory as configured.
     """
     if strategy:
         config = replace(config, strategy=config.strategy.under(strategy))
-    module = make_module(config)
+    sharding, module = sharding_of(config, trains=trains), make_module(config)
     source = Source(device, None if empty else _draw(config, module), is_empty=empty)
-    return shard_from(source, module, sharding_of(config))
+    return shard_from(source, module, sharding)
 
 
-def sharding_of(config: Config) -> Sharding:
-    """Return how fsdpctl's engine shards the model."""
+def sharding_of(config: Config, *, trains: bool = False) -> Sharding:
+    """Return how fsdpctl's engine shards the model. If it `trains`, states may be on the host."""
     given = config.strategy
+    dtypes = (_DTYPES[name or "float32"] for name in config.precision.dtypes)
     return Sharding(
         given.name,
         dp_shard_size=given.dp_shard_size,
-        owner_map=given.owner_map,
+        owner_map=given.owner_map or "even",
         prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),
-        precision=Precision(*(_DTYPES[name or "float32"] for name in config.precision.dtypes)),
+        precision=Precision(*dtypes, has_remainders=config.precision.master_dtype == SPLIT),
+        offload=config.optimizer.offload if trains else Offload.NONE,
     )
 
 
 def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> TrainedModel:
     """Return the model, sharded by the configured engine. Collective."""
     if config.engine.name == FSDPCTL:
-        model = make_model(config, device, empty=empty)
+        model = make_model(config, device, empty=empty, trains=True)
         model.mesh.measure_waits()
         model.overlap_param_gather = True
         return _with_counts(model)
@@ -140,22 +149,6 @@ def make_module(config: Config) -> nn.Module:
             if config.train.compile:
                 compile_block(block)
     return module
-
-
-def make_optimizer(config: Config, model: TrainedModel) -> Optimizer:
-    """Return the optimizer over the model's shards."""
-    about = config.optimizer
-    if about.name == "sgd":
-        return ShardedSGD(
-            model, lr=about.lr or 0.0, momentum=about.momentum, weight_decay=about.weight_decay
-        )
-    return ShardedAdamW(
-        model,
-        lr=about.lr or 0.0,  # the trainer sets it before every step
-        betas=(about.beta1, about.beta2),
-        eps=about.eps,
-        weight_decay=about.weight_decay,
-    )
 
 
 def make_trainer(

@@ -22,7 +22,7 @@ from fsdpctl.run.flops import ModelFlops
 from fsdpctl.run.step_metrics import StepClock, StepMetrics, peak_memory
 from fsdpctl.train.loss import summed_loss
 
-Optimizer = ShardedAdamW | ShardedSGD
+Optimizer = ShardedAdamW | ShardedSGD  # ShardedMuon is a ShardedAdamW
 TrainedModel = ShardedModel | PeerModel
 
 

@@ -3,20 +3,22 @@
 The global batch is the same everywhere, its samples lie on different ranks.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from fsdpctl.checkpoint.load import load_checkpoint, model_pieces, optimizer_pieces
-from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.load import load_checkpoint
+from fsdpctl.checkpoint.manifest import Progress, tensor_key
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.plan.layout import Span
 from fsdpctl.plan.strategy import STRATEGIES
 from tests.checkpoint.test_round_trip import whole_tensors
 from tests.distributed import distributed
@@ -93,12 +95,27 @@ def load_all(rank: int, world_size: int, folder: Path, dtype: str, strategies: l
 
 
 def check_bits(model: ShardedModel, optimizer: ShardedAdamW, whole: dict[str, Tensor]) -> None:
-    pieces = [*model_pieces(model, written=False), *optimizer_pieces(optimizer, written=False)]
-    kinds = {piece.key.partition("/")[0] for piece in pieces}
-    assert kinds in ({"model", "exp_avg", "exp_avg_sq"}, set())
-    for each in pieces:
-        span = each.piece.in_param
-        assert torch.equal(each.values, whole[each.key].view(-1)[span.start : span.stop])
+    found = list(held(model, optimizer))
+    assert {key.partition("/")[0] for key, *_ in found} in (
+        {"model", "exp_avg", "exp_avg_sq"},
+        set(),
+    )
+    for key, span, values in found:
+        assert torch.equal(values, whole[key].view(-1)[span.start : span.stop])
+
+
+def held(model: ShardedModel, optimizer: ShardedAdamW) -> Iterator[tuple[str, Span, Tensor]]:
+    """Yield the parts of parameters and states that this rank has."""
+    for shard in model.flat_shards():
+        for piece in shard.held_pieces():
+            key = tensor_key("model", piece.param.name)
+            yield key, piece.in_param, shard.view(shard.master, piece.in_flat)
+    for run, states in optimizer.run_states():
+        for piece in run.shard.layout.pieces(run.span):
+            within = piece.in_flat.shift(-run.span.start)
+            for kind in states.keys() - {"step"}:
+                key = tensor_key(kind, piece.param.name)
+                yield key, piece.in_param, states[kind][within.start : within.stop]
 
 
 @pytest.fixture(scope="module", params=DTYPES)

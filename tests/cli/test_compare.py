@@ -44,7 +44,7 @@ def test_values_are_ignored_for_strategies_that_do_not_use_them():
     found = variants(["strategy.owner_map=balanced"], None, None, steps=4)
     maps = {each.composed.config.strategy.name: each.composed.config.strategy for each in found}
     assert maps["shard_optimizer"].owner_map == "balanced"
-    assert maps["full_shard"].owner_map == "even"
+    assert maps["full_shard"].owner_map is None
 
 
 def test_duplicate_alternatives_are_merged():

@@ -143,7 +143,8 @@ def test_settings_that_a_file_of_another_tool_lacks_are_reported():
     file = str(OTHERS / "axolotl-qlora.yml")
     code, text = invoke("estimate-memory", "--from", file, "cluster=h100")
     assert code == 0
-    assert "differs optimizer=adamw_bnb_8bit: estimated with AdamW's two states" in text
+    assert "model.base_dtype=nf4" in text
+    assert "optimizer.offload=all" in text
     assert "unknown may change the estimate: a_key_of_tomorrow" in text
     assert "engine  fsdpctl: the estimates of PyTorch's engines don't support adapters" in text
     code, said = invoke("estimate-memory", "--from", file, "--recipe", "shakespeare")

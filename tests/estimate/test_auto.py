@@ -314,3 +314,28 @@ def test_specs_that_are_set_are_not_assumed():
     config = placed("strategy=full_shard")
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
     assert Estimator().predict(with_speed(config)[0]).seconds > 0
+
+
+def test_states_are_only_compressed_if_that_is_allowed_and_needed():
+    few = [*OPEN[1:], "strategy=no_shard"]
+    scarce = ["cluster.memory=0.501"]
+    plain, compressed = (
+        ranking(*few, *scarce, *more).estimate.peak_reserved
+        for more in ([], ["auto.may_use=state_dtype"])
+    )
+    tight = f"cluster.memory={0.5 + (plain + compressed) / (2 << 30)}"
+    assert not ranking(*few, tight).ranked
+    found = ranking(*few, tight, "auto.may_use=state_dtype")
+    assert found.best.selection.extras == (("optimizer.state_dtype", "int8"),)
+    assert found.text(found.best.selection).endswith("optimizer.state_dtype=int8")
+    assert found.best.estimate.config.optimizer.state_dtype == "int8"
+    roomy = ranking(*few, "cluster.memory=4", "auto.may_use=state_dtype")
+    assert roomy.best.selection.extras == ()
+    settled = filled(placed(*few, tight), found.best.selection)
+    assert settled.optimizer.state_dtype == "int8"
+    assert Selection.of(replace(settled, auto=found.estimate.config.auto)) == found.best.selection
+
+
+def test_what_auto_may_use_is_checked():
+    with pytest.raises(UsageError, match=r"expected state_dtype.*got stat_dtype; did you mean"):
+        left_open(composed("auto.may_use=stat_dtype").config)

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -169,10 +170,23 @@ def test_replicas_that_do_not_fit_are_advised_to_shard_optimizer_states():
     words += ["train.micro_batch_size=1", "train.global_batch_size=64"]
     words += ["strategy=hybrid_shard", "activation_checkpointing=full"]
     config = resolved(*words)
-    first, *_ = advice(Estimator(), config)
+    found = {change.words: estimate for change, estimate in advice(Estimator(), config)}
     assert config.strategy.dp_shard_size == 8
-    assert first[0].words == ("strategy=hybrid_shard_optimizer",)
-    assert first[1].config.strategy.dp_shard_size == 8
+    shared = found[("strategy=hybrid_shard_optimizer",)]
+    assert shared.config.strategy.dp_shard_size == 8
+
+
+def test_changes_are_named_in_the_order_of_their_predicted_time():
+    words = ["model=llama3_8b", "cluster=h100", "launch.nproc_per_node=4", "train.seq_len=512"]
+    words += ["train.micro_batch_size=1", "cluster.memory=40GiB"]
+    estimator = Estimator()
+    found = advice(estimator, resolved(*words))
+    seconds = [estimator.predict(change.config).seconds for change, _ in found]
+    assert all(after > before * 0.98 for before, after in pairwise(seconds))
+    named = {word for change, _ in found for word in change.words}
+    assert {"optimizer.state_dtype=int8", "optimizer.offload=states"} <= named
+    adapted = advice(estimator, resolved(*words[:2], "model.lora.rank=8", "cluster.memory=6GiB"))
+    assert all("optimizer.state_dtype=int8" not in change.words for change, _ in adapted)
 
 
 def test_hundreds_of_billions_of_parameters_on_thousands_of_ranks():

@@ -29,8 +29,9 @@ from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.plan.layout import Span
 from fsdpctl.resolve.attention import check_attention
 from fsdpctl.resolve.decoder_check import check_decoder, with_packing
-from fsdpctl.train.assemble import make_model, make_optimizer
+from fsdpctl.train.assemble import make_model
 from fsdpctl.train.callbacks.sample import Sampling, generate
+from fsdpctl.train.optimizers import make_optimizer
 from tests.distributed import distributed
 from tests.engine.test_parity import largest_difference
 from tests.matrix import fast

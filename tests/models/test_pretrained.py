@@ -22,7 +22,8 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_words
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.train.assemble import make_model, make_optimizer
+from fsdpctl.train.assemble import make_model
+from fsdpctl.train.optimizers import make_optimizer
 from tests.distributed import distributed
 from tests.models.families import FAMILIES, save_model, tokens
 

@@ -9,7 +9,8 @@ import torch
 from benchmarks.training import train_step
 from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
-from fsdpctl.train.assemble import make_model, make_optimizer
+from fsdpctl.train.assemble import make_model
+from fsdpctl.train.optimizers import make_optimizer
 from tests.distributed import distributed
 from tests.models.decoders import compose, save_decoder
 from tests.predict.test_total import predicted

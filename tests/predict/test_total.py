@@ -15,19 +15,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.training import train_step
 from fsdpctl.comm import process_group
 from fsdpctl.config.compose import compose_config
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import Config, OptimizerConfig
 from fsdpctl.estimate.run_plan import plan_run
 from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.plan.reductions import Transport
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.allocator import PlainAllocator
-from fsdpctl.predict.engine_bytes import planned_step
+from fsdpctl.predict.engine_bytes import host_states_bytes, planned_step
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import Script, replay
 from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
-from fsdpctl.train.assemble import make_model, make_optimizer
+from fsdpctl.train.assemble import make_model
+from fsdpctl.train.optimizers import make_optimizer
 from tests.distributed import distributed
 from tests.engine.nccl import nccl_path
 from tests.matrix import WHOLE, fast
@@ -44,6 +45,8 @@ def random_config(
     strategies: Sequence[str] = tuple(STRATEGIES),
     *,
     in_part: bool = False,
+    by_muon: bool = False,
+    compresses: bool = False,
 ) -> Config:
     """A small model trained in some way, `in_part` only some of its parameters or adapters."""
     heads = draw.choice([1, 2, 4])
@@ -74,8 +77,14 @@ def random_config(
         f"train.global_batch_size={ranks * micro * steps}",
         f"train.loss_chunk_tokens={draw.choice([0, 0, 24])}",
     ]
-    if draw.random() < 0.2:
+    if draw.random() < 0.2 and not compresses:
         words += ["optimizer=sgd", f"optimizer.momentum={draw.choice([0, 0.9])}"]
+    if compresses:
+        words += [f"optimizer.state_dtype={draw.choice(['int8', 'int8', 'bfloat16', 'float32'])}"]
+        if words[4] == "precision=bf16" or draw.random() < 0.4:
+            words[4] = "precision=bf16"
+            words += [f"precision.master_dtype={draw.choice(['bfloat16+int8', 'float32'])}"]
+            words += [f"precision.reduce_dtype={draw.choice(['bfloat16', 'float32'])}"]
     if draw.random() < 0.3:
         words += ["data=chat"]  # rows of several documents
     if arch == "gemma3_text":
@@ -91,8 +100,25 @@ def random_config(
         words += [f"prefetch.{way}={draw.randint(0, 2)}" for way in ("forward", "backward")]
     if in_part:
         words += trained_in_part(draw, arch)
+    if by_muon:
+        words = stepped_by_muon(draw, words)
     config = placed_on_cluster(compose_config(words).config)
     return replace(config, strategy=resolved_strategy(config, config.strategy))
+
+
+def stepped_by_muon(draw: random.Random, words: list[str]) -> list[str]:
+    """Replace the optimizer, owner maps that cut matrices, and models of one layer."""
+    others = ("optimizer", "strategy.owner_map", "data=")  # masks weigh more next to fewer states
+    kept = [word for word in words if not word.startswith(others)]
+    if draw.random() < 0.5:  # so little data that updates need the most memory
+        few = {"train.seq_len": 16, "model.vocab_size": 64, "model.intermediate_size": 512}
+        kept = [word for word in kept if word.split("=")[0] not in few]
+        kept += [f"{name}={value}" for name, value in few.items()]
+    kept = [f"{word[:-1]}2" if word == "model.num_layers=1" else word for word in kept]
+    if "strategy=shard_optimizer" in kept and draw.random() < 0.5:
+        kept += [f"strategy.owner_map={draw.choice(['round_robin', 'contiguous'])}"]
+    settings = [f"optimizer.nesterov={draw.choice(['true', 'false'])}"]
+    return [*kept, "optimizer=muon", *settings, f"optimizer.ns_steps={draw.choice([1, 2, 5])}"]
 
 
 def trained_in_part(draw: random.Random, arch: str) -> list[str]:
@@ -144,13 +170,14 @@ def peaks_of(
     strategies: Sequence[str] = tuple(STRATEGIES),
     *,
     in_part: bool = False,
+    by_muon: bool = False,
 ) -> tuple[int, int]:
     """The estimated and the real peak of all tensors, in a step of a random configuration.
 
     What the engine owns is compared on the way, event by event.
     """
     draw = random.Random(f"{seed} {ranks}")
-    config = random_config(draw, ranks, strategies, in_part=in_part)
+    config = random_config(draw, ranks, strategies, in_part=in_part, by_muon=by_muon)
     model = make_model(config, torch.device("cpu"))
     optimizer = make_optimizer(config, model)
     peak, events = watched_step(model, lambda: train_step(config, model, optimizer))
@@ -160,6 +187,27 @@ def peaks_of(
     rest = events[len(planned) :]
     assert all(each.kind is EventKind.SYNC or each.buffer is Buffer.GRADS for each in rest), config
     return expected, peak
+
+
+def offloaded_peaks(rank: int, ranks: int, seed: int) -> tuple[int, int, int, int]:
+    """The estimated and the real bytes on the device at the peak, and on the host."""
+    draw = random.Random(f"offload {seed} {ranks}")
+    strategies = [each for each in STRATEGIES if each != "no_shard" or ranks == 1]
+    config = random_config(draw, ranks, strategies, in_part=draw.random() < 0.3)
+    if config.strategy.dp_shard_size == 1 < ranks:  # as no_shard
+        config = replace(config, strategy=replace(config.strategy, dp_shard_size=ranks))
+    offload = draw.choice(["states", "all"])
+    config = replace(config, optimizer=replace(OptimizerConfig(), lr=0.1, offload=offload))
+    model = make_model(config, torch.device("cpu"), trains=True)
+    model.overlap_param_gather = True
+    optimizer = make_optimizer(config, model)
+    peak, events = watched_step(model, lambda: train_step(config, model, optimizer))
+    expected, planned = predicted(config, rank)
+    assert events[: len(planned)] == planned, config
+    plan, first = plan_run(config, TracedModel(config).units, 1)
+    copy, within = divmod(rank, first.size)
+    host = host_states_bytes(plan, replace(first, rank=within, copy=copy))
+    return expected, peak, host, model.host_memory_bytes() + optimizer.memory_bytes()
 
 
 @contextmanager
@@ -250,3 +298,26 @@ def test_estimates_are_exact_over_nccl_with_replicas(ranks: int) -> None:
 def test_estimates_are_exact_over_nccl_if_only_part_is_trained(ranks: int, whole: bool) -> None:
     for seed in range(CASES) if whole else range(SAMPLED):
         check_nccl(ranks, f"in part {seed}", seed, in_part=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@distributed(timeout=600)
+def test_the_peak_of_runs_by_muon_is_exact(rank: int, world_size: int) -> None:
+    """At every rank, whose matrices differ from those of the others."""
+    for seed in range(70):
+        whole_matrices = ["no_shard", "shard_optimizer"]
+        estimated, measured = peaks_of(rank, world_size, seed, whole_matrices, by_muon=True)
+        assert abs(estimated / measured - 1) <= 0.01, (seed, estimated, measured)
+
+
+@pytest.mark.parametrize("world_size", fast(2, slow=[1, 3]))
+@WHOLE
+@distributed(timeout=300)
+def test_estimates_are_exact_with_states_on_the_host(
+    rank: int, world_size: int, whole: bool
+) -> None:
+    for seed in range(70 if whole else 2):
+        estimated, measured, host, held = offloaded_peaks(rank, world_size, seed)
+        assert abs(estimated / measured - 1) <= 0.01, (seed, estimated, measured)
+        assert host == held, seed

@@ -107,8 +107,10 @@ def _uses(tensor: Tensor) -> int:
 def watched_step(model: ShardedModel, step: Callable[[], None]) -> tuple[int, list[Event]]:
     """The most bytes of all tensors in a step that is not the first, and what the engine did."""
     buffers = [buffer for unit in model._runtime.units.values() for buffer in unit.buffers]
-    there = [values for each in buffers for values in (each.part, each.shard.master)]
+    there = [each.part for each in buffers]
+    there += [each.shard.master for each in buffers if not each.shard.is_on_host]
     slots = [buffer.whole for buffer in buffers]
+    slots += [each.shard.master for each in buffers if each.shard.is_on_host]  # counted apart
     watch = TensorBytes(there, slots, partial(gathered_nbytes, model))
     del buffers, there, slots
     with watch, _threads_let_go():

@@ -1,13 +1,17 @@
 """Translation of axolotl's YAML file, by its schema up to version 0.19."""
 
 import re
+from fnmatch import fnmatchcase
 
 from fsdpctl.config.importers.models import settings_of_model
 from fsdpctl.config.importers.parts import (
+    OF_FSDP,
     TOO_HIGH,
     UNUSED_OF_FSDP,
     deepspeed_file,
+    read_activation_offload,
     read_fsdp,
+    read_offload,
     read_optimizer,
     read_zero,
     unsupported_degree,
@@ -34,14 +38,12 @@ _DEGREES = {
     "pipeline": ("pipeline_parallel_size",),
     "expert": ("expert_parallel_size", "expert_parallel_degree"),
 }
+_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "liger_*")
 _SMALLER = {
     "load_in_4bit": "the frozen weights are estimated in bf16, not in 4 bits",
-    "load_in_8bit": "the frozen weights are estimated in bf16, not in 8 bits",
     "gptq": "the frozen weights are estimated in bf16, not quantized",
+    "load_in_8bit": "the frozen weights are estimated in bf16, not in 8 bits",
     "activation_offloading": "activations are estimated on the device",
-    "lora_mlp_kernel": "third-party kernels",
-    "lora_qkv_kernel": "third-party kernels",
-    "lora_o_kernel": "third-party kernels",
     "peft_layers_to_transform": "adapters are estimated on all layers",
 }
 # With these, not all logits exist at once.
@@ -67,7 +69,8 @@ _UNUSED = (
     "min_sample_len", "remove_unused_columns", "loss_watchdog_*", "profiler_*", "gc_steps",
     "include_t*", "low_cpu_mem_usage", "device_map", "device", "ddp*", "accelerator_config*",
     "lora_model_dir", "lora_fan_in_fan_out", "lora_on_cpu", "merge_lora", "peft.loftq*",
-    "plugins", "torch_compile_*", "torchao_*", "telemetry*", "micro_batch_size",
+    "plugins", "torch_compile_*", "torchao_*", "bnb_config_kwargs*", "telemetry*",
+    "micro_batch_size",
     "field_messages", "message_*", "unfrozen_parameters", "fp16", "float32",
     *(f"fsdp_config.{each}" for each in UNUSED_OF_FSDP), "fsdp_version", "fsdp",
     "fsdp_final_state_dict_type",
@@ -177,9 +180,11 @@ def _read_recomputation(found: Translation) -> None:
     if value is None or value.is_off:
         found.map(value, "activation_checkpointing=none", default="gradient_checkpointing")
         return
+    leaves = found.source.take("activation_offloading")
     found.map(value, "activation_checkpointing=full")
-    if not value.is_on:  # offload, offload_disk
-        found.exclude(value, f"activations are estimated on the device; {TOO_HIGH}")
+    for each in (value, leaves):
+        if each and (each is leaves or not each.is_on) and not each.is_off:
+            read_activation_offload(found, each)
 
 
 def _read_adapters(found: Translation) -> bool:
@@ -201,9 +206,11 @@ def _read_adapters(found: Translation) -> bool:
         raise source.error(adapter, "expected lora or qlora")
     shown = SourceKey("adapter, lora_r", f"{kind}, {rank.text if rank else '(not set)'}", ())
     found.map(shown, f"model.lora.rank={rank.text if rank else 8}")
-    if kind == "qlora":
-        found.exclude(adapter, f"{_SMALLER['load_in_4bit']}; {TOO_HIGH}")
-        source.take("load_in_4bit")
+    four, gptq = source.take("load_in_4bit"), source.take("gptq")
+    if kind == "qlora" or (four and four.is_on) or (gptq and gptq.is_on):
+        shown = next((each for each in (four, gptq) if each and each.is_on), adapter)
+        note = "linear layers of blocks take 0.516 bytes per weight"
+        found.map(shown, "model.base_dtype=nf4", note=note)
     if alpha:
         found.map(alpha, f"model.lora.alpha={alpha.text}")
     if targets and not (linear and linear.is_on):
@@ -234,7 +241,7 @@ def _read_sharding(found: Translation) -> bool:
         strategy = next((each for each in modes_set if each not in ("auto_wrap", "offload")), "")
         read_fsdp(found, "fsdp_config", version=version or "1", strategy=strategy)
         if modes and "offload" in modes_set:
-            found.exclude(modes, f"model states are estimated on the device; {TOO_HIGH}")
+            read_offload(found, modes, OF_FSDP)
     else:
         found.map(None, "strategy=no_shard", "engine=ddp", default="fsdp, deepspeed")
         return False
@@ -258,6 +265,17 @@ def _read_without(found: Translation) -> None:
     compiled = found.source.take("torch_compile")
     if compiled and not compiled.is_off:
         found.exclude(compiled, "estimated without compilation, which usually needs more memory")
+    _read_kernels(found)
+
+
+def _read_kernels(found: Translation) -> None:
+    """Translate kernels that save fewer tensors for backward: of one layer, if it is recomputed."""
+    recomputes = found.settings.get("activation_checkpointing") == "full"
     for each in found.source.peek():
-        if each.key.startswith("liger_") and (value := found.source.take(each.key)) and value.is_on:
+        if not any(fnmatchcase(each.key, pattern) for pattern in _KERNELS):
+            continue
+        value = found.source.take(each.key)
+        if value and value.is_on and recomputes:
+            found.map(value, note="not counted: only saves tensors of the layer being recomputed")
+        elif value and value.is_on:
             found.exclude(value, f"third-party kernels; {TOO_HIGH}")

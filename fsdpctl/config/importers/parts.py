@@ -6,11 +6,13 @@ from typing import Any
 
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.translation import Translation
+from fsdpctl.config.schema import KEYS
 from fsdpctl.config.synonyms import NOT_SUPPORTED
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import read_json
 
 TOO_HIGH = "the estimate is too high"
+OF_FSDP = "gathers from the device, FSDP from the host: sharded parameters take more memory here"
 # With two fp32 states per parameter, as in fsdpctl's AdamW.
 _ADAMW = (
     "adamw_torch_fused", "adamw_apex_fused", "adamw_torch_npu_fused", "adamw_torch", "adamw_hf",
@@ -18,11 +20,17 @@ _ADAMW = (
     "schedule_free_adamw",
 )  # fmt: skip
 _FUSED = ("adamw_torch_fused", "adamw_apex_fused", "adamw_torch_npu_fused", "fusedadam")
+# With two states of about one byte per parameter, of bitsandbytes and torchao.
+_EIGHT_BITS = ("*adamw*8bit*", "adam8bit", "adam_8bit", "*adamw*fp8*")
+_FOUR_BITS = ("*adamw*4bit*",)
 # With fewer or smaller states.
 _SMALLER = (
     "*8bit*", "*4bit*", "*fp8*", "adafactor", "*lion*", "*muon*", "*dion*", "*lomo*", "*galore*",
     "*apollo*", "came*", "rmsprop*", "adagrad", "schedule_free_sgd",
 )  # fmt: skip
+_ONLY_FP32 = "the estimates of PyTorch's engines only support AdamW with states in fp32"
+_ACTIVATIONS = "activation_checkpointing.offload"
+_ON_DEVICE = "the estimates of PyTorch's engines only support states on the device"
 _STRATEGIES = {
     "full_shard": "full_shard", "1": "full_shard",
     "shard_grad_op": "shard_grad_op", "2": "shard_grad_op",
@@ -60,13 +68,57 @@ def read_optimizer(found: Translation, value: SourceKey | None, default: str) ->
     elif name == "sgd":
         found.map(value, "optimizer=sgd", "optimizer.momentum=0")
         found.own_engine = "the estimates of PyTorch's engines only support AdamW"
-    elif value is not None and any(fnmatchcase(name, each) for each in _SMALLER):
+    elif value is not None and _is_one_of(name, (*_EIGHT_BITS, *_FOUR_BITS)):
+        _read_small_states(found, value, name)
+    elif name == "muon" and found.settings.get("strategy") in ("no_shard", "shard_optimizer"):
+        found.map(value, "optimizer=muon")
+        found.own_engine = found.own_engine or _ONLY_FP32
+    elif value is not None and _is_one_of(name, _SMALLER):
         found.exclude(value, f"estimated with AdamW's two states in fp32; {TOO_HIGH}")
     elif value is not None:
         found.missing.append(
             ("optimizer", f"{value.key}: {name}: unknown optimizer states; add optimizer=adamw or "
              "optimizer=sgd to estimate it as one of these")
         )  # fmt: skip
+
+
+def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, each) for each in patterns)
+
+
+def _read_small_states(found: Translation, value: SourceKey, name: str) -> None:
+    """Translate AdamW with states in 8 or 4 bits."""
+    if "optimizer.offload" in found.settings:
+        found.map(value, "optimizer=adamw", note="in host memory, in fp32")
+        return
+    note = "moments of matrices take 1.03 bytes per element"
+    if "paged" in name:
+        note += ", without paging to the host"
+    elif _is_one_of(name, ("adamw_bnb_8bit", "adamw_8bit")):
+        note += "; transformers keeps those of embeddings in fp32"
+    found.map(value, "optimizer=adamw", "optimizer.state_dtype=int8", note=note)
+    found.own_engine = found.own_engine or _ONLY_FP32
+    if _is_one_of(name, _FOUR_BITS):
+        found.exclude(value, f"states are estimated in 8 bits, not in 4; {TOO_HIGH}")
+
+
+def read_offload(found: Translation, value: SourceKey, note: str) -> None:
+    """Translate model states in host memory. `note` says how the tool differs."""
+    if found.settings.get("strategy") == "no_shard" or "nvme" in value.text.lower():
+        found.exclude(value, f"model states are estimated on the device; {TOO_HIGH}")
+        return
+    found.map(value, "optimizer.offload=all", note=note)
+    found.own_engine = found.own_engine or _ON_DEVICE
+
+
+def read_activation_offload(found: Translation, value: SourceKey) -> None:
+    """Translate the inputs of recomputed blocks in host memory, or on a disk."""
+    if _ACTIVATIONS not in KEYS:
+        found.exclude(value, f"activations are estimated on the device; {TOO_HIGH}")
+        return
+    note = "in host memory, not on disk" if "disk" in value.text.lower() else ""
+    found.map(value, f"{_ACTIVATIONS}=true", note=note)
+    found.own_engine = found.own_engine or _ON_DEVICE
 
 
 def read_fsdp(found: Translation, section: str, *, version: str, strategy: str = "") -> None:
@@ -93,10 +145,13 @@ def read_fsdp(found: Translation, section: str, *, version: str, strategy: str =
     old = "" if version == "2" else "estimated as FSDP 2"
     found.map(named, f"strategy={ours}", f"engine={engine}", default=section, note=old)
     _read_prefetch(found, take("backward_prefetch"), take("forward_prefetch"))
-    if (recomputes := take("activation_checkpointing")) and recomputes.is_on:
+    recomputes, leaves = take("activation_checkpointing"), take("activation_checkpointing_offload")
+    if recomputes and recomputes.is_on:
         found.map(recomputes, "activation_checkpointing=full")
+        if leaves and leaves.is_on:
+            read_activation_offload(found, leaves)
     if (offload := take("offload_params") or take("cpu_offload")) and not offload.is_off:
-        found.exclude(offload, f"model states are estimated on the device; {TOO_HIGH}")
+        read_offload(found, offload, OF_FSDP)
     wrap = take("auto_wrap_policy")
     if wrap and "no_wrap" in wrap.text.lower():
         raise found.source.error(
@@ -151,5 +206,8 @@ def read_zero(found: Translation, source: SourceConfig, section: str, stage_key:
     found.map(SourceKey(f"{section}{stage_key}", str(stage), ()), *ours, note=note)
     for what in ("optimizer", "param"):
         keys = (f"{section}offload_{what}_device", f"{section}offload_{what}.device")
-        if (offload := source.take(*keys)) and not offload.is_off:
-            found.exclude(offload, f"model states are estimated on the device; {TOO_HIGH}")
+        offload = source.take(*keys)
+        if offload and not offload.is_off and what == "optimizer":
+            read_offload(found, offload, "gradients, master weights and moments on the host")
+        elif offload and not offload.is_off:
+            found.exclude(offload, f"parameters are estimated on the device; {TOO_HIGH}")

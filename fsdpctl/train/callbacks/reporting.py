@@ -105,7 +105,8 @@ class Checks(Callback):
 def engine_bytes(model: TrainedModel, optimizer: Optimizer) -> int | None:
     """Return the peak memory of this rank's engine and optimizer, or None if not counted."""
     peak = model.peak_memory_bytes()
-    return None if peak is None else peak + optimizer.memory_bytes()
+    on_host = model.host is not None  # and so are its states
+    return peak if peak is None or on_host else peak + optimizer.memory_bytes()
 
 
 def _compared(measured: int, what: str, estimated: int) -> str:

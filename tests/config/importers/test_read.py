@@ -66,12 +66,13 @@ def test_the_translation_lists_what_the_estimate_excludes():
     assert found.translation.own_engine
     assert config.accumulation.name == "every"  # FSDP 2 has no no_sync
     assert config.train.loss_chunk_tokens is None
-    without = {row.key: row.note for row in found.translation.excluded}
-    assert set(without) == {
-        "adapter", "gradient_checkpointing", "optimizer", "fsdp_config.offload_params",
-        "liger_rms_norm",
-    }  # fmt: skip
-    assert all("too high" in note for note in without.values())
+    assert config.model.base_dtype == "nf4"
+    assert (config.optimizer.name, config.optimizer.offload) == ("adamw", "all")
+    assert config.optimizer.state_dtype is None  # in host memory
+    assert {row.key for row in found.translation.excluded} <= {"gradient_checkpointing"}
+    notes = {row.key: row.note for row in found.rows}
+    assert "of the layer being recomputed" in notes["liger_rms_norm"]
+    assert "gathers from the device" in notes["fsdp_config.offload_params"]
     assert found.translation.unrecognized == ["a_key_of_tomorrow"]
 
 
@@ -93,8 +94,8 @@ def test_a_stage_of_deepspeed_is_a_strategy():
     assert (config.strategy.name, config.engine.name) == ("full_shard", "fsdpctl")
     assert config.precision.name == "fp32"
     assert (config.accumulation.steps, config.train.global_batch_size) == (8, 8 * 4)
-    (offload,) = found.translation.excluded
-    assert offload.key == "deepspeed_config.offload_optimizer_device"
+    assert config.optimizer.offload == "all"
+    assert found.translation.excluded == []
 
 
 def test_the_deepspeed_file_that_a_configuration_names_is_read(tmp_path):
@@ -217,6 +218,8 @@ def test_options_for_known_names_exist():
         ("optimizer: sgd", {"optimizer": "sgd", "engine": "fsdpctl"}),
         ("adapter: lora\nlora_r: 4", {"engine": "fsdpctl"}),
         ("gradient_checkpointing: true", {"activation_checkpointing": "full"}),
+        ("gradient_checkpointing: offload_disk", {"activation_checkpointing": "full"}),
+        ("optimizer: muon", {"optimizer": "adamw"}),
         ("batch_size: 8", {}),
         ("fsdp_config:\n  sharding_strategy: '2'", {"strategy": "shard_grad_op"}),
         ("fsdp_config:\n  fsdp_sharding_strategy: NO_SHARD", {"strategy": "no_shard"}),
@@ -335,3 +338,51 @@ def test_files_are_never_executed(tmp_path):
     deep = "base_model: x\nfoo:\n" + "".join(f"{'  ' * n}a:\n" for n in range(1, 40)) + "\n"
     with pytest.raises(UsageError, match="nested too deeply"):
         asked(written(tmp_path, deep))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "paged_adamw_8bit", "ao_adamw_8bit",
+        "adamw_torch_fp8", "ao_adamw_fp8",
+    ],
+)  # fmt: skip
+def test_optimizers_in_eight_bits(tmp_path, name):
+    found = asked(written(tmp_path, f"{AXOLOTL}optimizer: {name}\n"))
+    about = found.composed.config.optimizer
+    assert (about.name, about.state_dtype) == ("adamw", "int8")
+    assert found.translation.excluded == []
+    assert found.composed.config.engine.name == "fsdpctl"
+
+
+@pytest.mark.parametrize(
+    ("lines", "left_out"),
+    [
+        ("optimizer: ao_adamw_4bit", {"optimizer"}),
+        ("optimizer: lion_8bit", {"optimizer"}),
+        ("load_in_4bit: true", {"load_in_4bit"}),
+        ("adapter: lora\nlora_r: 4\nload_in_8bit: true", {"load_in_8bit"}),
+        ("liger_glu_activation: true", {"liger_glu_activation"}),
+        ("liger_glu_activation: true\ngradient_checkpointing: true", set()),
+        ("adapter: lora\nlora_mlp_kernel: true\ngradient_checkpointing: true", set()),
+        ("adapter: lora\nload_in_4bit: true\nbnb_config_kwargs:\n  x: 1", set()),
+        ("adapter: lora\ngptq: true", set()),
+        ("deepspeed:\n  zero_optimization:\n    stage: 0\n    offload_optimizer:\n"
+         "      device: cpu", {"deepspeed.zero_optimization.offload_optimizer.device"}),
+        ("deepspeed:\n  zero_optimization:\n    stage: 2\n    offload_optimizer:\n"
+         "      device: cpu", set()),
+        ("optimizer: muon", {"optimizer"}),
+        ("optimizer: muon\ndeepspeed:\n  zero_optimization:\n    stage: 1", set()),
+    ],
+)  # fmt: skip
+def test_what_estimates_leave_out(tmp_path, lines, left_out):
+    found = asked(written(tmp_path, f"{AXOLOTL}{lines}\n"))
+    assert {row.key for row in found.translation.excluded} == left_out
+    assert found.translation.unrecognized == []
+
+
+def test_muon_is_estimated_if_matrices_stay_whole(tmp_path):
+    text = AXOLOTL.replace("fsdp: [full_shard]\n", "optimizer: muon\n")
+    config = asked(written(tmp_path, text)).composed.config
+    assert (config.optimizer.name, config.strategy.name) == ("muon", "no_shard")
+    assert (config.engine.name, config.optimizer.momentum) == ("fsdpctl", 0.95)

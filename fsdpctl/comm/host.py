@@ -1,0 +1,188 @@
+"""A thread that updates tensors in host memory, and copies between the host and the device.
+
+Note: why the thread allocates what it works on. Pages belong to the NUMA node of the thread that
+first writes to them, and memory must be pinned before training: `cudaHostAlloc` waits for the
+device, so within a backward it can wait for a collective that waits for this rank.
+"""
+
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fsdpctl.errors import EngineError, FsdpctlError
+
+T = TypeVar("T")
+_JOIN_SECONDS = 60.0  # for which the end of the process waits for a job in progress
+
+
+class Job:
+    """Work of the thread, in the order of submission."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._ready: torch.cuda.Event | None = None
+        self._error: BaseException | None = None
+
+    def end(
+        self, ready: torch.cuda.Event | None = None, error: BaseException | None = None
+    ) -> None:
+        """Complete the job; its results are on the device after `ready`."""
+        self._ready, self._error = ready, error
+        self._done.set()
+
+    def wait(self) -> None:
+        """Wait until the current stream can use the results.
+
+        Raises:
+            EngineError: If the job failed.
+        """
+        self._done.wait()
+        if self._error is not None:
+            if isinstance(self._error, FsdpctlError):
+                raise self._error
+            raise EngineError(f"optimizer step on the host: {self._error!r}") from self._error
+        if self._ready is not None:
+            torch.cuda.current_stream().wait_event(self._ready)
+
+
+class Copier:
+    """Copies between host and device, on a stream for each direction."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        on_cuda = device.type == "cuda"
+        self.down = torch.cuda.Stream(device) if on_cuda else None
+        self.up = torch.cuda.Stream(device) if on_cuda else None
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Return an event in the current stream."""
+        return None if self.down is None else _recorded(torch.cuda.current_stream())
+
+    def copy(
+        self,
+        target: Tensor,
+        source: Tensor,
+        stream: torch.cuda.Stream | None,
+        after: torch.cuda.Event | None = None,
+    ) -> torch.cuda.Event | None:
+        """Start a copy on `down` or `up`, after an event; return the event of its end."""
+        if stream is None:
+            target.copy_(source)
+            return None
+        if after is not None:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            return _recorded(stream)
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
+class HostWorker:
+    """The thread of a rank. It starts with the first call, and ends with the process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._queue: queue.SimpleQueue[tuple[Job, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: Callable[[], None]) -> Job:
+        """Start `work()` after all earlier work."""
+        if self._thread is None:
+            name, args = "optimizer on the host", (self._queue, self._device)
+            self._thread = threading.Thread(target=_work, args=args, name=name, daemon=True)
+            self._thread.start()
+            weakref.finalize(self, _end, self._queue, self._thread)
+        job = Job()
+        self._queue.put((job, work))
+        return job
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Return the result of `function()` in the thread."""
+        results: list[T] = []
+        self.submit(lambda: results.append(function())).wait()
+        return results[0]
+
+    def allocate(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        """Return memory of the host; pinned if the device is to copy from or to it."""
+        on_cuda = self._device.type == "cuda"
+        return self.call(lambda: torch.empty(numel, dtype=dtype, pin_memory=pinned and on_cuda))
+
+
+def _work(
+    jobs: "queue.SimpleQueue[tuple[Job, Callable[[], None]] | None]", device: torch.device
+) -> None:
+    on_device: AbstractContextManager[object] = nullcontext()
+    if device.type == "cuda":
+        on_device = torch.cuda.device(device)
+        cores = host_cores(_numa_node(device))
+        os.sched_setaffinity(0, cores)  # of this thread, and of those that it starts
+        torch.set_num_threads(len(cores))
+    with on_device, torch.no_grad():
+        while (next_one := jobs.get()) is not None:
+            job, work = next_one
+            error: BaseException | None = None
+            try:
+                work()
+            except BaseException as caught:
+                error = caught
+            del next_one, work  # and what the work refers to, before the main thread continues
+            job.end(error=error)
+
+
+def _end(
+    jobs: "queue.SimpleQueue[tuple[Job, Callable[[], None]] | None]", thread: threading.Thread
+) -> None:
+    jobs.put(None)
+    if threading.current_thread() is not thread:
+        thread.join(_JOIN_SECONDS)
+
+
+def host_cores(node: str | None) -> set[int]:
+    """Return this rank's cores: an equal share of those that its process may use.
+
+    `node` is the directory of a NUMA node, whose cores are preferred; None: all nodes are alike.
+    """
+    allowed = os.sched_getaffinity(0)
+    near = allowed
+    if node is not None:
+        near = _listed((Path(node) / "cpulist").read_text()) & allowed or allowed
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    # Without a node, or if a launcher has bound the rank, the process's own share remains.
+    if len(allowed) < (os.cpu_count() or 1):
+        return near
+    count = max(1, len(allowed) // ranks)
+    ordered = sorted(near)
+    start = rank * count % len(ordered)
+    return set((ordered + ordered)[start : start + min(count, len(ordered))])
+
+
+def _listed(text: str) -> set[int]:
+    """Return the numbers of a list such as 0-3,8."""
+    ends = [[int(end) for end in each.split("-")] for each in text.strip().split(",") if each]
+    return {number for first, *last in ends for number in range(first, (last or [first])[0] + 1)}
+
+
+def _numa_node(device: torch.device) -> str | None:
+    """Return the directory of the NUMA node that a device is attached to, if it is known."""
+    about: Any = torch.cuda.get_device_properties(device)
+    try:
+        place = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
+        number = int(Path(f"/sys/bus/pci/devices/{place}/numa_node").read_text())
+    except (AttributeError, OSError, ValueError):
+        return None
+    node = Path(f"/sys/devices/system/node/node{number}")
+    return str(node) if number >= 0 and (node / "cpulist").exists() else None

@@ -1,0 +1,318 @@
+"""Master weights and reduced gradients in host memory, and their step behind the next forward.
+
+The device keeps this rank's part of the parameters in the compute dtype. A thread of the host steps
+unit by unit, in the order of the next forward: the gradient comes from the device, is stepped in
+pieces that stay in the cache, each of which is cast at once, and the result goes to the device.
+
+Note: why so little is pinned. Only memory that the device copies from or to has to be, and pinning
+takes a second per few gigabytes: two buffers for each direction, of the largest part's size.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fsdpctl.comm.host import Copier, HostWorker, Job, T
+from fsdpctl.engine.buffer import UnitBuffer
+from fsdpctl.engine.unit import ShardedUnit
+from fsdpctl.plan.layout import Span
+from fsdpctl.plan.sizes import HOST_BUFFERS
+from fsdpctl.shards import HostScalars, HostUpdate, LeftGradient, gradient_norms
+
+
+class _Ring:
+    """Pinned buffers that are used in turn."""
+
+    def __init__(self, worker: HostWorker, nbytes: int) -> None:
+        self._slots: list[Tensor] = []
+        if nbytes:
+            slab = worker.allocate(HOST_BUFFERS * nbytes, torch.uint8, pinned=True)
+            self._slots = list(slab.split(nbytes))
+        self._busy: list[torch.cuda.Event | None] = [None] * HOST_BUFFERS
+        self._next = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all buffers."""
+        return sum(each.nbytes for each in self._slots)
+
+    def take(self, numel: int, dtype: torch.dtype) -> tuple[int, Tensor]:
+        """Return the number of the next buffer and a window of it, once the device has read it."""
+        number = self._next
+        self._next = (number + 1) % HOST_BUFFERS
+        event, self._busy[number] = self._busy[number], None
+        if event is not None:
+            event.synchronize()
+        return number, self._slots[number][: numel * dtype.itemsize].view(dtype)
+
+    def use(self, number: int, until: torch.cuda.Event | None) -> None:
+        """Keep a buffer until the device has passed an event."""
+        self._busy[number] = until
+
+
+@dataclass(slots=True)
+class _Step:
+    """A flat buffer to step."""
+
+    buffer: UnitBuffer
+    gradients: list[Tensor]  # its gradient on the device; emptied when it may be freed
+    left: LeftGradient | None  # if the host has it
+    job: Job | None  # of its unit, which ends with this buffer
+
+    def sent(self) -> Tensor:
+        """Return the parameters on the device that the step replaces."""
+        assert self.buffer.resting is not None
+        return self.buffer.resting.within(self.buffer.shard.held)
+
+
+class HostGradients:
+    """Takes the reduced gradients of units to the host, one unit at a time during backward."""
+
+    def __init__(self, copier: Copier, place: Callable[[UnitBuffer], Tensor]) -> None:
+        """`place` returns the host memory for a buffer's gradient."""
+        self._copier = copier
+        self._place = place
+        self._unit: ShardedUnit | None = None
+
+    @torch.no_grad()
+    def start(self, unit: ShardedUnit) -> None:
+        """Start to send a unit's gradients, added to those that the host has."""
+        self._unit = unit
+        for buffer in unit.trained_buffers:
+            shard = buffer.shard
+            gradient = shard.grad
+            if gradient is None:
+                continue
+            if shard.left is not None:
+                before = torch.empty_like(gradient)
+                source, after = shard.left.values, shard.left.arrived
+                self._wait(self._copier.copy(before, source, self._copier.up, self._mark(after)))
+                gradient.add_(before)
+            (norm,) = gradient_norms([gradient])
+            target, mark = self._place(buffer), self._copier.mark()
+            arrived = self._copier.copy(target, gradient, self._copier.down, mark)
+            shard.left = LeftGradient(target, norm, arrived)
+
+    def finish(self) -> ShardedUnit | None:
+        """Free the gradients on the device that were sent last; return their unit."""
+        unit, self._unit = self._unit, None
+        for buffer in () if unit is None else unit.trained_buffers:
+            if buffer.shard.left is not None:
+                self._wait(buffer.shard.left.arrived)
+            buffer.shard.grad = None
+        return unit
+
+    def _mark(self, after: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        """Return an event after `after` and all work of the current stream."""
+        self._wait(after)
+        return self._copier.mark()
+
+    @staticmethod
+    def _wait(event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+
+class HostStates:
+    """This rank's states in host memory."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        parts: Iterable[tuple[int, torch.dtype, torch.dtype]],
+        *,
+        with_gradients: bool,
+    ) -> None:
+        """Allocate memory for `parts`: elements, dtype and compute dtype of each trained buffer.
+
+        `with_gradients`: the host keeps reduced gradients, too.
+        """
+        self._worker = HostWorker(device)
+        self.on_start: Callable[[HostUpdate, HostScalars], None]  # set by the runtime
+        self._copier = Copier(device)
+        sizes: dict[torch.dtype, int] = {}
+        direct: set[torch.dtype] = set()  # masters that go to the device as they are
+        largest = largest_cast = 0
+        for numel, dtype, compute in parts:
+            sizes[dtype] = sizes.get(dtype, 0) + numel
+            largest = max(largest, numel * dtype.itemsize)
+            if dtype == compute:
+                direct.add(dtype)
+            else:
+                largest_cast = max(largest_cast, numel * compute.itemsize)
+        self._slabs = {
+            dtype: self._worker.allocate(numel, dtype, pinned=dtype in direct)
+            for dtype, numel in sizes.items()
+        }
+        self._taken = dict.fromkeys(sizes, 0)
+        self._left = {
+            dtype: self._worker.allocate(numel, dtype, pinned=True)
+            for dtype, numel in sizes.items()
+            if with_gradients
+        }
+        self._gradients = _Ring(self._worker, 0 if with_gradients else largest)
+        self._cast = _Ring(self._worker, largest_cast)
+        self._scalars = self._worker.allocate(len(HostScalars._fields), torch.float32, pinned=True)
+        self._jobs: list[Job] = []
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of master weights and buffers; the optimizer has its moments."""
+        slabs = sum(each.nbytes for of in (self._slabs, self._left) for each in of.values())
+        return slabs + self._gradients.nbytes + self._cast.nbytes + self._scalars.nbytes
+
+    def master(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for the next buffer's master weights."""
+        start = self._taken[dtype]
+        self._taken[dtype] = start + numel
+        return self._slabs[dtype][start : start + numel]
+
+    def start(self, update: HostUpdate, scalars: HostScalars) -> None:
+        """Start to step all master weights; the step takes the gradients."""
+        self.on_start(update, scalars)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Return the result of `function()` in the thread that steps them."""
+        return self._worker.call(function)
+
+    def gradients(self) -> HostGradients | None:
+        """Return what takes gradients to the host, if it keeps them."""
+        if not self._left:
+            return None
+
+        def place(buffer: UnitBuffer) -> Tensor:
+            master = buffer.shard.param
+            start, numel = master.storage_offset(), master.numel()
+            return self._left[master.dtype][start : start + numel]
+
+        return HostGradients(self._copier, place)
+
+    def settle(self) -> None:
+        """Wait until master weights are what the last step makes of them.
+
+        Raises:
+            EngineError: If the step failed; the weights are then not those of any step.
+        """
+        for job in self._jobs:
+            job.wait()
+
+    def step(
+        self, units: Sequence[ShardedUnit], update: HostUpdate, scalars: HostScalars
+    ) -> Mapping[str, tuple[Job, list[list[Tensor]]]]:
+        """Start to step `units` in this order.
+
+        Returns:
+            For each unit its job, and the gradients on the device, to be dropped after the job.
+        """
+        found: dict[str, tuple[Job, list[list[Tensor]]]] = {}
+        steps: list[_Step] = []
+        for unit in units:
+            of_unit = [_Step(each, *_taken(each), None) for each in unit.trained_buffers]
+            if of_unit:
+                of_unit[-1].job = job = Job()
+                found[unit.name] = job, [each.gradients for each in of_unit]
+                steps += of_unit
+        self._jobs = [job for job, _ in found.values()]
+        jobs, after = self._jobs, self._copier.mark()
+
+        def work() -> None:
+            try:
+                self._run(steps, update, scalars, after)
+            except BaseException as error:
+                for job in jobs:
+                    job.end(error=error)  # also those that are done: their step is incomplete
+
+        self._worker.submit(work)
+        return found
+
+    def _run(
+        self,
+        steps: Sequence[_Step],
+        update: HostUpdate,
+        scalars: HostScalars,
+        after: torch.cuda.Event | None,
+    ) -> None:
+        fetched = self._fetched(steps, after)
+        on_host = HostScalars(
+            *(
+                None if value is None else self._fetch_scalar(number, value, after)
+                for number, value in enumerate(scalars)
+            )
+        )
+        for step, gradient in zip(steps, fetched, strict=True):
+            ready = None
+            if gradient is not None and gradient.numel():
+                ready = self._step(step, gradient, update, on_host, after)
+            del gradient
+            if step.job is not None:
+                step.job.end(ready)
+
+    def _fetch_scalar(self, number: int, value: Tensor, after: torch.cuda.Event | None) -> Tensor:
+        target = self._scalars[number]
+        arrived = self._copier.copy(target, value, self._copier.down, after)
+        if arrived is not None:
+            arrived.synchronize()
+        return target
+
+    def _fetched(
+        self, steps: Sequence[_Step], after: torch.cuda.Event | None
+    ) -> Iterator[Tensor | None]:
+        """Yield the gradient of each step in host memory, while the next one is on its way."""
+        ahead = [self._fetch(each, after) for each in steps[:1]]
+        for number in range(len(steps)):
+            ahead += [self._fetch(each, after) for each in steps[number + 1 : number + 2]]
+            gradient, arrived = ahead.pop(0)
+            if arrived is not None:
+                arrived.synchronize()
+            yield gradient
+
+    def _fetch(
+        self, step: _Step, after: torch.cuda.Event | None
+    ) -> tuple[Tensor | None, torch.cuda.Event | None]:
+        if step.left is not None:
+            return step.left.values, step.left.arrived
+        if not step.gradients or not step.gradients[0].numel():
+            return None, None
+        source = step.gradients[0]
+        _, target = self._gradients.take(source.numel(), source.dtype)
+        return target, self._copier.copy(target, source, self._copier.down, after)
+
+    def _step(
+        self,
+        step: _Step,
+        gradient: Tensor,
+        update: HostUpdate,
+        scalars: HostScalars,
+        after: torch.cuda.Event | None,
+    ) -> torch.cuda.Event | None:
+        shard, sent = step.buffer.shard, step.sent()
+        master = shard.param.detach()
+        number, cast = -1, master
+        if sent.dtype != master.dtype:
+            number, cast = self._cast.take(master.numel(), sent.dtype)
+
+        num_written = 0
+
+        def written(span: Span) -> None:
+            nonlocal num_written
+            num_written += span.numel
+            if cast is not master:
+                shard.view(cast, span).copy_(shard.view(master, span))
+
+        update(shard, gradient, scalars, written)
+        if num_written < master.numel() and cast is not master:
+            cast.copy_(master)  # parameters without gradients are sent too
+        ready = self._copier.copy(sent, cast, self._copier.up, after)
+        if cast is not master:
+            self._cast.use(number, ready)
+        return ready
+
+
+def _taken(buffer: UnitBuffer) -> tuple[list[Tensor], LeftGradient | None]:
+    """Take a buffer's reduced gradient."""
+    shard = buffer.shard
+    gradient, left = shard.grad, shard.left
+    shard.grad = shard.left = None
+    return [] if gradient is None else [gradient], left

@@ -1,0 +1,163 @@
+"""Muon for the hidden matrices, and AdamW for all other parameters."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdpctl.errors import UsageError
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.optim.sharded import SteppedRun
+from fsdpctl.plan.layout import ParamSpec
+from fsdpctl.plan.muon import MATRICES, NS_STEPS, is_muons
+from fsdpctl.shards import Sharded
+
+# Of torch.optim.Muon.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+_EPS = 1e-7
+
+
+class ShardedMuon(ShardedAdamW):
+    """torch's Muon for the matrices of blocks, and fused AdamW for everything else.
+
+    Both have one learning rate: that of a matrix is multiplied by 0.2 times the root of its longer
+    side, torch's `match_rms_adamw`. Each rank steps the matrices that it owns, without
+    communication. A fused parameter, such as queries, keys and values in one, is updated as the
+    matrices that the module's `fused_parameters()` names.
+    """
+
+    def __init__(
+        self,
+        model: Sharded,
+        *,
+        lr: float = 3e-4,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = NS_STEPS,
+        **adamw: Any,
+    ) -> None:
+        """Create an optimizer for all trainable parameters of `model`.
+
+        Args:
+            model: A sharded model that cuts no matrix of a block.
+            lr: The learning rate.
+            momentum: The decay rate of the mean gradient of matrices.
+            nesterov: Whether the gradient is added to its mean once more.
+            ns_steps: The Newton-Schulz steps that make an update orthogonal.
+            adamw: The other arguments of `ShardedAdamW`; its `weight_decay` and `param_groups` are
+                for matrices too.
+
+        Raises:
+            UsageError: If the ranks' parts cut a matrix, or there is none.
+        """
+        self._momentum, self._nesterov, self._ns_steps = momentum, nesterov, ns_steps
+        super().__init__(model, lr=lr, **adamw)
+        if self._dtype is not None:
+            raise UsageError(
+                "ShardedMuon: state_dtype and master weights of 24 bits are not supported; use "
+                "ShardedAdamW"
+            )
+        for run, _ in self.runs:
+            if run.alone is not None and run.span.numel < run.alone.numel:
+                raise UsageError(
+                    f"ShardedMuon: {run.alone.name} is cut between ranks; shard the model with "
+                    f'strategy="shard_optimizer" and owner_map="{MATRICES}", or "no_shard"'
+                )
+        if not any(is_muons(p) for shard in model.flat_shards() for p in shard.layout.params):
+            raise UsageError(
+                "ShardedMuon: the model has no trainable matrix in a repeated block; use "
+                "ShardedAdamW"
+            )
+
+    def _is_alone(self, param: ParamSpec) -> bool:
+        return is_muons(param)
+
+    def _new_state(self, run: SteppedRun, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        if run.alone is None:
+            return super()._new_state(run, group)
+        return {"momentum_buffer": torch.zeros_like(run.param)}
+
+    def _before_step(self) -> None:
+        """Step the matrices. AdamW leaves them alone, because they have no gradient after it."""
+        for run, number in self.runs:
+            if run.alone is None or run.param.grad is None:
+                continue
+            group, state = self.param_groups[number], self.state[run.param]
+            if not state:
+                state.update(self._new_state(run, group))
+            values = run.param.detach(), run.param.grad, state["momentum_buffer"]
+            self._step_matrices(run.alone, *values, group)
+            run.param.grad = None
+
+    def _step_matrices(
+        self, spec: ParamSpec, param: Tensor, grad: Tensor, mean: Tensor, group: Mapping[str, Any]
+    ) -> None:
+        """Step a parameter; all are 1-D. A step that `found_inf` skips changes nothing."""
+        lr, skips = float(group["lr"]), self.found_inf
+        kept = param.new_full((), 1 - lr * group["weight_decay"])
+        if self.grad_scale is not None:
+            grad.div_(self.grad_scale)
+        if skips is not None:
+            skips = skips.bool()
+            torch.where(skips, mean, grad, out=grad)
+            kept.masked_fill_(skips, 1.0)
+        mean.lerp_(grad, 1 - self._momentum)
+        param.mul_(kept)
+        parts = (_matrices(spec, values) for values in (param, grad, mean))
+        for weights, gradient, average in zip(*parts, strict=True):
+            update = _orthogonal(_joined(spec, self._update(gradient, average)), self._ns_steps)
+            if skips is not None:
+                update.masked_fill_(skips, 0.0)
+            rate = lr * (0.2 * math.sqrt(max(update.shape[-2:])))
+            weights.add_(_split(spec, update, weights.shape), alpha=-rate)
+
+    def _update(self, gradient: Tensor, mean: Tensor) -> Tensor:
+        if self._nesterov:
+            return gradient.lerp(mean, self._momentum).bfloat16()
+        return mean.to(torch.bfloat16, copy=True)
+
+
+def _matrices(spec: ParamSpec, values: Tensor) -> Sequence[Tensor]:
+    """Return windows into `values` for the matrices in a parameter, with a dimension of repeats."""
+    whole = values[: spec.numel].view(spec.shape)
+    if spec.fused is None:
+        return (whole,)
+    dim, sizes = spec.fused.dim, spec.fused.sizes
+    repeated: Tensor = whole.unflatten(dim, (-1, sum(sizes)))
+    return repeated.split(sizes, dim)  # type: ignore[no-any-return]
+
+
+def _joined(spec: ParamSpec, matrix: Tensor) -> Tensor:
+    """Remove the dimension of repeats."""
+    return matrix if spec.fused is None else matrix.flatten(spec.fused.dim - 1, spec.fused.dim)
+
+
+def _split(spec: ParamSpec, matrix: Tensor, shape: Sequence[int]) -> Tensor:
+    """Invert `_joined`."""
+    if spec.fused is None:
+        return matrix
+    dim = spec.fused.dim
+    apart: Tensor = matrix.unflatten(dim, (shape[dim - 1], shape[dim]))
+    return apart
+
+
+def _orthogonal(x: Tensor, steps: int) -> Tensor:
+    """Return the orthogonal matrix nearest to `x`, roughly, as torch.optim.Muon does.
+
+    `x` is a matrix in bfloat16, or several, and is overwritten.
+    """
+    is_tall = x.shape[-2] > x.shape[-1]
+    if is_tall:
+        x = x.mT
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    x.div_(norm.clamp_(min=_EPS))
+    multiply = torch.addmm if x.ndim == 2 else torch.baddbmm
+    for _ in range(steps):
+        gram = x @ x.mT
+        polynomial = multiply(gram, gram, gram, beta=_B, alpha=_C)
+        del gram
+        x = multiply(x, polynomial, x, beta=_A)
+        del polynomial
+    return x.mT if is_tall else x

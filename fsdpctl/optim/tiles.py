@@ -1,0 +1,132 @@
+"""AdamW in tiles, for moments that are stored in fewer bits and weights of 24 bits.
+
+No tensor of a whole run is made: a tile is read, stepped in float32 and written back. Every element
+is computed alike on any number of ranks; see `codes`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdpctl.codes import Moment, moment_of, put, split, widen
+from fsdpctl.optim.sharded import SteppedRun
+from fsdpctl.plan.layout import Span
+from fsdpctl.plan.states import NUM_TILES, TILE
+from fsdpctl.shards import FlatShard
+
+Scalar = Any  # a number on the CPU; on other devices a scalar tensor, which nobody waits for
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The factors of a step of AdamW."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    kept: Scalar  # of the weights, after weight decay
+    rate: Scalar  # learning rate, corrected for the zeros that the first moment began with
+    root: Scalar  # of the second moment's square root, the same
+    bound: Scalar  # of the quotient of the moments
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], count: Scalar) -> "Factors":
+        """Return the factors of step `count`, in double precision.
+
+        By the Cauchy-Schwarz inequality no history of gradients gives AdamW a larger quotient than
+        `bound`, so only errors of rounding are cut off by it.
+        """
+        beta1, beta2 = group["betas"]
+        first, second = 1 - beta1**count, 1 - beta2**count
+        ratio = beta1 * beta1 / beta2 if beta2 else 0.0
+        terms = count if ratio == 1 else (1 - ratio**count) / (1 - ratio)
+        bound = (1 - beta1) * (terms / (1 - beta2)) ** 0.5
+        return cls(
+            beta1,
+            beta2,
+            group["eps"],
+            1 - group["lr"] * group["weight_decay"],
+            group["lr"] / first,
+            second**-0.5,
+            # In units of the uncorrected first moment.
+            bound * second**0.5 if beta2 else float("inf"),
+        )
+
+
+class TiledStep:
+    """Steps runs one after another, with one set of tiles."""
+
+    def __init__(
+        self, runs: list[SteppedRun], grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        """Allocate the tiles for `runs`; gradients are divided by `grad_scale`."""
+        largest = max((run.span.numel for run in runs), default=0)
+        device = runs[0].param.device if runs else torch.device("cpu")
+        self._size = min(largest, TILE.get(device.type, TILE["cuda"]))
+        self._tiles = torch.empty(NUM_TILES, self._size, device=device)
+        self._grad_scale = grad_scale
+        # A scalar on the CPU is read without waiting.
+        on_cpu = device.type == "cpu"
+        self.is_skipped = on_cpu and found_inf is not None and bool(found_inf)
+        self._skip = None if on_cpu or found_inf is None else found_inf != 0
+
+    def step(self, run: SteppedRun, group: Mapping[str, Any], state: dict[str, Tensor]) -> None:
+        """Step a run, unless the step is skipped."""
+        count = state["step"] + 1
+        factors = Factors.of(group, float(count) if count.device.type == "cpu" else count.double())
+        gradient = run.gradient()
+        assert gradient is not None
+        moments = moment_of(state, "exp_avg"), moment_of(state, "exp_avg_sq")
+        for span in _tiles(run.span.numel, self._size):
+            part = gradient[span.start : span.stop]
+            self._tile(run, span, part, [each.window(span) for each in moments], factors)
+        put(state["step"], count, self._skip)
+
+    def _tile(
+        self, run: SteppedRun, span: Span, gradient: Tensor, moments: list[Moment], by: Factors
+    ) -> None:
+        m, v, work, grad, weights = self._tiles[:, : span.numel].unbind()
+        first, second = moments
+        if gradient.dtype == torch.float32 and self._grad_scale is None:
+            grad = gradient
+        else:
+            grad.copy_(gradient)
+            if self._grad_scale is not None:
+                grad.div_(self._grad_scale)
+        first.read(m, work, by.beta1)
+        m.add_(torch.mul(grad, 1 - by.beta1, out=work))
+        second.read(v, work, by.beta2)
+        v.add_(torch.mul(grad, grad, out=work).mul_(1 - by.beta2))
+        if not second.has_roots:
+            second.write(v, work, self._skip)
+        v.sqrt_()
+        torch.mul(v, by.root, out=work).add_(by.eps)
+        update = torch.div(m, work, out=work)
+        update.clamp_(-by.bound, by.bound).mul_(by.rate)
+        _update(run.shard, span.shift(run.span.start), update, weights, by.kept, self._skip)
+        first.write(m, work, self._skip)
+        if second.has_roots:
+            second.write(v, work, self._skip)
+
+
+def _tiles(numel: int, size: int) -> Iterator[Span]:
+    return (Span(start, min(start + size, numel)) for start in range(0, numel, size))
+
+
+def _update(
+    shard: FlatShard, span: Span, update: Tensor, work: Tensor, kept: Scalar, skip: Tensor | None
+) -> None:
+    """Subtract an update from weights that have decayed to `kept`."""
+    master, remainder = shard.view(shard.master, span), shard.remainder
+    if remainder is not None:
+        low = shard.view(remainder, span)
+        weights = widen(master, low, work).mul_(kept).sub_(update)
+        split(weights, master, low, skip)
+    elif skip is None and master.itemsize >= work.itemsize:
+        master.mul_(kept).sub_(update)
+    else:
+        weights = master.clone() if master.itemsize > work.itemsize else work.copy_(master)
+        put(master, weights.mul_(kept).sub_(update), skip)

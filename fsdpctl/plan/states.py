@@ -1,0 +1,43 @@
+"""The optimizer states of a parameter: their dtype and their bytes."""
+
+from fsdpctl.plan.layout import ALIGNMENT, ParamSpec, Span, decay_group
+from fsdpctl.plan.sizes import DTYPE_BYTES
+
+BLOCK = ALIGNMENT  # elements that share a scale: blocks never cross parameters or ranks
+SMALLEST = 4096  # elements of a parameter whose states may be compressed
+TILE = {"cpu": 1 << 15, "cuda": 1 << 22}  # elements that are stepped at a time
+NUM_TILES = 5  # in float32: both moments, the gradient, the weights, and one to work in
+STATE_DTYPES = ("float32", "bfloat16", "int8")
+SPLIT = "bfloat16+int8"  # master weights of 24 bits: a bf16 half, and a remainder of 8 bits
+_SCALE = 2  # bytes
+
+
+def is_compressible(param: ParamSpec) -> bool:
+    """Return whether a state dtype other than float32 applies to a parameter.
+
+    It depends on the whole parameter, not on a rank's part, so that every number of ranks agrees.
+    """
+    return param.numel >= SMALLEST and len(param.shape) > 1
+
+
+def run_group(param: ParamSpec, group: int | None = None) -> int:
+    """Return the key of a parameter by which runs are cut if states may be compressed."""
+    return 2 * (decay_group(param) if group is None else group) + is_compressible(param)
+
+
+def blocks_of(span: Span) -> Span:
+    """Return the blocks with the elements `span`."""
+    return Span(span.start // BLOCK, -(-span.stop // BLOCK))
+
+
+def tile_bytes(largest: int, device: str) -> int:
+    """Return the bytes in which runs of up to `largest` elements are stepped in tiles."""
+    size = min(largest, TILE[device])
+    return size * NUM_TILES * DTYPE_BYTES["float32"] + 2 * size + size // BLOCK * _SCALE
+
+
+def moment_bytes(numel: int, dtype: str) -> list[int]:
+    """Return the bytes of each tensor of a moment with `numel` elements."""
+    if dtype == "int8":
+        return [numel, -(-numel // BLOCK) * _SCALE]
+    return [numel * DTYPE_BYTES[dtype]]

@@ -1,0 +1,425 @@
+"""Muon on owned matrices is torch's Muon in one process, to the bit."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdpctl.checkpoint.api import load_checkpoint, save_checkpoint
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.schema import Config
+from fsdpctl.engine.describe import divide_module
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.precision import Precision
+from fsdpctl.engine.shard import shard_model
+from fsdpctl.errors import UsageError
+from fsdpctl.models.parts import CausalDecoder
+from fsdpctl.models.registry import initialize_parameter
+from fsdpctl.optim.muon import ShardedMuon
+from fsdpctl.plan.layout import Span
+from fsdpctl.plan.muon import MATRICES, Muon, is_muons, muon_flops
+from fsdpctl.plan.units import lay_out
+from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
+from fsdpctl.resolve.preflight import check_optimizer
+from fsdpctl.train.assemble import make_model, make_module
+from fsdpctl.train.optimizers import make_optimizer
+from tests.checkpoint.test_any_to_any import held
+from tests.checkpoint.test_round_trip import whole_tensors
+from tests.distributed import distributed
+from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
+from tests.engine.odd import KINDS, Kind
+from tests.engine.test_parity import largest_difference
+from tests.matrix import WHOLE, cases, fast
+from tests.predict.watch import TensorBytes
+from tests.reference import PaddedAdamW, train_reference
+
+LR = 1e-2
+SHARDINGS = [
+    ("shard_optimizer", "matrices"),
+    ("no_shard", "even"),
+    ("shard_optimizer", "round_robin"),
+    ("shard_optimizer", "contiguous"),
+]
+ODD = ["tied embedding", "used on some ranks", "never used", "recomputed", "used later"]
+WINDOWS = {"one": 1, "last": 3}
+
+
+def is_matrix(name: str, param: Tensor) -> bool:
+    if "router" in name:
+        return False
+    return ("blocks." in name or ".layers." in name or ".h." in name) and param.ndim > 1
+
+
+def whole(name: str, param: Tensor) -> list[Tensor]:
+    return [param]
+
+
+class TorchMuon:
+    """torch.optim.Muon over the matrices in parameters of blocks, and AdamW over the others."""
+
+    def __init__(
+        self,
+        params: dict[str, nn.Parameter],
+        lr: float,
+        weight_decay: float,
+        *,
+        matrices_of: Callable[[str, Tensor], list[Tensor]] = whole,
+        **muon: Any,
+    ) -> None:
+        self._matrices_of = matrices_of
+        self._params = {name: p for name, p in params.items() if is_matrix(name, p)}
+        self._copies = {
+            name: [nn.Parameter(each.detach().clone().contiguous()) for each in self._cut(name, p)]
+            for name, p in self._params.items()
+        }
+        copies = [each for of_param in self._copies.values() for each in of_param]
+        settings: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", **muon}
+        self._muon = torch.optim.Muon(copies, lr, weight_decay, **settings)
+        rest = {name: p for name, p in params.items() if name not in self._params}
+        self._adamw = PaddedAdamW(rest, lr, weight_decay)
+
+    def _cut(self, name: str, values: Tensor) -> list[Tensor]:
+        return self._matrices_of(name, values)
+
+    @torch.no_grad()
+    def step(self, gradients: dict[str, Tensor]) -> None:
+        for name, copies in self._copies.items():
+            gradient = gradients.get(name)
+            pieces = [None] * len(copies) if gradient is None else self._cut(name, gradient)
+            for copy, piece in zip(copies, pieces, strict=True):
+                copy.grad = None if piece is None else piece.clone().contiguous()
+        self._muon.step()
+        for name, param in self._params.items():
+            for target, copy in zip(self._cut(name, param), self._copies[name], strict=True):
+                target.copy_(copy)
+        self._adamw.step(gradients)
+
+
+def train(model: ShardedModel, optimizer: ShardedMuon, batches: list[list[Tensor]], loss) -> None:
+    """A step on each of the lists of micro-batches, of which the last reduces."""
+    for micro_batches in batches:
+        for number, batch in enumerate(micro_batches, start=1):
+            with model.no_sync() if number < len(micro_batches) else nullcontext():
+                (loss(model, batch) / len(micro_batches)).backward()
+        zero = torch.zeros(())
+        optimizer.step(grad_scale=zero + 1, found_inf=zero)
+        optimizer.zero_grad()
+
+
+def odd_cases(whole: bool) -> Iterator[tuple[tuple[str, str], Kind, int]]:
+    shardings, kinds = (SHARDINGS, ODD) if whole else (SHARDINGS[:2], ODD[:2])
+    for sharding, name, window in cases(shardings, kinds, list(WINDOWS), whole=whole):
+        yield sharding, KINDS[name], WINDOWS[window]
+
+
+@WHOLE
+@pytest.mark.parametrize("world_size", fast(2, slow=[1, 3]))
+@distributed(timeout=120)
+def test_equals_one_process(rank: int, world_size: int, whole: bool) -> None:
+    for number, ((strategy, owner_map), kind, window) in enumerate(odd_cases(whole)):
+        batches = kind.batches(3, world_size, window)
+        model = shard_model(kind.make(), strategy, owner_map=owner_map)
+        optimizer = ShardedMuon(model, lr=LR)
+        train(model, optimizer, [of_ranks[rank] for of_ranks in batches], kind.loss)
+        found = model.state_dict()
+        if number % world_size == rank:
+            wanted = train_reference(kind.make(), kind.loss, batches, make_optimizer=TorchMuon)
+            assert largest_difference(found, wanted) == 0.0, (strategy, owner_map, kind, window)
+
+
+DECODERS = {
+    "gpt2": ["model.architecture=gpt2", "model.num_kv_heads=4"],
+    "phi3": ["model.architecture=phi3", "model.num_kv_heads=2"],
+    "qwen3": ["model.architecture=qwen3"],
+}
+HEADS, KEYS, WIDTH, HIDDEN = 4, 2, 16, 80
+
+
+def pieces(name: str, values: Tensor) -> list[Tensor]:
+    """The matrices in parameters of the decoders above and of mixtral."""
+    if "c_attn" in name:
+        return list(values.chunk(3, dim=1))
+    if "qkv_proj" in name:
+        return list(values.split([HEADS * WIDTH, KEYS * WIDTH, KEYS * WIDTH]))
+    if "gate_up_proj" in name:
+        halves = values.chunk(2, dim=-2)
+        return [each for half in halves for each in (half if half.ndim == 3 else [half])]
+    return list(values) if values.ndim == 3 else [values]
+
+
+def decoder_config(words: list[str], ranks: int, strategy: str = "shard_optimizer") -> Config:
+    small = [
+        "model.num_layers=2", f"model.hidden_size={HEADS * WIDTH}", f"model.num_heads={HEADS}",
+        f"model.intermediate_size={HIDDEN}", "model.vocab_size=40", "model.max_seq_len=16",
+        "launch.device=cpu", f"launch.nproc_per_node={ranks}", "train.seq_len=8",
+        "optimizer=muon", f"optimizer.lr={LR}", f"strategy={strategy}",
+    ]  # fmt: skip
+    config = placed_on_cluster(compose_config([*small, *words]).config)
+    return replace(config, strategy=resolved_strategy(config, config.strategy))
+
+
+def decoder_loss(module: nn.Module, tokens: Tensor) -> Tensor:
+    loss: Tensor = module(tokens[:, :-1], tokens[:, 1:].contiguous())
+    return loss / tokens[:, 1:].numel()
+
+
+def drawn(config: Config) -> nn.Module:
+    """The module with its initial weights, unsharded."""
+    module = make_module(config).to_empty(device="cpu")
+    assert isinstance(module, CausalDecoder)
+    module.get_output_embeddings().weight = module.get_input_embeddings().weight
+    for name, param in module.named_parameters():
+        initialize_parameter(name, param.data, seed=config.train.seed, config=config.model)
+    return module
+
+
+@WHOLE
+@pytest.mark.parametrize("world_size", fast(2, slow=[1, 3]))
+@distributed(timeout=120)
+def test_fused_parameters_are_cut_into_their_matrices(
+    rank: int, world_size: int, whole: bool
+) -> None:
+    for name in DECODERS if whole else list(DECODERS)[:2]:
+        words = [*DECODERS[name], *(["activation_checkpointing=full"] if whole else [])]
+        if whole:
+            words += ["optimizer.nesterov=false", "optimizer.ns_steps=3", "optimizer.momentum=0.9"]
+        config = decoder_config(words, world_size)
+        model = make_model(config, torch.device("cpu"))
+        optimizer = make_optimizer(config, model)
+        assert isinstance(optimizer, ShardedMuon)
+        for group in optimizer.param_groups:
+            group["lr"] = LR
+        batches = token_batches(3, world_size)
+        train(model, optimizer, [of_ranks[rank] for of_ranks in batches], decoder_loss)
+        found = model.state_dict()
+        about = config.optimizer
+        reference = partial(
+            TorchMuon,
+            matrices_of=pieces,
+            momentum=about.momentum,
+            nesterov=about.nesterov,
+            ns_steps=about.ns_steps,
+        )
+        plain = drawn(decoder_config(DECODERS[name], world_size))
+        wanted = train_reference(plain, decoder_loss, batches, make_optimizer=reference)
+        assert largest_difference(found, wanted) == 0.0, name
+
+
+@distributed(world_size=2)
+def test_a_run_resumes_bit_for_bit_elsewhere(rank: int, world_size: int, tmp_path: Path) -> None:
+    batches = token_batches(4, world_size)
+    own = [of_ranks[rank] for of_ranks in batches]
+    wanted = train_reference(
+        make_net(tied=True), next_token_loss, batches, make_optimizer=TorchMuon
+    )
+    ways = [
+        ("shard_optimizer", "matrices"),
+        ("no_shard", "even"),
+        ("shard_optimizer", "contiguous"),
+    ]
+    for number, (strategy, owner_map) in enumerate(ways):
+        model = shard_model(make_net(tied=True), strategy, owner_map=owner_map)
+        optimizer = ShardedMuon(model, lr=LR)
+        train(model, optimizer, own[:2], next_token_loss)
+        save_checkpoint(tmp_path / f"{number}", model, optimizer)
+        kinds = {key for _, states in optimizer.run_states() for key in states}
+        assert "momentum_buffer" in kinds
+        strategy, owner_map = ways[number - 1]
+        again = shard_model(make_net(tied=True), strategy, owner_map=owner_map)
+        optimizer = ShardedMuon(again, lr=LR)
+        load_checkpoint(tmp_path / f"{number}", again, optimizer)
+        train(again, optimizer, own[2:], next_token_loss)
+        assert largest_difference(again.state_dict(), wanted) == 0.0
+
+
+class Experts(nn.Module):
+    """A block with a router and four matrices in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(13, 4, bias=False)
+        self.experts = nn.Parameter(torch.randn(4, 13, 21) / 5)
+        self.down = nn.Linear(21, 13)
+
+    def forward(self, x: Tensor) -> Tensor:
+        odds = torch.softmax(self.router(x), dim=-1)
+        hidden = torch.einsum("bi,eio,be->bo", x, self.experts, odds)
+        out: Tensor = x + self.down(torch.tanh(hidden))
+        return out
+
+
+class Mixture(nn.Module):
+    """Two blocks with experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Experts() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_experts_are_matrices_of_their_own_and_routers_are_not() -> None:
+    module, plain = Mixture(), Mixture()
+    model = shard_model(module)
+    optimizer = ShardedMuon(model, lr=LR)
+    batches = KINDS["recomputed"].batches(3, 1, 1)
+    train(model, optimizer, [of_ranks[0] for of_ranks in batches], KINDS["recomputed"].loss)
+    stepped = {run.alone.name for run, _ in optimizer.runs if run.alone is not None}
+    assert stepped == {f"blocks.{i}.{n}" for i in (0, 1) for n in ("experts", "down.weight")}
+    wanted = train_reference(
+        plain,
+        KINDS["recomputed"].loss,
+        batches,
+        make_optimizer=partial(TorchMuon, matrices_of=pieces),
+    )
+    assert largest_difference(model.state_dict(), wanted) == 0.0
+
+
+def test_a_skipped_step_changes_nothing_and_a_scale_divides_the_gradient() -> None:
+    states = []
+    for scale in (None, torch.full((), 4.0)):
+        model = shard_model(make_net(tied=True))
+        optimizer = ShardedMuon(model, lr=LR)
+        for step, of_ranks in enumerate(token_batches(4, 1)):
+            before = model.state_dict()
+            next_token_loss(model, of_ranks[0][0]).backward()
+            for shard in model.flat_shards():
+                assert shard.grad is not None
+                if step % 2:
+                    shard.grad.fill_(float("nan"))
+                elif scale is not None:
+                    shard.grad.mul_(scale)
+            skips = None if step % 2 == 0 and scale is None else torch.tensor(float(step % 2))
+            optimizer.step(grad_scale=scale, found_inf=skips)
+            optimizer.zero_grad()
+            assert (largest_difference(model.state_dict(), before) == 0.0) == (step % 2 == 1)
+        states.append(model.state_dict())
+    assert largest_difference(*states) == 0.0
+
+
+def test_matrices_go_whole_to_ranks_with_like_work() -> None:
+    units = divide_module(OddNet(tied=True, num_blocks=12), None)
+    for ranks in (2, 3, 5, 8):
+        layouts = [each for of in lay_out(units, ranks, MATRICES).values() for each in of]
+        work = [0] * ranks
+        for layout in layouts:
+            for rank, part in enumerate(layout.parts):
+                for piece in layout.pieces(part):
+                    work[rank] += muon_flops(piece.param)
+                    if is_muons(piece.param):
+                        assert piece.in_param == Span(0, piece.param.numel)
+        largest = max(muon_flops(param) for layout in layouts for param in layout.params)
+        assert sum(work) == sum(muon_flops(p) for layout in layouts for p in layout.params)
+        assert max(work) <= sum(work) / ranks + largest
+
+
+def resolved(config: Config) -> None:
+    check_optimizer(config)
+    placed = placed_on_cluster(config)
+    resolved_strategy(placed, placed.strategy)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["strategy=full_shard"], "expected shard_optimizer or no_shard"),
+        (["strategy.owner_map=even"], "expected matrices, round_robin or contiguous"),
+        (["engine=fsdp2", "strategy=full_shard"], "engine=fsdp2: not supported"),
+        (["model.lora.rank=4"], "use optimizer=adamw"),
+        (["optimizer=sgd", "optimizer.nesterov=false"], "only valid with optimizer=muon"),
+        (["optimizer=adamw", "optimizer.momentum=0.8"], "only valid with optimizer=sgd or muon"),
+    ],
+)
+def test_what_muon_cannot_do_is_rejected_first(words: list[str], said: str) -> None:
+    given = {word.split("=")[0] for word in words}
+    usual = {"optimizer": "muon", "strategy": "shard_optimizer", "launch.nproc_per_node": "2"}
+    usual_words = [f"{name}={value}" for name, value in usual.items() if name not in given]
+    config = compose_config([*words, *usual_words]).config
+    with pytest.raises(UsageError, match=said):
+        resolved(config)
+
+
+def test_a_model_without_matrices_or_with_cut_ones_is_rejected() -> None:
+    net = make_net(tied=True)
+    for param in net.blocks.parameters():
+        param.requires_grad_(False)
+    with pytest.raises(UsageError, match="no trainable matrix in a repeated block"):
+        ShardedMuon(shard_model(net))
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_temporary_tensors_are_those_that_estimates_expect(
+    dtype: torch.dtype, nesterov: bool
+) -> None:
+    for shape in ((40, 24), (24, 40), (3, 30, 10)):
+        torch.manual_seed(0)
+        blocks = nn.Sequential(*(Blank(shape) for _ in range(2))).to(dtype)
+        model = shard_model(blocks, precision=Precision(master_dtype=dtype))
+        optimizer = ShardedMuon(model, lr=LR, nesterov=nesterov)
+        model(torch.ones((), dtype=dtype)).backward()
+        optimizer.create_states()
+        shards = model.flat_shards()
+        there = [each for shard in shards for each in (shard.master, shard.grad)]
+        there += [value for state in optimizer.state.values() for value in state.values()]
+        watch = TensorBytes([each for each in there if each is not None], [], lambda: 0)
+        before, sizes, held, expected = watch._total, dict[str, int](), 0, 0
+        with watch:
+            optimizer.step(found_inf=torch.zeros(()))
+        count, rows, columns = shape if len(shape) == 3 else (1, *shape)
+        for name, nbytes in Muon(nesterov=nesterov).tensors((count, rows, columns), dtype.itemsize):
+            held += nbytes - sizes.get(name, 0)
+            sizes[name] = nbytes
+            expected = max(expected, held)
+        assert 0 <= watch.peak - before - expected <= 16, shape  # scalars
+
+
+class Blank(nn.Module):
+    """Has a parameter of some shape."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight.sum()
+
+
+@distributed()
+def save(rank: int, world_size: int, folder: Path) -> None:
+    model = shard_model(make_net(tied=True), "shard_optimizer", owner_map="matrices")
+    optimizer = ShardedMuon(model, lr=LR)
+    batches = [of_ranks[rank] for of_ranks in token_batches(2, world_size)]
+    train(model, optimizer, batches, next_token_loss)
+    save_checkpoint(folder / "c", model, optimizer)
+
+
+@distributed()
+def load(rank: int, world_size: int, folder: Path) -> None:
+    saved = whole_tensors(folder / "c")
+    for strategy, owner_map in SHARDINGS:
+        model = shard_model(make_net(tied=True), strategy, owner_map=owner_map)
+        optimizer = ShardedMuon(model, lr=LR)
+        load_checkpoint(folder / "c", model, optimizer)
+        found = list(held(model, optimizer))
+        kinds = {key.partition("/")[0] for key, *_ in found}
+        assert kinds <= {"model", "momentum_buffer", "exp_avg", "exp_avg_sq"}
+        for key, span, values in found:
+            assert torch.equal(values, saved[key].view(-1)[span.start : span.stop])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_states_are_the_same_on_any_number_of_ranks(ranks: int, tmp_path: Path) -> None:
+    save(world_size=2, folder=tmp_path)
+    load(world_size=ranks, folder=tmp_path)
