@@ -61,8 +61,8 @@ class ParamSync:
             unit.masters_changed()
             for number, each in enumerate(gradients):
                 self.ledger.free(Buffer.GRADS, name, number)
-                nbytes = sum(values.nbytes for values in each)
-                self.ledger.allocate(Buffer.LEAVING, name, number, nbytes)
+                if each:
+                    self.ledger.allocate(Buffer.LEAVING, name, number, each[0].nbytes)
             self._arriving[name] = [Handle(partial(self._stepped, unit, job, gradients))]
         if not (self.overlaps or self._strategy.shards_params):
             self.finish()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fsdpctl.checkpoint.tensors import Staging
+from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
@@ -42,6 +43,7 @@ class Case:
     wide: bool = False  # an embedding that is reduced in pieces
     owner_map: str = "even"
     overlaps: bool = True  # updates arrive beside the next forward
+    offload: str = "none"  # states on the host
     saves: bool = False  # copies the masters as a checkpoint does, while training goes on
 
     @property
@@ -60,14 +62,15 @@ class Case:
         for block in net.blocks if self.recomputes else ():
             checkpoint_block(block, "full")
         half = world_size // 2 if STRATEGIES[self.strategy].replicates else None
-        model = shard_model(
-            net.to(device),
+        sharding = Sharding(
             self.strategy,
             dp_shard_size=half or None,
             owner_map=self.owner_map,
             prefetch=Prefetch(self.depth, self.depth),
             precision=PRECISIONS[self.precision],
+            offload=self.offload,
         )
+        model = shard_model(net.to(device), sharding)
         model.overlap_param_gather = self.overlaps
         return model
 
@@ -165,5 +168,13 @@ def every_case() -> list[Case]:
         if row.shards_params:
             found += [replace(plain, depth=depth) for depth in (0, 2)]
             found += [replace(plain, precision="bf16 wire", wide=True, window="last")]
+    found += [
+        Case(name, offload=offload, precision=precision, window=window)
+        for name, row in STRATEGIES.items()
+        if row.shards_optimizer
+        for offload in ("states", "all")
+        for precision in ("fp32", "bf16 wire")
+        for window in ("one", "every")
+    ]
     maps = ("round_robin", "contiguous", "balanced")
     return found + [Case("shard_optimizer", owner_map=each) for each in maps]

@@ -1,5 +1,6 @@
 """Mistakes planted into the CUDA path, by name: what a run does with them, and where they show."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from fsdpctl.checkpoint.tensors import Staging
 from fsdpctl.comm.base import AsyncHostCopy, Handle, InPlace
+from fsdpctl.comm.host import Copier, Job
 from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.collecting import Collector
 from fsdpctl.engine.gatherer import ParamSync
+from fsdpctl.engine.offload import HostGradients, HostStates, _Ring
 from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.unit import ShardedUnit, Slot
 from fsdpctl.optim import record
@@ -28,6 +31,8 @@ Plant = Callable[[], None]
 HYBRID, ZERO1 = Case("hybrid_shard"), Case("shard_optimizer")
 MAPPED, HPZ = replace(ZERO1, owner_map="balanced"), Case("hybrid_shard_optimizer")
 WIRE, DDP, SAVES = Case(precision="bf16 wire"), Case("no_shard"), Case(saves=True)
+STATES = Case(precision="bf16 wire", offload="states")
+ALL = Case("shard_grad_op", window="every", offload="all")
 FAULTS: dict[str, tuple[Case, Plant]] = {}
 
 
@@ -87,6 +92,71 @@ for _name, _cases in KINDS.items():
         if (_name, _case.strategy) not in {("all_gather", "no_shard")}:
             FAULTS[f"no wait before {_name}, {_case.strategy}"] = _case, _before
             FAULTS[f"no wait after {_name}, {_case.strategy}"] = _case, _after
+
+
+# ---- States on the host
+
+
+def _copies_at_once(
+    self: Copier, target: Tensor, source: Tensor, stream: Any, after: Any = None
+) -> Any:
+    return _copy(self, target, source, stream)
+
+
+_copy = Copier.copy
+
+
+@fault(STATES, ALL)
+def no_wait_before_copies_to_and_from_the_host() -> None:
+    _replace(Copier, "copy", _copies_at_once)
+
+
+@fault(STATES)
+def the_host_reads_a_gradient_before_it_has_arrived() -> None:
+    right = HostStates._fetch
+
+    def wrong(self: HostStates, *given: Any) -> tuple[Any, None]:
+        return right(self, *given)[0], None
+
+    _replace(HostStates, "_fetch", wrong)
+
+
+@fault(STATES)
+def a_unit_is_gathered_before_the_host_has_sent_it() -> None:
+    right = Job.end
+
+    def wrong(self: Job, ready: Any = None, error: Any = None) -> None:
+        right(self, None, error)
+
+    _replace(Job, "end", wrong)
+
+
+@fault(STATES)
+def a_unit_does_not_wait_for_the_host() -> None:
+    right = HostStates._run
+
+    def wrong(self: HostStates, *given: Any) -> None:
+        time.sleep(0.2)
+        right(self, *given)
+
+    _replace(HostStates, "_run", wrong)
+    _replace(Job, "wait", _nothing)
+
+
+@fault(STATES)
+def a_pinned_buffer_is_reused_before_the_device_has_read_it() -> None:
+    right = _Ring.take
+
+    def wrong(self: _Ring, *given: Any) -> tuple[int, Tensor]:
+        self._busy, self._next = [None] * len(self._busy), 0
+        return right(self, *given)
+
+    _replace(_Ring, "take", wrong)
+
+
+@fault(ALL)
+def a_gradient_is_freed_before_it_has_left() -> None:
+    _replace(HostGradients, "_wait", staticmethod(_nothing))
 
 
 # ---- Streams and memory

@@ -110,7 +110,8 @@ def watched_step(model: ShardedModel, step: Callable[[], None]) -> tuple[int, li
     there = [each.part for each in buffers]
     there += [each.shard.master for each in buffers if not each.shard.is_on_host]
     slots = [buffer.whole for buffer in buffers]
-    slots += [each.shard.master for each in buffers if each.shard.is_on_host]  # counted apart
+    if model.host is not None:  # counted apart
+        slots += [*model.host._slabs.values(), *model.host._left.values()]
     watch = TensorBytes(there, slots, partial(gathered_nbytes, model))
     del buffers, there, slots
     with watch, _threads_let_go():
