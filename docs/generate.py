@@ -23,13 +23,8 @@ from fsdpctl.models.registry import build_model
 from fsdpctl.plan.schedule import EventKind
 from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.strategy import STRATEGIES, Strategy
-from fsdpctl.predict.engine_bytes import (
-    Breakdown,
-    Moment,
-    TrainingPlan,
-    estimate,
-    timeline,
-)
+from fsdpctl.predict.engine_bytes import Breakdown, PlannedMemory, estimate, timeline
+from fsdpctl.predict.training_plan import TrainingPlan
 from fsdpctl.resolve.machine import resolved_strategy, world_size
 
 DOCS = Path(__file__).parent
@@ -227,7 +222,7 @@ def moments_of(name: str) -> list[Breakdown]:
     ]
 
 
-def _held_at(moments: list[Moment], kind: EventKind) -> dict[str, Breakdown]:
+def _held_at(moments: list[PlannedMemory], kind: EventKind) -> dict[str, Breakdown]:
     """Return the memory after the first event of a kind, by unit."""
     found: dict[str, Breakdown] = {}
     for moment in moments:

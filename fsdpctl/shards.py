@@ -86,7 +86,7 @@ class FlatShard:
         self.num_owners = num_owners
         self.is_replicated = held != owned  # every rank holds all master weights
         self.param = nn.Parameter(master, requires_grad=layout.trainable)
-        self.remainder: Tensor | None = None  # of masters of 24 bits, beside their bf16 half
+        self.remainder: Tensor | None = None  # of masters of 24 bits, besides their bf16 half
         self.grad_dtype = master.dtype
         self.device = master.device  # of its gradient
         self._settle: Callable[[], None] | None = None

@@ -7,18 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.codes import split
-from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.collectives import Mesh
 from fsdpctl.engine.buffer import Resting, UnitBuffer
 from fsdpctl.engine.collecting import Collector
 from fsdpctl.engine.describe import replace_meta_parameters
+from fsdpctl.engine.entry import move_buffers
 from fsdpctl.engine.hooks import hook_gradients, hook_root, hook_unit
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.runtime import Runtime
 from fsdpctl.engine.unit import ShardedUnit, Slot
-from fsdpctl.errors import EngineError, UsageError
+from fsdpctl.errors import UsageError
 from fsdpctl.plan.layout import FlatLayout, Span, share_of
 from fsdpctl.plan.owners import OwnerMap
 from fsdpctl.plan.reductions import plan_reductions
@@ -187,7 +187,7 @@ def build_runtime(
     """
     dtypes = {name: param.dtype for name, param in module.named_parameters()}
     replace_meta_parameters(module, source.device)
-    _move_buffers(module, source.device, mesh.world)
+    move_buffers(module, source.device, mesh.world)
     params = dict(module.named_parameters())
     builder = _Builder(division, sharding.precision, mesh, source, params, dtypes)
     if sharding.offload != Offload.NONE:
@@ -280,37 +280,3 @@ def _build_units(builder: _Builder, prefetch: Prefetch) -> list[ShardedUnit]:
             )
         units.append(builder.unit(spec, made[number]))
     return units
-
-
-def check_values(module: nn.Module, source: Source) -> None:
-    """Check that a module can be sharded.
-
-    Raises:
-        EngineError: If a parameter or buffer has no values, or is not a real number.
-    """
-    for name, param in module.named_parameters():
-        is_bytes = param.dtype == torch.uint8 and not param.requires_grad
-        if not (param.dtype.is_floating_point or is_bytes):
-            raise EngineError(
-                f"parameter {name} is {param.dtype}; expected a real floating-point dtype, or "
-                "frozen uint8"
-            )
-        if param.is_meta and source.initialize is None and not source.is_empty:
-            raise EngineError(f"parameter {name} is on the meta device, without values")
-    for name, each in module.named_modules():
-        if getattr(each, "sparse", False) is True:
-            raise EngineError(f"{name}: sparse gradients are not supported; use sparse=False")
-    for name, buffer in module.named_buffers():
-        if buffer.is_meta:
-            raise EngineError(f"buffer {name} is on the meta device, without values")
-
-
-@torch.no_grad()
-def _move_buffers(module: nn.Module, device: torch.device, collectives: Collectives) -> None:
-    for each in module.modules():
-        for key, buffer in each._buffers.items():
-            if buffer is not None:
-                moved = buffer.to(device).contiguous()
-                # As bytes, because no backend supports every dtype.
-                collectives.broadcast(moved.view(-1).view(torch.uint8))
-                each._buffers[key] = moved

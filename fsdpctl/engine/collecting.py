@@ -47,6 +47,15 @@ class Collector:
         """Return the dtype in which a buffer's gradients are collected and added."""
         return self.dtypes[buffer.shard.dtype]
 
+    def dtypes_of(self, buffer: UnitBuffer) -> dict[str, torch.dtype | None]:
+        """Return the dtypes of a buffer by their use."""
+        return {
+            "param_dtype": buffer.whole.dtype,
+            "reduce_dtype": self.dtype_of(buffer),
+            "master_dtype": buffer.shard.dtype,
+            "wire_dtype": self.wire_dtype,
+        }
+
     def adds_whole(self, buffer: UnitBuffer) -> bool:
         """Return whether all ranks get the full sum at once."""
         return buffer.shard.is_replicated and self.mesh.shard.adds_whole

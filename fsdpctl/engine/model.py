@@ -111,16 +111,9 @@ class ShardedModel(nn.Module):
     def dtypes(self) -> Iterator[tuple[str, dict[str, torch.dtype | None]]]:
         """Yield the unit of each trained flat buffer, and its dtypes by use."""
         collector = self._runtime.reducer.collector
-        for buffer in self._runtime.trained_buffers:
-            yield (
-                buffer.shard.unit,
-                {
-                    "param_dtype": buffer.whole.dtype,
-                    "reduce_dtype": collector.dtype_of(buffer),
-                    "master_dtype": buffer.shard.dtype,
-                    "wire_dtype": collector.wire_dtype,
-                },
-            )
+        return (
+            (each.shard.unit, collector.dtypes_of(each)) for each in self._runtime.trained_buffers
+        )
 
     def absent_everywhere(self) -> frozenset[str]:
         """Return the names of trainable parameters that had a gradient on no rank. Collective.
@@ -193,7 +186,7 @@ class ShardedModel(nn.Module):
     def can_prefetch(self) -> bool:
         """Whether `prefetch_forward_params` has anything to gather."""
         runtime = self._runtime
-        # On the host, the first units wait for the step: what lies between would not overlap.
+        # On the host, the first units wait for the step, so that nothing would overlap.
         gathers = runtime.strategy.shards_params and runtime.host is None
         return gathers and runtime.prefetch.forward > 0
 

@@ -13,19 +13,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fsdpctl.comm.base import Gathering, Handle
+from fsdpctl.comm.base import Handle
 from fsdpctl.comm.collectives import Chain, Mesh
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.collecting import Collector, SentReduction
+from fsdpctl.engine.combining import start_combining
+from fsdpctl.engine.host_gradients import HostGradients
 from fsdpctl.engine.ledger import Ledger
-from fsdpctl.engine.offload import HostGradients
 from fsdpctl.engine.unit import ShardedUnit
-from fsdpctl.plan.layout import EvenParts, Span
+from fsdpctl.plan.layout import Span
 from fsdpctl.plan.reductions import Reductions
 from fsdpctl.plan.schedule import Buffer, Event, EventKind, ReductionFlow
 
-# Number of the buffer, share of this rank's part (None: all), values.
-_Sum = tuple[int, Span | None, Tensor]
+_Sum = tuple[int, Span | None, Tensor]  # number of the buffer, share (None: all), values
 
 
 @dataclass(slots=True)
@@ -35,9 +35,7 @@ class _InFlight:
     unit: ShardedUnit
     piece: int
     is_last: bool = True  # of the unit's pieces
-    sent: list[tuple[int, SentReduction]] = field(
-        default_factory=list
-    )  # with the number of the buffer
+    sent: list[tuple[int, SentReduction]] = field(default_factory=list)  # by buffer
     # Of the second collective: number of the buffer, share of this rank's part, handle.
     handles: list[tuple[int, Span | None, Handle]] = field(default_factory=list)
 
@@ -59,10 +57,11 @@ class GradientReducer:
         self._mesh = mesh
         self._plan = plan
         self._chain = mesh.chain
-        trained = [each for unit in units for each in unit.trained_buffers]
         # Whether a second collective completes each sum.
         self._combines = mesh.replicas is not None or any(
-            each.shard.is_replicated and not collector.adds_whole(each) for each in trained
+            each.shard.is_replicated and not collector.adds_whole(each)
+            for unit in units
+            for each in unit.trained_buffers
         )
         self._next = 0
         self._flow = ReductionFlow(plan, combines=self._combines)
@@ -182,7 +181,7 @@ class GradientReducer:
             self.ledger.allocate(Buffer.WHOLE_GRADS, *key, sent.nbytes)
             if sent.reduction.workspace_nbytes:
                 self.ledger.allocate(Buffer.WORKSPACE, *key, sent.reduction.workspace_nbytes)
-        if started.piece + 1 == pieces > 1:
+        if started.is_last and pieces > 1:
             for buffer in started.unit.trained_buffers:
                 buffer.forget_arrived()
         nbytes = sum(sent.nbytes for _, sent in started.sent)
@@ -212,7 +211,7 @@ class GradientReducer:
         """Start the second collective of sums that this rank has taken."""
         for number, share, total in sums:
             buffer = started.unit.trained_buffers[number]
-            handle = self._combine(buffer, started.key(number), total)
+            handle = start_combining(self._mesh, self.ledger, buffer, started.key(number), total)
             started.handles.append((number, share, handle))
         nbytes = sum(total.nbytes for *_, total in sums)
         self.ledger.note(EventKind.COMBINE, started.unit.name, nbytes)
@@ -226,7 +225,8 @@ class GradientReducer:
             mean = self._new_sum(buffer, sent)
             nbytes += mean.nbytes
             self.ledger.allocate(Buffer.SUM, *started.key(number), mean.nbytes)
-            follow = partial(self._combine, buffer, started.key(number))
+            key = started.key(number)
+            follow = partial(start_combining, self._mesh, self.ledger, buffer, key)
             how = self._scale_and_dtype(buffer, mean)
             sent.read, handle = chain(follow, sent.reduction, mean, *how)
             started.handles.append((number, sent.share, handle))
@@ -267,28 +267,6 @@ class GradientReducer:
         sent.reduction.finish(part, *self._scale_and_dtype(buffer, mean))
         self._free_sent(key)
         return mean
-
-    def _combine(self, buffer: UnitBuffer, key: tuple[str, int], total: Tensor) -> Handle:
-        """Start the second collective; its result is `total`, or this replica's share of it."""
-        if buffer.shard.is_replicated:
-            return self._mesh.shard.all_gather([Gathering(total, buffer.layout.parts)])
-        replicas = self._mesh.replicas
-        assert replicas is not None
-        if buffer.layout.shares == 1:
-            return replicas.start_all_reduce(total)
-        numel = total.numel() // replicas.size
-        whole, shares = Span(0, total.numel()), EvenParts(numel, replicas.size)
-        reduction = replicas.reduce_scatter([(whole, total)], shares, total.dtype)
-        if reduction.workspace_nbytes:
-            self.ledger.allocate(Buffer.COMBINING, *key, reduction.workspace_nbytes)
-        own = total.narrow(0, replicas.rank * numel, numel)
-
-        def finish() -> Tensor:
-            reduction.finish(own, 1.0, own.dtype)
-            self.ledger.free(Buffer.COMBINING, *key)
-            return own
-
-        return Handle(finish)
 
     def _finish_combining(self, started: _InFlight) -> None:
         while started.handles:

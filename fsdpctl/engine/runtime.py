@@ -68,7 +68,7 @@ class Runtime:
         self.host: HostStates | None = None  # steps master weights that are in host memory
         self.calls = Calls()
         self.backward = OutermostBackward()
-        self._learns_order = strategy.shards_params  # others reduce as planned on every rank
+        self._learns_order = strategy.shards_params  # others reduce as planned
         self._num_closed = 0  # units whose backward is over, in the order of reduction
 
     def _follow(self, order: UnitOrder) -> None:
@@ -87,8 +87,6 @@ class Runtime:
     def has_all_gradients(self) -> bool:
         """Whether every trainable parameter had a gradient since gradients were dropped."""
         return all(len(each.present) == len(each.params) for each in self.trained_buffers)
-
-    # ---- forward -------------------------------------------------------------------------
 
     def prefetch_forward(self) -> None:
         """Start to gather the first units of a forward, up to the first whose slot is in use."""
@@ -152,8 +150,6 @@ class Runtime:
         self.calls.end_forward()
         if not torch.is_grad_enabled():
             self.gatherer.release(self.root)
-
-    # ---- backward ------------------------------------------------------------------------
 
     def begin_backward(self, first: Forward | None = None) -> None:
         """Begin a backward with its first gradient, of `first`; None if that ran in a backward."""
@@ -253,8 +249,6 @@ class Runtime:
             self._follow(replace(self.order, forward=seen))
             self.reducer.units = self._reduction
 
-    # ---- between steps -------------------------------------------------------------------
-
     def recover(self) -> None:
         """Clean up after a backward that ended in an exception."""
         self.ledger.ranges.end_all()
@@ -303,5 +297,5 @@ class Runtime:
         assert self.host is not None
         self.gatherer.release_all()
         self.param_sync.finish()
-        units = [self.units[name] for name in (self.order.root, *self.order.forward)]
-        self.param_sync.start_after(self.host.step(units, update, scalars))
+        in_order = [self.units[name] for name in (self.order.root, *self.order.forward)]
+        self.param_sync.start_after(self.host.step(in_order, update, scalars))

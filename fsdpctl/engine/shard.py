@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from fsdpctl.comm.collectives import Mesh, collectives_for, make_mesh
 from fsdpctl.engine.agreement import agreed
-from fsdpctl.engine.build import Sharding, Source, build_runtime, check_values
+from fsdpctl.engine.build import Sharding, Source, build_runtime
 from fsdpctl.engine.describe import divide_module
+from fsdpctl.engine.entry import check_values
 from fsdpctl.engine.guards import is_sharded
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
@@ -72,7 +73,7 @@ def shard_from(
         copy_size = ranks_per_copy(row, world.size, sharding.dp_shard_size)
         if asked != "even" and not row.has_owner_map:
             raise UsageError(f"owner_map: only valid with shard_optimizer, not with {row.name}")
-        check_values(module, source)
+        check_values(module, needs_values=source.initialize is None and not source.is_empty)
         return row, divide(units_of(module, sharding), row, world.size, copy_size, asked)
 
     def described(made: tuple[Strategy, Division]) -> Iterator[str]:

@@ -16,12 +16,12 @@ from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.strategy import FSDPCTL, get_strategy
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Program
-from fsdpctl.predict.engine_bytes import TrainingPlan, host_states_bytes
 from fsdpctl.predict.hardware import Group
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.recorder import Machine, RankGroup, TaskRecorder
 from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
 from fsdpctl.predict.step_estimate import estimate_steps
+from fsdpctl.predict.training_plan import TrainingPlan, host_states_bytes
 from fsdpctl.resolve.attention import assumed_of, check_attention
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import (

@@ -24,9 +24,9 @@ from fsdpctl.estimate.traced import TracedModule
 from fsdpctl.plan.sizes import Itemsizes, RankPlace
 from fsdpctl.plan.strategy import ENGINES, Strategy, ranks_per_copy
 from fsdpctl.plan.units import UnitSpec, divide
-from fsdpctl.predict.engine_bytes import TrainingPlan
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.step_estimate import ALLOCATORS, StepEstimate, estimate_steps
+from fsdpctl.predict.training_plan import TrainingPlan
 
 _CHOICES = {
     "device": ("cuda", "cpu"),

@@ -14,16 +14,12 @@ from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import DDP, FSDPCTL, Strategy, check_strategy, get_strategy
 from fsdpctl.plan.units import Division, UnitSpec, divide
 from fsdpctl.predict.ddp_steps import DdpSteps
-from fsdpctl.predict.engine_bytes import (
-    Estimate,
-    TrainingPlan,
-    estimate,
-    fullest_ranks,
-)
+from fsdpctl.predict.engine_bytes import Estimate, estimate, fullest_ranks
 from fsdpctl.predict.fsdp2_steps import Fsdp2Steps
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.kept_states import ADAMW, KeptStates
 from fsdpctl.predict.recorder import RankGroup, Recorder, Steps, TrafficRecorder
+from fsdpctl.predict.training_plan import TrainingPlan
 from fsdpctl.resolve.machine import world_size
 
 REPEATING = 3  # micro-steps; another one needs no more memory

@@ -17,7 +17,9 @@ from fsdpctl.plan.layout import Span
 from fsdpctl.plan.states import NUM_TILES, TILE
 from fsdpctl.shards import FlatShard
 
-Scalar = Any  # a number on the CPU; on other devices a scalar tensor, which nobody waits for
+Scalar = (
+    Any  # a number on the CPU; on other devices a scalar tensor, which the host never waits for
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Part
-from fsdpctl.predict.engine_bytes import TrainingPlan
 from fsdpctl.predict.hardware import CollectiveKind
 from fsdpctl.predict.recorder import GATHERS, Category, RankGroup, Recorder
+from fsdpctl.predict.training_plan import TrainingPlan
 
 _BUCKET = 25 << 20  # bytes
 

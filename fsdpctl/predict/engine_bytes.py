@@ -5,25 +5,21 @@ which gradients are reduced, replayed event by event through a step. Not counted
 nor gradients that autograd has made and the engine has not collected yet.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from fsdpctl.plan.layout import FlatLayout, Span, optimizer_runs
+from fsdpctl.plan.layout import FlatLayout
 from fsdpctl.plan.reductions import Reductions, plan_reductions
 from fsdpctl.plan.replay import Replay
 from fsdpctl.plan.schedule import (
     Buffer,
     Event,
     EventKind,
-    Prefetch,
     step_events,
     update_events,
 )
 from fsdpctl.plan.sizes import (
-    HOST_BUFFERS,
-    HOST_SCALARS,
-    Itemsizes,
     Offload,
     RankPlace,
     SlotSpec,
@@ -31,10 +27,15 @@ from fsdpctl.plan.sizes import (
     unit_bytes,
 )
 from fsdpctl.plan.states import is_compressible
-from fsdpctl.plan.strategy import Strategy
-from fsdpctl.plan.units import UnitOrder
-from fsdpctl.predict.kept_states import ADAMW, KeptStates
+from fsdpctl.predict.kept_states import KeptStates
 from fsdpctl.predict.recorder import CATEGORY_OF
+from fsdpctl.predict.training_plan import (
+    TrainingPlan,
+    held_masters,
+    leaving_gradients,
+    remainder_bytes,
+    states_bytes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,35 +74,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingPlan:
-    """All settings of a run that determine the engine's memory."""
-
-    order: UnitOrder
-    layouts: Mapping[str, Sequence[FlatLayout]]  # of every unit, root first
-    strategy: Strategy  # the effective one
-    sizes: Itemsizes
-    prefetch: Prefetch
-    reduces: tuple[bool, ...]  # per micro-step, whether its backward reduces
-    states: KeptStates = ADAMW
-    offload: Offload = Offload.NONE
-
-    @property
-    def steps_on_host(self) -> bool:
-        """Whether the optimizer steps in host memory."""
-        return self.offload is not Offload.NONE
-
-    def is_on_host(self, layout: FlatLayout) -> bool:
-        """Return whether the master weights of a flat buffer are in host memory."""
-        return self.steps_on_host and layout.trainable
-
-    def part_nbytes(self, layout: FlatLayout, rank: int) -> int:
-        """Return the bytes of a rank's part in the compute dtype, if that has memory of its own."""
-        keeps = self.strategy.shards_params and (layout.shares > 1 or self.is_on_host(layout))
-        return layout.parts[rank].numel * self.sizes.gathered(layout) if keeps else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
+class PlannedMemory:
     """The memory of a rank after an event of a step, or before the first."""
 
     event: Event | None
@@ -133,7 +106,7 @@ def fullest_ranks(plan: TrainingPlan, place: RankPlace) -> list[tuple[int, int]]
     candidates = [divmod(rank, flats[0].shares) for rank in sorted({0, *numbers})]
     if plan.states.dtype is None:
         return candidates  # one more counter
-    states = [_states(plan, replace(place, rank=rank, copy=copy)) for rank, copy in candidates]
+    states = [states_bytes(plan, replace(place, rank=rank, copy=copy)) for rank, copy in candidates]
     return [candidates[states.index(max(states))]]
 
 
@@ -205,9 +178,9 @@ def _replay(plan: TrainingPlan, place: RankPlace) -> tuple[Replay, Reductions]:
     return Replay(units, combines=combines, chained=chained, leaves=leaves), reductions
 
 
-def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
+def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[PlannedMemory]:
     """Yield the memory of a rank throughout a step, after the first one."""
-    states = 0 if plan.steps_on_host else _states(plan, place)
+    states = 0 if plan.steps_on_host else states_bytes(plan, place)
     stay = not plan.strategy.shards_params
     always = sum(slot.nbytes for slot in plan_slots(plan) if slot.resident or stay)
     parameters = 0
@@ -226,27 +199,13 @@ def timeline(plan: TrainingPlan, place: RankPlace) -> Iterator[Moment]:
     held = {"gathered_units": always, "gradients": sum(map(sum, leaving.values()))}
     held["reduce_buffers"] = 0
     now = Breakdown(parameters=parameters, optimizer_states=states, **held)
-    yield Moment(None, now)
+    yield PlannedMemory(None, now)
     for event in planned_step(plan, place):
         if event.buffer is not None:
             change = event.nbytes if event.kind is EventKind.ALLOCATE else -event.nbytes
             held[CATEGORY_OF[event.buffer].value] += change
             now = Breakdown(parameters=parameters, optimizer_states=states, **held)
-        yield Moment(event, now)
-
-
-def leaving_gradients(plan: TrainingPlan, place: RankPlace) -> dict[str, list[int]]:
-    """Return the bytes of each gradient that a step on the host keeps on the device, by unit."""
-    if plan.offload is not Offload.STATES:
-        return {}
-    return {
-        unit: [
-            held_masters(plan, place, layout).numel * plan.sizes.master
-            for layout in layouts
-            if layout.trainable
-        ]
-        for unit, layouts in plan.layouts.items()
-    }
+        yield PlannedMemory(event, now)
 
 
 def _host_waits(plan: TrainingPlan, place: RankPlace) -> dict[str, list[Event]]:
@@ -267,50 +226,6 @@ def _after_host(events: Iterable[Event], waits: dict[str, list[Event]]) -> Itera
         if gathers or event.kind in (EventKind.GATHER, EventKind.FORWARD):
             yield from waits.pop(event.unit, ())
         yield event
-
-
-def host_states_bytes(plan: TrainingPlan, place: RankPlace) -> int:
-    """Return the bytes of a rank's states and pinned buffers in host memory."""
-    if plan.offload is Offload.NONE:
-        return 0
-    trained = [each for of in plan.layouts.values() for each in of if each.trainable]
-    held = [held_masters(plan, place, layout).numel for layout in trained]
-    sizes, largest = plan.sizes, max(held, default=0)
-    nbytes = sum(held) * sizes.master + HOST_SCALARS + _states(plan, place)
-    in_flight = HOST_BUFFERS * largest
-    nbytes += (sum(held) if plan.offload is Offload.ALL else in_flight) * sizes.master
-    if sizes.param != sizes.master:
-        nbytes += in_flight * sizes.param
-    return nbytes
-
-
-def held_masters(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> Span:
-    """Return the elements of a flat buffer whose master weights a rank has."""
-    whole = Span(0, layout.numel)
-    return layout.owned(place.rank, place.copy) if plan.strategy.shards_optimizer else whole
-
-
-def remainder_bytes(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> int:
-    """Return the bytes of the lower bits of a rank's master weights, if they are kept apart."""
-    kept = plan.sizes.remainder if layout.trainable else 0
-    return held_masters(plan, place, layout).numel * kept
-
-
-def trained_layouts(layouts: Mapping[str, Sequence[FlatLayout]]) -> Iterator[FlatLayout]:
-    """Return the flat buffers whose parameters are trained."""
-    return (each for of_unit in layouts.values() for each in of_unit if each.trainable)
-
-
-def _states(plan: TrainingPlan, place: RankPlace) -> int:
-    """Return the bytes of the optimizer states."""
-    kept, trained = plan.states, trained_layouts(plan.layouts)
-    return sum(
-        sum(kept.of_run(run, plan.sizes.master))
-        for layout in trained
-        for run in optimizer_runs(
-            layout, held_masters(plan, place, layout), kept.key, kept.is_alone
-        )
-    )
 
 
 def pieces_before_the_last(events: Sequence[Event], root: str) -> Iterator[Event]:

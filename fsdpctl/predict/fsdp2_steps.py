@@ -18,9 +18,9 @@ from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.strategy import Strategy
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Part
-from fsdpctl.predict.engine_bytes import TrainingPlan
 from fsdpctl.predict.hardware import CollectiveKind as C
 from fsdpctl.predict.recorder import COPIES, Category, RankGroup, Recorder
+from fsdpctl.predict.training_plan import TrainingPlan
 
 _GATHERS, _REDUCES, _ALL_REDUCES = 1, 2, 3  # streams
 _QUEUE = "collectives"  # of the shard group's communicator

@@ -12,8 +12,9 @@ from fsdpctl.plan.reductions import (
 )
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.sizes import Offload, RankPlace, wire_itemsize
-from fsdpctl.predict.engine_bytes import TrainingPlan, pieces_before_the_last
+from fsdpctl.predict.engine_bytes import pieces_before_the_last
 from fsdpctl.predict.recorder import CATEGORY_OF, Category, Recorder
+from fsdpctl.predict.training_plan import TrainingPlan
 
 K = EventKind
 _DOING = {  # at an allocation

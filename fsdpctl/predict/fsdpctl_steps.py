@@ -8,19 +8,17 @@ from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.sizes import Offload, RankPlace
 from fsdpctl.plan.states import tile_bytes
 from fsdpctl.predict.compute import Part
-from fsdpctl.predict.engine_bytes import (
-    TrainingPlan,
-    held_masters,
-    plan_slots,
-    planned_step,
-    planned_update,
-    remainder_bytes,
-    trained_layouts,
-)
+from fsdpctl.predict.engine_bytes import plan_slots, planned_step, planned_update
 from fsdpctl.predict.fsdpctl_buffers import EngineBuffers
 from fsdpctl.predict.hardware import CollectiveKind
 from fsdpctl.predict.muon_steps import matrix_elements, update_matrices
 from fsdpctl.predict.recorder import COPIES, GATHERS, REDUCTIONS, Category, RankGroup, Recorder
+from fsdpctl.predict.training_plan import (
+    TrainingPlan,
+    held_masters,
+    remainder_bytes,
+    trained_layouts,
+)
 
 K = EventKind
 C = CollectiveKind

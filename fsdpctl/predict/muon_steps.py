@@ -9,8 +9,8 @@ from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.muon import Muon, Shape, is_muons, matrices_of, muon_flops
 from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.predict.compute import Work, WorkKind
-from fsdpctl.predict.engine_bytes import TrainingPlan, held_masters
 from fsdpctl.predict.recorder import Category, Recorder
+from fsdpctl.predict.training_plan import TrainingPlan, held_masters
 
 # Of the elementwise operators: passes over weights, gradient and mean, and bytes in bfloat16.
 _MASTER_PASSES, _BYTES = 11, 10

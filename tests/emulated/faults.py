@@ -18,7 +18,8 @@ from fsdpctl.comm.nccl import NcclCollectives
 from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.collecting import Collector
 from fsdpctl.engine.gatherer import ParamSync
-from fsdpctl.engine.offload import HostGradients, HostStates, _Ring
+from fsdpctl.engine.host_gradients import HostGradients, Ring
+from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.unit import ShardedUnit, Slot
 from fsdpctl.optim import record
@@ -145,13 +146,13 @@ def a_unit_does_not_wait_for_the_host() -> None:
 
 @fault(STATES)
 def a_pinned_buffer_is_reused_before_the_device_has_read_it() -> None:
-    right = _Ring.take
+    right = Ring.take
 
-    def wrong(self: _Ring, *given: Any) -> tuple[int, Tensor]:
+    def wrong(self: Ring, *given: Any) -> tuple[int, Tensor]:
         self._busy, self._next = [None] * len(self._busy), 0
         return right(self, *given)
 
-    _replace(_Ring, "take", wrong)
+    _replace(Ring, "take", wrong)
 
 
 @fault(ALL)

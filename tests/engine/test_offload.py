@@ -24,7 +24,7 @@ def _tokens(rank: int, step: int, part: int = 0) -> Tensor:
     return torch.randint(17, (2, 9), generator=generator)
 
 
-def _trained(
+def _trained(  # noqa: PLR0913  # the options of a case
     rank: int,
     offload: str,
     *,

@@ -19,7 +19,8 @@ from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import Itemsizes, RankPlace
 from fsdpctl.plan.strategy import STRATEGIES, effective_strategy
 from fsdpctl.plan.units import lay_out, unit_order
-from fsdpctl.predict.engine_bytes import Estimate, TrainingPlan, estimate, timeline
+from fsdpctl.predict.engine_bytes import Estimate, estimate, timeline
+from fsdpctl.predict.training_plan import TrainingPlan
 from fsdpctl.resolve.machine import resolved_strategy
 from tests.distributed import distributed
 from tests.engine.models import backward_window, make_net, next_token_loss, token_batches

@@ -22,11 +22,11 @@ from fsdpctl.plan.strategy import get_strategy
 from fsdpctl.plan.units import lay_out, unit_order
 from fsdpctl.predict.allocator import CachingAllocator
 from fsdpctl.predict.compute import Program
-from fsdpctl.predict.engine_bytes import TrainingPlan
 from fsdpctl.predict.fsdp2_steps import Fsdp2Steps
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import Constant, Script, replay
 from fsdpctl.predict.recorder import Category
+from fsdpctl.predict.training_plan import TrainingPlan
 from fsdpctl.resolve.blocks import checkpoint_block
 from tests.predict.titan import LLAMA_7B, LLAMA_8B, Shape, Titan
 

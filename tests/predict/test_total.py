@@ -22,10 +22,11 @@ from fsdpctl.plan.reductions import Transport
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.allocator import PlainAllocator
-from fsdpctl.predict.engine_bytes import host_states_bytes, planned_step
+from fsdpctl.predict.engine_bytes import planned_step
 from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import Script, replay
+from fsdpctl.predict.training_plan import host_states_bytes
 from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.optimizers import make_optimizer

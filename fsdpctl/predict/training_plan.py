@@ -1,0 +1,105 @@
+"""The settings that determine the engine's memory, and the bytes that a rank keeps by them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fsdpctl.plan.layout import FlatLayout, Span, optimizer_runs
+from fsdpctl.plan.schedule import (
+    Prefetch,
+)
+from fsdpctl.plan.sizes import (
+    HOST_BUFFERS,
+    HOST_SCALARS,
+    Itemsizes,
+    Offload,
+    RankPlace,
+)
+from fsdpctl.plan.strategy import Strategy
+from fsdpctl.plan.units import UnitOrder
+from fsdpctl.predict.kept_states import ADAMW, KeptStates
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPlan:
+    """All settings of a run that determine the engine's memory."""
+
+    order: UnitOrder
+    layouts: Mapping[str, Sequence[FlatLayout]]  # of every unit, root first
+    strategy: Strategy  # the effective one
+    sizes: Itemsizes
+    prefetch: Prefetch
+    reduces: tuple[bool, ...]  # per micro-step, whether its backward reduces
+    states: KeptStates = ADAMW
+    offload: Offload = Offload.NONE
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether the optimizer steps in host memory."""
+        return self.offload is not Offload.NONE
+
+    def is_on_host(self, layout: FlatLayout) -> bool:
+        """Return whether the master weights of a flat buffer are in host memory."""
+        return self.steps_on_host and layout.trainable
+
+    def part_nbytes(self, layout: FlatLayout, rank: int) -> int:
+        """Return the bytes of a rank's part in the compute dtype, if that has memory of its own."""
+        keeps = self.strategy.shards_params and (layout.shares > 1 or self.is_on_host(layout))
+        return layout.parts[rank].numel * self.sizes.gathered(layout) if keeps else 0
+
+
+def leaving_gradients(plan: TrainingPlan, place: RankPlace) -> dict[str, list[int]]:
+    """Return the bytes of each gradient that a step on the host keeps on the device, by unit."""
+    if plan.offload is not Offload.STATES:
+        return {}
+    return {
+        unit: [
+            held_masters(plan, place, layout).numel * plan.sizes.master
+            for layout in layouts
+            if layout.trainable
+        ]
+        for unit, layouts in plan.layouts.items()
+    }
+
+
+def host_states_bytes(plan: TrainingPlan, place: RankPlace) -> int:
+    """Return the bytes of a rank's states and pinned buffers in host memory."""
+    if plan.offload is Offload.NONE:
+        return 0
+    trained = [each for of in plan.layouts.values() for each in of if each.trainable]
+    held = [held_masters(plan, place, layout).numel for layout in trained]
+    sizes, largest = plan.sizes, max(held, default=0)
+    nbytes = sum(held) * sizes.master + HOST_SCALARS + states_bytes(plan, place)
+    in_flight = HOST_BUFFERS * largest
+    nbytes += (sum(held) if plan.offload is Offload.ALL else in_flight) * sizes.master
+    if sizes.param != sizes.master:
+        nbytes += in_flight * sizes.param
+    return nbytes
+
+
+def held_masters(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> Span:
+    """Return the elements of a flat buffer whose master weights a rank has."""
+    whole = Span(0, layout.numel)
+    return layout.owned(place.rank, place.copy) if plan.strategy.shards_optimizer else whole
+
+
+def remainder_bytes(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> int:
+    """Return the bytes of the lower bits of a rank's master weights, if they are kept apart."""
+    kept = plan.sizes.remainder if layout.trainable else 0
+    return held_masters(plan, place, layout).numel * kept
+
+
+def trained_layouts(layouts: Mapping[str, Sequence[FlatLayout]]) -> Iterator[FlatLayout]:
+    """Return the flat buffers whose parameters are trained."""
+    return (each for of_unit in layouts.values() for each in of_unit if each.trainable)
+
+
+def states_bytes(plan: TrainingPlan, place: RankPlace) -> int:
+    """Return the bytes of the optimizer states."""
+    kept, trained = plan.states, trained_layouts(plan.layouts)
+    return sum(
+        sum(kept.of_run(run, plan.sizes.master))
+        for layout in trained
+        for run in optimizer_runs(
+            layout, held_masters(plan, place, layout), kept.key, kept.is_alone
+        )
+    )
