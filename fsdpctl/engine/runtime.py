@@ -297,5 +297,5 @@ class Runtime:
         assert self.host is not None
         self.gatherer.release_all()
         self.param_sync.finish()
-        in_order = [self.units[name] for name in (self.order.root, *self.order.forward)]
-        self.param_sync.start_after(self.host.step(in_order, update, scalars))
+        units = map(self.units.__getitem__, (self.order.root, *self.order.forward))
+        self.param_sync.start_after(self.host.step(tuple(units), update, scalars))
