@@ -143,8 +143,8 @@ class GradientReducer:
         pieces = self._plan.pieces_of(unit.name, was_held=was_held)
         # Made one at a time: a list of them would keep the memory of those that are done.
         to_send = (_InFlight(unit, piece, piece + 1 == pieces) for piece in range(pieces))
-        events = self._flow.start(unit.name, was_held=was_held, is_first=is_first)
-        self._go_on(events, to_send, pieces)
+        begun = self._flow.start(unit.name, was_held=was_held, is_first=is_first)
+        self._go_on(begun, to_send, pieces)
 
     def _go_on(
         self, events: Iterable[Event], to_send: Iterator[_InFlight] = iter(()), pieces: int = 1
@@ -269,12 +269,11 @@ class GradientReducer:
         return mean
 
     def _finish_combining(self, started: _InFlight) -> None:
-        while started.handles:
+        while started.handles:  # whose memory goes with them
             number, share, handle = started.handles.pop(0)
             total = handle.wait()
-            del handle  # and the memory of its collective
+            del handle
             self._add_gradient(started, number, share, total)
-            del total
         self._leave(started)
         self.ledger.note(EventKind.COMBINED, started.unit.name)
 

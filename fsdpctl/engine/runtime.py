@@ -255,8 +255,7 @@ class Runtime:
         self.reducer.abandon()
         self.gatherer.release_all()
         self.calls.forget()
-        self.holds_back = False
-        self._num_closed = 0
+        self.holds_back, self._num_closed = False, 0
         self.backward.end()
 
     def drop_gradients(self) -> None:
@@ -297,5 +296,5 @@ class Runtime:
         assert self.host is not None
         self.gatherer.release_all()
         self.param_sync.finish()
-        units = map(self.units.__getitem__, (self.order.root, *self.order.forward))
-        self.param_sync.start_after(self.host.step(tuple(units), update, scalars))
+        units = [self.units[name] for name in (self.order.root, *self.order.forward)]
+        self.param_sync.start_after(self.host.step(units, update, scalars))

@@ -17,7 +17,9 @@ from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import SelfCheckError
 from fsdpctl.models.parts import evaluating
+from fsdpctl.plan.states import SPLIT
 from fsdpctl.run.step_metrics import StepMetrics
+from fsdpctl.shards import FlatShard
 from fsdpctl.train.callback import Callback
 from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.requests import RequestFlags
@@ -46,8 +48,8 @@ class SelfCheck(Callback):
         if self._norms or run.step + 1 != self._at:
             return
         for shard in run.parts.model.flat_shards():
-            if shard.trainable and shard.grad is not None:
-                norm = shard.grad.float().norm()
+            if shard.trainable and shard.has_grad:
+                norm = shard.left.norm if shard.left is not None else _norm(shard)
                 known = self._norms.get(shard.unit)
                 self._norms[shard.unit] = norm if known is None else known + norm
 
@@ -107,6 +109,8 @@ def _dtype_findings(run: "Trainer") -> Iterator[str]:
     for unit, dtypes in model.dtypes():
         for key, dtype in dtypes.items():
             expected, found = getattr(precision, key), str(dtype).removeprefix("torch.")
+            if key == "master_dtype" and expected == SPLIT:
+                expected = "bfloat16"  # of which the rest is kept apart
             if expected is not None and found != expected:
                 yield f"{unit or 'the root'}: {key} is {found}; precision.{key}={expected}"
 
@@ -120,6 +124,12 @@ def _frozen_findings(run: "Trainer") -> Iterator[str]:
         is_own_choice = model.architecture == TRANSFORMERS and param.ndim <= 1
         if is_trained and not param.requires_grad and not is_own_choice:
             yield f"{name}: is frozen; model.trainable and model.lora train it"
+
+
+def _norm(shard: FlatShard) -> Tensor:
+    assert shard.grad is not None
+    norm: Tensor = torch.linalg.vector_norm(shard.grad, dtype=torch.float32)
+    return norm
 
 
 def _own_tokens(run: "Trainer") -> int:
