@@ -45,7 +45,8 @@ class EngineBuffers:
         # Reductions of a piece that another piece of the same unit follows.
         self._unfinished = set(map(id, pieces_before_the_last(events, plan.order.root)))
         self._in_pieces: set[str] = set()  # units of which some pieces were collected
-        self._on_host: set[tuple[str, int]] = set()  # units and bytes of gradients that went there
+        self._on_host: set[str] = set()  # units whose gradients went there
+        self._leaving: dict[str, int] = {}  # bytes of new gradients, by unit
         self._became = False  # whether the last sum is a gradient now
         self._taken: set[str] = set()  # parameters whose gradients the engine took in this pass
         sizes = plan.sizes
@@ -71,6 +72,14 @@ class EngineBuffers:
             for layout in self._plan.layouts[event.unit]:
                 self._drop(layout.params)
 
+    def leave(self, unit: str) -> None:
+        """Let the reduced gradients of a unit leave, if they do; what the host has is added."""
+        nbytes = self._leaving.pop(unit, None)
+        if nbytes is not None:
+            if unit in self._on_host:
+                self._recorder.pass_through(nbytes)
+            self._on_host.add(unit)
+
     def take_gradients(self) -> dict[str, list[int]]:
         """Return the keys of the reduced gradients by unit, which `end_step` then keeps."""
         taken: dict[str, list[int]] = {}
@@ -94,9 +103,7 @@ class EngineBuffers:
         assert buffer is not None
         keys = self._live.setdefault((buffer, unit), [])
         if buffer is Buffer.GRADS and self._plan.offload is Offload.ALL:
-            if (unit, event.nbytes) in self._on_host:
-                recorder.pass_through(event.nbytes)  # what the host has comes to be added
-            self._on_host.add((unit, event.nbytes))
+            self._leaving[unit] = event.nbytes
         if buffer is Buffer.GRADS and self._became:
             self._became = False
             return

@@ -94,10 +94,12 @@ class FsdpctlSteps:
                 recorder.wait(key)
                 self._add_up(unit, nbytes)
                 self._last_reduced[unit] = key
+                self._buffers.leave(unit)
             case K.COMBINE:
                 self._combine(unit, event.nbytes)
             case K.COMBINED:
                 recorder.wait(self._combining[unit].popleft())
+                self._buffers.leave(unit)
 
     def _forward(self, unit: str) -> None:
         recorder, order = self._recorder, self._plan.order
