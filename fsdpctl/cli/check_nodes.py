@@ -1,6 +1,7 @@
 """`fsdpctl check-nodes`."""
 
 import json
+import os
 import signal
 import tempfile
 from dataclasses import asdict
@@ -41,6 +42,8 @@ def check_nodes(
     around the ring, and compares it with `cluster.inter_bandwidth` and `cluster.intra_bandwidth`.
     The exit code is 1 if a check fails.
     """
+    # Torch, here and in the workers, would print C++ stacks about lost peers and unknown names.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from fsdpctl.resolve.launchers import place_of
 
     composed = composed_from(normalized(config, nproc_per_node), quiet=as_json)

@@ -47,7 +47,7 @@ from fsdpctl.resolve.preflight import (
 
 # Settings that decide the losses; the others may change from one start of a run to the next.
 _DECIDES = ("model", "data", "optimizer", "lr_scheduler", "precision")
-# Less data is refused unless the length of samples is set.
+# With less data, the length of samples must be set.
 _LEAST_SAMPLES, _LEAST_LENGTH = 100, 16
 _LEAST_TOKENS = _LEAST_SAMPLES * _LEAST_LENGTH
 _DECIDING_KEYS = ("train.seed", "train.seq_len", "train.global_batch_size")

@@ -72,7 +72,7 @@ def run(
 def _as_node(
     config: "Config", where: Place, begin: "Begin", talk: Talk
 ) -> "tuple[Outcome, Path] | None":
-    silence_torch_of_lost_peers()
+    _silence_torch_of_lost_peers()
     from fsdpctl.launch.nodes import Nodes
     from fsdpctl.resolve.machine import placed_here
     from fsdpctl.start.restarts import follow_restarts, train_with_restarts
@@ -131,7 +131,7 @@ def _accept(meeting: "Handshake", launch: "LaunchConfig") -> "Plan | None":
     return None if plan.is_finished else plan
 
 
-def silence_torch_of_lost_peers() -> None:
+def _silence_torch_of_lost_peers() -> None:
     """Keep torch from printing C++ stacks when another launcher exits: one line reports that.
 
     Torch reads the variable once, on import; the logs of the workers keep the stacks.

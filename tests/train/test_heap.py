@@ -66,8 +66,8 @@ def run_long(rank: int, world_size: int, typed: list[str], result: str) -> None:
 def test_the_process_does_not_grow(tmp_path):
     more = [
         "train.steps=600", "train.global_batch_size=16", "checkpoint.every=0", "train.seq_len=128",
-        f"train.run_dir={tmp_path}/run", "model.num_layers=4", "model.hidden_size=128", "model.intermediate_size=384",
-        "model.num_heads=4",
+        f"train.run_dir={tmp_path}/run", "model.num_layers=4", "model.hidden_size=128",
+        "model.intermediate_size=384", "model.num_heads=4",
     ]  # fmt: skip
     run_long(world_size=2, typed=words(tmp_path, 2, *more), result=str(tmp_path / "resident"))
     for rank in (0, 1):

@@ -16,7 +16,7 @@ class HeapTrim(Callback):
     """Returns the free pages of glibc's heap to the system every few steps.
 
     Note: why the heap grows. Tensors of a step live for different times, so that the next one finds
-    the holes that it needs only sometimes: the bytes in use stay, and the heap grows by 0.2 MiB a
+    the holes that it needs only sometimes: the bytes in use stay, and the heap grows with every
     step. Other allocators keep pages free too, and a fixed threshold for mmap costs a page fault
     for every page of every tensor.
     """
