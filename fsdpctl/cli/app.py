@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from fsdpctl import __version__
 from fsdpctl.cli import console
+from fsdpctl.cli.check_nodes import check_nodes
 from fsdpctl.cli.checkpoint import consolidate_checkpoint, shard_checkpoint
 from fsdpctl.cli.compare import compare, profile_device
 from fsdpctl.cli.console import say
@@ -64,6 +65,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], bool], ...] = (
     ("train", train, True),
     ("estimate-memory", estimate_memory, True),
     ("status", status, False),
+    ("check-nodes", check_nodes, True),
     ("compare", compare, True),
     ("profile-device", profile_device, True),
     ("compare-runs", compare_runs, False),

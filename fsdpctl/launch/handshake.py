@@ -10,7 +10,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
@@ -66,6 +66,24 @@ class Handshake:
         if self._store.add(f"here/{own}", 1) > 1:
             raise UsageError(f"{noun} {own}: already in use by another {noun}")
 
+    def wait_for_all(self) -> None:
+        """Wait until all members have joined.
+
+        Raises:
+            UsageError: If some do not in time.
+        """
+        here = [f"here/{each}" for each in range(self.count)]
+        try:
+            self._store.wait(here, timedelta(seconds=self._patience))
+        except RuntimeError:
+            late: list[str] = []
+            with suppress(RuntimeError):  # number 0 may have given up before
+                late = [key.rpartition("/")[2] for key in here if not self._store.check([key])]
+            raise UsageError(
+                f"{self.noun} {', '.join(late) or '0'}: not started within {self._patience:g} s "
+                "(launch.timeout)"
+            ) from None
+
     def invite(self, run_dir: Path, nproc_per_node: int) -> None:
         """Send the run directory to the others and wait until all are ready; only number 0 does.
 
@@ -74,7 +92,7 @@ class Handshake:
         """
         token = run_dir / _TOKEN
         plan = Plan(
-            str(run_dir.absolute()), secrets.token_hex(16), _versions(), _code(),
+            str(run_dir.absolute()), secrets.token_hex(16), versions(), source_digest(),
             nproc_per_node, members=self.count,
         )  # fmt: skip
         token.write_text(plan.token)
@@ -192,9 +210,9 @@ def _check_directory(plan: Plan) -> str:
 
 def difference(plan: Plan, launch: LaunchConfig) -> str:
     """Return how this node's program or launch differs from node 0's, or an empty string."""
-    if _versions() != plan.versions:
-        return f"{_versions()} differs from {plan.versions} on node 0"
-    if _code() != plan.code:
+    if versions() != plan.versions:
+        return f"{versions()} differs from {plan.versions} on node 0"
+    if source_digest() != plan.code:
         return "fsdpctl's source differs from node 0's; install the same version on all nodes"
     if launch.nproc_per_node != plan.nproc_per_node:
         return (
@@ -204,12 +222,13 @@ def difference(plan: Plan, launch: LaunchConfig) -> str:
     return ""
 
 
-def _versions() -> str:
+def versions() -> str:
+    """Return the versions of fsdpctl, torch and Python."""
     python = platform.python_version()
     return f"fsdpctl {fsdpctl.__version__}, torch {version('torch')}, Python {python}"
 
 
-def _code() -> str:
+def source_digest() -> str:
     """Return a digest of the program's source."""
     root = Path(fsdpctl.__file__).parent
     found = hashlib.sha256()
