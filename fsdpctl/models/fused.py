@@ -34,14 +34,17 @@ class Heads(NamedTuple):
     @staticmethod
     def of_transformers(config: Any) -> "Heads | None":
         """Return those that a configuration of transformers has, if it has any."""
-        queries = getattr(config, "num_attention_heads", None)
-        if not isinstance(queries, int) or not queries:
+        try:
+            queries = getattr(config, "num_attention_heads", None)
+            if not isinstance(queries, int) or not queries:
+                return None
+            names = ("num_key_value_heads", "num_kv_heads")
+            keys = next((each for name in names if (each := getattr(config, name, None))), queries)
+            if getattr(config, "multi_query", False):
+                keys = keys if getattr(config, "new_decoder_architecture", False) else 1
+            width = getattr(config, "head_dim", None) or config.hidden_size // queries
+        except RuntimeError:  # from transformers, if layers differ
             return None
-        names = ("num_key_value_heads", "num_kv_heads")
-        keys = next((value for each in names if (value := getattr(config, each, None))), queries)
-        if getattr(config, "multi_query", False):
-            keys = keys if getattr(config, "new_decoder_architecture", False) else 1
-        width = getattr(config, "head_dim", None) or config.hidden_size // queries
         return Heads(config.model_type, queries, keys, width)
 
     @property
