@@ -23,13 +23,20 @@ _PATIENCE = timedelta(days=1)  # disks may be slow; a rank that exits is noticed
 
 
 def collectives_for(
-    device: torch.device, groups: Sequence[Sequence[int]] | None = None
+    device: torch.device,
+    groups: Sequence[Sequence[int]] | None = None,
+    purpose: str = "gather",
 ) -> Collectives:
-    """Return the collectives of this rank's group in `groups`, or of all ranks."""
+    """Return the collectives of this rank's group in `groups`, or of all ranks.
+
+    Those of another `purpose` may overlap with these.
+    """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if alone or (groups is not None and len(groups[0]) == 1):
         return Collectives()
-    return NcclCollectives(device, groups) if device.type == "cuda" else GlooCollectives(groups)
+    if device.type == "cuda":
+        return NcclCollectives(device, groups, purpose)
+    return GlooCollectives(groups, purpose)
 
 
 class ObjectExchange:

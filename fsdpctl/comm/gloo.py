@@ -36,9 +36,11 @@ class GlooCollectives(ProcessGroupCollectives):
 
     exchanges = False  # among few ranks all stretches are; gloo adds in the dtype that it is given
 
-    def __init__(self, groups: Sequence[Sequence[int]] | None = None) -> None:
-        """Join this rank's group of `groups`, a division of all ranks; None: one group of all."""
-        super().__init__(groups)
+    def __init__(
+        self, groups: Sequence[Sequence[int]] | None = None, purpose: str = "gather"
+    ) -> None:
+        """Join this rank's group; see `ProcessGroupCollectives`."""
+        super().__init__(groups, purpose)
         self.adds_whole = adds_whole(Transport.GLOO, self.size)
 
     def all_gather(self, buffers: Sequence[Gathering]) -> Handle:

@@ -32,8 +32,13 @@ class NcclCollectives(ProcessGroupCollectives):
     _device_type = "cuda"
     exchanges = True
 
-    def __init__(self, device: torch.device, groups: Sequence[Sequence[int]] | None = None) -> None:
-        """Join this rank's group of `groups`, a division of all ranks; None: one group of all.
+    def __init__(
+        self,
+        device: torch.device,
+        groups: Sequence[Sequence[int]] | None = None,
+        purpose: str = "gather",
+    ) -> None:
+        """Join this rank's group; see `ProcessGroupCollectives`.
 
         Raises:
             EngineError: If `device` is not the current one, whose streams are waited for.
@@ -44,7 +49,7 @@ class NcclCollectives(ProcessGroupCollectives):
                 f"the model is on cuda:{device.index} and the current device is cuda:{current}; "
                 "call torch.cuda.set_device first"
             )
-        super().__init__(groups)
+        super().__init__(groups, purpose)
         self.adds_whole = adds_whole(Transport.NCCL, self.size)
         self.waits: Waits = CudaWaits()
         self.gather_stream = torch.cuda.Stream(device, priority=-1)

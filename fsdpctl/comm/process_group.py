@@ -41,13 +41,18 @@ class ProcessGroupCollectives(Collectives):
 
     _device_type = "cpu"
 
-    def __init__(self, groups: Sequence[Sequence[int]] | None = None) -> None:
-        """Join this rank's group of `groups`, a division of all ranks; None: one group of all."""
+    def __init__(
+        self, groups: Sequence[Sequence[int]] | None = None, purpose: str = "gather"
+    ) -> None:
+        """Join this rank's group of `groups`, a division of all ranks; None: one group of all.
+
+        Collectives with the same groups and another `purpose` overlap with these.
+        """
         self._groups = groups or [range(dist.get_world_size())]
         self.gather_group = (
             dist.distributed_c10d._get_default_group()
             if groups is None
-            else _own_group(groups, self._device_type, "gather")
+            else _own_group(groups, self._device_type, purpose)
         )
         self.reduce_group = self.gather_group
         self.rank = dist.get_rank(self.gather_group)
@@ -62,6 +67,12 @@ class ProcessGroupCollectives(Collectives):
         """Sum `values` over the ranks in place, and return them."""
         self.waits.around(lambda: dist.all_reduce(values, group=self.gather_group))
         return values
+
+    def all_to_all(self, values: Tensor) -> Tensor:
+        """Return what each rank sent here, in rank order; row i of `values` is sent to rank i."""
+        received = torch.empty_like(values)
+        self.waits.around(lambda: dist.all_to_all_single(received, values, group=self.gather_group))
+        return received
 
     def broadcast(self, values: Tensor, source: int = 0) -> Tensor:
         """Overwrite `values` with those of rank `source`, and return them."""

@@ -27,6 +27,9 @@ class TrainConfig:
         maximum=_MOST_LENGTH,
         auto=True,
     )
+    context_parallel: int = key(
+        1, "adjacent ranks that share each sample, for long ones", minimum=1, is_later=True
+    )
     global_batch_size: int = key(
         16, "samples per step, over all ranks", minimum=1, maximum=MOST_SAMPLES
     )

@@ -11,15 +11,20 @@ from fsdpctl.data.order import Indices, samples_at
 from fsdpctl.data.tokens import Rows
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import BatchPlan
+from fsdpctl.plan.context import ContextParallel, tokens_per_rank
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Tokens and their targets, both (micro_batch_size, seq_len) int64 on the CPU."""
+    """Tokens and their targets, both (micro_batch_size, seq_len) int64 on the CPU.
+
+    With `context`, these are this rank's tokens of each row, and their targets.
+    """
 
     tokens: Tensor
     targets: Tensor
     lengths: tuple[tuple[int, ...], ...] = ()  # of the documents per row; () if rows have one
+    context: ContextParallel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +62,34 @@ class Batches:
     def training(self, position: int, rank: int, micro_step: int) -> MicroBatch:
         """Return a micro-batch of the step that begins after `position` samples."""
         order = samples_at(position, self.plan.global_batch_size, self.num_samples, self.seed)
-        return self._gather(order[_as_slice(self.plan.samples(rank, micro_step))])
+        return self._gather(order[_as_slice(self.plan.samples(rank, micro_step))], rank)
 
     def validation(self, number: int, rank: int, micro_step: int) -> MicroBatch:
         """Return a micro-batch of the `number`-th global batch of validation, which is in order."""
         start = number * self.plan.global_batch_size
         stop = min(start + self.plan.global_batch_size, self.num_samples)
         order = np.arange(start, stop, dtype=np.uint64)
-        return self._gather(order[_as_slice(self.plan.samples(rank, micro_step))])
+        return self._gather(order[_as_slice(self.plan.samples(rank, micro_step))], rank)
 
     def num_validation_batches(self, at_most: int) -> int:
         """Return the global batches that cover the data, at most `at_most` unless that is 0."""
         needed = -(-self.num_samples // self.plan.global_batch_size)
         return min(needed, at_most) if at_most else needed
 
-    def _gather(self, samples: Indices) -> MicroBatch:
+    def _gather(self, samples: Indices, rank: int) -> MicroBatch:
         """Return the samples, padded with ignored targets to a whole micro-batch."""
-        shape = self.plan.micro_batch_size, self.rows.seq_len
+        context = self.plan.context(rank)
+        size = tokens_per_rank(self.rows.seq_len, self.plan.context_parallel)
+        length, padding = self.rows.seq_len, size * self.plan.context_parallel - self.rows.seq_len
+        shape = self.plan.micro_batch_size, length + padding
         tokens = np.zeros(shape, dtype=np.int64)
         targets = np.full(shape, IGNORED, dtype=np.int64)
-        lengths: list[tuple[int, ...]] = [(self.rows.seq_len,)] * len(tokens)
+        filling = (padding,) if padding else ()
+        lengths: list[tuple[int, ...]] = [(length, *filling)] * len(tokens)
         for row, number in enumerate(samples.tolist()):
             sample = self.rows[number]
-            tokens[row], targets[row] = sample.tokens, sample.targets
-            lengths[row] = sample.lengths
+            tokens[row, :length], targets[row, :length] = sample.tokens, sample.targets
+            lengths[row] = (*sample.lengths, *filling)
         largest = max(tokens.max(initial=0), targets.max(initial=0))
         if largest >= self.vocab_size:
             raise UsageError(
@@ -88,7 +97,14 @@ class Batches:
                 f"below {self.vocab_size}, got {largest}"
             )
         split = tuple(lengths) if self.rows.holds_documents else ()
-        return MicroBatch(torch.from_numpy(tokens), torch.from_numpy(targets), split)
+        # Targets were shifted before: that of a part's last token is in the next part.
+        own = (
+            slice(None)
+            if context is None
+            else slice(context.index * size, (context.index + 1) * size)
+        )
+        made = (torch.from_numpy(each[:, own].copy()) for each in (tokens, targets))
+        return MicroBatch(*made, split, context)
 
 
 def _as_slice(span: range) -> slice:

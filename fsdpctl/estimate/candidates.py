@@ -19,7 +19,12 @@ from fsdpctl.errors import UsageError
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.batch import plan_batches
 from fsdpctl.plan.strategy import STRATEGIES, Strategy, effective_strategy
-from fsdpctl.resolve.machine import resolved_strategy, supported_strategies, world_size
+from fsdpctl.resolve.machine import (
+    resolved_strategy,
+    sample_groups,
+    supported_strategies,
+    world_size,
+)
 
 _MOST_PASSES = 8  # micro-batches per step up to which every number that divides the share is tried
 
@@ -119,14 +124,14 @@ def _effective(placed: Config, name: str) -> tuple[Strategy, int]:
 
 def _sizes(placed: Config) -> tuple[int, ...]:
     """Return micro-batch sizes: a rank's whole share, repeated halves, and other divisors."""
-    ranks, asked = world_size(placed), placed.accumulation.steps
-    samples = max(placed.train.global_batch_size, ranks)
-    share = -(-samples // ranks)
+    groups, asked = sample_groups(placed), placed.accumulation.steps
+    samples = max(placed.train.global_batch_size, groups)
+    share = -(-samples // groups)
     found = {-(-share // (1 << times)) for times in range(share.bit_length() + 1)}
     found |= {share // passes for passes in range(1, _MOST_PASSES + 1) if share % passes == 0}
     if asked is not None:
         found = {-(-share // asked)}
-        plan_batches(samples, ranks, micro_batch_size=min(found), num_micro_batches=asked)
+        plan_batches(samples, groups, micro_batch_size=min(found), num_micro_batches=asked)
     return tuple(sorted(found))
 
 

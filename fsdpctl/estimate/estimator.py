@@ -12,6 +12,7 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import fullest_rank, plan_run, steps_of
 from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.plan.batch import BatchPlan, plan_batches
+from fsdpctl.plan.context import tokens_per_rank
 from fsdpctl.plan.sizes import RankPlace
 from fsdpctl.plan.strategy import FSDPCTL, get_strategy
 from fsdpctl.plan.units import UnitSpec
@@ -25,9 +26,11 @@ from fsdpctl.predict.training_plan import TrainingPlan, host_states_bytes
 from fsdpctl.resolve.attention import assumed_of, check_attention
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import (
+    check_context,
     check_length,
     placed_on_cluster,
     resolved_strategy,
+    sample_groups,
     supported_strategies,
     with_batch_size,
     world_size,
@@ -129,6 +132,7 @@ class Estimator:
             config.activation_checkpointing.name,
             config.launch.device,
             config.data.holds_documents,
+            config.train.context_parallel,
             assumed_of(config),
         )
         if alike not in _traced:
@@ -146,17 +150,19 @@ def _saved_states(plan: TrainingPlan, units: Sequence[UnitSpec]) -> int:
 
 def _program(config: Config, traced: TracedModel, batches: BatchPlan) -> Program:
     micro = batches.micro_batch_size
-    return traced.program(micro, config.train.seq_len, loss_chunk_tokens(config, micro))
+    length = tokens_per_rank(config.train.seq_len, config.train.context_parallel)
+    return traced.program(micro, length, loss_chunk_tokens(config, micro))
 
 
 def batches_of(config: Config) -> BatchPlan:
-    """Return the batches of a step, with at least one sample per rank."""
+    """Return the batches of a step, with at least one sample per group of ranks."""
     train, ranks = config.train, world_size(config)
     return plan_batches(
-        max(train.global_batch_size, ranks),
+        max(train.global_batch_size, sample_groups(config)),
         ranks,
         micro_batch_size=train.micro_batch_size,
         num_micro_batches=config.accumulation.steps,
+        context_parallel=train.context_parallel,
     )
 
 
@@ -190,6 +196,7 @@ def placed_for_estimate(config: Config) -> Config:
     """
     check_length(config)
     placed = with_batch_size(placed_on_cluster(config))
+    check_context(placed)
     check_attention(placed)
     if config.model.vocab_size is not None:
         return placed
@@ -219,11 +226,13 @@ def _simulate(config: Config, traced: TracedModel, program: Program, passes: int
 
 def _machine(config: Config, place: RankPlace) -> Machine:
     ranks, nodes = world_size(config), config.launch.nnodes
+    context = config.train.context_parallel
     size, on_node = place.size, ranks // nodes
     replicas = place.num_replicas
     groups = {
         RankGroup.SHARD: Group(size, -(-size // on_node)),
         RankGroup.REPLICAS: Group(replicas, replicas if size >= on_node else nodes),
         RankGroup.WORLD: Group(ranks, nodes),
+        RankGroup.CONTEXT: Group(context, -(-context // on_node)),
     }
     return Machine(device_of(config), network_of(config), groups)

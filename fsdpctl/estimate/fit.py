@@ -8,7 +8,7 @@ from fsdpctl.config.model import MOST_LAYERS
 from fsdpctl.config.schema import Config
 from fsdpctl.estimate.estimator import Estimator, batches_of
 from fsdpctl.estimate.run_estimate import RunEstimate
-from fsdpctl.resolve.machine import world_size
+from fsdpctl.resolve.machine import sample_groups
 
 FITTED = {
     "micro_batch": "train.micro_batch_size",
@@ -66,7 +66,7 @@ def _valued(config: Config, what: str, value: int) -> Config:
         return replace(config, model=replace(config.model, num_layers=value))
     batches = batches_of(config)
     passes = config.accumulation.steps or batches.num_micro_batches
-    samples = value * passes * world_size(config)
+    samples = value * passes * sample_groups(config)
     return replace(
         config,
         train=replace(train, micro_batch_size=value, global_batch_size=samples),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from fsdpctl.models.context import ALL_TO_ALL
 from fsdpctl.predict.compute import Work, WorkKind
 
 _aten = torch.ops.aten
@@ -34,6 +35,8 @@ def work_of(func: Any, args: Sequence[Any], kwargs: Any, result: object) -> Work
     made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
     if func in _FREE or not made:
         return None
+    if func is ALL_TO_ALL:
+        return Work(_name(func), WorkKind.EXCHANGE, 0, _bytes_of(made[0]), made[0].itemsize)
     if func in _MATMULS:
         given = [each for each in args if isinstance(each, Tensor)]
         return _matmul(func, args[_MATMULS[func]], made[0], sum(map(_bytes_of, (*given, *made))))

@@ -14,6 +14,7 @@ from fsdpctl.models.documents import assumed_documents
 from fsdpctl.models.nf4 import count_weights, pairs
 from fsdpctl.models.registry import build_model, count_active
 from fsdpctl.models.rope import rotation
+from fsdpctl.plan.context import ContextParallel
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import TRACED_OF_A_ROW, Pass, Program, UnitRow
 from fsdpctl.resolve.attention import assumed_of
@@ -164,17 +165,29 @@ class TracedModel:
         # Layers with a window run on packed sequences too.
         self._needs_kernels = self._holds_documents or config.model.sliding_window is not None
         self._device = str(config.launch.device)
+        shared = config.train.context_parallel
+        self._context = None if shared == 1 else ContextParallel(shared, 0)
         self._programs: dict[tuple[int, int, int], Program] = {}
 
     def program(self, micro_batch_size: int, seq_len: int, chunk_tokens: int) -> Program:
-        """Return a pass over `micro_batch_size` samples; `chunk_tokens` as in the loss."""
+        """Return a pass over `micro_batch_size` samples; `chunk_tokens` as in the loss.
+
+        `seq_len` is the number of each sample's tokens on a rank.
+        """
 
         def run(module: nn.Module) -> Tensor:
             tokens = torch.empty(micro_batch_size, seq_len, dtype=torch.int64)
             targets = torch.empty_like(tokens)
             about = {}
-            if self._holds_documents:
-                about["documents"] = assumed_documents(micro_batch_size, seq_len, self._device)
+            if self._holds_documents or self._context is not None:
+                size = seq_len * (1 if self._context is None else self._context.size)
+                about["documents"] = assumed_documents(
+                    micro_batch_size,
+                    size,
+                    self._device,
+                    context=self._context,
+                    are_rows=not self._holds_documents,
+                )
             loss: Tensor = module(tokens, targets, chunk_tokens or None, **about)
             (loss / tokens.numel()).backward()
             return loss

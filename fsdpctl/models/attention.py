@@ -2,15 +2,17 @@
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fsdpctl.models.context import to_heads, to_tokens
 from fsdpctl.models.documents import Documents
 from fsdpctl.models.kernels import computed_dtype, device_type, must_repeat, takes_sequences
+from fsdpctl.plan.context import ContextParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,7 @@ class AttentionMask:
     longest: int = 0  # at least the tokens of the longest sequence
     bias: Tensor | None = None  # added to scores: 0, or minus infinity for tokens out of sight
     documents: Documents | None = None
+    context: ContextParallel | None = None  # of ranks that share each row
 
 
 def layer_masks(
@@ -43,7 +46,19 @@ def attention_mask(
     x: Tensor, head_dim: int, window: int | None, documents: Documents | None
 ) -> AttentionMask | None:
     """Return the mask of a layer; see `layer_masks`."""
-    dtype, (batch, length) = computed_dtype(x), x.shape[:2]
+    context = None if documents is None else documents.context
+    if documents is not None and documents.are_rows:
+        documents = None
+    batch, length = x.shape[0], x.shape[1] * (1 if context is None else context.size)
+    mask = _row_mask(x, (batch, length, head_dim), window, documents)
+    return mask if context is None else replace(mask or AttentionMask(None), context=context)
+
+
+def _row_mask(
+    x: Tensor, sizes: tuple[int, int, int], window: int | None, documents: Documents | None
+) -> AttentionMask | None:
+    """Return the mask for full rows of `sizes`: batch, length, and width of a head."""
+    dtype, (batch, length, head_dim) = computed_dtype(x), sizes
     if documents is None:
         if window is None or length <= window:
             return None
@@ -78,11 +93,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None = None) -
     """
     if mask is None:
         return _attention(q, k, v)
+    if mask.context is None:
+        return _attend(q, k, v, mask)
+    return to_tokens(_attend(*to_heads(q, k, v, mask.context), mask), mask.context)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     if mask.offsets is not None:
         return _attend_flat(q, k, v, mask, mask.offsets)
     if mask.bias is not None:
         return _attention(q, k, v, mask=mask.bias)
-    assert mask.documents is not None
+    if mask.documents is None:
+        return _attention(q, k, v)
     if torch.compiler.is_compiling():
         return _attention(q, k, v, mask=mask.documents.mask(mask.window))
     return _attend_each(q, k, v, mask.window, mask.documents)

@@ -7,6 +7,8 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
+from fsdpctl.plan.context import ContextParallel
+
 ASSUMED_TOKENS = 256  # of a document of unknown length
 Lengths = tuple[tuple[int, ...], ...]  # of the documents in each row of a batch, in order
 
@@ -22,6 +24,16 @@ class Documents:
     offsets: Tensor
     longest: int  # at least the tokens of the longest: a power of two, or a full row
     device_type: str  # the device type whose kernels are used
+    context: ContextParallel | None = None  # this rank's part of the rows; None: all of them
+    are_rows: bool = False  # every row is one document, as if there were none
+
+    @property
+    def own_positions(self) -> Tensor:
+        """The positions of this rank's tokens."""
+        if self.context is None:
+            return self.positions
+        length = self.positions.shape[1] // self.context.size
+        return self.positions.narrow(1, self.context.index * length, length)
 
     @property
     def first_keys(self) -> Tensor:
@@ -38,13 +50,22 @@ class Documents:
         return sees.unsqueeze(1)
 
 
-def make_documents(lengths: Lengths, device: torch.device, *, like: str = "") -> Documents:
+def make_documents(
+    lengths: Lengths,
+    device: torch.device,
+    *,
+    like: str = "",
+    context: ContextParallel | None = None,
+    are_rows: bool = False,
+) -> Documents:
     """Return the documents of a batch.
 
     Args:
         lengths: The lengths of each row's documents, with equal sums.
         device: The device of the tensors.
         like: The device type whose kernels are used, if it is another one.
+        context: This rank's part of the rows.
+        are_rows: Every row is one document, as if there were none.
     """
     rows, size = len(lengths), sum(lengths[0])
     each = list(chain.from_iterable(lengths))
@@ -53,7 +74,7 @@ def make_documents(lengths: Lengths, device: torch.device, *, like: str = "") ->
     offsets[: len(each) + 1] = torch.tensor([0, *accumulate(each)], dtype=torch.int32)
     longest = min(size, _power_of_two(max(each)))
     sent = send(positions, device), send(offsets, device)
-    return Documents(lengths, *sent, longest, like or device.type)
+    return Documents(lengths, *sent, longest, like or device.type, context, are_rows)
 
 
 def _power_of_two(least: int) -> int:
@@ -67,13 +88,21 @@ def send(values: Tensor, device: torch.device) -> Tensor:
     return values.to(device, non_blocking=True)
 
 
-def assumed_documents(rows: int, size: int, like: str) -> Documents:
+def assumed_documents(
+    rows: int,
+    size: int,
+    like: str,
+    *,
+    context: ContextParallel | None = None,
+    are_rows: bool = False,
+) -> Documents:
     """Return assumed documents, several in each row, with tensors without values."""
-    count = max(2, size // ASSUMED_TOKENS)
-    lengths = ((size - size // 2, size // 2) if size > 1 else (size,),) * rows
+    count = 1 if are_rows else max(2, size // ASSUMED_TOKENS)
+    halves = (size - size // 2, size // 2) if size > 1 and not are_rows else (size,)
+    lengths = (halves,) * rows
     positions = torch.empty(rows, size, dtype=torch.int64)
     offsets = torch.empty(_power_of_two(rows * count) + 1, dtype=torch.int32)
-    return Documents(lengths, positions, offsets, size, like)
+    return Documents(lengths, positions, offsets, size, like, context, are_rows)
 
 
 def spans(lengths: Sequence[int]) -> list[tuple[int, int]]:

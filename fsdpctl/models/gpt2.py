@@ -96,7 +96,7 @@ class _Backbone(nn.Module):
         start = 0 if cache is None else len(cache)
         positions = torch.arange(start, start + tokens.shape[-1], device=tokens.device)
         if documents is not None:
-            positions = documents.positions
+            positions = documents.own_positions
         x = self.wte(tokens) + self.wpe(positions)
         mask = attention_mask(x, self.head_dim, None, documents)
         for index, block in enumerate(self.h):

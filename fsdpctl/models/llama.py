@@ -199,12 +199,12 @@ class _Backbone(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of the tokens' positions."""
         start = 0 if cache is None else len(cache)
-        end = start + x.shape[1]
+        end = start + (x.shape[1] if documents is None else documents.positions.shape[1])
         # A table serves one token at a time until the length has doubled.
         length = end if cache is None else 1 << (end - 1).bit_length()
         cos, sin = rotation(config, self.head_dim, length, x.device, x.dtype)
         if documents is not None:
-            places = documents.positions
+            places = documents.own_positions
             return cos[places].unsqueeze(1), sin[places].unsqueeze(1)
         return (cos, sin) if cache is None else (cos[start:end], sin[start:end])
 

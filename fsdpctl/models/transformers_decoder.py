@@ -214,7 +214,7 @@ class TransformersDecoder(nn.Module):
         """
         settings: dict[str, Any] = {}
         if self._takes_positions and documents is not None:
-            settings["position_ids"] = documents.positions
+            settings["position_ids"] = documents.own_positions
         adds = targets is not None and self.training and self.balances_experts
         if adds:
             settings["output_router_logits"] = True

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from fsdpctl.errors import UsageError
+from fsdpctl.plan.context import ContextParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,18 +11,25 @@ class BatchPlan:
     """`global_batch_size` samples per step, in `num_micro_batches` passes of every rank.
 
     If they do not divide evenly, some ranks process fewer samples. The gradient is that of the mean
-    over all target tokens in any case.
+    over all target tokens in any case. `context_parallel` adjacent ranks share each sample.
     """
 
     global_batch_size: int
     micro_batch_size: int
     num_micro_batches: int
     world_size: int
+    context_parallel: int = 1
+
+    def context(self, rank: int) -> ContextParallel | None:
+        """Return which part of its samples `rank` has; None: they are whole."""
+        if self.context_parallel == 1:
+            return None
+        return ContextParallel(self.context_parallel, rank % self.context_parallel)
 
     def samples(self, rank: int, micro_step: int) -> range:
         """Return the samples of a step that `rank` processes in its `micro_step`-th pass."""
         per_rank = self.micro_batch_size * self.num_micro_batches
-        start = rank * per_rank + micro_step * self.micro_batch_size
+        start = rank // self.context_parallel * per_rank + micro_step * self.micro_batch_size
         stop = start + self.micro_batch_size
         return range(min(start, self.global_batch_size), min(stop, self.global_batch_size))
 
@@ -32,18 +40,21 @@ def plan_batches(
     *,
     micro_batch_size: int | None = None,
     num_micro_batches: int | None = None,
+    context_parallel: int = 1,
 ) -> BatchPlan:
     """Complete the sizes so that every sample of the global batch is processed once.
 
     Raises:
         UsageError: If there are fewer samples than ranks, or the sizes conflict.
     """
-    if global_batch_size < world_size:
+    groups = world_size // context_parallel
+    each = "rank" if context_parallel == 1 else f"{context_parallel} ranks"
+    if global_batch_size < groups:
         raise UsageError(
             f"train.global_batch_size={global_batch_size}: expected at least "
-            f"{world_size}, one sample per rank"
+            f"{groups}, one sample per {each}"
         )
-    per_rank = -(-global_batch_size // world_size)
+    per_rank = -(-global_batch_size // groups)
     if micro_batch_size is None:
         micro_batch_size = -(-per_rank // (num_micro_batches or 1))
     if micro_batch_size > per_rank:
@@ -58,4 +69,4 @@ def plan_batches(
             f"{global_batch_size} samples in micro-batches of {micro_batch_size} on {world_size} "
             "ranks"
         )
-    return BatchPlan(global_batch_size, micro_batch_size, needed, world_size)
+    return BatchPlan(global_batch_size, micro_batch_size, needed, world_size, context_parallel)

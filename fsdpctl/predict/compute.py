@@ -18,6 +18,7 @@ class WorkKind(StrEnum):
     ATTENTION = "attention"
     ATTENTION_BACKWARD = "attention backward"
     MEMORY = "memory"  # reading and writing
+    EXCHANGE = "exchange"  # between ranks that share each sample
 
 
 class Work(NamedTuple):

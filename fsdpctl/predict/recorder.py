@@ -8,13 +8,14 @@ from typing import Protocol
 
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.schedule import Buffer
-from fsdpctl.predict.compute import Part, PassPosition, Work
+from fsdpctl.predict.compute import Part, PassPosition, Work, WorkKind
 from fsdpctl.predict.hardware import CollectiveKind, DataSheet, Group, RingNetwork
 from fsdpctl.predict.profile import MeasuredDevice, MeasuredNetwork
 from fsdpctl.predict.simulator import Compute, Start, Task, Wait
 
 # Queues of collectives.
 GATHERS, REDUCTIONS, COPIES = "gathers", "reductions", "sums over replicas"
+EXCHANGES = "all-to-alls of attention"
 
 
 class Category(StrEnum):
@@ -47,6 +48,7 @@ class RankGroup(StrEnum):
     SHARD = "shard"  # they share one replica of the model
     REPLICAS = "replicas"  # they hold the same part of different replicas
     WORLD = "world"
+    CONTEXT = "context"  # they share each sample
 
 
 class Recorder:
@@ -197,9 +199,16 @@ class TaskRecorder(Recorder):
         works = self._works.get(PassPosition(part, unit), ())
         if id(works) not in self._seconds:
             device = self._machine.device
-            computing = sum(map(device.seconds, works))
+            alone = [each for each in works if each.kind is not WorkKind.EXCHANGE]
+            computing = sum(map(device.seconds, alone))
             self._seconds[id(works)] = max(computing, len(works) * device.host_seconds)
-        self._spend(self._seconds[id(works)], f"{part} {unit}".strip())
+        label = f"{part} {unit}".strip()
+        self._spend(self._seconds[id(works)], label)
+        for each in works:
+            if each.kind is WorkKind.EXCHANGE:
+                # Each rank sends as much as it does of a gathered tensor of this size.
+                about = (CollectiveKind.GATHER, each.nbytes, RankGroup.CONTEXT)
+                self.wait(self.start(*about, f"all-to-all of {label}", queue=EXCHANGES))
 
     def copy(self, nbytes: float, label: str, phase: str = "compute") -> None:
         """Read and write `nbytes` in total."""

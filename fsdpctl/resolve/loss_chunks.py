@@ -2,6 +2,7 @@
 
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
+from fsdpctl.plan.context import tokens_per_rank
 
 _CHUNK_BYTES = 128 << 20  # of float32 logits
 _LEAST_CHUNK_TOKENS = 1024
@@ -16,7 +17,8 @@ def loss_chunk_tokens(config: Config, micro_batch_size: int) -> int:
     Raises:
         UsageError: If `train.loss_chunk_tokens` makes too many chunks.
     """
-    tokens = micro_batch_size * config.train.seq_len
+    train = config.train
+    tokens = micro_batch_size * tokens_per_rank(train.seq_len, train.context_parallel)
     least = -(-tokens // _MOST_CHUNKS)
     asked = config.train.loss_chunk_tokens
     if asked is not None:

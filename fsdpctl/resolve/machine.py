@@ -124,6 +124,37 @@ def world_size(config: Config) -> int:
     return config.launch.nproc_per_node * config.launch.nnodes
 
 
+def sample_groups(config: Config) -> int:
+    """Return the number of groups of ranks that share samples, for a placed configuration."""
+    return world_size(config) // config.train.context_parallel
+
+
+def check_context(config: Config) -> None:
+    """Check that ranks can share samples, for a placed configuration.
+
+    Raises:
+        UsageError: If they cannot.
+    """
+    shared, ranks = config.train.context_parallel, world_size(config)
+    if shared == 1:
+        return
+    where, each = f"train.context_parallel={shared}", config.launch.nproc_per_node or 1
+    if config.engine.name != FSDPCTL:
+        raise UsageError(f"{where}: requires engine={FSDPCTL}, got engine={config.engine.name}")
+    if ranks % shared:
+        raise UsageError(f"{where}: expected a divisor of the {ranks} ranks")
+    if each % shared and shared % each:
+        raise UsageError(
+            f"{where}: expected a divisor or a multiple of the {each} ranks of a node, so that "
+            "ranks that share samples are near one another"
+        )
+    if config.model.num_heads % shared:
+        raise UsageError(
+            f"{where}: expected a divisor of model.num_heads={config.model.num_heads}, which ranks "
+            "share during attention"
+        )
+
+
 def _memory_here(device: str, ranks: int) -> float:
     """Return the bytes that a rank may use."""
     if device == "cuda" and torch.cuda.is_available():

@@ -33,8 +33,10 @@ from fsdpctl.resolve.decoder_check import with_packing
 from fsdpctl.resolve.launchers import Place, place_of
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.resolve.machine import (
+    check_context,
     placed_here,
     resolved_strategy,
+    sample_groups,
     with_architecture,
     with_batch_size,
     world_size,
@@ -109,6 +111,7 @@ def _open(composed: Composed, where: Place, on_rows: Callable[[int], None]) -> O
     config = placed_here(composed.config, where)
     check_engine(config)
     check_offload(config)
+    check_context(config)
     check_attention(with_architecture(config), here=True)
     if STRATEGY not in left:
         resolved_strategy(config, config.strategy)  # an error does not wait for the data
@@ -149,16 +152,18 @@ def settle(
     if selection is not None:
         names, config = left_open(config), filled(config, selection)
         if MICRO_BATCH in names:
-            share = -(-config.train.global_batch_size // world_size(config))
+            share = -(-config.train.global_batch_size // sample_groups(config))
             size = min(config.train.micro_batch_size or share, share)
             config = replace(config, train=replace(config.train, micro_batch_size=size))
     check_engine(config)
+    check_context(config)
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
     batches = plan_batches(
         config.train.global_batch_size,
         world_size(config),
         micro_batch_size=config.train.micro_batch_size,
         num_micro_batches=config.accumulation.steps,
+        context_parallel=config.train.context_parallel,
     )
     size = batches.micro_batch_size
     chunk = loss_chunk_tokens(config, size)
@@ -239,7 +244,9 @@ def _with_lr(optimizer: OptimizerConfig, model: ModelConfig, module: nn.Module) 
 
 def _total_steps(config: Config, data: DataSet) -> int:
     train = config.train
-    plan = plan_batches(train.global_batch_size, world_size(config))
+    plan = plan_batches(
+        train.global_batch_size, world_size(config), context_parallel=train.context_parallel
+    )
     batches = Batches(data.train.rows(train.seq_len), plan, train.seed, data.vocab_size)
     if data.val is not None:
         _check_validation(data, train.seq_len)

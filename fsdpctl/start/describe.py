@@ -162,10 +162,14 @@ def _batch(opened: Opened, settled: Settled) -> str:
     if auto and train.seq_len < usual_length(model.name, model.max_seq_len):
         auto = " (auto: limited by the data)"
     passes = "micro-batch" if plan.num_micro_batches == 1 else "micro-batches"
-    ranks = "rank" if plan.world_size == 1 else "ranks"
+    shared = plan.context_parallel
+    groups = plan.world_size // shared
+    who = "rank" if plan.world_size == 1 else "ranks"
+    if shared > 1:
+        who = f"group{'s' * (groups > 1)} of {shared} ranks"
     return (
         f"{plan.global_batch_size} samples of {train.seq_len} tokens{auto} "
-        f"per step: {plan.world_size} {ranks} x {plan.num_micro_batches} {passes} "
+        f"per step: {groups} {who} x {plan.num_micro_batches} {passes} "
         f"of {plan.micro_batch_size}"
         f"{_auto(opened, 'train.micro_batch_size')}"
     )

@@ -104,6 +104,7 @@ def _batches(config: Config, data: DataSet) -> Batches:
         world_size(config),
         micro_batch_size=train.micro_batch_size,
         num_micro_batches=config.accumulation.steps,
+        context_parallel=train.context_parallel,
     )
     return Batches(data.train.rows(train.seq_len), plan, train.seed, data.vocab_size)
 

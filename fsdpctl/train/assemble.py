@@ -49,6 +49,7 @@ from fsdpctl.train.callbacks.reporting import Checks, Heartbeat, RunReporter
 from fsdpctl.train.callbacks.sample import SampleText
 from fsdpctl.train.callbacks.self_check import SelfCheck
 from fsdpctl.train.callbacks.validation import Validation
+from fsdpctl.train.context import share_samples
 from fsdpctl.train.journal import Journal
 from fsdpctl.train.optimizers import make_optimizer
 from fsdpctl.train.step import LaunchContext, Optimizer, TrainedModel, TrainingParts
@@ -214,7 +215,9 @@ def _load(
         world.world_size,
         micro_batch_size=train.micro_batch_size,
         num_micro_batches=config.accumulation.steps,
+        context_parallel=train.context_parallel,
     )
+    share_samples(world.device, world.world_size, train.context_parallel)
     newest = newest_checkpoint(run_dir / CHECKPOINTS)
     model = make_trained_model(
         config, world.device, empty=newest is not None or config.model.is_pretrained

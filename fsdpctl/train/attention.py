@@ -18,6 +18,7 @@ from fsdpctl.models.attention import AttentionMask, attend, layer_masks
 from fsdpctl.models.documents import ASSUMED_TOKENS, Documents, make_documents
 from fsdpctl.models.kernels import can_undo, using
 from fsdpctl.plan.attention import CUDNN, EFFICIENT, KERNELS, MATH
+from fsdpctl.plan.context import heads_per_rank, tokens_per_rank
 from fsdpctl.resolve.attention import candidates, with_kernel
 from fsdpctl.resolve.machine import with_architecture
 from fsdpctl.run.directory import rewrite_config
@@ -43,11 +44,12 @@ class Shape:
     def of(config: Config) -> "Shape":
         """Return the shape of a resolved configuration."""
         model, size = config.model, config.train.micro_batch_size
+        shared = config.train.context_parallel
         assert size is not None
         return Shape(
             size,
-            config.train.seq_len,
-            (model.num_heads, model.num_kv_heads),
+            tokens_per_rank(config.train.seq_len, shared) * shared,
+            heads_per_rank(model.num_heads, model.num_kv_heads, shared),
             model.head_dim or model.hidden_size // model.num_heads,
             getattr(torch, str(config.precision.param_dtype)),
             tuple(model.window_of(layer) for layer in range(model.num_layers)),

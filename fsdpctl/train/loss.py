@@ -29,7 +29,14 @@ def summed_loss(
 
 def _documents(batch: MicroBatch, device: torch.device) -> dict[str, Documents]:
     """Return the decoder's keyword argument for packed sequences of several documents."""
-    return {"documents": make_documents(batch.lengths, device)} if batch.lengths else {}
+    lengths, context = batch.lengths, batch.context
+    if not lengths and context is None:
+        return {}
+    if not lengths and context is not None:
+        rows, size = batch.tokens.shape
+        whole = ((size * context.size,),) * rows
+        return {"documents": make_documents(whole, device, context=context, are_rows=True)}
+    return {"documents": make_documents(lengths, device, context=context)}
 
 
 @torch.no_grad()

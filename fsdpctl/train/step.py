@@ -18,6 +18,7 @@ from fsdpctl.optim.record import Limits, LocalStepStats, StepRecord, record_step
 from fsdpctl.optim.schedule import lr_factor
 from fsdpctl.optim.sgd import ShardedSGD
 from fsdpctl.peers.model import PeerModel
+from fsdpctl.plan.context import tokens_per_rank
 from fsdpctl.run.flops import ModelFlops
 from fsdpctl.run.step_metrics import StepClock, StepMetrics, peak_memory
 from fsdpctl.train.loss import summed_loss
@@ -155,7 +156,8 @@ def _run_micro_steps(parts: TrainingParts, step: int, samples: int, clock: StepC
     """Run forward and backward of every micro-batch."""
     config, plan = parts.config, parts.train_batches.plan
     rank = parts.model.collectives.rank
-    nominal = plan.micro_batch_size * plan.num_micro_batches * config.train.seq_len
+    length = tokens_per_rank(config.train.seq_len, plan.context_parallel)
+    nominal = plan.micro_batch_size * plan.num_micro_batches * length
     loss_sum = torch.zeros((), dtype=torch.float64, device=parts.device)
     tokens = 0
     for micro_step in range(plan.num_micro_batches):

@@ -1,0 +1,88 @@
+"""The exchange around attention when several ranks share each row of tokens.
+
+Each rank has adjacent tokens of all heads. Before attention, ranks exchange these for all tokens of
+adjacent heads, and afterwards back (Jacobs et al., DeepSpeed Ulysses, 2023). So attention sees
+full rows, with any kernel and any mask, and nothing else depends on how rows are shared.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdpctl.plan.context import ContextParallel, heads_per_rank
+
+Exchange = Callable[[Tensor], Tensor]
+"""Returns what each rank has sent here, from a contiguous tensor (ranks, ...) of what it sends."""
+
+_exchanges: dict[int, Exchange] = {}
+
+
+def use_exchange(exchange: Exchange, number: int = 0) -> None:
+    """Use a collective for the exchanges of `number` from now on."""
+    _exchanges[number] = exchange
+
+
+def _all_to_all(x: Tensor, number: int) -> Tensor:
+    return _exchanges[number](x)
+
+
+def _like(x: Tensor, number: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+# An operator of its own: torch.compile calls it as it is, and estimates know its shapes.
+_LIBRARY = torch.library.Library("fsdpctl", "FRAGMENT")
+_LIBRARY.define("all_to_all(Tensor x, int number) -> Tensor")
+_LIBRARY.impl("all_to_all", _all_to_all, "CompositeExplicitAutograd")
+torch.library.register_fake("fsdpctl::all_to_all", _like, lib=_LIBRARY)
+ALL_TO_ALL = torch.ops.fsdpctl.all_to_all.default
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
+        ctx.number = number
+        out: Tensor = ALL_TO_ALL(x, number)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ALL_TO_ALL(gradient.contiguous(), ctx.number), None
+
+
+def _exchanged(x: Tensor, context: ContextParallel) -> Tensor:
+    out: Tensor = _Exchanged.apply(x.contiguous(), context.exchange)  # type: ignore[no-untyped-call]  # torch's
+    return out
+
+
+def to_heads(
+    q: Tensor, k: Tensor, v: Tensor, context: ContextParallel
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return all tokens of this rank's heads, (batch, heads / ranks, length, width).
+
+    `q`, `k` and `v` are this rank's tokens, (batch, heads, length / ranks, width). Heads of keys
+    and values are repeated if there are too few for the ranks.
+    """
+    _, count = heads_per_rank(q.shape[1], k.shape[1], context.size)
+    heads = [q, *(_repeated(each, count * context.size) for each in (k, v))]
+    sent = [each.unflatten(1, (context.size, -1)).permute(1, 3, 0, 2, 4) for each in heads]
+    rows = _exchanged(torch.cat([each.flatten(3) for each in sent], -1), context).flatten(0, 1)
+    parts = rows.split([each.shape[3] * each.shape[4] for each in sent], -1)
+    q, k, v = (
+        part.unflatten(-1, each.shape[3:]).permute(1, 2, 0, 3)
+        for part, each in zip(parts, sent, strict=True)
+    )
+    return q, k, v
+
+
+def to_tokens(mixed: Tensor, context: ContextParallel) -> Tensor:
+    """Return all heads of this rank's tokens, the inverse of `to_heads`."""
+    sent = mixed.unflatten(2, (context.size, -1)).permute(2, 3, 0, 1, 4)
+    rows = _exchanged(sent, context)  # (ranks, length / ranks, batch, heads / ranks, width)
+    return rows.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
+
+
+def _repeated(x: Tensor, count: int) -> Tensor:
+    return x if x.shape[1] == count else x.repeat_interleave(count // x.shape[1], dim=1)
