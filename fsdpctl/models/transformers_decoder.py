@@ -15,6 +15,7 @@ from fsdpctl.models.cache import Cache
 from fsdpctl.models.documents import Documents
 from fsdpctl.models.experts import Counts, aux_loss_factor, global_balance
 from fsdpctl.models.fused import Heads, fused_parameters
+from fsdpctl.models.transformers_context import SharedRows
 from fsdpctl.plan.layout import Fused
 
 _BACKBONES = ("model", "transformer", "backbone")  # where base_model_prefix is not an attribute
@@ -154,6 +155,7 @@ class TransformersDecoder(nn.Module):
         self.reduce_counts: Counts | None = None  # sums expert counts over ranks
         forward = type(getattr(model, self._backbone)).forward
         self._caches = _can_cache(model.config)
+        self._rows = SharedRows(model)
         taken = inspect.signature(forward).parameters
         self._takes_positions = "position_ids" in taken
         # The name since transformers 5.24, or before.
@@ -220,12 +222,13 @@ class TransformersDecoder(nn.Module):
             settings["output_router_logits"] = True
         if cache is not None and cache.foreign is not None:
             settings[self._cache_name] = cache.foreign
-        outputs = getattr(self, self._backbone)(
-            input_ids=tokens,
-            use_cache=cache is not None and self._caches,
-            return_dict=True,
-            **settings,
-        )
+        with self._rows.among(documents):
+            outputs = getattr(self, self._backbone)(
+                input_ids=tokens,
+                use_cache=cache is not None and self._caches,
+                return_dict=True,
+                **settings,
+            )
         if cache is not None:
             cache.keep(getattr(outputs, self._cache_name, None), tokens.shape[1])
         head, hidden = self.get_output_embeddings(), outputs.last_hidden_state

@@ -58,8 +58,8 @@ def check_decoder(model: ModelConfig) -> bool:
         UsageError: If a token sees later ones, or logits of chunks are not those of the model.
     """
     try:
-        with _quiet():
-            return _isolates(_small_copy(model))
+        with quiet():
+            return _isolates(small_copy(model))
     except UsageError:
         raise
     except Exception as error:  # the code of a family raises what it likes
@@ -83,24 +83,25 @@ def _isolates(module: TransformersDecoder) -> bool:
     changed = tokens.clone()
     changed[0, -1] = (changed[0, -1] + 1) % vocab_size
     name = type(module.transformers_model).__name__
-    if _differ(whole[:, :-1], module(changed)[:, :-1]):
+    if differ(whole[:, :-1], module(changed)[:, :-1]):
         raise UsageError(f"model=transformers: {name}: not causal; tokens see later ones")
-    if _differ(whole, module.full_logits(tokens)):
+    if differ(whole, module.full_logits(tokens)):
         raise UsageError(
             f"model=transformers: {name}: not supported; its logits depend on more than the last "
             "hidden states"
         )
     documents = make_documents(((_FIRST, _SECOND),), torch.device("cpu"))
     packed = module(tokens, documents=documents)
-    return not _differ(packed[:, _FIRST:], module(tokens[:, _FIRST:]))
+    return not differ(packed[:, _FIRST:], module(tokens[:, _FIRST:]))
 
 
-def _differ(one: Tensor, other: Tensor) -> bool:
+def differ(one: Tensor, other: Tensor) -> bool:
+    """Return whether logits differ by more than rounding."""
     return bool((one - other).abs().max() > _TOLERANCE * other.abs().max())
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Draw from a generator of its own, without gradients."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -119,7 +120,7 @@ def small_decoder(model: ModelConfig) -> tuple[TransformersDecoder, ModelConfig]
         return _cut(model), model
 
 
-def _small_copy(model: ModelConfig) -> TransformersDecoder:
+def small_copy(model: ModelConfig) -> TransformersDecoder:
     """Return the same with random weights, on the CPU."""
     module, small_model = small_decoder(model)
     module.train(False)

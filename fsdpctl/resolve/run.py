@@ -28,6 +28,7 @@ from fsdpctl.models.registry import build_model
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.resolve.attention import check_attention
 from fsdpctl.resolve.blocks import missing_compiler
+from fsdpctl.resolve.context_check import check_shared_rows
 from fsdpctl.resolve.data import DATE, checked_data, date_of_run, notes_on_data, on_date, with_data
 from fsdpctl.resolve.decoder_check import with_packing
 from fsdpctl.resolve.launchers import Place, place_of
@@ -120,6 +121,7 @@ def _open(composed: Composed, where: Place, on_rows: Callable[[int], None]) -> O
     config = _with_alpha(_with_model_path(config))
     config, on_packing = with_packing(config)
     notes += on_packing
+    check_shared_rows(config)
     data = checked_data(config, on_rows)
     config = with_batch_size(with_data(_with_length(config, data, composed), data))
     module = build_model(config.model)

@@ -1,0 +1,122 @@
+"""The check that a decoder of transformers gives the same logits where ranks share its rows.
+
+A small copy is run twice: on full rows, and by a thread per rank on parts of them. Its windows are
+shorter than the rows, and layers that run along the rows otherwise see only their part.
+"""
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from fsdpctl.config.any_decoder import TRANSFORMERS, canonical
+from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.schema import Config
+from fsdpctl.errors import UsageError
+from fsdpctl.models.context import use_exchange
+from fsdpctl.models.documents import make_documents
+from fsdpctl.plan.context import ContextParallel
+from fsdpctl.resolve.decoder_check import differ, quiet, small_copy
+
+_TOKENS, _WINDOW = 12, 5  # of a rank; of layers with a window
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_SECONDS = 60.0  # for which a thread waits for the others
+
+
+def check_shared_rows(config: Config) -> None:
+    """Check that ranks can share the rows of the model, if the configuration says so.
+
+    Raises:
+        UsageError: If they cannot.
+    """
+    shared, model = config.train.context_parallel, config.model
+    if shared == 1 or model.architecture != TRANSFORMERS:
+        return
+    content = json.loads(str(model.config_json))
+    where = f"train.context_parallel={shared}: model=transformers: {content['model_type']}"
+    for name in _DROPOUTS:
+        if content.get(name):
+            raise UsageError(f"{where}: {name}={content[name]}: expected 0")
+    if model.router_aux_loss == "model" and _balances(content):
+        raise UsageError(
+            f"{where}: its auxiliary loss is that of full rows; set model.router_aux_loss to global "
+            "or none"
+        )
+    ranks = next(each for each in range(2, shared + 1) if shared % each == 0)
+    try:
+        with quiet():
+            works = _works(_with_short_windows(model, content), ranks)
+    except Exception as error:  # the code of a family raises what it likes
+        line = str(error).partition("\n")[0]
+        raise UsageError(f"{where}: not supported; a small copy fails: {line}") from error
+    if not works:
+        raise UsageError(f"{where}: not supported; its layers do more than attend along a row")
+
+
+def _balances(content: dict[str, object]) -> bool:
+    return bool(content.get("output_router_logits"))
+
+
+def _with_short_windows(model: ModelConfig, content: dict[str, object]) -> ModelConfig:
+    short = {name: _WINDOW for name in _WINDOWS if content.get(name)}
+    return replace(model, config_json=canonical({**content, **short}))
+
+
+def _works(model: ModelConfig, ranks: int) -> bool:
+    module = small_copy(model)
+    vocab_size = module.get_output_embeddings().out_features
+    tokens = torch.randint(vocab_size, (1, ranks * _TOKENS))
+    whole = module(tokens)
+    return not differ(whole, run_in_parts(module, tokens, ranks))
+
+
+def run_in_parts(
+    module: nn.Module,
+    tokens: Tensor,
+    ranks: int,
+    lengths: Sequence[tuple[int, ...]] | None = None,
+) -> Tensor:
+    """Return the logits of `tokens`, (batch, length), computed by a thread per rank.
+
+    `lengths` are those of the documents in each row; None: rows are one each.
+    """
+    sent: list[Tensor] = [tokens] * ranks
+    barrier = threading.Barrier(ranks, timeout=_SECONDS)
+    found: list[Tensor] = [tokens] * ranks
+    errors: list[BaseException] = []
+    split = tuple(lengths or ((tokens.shape[1],),) * len(tokens))
+
+    def exchange(index: int, x: Tensor) -> Tensor:
+        sent[index] = x
+        barrier.wait()
+        received = torch.stack([each[index] for each in sent])
+        barrier.wait()  # before any rank sends again
+        return received
+
+    def run(index: int, part: Tensor) -> None:
+        context = ContextParallel(ranks, index, exchange=-1 - index)
+        use_exchange(partial(exchange, index), context.exchange)
+        documents = make_documents(
+            split, tokens.device, context=context, are_rows=lengths is None
+        )
+        try:
+            with torch.no_grad():
+                found[index] = module(part, documents=documents)
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    parts = enumerate(tokens.chunk(ranks, 1))
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return torch.cat(found, 1)
