@@ -26,6 +26,12 @@ class MicroBatch:
     lengths: tuple[tuple[int, ...], ...] = ()  # of the documents per row; () if rows have one
     context: ContextParallel | None = None
 
+    def own(self, place: int) -> int:
+        """Return the index in `tokens` of a place in a row, or of the end that is nearest to it."""
+        length = self.tokens.shape[1]
+        first = 0 if self.context is None else self.context.index * length
+        return min(max(place - first, 0), length)
+
 
 @dataclass(frozen=True, slots=True)
 class Batches:

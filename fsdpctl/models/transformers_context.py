@@ -80,9 +80,9 @@ def _attention(
 ) -> tuple[Tensor, None]:
     for name in _UNKNOWN:
         if about.get(name) is not None:
-            raise UsageError(f"train.context_parallel: attention with {name} is not supported")
+            raise UsageError(f"attention with {name}")
     if dropout:
-        raise UsageError("train.context_parallel: dropout in attention is not supported")
+        raise UsageError("train.context_parallel: not supported with dropout in attention")
     width = query.shape[-1]
     if scaling is not None and scaling != width**-0.5:
         query = query * (scaling * width**0.5)  # kernels divide by the root of the width

@@ -51,9 +51,12 @@ def check_shared_rows(config: Config) -> None:
     try:
         with quiet():
             works = _works(_with_short_windows(model, content), ranks)
+    except UsageError as error:
+        raise UsageError(f"{where}: not supported: {error}") from None
     except Exception as error:  # the code of a family raises what it likes
-        line = str(error).partition("\n")[0]
-        raise UsageError(f"{where}: not supported; a small copy fails: {line}") from error
+        raise UsageError(
+            f"{where}: not supported; its attention is not that of transformers' interface"
+        ) from error
     if not works:
         raise UsageError(f"{where}: not supported; its layers do more than attend along a row")
 

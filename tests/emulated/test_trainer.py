@@ -62,6 +62,7 @@ def assert_close(found: Path, expected: Path) -> None:
         ["strategy=shard_grad_op", "activation_checkpointing=full", "accumulation=last",
          "train.micro_batch_size=2"],
         ["model.lora.rank=4", "optimizer.max_grad_norm=1"],
+        ["train.context_parallel=2", "activation_checkpointing=full", "train.self_check=auto"],
         ["engine=fsdp2"],
         ["engine=ddp", "strategy=no_shard"],
     ],

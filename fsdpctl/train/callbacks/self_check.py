@@ -172,7 +172,7 @@ def _only_last_document(
     targets, tokens = torch.full_like(batch.targets, IGNORED), batch.tokens.clone()
     if row is not None:
         lengths = batch.lengths[row]
-        start, stop = sum(lengths[:-1]), sum(lengths)
+        start, stop = batch.own(sum(lengths[:-1])), batch.own(sum(lengths))
         targets[row, start:stop] = batch.tokens[row, start:stop]
         tokens[row, :start] = (tokens[row, :start] + moved) % vocab_size
     return replace(batch, tokens=tokens, targets=targets)
