@@ -44,8 +44,8 @@ def check_shared_rows(config: Config) -> None:
             raise UsageError(f"{where}: {name}={content[name]}: expected 0")
     if model.router_aux_loss == "model" and _balances(content):
         raise UsageError(
-            f"{where}: its auxiliary loss is that of full rows; set model.router_aux_loss to global "
-            "or none"
+            f"{where}: its auxiliary loss is that of full rows; set model.router_aux_loss to "
+            "global or none"
         )
     ranks = next(each for each in range(2, shared + 1) if shared % each == 0)
     try:
@@ -104,9 +104,7 @@ def run_in_parts(
     def run(index: int, part: Tensor) -> None:
         context = ContextParallel(ranks, index, exchange=-1 - index)
         use_exchange(partial(exchange, index), context.exchange)
-        documents = make_documents(
-            split, tokens.device, context=context, are_rows=lengths is None
-        )
+        documents = make_documents(split, tokens.device, context=context, are_rows=lengths is None)
         try:
             with torch.no_grad():
                 found[index] = module(part, documents=documents)

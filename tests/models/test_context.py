@@ -1,0 +1,197 @@
+"""Ranks that share rows compute what one computes on whole rows."""
+
+import copy
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdpctl.config.schema import Config
+from fsdpctl.errors import UsageError
+from fsdpctl.models.context import to_heads, to_tokens, use_exchange
+from fsdpctl.models.documents import Lengths, make_documents
+from fsdpctl.plan.context import ContextParallel, context_groups, heads_per_rank, tokens_per_rank
+from fsdpctl.resolve.context_check import check_shared_rows, run_in_parts
+from tests.matrix import fast
+from tests.models.decoders import compose, save_decoder
+from tests.models.families import FAMILIES, VOCABULARY, save_model
+from tests.models.test_packed import gradients, opened, summed
+
+LENGTH = 48
+PACKED = ((5, 1, 17, 25), (30, 1, 1, 16))
+FEW = ["mistral window", "gemma3", "gpt2", "qwen3"]
+CPU = torch.device("cpu")
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    """Tokens and targets; in the second row, only the last documents are trained."""
+    generator = torch.Generator().manual_seed(1)
+    tokens, targets = torch.randint(0, VOCABULARY, (2, 2, LENGTH), generator=generator)
+    targets[1, :-9] = -100
+    return tokens, targets
+
+
+def by_each(ranks: int, run: Callable[[int, ContextParallel], None]) -> None:
+    """Run a function as each of several ranks, in a thread."""
+    sent: list[Any] = [None] * ranks
+    barrier = threading.Barrier(ranks, timeout=60)
+    errors: list[BaseException] = []
+
+    def exchange(index: int, x: Tensor) -> Tensor:
+        sent[index] = x
+        barrier.wait()
+        received = torch.stack([each[index] for each in sent])
+        barrier.wait()
+        return received
+
+    def as_rank(index: int) -> None:
+        context = ContextParallel(ranks, index, exchange=1 + index)
+        use_exchange(partial(exchange, index), context.exchange)
+        try:
+            run(index, context)
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=as_rank, args=(index,)) for index in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def shared_gradients(
+    model: Any, ranks: int, packed: Lengths | None, sliced: Callable[..., Tensor]
+) -> dict[str, Tensor]:
+    """The sum of all ranks' gradients of the summed loss; `sliced` takes a rank's part."""
+    tokens, targets = rows()
+    models = [copy.deepcopy(model) for _ in range(ranks)]
+    lengths = packed or ((LENGTH,),) * 2
+
+    def run(index: int, context: ContextParallel) -> None:
+        documents = make_documents(lengths, CPU, context=context, are_rows=packed is None)
+        logits = models[index](sliced(tokens, index), documents=documents)
+        summed(logits, sliced(targets, index)).backward()
+
+    by_each(ranks, run)
+    of_ranks = [gradients(each) for each in models]
+    return {name: sum(each[name] for each in of_ranks) for name in of_ranks[0]}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("packed", [None, PACKED])
+@pytest.mark.parametrize("family", fast(*FEW, slow=[each for each in FAMILIES if each not in FEW]))
+def test_gradients_are_those_of_whole_rows(tmp_path, family, packed, ranks):
+    save_model(family, tmp_path)
+    model = opened(tmp_path).double()
+    tokens, targets = rows()
+    about = {"documents": make_documents(packed, CPU)} if packed else {}
+    summed(model(tokens, **about), targets).backward()
+    expected = gradients(model)
+    found = shared_gradients(model, ranks, packed, lambda x, index: x.chunk(ranks, 1)[index])
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = float(gradient.abs().max()) or 1.0
+        limit = 1e-6 if "gemma" in family else 1e-12  # its norms are computed in float32
+        torch.testing.assert_close(found[name] / scale, gradient / scale, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("packed", [None, PACKED])
+def test_logits_are_those_of_whole_rows_to_the_bit(tmp_path, packed):
+    save_model("llama", tmp_path)
+    model, (tokens, _) = opened(tmp_path), rows()
+    about = {"documents": make_documents(packed, CPU)} if packed else {}
+    with torch.no_grad():
+        whole = model(tokens, **about)
+    parts = run_in_parts(model, tokens, 2, packed)
+    assert torch.equal(parts, whole)
+
+
+def test_targets_that_are_shifted_after_the_cut_are_another_loss(tmp_path):
+    """The last token of each part would be predicted from nothing."""
+    save_model("llama", tmp_path)
+    model, (_, targets) = opened(tmp_path), rows()
+
+    def cut_first(x: Tensor, index: int) -> Tensor:
+        part = x.chunk(2, 1)[index].clone()
+        if x.equal(targets):
+            part[:, -1] = -100
+        return part
+
+    right = shared_gradients(model, 2, None, lambda x, index: x.chunk(2, 1)[index])
+    wrong = shared_gradients(model, 2, None, cut_first)
+    assert (right["lm_head.weight"] - wrong["lm_head.weight"]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1), (12, 3), (12, 4), (6, 2)])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_each_rank_gets_the_keys_of_its_queries(heads, ranks):
+    if heads[0] % ranks:
+        pytest.skip("heads of queries are divided evenly")
+    length, width = 6 * ranks, 4
+    q, k, v = (torch.randn(2, count, length, width) for count in (heads[0], *heads[1:] * 2))
+    of_queries = k.repeat_interleave(heads[0] // heads[1], 1)
+    found: list[Any] = [None] * ranks
+
+    def run(index: int, context: ContextParallel) -> None:
+        parts = (each.chunk(ranks, 2)[index] for each in (q, k, v))
+        own = to_heads(*parts, context)
+        found[index] = (*own, to_tokens(own[0], context))
+
+    by_each(ranks, run)
+    mine = heads_per_rank(*heads, ranks)
+    for index, (queries, keys, values, back) in enumerate(found):
+        span = slice(index * mine[0], (index + 1) * mine[0])
+        assert (queries.shape[1], keys.shape[1]) == mine
+        assert torch.equal(queries, q[:, span])
+        assert torch.equal(keys.repeat_interleave(mine[0] // mine[1], 1), of_queries[:, span])
+        assert keys.shape == values.shape
+        assert torch.equal(back, q.chunk(ranks, 2)[index])
+
+
+@pytest.mark.parametrize(("length", "ranks", "each"), [(100, 1, 100), (100, 2, 64), (257, 4, 128)])
+def test_parts_are_multiples_of_64_tokens(length, ranks, each):
+    assert tokens_per_rank(length, ranks) == each
+    assert context_groups(4, 2) == [range(2), range(2, 4)]
+
+
+def shared(config: Config) -> Config:
+
+    return replace(config, train=replace(config.train, context_parallel=2))
+
+
+@pytest.mark.parametrize(
+    "family", fast("qwen3_moe", "deepseek_v3", slow=["gemma3_text", "cohere2", "glm4", "phi"])
+)
+def test_families_of_transformers_share_rows(tmp_path, family):
+    save_decoder(family, tmp_path)
+    check_shared_rows(shared(compose(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("mamba2", "its layers do more than attend along a row"),
+        ("gpt_oss", "attention with s_aux"),
+        ("bloom", "its attention is not that of transformers' interface"),
+        ("gpt2", "attn_pdrop=0.1: expected 0"),
+    ],
+)
+def test_families_that_cannot_share_rows_are_rejected(tmp_path, family, said):
+    save_decoder(family, tmp_path)
+    with pytest.raises(UsageError, match=rf"context_parallel=2: model=transformers: .*{said}"):
+        check_shared_rows(shared(compose(tmp_path)))
+
+
+def test_a_loss_over_full_rows_is_rejected(tmp_path):
+    save_decoder("qwen3_moe", tmp_path, output_router_logits=True)
+    with pytest.raises(UsageError, match=r"set model.router_aux_loss to global or none"):
+        check_shared_rows(shared(compose(tmp_path)))
+    check_shared_rows(shared(compose(tmp_path, "model.router_aux_loss=global")))
