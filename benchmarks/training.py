@@ -8,6 +8,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import MicroBatch
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.optim.record import record_step
+from fsdpctl.plan.context import ContextParallel, tokens_per_rank
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
 from fsdpctl.train.loss import summed_loss
 from fsdpctl.train.step import Optimizer
@@ -23,11 +24,14 @@ def train_step(
     steps, samples = config.accumulation.steps, config.train.micro_batch_size
     assert steps is not None
     assert samples is not None
-    shape = (samples, config.train.seq_len)
+    shared = config.train.context_parallel
+    shape = (samples, tokens_per_rank(config.train.seq_len, shared))
+    context = None if shared == 1 else ContextParallel(shared, model.collectives.rank % shared)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     for micro_step in range(steps):
         tokens = torch.randint(0, config.model.vocab_size or 1, shape)
-        batch = MicroBatch(tokens, tokens.clone(), _documents(config, shape))
+        lengths = _documents(config, (samples, shape[1] * shared))
+        batch = MicroBatch(tokens, tokens.clone(), lengths, context)
         holds = config.accumulation.name == "last" and micro_step < steps - 1
         with model.no_sync() if holds else nullcontext():
             loss = summed_loss(model, batch, device, loss_chunk_tokens(config, samples))

@@ -18,6 +18,7 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config, OptimizerConfig
 from fsdpctl.estimate.run_plan import plan_run
 from fsdpctl.estimate.traced import TracedModel
+from fsdpctl.plan.context import tokens_per_rank
 from fsdpctl.plan.reductions import Transport
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.strategy import STRATEGIES
@@ -29,6 +30,7 @@ from fsdpctl.predict.peak import Script, replay
 from fsdpctl.predict.training_plan import host_states_bytes
 from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
 from fsdpctl.train.assemble import make_model
+from fsdpctl.train.context import share_samples
 from fsdpctl.train.optimizers import make_optimizer
 from tests.distributed import distributed
 from tests.engine.nccl import nccl_path
@@ -156,7 +158,8 @@ def predicted(
     place = replace(first, rank=within, copy=copy, transport=transport)
     last = traced.units[-1]
     chunk = config.train.loss_chunk_tokens or 0
-    program = traced.program(micro, config.train.seq_len, chunk)
+    length = tokens_per_rank(config.train.seq_len, config.train.context_parallel)
+    program = traced.program(micro, length, chunk)
     writer = MemoryRecorder(program, last.name, last_is_head=last.kind == "head")
     allocator = PlainAllocator()
     replay(Script(writer, FsdpctlSteps(plan, place, writer), draws=False), allocator)
@@ -322,3 +325,32 @@ def test_estimates_are_exact_with_states_on_the_host(
         estimated, measured, host, held = offloaded_peaks(rank, world_size, seed)
         assert abs(estimated / measured - 1) <= 0.01, (seed, estimated, measured)
         assert host == held, seed
+
+
+@pytest.mark.slow
+@WHOLE
+@pytest.mark.parametrize("world_size", fast(2, slow=[4]))
+@distributed(timeout=300)
+def test_estimates_are_exact_if_ranks_share_samples(
+    rank: int, world_size: int, whole: bool
+) -> None:
+    cpu = torch.device("cpu")
+    for seed in range(CASES if whole else 6):
+        draw = random.Random(f"context {seed} {world_size}")
+        config = random_config(draw, world_size, in_part=draw.random() < 0.3)
+        shared = draw.choice([each for each in (2, 4) if world_size % each == 0])
+        heads = draw.choice([4, 8])
+        model = replace(config.model, num_heads=heads, num_kv_heads=heads, head_dim=16)
+        if model.architecture != "gpt2":
+            model = replace(model, num_kv_heads=draw.choice([1, 2, heads]))
+        else:
+            model = replace(model, hidden_size=16 * heads, head_dim=None)
+        train = replace(config.train, context_parallel=shared)
+        config = replace(config, model=model, train=train)
+        share_samples(cpu, world_size, shared)
+        module = make_model(config, cpu)
+        optimizer = make_optimizer(config, module)
+        peak, events = watched_step(module, partial(train_step, config, module, optimizer))
+        expected, planned = predicted(config, rank)
+        assert events[: len(planned)] == planned, (seed, config)
+        assert abs(expected / peak - 1) <= 0.01, (seed, expected, peak, config)
