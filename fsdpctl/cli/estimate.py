@@ -188,6 +188,8 @@ def _heading(first: "RunEstimate") -> list[str]:
     config, launch, precision = first.config, first.config.launch, first.config.precision
     nodes = "" if launch.nnodes == 1 else f" on {launch.nnodes} nodes"
     batches, prefetch = first.batches, config.prefetch
+    shared = config.train.context_parallel
+    who = "rank" if shared == 1 else f"group of {shared} ranks"
     recomputes = config.activation_checkpointing.name
     compiled = "; estimated without torch.compile" if config.train.compile else ""
     base = "" if config.model.base_dtype is None else f", {config.model.base_dtype} linear layers"
@@ -197,7 +199,7 @@ def _heading(first: "RunEstimate") -> list[str]:
         f"(cluster={config.cluster.name}), engine {config.engine.name}",
         f"dtypes  {precision.param_dtype} compute, {precision.reduce_dtype} reduction, "
         f"{precision.master_dtype} master weights{base}",
-        f"step    {first.tokens_per_step:,} tokens: each rank {batches.num_micro_batches} x "
+        f"step    {first.tokens_per_step:,} tokens: each {who} {batches.num_micro_batches} x "
         f"{batches.micro_batch_size} samples of {config.train.seq_len}; accumulation "
         f"{config.accumulation.name}; activation checkpointing {recomputes}{compiled}; prefetch "
         f"{prefetch.forward} forward, {prefetch.backward} backward",

@@ -69,6 +69,14 @@ class TrainConfig:
     loss_chunk_tokens: int | None = key(
         None, "tokens whose logits are computed at a time; 0: all", minimum=0, auto=True
     )
+    mlp_chunk_tokens: int | None = key(
+        0,
+        "tokens that feed-forward layers run on at a time, for long samples; they are recomputed "
+        "in backward; 0: all",
+        minimum=0,
+        auto=True,
+        is_later=True,
+    )
     self_check: str = key(
         "auto",
         "check the first step of each start: dtypes, gradients, tokens, packed documents; auto: "

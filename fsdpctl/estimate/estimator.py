@@ -24,7 +24,7 @@ from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
 from fsdpctl.predict.step_estimate import estimate_steps
 from fsdpctl.predict.training_plan import TrainingPlan, host_states_bytes
 from fsdpctl.resolve.attention import assumed_of, check_attention
-from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
+from fsdpctl.resolve.loss_chunks import loss_chunk_tokens, mlp_chunk_tokens
 from fsdpctl.resolve.machine import (
     check_context,
     check_length,
@@ -126,6 +126,7 @@ class Estimator:
 
     def traced_model(self, config: Config) -> TracedModel:
         """Return the traced model of a resolved configuration."""
+        chunk = mlp_chunk_tokens(config, batches_of(config).micro_batch_size)
         alike = (
             config.model,
             config.precision.param_dtype,
@@ -133,10 +134,11 @@ class Estimator:
             config.launch.device,
             config.data.holds_documents,
             config.train.context_parallel,
+            chunk,
             assumed_of(config),
         )
         if alike not in _traced:
-            _traced[alike] = TracedModel(config)
+            _traced[alike] = TracedModel(config, mlp_chunk_tokens=chunk)
             if len(_traced) > _MOST_TRACED:
                 _traced.popitem(last=False)
         return _traced[alike]

@@ -18,7 +18,7 @@ from fsdpctl.plan.context import ContextParallel
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import TRACED_OF_A_ROW, Pass, Program, UnitRow
 from fsdpctl.resolve.attention import assumed_of
-from fsdpctl.resolve.blocks import checkpoint_block
+from fsdpctl.resolve.blocks import checkpoint_block, chunk_feed_forward
 
 _PLAIN = (bool, int, float, str, type(None))
 _NUMBERS_A_LAYER = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"})
@@ -139,13 +139,19 @@ class TracedModule:
 class TracedModel:
     """The model of a configuration, which is traced at any size and length."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, mlp_chunk_tokens: int = 0) -> None:
         """Build the model of a placed configuration on the meta device.
 
         Raises:
             UsageError: If the model's sizes conflict.
         """
-        module = build_model(config.model)
+
+        def make() -> nn.Module:
+            module = build_model(config.model)
+            chunk_feed_forward(module, mlp_chunk_tokens)
+            return module
+
+        module = make()
         self.num_params = sum(count_weights(module).values())
         self.num_active = count_active(module)
         self.num_trained = sum(
@@ -154,7 +160,7 @@ class TracedModel:
         self.units = divide_module(module, None)
         self._traced_module = TracedModule(
             module,
-            lambda: build_model(config.model),
+            make,
             self.units,
             checkpointing=config.activation_checkpointing.name,
             dtype=_DTYPES[str(config.precision.param_dtype)],

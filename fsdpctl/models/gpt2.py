@@ -77,7 +77,11 @@ class Block(nn.Module):
     ) -> Tensor:
         """Return a tensor shaped like `x`, (batch, length, hidden_size)."""
         x = x + self.attn(self.ln_1(x), cache, mask)
-        out: Tensor = x + self.mlp(self.ln_2(x))
+        return x + self.feed_forward(x)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """Return what the block adds to `x` after attention, token by token."""
+        out: Tensor = self.mlp(self.ln_2(x))
         return out
 
 

@@ -151,14 +151,17 @@ class Block(nn.Module):
         mask: AttentionMask | None = None,
     ) -> Tensor:
         """Return a tensor shaped like `x`; see `Attention`."""
-        others = (cos, sin, cache, mask)
+        mixed = self.self_attn(self.input_layernorm(x), cos, sin, cache, mask)
+        x = x + (self.post_attention_layernorm(mixed) if self.norms_results else mixed)
+        return x + self.feed_forward(x)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """Return what the block adds to `x` after attention, token by token."""
         out: Tensor
         if self.norms_results:
-            x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), *others))
-            out = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+            out = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         else:
-            x = x + self.self_attn(self.input_layernorm(x), *others)
-            out = x + self.mlp(self.post_attention_layernorm(x))
+            out = self.mlp(self.post_attention_layernorm(x))
         return out
 
 

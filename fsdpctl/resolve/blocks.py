@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from shutil import which
 from types import MethodType
 from typing import Any, Self
@@ -17,6 +18,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from fsdpctl.engine.describe import divide_module
+from fsdpctl.errors import UsageError
 from fsdpctl.models.nf4 import OPERATORS
 
 _PRODUCTS = ("mm", "addmm")
@@ -133,6 +136,36 @@ def checkpoint_block(block: nn.Module, mode: str) -> None:
     block._plain_forward = block.forward  # type: ignore[assignment]  # a method, not a submodule
     has_experts = any("expert" in name for name, _ in block.named_parameters())
     block.forward = MethodType(_FORWARDS[mode][has_experts], block)
+
+
+def chunk_feed_forward(module: nn.Module, tokens: int) -> None:
+    """Make the blocks of `module` run feed-forward layers on `tokens` tokens at a time; 0: on all.
+
+    Backward recomputes a chunk at a time.
+
+    Raises:
+        UsageError: If a block has no such layer. Experts are none: they see other tokens.
+    """
+    for unit in divide_module(module, None) if tokens else ():
+        if unit.kind == "block":
+            block = module.get_submodule(unit.name)
+            is_ours = hasattr(block, "feed_forward")
+            owner = block if is_ours else getattr(block, "mlp", None)
+            if owner is None or any("expert" in name for name, _ in owner.named_parameters()):
+                raise UsageError(
+                    f"train.mlp_chunk_tokens={tokens}: {unit.name} has no feed-forward layer that "
+                    "runs token by token"
+                )
+            name = "feed_forward" if is_ours else "forward"
+            setattr(owner, name, partial(_in_chunks, getattr(owner, name), tokens))
+
+
+def _in_chunks(plain: Callable[[Tensor], Tensor], tokens: int, x: Tensor) -> Tensor:
+    flat = x.flatten(0, -2)
+    if len(flat) <= tokens:
+        return plain(x)
+    parts = [checkpoint(plain, part, use_reentrant=False) for part in flat.split(tokens)]
+    return torch.cat(parts).view_as(x)
 
 
 def compile_block(block: nn.Module) -> None:

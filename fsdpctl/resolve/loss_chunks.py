@@ -1,4 +1,4 @@
-"""The number of tokens of a micro-batch whose logits exist at the same time."""
+"""The number of tokens of a micro-batch whose logits, or activations, exist at the same time."""
 
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
@@ -6,6 +6,7 @@ from fsdpctl.plan.context import tokens_per_rank
 
 _CHUNK_BYTES = 128 << 20  # of float32 logits
 _LEAST_CHUNK_TOKENS = 1024
+_MULTIPLE = 64  # of tokens in a chunk
 _MOST_CHUNKS = 128  # each costs kernels, and time in every estimate
 
 
@@ -30,4 +31,19 @@ def loss_chunk_tokens(config: Config, micro_batch_size: int) -> int:
         return asked
     assert config.model.vocab_size is not None
     chunk = max(_LEAST_CHUNK_TOKENS, _CHUNK_BYTES // (4 * config.model.vocab_size), least)
+    return chunk if tokens >= 2 * chunk else 0
+
+
+def mlp_chunk_tokens(config: Config, micro_batch_size: int) -> int:
+    """Return the tokens that feed-forward layers run on at a time, or 0 for all.
+
+    Automatically, a chunk's activations need about as much memory as a hidden state of all tokens.
+    """
+    asked, model = config.train.mlp_chunk_tokens, config.model
+    if asked is not None:
+        return asked
+    tokens = micro_batch_size * tokens_per_rank(config.train.seq_len, config.train.context_parallel)
+    least = -(-tokens // _MOST_CHUNKS)
+    alike = tokens * model.hidden_size // (3 * model.intermediate_size)
+    chunk = -(-max(_LEAST_CHUNK_TOKENS, least, alike) // _MULTIPLE) * _MULTIPLE
     return chunk if tokens >= 2 * chunk else 0

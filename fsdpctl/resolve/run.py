@@ -32,7 +32,7 @@ from fsdpctl.resolve.context_check import check_shared_rows
 from fsdpctl.resolve.data import DATE, checked_data, date_of_run, notes_on_data, on_date, with_data
 from fsdpctl.resolve.decoder_check import with_packing
 from fsdpctl.resolve.launchers import Place, place_of
-from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
+from fsdpctl.resolve.loss_chunks import loss_chunk_tokens, mlp_chunk_tokens
 from fsdpctl.resolve.machine import (
     check_context,
     placed_here,
@@ -172,7 +172,12 @@ def settle(
     config = replace(
         config,
         accumulation=replace(config.accumulation, steps=batches.num_micro_batches),
-        train=replace(config.train, micro_batch_size=size, loss_chunk_tokens=chunk),
+        train=replace(
+            config.train,
+            micro_batch_size=size,
+            loss_chunk_tokens=chunk,
+            mlp_chunk_tokens=mlp_chunk_tokens(config, size),
+        ),
     )
     return Settled(config, batches)
 
