@@ -213,6 +213,10 @@ def _write_parameters(
     if model.rope_scaling == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(model.rope_factor)
+    if model.rope_scaling == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(model.rope_factor)
+        writer.add_rope_scaling_orig_ctx_len(model.rope_original_len)
 
 
 def _rope_factors(model: ModelConfig) -> NDArray[np.float32] | None:

@@ -47,12 +47,17 @@ _WRITTEN_BEFORE = ("dtype", "rope_parameters", "transformers_version", "layer_ty
 
 _MAY_BE_NULL = ("head_dim", "n_inner")
 _LINEAR_KEYS = {"factor": "rope_factor"}
+_YARN_KEYS = {"factor": "rope_factor", "original_max_position_embeddings": "rope_original_len"}
 _ROPE_KEYS = {
     "factor": "rope_factor",
     "low_freq_factor": "rope_low_freq_factor",
     "high_freq_factor": "rope_high_freq_factor",
     "original_max_position_embeddings": "rope_original_len",
 }
+_KEYS_OF_SCALING = {"linear": _LINEAR_KEYS, "llama3": _ROPE_KEYS, "yarn": _YARN_KEYS}
+# None: the value follows from the factor.
+_YARN_USUAL = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": None,
+               "mscale": None, "mscale_all_dim": None}  # fmt: skip
 
 
 def model_words_of(file: Path) -> dict[str, str]:
@@ -143,12 +148,21 @@ def _rope_values(content: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]
         raise ValueError("partial_rotary_factor: expected 1.0")
     if kind in (None, "default"):
         return values
-    if kind not in ("linear", "llama3"):
-        raise ValueError(f"rope_type {kind} is not supported; expected linear or llama3")
+    if kind not in _KEYS_OF_SCALING:
+        expected = ", ".join(_KEYS_OF_SCALING)
+        raise ValueError(f"rope_type {kind} is not supported; expected one of {expected}")
+    if kind == "yarn":
+        _check_yarn(rope)
     given = {"original_max_position_embeddings": max_seq_len, **rope}
-    names = _ROPE_KEYS if kind == "llama3" else _LINEAR_KEYS
-    scaled = {ours: given[theirs] for theirs, ours in names.items()}
+    scaled = {ours: given[theirs] for theirs, ours in _KEYS_OF_SCALING[kind].items()}
     return {**values, "rope_scaling": kind, **scaled}
+
+
+def _check_yarn(rope: Mapping[str, Any]) -> None:
+    """Reject what differs from the paper's values, which transformers uses by default."""
+    for name, usual in _YARN_USUAL.items():
+        if rope.get(name) not in (None, usual):
+            raise ValueError(f"yarn with {name}={rope[name]} is not supported; expected {usual}")
 
 
 def _window_values(content: Mapping[str, Any], family: str, num_layers: int) -> dict[str, Any]:
@@ -226,7 +240,7 @@ def _of_llama_like(config: ModelConfig) -> dict[str, Any]:
         "rope_scaling": None,
     }
     if config.rope_scaling != "none":
-        names = _ROPE_KEYS if config.rope_scaling == "llama3" else _LINEAR_KEYS
+        names = _KEYS_OF_SCALING[config.rope_scaling]
         content["rope_scaling"] = {
             "rope_type": config.rope_scaling,
             **{theirs: getattr(config, ours) for theirs, ours in names.items()},

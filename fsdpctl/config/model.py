@@ -19,7 +19,7 @@ ARCHITECTURES = (
     "gpt2",
     "transformers",
 )
-ROPE_SCALINGS = ("none", "linear", "llama3")
+ROPE_SCALINGS = ("none", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class ModelConfig:
     rope_theta: float = key(10000.0, "base of the rotary embedding frequencies", minimum=1)
     rope_scaling: str = key(
         "none",
-        "scaling of rotary wavelengths: all (linear), or only long ones (llama3)",
+        "scaling of rotary wavelengths: all (linear), or only long ones (llama3, yarn)",
         choices=ROPE_SCALINGS,
     )
     rope_factor: float = key(8.0, "rope_scaling: factor of the context length", minimum=1)
@@ -126,7 +126,7 @@ class ModelConfig:
         4.0, "llama3 rope_scaling: turns per context from which they are not scaled", minimum=0
     )
     rope_original_len: int = key(
-        8192, "llama3 rope_scaling: context length before scaling", minimum=1
+        8192, "llama3 and yarn rope_scaling: context length before scaling", minimum=1
     )
     rope_local_theta: float = key(
         10000.0, "gemma3_text: rope_theta of layers with a sliding window", minimum=1, is_later=True

@@ -32,6 +32,9 @@ _LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
 }  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
 _GPT2: dict[str, Any] = {
     "vocab_size": VOCABULARY, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 64,
     "initializer_range": 0.15,
@@ -44,6 +47,7 @@ FAMILIES = {
     "llama stretched": LlamaConfig(
         **_SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
     ),
+    "llama yarn": LlamaConfig(**_SIZES, rope_parameters=_YARN),
     "llama wide heads": LlamaConfig(**_SIZES, head_dim=20),
     "llama gelu": LlamaConfig(**_SIZES, hidden_act="gelu_pytorch_tanh"),
     "mistral": MistralConfig(**_SIZES),

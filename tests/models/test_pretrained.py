@@ -168,7 +168,7 @@ MISTAKES = {
     "hidden_act": ("swiglu", "activation swiglu is not supported"),
     "num_hidden_layers": ("many", "model.num_layers=many: expected a whole number"),
     "quantization_config": ({"bits": 4}, "quantization_config"),
-    "rope_parameters": ({"rope_type": "yarn"}, "rope_type yarn is not supported"),
+    "rope_parameters": ({"rope_type": "longrope"}, "rope_type longrope is not supported"),
 }
 
 
