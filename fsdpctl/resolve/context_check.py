@@ -6,9 +6,10 @@ shorter than the rows, and layers that run along the rows otherwise see only the
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +19,11 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.models.context import use_exchange
-from fsdpctl.models.documents import make_documents
+from fsdpctl.models.documents import Lengths, make_documents
 from fsdpctl.plan.context import ContextParallel
 from fsdpctl.resolve.decoder_check import differ, quiet, small_copy
 
+T = TypeVar("T")
 _TOKENS, _WINDOW = 12, 5  # of a rank; of layers with a window
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -79,45 +81,54 @@ def _works(model: ModelConfig, ranks: int) -> bool:
 
 
 def run_in_parts(
-    module: nn.Module,
-    tokens: Tensor,
-    ranks: int,
-    lengths: Sequence[tuple[int, ...]] | None = None,
+    module: nn.Module, tokens: Tensor, ranks: int, lengths: Lengths | None = None
 ) -> Tensor:
     """Return the logits of `tokens`, (batch, length), computed by a thread per rank.
 
     `lengths` are those of the documents in each row; None: rows are one each.
     """
-    sent: list[Tensor] = [tokens] * ranks
+    split = lengths or ((tokens.shape[1],),) * len(tokens)
+
+    def run(context: ContextParallel) -> Tensor:
+        documents = make_documents(split, tokens.device, context=context, are_rows=lengths is None)
+        part = tokens.chunk(ranks, 1)[context.index]
+        with torch.no_grad():
+            logits: Tensor = module(part, documents=documents)
+        return logits
+
+    return torch.cat(as_ranks(ranks, run), 1)
+
+
+def as_ranks(ranks: int, run: Callable[[ContextParallel], T]) -> list[T]:
+    """Return what `run` returns as each rank; threads exchange tensors in place of processes."""
     barrier = threading.Barrier(ranks, timeout=_SECONDS)
-    found: list[Tensor] = [tokens] * ranks
+    sent: dict[int, Tensor] = {}
+    found: dict[int, T] = {}
     errors: list[BaseException] = []
-    split = tuple(lengths or ((tokens.shape[1],),) * len(tokens))
 
     def exchange(index: int, x: Tensor) -> Tensor:
         sent[index] = x
         barrier.wait()
-        received = torch.stack([each[index] for each in sent])
+        received = torch.stack([sent[each][index] for each in range(ranks)])
         barrier.wait()  # before any rank sends again
         return received
 
-    def run(index: int, part: Tensor) -> None:
+    def as_rank(index: int) -> None:
         context = ContextParallel(ranks, index, exchange=-1 - index)
         use_exchange(partial(exchange, index), context.exchange)
-        documents = make_documents(split, tokens.device, context=context, are_rows=lengths is None)
         try:
-            with torch.no_grad():
-                found[index] = module(part, documents=documents)
+            found[index] = run(context)
         except BaseException as error:
             errors.append(error)
             barrier.abort()
 
-    parts = enumerate(tokens.chunk(ranks, 1))
-    threads = [threading.Thread(target=run, args=each, daemon=True) for each in parts]
+    threads = [
+        threading.Thread(target=as_rank, args=(index,), daemon=True) for index in range(ranks)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if errors:
         raise errors[0]
-    return torch.cat(found, 1)
+    return [found[index] for index in range(ranks)]

@@ -1,10 +1,8 @@
 """Ranks that share rows compute what one computes on whole rows."""
 
 import copy
-import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +11,10 @@ from torch import Tensor
 
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
-from fsdpctl.models.context import to_heads, to_tokens, use_exchange
+from fsdpctl.models.context import to_heads, to_tokens
 from fsdpctl.models.documents import Lengths, make_documents
 from fsdpctl.plan.context import ContextParallel, context_groups, heads_per_rank, tokens_per_rank
-from fsdpctl.resolve.context_check import check_shared_rows, run_in_parts
+from fsdpctl.resolve.context_check import as_ranks, check_shared_rows, run_in_parts
 from tests.matrix import fast
 from tests.models.decoders import compose, save_decoder
 from tests.models.families import FAMILIES, VOCABULARY, save_model
@@ -36,37 +34,6 @@ def rows() -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def by_each(ranks: int, run: Callable[[int, ContextParallel], None]) -> None:
-    """Run a function as each of several ranks, in a thread."""
-    sent: list[Any] = [None] * ranks
-    barrier = threading.Barrier(ranks, timeout=60)
-    errors: list[BaseException] = []
-
-    def exchange(index: int, x: Tensor) -> Tensor:
-        sent[index] = x
-        barrier.wait()
-        received = torch.stack([each[index] for each in sent])
-        barrier.wait()
-        return received
-
-    def as_rank(index: int) -> None:
-        context = ContextParallel(ranks, index, exchange=1 + index)
-        use_exchange(partial(exchange, index), context.exchange)
-        try:
-            run(index, context)
-        except BaseException as error:
-            errors.append(error)
-            barrier.abort()
-
-    threads = [threading.Thread(target=as_rank, args=(index,)) for index in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
 def shared_gradients(
     model: Any, ranks: int, packed: Lengths | None, sliced: Callable[..., Tensor]
 ) -> dict[str, Tensor]:
@@ -75,12 +42,12 @@ def shared_gradients(
     models = [copy.deepcopy(model) for _ in range(ranks)]
     lengths = packed or ((LENGTH,),) * 2
 
-    def run(index: int, context: ContextParallel) -> None:
+    def run(context: ContextParallel) -> None:
         documents = make_documents(lengths, CPU, context=context, are_rows=packed is None)
-        logits = models[index](sliced(tokens, index), documents=documents)
-        summed(logits, sliced(targets, index)).backward()
+        logits = models[context.index](sliced(tokens, context.index), documents=documents)
+        summed(logits, sliced(targets, context.index)).backward()
 
-    by_each(ranks, run)
+    as_ranks(ranks, run)
     of_ranks = [gradients(each) for each in models]
     return {name: sum(each[name] for each in of_ranks) for name in of_ranks[0]}  # type: ignore[misc]
 
@@ -130,24 +97,23 @@ def test_targets_that_are_shifted_after_the_cut_are_another_loss(tmp_path):
     assert (right["lm_head.weight"] - wrong["lm_head.weight"]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1), (12, 3), (12, 4), (6, 2)])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+HEADS = [(8, 8), (8, 2), (8, 1), (12, 3), (12, 4), (6, 2)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks"), [each for each in product(HEADS, (2, 3, 4)) if each[0][0] % each[1] == 0]
+)
 def test_each_rank_gets_the_keys_of_its_queries(heads, ranks):
-    if heads[0] % ranks:
-        pytest.skip("heads of queries are divided evenly")
     length, width = 6 * ranks, 4
     q, k, v = (torch.randn(2, count, length, width) for count in (heads[0], *heads[1:] * 2))
     of_queries = k.repeat_interleave(heads[0] // heads[1], 1)
-    found: list[Any] = [None] * ranks
 
-    def run(index: int, context: ContextParallel) -> None:
-        parts = (each.chunk(ranks, 2)[index] for each in (q, k, v))
-        own = to_heads(*parts, context)
-        found[index] = (*own, to_tokens(own[0], context))
+    def run(context: ContextParallel) -> tuple[Tensor, ...]:
+        own = to_heads(*(each.chunk(ranks, 2)[context.index] for each in (q, k, v)), context)
+        return *own, to_tokens(own[0], context)
 
-    by_each(ranks, run)
     mine = heads_per_rank(*heads, ranks)
-    for index, (queries, keys, values, back) in enumerate(found):
+    for index, (queries, keys, values, back) in enumerate(as_ranks(ranks, run)):
         span = slice(index * mine[0], (index + 1) * mine[0])
         assert (queries.shape[1], keys.shape[1]) == mine
         assert torch.equal(queries, q[:, span])

@@ -35,17 +35,19 @@ def figures(run_dir: Path) -> list[tuple[float, float, int]]:
     return [(each["loss"], each["grad_norm"], each["tokens"]) for each in lines if "loss" in each]
 
 
-def run_words(folder: Path, ranks: int, shared: int, *more: str) -> list[str]:
-    given = [*FP32, *more, f"{SHARED}={shared}", f"train.run_dir={folder / f'shared-{shared}'}"]
+def run_words(folder: Path, ranks: int, shared: int, *more: str, key: str = SHARED) -> list[str]:
+    given = [*FP32, *more, f"{key}={shared}", f"train.run_dir={folder / f'shared-{shared}'}"]
     sized = any(word.startswith("model.path=") for word in more)
     typed = words(folder, ranks, *given)
     own = [word for word in typed if not (sized and word in TINY)]
     return [word for word in own if not (sized and word == "data.val_fraction=0")]
 
 
-def check_alike(folder: Path, ranks: int, shares: Sequence[int], *more: str) -> None:
+def check_alike(
+    folder: Path, ranks: int, shares: Sequence[int], *more: str, key: str = SHARED
+) -> None:
     """Check that runs have equal losses, whatever number of ranks shares samples."""
-    runs = [run_words(folder, ranks, shared, *more) for shared in shares]
+    runs = [run_words(folder, ranks, shared, *more, key=key) for shared in shares]
     train_each(world_size=ranks, runs=runs)
     first, *others = (figures(folder / f"shared-{shared}") for shared in shares)
     assert len(first) == STEPS

@@ -1,0 +1,68 @@
+"""Ranks that share samples on CUDA devices: the exchange is ordered with what surrounds it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdpctl.comm.nccl import NcclCollectives
+from fsdpctl.config.compose import compose_config
+from fsdpctl.data.batches import MicroBatch
+from fsdpctl.plan.context import ContextParallel
+from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.train.assemble import make_model
+from fsdpctl.train.context import share_samples
+from fsdpctl.train.loss import summed_loss
+from tests.cli.run import TINY
+from tests.distributed import distributed
+from tests.matrix import fast
+
+WORDS = [*TINY, "precision=fp32", "launch.nproc_per_node=2", "model.vocab_size=64",
+         "train.context_parallel=2", "activation_checkpointing=full"]  # fmt: skip
+
+
+def losses(rank: int, device: torch.device) -> Tensor:
+    """Of two steps, whose gradients are reduced in between."""
+    config = placed_on_cluster(compose_config([*WORDS, f"launch.device={device.type}"]).config)
+    share_samples(device, 2, 2)
+    model = make_model(config, device)
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(2):
+        tokens = torch.randint(64, (2, 128), generator=generator).chunk(2, 1)[rank]
+        batch = MicroBatch(tokens, tokens.clone(), (), ContextParallel(2, rank))
+        loss = summed_loss(model, batch, device, 0)
+        loss.backward()
+        found.append(loss.detach())
+    norms = [shard.grad.norm() for shard in model.flat_shards() if shard.grad is not None]
+    return torch.stack([each.cpu() for each in (*found, *norms)])
+
+
+def on_another_stream(self: NcclCollectives, values: Tensor) -> Tensor:
+    """The exchange of a rank that waits neither before nor after it."""
+    with torch.cuda.stream(self.reduce_stream):
+        return _right(self, values)
+
+
+_right = NcclCollectives.all_to_all
+
+
+@distributed(world_size=2, timeout=60, on_devices=True)
+def trained(rank: int, world_size: int, seed: int, *, planted: bool) -> None:
+    if planted:
+        owner: Any = NcclCollectives
+        owner.all_to_all = on_another_stream
+    found = losses(rank, torch.device("cuda", rank))
+    torch.testing.assert_close(found, losses(rank, torch.device("cpu")), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", fast(0, slow=[1, 2]))
+def test_an_exchange_follows_what_it_sends(seed: int) -> None:
+    trained(seed=seed, planted=False)
+
+
+@pytest.mark.parametrize("seed", fast(0, slow=[1, 2]))
+def test_an_exchange_that_waits_for_nothing_is_found(seed: int) -> None:
+    with pytest.raises(AssertionError, match=r"race: .* on stream|freed too early"):
+        trained(seed=seed, planted=True)

@@ -1,0 +1,65 @@
+"""Feed-forward layers in chunks: equal losses with less memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.resolve.loss_chunks import mlp_chunk_tokens
+from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.train.assemble import make_module
+from tests.matrix import fast
+from tests.models.decoders import compose, plain_module, save_decoder
+from tests.models.test_packed import gradients, summed
+from tests.train.test_context import check_alike
+
+CHUNKS = "train.mlp_chunk_tokens"
+
+
+@pytest.mark.parametrize(
+    "more",
+    fast(
+        ["activation_checkpointing=full", "model.lora.rank=4", "train.context_parallel=2"],
+        slow=[
+            ["model.architecture=gemma3_text", "model.sliding_window=9"],
+            ["model.architecture=gpt2", "model.num_kv_heads=4"],
+            ["activation_checkpointing=selective", "accumulation=last"],
+        ],
+    ),
+    ids=lambda more: more[0],
+)
+def test_losses_are_those_of_all_tokens_at_once(tmp_path, more):
+    check_alike(tmp_path, 2, [0, 20], "train.seq_len=70", *more, key=CHUNKS)
+
+
+def test_a_model_of_transformers_has_chunks_too(tmp_path):
+    save_decoder("llama", tmp_path)
+    tokens = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(0))
+    found = []
+    for chunk in (0, 7):
+        model = plain_module(tmp_path, f"{CHUNKS}={chunk}", "activation_checkpointing=full")
+        summed(model(tokens), tokens).backward()
+        found.append(gradients(model))
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_experts_have_no_chunks(tmp_path):
+    save_decoder("qwen3_moe", tmp_path)
+    with pytest.raises(UsageError, match=rf"{CHUNKS}=7: model.layers.0 has no feed-forward layer"):
+        make_module(compose(tmp_path, f"{CHUNKS}=7"))
+
+
+def test_chunks_need_less_memory_and_are_few():
+    words = ["model=llama3_8b", "cluster=h100", "launch.nproc_per_node=8", "train.seq_len=131072",
+             "train.context_parallel=8", "train.global_batch_size=1",
+             "activation_checkpointing=full"]  # fmt: skip
+    config = placed_on_cluster(compose_config([*words, f"{CHUNKS}=auto"]).config)
+    assert mlp_chunk_tokens(config, 1) == 1600  # as much memory as the 16,384 tokens' hidden states
+    assert mlp_chunk_tokens(replace(config, train=replace(config.train, seq_len=8192)), 1) == 0
+    plain = replace(config, train=replace(config.train, mlp_chunk_tokens=0))
+    chunked, whole = (Estimator().estimate(each).step.allocated for each in (config, plain))
+    assert chunked < whole
