@@ -150,6 +150,11 @@ SYNONYMS = _by_name(
             "batch_size_per_device local_batch_size micro_batch_size per_device_train_batch_size"
         ),
         "train.profile": "enable_profiling",
+        "train.context_parallel": (
+            "context_parallel context_parallel_degree context_parallel_size cp cp_degree cp_size "
+            "sequence_parallel_degree sequence_parallel_size sp_size ulysses_sequence_parallel_size"
+        ),
+        "train.mlp_chunk_tokens=auto": "tiled_mlp",
         "train.run_dir": "output_dir out_dir checkpoint.folder dump_folder",
         "train.seed": "seed",
         "train.seq_len": (
@@ -178,7 +183,6 @@ NOT_SUPPORTED = _by_name(
     {
         "tensor parallelism": "tensor_parallel tp tp_size",
         "pipeline parallelism": "pipeline_parallel pp pp_size",
-        "context parallelism": "context_parallel cp cp_size",
         "sequence parallelism": "sequence_parallel",
         "expert parallelism": "expert_parallel ep ep_size",
         "parameters in host memory; set optimizer.offload=all for gradients and states": (

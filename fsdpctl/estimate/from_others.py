@@ -17,7 +17,7 @@ from fsdpctl.config.importers.translation import (
 from fsdpctl.config.schema import SIZES
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES, get_strategy, has_strategy
-from fsdpctl.resolve.machine import placed_on_cluster, world_size
+from fsdpctl.resolve.machine import placed_on_cluster, sample_groups, world_size
 
 _ASSUMED = "h100"  # if neither the file nor the command line names hardware
 _RANKS = ("launch.nproc_per_node", "launch.nnodes")
@@ -77,12 +77,14 @@ def completed(
             TranslationRow("(loss)", "", words, "of all tokens at once, as that tool computes it")
         )
     rows += _ranks(composed(rows), translation.degrees, typed)
-    world = world_size(placed_on_cluster(composed(rows).config))
+    placed = placed_on_cluster(composed(rows).config)
+    world = world_size(placed)
     if translation.degrees is not None:
         rows.append(_arranged(translation, translation.degrees, world))
     if translation.batch is not None:
         whole = translation.whole_gradients
-        rows += _batches(translation.batch, typed, world, whole_gradients=whole)
+        groups = max(1, sample_groups(placed))
+        rows += _batches(translation.batch, typed, groups, whole_gradients=whole)
     _, overridden = _without_overridden(translation.settings_of(rows), typed)
     return ImportedConfig(composed(rows), translation, tuple(rows), typed, frozenset(overridden))
 
@@ -142,7 +144,7 @@ def _ranks(
     if degrees is None or degrees.total is None or asked or any(each in typed for each in _RANKS):
         return []
     node = placed_on_cluster(composed.config).launch.nproc_per_node or 1
-    total = degrees.total
+    total = degrees.total * composed.config.train.context_parallel
     nodes = total // node if total > node and total % node == 0 else 1
     words = (f"launch.nproc_per_node={total // nodes}", f"launch.nnodes={nodes}")
     return [TranslationRow(*degrees.shown, words, f"on nodes of {node}" if nodes > 1 else "")]
@@ -172,17 +174,17 @@ def _arranged(translation: Translation, degrees: RankDegrees, world: int) -> Tra
 
 
 def _batches(
-    batch: SourceBatch, typed: dict[str, str], world: int, *, whole_gradients: bool
+    batch: SourceBatch, typed: dict[str, str], groups: int, *, whole_gradients: bool
 ) -> list[TranslationRow]:
-    """Derive the batch sizes from the number of ranks."""
+    """Derive the batch sizes from the number of ranks, or of groups that share samples."""
     micro = _whole(typed.get("train.micro_batch_size")) or batch.micro
     passes = _whole(typed.get("accumulation.steps")) or batch.accumulation
     said = [str(each) for each in (batch.micro, batch.accumulation) if each]
-    note = f"over {world} ranks" if said else "assumed: not set in the file"
+    note = f"over {groups} ranks" if said else "assumed: not set in the file"
     micro, passes = micro or 1, passes or 1
     words: tuple[str, ...] = (
         f"accumulation.steps={passes}",
-        f"train.global_batch_size={micro * passes * world}",
+        f"train.global_batch_size={micro * passes * groups}",
     )
     if whole_gradients and passes > 1:
         words = ("accumulation=last", *words)

@@ -151,8 +151,11 @@ class Block(nn.Module):
         mask: AttentionMask | None = None,
     ) -> Tensor:
         """Return a tensor shaped like `x`; see `Attention`."""
-        mixed = self.self_attn(self.input_layernorm(x), cos, sin, cache, mask)
-        x = x + (self.post_attention_layernorm(mixed) if self.norms_results else mixed)
+        others = (cos, sin, cache, mask)
+        if self.norms_results:
+            x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), *others))
+        else:
+            x = x + self.self_attn(self.input_layernorm(x), *others)
         return x + self.feed_forward(x)
 
     def feed_forward(self, x: Tensor) -> Tensor:

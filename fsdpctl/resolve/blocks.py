@@ -144,7 +144,7 @@ def chunk_feed_forward(module: nn.Module, tokens: int) -> None:
     Backward recomputes a chunk at a time.
 
     Raises:
-        UsageError: If a block has no such layer. Experts are none: they see other tokens.
+        UsageError: If a block has no such layer, or has experts, whose tokens come from a router.
     """
     for unit in divide_module(module, None) if tokens else ():
         if unit.kind == "block":

@@ -3,6 +3,7 @@
 from fsdpctl.config.importers.parts import (
     UNUSED_OF_FSDP,
     deepspeed_file,
+    read_context,
     read_fsdp,
     read_zero,
     unsupported_degree,
@@ -57,10 +58,10 @@ def read_accelerate(source: SourceConfig) -> Translation:
 
 def _read_degrees(found: Translation) -> None:
     source, prefix = found.source, "parallelism_config.parallelism_config_"
-    for what, name in (("tensor", "tp"), ("context", "cp"), ("sequence", "sp")):
-        value = source.take(f"{prefix}{name}_size")
-        if value and value.text not in ("0", "1"):
-            raise unsupported_degree(source, value, what)
+    value = source.take(f"{prefix}tp_size")
+    if value and value.text not in ("0", "1"):
+        raise unsupported_degree(source, value, "tensor")
+    read_context(found, f"{prefix}cp_size", f"{prefix}sp_size")
     keys = (f"{prefix}dp_replicate_size", f"{prefix}dp_shard_size")
     replicate, shard = map(source.positive, keys)
     if replicate or shard:

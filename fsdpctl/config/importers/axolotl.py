@@ -10,6 +10,7 @@ from fsdpctl.config.importers.parts import (
     UNUSED_OF_FSDP,
     deepspeed_file,
     read_activation_offload,
+    read_context,
     read_fsdp,
     read_offload,
     read_optimizer,
@@ -34,7 +35,6 @@ _OTHER_TRAININGS = {
 }
 _DEGREES = {
     "tensor": ("tensor_parallel_size", "tensor_parallel_degree", "tensor_parallel"),
-    "context": ("context_parallel_size", "sequence_parallel_degree"),
     "pipeline": ("pipeline_parallel_size",),
     "expert": ("expert_parallel_size", "expert_parallel_degree"),
 }
@@ -94,6 +94,7 @@ def read_axolotl(source: SourceConfig) -> Translation:
     _read_length(found)
     adapts = _read_adapters(found)
     shards = _read_sharding(found)
+    read_context(found, "context_parallel_size", "sequence_parallel_degree")
     _read_precision(found, keeps_masters=adapts or shards)
     _read_recomputation(found)
     read_optimizer(found, source.take("optimizer"), "optimizer")
@@ -262,6 +263,9 @@ def _read_without(found: Translation) -> None:
     for key, why in _SMALLER.items():
         if (value := found.source.take(key)) and not value.is_off:
             found.exclude(value, f"{why}; {TOO_HIGH}")
+    tiled = found.source.take("tiled_mlp")
+    if tiled and tiled.is_on:
+        found.map(tiled, "train.mlp_chunk_tokens=auto")
     compiled = found.source.take("torch_compile")
     if compiled and not compiled.is_off:
         found.exclude(compiled, "estimated without compilation, which usually needs more memory")

@@ -47,6 +47,15 @@ UNUSED_OF_FSDP = (
 )  # fmt: skip
 
 
+def read_context(found: Translation, *keys: str) -> None:
+    """Translate the number of ranks that share each sample; the last of `keys` that is set."""
+    for key in keys:
+        count = found.source.positive(key)
+        if count is not None and count > 1:
+            found.map(SourceKey(key, str(count), ()), f"train.context_parallel={count}")
+            found.own_engine = "the estimates of PyTorch's engines don't share samples"
+
+
 def unsupported_degree(source: SourceConfig, value: SourceKey, what: str) -> UsageError:
     """Return the error for an unsupported kind of parallelism, such as `tensor`."""
     return source.error(

@@ -14,7 +14,8 @@ _AFFECT_MEMORY = (
     "model", "strategy", "prefetch", "accumulation", "precision", "activation_checkpointing",
     "engine", "launch.nproc_per_node", "launch.nnodes", "launch.device", "train.seq_len",
     "train.micro_batch_size", "train.global_batch_size", "train.global_batch_tokens",
-    "train.compile", "data.packing", "optimizer.state_dtype", "optimizer.offload",
+    "train.compile", "train.context_parallel", "train.mlp_chunk_tokens", "data.packing",
+    "optimizer.state_dtype", "optimizer.offload",
 )  # fmt: skip
 
 

@@ -235,6 +235,17 @@ def test_values_of_axolotl(tmp_path, lines, words):
         assert config.accumulation.steps == 8
 
 
+def test_ranks_that_share_samples_are_fewer_groups(tmp_path):
+    lines = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
+    config = asked(written(tmp_path, f"{AXOLOTL}{lines}tiled_mlp: true\n")).composed.config
+    train = config.train
+    assert (train.context_parallel, train.global_batch_size) == (4, 4 * train.micro_batch_size)
+    assert train.mlp_chunk_tokens is None  # auto
+    assert config.engine.name == "fsdpctl"
+    found = asked(written(tmp_path, f"{AXOLOTL}{lines}dp_shard_size: 2\n")).composed.config
+    assert found.launch.nproc_per_node == 8  # of both degrees
+
+
 def test_axolotl_without_fsdp_is_unsharded(tmp_path):
     text = AXOLOTL.replace("fsdp: [full_shard]\n", "")
     config = asked(written(tmp_path, text)).composed.config
@@ -249,7 +260,7 @@ def test_axolotl_without_fsdp_is_unsharded(tmp_path):
     [
         ("rl: dpo", "rl: dpo: trains on preferences"),
         ("tensor_parallel_size: 2", "does not support tensor parallelism"),
-        ("context_parallel_size: 2", "does not support context parallelism"),
+        ("context_parallel_size: few", "expected a whole number"),
         ("qat:\n  weight_dtype: int4", "quantization-aware training needs more memory"),
         ("adapter: lora\nlora_modules_to_save: [lm_head]", "trains full layers in addition"),
         ("adapter: ia3", "expected lora or qlora"),
