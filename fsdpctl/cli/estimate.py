@@ -189,6 +189,7 @@ def _heading(first: "RunEstimate") -> list[str]:
     nodes = "" if launch.nnodes == 1 else f" on {launch.nnodes} nodes"
     batches, prefetch = first.batches, config.prefetch
     recomputes = config.activation_checkpointing.name
+    recomputes += ", inputs in host memory" if config.activation_checkpointing.offload else ""
     compiled = "; estimated without torch.compile" if config.train.compile else ""
     base = "" if config.model.base_dtype is None else f", {config.model.base_dtype} linear layers"
     return [

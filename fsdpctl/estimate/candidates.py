@@ -52,11 +52,12 @@ class Axes:
         """
         names = left_open(placed)
         given = placed.activation_checkpointing.name
+        least = int(placed.activation_checkpointing.offload)  # requires some
         return Axes(
             placed,
             names,
             _strategies(placed) if STRATEGY in names else (placed.strategy.name,),
-            RECOMPUTATIONS if RECOMPUTATION in names else (given,),
+            RECOMPUTATIONS[least:] if RECOMPUTATION in names else (given,),
             _sizes(placed) if MICRO_BATCH in names else (placed.train.micro_batch_size,),
         )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from fsdpctl.config.schema import Config, StrategyConfig
 from fsdpctl.data.open import open_data
+from fsdpctl.engine.host_inputs import host_inputs_bytes
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.hardware import device_of, network_of
 from fsdpctl.estimate.run_estimate import RunEstimate
@@ -32,6 +33,7 @@ from fsdpctl.resolve.machine import (
     with_batch_size,
     world_size,
 )
+from fsdpctl.resolve.preflight import check_activation_offload
 
 _MOST_TRACED = 64  # models that are kept
 _SIMULATED = 3  # passes: another one takes as long as the second to last
@@ -102,7 +104,8 @@ class Estimator:
             if not param.trainable
         )
         counts = (traced.num_params, traced.num_trained, traced.num_active, frozen)
-        saved, on_host = _saved_states(plan, traced.units), host_states_bytes(plan, place)
+        saved = _saved_states(plan, traced.units)
+        on_host = host_states_bytes(plan, place) + host_inputs_bytes(program.sent.values())
         return RunEstimate(config, batches, *counts, saved, place.rank, step, on_host)
 
     def predict(self, config: Config) -> StepPrediction:
@@ -126,7 +129,7 @@ class Estimator:
         alike = (
             config.model,
             config.precision.param_dtype,
-            config.activation_checkpointing.name,
+            config.activation_checkpointing,
             config.launch.device,
             config.data.holds_documents,
             assumed_of(config),
@@ -191,6 +194,7 @@ def placed_for_estimate(config: Config) -> Config:
     check_length(config)
     placed = with_batch_size(placed_on_cluster(config))
     check_attention(placed)
+    check_activation_offload(placed)
     if config.model.vocab_size is not None:
         return placed
     vocab_size = open_data(config.data, config.train.seed).vocab_size

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import FSDPCTL, get_strategy, ranks_per_copy
-from fsdpctl.resolve.blocks import checkpoint_block, compile_block
+from fsdpctl.resolve.blocks import checkpoint_blocks, compile_block
 from fsdpctl.run.environment import add_start, describe_start, place_of
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
 from fsdpctl.train.callbacks.heap import HeapTrim
@@ -142,13 +143,14 @@ def make_module(config: Config) -> nn.Module:
     module = build_model(config.model)
     if isinstance(module, TransformersDecoder):
         fill_buffers(module)
-    for unit in divide_module(module, None):
-        if unit.kind == "block":
-            block = module.get_submodule(unit.name)
-            if config.activation_checkpointing.name != "none":
-                checkpoint_block(block, config.activation_checkpointing.name)
-            if config.train.compile:
-                compile_block(block)
+    names = [unit.name for unit in divide_module(module, None) if unit.kind == "block"]
+    blocks, about = [module.get_submodule(name) for name in names], config.activation_checkpointing
+    if about.name != "none":
+        # Imported by the first checkpointed call, it would hold that call's arguments for a while.
+        import_module("torch._dynamo")
+        checkpoint_blocks(blocks, about.name, offload=about.offload)
+    for block in blocks if config.train.compile else ():
+        compile_block(block)
     return module
 
 
