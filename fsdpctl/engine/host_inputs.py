@@ -5,8 +5,7 @@ the block after it is recomputed. Checkpointing saves a `SentInput` instead of t
 no hooks on saved tensors are needed.
 """
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Self
 from weakref import ref
@@ -67,22 +66,24 @@ def _best_count(left: int, nbytes: int) -> int:
 
 
 class HostInputs:
-    """The inputs that a model's blocks send to the host."""
+    """The inputs of a model's blocks, of which the last one stays: backward needs it at once."""
 
-    def __init__(self, count: int) -> None:
-        """`count` blocks send their inputs in each forward."""
-        self.count = count
+    def __init__(self, num_blocks: int) -> None:
+        """`num_blocks` are recomputed."""
+        self._last = num_blocks - 1
         self.sizes: dict[int, int] = {}  # bytes of the last input, by the number of its block
-        self.slots = HostSlots(count, self._allocate)
+        self.slots = HostSlots(self._last, self._allocate)
         self._host: tuple[HostWorker, Copier] | None = None
         self._newest: ref[SentInput] | None = None
 
     def send(self, number: int, given: Tensor) -> "SentInput":
         """Start to copy the input of the block with this number, which is about to run."""
-        self.sizes[number] = given.nbytes
+        stays = number == self._last
+        if not stays:
+            self.sizes[number] = given.nbytes
         newest = None if self._newest is None else self._newest()
         follows = newest is not None and newest.number < number  # in the same forward
-        sent = SentInput(self, number, given, newest if follows else None)
+        sent = SentInput(self, number, given, newest if follows else None, stays=stays)
         self._newest = ref(sent)
         return sent
 
@@ -98,63 +99,63 @@ class HostInputs:
 
 
 class SentInput:
-    """The input of one forward of a block, which is fetched when the block is recomputed.
-
-    Used as a context, it is on the device until the end of the forward.
-    """
+    """The input of one forward of a block: a context of that forward and of its recomputations."""
 
     def __init__(
-        self, inputs: HostInputs, number: int, given: Tensor, before: "SentInput | None"
+        self,
+        inputs: HostInputs,
+        number: int,
+        given: Tensor,
+        before: "SentInput | None",
+        *,
+        stays: bool,
     ) -> None:
-        """`before` is the input that backward needs next."""
+        """`before` is the input that backward needs next; one that `stays` is never copied."""
         self.number = number
         self.tensor: Tensor | None = given  # for the block
         self._inputs = inputs
         self._before = None if before is None else ref(before)
-        self._version = given._version
+        self._version: int | None = given._version  # until the end of the forward
         self._like = given.shape, given.dtype, given.device, given.requires_grad
         self._slot: Tensor | None = None
         self._left: torch.cuda.Event | None = None
         self._ahead: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._stays = given if stays else None
         self._copier = inputs.copier(given.device)
-        if self._copier is not None:
+        if self._copier is not None and not stays:
             self._slot = inputs.slots.take(number, given.nbytes)
             target, copier = self._on_host(self._slot), self._copier
             self._left = copier.copy(target, given.detach(), copier.down, copier.mark())
 
     def __enter__(self) -> Self:
-        """Begin the forward."""
+        """Have the tensor on the device; in backward, start to fetch the one that is next."""
+        if self.tensor is None:
+            self.tensor = self._taken() if self._stays is None else self._stays
+            if self._before is not None and (before := self._before()) is not None:
+                before.fetch()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Let go of the tensor once it is on the host.
 
         Raises:
-            EngineError: If the block has written to it.
+            EngineError: If the block's forward has written to it.
         """
         given, self.tensor = self.tensor, None
+        version, self._version = self._version, None
         _wait(self._left)
-        if kind is None and given is not None and given._version != self._version:
+        if kind is None and given is not None and version not in (None, given._version):
             raise EngineError(
                 "activation_checkpointing.offload=true: not supported, because a block writes to "
                 "its own input; set it to false"
             )
 
-    @contextmanager
-    def fetched(self) -> Iterator[None]:
-        """Have the tensor in the block, and start to fetch the input that is needed next."""
+    def _taken(self) -> Tensor:
         self.fetch()
         assert self._ahead is not None
         (tensor, arrived), self._ahead = self._ahead, None
         _wait(arrived)
-        if self._before is not None and (before := self._before()) is not None:
-            before.fetch()
-        self.tensor = tensor.requires_grad_(self._like[-1])
-        del tensor
-        try:
-            yield
-        finally:
-            self.tensor = None
+        return tensor.requires_grad_(self._like[-1])
 
     def fetch(self) -> None:
         """Start to copy the input to the device, unless it is on its way."""

@@ -94,15 +94,15 @@ def _routing_contexts() -> tuple[_Routing, _Routing]:
 
 
 class _Both:
-    """Two contexts, the first one outside. They are made anew each time that this one is entered."""
+    """Two contexts, the first one outside, that can be entered again."""
 
-    def __init__(self, first: Callable[[], Any], second: Callable[[], Any]) -> None:
+    def __init__(self, first: Any, second: Any) -> None:
         self._parts = first, second
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            for make in self._parts:
-                stack.enter_context(make())
+            for each in self._parts:
+                stack.enter_context(each)
             self._entered = stack.pop_all()
 
     def __exit__(self, *about: Any) -> bool | None:
@@ -112,7 +112,7 @@ class _Both:
 def _selective_routing_contexts() -> Any:
     # The policy's mode is above, so that it sees the operators of forward again.
     pairs = zip(_routing_contexts(), _selective_contexts(), strict=True)
-    return tuple(_Both(lambda: routing, lambda: policy) for routing, policy in pairs)
+    return tuple(_Both(*pair) for pair in pairs)
 
 
 # By mode: of a block without experts, and with experts.
@@ -162,7 +162,7 @@ def _is_saved(given: Tensor, block: nn.Module) -> bool:
 def _fetched_in(contexts: Callable[[], Any], sent: SentInput) -> tuple[Any, Any]:
     """Fetch `sent` before a recomputation whose context sees operators."""
     forward, recomputation = contexts()
-    return forward, _Both(sent.fetched, lambda: recomputation)
+    return forward, _Both(sent, recomputation)
 
 
 def _forward_with_sent(like: Tensor, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -200,9 +200,9 @@ def checkpoint_blocks(
     With `offload`, their inputs wait in host memory, except that of the last block, which backward
     needs at once. Returns these inputs.
     """
-    inputs = HostInputs(max(0, len(blocks) - 1) if offload else 0)
+    inputs = HostInputs(len(blocks))
     for number, block in enumerate(blocks):
-        send = partial(inputs.send, number) if number < inputs.count else None
+        send = partial(inputs.send, number) if offload and len(blocks) > 1 else None
         checkpoint_block(block, mode, send)
     return inputs
 

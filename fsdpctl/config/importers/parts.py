@@ -6,7 +6,6 @@ from typing import Any
 
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.translation import Translation
-from fsdpctl.config.schema import KEYS
 from fsdpctl.config.synonyms import NOT_SUPPORTED
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import read_json
