@@ -140,10 +140,10 @@ def _sent_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
         with block._send(given) as sent:  # type: ignore[operator]  # not a submodule
             args = tuple(sent if each is given else each for each in args)
             kwargs = {name: sent if each is given else each for name, each in kwargs.items()}
-            about = {"use_reentrant": False, "context_fn": partial(_fetched_in, contexts, sent)}
+            run = partial(checkpoint, _forward_with_sent, use_reentrant=False)
+            within = partial(_fetched_in, contexts, sent)
             # By the device of its tensors, checkpointing keeps the state of random numbers.
-            like = given.new_empty(0)
-            return checkpoint(_forward_with_sent, like, block, *args, **about, **kwargs)
+            return run(given.new_empty(0), block, *args, context_fn=within, **kwargs)
 
     return sending
 

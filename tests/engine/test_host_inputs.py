@@ -42,7 +42,8 @@ class Dropping(nn.Module):
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, scale: float, *, x: Tensor) -> Tensor:
-        return x + scale * self.down(nn.functional.dropout(torch.tanh(self.up(x)), 0.3))
+        hidden = nn.functional.dropout(torch.tanh(self.up(x)), 0.3)
+        return x.add(self.down(hidden), alpha=scale)
 
 
 class Chain(nn.Module):
@@ -268,7 +269,8 @@ def trained(config: Config, rank: int, *, offload: bool) -> dict[str, Tensor]:
         train_step(config, model, optimizer)
     inputs = host_inputs(model)
     assert offload == bool(inputs and inputs.sizes)
-    return model.state_dict()
+    state: dict[str, Tensor] = model.state_dict()
+    return state
 
 
 def check_bits(config: Config, rank: int) -> None:

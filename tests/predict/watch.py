@@ -112,8 +112,9 @@ def _uses(tensor: Tensor) -> int:
 
 def host_inputs(module: nn.Module) -> HostInputs | None:
     """What blocks send their inputs to."""
-    found = [each._send for each in module.modules() if hasattr(each, "_send")]
-    return found[0].func.__self__ if found else None  # type: ignore[union-attr]  # a partial method
+    sends: list[Any] = [each._send for each in module.modules() if hasattr(each, "_send")]
+    found: HostInputs | None = sends[0].func.__self__ if sends else None
+    return found
 
 
 def watched_step(model: ShardedModel, step: Callable[[], None]) -> tuple[int, list[Event]]:
