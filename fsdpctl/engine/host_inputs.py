@@ -1,6 +1,6 @@
 """Inputs of recomputed blocks in host memory, from a block's forward to its recomputation.
 
-The copy of an input runs beside the block's forward. Backward fetches the input of a block while
+An input is copied while the block runs forward. Backward fetches the input of a block while
 the block after it is recomputed. Checkpointing saves a `SentInput` instead of the tensor, so that
 no hooks on saved tensors are needed.
 """
