@@ -139,6 +139,20 @@ class ClusterConfig:
         maximum=1e6,
         is_later=True,
     )
+    host_bandwidth: float = key(
+        200.0,
+        "GB/s of a node's host memory, which its ranks share",
+        minimum=1e-3,
+        maximum=1e6,
+        is_later=True,
+    )
+    pcie_bandwidth: float = key(
+        31.5,
+        "GB/s between a GPU and its host, per direction",
+        minimum=1e-4,
+        maximum=1e6,
+        is_later=True,
+    )
     architecture: str | None = key(
         None,
         "GPU generation, which determines the supported attention kernels",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fsdpctl.config.schema import Config, StrategyConfig
 from fsdpctl.data.open import open_data
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.hardware import device_of, network_of
+from fsdpctl.estimate.hardware import device_of, host_of, network_of
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import fullest_rank, plan_run, steps_of
 from fsdpctl.estimate.traced import TracedModel
@@ -226,4 +226,4 @@ def _machine(config: Config, place: RankPlace) -> Machine:
         RankGroup.REPLICAS: Group(replicas, replicas if size >= on_node else nodes),
         RankGroup.WORLD: Group(ranks, nodes),
     }
-    return Machine(device_of(config), network_of(config), groups)
+    return Machine(device_of(config), network_of(config), host_of(config), groups)
