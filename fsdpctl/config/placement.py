@@ -97,6 +97,15 @@ class ClusterConfig:
         maximum=1e6,
         auto=True,
     )
+    host_memory: float | None = key(
+        None,
+        "host memory of a node; auto: of this machine or its control group",
+        unit="GiB",
+        minimum=0.001,
+        maximum=1e6,
+        auto=True,
+        is_later=True,
+    )
     ranks_per_node: int | None = key(
         None,
         "value of launch.nproc_per_node=auto in estimates",
