@@ -179,10 +179,13 @@ class Ranking:
         """The message if nothing fits: the closest combination and the memory that it lacks."""
         left = " ".join(f"{name}=auto" for name in self.names)
         found = self.estimate
+        needs, more = f"{_size(found.peak_reserved)} per rank", -found.margin
+        if found.peak_reserved <= found.available and found.host_limit is not None:
+            needs = f"{_size(found.node_bytes)} of host memory per node"
+            more = found.node_bytes - found.host_limit
         return (
             f"{left}: nothing fits; closest is {self.text(Selection.of(found.config))}, which "
-            f"needs {_size(found.peak_reserved)} per rank, {_size(-found.margin)} more than "
-            "available"
+            f"needs {needs}, {_size(more)} more than available"
         )
 
     def text(self, selection: Selection) -> str:

@@ -8,7 +8,7 @@ from fsdpctl.config.schema import Config, StrategyConfig
 from fsdpctl.data.open import open_data
 from fsdpctl.engine.host_inputs import host_inputs_bytes
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.hardware import device_of, network_of
+from fsdpctl.estimate.hardware import device_of, host_of, network_of
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import fullest_rank, plan_run, steps_of
 from fsdpctl.estimate.traced import TracedModel
@@ -230,4 +230,4 @@ def _machine(config: Config, place: RankPlace) -> Machine:
         RankGroup.REPLICAS: Group(replicas, replicas if size >= on_node else nodes),
         RankGroup.WORLD: Group(ranks, nodes),
     }
-    return Machine(device_of(config), network_of(config), groups)
+    return Machine(device_of(config), network_of(config), host_of(config), groups)

@@ -218,3 +218,19 @@ def test_other_engines_follow_the_optimizer_and_the_prefetch_depth():
     plain = estimated(*words, "optimizer=sgd", "optimizer.lr=1e-3", "optimizer.momentum=0")
     assert usual.step.breakdown["optimizer_states"] > 0
     assert plain.step.breakdown["optimizer_states"] == 0
+
+
+def test_the_step_on_the_host_ranks_by_its_time_and_only_if_it_fits_there():
+    words = [*H100, "strategy=full_shard", "train.micro_batch_size=1", "train.global_batch_size=8"]
+    words += ["cluster.memory=32GiB"]
+
+    def offloads(*more: str) -> list[str]:
+        found = advice(Estimator(), resolved(*words, *more), more_ranks=False)
+        return [" ".join(change.words) for change, _ in found]
+
+    fast = offloads("cluster.host_bandwidth=1e5", "cluster.pcie_bandwidth=1e5")
+    assert fast[0].startswith("optimizer.offload=")
+    slow = offloads()
+    assert not slow[0].startswith("optimizer.offload=")
+    assert any(each.startswith("optimizer.offload=") for each in slow)
+    assert not any("offload" in each for each in offloads("cluster.host_memory=16GiB"))
