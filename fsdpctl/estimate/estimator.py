@@ -18,8 +18,9 @@ from fsdpctl.plan.strategy import FSDPCTL, get_strategy
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Program
 from fsdpctl.predict.hardware import Group
+from fsdpctl.predict.input_copies import ProgramRecorder
 from fsdpctl.predict.memory_recorder import MemoryRecorder
-from fsdpctl.predict.recorder import Machine, RankGroup, TaskRecorder
+from fsdpctl.predict.recorder import Machine, RankGroup
 from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
 from fsdpctl.predict.step_estimate import estimate_steps
 from fsdpctl.predict.training_plan import TrainingPlan, host_states_bytes
@@ -203,7 +204,7 @@ def placed_for_estimate(config: Config) -> Config:
 
 def _simulate(config: Config, traced: TracedModel, program: Program, passes: int) -> StepPrediction:
     plan, place = plan_run(config, traced.units, passes)
-    recorder = TaskRecorder(program.work, _machine(config, place))
+    recorder = ProgramRecorder(program, _machine(config, place))
     strategy = get_strategy(config.strategy.name)
     steps = steps_of(config.engine.name, strategy, traced.units, plan, place, recorder)
     simulator = StepSimulator()

@@ -42,7 +42,7 @@ class RunEstimate:
     saved_states: int  # bytes of the moments in a checkpoint
     rank: int
     step: StepEstimate
-    host_states: int = 0  # bytes of states and pinned buffers in host memory
+    host_states: int = 0  # bytes of states, inputs of blocks and buffers in host memory
 
     @property
     def allocated(self) -> int:

@@ -171,6 +171,7 @@ class Program:
 
     def __init__(self, passed: Pass, units: Sequence[str], rows: Sequence[UnitRow]) -> None:
         """Expand a traced pass to all `units` of the model, in forward order."""
+        self.units = tuple(units)
         self._passed = passed
         self._row_of = {name: row for row in rows for name in row.whole}
         self._index = {name: number for row in rows for number, name in enumerate(row.whole)}

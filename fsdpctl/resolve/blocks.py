@@ -143,7 +143,8 @@ def _sent_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
             run = partial(checkpoint, _forward_with_sent, use_reentrant=False)
             within = partial(_fetched_in, contexts, sent)
             # By the device of its tensors, checkpointing keeps the state of random numbers.
-            return run(given.new_empty(0), block, *args, context_fn=within, **kwargs)
+            like = torch.empty(0, device=given.device)
+            return run(like, block, *args, context_fn=within, **kwargs)
 
     return sending
 
