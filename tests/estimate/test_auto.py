@@ -336,6 +336,26 @@ def test_states_are_only_compressed_if_that_is_allowed_and_needed():
     assert Selection.of(replace(settled, auto=found.estimate.config.auto)) == found.best.selection
 
 
+def test_inputs_of_blocks_are_only_on_the_host_if_something_is_recomputed():
+    config = placed(*OPEN, "activation_checkpointing.offload=true")
+    found = choose(Estimator(), config)
+    assert {each.selection.activation_checkpointing for each in found.ranked} <= {
+        "selective",
+        "full",
+    }
+    assert filled(config, found.best.selection).activation_checkpointing.offload
+    few = [*OPEN[1:3], "strategy=full_shard", "model.num_layers=16", "train.micro_batch_size=4"]
+    plain, sent = (
+        ranking(*few, "cluster.memory=0.501", *more).estimate.peak_reserved
+        for more in ([], ["auto.may_use=activation_offload"])
+    )
+    tight = f"cluster.memory={0.5 + (plain + sent) / (2 << 30)}"
+    assert not ranking(*few, tight).ranked
+    best = ranking(*few, tight, "auto.may_use=activation_offload").best
+    assert best.selection.extras == (("activation_checkpointing.offload", "true"),)
+    assert best.selection.activation_checkpointing == "full"
+
+
 def test_what_auto_may_use_is_checked():
     with pytest.raises(UsageError, match=r"expected state_dtype.*got stat_dtype; did you mean"):
         left_open(composed("auto.may_use=stat_dtype").config)

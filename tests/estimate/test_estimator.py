@@ -189,6 +189,16 @@ def test_changes_are_named_in_the_order_of_their_predicted_time():
     assert all("optimizer.state_dtype=int8" not in change.words for change, _ in adapted)
 
 
+def test_long_samples_are_advised_to_send_inputs_to_the_host():
+    words = ["model=llama3_8b", "cluster=h100", "train.seq_len=131072", "model.max_seq_len=131072"]
+    words += ["train.micro_batch_size=1", "activation_checkpointing=full"]
+    words += ["cluster.memory=50GiB"]
+    found = {change.words: estimate for change, estimate in advice(Estimator(), resolved(*words))}
+    sent = next(found[each] for each in found if "activation_checkpointing.offload=true" in each)
+    assert sent.host_states == 31 * 131072 * 4096 * 2
+    assert sent.verdict == "fits"
+
+
 def test_hundreds_of_billions_of_parameters_on_thousands_of_ranks():
     found = estimated("model=llama3_405b", "launch.nnodes=2048", "cluster=h100")
     assert found.num_params == 405_853_388_800

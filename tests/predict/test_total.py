@@ -330,3 +330,25 @@ def test_estimates_are_exact_with_states_on_the_host(
         estimated, measured, host, held = offloaded_peaks(rank, world_size, seed)
         assert abs(estimated / measured - 1) <= 0.01, (seed, estimated, measured)
         assert host == held, seed
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_two_inputs_of_recomputed_blocks_stay_on_the_device(mode: str) -> None:
+    words = [
+        "launch.device=cpu", "launch.nproc_per_node=1", "precision=fp32", "model.num_layers=8",
+        "model.hidden_size=32", "model.intermediate_size=64", "model.num_heads=1",
+        "model.num_kv_heads=1", "model.vocab_size=64", "train.seq_len=128", "accumulation.steps=2",
+        "train.micro_batch_size=4", "train.global_batch_size=8", "train.loss_chunk_tokens=64",
+        f"activation_checkpointing={mode}",
+    ]  # fmt: skip
+    found = []
+    for offload in ("false", "true"):
+        typed = [*words, f"activation_checkpointing.offload={offload}"]
+        config = placed_on_cluster(compose_config(typed).config)
+        model = make_model(config, torch.device("cpu"))
+        optimizer = make_optimizer(config, model)
+        peak, _ = watched_step(model, partial(train_step, config, model, optimizer))
+        found.append((peak, predicted(config, 0, model)[0]))
+    (before, planned_before), (after, planned) = found
+    six = (8 - 2) * 4 * 128 * 32 * 4  # bytes; later blocks' gradients make up for a tenth of them
+    assert 0.85 * six <= before - after == planned_before - planned <= six
