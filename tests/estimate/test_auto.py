@@ -338,18 +338,17 @@ def test_states_are_only_compressed_if_that_is_allowed_and_needed():
 
 def test_inputs_of_blocks_are_only_on_the_host_if_something_is_recomputed():
     config = placed(*OPEN, "activation_checkpointing.offload=true")
-    found = choose(Estimator(), config)
-    assert {each.selection.activation_checkpointing for each in found.ranked} <= {
-        "selective",
-        "full",
-    }
-    assert filled(config, found.best.selection).activation_checkpointing.offload
-    few = [*OPEN[1:3], "strategy=full_shard", "model.num_layers=16", "train.micro_batch_size=4"]
+    assert Axes.of(config).recomputations == ("selective", "full")
+    selection = Selection("full_shard", "full", config.prefetch, 1)
+    assert filled(config, selection).activation_checkpointing.offload
+    few = [*OPEN[1:3], "strategy=full_shard", "model.num_layers=8", "train.micro_batch_size=4"]
+    few += ["cluster=h100", "launch.device=cuda", "train.seq_len=4096", "model.max_seq_len=4096"]
     plain, sent = (
-        ranking(*few, "cluster.memory=0.501", *more).estimate.peak_reserved
-        for more in ([], ["auto.may_use=activation_offload"])
+        ranking(*few, "cluster.memory=2", *more).estimate
+        for more in ([], ["activation_checkpointing.offload=true"])
     )
-    tight = f"cluster.memory={0.5 + (plain + sent) / (2 << 30)}"
+    needs = plain.memory_bytes - plain.available + (plain.peak_reserved + sent.peak_reserved) / 2
+    tight = f"cluster.memory={needs / (1 << 30)}"
     assert not ranking(*few, tight).ranked
     best = ranking(*few, tight, "auto.may_use=activation_offload").best
     assert best.selection.extras == (("activation_checkpointing.offload", "true"),)

@@ -189,6 +189,7 @@ def test_changes_are_named_in_the_order_of_their_predicted_time():
     assert all("optimizer.state_dtype=int8" not in change.words for change, _ in adapted)
 
 
+@pytest.mark.slow
 def test_long_samples_are_advised_to_send_inputs_to_the_host():
     words = ["model=llama3_8b", "cluster=h100", "train.seq_len=131072", "model.max_seq_len=131072"]
     words += ["train.micro_batch_size=1", "activation_checkpointing=full"]
