@@ -99,7 +99,9 @@ def estimate_memory(
         for line in [] if ranking is None else describe_ranking(ranking):
             say(line)
         _show_one(estimator, estimates[0], fits)
-    if require_fit and not any(each.verdict == "fits" for each in estimates):
+    if require_fit and not any(
+        each.verdict == "fits" and not each.lacks_host_memory for each in estimates
+    ):
         raise typer.Exit(_DOES_NOT_FIT)
 
 
@@ -191,6 +193,7 @@ def _heading(first: "RunEstimate") -> list[str]:
     shared = config.train.context_parallel
     who = "rank" if shared == 1 else f"group of {shared} ranks"
     recomputes = config.activation_checkpointing.name
+    recomputes += ", inputs in host memory" if config.activation_checkpointing.offload else ""
     compiled = "; estimated without torch.compile" if config.train.compile else ""
     base = "" if config.model.base_dtype is None else f", {config.model.base_dtype} linear layers"
     return [
@@ -255,12 +258,19 @@ def _conclusions(found: "RunEstimate") -> list[str]:
     lines += [
         f"outside {_size(outside.low)} to {_size(outside.high)} (assumed): the process"
         + (", its CUDA context, and NCCL" if config.launch.device == "cuda" else ""),
-        f"host    about {_size(found.host_bytes)} of memory per worker; a checkpoint takes "
-        f"{_size(found.checkpoint_bytes)} of disk",
+        f"host    about {_size(found.host_bytes)} of memory per worker{_on_node(found)}; a "
+        f"checkpoint takes {_size(found.checkpoint_bytes)} of disk",
         f"verdict {_VERDICTS[found.verdict]}: {_size(abs(found.margin))} "
         f"{'to spare' if found.margin >= 0 else 'missing'}",
     ]
     return lines
+
+
+def _on_node(found: "RunEstimate") -> str:
+    if found.host_limit is None:
+        return ""
+    fits = "does not fit" if found.lacks_host_memory else "fits"
+    return f", {_size(found.node_bytes)} of {_size(found.host_limit)} per node ({fits})"
 
 
 def _fit_line(found: "Fit") -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from fsdpctl.config.keys import AUTO, CHOSEN
-from fsdpctl.config.schema import KEYS, ActivationCheckpointingConfig, Config, PrefetchConfig
+from fsdpctl.config.schema import KEYS, Config, PrefetchConfig
 from fsdpctl.errors import UsageError, nearest
 
 STRATEGY, RECOMPUTATION, PREFETCH = "strategy", "activation_checkpointing", "prefetch"
@@ -90,7 +90,7 @@ def filled(config: Config, selection: Selection) -> Config:
     if STRATEGY in names:
         config = replace(config, strategy=config.strategy.under(selection.strategy))
     if RECOMPUTATION in names:
-        mode = ActivationCheckpointingConfig(selection.activation_checkpointing)
+        mode = replace(config.activation_checkpointing, name=selection.activation_checkpointing)
         config = replace(config, activation_checkpointing=mode)
     if PREFETCH in names:
         config = replace(config, prefetch=selection.prefetch)
@@ -138,7 +138,7 @@ def _allowed(config: Config) -> list[str]:
                 f"auto.may_use={config.auto.may_use}: expected {', '.join(MAY_USE)}, separated by "
                 f"commas, got {word}{nearest(word, MAY_USE)}"
             )
-    return [name for word, (name, _) in MAY_USE.items() if word in words and name in KEYS]
+    return [name for word, (name, _) in MAY_USE.items() if word in words]
 
 
 def _is_set(config: Config, name: str) -> bool:

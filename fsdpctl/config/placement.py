@@ -97,6 +97,15 @@ class ClusterConfig:
         maximum=1e6,
         auto=True,
     )
+    host_memory: float | None = key(
+        None,
+        "host memory of a node; auto: of this machine or its control group",
+        unit="GiB",
+        minimum=0.001,
+        maximum=1e6,
+        auto=True,
+        is_later=True,
+    )
     ranks_per_node: int | None = key(
         None,
         "value of launch.nproc_per_node=auto in estimates",
@@ -135,6 +144,20 @@ class ClusterConfig:
         None,
         "GB/s per rank between nodes, per direction",
         optional=True,
+        minimum=1e-4,
+        maximum=1e6,
+        is_later=True,
+    )
+    host_bandwidth: float = key(
+        200.0,
+        "GB/s of a node's host memory, which its ranks share",
+        minimum=1e-3,
+        maximum=1e6,
+        is_later=True,
+    )
+    pcie_bandwidth: float = key(
+        31.5,
+        "GB/s between a GPU and its host, per direction",
         minimum=1e-4,
         maximum=1e6,
         is_later=True,

@@ -168,6 +168,11 @@ class ActivationCheckpointingConfig:
     """Which activations are recomputed in backward."""
 
     name: str = "none"
+    offload: bool = key(
+        False,
+        "inputs of recomputed blocks in host memory from forward to backward",
+        is_later=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)

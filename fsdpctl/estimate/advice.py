@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import GROUPS, KEYS, Config
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.estimator import Estimator, batches_of
 from fsdpctl.estimate.hardware import with_speed
@@ -140,7 +140,10 @@ def _without(parts: Iterable[Change], later: Change) -> Iterator[Change]:
 
 def _changed(config: Config, cost: str, values: Mapping[str, Any]) -> Change:
     """Return `config` with `values` by key, as the command line would set them; None: auto."""
-    words = tuple(f"{key}={'auto' if value is None else value}" for key, value in values.items())
+    texts = {
+        key: value if key in GROUPS else KEYS[key].text(value) for key, value in values.items()
+    }
+    words = tuple(f"{key}={text}" for key, text in texts.items())
     for key, value in values.items():
         section, _, name = key.partition(".")
         part = replace(getattr(config, section), **{name or "name": value})
@@ -247,8 +250,8 @@ def _states_on_host(config: Config) -> Iterator[Change]:
 
 
 def _activations_on_host(config: Config) -> Iterator[Change]:
-    has_key = hasattr(config.activation_checkpointing, "offload")
-    if has_key and config.activation_checkpointing.name != "none" and config.engine.name == FSDPCTL:
+    about = config.activation_checkpointing
+    if about.name != "none" and not about.offload and config.engine.name == FSDPCTL:
         cost = "inputs of recomputed blocks are on the host"
         yield _changed(config, cost, {"activation_checkpointing.offload": True})
 

@@ -57,11 +57,12 @@ class Axes:
         """
         names = left_open(placed)
         given = placed.activation_checkpointing.name
+        least = int(placed.activation_checkpointing.offload)  # requires some
         return Axes(
             placed,
             names,
             _strategies(placed) if STRATEGY in names else (placed.strategy.name,),
-            RECOMPUTATIONS if RECOMPUTATION in names else (given,),
+            RECOMPUTATIONS[least:] if RECOMPUTATION in names else (given,),
             _sizes(placed) if MICRO_BATCH in names else (placed.train.micro_batch_size,),
         )
 
@@ -183,10 +184,13 @@ class Ranking:
         """The message if nothing fits: the closest combination and the memory that it lacks."""
         left = " ".join(f"{name}=auto" for name in self.names)
         found = self.estimate
+        needs, more = f"{_size(found.peak_reserved)} per rank", -found.margin
+        if found.peak_reserved <= found.available and found.host_limit is not None:
+            needs = f"{_size(found.node_bytes)} of host memory per node"
+            more = found.node_bytes - found.host_limit
         return (
             f"{left}: nothing fits; closest is {self.text(Selection.of(found.config))}, which "
-            f"needs {_size(found.peak_reserved)} per rank, {_size(-found.margin)} more than "
-            "available"
+            f"needs {needs}, {_size(more)} more than available"
         )
 
     def text(self, selection: Selection) -> str:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from fsdpctl.config.schema import Config, StrategyConfig
 from fsdpctl.data.open import open_data
+from fsdpctl.engine.host_inputs import host_inputs_bytes
 from fsdpctl.errors import UsageError
-from fsdpctl.estimate.hardware import device_of, network_of
+from fsdpctl.estimate.hardware import device_of, host_of, network_of
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import fullest_rank, plan_run, steps_of
 from fsdpctl.estimate.traced import TracedModel
@@ -18,8 +19,9 @@ from fsdpctl.plan.strategy import FSDPCTL, get_strategy
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import Program
 from fsdpctl.predict.hardware import Group
+from fsdpctl.predict.input_copies import ProgramRecorder
 from fsdpctl.predict.memory_recorder import MemoryRecorder
-from fsdpctl.predict.recorder import Machine, RankGroup, TaskRecorder
+from fsdpctl.predict.recorder import Machine, RankGroup
 from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
 from fsdpctl.predict.step_estimate import estimate_steps
 from fsdpctl.predict.training_plan import TrainingPlan, host_states_bytes
@@ -35,6 +37,7 @@ from fsdpctl.resolve.machine import (
     with_batch_size,
     world_size,
 )
+from fsdpctl.resolve.preflight import check_activation_offload
 
 _MOST_TRACED = 64  # models that are kept
 _SIMULATED = 3  # passes: another one takes as long as the second to last
@@ -105,7 +108,8 @@ class Estimator:
             if not param.trainable
         )
         counts = (traced.num_params, traced.num_trained, traced.num_active, frozen)
-        saved, on_host = _saved_states(plan, traced.units), host_states_bytes(plan, place)
+        saved = _saved_states(plan, traced.units)
+        on_host = host_states_bytes(plan, place) + host_inputs_bytes(program.sent.values())
         return RunEstimate(config, batches, *counts, saved, place.rank, step, on_host)
 
     def predict(self, config: Config) -> StepPrediction:
@@ -130,7 +134,7 @@ class Estimator:
         alike = (
             config.model,
             config.precision.param_dtype,
-            config.activation_checkpointing.name,
+            config.activation_checkpointing,
             config.launch.device,
             config.data.holds_documents,
             config.train.context_parallel,
@@ -200,6 +204,7 @@ def placed_for_estimate(config: Config) -> Config:
     placed = with_batch_size(placed_on_cluster(config))
     check_context(placed)
     check_attention(placed)
+    check_activation_offload(placed)
     if config.model.vocab_size is not None:
         return placed
     vocab_size = open_data(config.data, config.train.seed).vocab_size
@@ -208,7 +213,7 @@ def placed_for_estimate(config: Config) -> Config:
 
 def _simulate(config: Config, traced: TracedModel, program: Program, passes: int) -> StepPrediction:
     plan, place = plan_run(config, traced.units, passes)
-    recorder = TaskRecorder(program.work, _machine(config, place))
+    recorder = ProgramRecorder(program, _machine(config, place))
     strategy = get_strategy(config.strategy.name)
     steps = steps_of(config.engine.name, strategy, traced.units, plan, place, recorder)
     simulator = StepSimulator()
@@ -237,4 +242,4 @@ def _machine(config: Config, place: RankPlace) -> Machine:
         RankGroup.WORLD: Group(ranks, nodes),
         RankGroup.CONTEXT: Group(context, -(-context // on_node)),
     }
-    return Machine(device_of(config), network_of(config), groups)
+    return Machine(device_of(config), network_of(config), host_of(config), groups)

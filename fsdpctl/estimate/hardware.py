@@ -13,8 +13,14 @@ from fsdpctl.config.recipe import package_folder
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention import CUDNN, EFFICIENT, FLASH, FLASHES, KERNELS, SHARES
-from fsdpctl.predict.hardware import DataSheet, RingNetwork
-from fsdpctl.predict.profile import MeasuredDevice, MeasuredNetwork, Profile, read_profile
+from fsdpctl.predict.hardware import DataSheet, HostSheet, RingNetwork
+from fsdpctl.predict.profile import (
+    MeasuredDevice,
+    MeasuredHost,
+    MeasuredNetwork,
+    Profile,
+    read_profile,
+)
 from fsdpctl.resolve.attention import assumed_of
 from fsdpctl.resolve.machine import LOCAL
 
@@ -81,6 +87,20 @@ def network_of(config: Config) -> RingNetwork | MeasuredNetwork:
     return RingNetwork(cluster.intra_bandwidth * _GIGA, inter)
 
 
+def host_of(config: Config) -> HostSheet | MeasuredHost:
+    """Return the host of a placed configuration: measured, or by its cluster's specs."""
+    cluster, launch = config.cluster, config.launch
+    if cluster.profile is not None and (profile := _profile(cluster.profile)).measures_host:
+        return MeasuredHost(profile)
+    assert launch.nproc_per_node is not None
+    return HostSheet(
+        cluster.host_bandwidth * _GIGA,
+        cluster.pcie_bandwidth * _GIGA,
+        launch.nproc_per_node,
+        slowdown=_SHARED_CORES if launch.device == "cpu" else 0.0,
+    )
+
+
 def _check_profile(config: Config, profile: Profile) -> None:
     """Check that the profile is for the device and the dtype of the configuration."""
     device, dtype = "cuda" if profile.is_cuda else "cpu", config.precision.param_dtype
@@ -113,6 +133,7 @@ def _unknown(config: Config, missing: str) -> UsageError:
     )
 
 
+_SHARED_CORES = 0.5  # of a CPU rank's cores: what the thread that steps takes
 _ANY_GPU = "h100"
 _SPECS = (
     "flops",
@@ -120,6 +141,8 @@ _SPECS = (
     "memory_bandwidth",
     "intra_bandwidth",
     "inter_bandwidth",
+    "host_bandwidth",
+    "pcie_bandwidth",
     "matmul_efficiency",
     "attention_efficiency",
     "architecture",

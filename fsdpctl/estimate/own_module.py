@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.config.keys import parse_bytes
+from fsdpctl.config.schema import ActivationCheckpointingConfig
 from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.describe import dtype_name
 from fsdpctl.engine.precision import Precision
@@ -138,7 +139,7 @@ def estimate_memory(
         module,
         make,
         units,
-        checkpointing=assumed.activation_checkpointing,
+        checkpointing=ActivationCheckpointingConfig(assumed.activation_checkpointing),
         dtype=dtype,
         device=assumed.device,
     )

@@ -42,7 +42,7 @@ class RunEstimate:
     saved_states: int  # bytes of the moments in a checkpoint
     rank: int
     step: StepEstimate
-    host_states: int = 0  # bytes of states and pinned buffers in host memory
+    host_states: int = 0  # bytes of states, inputs of blocks and buffers in host memory
 
     @property
     def allocated(self) -> int:
@@ -79,12 +79,17 @@ class RunEstimate:
 
     @property
     def margin(self) -> int:
-        """The bytes that are left of those; negative: that are missing."""
-        return self.available - self.peak_reserved
+        """The bytes that are left of those, or of host memory; negative: that are missing."""
+        on_device = self.available - self.peak_reserved
+        if self.host_limit is None or not self.host_states:
+            return on_device
+        return min(on_device, (self.host_limit - self.node_bytes) // self._ranks_per_node)
 
     @property
     def verdict(self) -> str:
-        """The verdict; see `StepEstimate.verdict`."""
+        """The verdict; see `StepEstimate.verdict`. States in host memory have to fit there, too."""
+        if self.host_states and self.lacks_host_memory:
+            return "too_large"
         return self.step.verdict(self.available)
 
     @property
@@ -104,6 +109,32 @@ class RunEstimate:
         if self.config.checkpoint.mode != "async":
             return base
         return base + self.checkpoint_bytes // world_size(self.config)
+
+    @property
+    def _ranks_per_node(self) -> int:
+        return self.config.launch.nproc_per_node or 1
+
+    @property
+    def node_bytes(self) -> int:
+        """The approximate host memory of all workers of a node, on the CPU with their tensors."""
+        tensors = self.peak_reserved if self.config.launch.device == "cpu" else 0
+        return self._ranks_per_node * (self.host_bytes + tensors)
+
+    @property
+    def host_limit(self) -> int | None:
+        """The bytes of a node's host memory, if they are known.
+
+        On the CPU, only states in host memory need more than `memory_bytes` of each rank.
+        """
+        limit = self.config.cluster.host_memory
+        if limit is None or (self.config.launch.device == "cpu" and not self.host_states):
+            return None
+        return int(limit * _GIB)
+
+    @property
+    def lacks_host_memory(self) -> bool:
+        """Whether the workers of a node may need more host memory than it has."""
+        return self.host_limit is not None and self.node_bytes > self.host_limit
 
     def to_dict(self) -> dict[str, Any]:
         """Return the output of `estimate-memory --json`."""
@@ -127,6 +158,8 @@ class RunEstimate:
             "memory_bytes": self.memory_bytes,
             "outside_bytes": [outside.low, outside.high],
             "host_bytes": self.host_bytes,
+            "node_host_bytes": self.node_bytes,
+            **({} if self.host_limit is None else {"node_host_memory_bytes": self.host_limit}),
             **({"host_states_bytes": self.host_states} if self.host_states else {}),
             "checkpoint_bytes": self.checkpoint_bytes,
             **self.step.to_dict(),

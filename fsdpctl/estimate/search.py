@@ -26,6 +26,7 @@ from fsdpctl.estimate.estimator import (
 )
 from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.resolve.preflight import check_offload
 
 KEPT = 6  # candidates: the selected one and those that it is compared with
 _TIE = 0.01  # of the step time: less than the accuracy of a prediction
@@ -227,7 +228,9 @@ class _Search:
     def _estimate(self, point: SearchPoint) -> RunEstimate | None:
         if point not in self._estimates:
             try:
-                self._estimates[point] = self._estimator.estimate(self.axes.config(point))
+                config = self.axes.config(point)
+                check_offload(config)
+                self._estimates[point] = self._estimator.estimate(config)
             except UsageError as error:
                 self._error = self._error or error
                 self._estimates[point] = None

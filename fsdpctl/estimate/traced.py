@@ -1,12 +1,13 @@
 """Traced models: the operators and allocations of their passes."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.config.schema import Config
+from fsdpctl.config.schema import ActivationCheckpointingConfig, Config
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.trace import trace
 from fsdpctl.models.attention import import_kernels
@@ -18,7 +19,7 @@ from fsdpctl.plan.context import ContextParallel
 from fsdpctl.plan.units import UnitSpec
 from fsdpctl.predict.compute import TRACED_OF_A_ROW, Pass, Program, UnitRow
 from fsdpctl.resolve.attention import assumed_of
-from fsdpctl.resolve.blocks import checkpoint_block, chunk_feed_forward
+from fsdpctl.resolve.blocks import checkpoint_blocks, chunk_feed_forward
 
 _PLAIN = (bool, int, float, str, type(None))
 _NUMBERS_A_LAYER = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"})
@@ -90,7 +91,7 @@ class TracedModule:
         make: Callable[[], nn.Module],
         units: Sequence[UnitSpec],
         *,
-        checkpointing: str,
+        checkpointing: ActivationCheckpointingConfig,
         dtype: torch.dtype | None,
         device: str,
         kernel: str | None = None,
@@ -119,21 +120,28 @@ class TracedModule:
     def _prepare(self, module: nn.Module, *, shortens: bool) -> None:
         self._module = module
         self._rows: list[UnitRow] = shorten(self._module, self._blocks) if shortens else []
-        represented = {name for row in self._rows for name in row.whole}
-        blocks = [name for row in self._rows for name in row.traced]
-        blocks += [name for name in self._blocks if name not in represented]
-        self._traced = [*blocks, *(name for name in self._names if name not in self._blocks)]
-        if self._checkpointing != "none":
-            for name in blocks:
-                checkpoint_block(self._module.get_submodule(name), self._checkpointing)
+        traced = {
+            name: row.traced[row.stand_in(index)]
+            for row in self._rows
+            for index, name in enumerate(row.whole)
+        }
+        self._recomputed = list(dict.fromkeys(traced.get(name, name) for name in self._blocks))
+        others = (name for name in self._names if name not in self._blocks)
+        self._traced = [*self._recomputed, *others]
+        about = self._checkpointing
+        if about.name != "none":
+            blocks = [self._module.get_submodule(name) for name in self._recomputed]
+            self._inputs = checkpoint_blocks(blocks, about.name, offload=about.offload)
         for param in self._module.parameters():
             if self._dtype is not None and param.is_floating_point():
                 param.data = param.data.to(self._dtype)
 
     def _trace(self, run: Callable[[nn.Module], object]) -> Pass:
-        return trace(
+        passed = trace(
             self._module, self._traced, lambda: run(self._module), self._device, self._kernel
         )
+        sizes = self._inputs.sizes if self._checkpointing.offload else {}
+        return replace(passed, sent={self._recomputed[n]: size for n, size in sizes.items()})
 
 
 class TracedModel:
@@ -162,7 +170,7 @@ class TracedModel:
             module,
             make,
             self.units,
-            checkpointing=config.activation_checkpointing.name,
+            checkpointing=config.activation_checkpointing,
             dtype=_DTYPES[str(config.precision.param_dtype)],
             device=str(config.launch.device),
             kernel=assumed_of(config),

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.errors import STOP_SIGNALS, StoppedError
+from fsdpctl.io.control_group import OWN, ROOT, memory_files
 
 _SAVED = StoppedError.exit_code
 _SAME_ACCIDENT_SECONDS = 5  # the agent's own SIGKILL comes half a minute after the first failure
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
 _ENDED_BY_SIGNAL = re.compile(r"Signal \d+ \(\w+\) received by PID \d+")  # the agent's message
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
-_ROOT = Path("/sys/fs/cgroup")
+_OF_MACHINE = Path("/proc/vmstat")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,19 +162,9 @@ def failure_of(rank: int, found: Any, *, short_of_memory: bool = False) -> Failu
     return Failure(rank, socket.gethostname(), code, text, int(found.timestamp), starved)
 
 
-def kills_so_far(root: Path = _ROOT, cgroup: Path = Path("/proc/self/cgroup")) -> int:
-    """Return the kills in this process's control group (version 1 or 2), else on the machine."""
-    files = []
-    with contextlib.suppress(OSError):
-        for line in cgroup.read_text().splitlines():
-            number, controllers, path = line.split(":", 2)
-            inside = path.lstrip("/")
-            if number == "0":
-                files += [root / inside / "memory.events", root / "memory.events"]
-            elif "memory" in controllers.split(","):
-                group = root / "memory"
-                files += [group / inside / "memory.oom_control", group / "memory.oom_control"]
-    files.append(Path("/proc/vmstat"))
+def kills_so_far(root: Path = ROOT, cgroup: Path = OWN) -> int:
+    """Return the kills in this process's control group, else on the machine."""
+    files = [*memory_files("memory.events", "memory.oom_control", root, cgroup), _OF_MACHINE]
     return next((count for file in files if (count := _count_in(file)) is not None), 0)
 
 

@@ -104,6 +104,7 @@ class Pass:
     parts: Mapping[PassPosition, Sequence[Happening]]
     kept: tuple[Kept, ...] = ()
     work: Mapping[PassPosition, Sequence[Work]] = field(default_factory=dict)
+    sent: Mapping[str, int] = field(default_factory=dict)  # bytes of inputs in host memory
 
 
 # Of like units in a row, six are traced. Two at each end have other neighbors; both in the middle
@@ -171,6 +172,7 @@ class Program:
 
     def __init__(self, passed: Pass, units: Sequence[str], rows: Sequence[UnitRow]) -> None:
         """Expand a traced pass to all `units` of the model, in forward order."""
+        self.units = tuple(units)
         self._passed = passed
         self._row_of = {name: row for row in rows for name in row.whole}
         self._index = {name: number for row in rows for number, name in enumerate(row.whole)}
@@ -192,6 +194,8 @@ class Program:
         self.held_over: set[int] = set()  # keys that outlive their pass and are freed in the next
         self.parts = {place: self._operations(place) for place in places}
         self.work = {place: self._work(place) for place in places}
+        sent = {unit: passed.sent.get(self._stand_in(unit), 0) for unit in units}
+        self.sent = {unit: nbytes for unit, nbytes in sent.items() if nbytes}  # in forward order
         self.kept = tuple(
             Kept(PassPosition(each.place.part, name), each.nbytes, each.what)
             for each in passed.kept

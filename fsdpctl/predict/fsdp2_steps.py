@@ -249,7 +249,7 @@ class Fsdp2Steps:
         key = recorder.start(C.REDUCE_SCATTER, nbytes, shard, f"reduce {unit}", queue=_QUEUE)
         if self._replicates:
             label, own = f"sum over replicas of {unit}", nbytes / parts
-            key = recorder.start(C.ALL_REDUCE, own, replicas, label, queue=COPIES, after=key)
+            key = recorder.start(C.ALL_REDUCE, own, replicas, label, queue=COPIES, after=(key,))
         self._reductions.append(key)
 
     def _hold(self, unit: str, params: Sequence[ParamSpec], keys: Sequence[int | None]) -> None:

@@ -65,9 +65,13 @@ class EngineBuffers:
         else:
             self._free(event, following)
 
+    def has_more(self, event: Event) -> bool:
+        """Return whether another piece of the same unit follows a reduction."""
+        return id(event) in self._unfinished
+
     def drop_gradients(self, event: Event) -> None:
         """Free autograd's gradients of a unit, unless pieces of it follow."""
-        if id(event) not in self._unfinished:
+        if not self.has_more(event):
             self._in_pieces.discard(event.unit)
             for layout in self._plan.layouts[event.unit]:
                 self._drop(layout.params)
@@ -116,7 +120,7 @@ class EngineBuffers:
             self._drop(self._trained(unit)[index].params)  # held gradients include them
         if buffer is Buffer.WHOLE_GRADS:
             assert following is not None
-            if id(following) in self._unfinished:
+            if self.has_more(following):
                 self._in_pieces.add(unit)
             keys.append(self._collect(unit, index, event.nbytes, following.kind is K.REDUCE))
             return

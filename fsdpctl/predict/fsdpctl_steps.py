@@ -11,6 +11,7 @@ from fsdpctl.predict.compute import Part
 from fsdpctl.predict.engine_bytes import plan_slots, planned_step, planned_update
 from fsdpctl.predict.fsdpctl_buffers import EngineBuffers
 from fsdpctl.predict.hardware import CollectiveKind
+from fsdpctl.predict.host_steps import HostSteps
 from fsdpctl.predict.muon_steps import matrix_elements, update_matrices
 from fsdpctl.predict.recorder import COPIES, GATHERS, REDUCTIONS, Category, RankGroup, Recorder
 from fsdpctl.predict.training_plan import (
@@ -37,11 +38,14 @@ class FsdpctlSteps:
         self._buffers = EngineBuffers(plan, place, recorder, self._events)
         self._gathers: dict[str, int] = {}
         self._renewing: dict[str, int] = {}
-        self._reducing: dict[str, deque[tuple[int, int]]] = defaultdict(deque)  # keys and bytes
-        self._combining: dict[str, deque[int]] = defaultdict(deque)
-        self._last_reduced: dict[str, int] = {}
+        # Keys of collectives, bytes, and whether pieces of the same unit follow.
+        self._reducing: dict[str, deque[tuple[int, int, bool]]] = defaultdict(deque)
+        self._combining: dict[str, deque[tuple[int, bool]]] = defaultdict(deque)
+        self._last_reduced: dict[str, tuple[int, bool]] = {}
         self._has_states = plan.steps_on_host  # they are on the host
         self._leaving: dict[str, list[int]] = {}  # gradients that the host steps with
+        self._host = HostSteps(plan, place, recorder)
+        self._combines = place.combines(plan.strategy)
 
     def setup(self, *, draws: bool) -> None:
         """Build the model; `draws`: initialize its values on the device, one unit at a time."""
@@ -59,6 +63,7 @@ class FsdpctlSteps:
             elif event.buffer is not None:
                 self._buffers.change(event)
             elif event.kind is K.LEAVE and event.unit == root:
+                self._host.finish()
                 recorder.compute(Part.END)
                 passes -= 1
                 if passes:
@@ -79,6 +84,7 @@ class FsdpctlSteps:
             case K.BACKWARD:
                 recorder.compute(Part.BACKWARD, unit)
             case K.SYNC:
+                self._host.wait(unit)
                 self._renew(event)
             case K.GATHER:
                 self._gather(unit, event.nbytes)
@@ -88,21 +94,29 @@ class FsdpctlSteps:
                 self._buffers.drop_gradients(event)
             case K.REDUCE:
                 self._buffers.drop_gradients(event)
-                self._reduce(unit, event.nbytes)
+                self._reduce(event)
             case K.REDUCED:
-                key, nbytes = self._reducing[unit].popleft()
+                key, nbytes, has_more = self._reducing[unit].popleft()
                 recorder.wait(key)
                 self._add_up(unit, nbytes)
-                self._last_reduced[unit] = key
-                self._buffers.leave(unit)
+                self._last_reduced[unit] = key, has_more
+                self._leave(unit, has_more=has_more or self._combines)
             case K.COMBINE:
                 self._combine(unit, event.nbytes)
             case K.COMBINED:
-                recorder.wait(self._combining[unit].popleft())
-                self._buffers.leave(unit)
+                key, has_more = self._combining[unit].popleft()
+                recorder.wait(key)
+                self._leave(unit, has_more=has_more)
+
+    def _leave(self, unit: str, *, has_more: bool) -> None:
+        """Let a unit's gradients leave for the host, unless more of them have to arrive."""
+        self._buffers.leave(unit)
+        if not has_more:
+            self._host.leave(unit)
 
     def _forward(self, unit: str) -> None:
         recorder, order = self._recorder, self._plan.order
+        self._host.wait(unit)
         recorder.wait(self._renewing.pop(unit, None))
         if unit != order.root:
             recorder.compute(Part.FORWARD, unit)
@@ -114,22 +128,26 @@ class FsdpctlSteps:
 
     def _gather(self, unit: str, nbytes: int) -> None:
         recorder, sizes = self._recorder, self._plan.sizes
+        self._host.wait(unit)
         recorder.wait(self._renewing.pop(unit, None))
-        widened = 1 + sizes.master / sizes.param  # the cast into this rank's part
-        recorder.copy(widened * nbytes / self._place.size, f"cast {unit}")
+        if not self._plan.steps_on_host:  # which casts, too
+            widened = 1 + sizes.master / sizes.param  # the cast into this rank's part
+            recorder.copy(widened * nbytes / self._place.size, f"cast {unit}")
         self._gathers[unit] = recorder.start(
             C.GATHER, nbytes, RankGroup.SHARD, f"gather {unit}", queue=GATHERS
         )
 
-    def _reduce(self, unit: str, nbytes: int) -> None:
+    def _reduce(self, event: Event) -> None:
+        unit, nbytes = event.unit, event.nbytes
         recorder, transport = self._recorder, self._place.transport
         if transport is Transport.NCCL or not self._plan.strategy.shards_grads:
             recorder.copy(2 * nbytes, f"collect gradients of {unit}")
         key = recorder.start(
             self._reduction(), nbytes, RankGroup.SHARD, f"reduce {unit}", queue=REDUCTIONS
         )
-        self._reducing[unit].append((key, nbytes))
-        self._last_reduced[unit] = key
+        has_more = self._buffers.has_more(event)
+        self._reducing[unit].append((key, nbytes, has_more))
+        self._last_reduced[unit] = key, has_more
 
     def _reduction(self) -> CollectiveKind:
         whole = adds_whole(self._place.transport, self._place.size)
@@ -150,10 +168,11 @@ class FsdpctlSteps:
         group, queue = RankGroup.REPLICAS, COPIES
         if self._place.num_replicas == 1:  # the parts of unsharded gradients are put together
             kind, group, queue = C.GATHER, RankGroup.SHARD, GATHERS
-        after = self._last_reduced.get(unit) if strategy.replicates else None
+        before, has_more = self._last_reduced[unit]
+        after = (before,) if strategy.replicates else ()
         label = f"sum over replicas of {unit}"
         key = self._recorder.start(kind, nbytes, group, label, queue=queue, after=after)
-        self._combining[unit].append(key)
+        self._combining[unit].append((key, has_more))
 
     def _optimize(self) -> None:
         plan, recorder = self._plan, self._recorder
@@ -166,11 +185,13 @@ class FsdpctlSteps:
         if plan.offload is Offload.STATES:
             self._leaving = self._buffers.take_gradients()
         self._buffers.end_step()
-        trained = trained_layouts(plan.layouts)
-        owned = sum(held_masters(plan, self._place, layout).numel for layout in trained)
-        recorder.optimize(
-            owned - matrix_elements(plan, self._place), plan.sizes.master, plan.states.moments
-        )
+        if plan.steps_on_host:
+            self._host.step()
+        else:
+            trained = trained_layouts(plan.layouts)
+            owned = sum(held_masters(plan, self._place, layout).numel for layout in trained)
+            owned -= matrix_elements(plan, self._place)
+            recorder.optimize(owned, plan.sizes.master, plan.states.moments)
         for event in self._update:
             self._renew(event)
         recorder.end_step()

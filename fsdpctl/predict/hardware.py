@@ -81,6 +81,36 @@ _DECLINE = 0.055  # share of the bandwidth lost each time the nodes double beyon
 _BASE, _INTRA_HOP, _INTER_HOP = 8.4e-6, 3.4e-6, 14e-6  # seconds
 
 
+class HostQueue(StrEnum):
+    """What a rank's host does for it, each one at a time."""
+
+    DOWN = "copies to the host"
+    STEPS = "steps on the host"
+    UP = "copies to the device"
+
+
+@dataclass(frozen=True, slots=True)
+class HostSheet:
+    """A node's memory, which its ranks use at the same time, and a link to each device."""
+
+    memory: float  # bytes/s of the node
+    pcie: float  # bytes/s of a device in each direction
+    ranks: int  # of the node
+    slowdown: float = 0.0  # share of its computing speed that a rank loses while its host steps
+
+    def transfer(self, queue: HostQueue, nbytes: float) -> Transfer:
+        """Price a step that reads and writes `nbytes` in total, or a copy of as many."""
+        seconds = nbytes * self.ranks / (self.memory * _HOST_STREAMING)
+        if queue is HostQueue.STEPS:
+            return Transfer(queue, 0.0, seconds, 0.0, self.slowdown, self.slowdown)
+        seconds = max(seconds, nbytes / (self.pcie * _PROTOCOL))
+        return Transfer(queue, _COPY_LATENCY, seconds, nbytes)
+
+
+_HOST_STREAMING = 0.8  # share of the rate of host memory that AdamW reaches
+_COPY_LATENCY = 10e-6  # seconds
+
+
 _ATTENTION = (WorkKind.ATTENTION, WorkKind.ATTENTION_BACKWARD)
 
 

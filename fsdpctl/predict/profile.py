@@ -11,11 +11,12 @@ from typing import NamedTuple
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import read_json
 from fsdpctl.predict.compute import Work, WorkKind
-from fsdpctl.predict.hardware import NET, NODE, CollectiveKind, Group
+from fsdpctl.predict.hardware import NET, NODE, CollectiveKind, Group, HostQueue
 from fsdpctl.predict.simulator import Transfer
 
 VERSION = 2
 _PAYLOAD = 0.94  # of a network link's rate: what TCP transfers through it both ways at once
+_MOVED = 7  # times the master weights that a measured step reads and writes
 _NEIGHBORS = 4  # measured products that determine the speed of a product of another size
 
 
@@ -58,6 +59,14 @@ class Profile:
     compute_slowdown: float = 0.0  # share of the computing speed lost during a collective
     comm_slowdown: float = 0.0  # share of a collective's speed lost during computation
     drift: float = 0.0  # as in `Transfer`
+    # CUDA: as `optimizer_step`, in host memory; and copies between pinned memory and the device.
+    host_step: list[MeasuredPoint] = field(default_factory=list)
+    host_copy: list[MeasuredPoint] = field(default_factory=list)
+
+    @property
+    def measures_host(self) -> bool:
+        """Whether it has the times of an optimizer's step on the host."""
+        return not self.is_cuda or bool(self.host_step and self.host_copy)
 
 
 def read_profile(path: Path) -> Profile:
@@ -83,6 +92,8 @@ def read_profile(path: Path) -> Profile:
     if found.ranks < 1 or found.drift < 0:
         raise UsageError(f"{path}: ranks must be at least 1, and drift at least 0")
     curves = {name: getattr(found, name) for name in ("memory_copy", "optimizer_step")}
+    on_host = {name: getattr(found, name) for name in ("host_step", "host_copy")}
+    curves |= {name: points for name, points in on_host.items() if points}
     for name, points in {**curves, **found.collectives}.items():
         sizes = [point.nbytes for point in points]
         if not points or sizes != sorted(set(sizes)) or any(min(each) <= 0 for each in points):
@@ -134,7 +145,7 @@ class MeasuredDevice:
 
     def optimizer_seconds(self, nbytes: float, moments: int) -> float:
         """Return the time of a step, which was measured with two moments."""
-        return on_curve(self._profile.optimizer_step, nbytes) * (3 + 2 * moments) / 7
+        return on_curve(self._profile.optimizer_step, nbytes) * (3 + 2 * moments) / _MOVED
 
     def _seconds(self, work: Work) -> float:
         like = self._by_name.get(work.name) or self._by_kind.get(work.kind.value)
@@ -163,6 +174,27 @@ def _distance(one: Sequence[int], other: Sequence[int]) -> float:
     return sum(
         (math.log2(max(1, a)) - math.log2(max(1, b))) ** 2 for a, b in zip(one, other, strict=True)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredHost:
+    """The host of a profile that measures it."""
+
+    profile: Profile
+
+    def transfer(self, queue: HostQueue, nbytes: float) -> Transfer:
+        """Price a step that reads and writes `nbytes` in total, or a copy of as many.
+
+        The host of a CPU rank shares its cores.
+        """
+        profile = self.profile
+        if queue is HostQueue.STEPS:
+            shared = 0.0 if profile.is_cuda else 0.5
+            curve = profile.host_step if profile.is_cuda else profile.optimizer_step
+            return Transfer(queue, 0.0, on_curve(curve, nbytes / _MOVED), 0.0, shared, shared)
+        if profile.is_cuda:
+            return Transfer(queue, 0.0, on_curve(profile.host_copy, nbytes), nbytes)
+        return Transfer(queue, 0.0, on_curve(profile.memory_copy, 2 * nbytes), nbytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,16 @@ from typing import Protocol
 from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.schedule import Buffer
 from fsdpctl.predict.compute import Part, PassPosition, Work, WorkKind
-from fsdpctl.predict.hardware import CollectiveKind, DataSheet, Group, RingNetwork
-from fsdpctl.predict.profile import MeasuredDevice, MeasuredNetwork
-from fsdpctl.predict.simulator import Compute, Start, Task, Wait
+from fsdpctl.predict.hardware import (
+    CollectiveKind,
+    DataSheet,
+    Group,
+    HostQueue,
+    HostSheet,
+    RingNetwork,
+)
+from fsdpctl.predict.profile import MeasuredDevice, MeasuredHost, MeasuredNetwork
+from fsdpctl.predict.simulator import Compute, Start, Task, Transfer, Wait
 
 # Queues of collectives.
 GATHERS, REDUCTIONS, COPIES = "gathers", "reductions", "sums over replicas"
@@ -105,17 +112,29 @@ class Recorder:
         label: str,
         *,
         queue: str,
-        after: int | None = None,
+        after: tuple[int, ...] = (),
     ) -> int:
         """Start a collective over a buffer of `nbytes` and return the key to wait for.
 
-        Collectives of one `queue` run one after another. This one starts after the one with the key
-        `after` has ended.
+        Collectives of one `queue` run one after another. This one starts after those with the keys
+        `after` have ended.
         """
         return 0
 
-    def wait(self, key: int | None) -> None:
-        """Let the compute stream wait for a collective, if there is a key."""
+    def on_host(
+        self, queue: HostQueue, nbytes: float, label: str, *, after: tuple[int, ...] = ()
+    ) -> int:
+        """Start a copy of `nbytes`, or a step of the host that moves as many; return its key.
+
+        Like a collective, it runs behind others of its queue and those with the keys `after`.
+        """
+        return 0
+
+    def wait(self, key: int | None, phase: str | None = None) -> None:
+        """Let the compute stream wait, if there is a key; `phase` as in `simulator.Wait`."""
+
+    def norm(self, nbytes: float) -> None:
+        """Compute the norm of gradients of `nbytes`, and exchange it with other ranks."""
 
     def optimize(self, numel: float, itemsize: int, moments: int) -> None:
         """Compute the gradient norm and update `numel` elements with `moments` per element."""
@@ -176,6 +195,7 @@ class Machine:
 
     device: DataSheet | MeasuredDevice
     network: RingNetwork | MeasuredNetwork
+    host: HostSheet | MeasuredHost
     groups: Mapping[RankGroup, Group]
 
 
@@ -223,25 +243,33 @@ class TaskRecorder(Recorder):
         label: str,
         *,
         queue: str,
-        after: int | None = None,
+        after: tuple[int, ...] = (),
     ) -> int:
         """Start a collective."""
-        self._next += 1
         transfer = self._machine.network.transfer(kind, nbytes, self._machine.groups[group])
-        self._tasks.append(Start(self._next, queue, transfer, label, after))
-        return self._next
+        return self._start(queue, transfer, label, after)
 
-    def wait(self, key: int | None) -> None:
-        """Let the compute stream wait for a collective."""
+    def on_host(
+        self, queue: HostQueue, nbytes: float, label: str, *, after: tuple[int, ...] = ()
+    ) -> int:
+        """Start a copy, or a step of the host."""
+        return self._start(queue, self._machine.host.transfer(queue, nbytes), label, after)
+
+    def wait(self, key: int | None, phase: str | None = None) -> None:
+        """Let the compute stream wait for a transfer."""
         if key is not None:
-            self._tasks.append(Wait(key))
+            self._tasks.append(Wait(key, phase))
 
-    def optimize(self, numel: float, itemsize: int, moments: int) -> None:
-        """Compute the gradient norm, exchange statistics, and update the elements."""
-        self.copy(numel * itemsize, "norm of the gradients", "optimizer")
+    def norm(self, nbytes: float) -> None:
+        """Compute the gradient norm, and exchange statistics."""
+        self.copy(nbytes, "norm of the gradients", "optimizer")
         if self._machine.groups[RankGroup.WORLD].ranks > 1:
             kind, world = CollectiveKind.ALL_REDUCE, RankGroup.WORLD
             self.wait(self.start(kind, RECORD_BYTES, world, "record", queue=GATHERS))
+
+    def optimize(self, numel: float, itemsize: int, moments: int) -> None:
+        """Compute the gradient norm, exchange statistics, and update the elements."""
+        self.norm(numel * itemsize)
         seconds = self._machine.device.optimizer_seconds(numel * itemsize, moments)
         self._spend(seconds, "optimizer", "optimizer")
 
@@ -255,6 +283,11 @@ class TaskRecorder(Recorder):
     def end_step(self) -> None:
         """Add the time of a step that no operator accounts for."""
         self._spend(self._machine.device.step_overhead, "between steps")
+
+    def _start(self, queue: str, transfer: Transfer, label: str, after: tuple[int, ...]) -> int:
+        self._next += 1
+        self._tasks.append(Start(self._next, queue, transfer, label, after))
+        return self._next
 
     def _spend(self, seconds: float, label: str, phase: str = "compute") -> None:
         if seconds > 0:

@@ -1,4 +1,4 @@
-"""Simulates the tasks of a rank: a compute stream, queues of collectives, and the links they share.
+"""Simulates the tasks of a rank: a compute stream, queues of transfers, and the links they share.
 
 A discrete-event simulation in which everything in progress has a speed. Transfers over one link
 share it. A transfer slows down concurrent computation, and may be slowed down by it. Speeds change
@@ -21,7 +21,7 @@ _MICRO = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A collective, priced as if nothing else were in progress."""
+    """A collective, or work of the host, priced as if nothing else were in progress."""
 
     link: str  # shared with other transfers
     latency: float  # seconds before data is transferred
@@ -43,20 +43,21 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A collective that is put in a queue; each queue runs one at a time."""
+    """A transfer that is put in a queue; each queue runs one at a time."""
 
     key: int
     queue: str
     transfer: Transfer
     label: str
-    after: int | None = None  # the collective that has to end first
+    after: tuple[int, ...] = ()  # the transfers that have to end first
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The compute stream waits until a collective ends."""
+    """The compute stream waits until a transfer ends."""
 
     key: int
+    phase: str | None = None  # that includes the wait; None: it counts as exposed communication
 
 
 Task = Compute | Start | Wait
@@ -117,7 +118,7 @@ class StepSimulator:
             elif isinstance(task, Start):
                 self._start(task)
             elif isinstance(task, Wait):
-                self._wait(task.key)
+                self._wait(task)
         return self._step
 
     def _start(self, task: Start) -> None:
@@ -136,10 +137,13 @@ class StepSimulator:
         if self._step.seconds > began:
             self._step.spans.append(TimelineSpan(COMPUTE, task.label, began, self._step.seconds))
 
-    def _wait(self, key: int) -> None:
+    def _wait(self, task: Wait) -> None:
         began = self._step.seconds
-        while key in self._pending:
+        while task.key in self._pending:
             self._advance(None)
+        if task.phase is not None:
+            self._step.computing[task.phase] += self._step.seconds - began
+            return
         if self._step.seconds > began:
             self._met = self._step.seconds
         self._step.exposed += self._step.seconds - began
@@ -172,7 +176,7 @@ class StepSimulator:
         """Return the first of each queue, unless it has to wait for another."""
         firsts = []
         for queue in self._queues.values():
-            if queue and queue[0].start.after not in self._pending:
+            if queue and self._pending.isdisjoint(queue[0].start.after):
                 if queue[0].began is None:
                     queue[0].began = self._step.seconds
                 firsts.append(queue[0])

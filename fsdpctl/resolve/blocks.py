@@ -1,9 +1,10 @@
 """Activation checkpointing and compilation of a model's blocks, before it is sharded."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
 from shutil import which
 from types import MethodType
 from typing import Any, Self
@@ -16,9 +17,12 @@ from torch.utils.checkpoint import (
     SelectiveCheckpointContext,
     checkpoint,
     create_selective_checkpoint_contexts,
+    noop_context_fn,
 )
 
+from fsdpctl.config.schema import Config
 from fsdpctl.engine.describe import divide_module
+from fsdpctl.engine.host_inputs import HostInputs, SentInput
 from fsdpctl.errors import UsageError
 from fsdpctl.models.nf4 import OPERATORS
 
@@ -93,20 +97,33 @@ def _routing_contexts() -> tuple[_Routing, _Routing]:
     return _Routing(chosen, again=False), _Routing(chosen, again=True)
 
 
-@contextmanager
-def _both(first: Any, second: Any) -> Iterator[None]:
-    with first, second:
-        yield
+class _Both:
+    """Two contexts, the first one outside, that can be entered again."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self._parts = first, second
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for each in self._parts:
+                stack.enter_context(each)
+            self._entered = stack.pop_all()
+
+    def __exit__(self, *about: Any) -> bool | None:
+        return self._entered.__exit__(*about)
 
 
 def _selective_routing_contexts() -> Any:
     # The policy's mode is above, so that it sees the operators of forward again.
     pairs = zip(_routing_contexts(), _selective_contexts(), strict=True)
-    return tuple(_both(*pair) for pair in pairs)
+    return tuple(_Both(*pair) for pair in pairs)
 
 
-def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(block._plain_forward, *args, use_reentrant=False, **kwargs)
+# By mode: of a block without experts, and with experts.
+_CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "full": (noop_context_fn, _routing_contexts),
+    "selective": (_selective_contexts, _selective_routing_contexts),
+}
 
 
 def _recomputed_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
@@ -117,25 +134,95 @@ def _recomputed_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
     return recomputed
 
 
-# By mode: of a block without experts, and with experts.
-_FORWARDS = {
-    "full": (_recomputed, _recomputed_within(_routing_contexts)),
-    "selective": (
-        _recomputed_within(_selective_contexts),
-        _recomputed_within(_selective_routing_contexts),
-    ),
-}
+def _sent_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
+    """Return a forward that sends its first floating-point tensor to the host."""
+
+    def sending(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = next(filter(_is_hidden, (*args, *kwargs.values())), None)
+        if given is None or not _is_saved(given, block):
+            return _recomputed_within(contexts)(block, *args, **kwargs)
+        with block._send(given) as sent:  # type: ignore[operator]  # not a submodule
+            args = tuple(sent if each is given else each for each in args)
+            kwargs = {name: sent if each is given else each for name, each in kwargs.items()}
+            run = partial(checkpoint, _forward_with_sent, use_reentrant=False)
+            within = partial(_fetched_in, contexts, sent)
+            # By the device of its tensors, checkpointing keeps the state of random numbers.
+            like = torch.empty(0, device=given.device)
+            return run(like, block, *args, context_fn=within, **kwargs)
+
+    return sending
 
 
-def checkpoint_block(block: nn.Module, mode: str) -> None:
+def _is_hidden(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _is_saved(given: Tensor, block: nn.Module) -> bool:
+    """Return whether backward may need an input, and a copy has the same layout."""
+    if not torch.is_grad_enabled() or given.is_inference() or not given.is_contiguous():
+        return False
+    return given.requires_grad or any(each.requires_grad for each in block.parameters())
+
+
+def _fetched_in(contexts: Callable[[], Any], sent: SentInput) -> tuple[Any, Any]:
+    """Fetch `sent` before a recomputation whose context sees operators."""
+    forward, recomputation = contexts()
+    return forward, _Both(sent, recomputation)
+
+
+def _forward_with_sent(like: Tensor, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    named = {name: _value(each) for name, each in kwargs.items()}
+    return block._plain_forward(*map(_value, args), **named)  # type: ignore[operator]  # not a submodule
+
+
+def _value(given: object) -> object:
+    return given.tensor if isinstance(given, SentInput) else given
+
+
+def checkpoint_block(
+    block: nn.Module, mode: str, send: Callable[[Tensor], SentInput] | None = None
+) -> None:
     """Make `block` recompute its activations in backward; `mode` is full or selective.
 
     The forward is replaced and hooks stay outside of it, so that names and units do not change. The
     choice of experts is saved: recomputed with other rounding, a token could go to another one.
+    With `send`, the block's input is sent to the host.
     """
     block._plain_forward = block.forward  # type: ignore[assignment]  # a method, not a submodule
     has_experts = any("expert" in name for name, _ in block.named_parameters())
-    block.forward = MethodType(_FORWARDS[mode][has_experts], block)
+    contexts = _CONTEXTS[mode][has_experts]
+    if send is not None:
+        block._send = send  # type: ignore[assignment]  # not a submodule
+    forward = _recomputed_within(contexts) if send is None else _sent_within(contexts)
+    block.forward = MethodType(forward, block)
+
+
+def checkpoint_blocks(
+    blocks: Sequence[nn.Module], mode: str, *, offload: bool = False
+) -> HostInputs:
+    """Make `blocks`, in the order of forward, recompute their activations in backward.
+
+    With `offload`, their inputs wait in host memory, except that of the last block, which backward
+    needs at once. Returns these inputs.
+    """
+    inputs = HostInputs(len(blocks))
+    for number, block in enumerate(blocks):
+        send = partial(inputs.send, number) if offload and len(blocks) > 1 else None
+        checkpoint_block(block, mode, send)
+    return inputs
+
+
+def prepare_blocks(module: nn.Module, config: Config) -> None:
+    """Chunk, checkpoint and compile the blocks of `module` as configured."""
+    chunk_feed_forward(module, config.train.mlp_chunk_tokens or 0)
+    names = [unit.name for unit in divide_module(module, None) if unit.kind == "block"]
+    blocks, about = [module.get_submodule(name) for name in names], config.activation_checkpointing
+    if about.name != "none":
+        # Imported by the first checkpointed call, it would hold that call's arguments for a while.
+        import_module("torch._dynamo")
+        checkpoint_blocks(blocks, about.name, offload=about.offload)
+    for block in blocks if config.train.compile else ():
+        compile_block(block)
 
 
 def chunk_feed_forward(module: nn.Module, tokens: int) -> None:

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-import psutil
 import torch
 
 from fsdpctl.config.schema import Config, PrecisionConfig, StrategyConfig
 from fsdpctl.errors import UsageError
+from fsdpctl.io.control_group import host_memory
 from fsdpctl.plan.muon import CUTTING, MATRICES, MUON, keeps_matrices
 from fsdpctl.plan.sizes import DTYPE_BYTES
 from fsdpctl.plan.states import SPLIT
@@ -54,7 +54,10 @@ def placed_here(config: Config, where: Place | None = None) -> Config:
 
 
 def placed_on_cluster(config: Config) -> Config:
-    """Fill in device, ranks and memory for `cluster`, which need not exist."""
+    """Fill in device, ranks and memory for `cluster`, which need not exist.
+
+    The host memory of another machine is unknown unless it is set.
+    """
     launch, cluster = config.launch, config.cluster
     here = cluster.name == LOCAL
     has_cuda = torch.cuda.is_available() if here else True
@@ -62,12 +65,17 @@ def placed_on_cluster(config: Config) -> Config:
     found = torch.cuda.device_count() if here and device == "cuda" else None
     ranks = launch.nproc_per_node or cluster.ranks_per_node or found or _CPU_RANKS
     memory = cluster.memory or _memory_here(device, ranks) / _GIB
+    if device == "cpu":
+        in_host: float | None = memory * ranks
+    else:
+        in_host = host_memory() / _GIB if here else None
     placed = replace(
         config,
         launch=replace(launch, device=device, nproc_per_node=ranks),
         cluster=replace(
             cluster,
             memory=memory,
+            host_memory=cluster.host_memory or in_host,
             ranks_per_node=ranks,
             architecture=cluster.architecture or (architecture_here() if found else None),
         ),
@@ -159,7 +167,7 @@ def _memory_here(device: str, ranks: int) -> float:
     """Return the bytes that a rank may use."""
     if device == "cuda" and torch.cuda.is_available():
         return float(torch.cuda.get_device_properties(0).total_memory)
-    return float(psutil.virtual_memory().total) / ranks
+    return host_memory() / ranks
 
 
 def _with_precision(config: Config) -> Config:

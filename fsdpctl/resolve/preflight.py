@@ -110,12 +110,34 @@ def check_engine(config: Config) -> None:
         )
 
 
-def check_offload(config: Config) -> None:
-    """Check that nothing conflicts with states in host memory, for a placed configuration.
+def check_activation_offload(config: Config) -> None:
+    """Check that inputs of blocks can be in host memory, if they are to.
 
     Raises:
-        UsageError: If something does.
+        UsageError: If they cannot.
     """
+    about = config.activation_checkpointing
+    if not about.offload:
+        return
+    where = "activation_checkpointing.offload=true"
+    if about.name == "none":
+        raise UsageError(
+            f"{where}: requires activation_checkpointing=full or selective, got "
+            f"activation_checkpointing={about.name}"
+        )
+    if config.engine.name != FSDPCTL:
+        raise UsageError(f"{where}: requires engine={FSDPCTL}, got engine={config.engine.name}")
+    if config.train.compile:
+        raise UsageError(f"{where}: conflicts with train.compile=true; set one of them to false")
+
+
+def check_offload(config: Config) -> None:
+    """Check that nothing conflicts with states or inputs of blocks in host memory.
+
+    Raises:
+        UsageError: If something does, in a placed configuration.
+    """
+    check_activation_offload(config)
     about = config.optimizer
     if about.offload == Offload.NONE:
         return

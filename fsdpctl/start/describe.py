@@ -205,6 +205,8 @@ def _blocks(config: Config) -> Iterator[str]:
     parts = ["compiled"] if config.train.compile else []
     if config.activation_checkpointing.name != "none":
         parts.append(f"activation checkpointing {config.activation_checkpointing.name}")
+        if config.activation_checkpointing.offload:
+            parts.append("inputs of blocks in host memory")
     if parts:
         yield ", ".join(parts)
 

@@ -39,7 +39,7 @@ from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import FSDPCTL, get_strategy, ranks_per_copy
-from fsdpctl.resolve.blocks import checkpoint_block, chunk_feed_forward, compile_block
+from fsdpctl.resolve.blocks import prepare_blocks
 from fsdpctl.run.environment import add_start, describe_start, place_of
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
 from fsdpctl.train.callbacks.heap import HeapTrim
@@ -143,14 +143,7 @@ def make_module(config: Config) -> nn.Module:
     module = build_model(config.model)
     if isinstance(module, TransformersDecoder):
         fill_buffers(module)
-    chunk_feed_forward(module, config.train.mlp_chunk_tokens or 0)
-    for unit in divide_module(module, None):
-        if unit.kind == "block":
-            block = module.get_submodule(unit.name)
-            if config.activation_checkpointing.name != "none":
-                checkpoint_block(block, config.activation_checkpointing.name)
-            if config.train.compile:
-                compile_block(block)
+    prepare_blocks(module, config)
     return module
 
 

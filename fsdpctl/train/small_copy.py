@@ -23,7 +23,7 @@ from fsdpctl.models.registry import build_plain
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.batch import plan_batches
-from fsdpctl.resolve.blocks import checkpoint_block
+from fsdpctl.resolve.blocks import checkpoint_blocks
 from fsdpctl.resolve.decoder_check import allocate, small_decoder
 from fsdpctl.run.step_metrics import StepClock
 from fsdpctl.train.loss import summed_loss
@@ -45,10 +45,11 @@ def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, 
     assert isinstance(parts.model, ShardedModel)
     source = Source(parts.device, _draw)
     module = _module(config)
-    name = config.activation_checkpointing.name
-    for unit in divide_module(module, None):
-        if unit.kind == "block" and name != "none":
-            checkpoint_block(module.get_submodule(unit.name), name)
+    about = config.activation_checkpointing
+    names = [unit.name for unit in divide_module(module, None) if unit.kind == "block"]
+    if about.name != "none":
+        blocks = [module.get_submodule(name) for name in names]
+        checkpoint_blocks(blocks, about.name, offload=about.offload)
     model = shard_from(source, module, sharding, parts.model.mesh)
     model.train(False)
     batches = _batches(config, model.collectives.size)

@@ -152,3 +152,23 @@ def test_settings_that_a_file_of_another_tool_lacks_are_reported():
     words = ["--from", str(OTHERS / "axolotl-full.yaml"), "cluster=h100", "--all-strategies"]
     code, text = invoke("estimate-memory", *words, "--json")
     assert {each["from"]["tool"] for each in json.loads(text)} == {"axolotl"}
+
+
+def test_host_memory_has_to_fit_too():
+    words = [*H100, "optimizer.offload=states"]
+    code, text = invoke("estimate-memory", *words, "--require-fit")
+    assert code == 0
+    assert "per node (fits)" in text
+    code, text = invoke("estimate-memory", *words, "cluster.host_memory=64GiB", "--json")
+    found = json.loads(text)
+    assert code == 0
+    assert found["verdict"] == "too_large"
+    assert found["node_host_memory_bytes"] == 64 << 30
+    assert found["node_host_bytes"] == 8 * found["host_bytes"]
+    # Master weights and moments, 12 bytes of each parameter on a node.
+    assert found["node_host_bytes"] > 12 * found["num_parameters"]
+    assert found["margin_bytes"] == ((64 << 30) - found["node_host_bytes"]) // 8
+    # Without states on the host, its memory is only estimated roughly.
+    for require, expected in ((), 0), (("--require-fit",), 3):
+        code, text = invoke("estimate-memory", *H100, "cluster.host_memory=8GiB", *require)
+        assert (code, "does not fit" in text, "to spare" in text) == (expected, True, True)

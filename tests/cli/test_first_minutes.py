@@ -419,3 +419,24 @@ def test_advice_names_the_cost_of_what_it_proposes():
     said = " ".join(invoke("estimate-memory", *words)[1].split())
     assert "activation_checkpointing=full" in said
     assert "every second matrix product" not in said
+
+
+# ---- host memory -------------------------------------------------------------------------
+
+
+def test_a_run_that_needs_too_much_host_memory_is_rejected_or_warned_of(words):
+    words = [word for word in words if not word.startswith("model.hidden_size")]
+    words += ["model.hidden_size=256", "launch.device=cpu", "optimizer.offload=all"]
+    for how in (("--dry-run",), ()):
+        code, said = invoke("train", *how, *words, "cluster.host_memory=2MiB")
+        assert code == 2
+        assert said.startswith("optimizer.offload=all: needs ")
+        assert "of host memory per node; expected optimizer.offload=states or more nodes" in said
+        assert said.endswith("2.0 MiB available; cluster.host_memory sets it")
+        assert "\n" not in said
+    assert not Path("runs").exists()
+    said = dry_run(*words, "cluster.host_memory=200MiB")
+    (warning,) = (line for line in said.splitlines() if line.startswith("warning"))
+    assert "of host memory needed per node, 200.0 MiB available" in warning
+    assert "it would run out of memory" in said
+    assert "warning" not in dry_run(*words, "cluster.host_memory=64GiB")

@@ -16,7 +16,7 @@ from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step
 from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.blocks import checkpoint_block
+from fsdpctl.resolve.blocks import checkpoint_blocks
 from tests.engine.events import gathered_nbytes
 from tests.engine.models import OddNet, make_net, next_token_loss, token_batches
 from tests.engine.odd import freeze_all_but_vectors, in_four_bits
@@ -44,6 +44,7 @@ class Case:
     owner_map: str = "even"
     overlaps: bool = True  # updates arrive beside the next forward
     offload: str = "none"  # states on the host
+    sends: bool = False  # recomputes, with the inputs of blocks on the host
     saves: bool = False  # copies the masters as a checkpoint does, while training goes on
 
     @property
@@ -59,8 +60,8 @@ class Case:
             net.bfloat16()
         if self.in_part:
             freeze_all_but_vectors(net)
-        for block in net.blocks if self.recomputes else ():
-            checkpoint_block(block, "full")
+        if self.recomputes or self.sends:
+            checkpoint_blocks(list(net.blocks), "full", offload=self.sends)
         half = world_size // 2 if STRATEGIES[self.strategy].replicates else None
         sharding = Sharding(
             self.strategy,
@@ -163,6 +164,8 @@ def every_case() -> list[Case]:
         found += [replace(plain, precision=each) for each in PRECISIONS]
         found += [replace(plain, window=each) for each in ("every", "last")]
         found += [replace(plain, recomputes=True), replace(plain, in_part=True)]
+        found += [replace(plain, sends=True, precision=each) for each in ("fp32", "bf16")]
+        found += [replace(plain, sends=True, window="every")]
         found += [replace(plain, overlaps=False), replace(plain, wide=True)]
         found += [replace(plain, four_bits=True, precision=each) for each in ("fp32", "bf16")]
         if row.shards_params:

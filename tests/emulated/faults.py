@@ -19,6 +19,7 @@ from fsdpctl.engine.buffer import UnitBuffer
 from fsdpctl.engine.collecting import Collector
 from fsdpctl.engine.gatherer import ParamSync
 from fsdpctl.engine.host_gradients import HostGradients, Ring
+from fsdpctl.engine.host_inputs import SentInput
 from fsdpctl.engine.offload import HostStates
 from fsdpctl.engine.reduction import GradientReducer
 from fsdpctl.engine.unit import ShardedUnit, Slot
@@ -34,6 +35,7 @@ MAPPED, HPZ = replace(ZERO1, owner_map="balanced"), Case("hybrid_shard_optimizer
 WIRE, DDP, SAVES = Case(precision="bf16 wire"), Case("no_shard"), Case(saves=True)
 STATES = Case(precision="bf16 wire", offload="states")
 ALL = Case("shard_grad_op", window="every", offload="all")
+INPUTS = Case("no_shard", sends=True)
 FAULTS: dict[str, tuple[Case, Plant]] = {}
 
 
@@ -107,7 +109,7 @@ def _copies_at_once(
 _copy = Copier.copy
 
 
-@fault(STATES, ALL)
+@fault(STATES, ALL, INPUTS)
 def no_wait_before_copies_to_and_from_the_host() -> None:
     _replace(Copier, "copy", _copies_at_once)
 
@@ -158,6 +160,33 @@ def a_pinned_buffer_is_reused_before_the_device_has_read_it() -> None:
 @fault(ALL)
 def a_gradient_is_freed_before_it_has_left() -> None:
     _replace(HostGradients, "_wait", staticmethod(_nothing))
+
+
+# ---- Inputs of blocks on the host
+
+
+@fault(INPUTS)
+def an_input_is_freed_before_it_has_left() -> None:
+    right = SentInput.__exit__
+
+    def wrong(self: SentInput, *about: Any) -> None:
+        self._left = None
+        right(self, *about)
+
+    _replace(SentInput, "__exit__", wrong)
+
+
+@fault(INPUTS)
+def a_block_is_recomputed_before_its_input_has_arrived() -> None:
+    right = SentInput._taken
+
+    def wrong(self: SentInput) -> Tensor:
+        self.fetch()
+        assert self._ahead is not None
+        self._ahead = self._ahead[0], None
+        return right(self)
+
+    _replace(SentInput, "_taken", wrong)
 
 
 # ---- Streams and memory

@@ -1,10 +1,19 @@
 """The engine on CUDA devices: the CPU's losses, no race, and no step that has the host wait."""
 
-import pytest
+import gc
+from typing import Any
+from unittest import mock
 
+import pytest
+import torch
+from torch import Tensor
+
+from fsdpctl.engine.host_inputs import SentInput
 from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.resolve.blocks import checkpoint_blocks
 from tests.distributed import distributed
 from tests.emulated.cases import Case, every_case
+from tests.engine.test_host_inputs import Chain, Dropping
 from tests.matrix import fast
 
 
@@ -19,6 +28,39 @@ def test_strategies_give_the_losses_of_cpu_ranks(
     rank: int, world_size: int, case: Case, seed: int
 ) -> None:
     case.check(rank, world_size)
+
+
+@distributed(timeout=60, on_devices=True)
+def backward_fails(rank: int, world_size: int, waits: bool) -> None:
+    """Block 3 fails when it is recomputed, while the input of block 2 arrives."""
+    net = Chain().to(torch.device("cuda", rank))
+    blocks, right = list(net.blocks), Dropping.forward
+    calls: list[int] = []
+
+    def failing(self: Dropping, *given: Any, **more: Any) -> Tensor:
+        calls.append(blocks.index(self))
+        if calls.count(3) == 2:
+            raise ValueError("planted")
+        return right(self, *given, **more)
+
+    if not waits:
+        SentInput.__del__ = lambda self: None  # type: ignore[method-assign]
+    with mock.patch.object(Dropping, "forward", failing):
+        checkpoint_blocks(blocks, "full", offload=True)
+        with pytest.raises(ValueError, match="planted"):
+            net(torch.randn(4, 16, device="cuda")).backward()
+    gc.collect()  # the exception refers to the graph
+    torch.ones(1, device="cuda").add(1)
+
+
+def test_an_input_that_nobody_takes_arrives_before_its_memory_is_used_again() -> None:
+    backward_fails(world_size=1, waits=True)
+
+
+@pytest.mark.slow
+def test_otherwise_that_is_found() -> None:
+    with pytest.raises(AssertionError, match="freed too early"):
+        backward_fails(world_size=1, waits=False)
 
 
 def orders() -> list[tuple[str, int, int]]:

@@ -336,6 +336,25 @@ def test_states_are_only_compressed_if_that_is_allowed_and_needed():
     assert Selection.of(replace(settled, auto=found.estimate.config.auto)) == found.best.selection
 
 
+def test_inputs_of_blocks_are_only_on_the_host_if_something_is_recomputed():
+    config = placed(*OPEN, "activation_checkpointing.offload=true")
+    assert Axes.of(config).recomputations == ("selective", "full")
+    selection = Selection("full_shard", "full", config.prefetch, 1)
+    assert filled(config, selection).activation_checkpointing.offload
+    few = [*OPEN[1:3], "strategy=full_shard", "model.num_layers=8", "train.micro_batch_size=4"]
+    few += ["cluster=h100", "launch.device=cuda", "train.seq_len=4096", "model.max_seq_len=4096"]
+    plain, sent = (
+        ranking(*few, "cluster.memory=2", *more).estimate
+        for more in ([], ["activation_checkpointing.offload=true"])
+    )
+    needs = plain.memory_bytes - plain.available + (plain.peak_reserved + sent.peak_reserved) / 2
+    tight = f"cluster.memory={needs / (1 << 30)}"
+    assert not ranking(*few, tight).ranked
+    best = ranking(*few, tight, "auto.may_use=activation_offload").best
+    assert best.selection.extras == (("activation_checkpointing.offload", "true"),)
+    assert best.selection.activation_checkpointing == "full"
+
+
 def test_what_auto_may_use_is_checked():
     with pytest.raises(UsageError, match=r"expected state_dtype.*got stat_dtype; did you mean"):
         left_open(composed("auto.may_use=stat_dtype").config)

@@ -189,6 +189,17 @@ def test_changes_are_named_in_the_order_of_their_predicted_time():
     assert all("optimizer.state_dtype=int8" not in change.words for change, _ in adapted)
 
 
+@pytest.mark.slow
+def test_long_samples_are_advised_to_send_inputs_to_the_host():
+    words = ["model=llama3_8b", "cluster=h100", "train.seq_len=131072", "model.max_seq_len=131072"]
+    words += ["train.micro_batch_size=1", "activation_checkpointing=full"]
+    words += ["cluster.memory=50GiB"]
+    found = {change.words: estimate for change, estimate in advice(Estimator(), resolved(*words))}
+    sent = next(found[each] for each in found if "activation_checkpointing.offload=true" in each)
+    assert sent.host_states == 31 * 131072 * 4096 * 2
+    assert sent.verdict == "fits"
+
+
 def test_hundreds_of_billions_of_parameters_on_thousands_of_ranks():
     found = estimated("model=llama3_405b", "launch.nnodes=2048", "cluster=h100")
     assert found.num_params == 405_853_388_800
@@ -218,3 +229,19 @@ def test_other_engines_follow_the_optimizer_and_the_prefetch_depth():
     plain = estimated(*words, "optimizer=sgd", "optimizer.lr=1e-3", "optimizer.momentum=0")
     assert usual.step.breakdown["optimizer_states"] > 0
     assert plain.step.breakdown["optimizer_states"] == 0
+
+
+def test_the_step_on_the_host_ranks_by_its_time_and_only_if_it_fits_there():
+    words = [*H100, "strategy=full_shard", "train.micro_batch_size=1", "train.global_batch_size=8"]
+    words += ["cluster.memory=32GiB"]
+
+    def offloads(*more: str) -> list[str]:
+        found = advice(Estimator(), resolved(*words, *more), more_ranks=False)
+        return [" ".join(change.words) for change, _ in found]
+
+    fast = offloads("cluster.host_bandwidth=1e5", "cluster.pcie_bandwidth=1e5")
+    assert fast[0].startswith("optimizer.offload=")
+    slow = offloads()
+    assert not slow[0].startswith("optimizer.offload=")
+    assert any(each.startswith("optimizer.offload=") for each in slow)
+    assert not any("offload" in each for each in offloads("cluster.host_memory=16GiB"))

@@ -25,6 +25,26 @@ from tests.train.ranks import words
             ],
             "expected precision.reduce_dtype=float32, got bfloat16",
         ),
+        (
+            ["activation_checkpointing.offload=true"],
+            "requires activation_checkpointing=full or selective, got activation_ch",
+        ),
+        (
+            [
+                "engine=fsdp2",
+                "activation_checkpointing=full",
+                "activation_checkpointing.offload=true",
+            ],
+            "activation_checkpointing.offload=true: requires engine=fsdpctl, got engine=fsdp2",
+        ),
+        (
+            [
+                "train.compile=true",
+                "activation_checkpointing=full",
+                "activation_checkpointing.offload=true",
+            ],
+            "activation_checkpointing.offload=true: conflicts with train.compile=true",
+        ),
         (["engine=fsdp2", "model.lora.rank=4"], "engine=fsdp2: trains all parameters"),
         (["engine=fsdp3"], "did you mean fsdp2?"),
         (["engine=fsdp2", "strategy=hybrid_shard", "strategy.dp_shard_size=3"], "must divide"),

@@ -19,7 +19,7 @@ def simulated(*tasks: Task) -> SimulatedStep:
 
 
 def start(
-    key: int, seconds: float, *, queue: str = "a", after: int | None = None, **about
+    key: int, seconds: float, *, queue: str = "a", after: tuple[int, ...] = (), **about
 ) -> Start:
     link = about.pop("link", "wire")
     transfer = Transfer(link, about.pop("latency", 0.0), seconds, **about)
@@ -67,7 +67,7 @@ def test_latency_does_not_occupy_the_link():
 
 
 def test_a_collective_waits_for_the_one_it_follows():
-    found = simulated(start(1, 1.0), start(2, 1.0, queue="b", after=1), Wait(2))
+    found = simulated(start(1, 1.0), start(2, 1.0, queue="b", after=(1,)), Wait(2))
     assert found.seconds == pytest.approx(2.0)
     assert [(each.lane, each.start) for each in found.spans] == [("a", 0.0), ("b", 1.0)]
 

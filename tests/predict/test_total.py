@@ -16,6 +16,8 @@ from benchmarks.training import train_step
 from fsdpctl.comm import process_group
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config, OptimizerConfig
+from fsdpctl.engine.host_inputs import host_inputs_bytes
+from fsdpctl.engine.model import ShardedModel
 from fsdpctl.estimate.run_plan import plan_run
 from fsdpctl.estimate.traced import TracedModel
 from fsdpctl.plan.context import tokens_per_rank
@@ -35,7 +37,7 @@ from fsdpctl.train.optimizers import make_optimizer
 from tests.distributed import distributed
 from tests.engine.nccl import nccl_path
 from tests.matrix import WHOLE, fast
-from tests.predict.watch import watched_step
+from tests.predict.watch import host_inputs, watched_step
 
 CASES = 50  # for each number of ranks
 SAMPLED = 1
@@ -101,6 +103,8 @@ def random_config(
         words += [f"strategy.dp_shard_size={draw.choice(sizes[1:-1] or sizes)}"]
     if draw.random() < 0.3:
         words += [f"prefetch.{way}={draw.randint(0, 2)}" for way in ("forward", "backward")]
+    if "activation_checkpointing=none" not in words and draw.random() < 0.5:
+        words += ["activation_checkpointing.offload=true"]
     if in_part:
         words += trained_in_part(draw, arch)
     if by_muon:
@@ -146,9 +150,9 @@ def trained_in_part(draw: random.Random, arch: str) -> list[str]:
 
 
 def predicted(
-    config: Config, rank: int, transport: Transport = Transport.GLOO
+    config: Config, rank: int, model: ShardedModel, transport: Transport = Transport.GLOO
 ) -> tuple[int, list[Event]]:
-    """Return the estimate of both."""
+    """Return the estimate of both; inputs in host memory must have the estimated bytes."""
     traced = TracedModel(config)
     steps, micro = config.accumulation.steps, config.train.micro_batch_size
     assert steps is not None
@@ -160,6 +164,10 @@ def predicted(
     chunk = config.train.loss_chunk_tokens or 0
     length = tokens_per_rank(config.train.seq_len, config.train.context_parallel)
     program = traced.program(micro, length, chunk)
+    inputs = host_inputs(model)
+    assert host_inputs_bytes(program.sent.values()) == (inputs.slots.nbytes if inputs else 0), (
+        config
+    )
     writer = MemoryRecorder(program, last.name, last_is_head=last.kind == "head")
     allocator = PlainAllocator()
     replay(Script(writer, FsdpctlSteps(plan, place, writer), draws=False), allocator)
@@ -185,7 +193,7 @@ def peaks_of(
     model = make_model(config, torch.device("cpu"))
     optimizer = make_optimizer(config, model)
     peak, events = watched_step(model, lambda: train_step(config, model, optimizer))
-    expected, planned = predicted(config, rank)
+    expected, planned = predicted(config, rank, model)
     assert events[: len(planned)] == planned, config
     # What follows is the optimizer's step and the end of the gradients.
     rest = events[len(planned) :]
@@ -206,7 +214,7 @@ def offloaded_peaks(rank: int, ranks: int, seed: int) -> tuple[int, int, int, in
     model.overlap_param_gather = True
     optimizer = make_optimizer(config, model)
     peak, events = watched_step(model, lambda: train_step(config, model, optimizer))
-    expected, planned = predicted(config, rank)
+    expected, planned = predicted(config, rank, model)
     assert events[: len(planned)] == planned, config
     plan, first = plan_run(config, TracedModel(config).units, 1)
     copy, within = divmod(rank, first.size)
@@ -250,7 +258,7 @@ def check_nccl(
         model._presence._check = lambda *about: None  # type: ignore[method-assign]  # nobody adds
         optimizer = make_optimizer(config, model)
         peak, events = watched_step(model, partial(train_step, config, model, optimizer))
-    expected, planned = predicted(config, rank, Transport.NCCL)
+    expected, planned = predicted(config, rank, model, Transport.NCCL)
     assert events[: len(planned)] == planned, (seed, config)
     assert abs(expected / peak - 1) <= 0.01, (seed, expected, peak, config)
 
@@ -351,6 +359,28 @@ def test_estimates_are_exact_if_ranks_share_samples(
         module = make_model(config, cpu)
         optimizer = make_optimizer(config, module)
         peak, events = watched_step(module, partial(train_step, config, module, optimizer))
-        expected, planned = predicted(config, rank)
+        expected, planned = predicted(config, rank, module)
         assert events[: len(planned)] == planned, (seed, config)
         assert abs(expected / peak - 1) <= 0.01, (seed, expected, peak, config)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_two_inputs_of_recomputed_blocks_stay_on_the_device(mode: str) -> None:
+    words = [
+        "launch.device=cpu", "launch.nproc_per_node=1", "precision=fp32", "model.num_layers=8",
+        "model.hidden_size=32", "model.intermediate_size=64", "model.num_heads=1",
+        "model.num_kv_heads=1", "model.vocab_size=64", "train.seq_len=128", "accumulation.steps=2",
+        "train.micro_batch_size=4", "train.global_batch_size=8", "train.loss_chunk_tokens=64",
+        f"activation_checkpointing={mode}",
+    ]  # fmt: skip
+    found = []
+    for offload in ("false", "true"):
+        typed = [*words, f"activation_checkpointing.offload={offload}"]
+        config = placed_on_cluster(compose_config(typed).config)
+        model = make_model(config, torch.device("cpu"))
+        optimizer = make_optimizer(config, model)
+        peak, _ = watched_step(model, partial(train_step, config, model, optimizer))
+        found.append((peak, predicted(config, 0, model)[0]))
+    (before, planned_before), (after, planned) = found
+    six = (8 - 2) * 4 * 128 * 32 * 4  # bytes; later blocks' gradients make up for a tenth of them
+    assert 0.85 * six <= before - after == planned_before - planned <= six

@@ -9,12 +9,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdpctl.comm.base import Handle
 from fsdpctl.comm.gloo import GlooCollectives
+from fsdpctl.comm.host import HostWorker
+from fsdpctl.engine.host_inputs import HostInputs
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.models.nf4 import OPERATORS
 from fsdpctl.plan.schedule import Event
@@ -34,10 +36,14 @@ class TensorBytes(TorchDispatchMode):
         self._total = 0
         self.peak = 0
         for tensor in slots:
-            storage = tensor.untyped_storage()
-            self._known[storage._cdata] = (weakref.ref(storage), 0)
+            self.leave_out(tensor)
         for tensor in there:
             self._add(tensor)
+
+    def leave_out(self, tensor: Tensor) -> None:
+        """Count memory of the host apart."""
+        storage = tensor.untyped_storage()
+        self._known[storage._cdata] = (weakref.ref(storage), 0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -104,6 +110,13 @@ def _uses(tensor: Tensor) -> int:
     return views + holders
 
 
+def host_inputs(module: nn.Module) -> HostInputs | None:
+    """What blocks send their inputs to."""
+    sends: list[Any] = [each._send for each in module.modules() if hasattr(each, "_send")]
+    found: HostInputs | None = sends[0].func.__self__ if sends else None
+    return found
+
+
 def watched_step(model: ShardedModel, step: Callable[[], None]) -> tuple[int, list[Event]]:
     """The most bytes of all tensors in a step that is not the first, and what the engine did."""
     buffers = [buffer for unit in model._runtime.units.values() for buffer in unit.buffers]
@@ -114,7 +127,14 @@ def watched_step(model: ShardedModel, step: Callable[[], None]) -> tuple[int, li
         slots += [*model.host._slabs.values(), *model.host._left.values()]
     watch = TensorBytes(there, slots, partial(gathered_nbytes, model))
     del buffers, there, slots
-    with watch, _threads_let_go():
+    right = HostWorker.allocate
+
+    def left_out(*given: Any, **more: Any) -> Tensor:
+        slab = right(*given, **more)
+        watch.leave_out(slab)
+        return slab
+
+    with watch, _threads_let_go(), mock.patch.object(HostWorker, "allocate", left_out):
         step()  # makes optimizer states, and tables that stay
         watch.peak = 0
         with recording(model) as trace:

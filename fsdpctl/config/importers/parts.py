@@ -6,7 +6,6 @@ from typing import Any
 
 from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.translation import Translation
-from fsdpctl.config.schema import KEYS
 from fsdpctl.config.synonyms import NOT_SUPPORTED
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import read_json
@@ -29,7 +28,6 @@ _SMALLER = (
     "*apollo*", "came*", "rmsprop*", "adagrad", "schedule_free_sgd",
 )  # fmt: skip
 _ONLY_FP32 = "the estimates of PyTorch's engines only support AdamW with states in fp32"
-_ACTIVATIONS = "activation_checkpointing.offload"
 _ON_DEVICE = "the estimates of PyTorch's engines only support states on the device"
 _STRATEGIES = {
     "full_shard": "full_shard", "1": "full_shard",
@@ -122,11 +120,8 @@ def read_offload(found: Translation, value: SourceKey, note: str) -> None:
 
 def read_activation_offload(found: Translation, value: SourceKey) -> None:
     """Translate the inputs of recomputed blocks in host memory, or on a disk."""
-    if _ACTIVATIONS not in KEYS:
-        found.exclude(value, f"activations are estimated on the device; {TOO_HIGH}")
-        return
     note = "in host memory, not on disk" if "disk" in value.text.lower() else ""
-    found.map(value, f"{_ACTIVATIONS}=true", note=note)
+    found.map(value, "activation_checkpointing.offload=true", note=note)
     found.own_engine = found.own_engine or _ON_DEVICE
 
 

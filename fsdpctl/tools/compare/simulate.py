@@ -37,9 +37,12 @@ def with_memory(
     parts = engine_parts or {name: estimate.step.breakdown[name] for name in _OWNED}
     status = OK
     if estimate.verdict == "too_large":
-        needed = format_bytes(estimate.peak_reserved)
-        available = format_bytes(max(0, estimate.available))
-        status = f"{TOO_LARGE}{needed} per rank needed, {available} available"
+        needed, whose, limit = estimate.peak_reserved, "per rank", max(0, estimate.available)
+        if needed <= limit and estimate.host_limit is not None:
+            needed, whose, limit = estimate.node_bytes, "of host memory", estimate.host_limit
+        status = (
+            f"{TOO_LARGE}{format_bytes(needed)} {whose} needed, {format_bytes(limit)} available"
+        )
     return replace(
         row,
         estimated_peak_tensor_bytes=estimate.allocated,

@@ -69,7 +69,8 @@ def test_the_translation_lists_what_the_estimate_excludes():
     assert config.model.base_dtype == "nf4"
     assert (config.optimizer.name, config.optimizer.offload) == ("adamw", "all")
     assert config.optimizer.state_dtype is None  # in host memory
-    assert {row.key for row in found.translation.excluded} <= {"gradient_checkpointing"}
+    assert config.activation_checkpointing.offload
+    assert found.translation.excluded == []
     notes = {row.key: row.note for row in found.rows}
     assert "of the layer being recomputed" in notes["liger_rms_norm"]
     assert "gathers from the device" in notes["fsdp_config.offload_params"]
@@ -219,6 +220,7 @@ def test_options_for_known_names_exist():
         ("adapter: lora\nlora_r: 4", {"engine": "fsdpctl"}),
         ("gradient_checkpointing: true", {"activation_checkpointing": "full"}),
         ("gradient_checkpointing: offload_disk", {"activation_checkpointing": "full"}),
+        ("gradient_checkpointing: offload", {"engine": "fsdpctl"}),
         ("optimizer: muon", {"optimizer": "adamw"}),
         ("batch_size: 8", {}),
         ("fsdp_config:\n  sharding_strategy: '2'", {"strategy": "shard_grad_op"}),
@@ -378,6 +380,9 @@ def test_optimizers_in_eight_bits(tmp_path, name):
         ("adapter: lora\nlora_mlp_kernel: true\ngradient_checkpointing: true", set()),
         ("adapter: lora\nload_in_4bit: true\nbnb_config_kwargs:\n  x: 1", set()),
         ("adapter: lora\ngptq: true", set()),
+        ("activation_offloading: true", {"activation_offloading"}),
+        ("activation_offloading: true\ngradient_checkpointing: true", set()),
+        ("gradient_checkpointing: offload_disk", set()),
         ("deepspeed:\n  zero_optimization:\n    stage: 0\n    offload_optimizer:\n"
          "      device: cpu", {"deepspeed.zero_optimization.offload_optimizer.device"}),
         ("deepspeed:\n  zero_optimization:\n    stage: 2\n    offload_optimizer:\n"

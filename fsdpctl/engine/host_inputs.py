@@ -1,0 +1,185 @@
+"""Inputs of recomputed blocks in host memory, from a block's forward to its recomputation.
+
+An input is copied while the block runs forward. Backward fetches the input of a block while
+the block after it is recomputed. Checkpointing saves a `SentInput` instead of the tensor, so that
+no hooks on saved tensors are needed.
+"""
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Self
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from fsdpctl.comm.host import Copier, HostWorker
+from fsdpctl.errors import EngineError
+
+
+class HostSlots:
+    """Host memory for the inputs of one forward, and of more if several await their backward."""
+
+    def __init__(self, count: int, allocate: Callable[[int], Tensor]) -> None:
+        """`count` inputs are sent in a forward; `allocate` returns a number of bytes."""
+        self._count = count
+        self._allocate = allocate
+        self._free: list[Tensor] = []
+        self.nbytes = 0  # allocated, used or not
+
+    def take(self, number: int, nbytes: int) -> Tensor:
+        """Return memory for the input with this number in its forward."""
+        for index, slot in enumerate(self._free):
+            if slot.numel() >= nbytes:
+                return self._free.pop(index)
+        left = self._count - number
+        while left:
+            count = _best_count(left, nbytes)
+            self._free += self._allocate(count * nbytes).split(nbytes)
+            left -= count
+            self.nbytes += count * nbytes
+        return self._free.pop()
+
+    def give_back(self, slot: Tensor) -> None:
+        """Let another input use a slot."""
+        self._free.append(slot)
+
+
+def host_inputs_bytes(sizes: Collection[int]) -> int:
+    """Return the bytes of host memory for inputs of these sizes, in the order of forward."""
+    slots = HostSlots(len(sizes), partial(torch.empty, device="meta"))
+    for number, nbytes in enumerate(sizes):
+        slots.take(number, nbytes)
+    return slots.nbytes
+
+
+def _best_count(left: int, nbytes: int) -> int:
+    """Return how many of `left` slots to allocate together.
+
+    Torch rounds pinned memory up to a power of two: the number that fills most of it.
+    """
+
+    def filled(count: int) -> float:
+        return count * nbytes / (1 << (count * nbytes - 1).bit_length())
+
+    return max(range(1, left + 1), key=lambda count: (filled(count), count))
+
+
+class HostInputs:
+    """The inputs of a model's blocks, of which the last one stays: backward needs it at once."""
+
+    def __init__(self, num_blocks: int) -> None:
+        """`num_blocks` are recomputed."""
+        self._last = num_blocks - 1
+        self.sizes: dict[int, int] = {}  # bytes of the last input, by the number of its block
+        self.slots = HostSlots(self._last, self._allocate)
+        self._host: tuple[HostWorker, Copier] | None = None
+        self._newest: ref[SentInput] | None = None
+
+    def send(self, number: int, given: Tensor) -> "SentInput":
+        """Start to copy the input of the block with this number, which is about to run."""
+        stays = number == self._last
+        if not stays:
+            self.sizes[number] = given.nbytes
+        newest = None if self._newest is None else self._newest()
+        follows = newest is not None and newest.number < number  # in the same forward
+        sent = SentInput(self, number, given, newest if follows else None, stays=stays)
+        self._newest = ref(sent)
+        return sent
+
+    def copier(self, device: torch.device) -> Copier | None:
+        """Return what copies from and to a device; None for the meta device."""
+        if self._host is None and device.type != "meta":
+            self._host = HostWorker(device), Copier(device)
+        return None if self._host is None else self._host[1]
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        assert self._host is not None
+        return self._host[0].allocate(nbytes, torch.uint8, pinned=True)
+
+
+class SentInput:
+    """The input of one forward of a block: a context of that forward and of its recomputations."""
+
+    def __init__(
+        self,
+        inputs: HostInputs,
+        number: int,
+        given: Tensor,
+        before: "SentInput | None",
+        *,
+        stays: bool,
+    ) -> None:
+        """`before` is the input that backward needs next; one that `stays` is never copied."""
+        self.number = number
+        self.tensor: Tensor | None = given  # for the block
+        self._inputs = inputs
+        self._before = None if before is None else ref(before)
+        self._version: int | None = given._version  # until the end of the forward
+        self._like = given.shape, given.dtype, given.device, given.requires_grad
+        self._slot: Tensor | None = None
+        self._left: torch.cuda.Event | None = None
+        self._ahead: tuple[Tensor, torch.cuda.Event | None] | None = None
+        self._stays = given if stays else None
+        self._copier = inputs.copier(given.device)
+        if self._copier is not None and not stays:
+            self._slot = inputs.slots.take(number, given.nbytes)
+            target, copier = self._on_host(self._slot), self._copier
+            self._left = copier.copy(target, given.detach(), copier.down, copier.mark())
+
+    def __enter__(self) -> Self:
+        """Have the tensor on the device; in backward, start to fetch the one that is next."""
+        if self.tensor is None:
+            self.tensor = self._taken() if self._stays is None else self._stays
+            if self._before is not None and (before := self._before()) is not None:
+                before.fetch()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Let go of the tensor once it is on the host.
+
+        Raises:
+            EngineError: If the block's forward has written to it.
+        """
+        given, self.tensor = self.tensor, None
+        version, self._version = self._version, None
+        _wait(self._left)
+        if kind is None and given is not None and version not in (None, given._version):
+            raise EngineError(
+                "activation_checkpointing.offload=true: not supported, because a block writes to "
+                "its own input; set it to false"
+            )
+
+    def _taken(self) -> Tensor:
+        self.fetch()
+        assert self._ahead is not None
+        (tensor, arrived), self._ahead = self._ahead, None
+        _wait(arrived)
+        return tensor.requires_grad_(self._like[-1])
+
+    def fetch(self) -> None:
+        """Start to copy the input to the device, unless it is on its way."""
+        if self._ahead is not None:
+            return
+        shape, dtype, device, _ = self._like
+        target, arrived = torch.empty(shape, dtype=dtype, device=device), None
+        if self._copier is not None and self._slot is not None:
+            source, copier = self._on_host(self._slot), self._copier
+            arrived = copier.copy(target, source, copier.up, copier.mark())
+        self._ahead = target, arrived
+
+    def _on_host(self, slot: Tensor) -> Tensor:
+        shape, dtype, *_ = self._like
+        return slot[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def __del__(self) -> None:
+        """Free the memory when the graph is freed, also after a failure."""
+        if self._ahead is not None:
+            _wait(self._ahead[1])
+        if self._slot is not None:
+            self._inputs.slots.give_back(self._slot)
+
+
+def _wait(event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)

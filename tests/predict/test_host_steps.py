@@ -1,0 +1,246 @@
+"""The optimizer's step on the host: times computed by hand, its order, and the bytes it copies."""
+
+import json
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.training import train_step
+from fsdpctl.comm.host import Copier
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.schema import Config
+from fsdpctl.estimate.estimator import Estimator, StepPrediction, placed_for_estimate
+from fsdpctl.estimate.run_plan import plan_run
+from fsdpctl.plan.sizes import HOST_SCALARS
+from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.predict.compute import Work
+from fsdpctl.predict.hardware import HostQueue, HostSheet
+from fsdpctl.predict.profile import MeasuredHost, MeasuredPoint
+from fsdpctl.predict.simulator import COMPUTE, TimelineSpan, Transfer, chrome_trace
+from fsdpctl.predict.training_plan import held_masters
+from fsdpctl.resolve.machine import resolved_strategy
+from fsdpctl.train.assemble import make_model
+from fsdpctl.train.optimizers import make_optimizer
+from tests.distributed import distributed
+from tests.predict.test_profile import PROFILE
+from tests.predict.test_properties import Free, Instant, Plain, on
+
+DOWN, STEPS, UP = HostQueue
+SMALL = (
+    "model.num_layers=4 model.hidden_size=32 model.intermediate_size=64 model.num_heads=2 "
+    "model.num_kv_heads=2 model.vocab_size=64 train.seq_len=16 train.micro_batch_size=1 "
+    "launch.nproc_per_node=2 train.global_batch_size=2"
+)
+SHARDING = [name for name, row in STRATEGIES.items() if row.shards_optimizer]
+RENEWING = [name for name in SHARDING if STRATEGIES[name].renews_params]
+PREDICTOR = Estimator()
+
+
+def placed(words: str) -> Config:
+    named = {word.partition("=")[0]: word for word in (*SMALL.split(), *words.split())}
+    config = placed_for_estimate(compose_config(list(named.values())).config)
+    return replace(config, strategy=resolved_strategy(config, config.strategy))
+
+
+def predicted(words: str) -> StepPrediction:
+    return PREDICTOR.predict(placed(words))
+
+
+def owned(words: str) -> list[int]:
+    """The elements of each unit that a rank steps, in the order of the forward."""
+    config = placed(words)
+    plan, place = plan_run(config, PREDICTOR.traced_model(config).units, 1)
+    return [
+        sum(held_masters(plan, place, each).numel for each in plan.layouts[unit])
+        for unit in (plan.order.root, *plan.order.forward)
+    ]
+
+
+@dataclass(frozen=True)
+class Even(Free):
+    """A device on which each operator takes as long, and copies and the optimizer nothing."""
+
+    per_operator: float = 1e-3
+
+    def seconds(self, work: Work) -> float:
+        return self.per_operator
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host of which each queue has a rate of its own, in bytes/s."""
+
+    down: float = 1e18
+    steps: float = 1e18
+    up: float = 1e18
+
+    def transfer(self, queue: HostQueue, nbytes: float) -> Transfer:
+        rate = {DOWN: self.down, STEPS: self.steps, UP: self.up}[queue]
+        return Transfer(queue, 0.0, nbytes / rate, 0.0 if queue is STEPS else nbytes)
+
+
+def on_host(monkeypatch: pytest.MonkeyPatch, host: Host, device: Free, network: object) -> None:
+    on(monkeypatch, device, network)
+    monkeypatch.setattr("fsdpctl.estimate.estimator.host_of", lambda config: host)
+
+
+def spans(found: StepPrediction, lane: str) -> list[TimelineSpan]:
+    return [each for each in found.simulated.spans if each.lane == lane]
+
+
+@pytest.mark.parametrize("strategy", SHARDING)
+@pytest.mark.parametrize("offload", ["states", "all"])
+def test_a_host_that_takes_no_time_costs_nothing(strategy, offload, monkeypatch):
+    words = f"cluster=h100 strategy={strategy}"
+    on_host(monkeypatch, Host(), Even(), Instant())
+    found = predicted(f"{words} optimizer.offload={offload}")
+    assert found.seconds == pytest.approx(predicted(words).seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("strategy", SHARDING)
+def test_a_device_that_takes_no_time_waits_for_gradient_steps_and_result(strategy, monkeypatch):
+    words = f"cluster=h100 strategy={strategy}"
+    numel = owned(words)
+    assert len(numel) == 5  # the root and four blocks
+    # AdamW reads and writes 8 times 4 bytes, the cast writes 2; 2 are read and 4 written by copies.
+    host = Host(down=4e9, steps=40e9, up=2e12)  # an element takes 1 ns, 1 ns, and 1 ps
+    on_host(monkeypatch, host, Free(), Instant())
+    found = predicted(f"{words} optimizer.offload=states")
+    done = [0.0]  # a step begins with its gradient, which arrives while the one before runs
+    arrived: list[float] = []
+    for number, count in enumerate(numel):
+        begin = max(arrived[-1] if arrived else 0.0, done[max(0, number - 1)])
+        arrived.append(begin + count * 1e-9)
+        done.append(max(done[-1], arrived[-1]) + count * 1e-9)
+    assert found.seconds == pytest.approx(done[-1] + numel[-1] * 1e-12, rel=1e-6)
+    assert found.optimizer == pytest.approx(found.seconds)
+    # Gradients that left during backward have arrived: 36 bytes per element are left.
+    host = Host(steps=36e9)
+    on_host(monkeypatch, host, Free(), Instant())
+    found = predicted(f"{words} optimizer.offload=all")
+    assert found.seconds == pytest.approx(sum(numel) * 1e-9, rel=1e-6)
+
+
+def test_two_buffers_limit_how_far_the_steps_are_ahead_of_the_copies(monkeypatch):
+    words = "cluster=h100 strategy=full_shard"
+    numel = owned(words)
+    on_host(monkeypatch, Host(steps=36e9, up=2e6), Free(), Instant())
+    found = predicted(f"{words} optimizer.offload=all")
+    ups = [each.end for each in spans(found, UP)]
+    begun = [each.start for each in spans(found, STEPS)]
+    assert begun[2:] == pytest.approx(ups[:-2])
+    assert found.seconds == pytest.approx(sum(numel) * 1e-6, rel=1e-3)
+
+
+def test_a_unit_waits_for_its_own_result_only(monkeypatch):
+    words = "cluster=h100 strategy=full_shard prefetch=none optimizer.offload=all"
+    on_host(monkeypatch, Host(steps=36e9), Even(per_operator=1e-7), Instant())
+    found = predicted(words)
+    results = [each.end for each in spans(found, UP)]
+    forwards = [each for each in spans(found, COMPUTE) if each.label.startswith("forward")]
+    ends = [0.0, *(each.end for each in spans(found, COMPUTE))]
+    for result, forward in zip(results[1:], forwards, strict=True):
+        before = max(end for end in ends if end <= forward.start + 1e-12)
+        assert forward.start == pytest.approx(max(result, before), rel=1e-9)
+    assert forwards[0].start < results[2]
+    # The gather of the unit ahead waits before the unit in front of it computes.
+    found = predicted(f"{words} prefetch=both")
+    results = [each.end for each in spans(found, UP)]
+    forwards = [each for each in spans(found, COMPUTE) if each.label.startswith("forward")]
+    assert results[2] <= forwards[0].start < results[3]
+
+
+@pytest.mark.parametrize("strategy", RENEWING)
+def test_the_exchange_of_parameters_that_follows_the_host_is_exposed(strategy, monkeypatch):
+    words = f"cluster=h100 strategy={strategy} launch.nnodes=2 train.global_batch_size=4"
+    on_host(monkeypatch, Host(steps=36e9), Even(per_operator=1.0), Plain())
+    found = predicted(f"{words} optimizer.offload=all")
+    computing = spans(found, COMPUTE)
+    renewing = [each for each in found.simulated.spans if each.label.startswith("renew")]
+    assert len(renewing) == 5
+    for each in renewing:
+        assert not any(other.start < each.end and each.start < other.end for other in computing)
+    assert predicted(words).exposed_communication < found.exposed_communication
+
+
+@pytest.mark.parametrize("offload", ["states", "all"])
+def test_the_host_bounds_a_step_and_more_bandwidth_is_never_slower(offload):
+    words = f"cluster=h100 strategy=full_shard optimizer.offload={offload}"
+    total = sum(owned(words)) * (40 if offload == "states" else 36) * 2  # of both ranks
+    for key in ("host_bandwidth", "pcie_bandwidth"):
+        times = [
+            predicted(f"{words} cluster.{key}={rate}").seconds for rate in (0.001, 0.01, 0.1, 10)
+        ]
+        assert all(fast <= slow * (1 + 1e-9) for slow, fast in pairwise(times))
+        assert times[0] > 1.2 * times[-1]
+        if key == "host_bandwidth":
+            assert times[0] >= total / 0.001e9
+
+
+def test_copies_take_the_slower_of_link_and_memory():
+    host = HostSheet(memory=100e9, pcie=10e9, ranks=4)
+    assert host.transfer(DOWN, 8e9).seconds == pytest.approx(1.0)  # 0.8 of the link
+    assert host.transfer(STEPS, 20e9).seconds == pytest.approx(1.0)  # 0.8 of a quarter
+    assert replace(host, ranks=16).transfer(UP, 8e9).seconds == pytest.approx(1.6)
+
+
+def test_a_profile_prices_the_host_as_measured():
+    # 7 bytes are moved per byte of the master weights.
+    on_cpu = MeasuredHost(PROFILE).transfer(STEPS, 7e6)
+    assert on_cpu.seconds == pytest.approx(7e-3)
+    assert (on_cpu.compute_slowdown, on_cpu.comm_slowdown) == (0.5, 0.5)  # the same cores
+    assert MeasuredHost(PROFILE).transfer(DOWN, 5e5).seconds == pytest.approx(1e-3)
+    measured = {"host_step": [MeasuredPoint(1e6, 2e-3)], "host_copy": [MeasuredPoint(1e6, 1e-4)]}
+    on_cuda = MeasuredHost(replace(PROFILE, is_cuda=True, **measured))
+    assert on_cuda.transfer(STEPS, 14e6).seconds == pytest.approx(4e-3)
+    assert on_cuda.transfer(UP, 2e6).seconds == pytest.approx(2e-4)
+    assert on_cuda.transfer(STEPS, 7e6).compute_slowdown == 0.0
+    assert not replace(PROFILE, is_cuda=True).measures_host
+
+
+def test_the_trace_shows_the_queues_of_the_host():
+    found = predicted("cluster=h100 strategy=full_shard optimizer.offload=states")
+    trace = json.loads(chrome_trace(found.simulated, "step"))["traceEvents"]
+    lanes = {each["args"]["name"] for each in trace if each["name"] == "thread_name"}
+    assert {"compute", "copies to the host", "steps on the host", "copies to the device"} <= lanes
+
+
+# ---- against the engine ------------------------------------------------------------------
+
+THREE = "accumulation.steps=3 train.global_batch_size=6"
+CASES = (
+    "strategy=full_shard precision=bf16 optimizer.offload=states accumulation.steps=1",
+    "strategy=shard_grad_op precision=fp32 optimizer.offload=all accumulation.steps=1",
+    f"strategy=shard_optimizer precision=bf16 optimizer.offload=all {THREE}",
+    f"strategy=full_shard precision=bf16 optimizer.offload=all {THREE} accumulation=every",
+)
+
+
+@pytest.mark.parametrize("words", CASES)
+@distributed(2)
+def test_the_engine_copies_the_bytes_that_are_priced(rank: int, world_size: int, words: str):
+    words = f"cluster=h100 launch.device=cpu {words}"
+    config = placed(words)
+    model = make_model(config, torch.device("cpu"), trains=True)
+    optimizer = make_optimizer(config, model)
+    copied = 0
+    copy = Copier.copy
+
+    def counted(self: Copier, target: Tensor, source: Tensor, *about: Any) -> Any:
+        nonlocal copied
+        copied += target.nbytes
+        return copy(self, target, source, *about)
+
+    assert model.host is not None
+    train_step(config, model, optimizer)
+    model.host.settle()
+    with mock.patch.object(Copier, "copy", counted):
+        train_step(config, model, optimizer)
+        model.host.settle()
+    sent = predicted(words).sent
+    assert copied == sent[DOWN] + sent[UP] + HOST_SCALARS

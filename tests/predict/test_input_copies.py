@@ -1,0 +1,73 @@
+"""The predicted copies of blocks' inputs: times computed by hand, and the bytes that are copied."""
+
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.training import train_step
+from fsdpctl.comm.host import Copier
+from fsdpctl.predict.simulator import COMPUTE
+from fsdpctl.train.assemble import make_model
+from fsdpctl.train.optimizers import make_optimizer
+from tests.predict.test_host_steps import DOWN, UP, Even, Host, on_host, placed, predicted, spans
+from tests.predict.test_properties import Free, Instant
+
+WORDS = "cluster=h100 strategy=full_shard precision=bf16 activation_checkpointing=full"
+SENT = f"{WORDS} activation_checkpointing.offload=true"
+INPUT = 16 * 32 * 2  # bytes: positions, width, bf16; three blocks of four send them
+TWO = "accumulation.steps=2 train.global_batch_size=4"
+
+
+def test_copies_that_take_no_time_cost_nothing(monkeypatch):
+    on_host(monkeypatch, Host(), Even(), Instant())
+    assert predicted(SENT).seconds == pytest.approx(predicted(WORDS).seconds, rel=1e-9)
+
+
+def test_a_device_that_takes_no_time_waits_for_each_input_twice(monkeypatch):
+    on_host(monkeypatch, Host(down=INPUT, up=INPUT / 2), Free(), Instant())
+    for more, passes in (("", 1), (TWO, 2), ("accumulation.steps=5 train.global_batch_size=10", 5)):
+        found = predicted(f"{SENT} {more}")
+        assert found.seconds == pytest.approx(passes * 3 * (1 + 2))
+        assert found.exposed_communication == pytest.approx(found.seconds)
+        assert found.sent[DOWN] == found.sent[UP] == passes * 3 * INPUT
+
+
+def test_an_input_returns_while_the_block_after_it_is_recomputed(monkeypatch):
+    on_host(monkeypatch, Host(down=INPUT * 1e6, up=INPUT * 1e6), Even(per_operator=1e-3), Instant())
+    found = predicted(SENT)
+    assert found.seconds == pytest.approx(predicted(WORDS).seconds, rel=1e-9)
+    starts = {each.label: each.start for each in spans(found, COMPUTE)}
+    layers = [f"model.layers.{number}" for number in range(4)]
+    down, up = ({each.label: each.start for each in spans(found, way)} for way in (DOWN, UP))
+    assert list(down) == [f"input of {each}" for each in layers[:3]]
+    for layer, after in pairwise(layers):
+        assert down[f"input of {layer}"] == pytest.approx(starts[f"forward {layer}"])
+        assert up[f"input of {layer}"] == pytest.approx(starts[f"backward {after}"])
+
+
+def test_a_faster_link_is_never_slower():
+    times = [predicted(f"{SENT} cluster.pcie_bandwidth={rate}").seconds for rate in (0.001, 1, 50)]
+    assert times[0] > 1.2 * times[1] >= 1.2 * times[2]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_rank_copies_the_bytes_that_are_priced(passes):
+    words = f"{SENT} launch.device=cpu launch.nproc_per_node=1 train.global_batch_size={passes}"
+    words += f" accumulation.steps={passes}"
+    config, copied = placed(words), []
+    copy = Copier.copy
+
+    def counted(self: Copier, target: Tensor, source: Tensor, *about: Any) -> Any:
+        copied.append(target.nbytes)
+        return copy(self, target, source, *about)
+
+    model = make_model(config, torch.device("cpu"), trains=True)
+    optimizer = make_optimizer(config, model)
+    with mock.patch.object(Copier, "copy", counted):
+        train_step(config, model, optimizer)
+    sent = predicted(words).sent
+    assert sum(copied) == sent[DOWN] + sent[UP] > 0
