@@ -235,7 +235,7 @@ def _about(cause: "Failure", run_dir: Path, outcome: "Outcome") -> list[str]:
 
 def _memory_report(run_dir: Path) -> list[str]:
     """Return the estimate, the available memory, and the cheapest changes that fit."""
-    from fsdpctl.cli.estimate import change_lines
+    from fsdpctl.cli.estimate_text import change_lines
     from fsdpctl.estimate.advice import advice
     from fsdpctl.estimate.estimator import Estimator
     from fsdpctl.resolve.machine import placed_on_cluster

@@ -1,14 +1,24 @@
 """The largest run that fits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdpctl.config.model import MOST_LAYERS
 from fsdpctl.config.schema import Config
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.changes import (
+    LONG,
+    activations_on_host,
+    feed_forward_in_chunks,
+    recomputed,
+    shared_samples,
+)
 from fsdpctl.estimate.estimator import Estimator, batches_of
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.resolve.context_check import check_shared_rows
 from fsdpctl.resolve.machine import sample_groups
+from fsdpctl.resolve.preflight import check_activation_offload
 
 FITTED = {
     "micro_batch": "train.micro_batch_size",
@@ -18,6 +28,7 @@ FITTED = {
 _MOST = {"micro_batch": 1 << 20, "model": MOST_LAYERS}
 _COUNTED = 256  # blocks
 _LENGTHS = 256  # tokens: lengths are multiples of it
+_BITS = 5  # of the lengths of samples that need other settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +100,32 @@ def largest_that_fits(estimator: Estimator, config: Config, what: str) -> Fit:
     if not found.value:
         found = _largest(estimator, config, what, begin, most, multiple=1)
     return found
+
+
+def longer_samples(
+    estimator: Estimator, config: Config, found: Fit
+) -> Iterator[tuple[tuple[str, ...], Fit]]:
+    """Yield settings with which longer samples fit than `found`, more and more together.
+
+    Each comes with the longest samples that fit with them, to about five percent.
+    """
+    words: tuple[str, ...] = ()
+    for make in (recomputed, shared_samples, activations_on_host, feed_forward_in_chunks):
+        begin = max(found.value, LONG)
+        config = _valued(config, "seq_len", begin)
+        for change in [*make(config)][-1:]:
+            if found.estimate is not None and found.next is None:
+                return  # the model's own limit
+            words, config = (*words, *change.words), change.config
+            try:
+                check_shared_rows(config)
+                check_activation_offload(config)
+            except UsageError:
+                return
+            multiple = max(_LENGTHS, 1 << (begin.bit_length() - _BITS))
+            most = config.model.max_seq_len
+            found = _largest(estimator, config, "seq_len", begin, most, multiple=multiple)
+            yield words, found
 
 
 def largest_model(estimator: Estimator, config: Config) -> LargestModel | None:

@@ -1,0 +1,142 @@
+"""The lines and tables of `fsdpctl estimate-memory`."""
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from fsdpctl.cli.console import new_table
+
+if TYPE_CHECKING:
+    from fsdpctl.estimate.changes import Change
+    from fsdpctl.estimate.fit import Fit
+    from fsdpctl.estimate.run_estimate import RunEstimate
+
+_LARGE_BUFFERS = 0.25  # of a device, from which plain sharding of experts is hard to justify
+_VERDICTS = {
+    "fits": "fits",
+    "thrashes": "fits only if the allocator repeatedly empties its cache, which is slow",
+    "too_large": "does not fit",
+}
+_SHORT_VERDICTS = {"too_large": _VERDICTS["too_large"]}
+
+
+def heading(first: "RunEstimate") -> list[str]:
+    """Return lines with the configuration that is estimated."""
+    from fsdpctl.resolve.machine import world_size
+
+    config, launch, precision = first.config, first.config.launch, first.config.precision
+    nodes = "" if launch.nnodes == 1 else f" on {launch.nnodes} nodes"
+    batches, prefetch = first.batches, config.prefetch
+    shared = config.train.context_parallel
+    who = "rank" if shared == 1 else f"group of {shared} ranks"
+    recomputes = config.activation_checkpointing.name
+    recomputes += ", inputs in host memory" if config.activation_checkpointing.offload else ""
+    compiled = "; estimated without torch.compile" if config.train.compile else ""
+    base = "" if config.model.base_dtype is None else f", {config.model.base_dtype} linear layers"
+    return [
+        f"model   {config.model.name}, {first.num_params:,} parameters{_trained(first)}",
+        f"ranks   {world_size(config)} on {launch.device}{nodes}, {_size(first.memory_bytes)} each "
+        f"(cluster={config.cluster.name}), engine {config.engine.name}",
+        f"dtypes  {precision.param_dtype} compute, {precision.reduce_dtype} reduction, "
+        f"{precision.master_dtype} master weights{base}",
+        f"step    {first.tokens_per_step:,} tokens: each {who} {batches.num_micro_batches} x "
+        f"{batches.micro_batch_size} samples of {config.train.seq_len}; accumulation "
+        f"{config.accumulation.name}; activation checkpointing {recomputes}{compiled}; prefetch "
+        f"{prefetch.forward} forward, {prefetch.backward} backward",
+        "",
+    ]
+
+
+def _trained(estimate: "RunEstimate") -> str:
+    active, trained = estimate.num_active, estimate.num_trained
+    parts = ["" if active == estimate.num_params else f", {active:,} active"]
+    return "".join([*parts, "" if trained == estimate.num_params else f", {trained:,} trained"])
+
+
+def strategies_table(estimates: list["RunEstimate"]) -> Table:
+    """Return the memory at the peak, a row for each strategy."""
+    parts = [name for name in estimates[0].step.breakdown if name != "rounding"]
+    names = [name.replace("_", " ") for name in [*parts, "allocated", "reserved", "margin"]]
+    table = new_table("strategy", *names, "", right=names)
+    for each in estimates:
+        cells = [_size(each.step.breakdown[name]) for name in parts]
+        totals = [_size(each.allocated), _size(each.peak_reserved), _size(each.margin)]
+        verdict = _SHORT_VERDICTS.get(each.verdict, each.verdict)
+        table.add_row(each.config.strategy.name, *cells, *totals, verdict)
+    return table
+
+
+def breakdown_table(found: "RunEstimate") -> Table:
+    """Return the memory at the peak, a row for each purpose."""
+    title = f"{found.config.strategy.name}, per rank at the peak"
+    table = new_table(title, "", "largest tensors", right=("",))
+    for name, nbytes in found.step.breakdown.items():
+        largest = [each for each in found.step.peak.largest if each.category == name]
+        named = [f"{each.count} x {each.what}, {_size(each.nbytes)}" for each in largest[:2]]
+        table.add_row(name.replace("_", " "), _size(nbytes), "; ".join(named))
+    table.add_row("allocated", _size(found.allocated), f"peak at: {found.step.peak.when}")
+    return table
+
+
+def conclusions(found: "RunEstimate") -> list[str]:
+    """Return lines about the device, the host and the verdict."""
+    config, outside = found.config, found.outside
+    lines = []
+    if config.launch.device == "cuda":
+        each = [f"{_size(nbytes)} {name}" for name, nbytes in found.step.reserved.items()]
+        lines.append(
+            f"reserved by the allocator: {', '.join(each)}; launch.allocator="
+            f"{config.launch.allocator}"
+        )
+    buffers = sum(found.step.breakdown[name] for name in ("gathered_units", "reduce_buffers"))
+    if found.num_active < found.num_params and buffers > _LARGE_BUFFERS * found.memory_bytes:
+        lines.append(
+            f"experts {_size(buffers)} of gathered units and reduce buffers do not shrink with "
+            "more ranks; expert parallelism would divide them, but fsdpctl does not have it"
+        )
+    lines += [
+        f"outside {_size(outside.low)} to {_size(outside.high)} (assumed): the process"
+        + (", its CUDA context, and NCCL" if config.launch.device == "cuda" else ""),
+        f"host    about {_size(found.host_bytes)} of memory per worker{_on_node(found)}; a "
+        f"checkpoint takes {_size(found.checkpoint_bytes)} of disk",
+        f"verdict {_VERDICTS[found.verdict]}: {_size(abs(found.margin))} "
+        f"{'to spare' if found.margin >= 0 else 'missing'}",
+    ]
+    return lines
+
+
+def _on_node(found: "RunEstimate") -> str:
+    if found.host_limit is None:
+        return ""
+    fits = "does not fit" if found.lacks_host_memory else "fits"
+    return f", {_size(found.node_bytes)} of {_size(found.host_limit)} per node ({fits})"
+
+
+def fit_line(found: "Fit") -> str:
+    """Return the largest size that fits, and how much memory the next one needs."""
+    if found.estimate is None:
+        return f"none: {found.key}=1 does not fit"
+    held = _size(found.estimate.peak_reserved)
+    if found.key == "model.num_layers":
+        held += f", {found.estimate.num_params:,} parameters"
+    if found.next is None:
+        return f"{found.settings} ({held}), the maximum"
+    over = _size(found.next.peak_reserved)
+    return f"{found.settings} ({held}); {found.value + found.multiple} does not fit ({over})"
+
+
+def change_lines(changes: list[tuple["Change", "RunEstimate"]]) -> list[str]:
+    """Return lines with the changes that make a configuration fit."""
+    if not changes:
+        return ["to fit  no change found that makes it fit"]
+    lines = [
+        f"{' '.join(change.words)}: {_size(estimate.peak_reserved)}; {change.cost}"
+        for change, estimate in changes
+    ]
+    return [f"{'to fit' if not i else '':<8}{line}" for i, line in enumerate(lines)]
+
+
+def _size(nbytes: int) -> str:
+    from fsdpctl.run.progress import format_bytes
+
+    return format_bytes(nbytes) if nbytes >= 0 else f"-{format_bytes(-nbytes)}"

@@ -1,0 +1,205 @@
+"""Changes that let a run need less memory, and their cost."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fsdpctl.config.schema import GROUPS, KEYS, Config
+from fsdpctl.estimate.estimator import batches_of
+from fsdpctl.plan.muon import MUON
+from fsdpctl.plan.sizes import Offload
+from fsdpctl.plan.strategy import DDP, FSDPCTL, get_strategy, sharded_over_copies
+from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
+from fsdpctl.resolve.machine import resolved_strategy, world_size
+
+_MOST_NODES = 1 << 10
+_CHUNK = 1024  # tokens
+LONG = 1 << 14  # tokens, from which activations need more memory than parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Changed settings, and their cost."""
+
+    words: tuple[str, ...]  # the settings
+    cost: str
+    config: Config  # with it
+
+    @property
+    def keys(self) -> set[str]:
+        """The keys of the settings."""
+        return {word.split("=")[0] for word in self.words}
+
+
+def changed(config: Config, cost: str, values: Mapping[str, Any]) -> Change:
+    """Return `config` with `values` by key, as the command line would set them; None: auto."""
+    texts = {
+        key: value if key in GROUPS else KEYS[key].text(value) for key, value in values.items()
+    }
+    words = tuple(f"{key}={text}" for key, text in texts.items())
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        part = replace(getattr(config, section), **{name or "name": value})
+        config = replace(config, **{section: part})
+    given = config.strategy.under(config.strategy.name)
+    return Change(words, cost, replace(config, strategy=resolved_strategy(config, given)))
+
+
+def expandable(config: Config) -> Iterator[Change]:
+    """Yield the other allocator."""
+    if config.launch.allocator != "expandable":
+        yield changed(config, "nothing", {"launch.allocator": "expandable"})
+
+
+def chunked(config: Config) -> Iterator[Change]:
+    """Yield logits of some tokens at a time."""
+    samples = batches_of(config).micro_batch_size
+    is_long = samples * config.train.seq_len >= 2 * _CHUNK
+    if is_long and loss_chunk_tokens(config, samples) == 0:
+        cost = "the logits are computed twice"
+        yield changed(config, cost, {"train.loss_chunk_tokens": _CHUNK})
+
+
+def reduced_every_time(config: Config) -> Iterator[Change]:
+    """Yield a reduction of each micro-batch."""
+    passes = batches_of(config).num_micro_batches
+    if config.accumulation.name == "last" and passes > 1:
+        cost = f"gradients are reduced {passes} times per step instead of once"
+        yield changed(config, cost, {"accumulation": "every"})
+
+
+def shared_out(config: Config) -> Iterator[Change]:
+    """Yield states sharded over replicas."""
+    given = config.strategy
+    row = sharded_over_copies(get_strategy(given.name))
+    if row is None or config.engine.name != FSDPCTL or given.dp_shard_size == world_size(config):
+        return
+    cost = "replicas shard gradients and optimizer states, and exchange updated parameters"
+    yield changed(config, cost, {"strategy": row.name})
+
+
+def fully_sharded(config: Config) -> Iterator[Change]:
+    """Yield full sharding."""
+    if config.strategy.name == "full_shard" or config.optimizer.name == MUON:
+        return
+    values: dict[str, Any] = {"strategy": "full_shard"}
+    if config.strategy.dp_shard_size is not None:
+        values["strategy.dp_shard_size"] = None
+    if config.engine.name == DDP:
+        values["engine"] = FSDPCTL
+    cost = "all ranks share one replica; each unit is gathered in forward and again in backward"
+    yield changed(config, cost, values)
+
+
+def recomputed_in_part(config: Config) -> Iterator[Change]:
+    """Yield selective activation checkpointing."""
+    if config.activation_checkpointing.name == "none":
+        cost = "every second matrix product is recomputed"
+        yield changed(config, cost, {"activation_checkpointing": "selective"})
+
+
+def recomputed(config: Config) -> Iterator[Change]:
+    """Yield full activation checkpointing."""
+    if config.activation_checkpointing.name != "full":
+        cost = "a third more computation: the forward of blocks runs twice"
+        yield changed(config, cost, {"activation_checkpointing": "full"})
+
+
+def smaller_batch(config: Config) -> Iterator[Change]:
+    """Yield smaller micro-batches."""
+    size = batches_of(config).micro_batch_size // 2
+    while size:
+        yield _with_micro_batch(config, size)
+        size //= 2
+
+
+def single_sample(config: Config) -> Iterator[Change]:
+    """Yield micro-batches of one sample."""
+    if batches_of(config).micro_batch_size > 1:
+        yield _with_micro_batch(config, 1)
+
+
+def _with_micro_batch(config: Config, size: int) -> Change:
+    found = changed(config, "", {"train.micro_batch_size": size, **_steps_as_needed(config)})
+    passes = [batches_of(each).num_micro_batches for each in (found.config, config)]
+    return replace(found, cost=f"{passes[0]} smaller micro-batches per step instead of {passes[1]}")
+
+
+def _steps_as_needed(config: Config) -> dict[str, None]:
+    """Return the setting that resets the number of passes, if it was set."""
+    return {} if config.accumulation.steps is None else {"accumulation.steps": None}
+
+
+def compressed(config: Config) -> Iterator[Change]:
+    """Yield moments in 8 bits."""
+    about = config.optimizer
+    plain = about.name == "adamw" and about.state_dtype is None and config.model.lora.rank is None
+    own = config.engine.name == FSDPCTL and about.offload == Offload.NONE
+    if plain and own and config.precision.master_dtype == "float32":
+        cost = "moments are rounded to 8 bits"
+        yield changed(config, cost, {"optimizer.state_dtype": "int8"})
+
+
+def states_on_host(config: Config) -> Iterator[Change]:
+    """Yield states in host memory."""
+    about = config.optimizer
+    plain = about.name == "adamw" and about.state_dtype in (None, "float32")
+    if plain and about.offload == Offload.NONE and config.engine.name == FSDPCTL:
+        cost = "{} on the host, and the optimizer's step"
+        for value, what in (
+            (Offload.STATES, "master weights and moments"),
+            (Offload.ALL, "gradients, master weights and moments"),
+        ):
+            yield changed(config, cost.format(what), {"optimizer.offload": value.value})
+
+
+def activations_on_host(config: Config) -> Iterator[Change]:
+    """Yield inputs of blocks in host memory."""
+    about = config.activation_checkpointing
+    if about.name != "none" and not about.offload and config.engine.name == FSDPCTL:
+        cost = "inputs of recomputed blocks are on the host"
+        yield changed(config, cost, {"activation_checkpointing.offload": True})
+
+
+def shared_samples(config: Config) -> Iterator[Change]:
+    """Yield samples shared by ranks of a node, by few first, if they are long."""
+    train, each = config.train, config.launch.nproc_per_node or 1
+    if train.seq_len < LONG or config.engine.name != FSDPCTL:
+        return
+    for count in range(2 * train.context_parallel, each + 1):
+        if each % count == 0 and config.model.num_heads % count == 0:
+            values = {"train.context_parallel": count, **_steps_as_needed(config)}
+            if train.micro_batch_size is None:  # a group has more samples than a rank
+                values["train.micro_batch_size"] = batches_of(config).micro_batch_size
+            cost = f"{count} ranks share each sample, and exchange heads around attention"
+            yield changed(config, cost, values)
+
+
+def feed_forward_in_chunks(config: Config) -> Iterator[Change]:
+    """Yield feed-forward layers that run on some tokens at a time, if samples are long."""
+    train = config.train
+    if train.seq_len >= LONG * train.context_parallel and train.mlp_chunk_tokens == 0:
+        cost = "feed-forward layers run once more, on some tokens at a time"
+        yield changed(config, cost, {"train.mlp_chunk_tokens": None})
+
+
+def in_four_bits(config: Config) -> Iterator[Change]:
+    """Yield frozen weights in 4 bits."""
+    if config.model.lora.rank is not None and config.model.base_dtype is None:
+        cost = "frozen weights are rounded to 4 bits, and dequantized in forward and backward"
+        yield changed(config, cost, {"model.base_dtype": "nf4"})
+
+
+def computed_in_bf16(config: Config) -> Iterator[Change]:
+    """Yield computation in bf16."""
+    if config.precision.param_dtype == "float32":
+        yield changed(config, "compute in bfloat16", {"precision.param_dtype": "bfloat16"})
+
+
+def more_nodes(config: Config) -> Iterator[Change]:
+    """Yield more nodes."""
+    nodes = 2 * config.launch.nnodes
+    while nodes <= _MOST_NODES:
+        found = changed(config, "", {"launch.nnodes": nodes, **_steps_as_needed(config)})
+        yield replace(found, cost=f"{world_size(found.config)} ranks")
+        nodes *= 2
