@@ -104,13 +104,9 @@ class Batches:
             )
         split = tuple(lengths) if self.rows.holds_documents else ()
         # Targets were shifted before: that of a part's last token is in the next part.
-        own = (
-            slice(None)
-            if context is None
-            else slice(context.index * size, (context.index + 1) * size)
-        )
-        made = (torch.from_numpy(each[:, own].copy()) for each in (tokens, targets))
-        return MicroBatch(*made, split, context)
+        first = 0 if context is None else context.index * size
+        tokens, targets = (each[:, first : first + size].copy() for each in (tokens, targets))
+        return MicroBatch(torch.from_numpy(tokens), torch.from_numpy(targets), split, context)
 
 
 def _as_slice(span: range) -> slice:

@@ -41,7 +41,7 @@ class SharedRows:
 
     def __init__(self, model: Any) -> None:
         """Take over the choice of attention of `model`, a PreTrainedModel."""
-        found = (getattr(each, "config", None) for each in model.modules())
+        found: list[Any] = [getattr(each, "config", None) for each in model.modules()]
         configs = {id(each): each for each in found if hasattr(each, "_attn_implementation")}
         self._usual = [(each, each._attn_implementation) for each in configs.values()]
 

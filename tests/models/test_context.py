@@ -110,10 +110,11 @@ def test_each_rank_gets_the_keys_of_its_queries(heads, ranks):
     of_queries = k.repeat_interleave(heads[0] // heads[1], 1)
 
     def run(context: ContextParallel) -> tuple[Tensor, ...]:
-        own = to_heads(*(each.chunk(ranks, 2)[context.index] for each in (q, k, v)), context)
+        own_q, own_k, own_v = (each.chunk(ranks, 2)[context.index] for each in (q, k, v))
+        own = to_heads(own_q, own_k, own_v, context)
         return *own, to_tokens(own[0], context)
 
-    mine = heads_per_rank(*heads, ranks)
+    mine = heads_per_rank(heads[0], heads[1], ranks)
     for index, (queries, keys, values, back) in enumerate(as_ranks(ranks, run)):
         span = slice(index * mine[0], (index + 1) * mine[0])
         assert (queries.shape[1], keys.shape[1]) == mine

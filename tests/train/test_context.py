@@ -92,6 +92,7 @@ def test_losses_are_those_of_ranks_with_samples_of_their_own(tmp_path, more):
 @pytest.mark.parametrize("family", fast("llama", slow=["qwen3_moe"]))
 def test_packed_chats_whose_answers_are_on_few_ranks(tmp_path, family):
     kind = ["model=hf"] if family == "llama" else ["model=transformers"]
+    kind += ["activation_checkpointing=full"]
     check_alike(tmp_path, 2, [1, 2], *kind, *chats(tmp_path, family))
 
 

@@ -241,6 +241,7 @@ def test_ranks_that_share_samples_are_fewer_groups(tmp_path):
     lines = "context_parallel_size: 4\ngradient_accumulation_steps: 2\n"
     config = asked(written(tmp_path, f"{AXOLOTL}{lines}tiled_mlp: true\n")).composed.config
     train = config.train
+    assert train.micro_batch_size is not None
     assert (train.context_parallel, train.global_batch_size) == (4, 4 * train.micro_batch_size)
     assert train.mlp_chunk_tokens is None  # auto
     assert config.engine.name == "fsdpctl"
