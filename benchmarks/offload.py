@@ -159,14 +159,15 @@ def results_of(setting: str, contenders: list[Contender]) -> Iterator[Result]:
     none = contenders[0].rounds
     for overlapping, waiting in zip(contenders[1::2], contenders[2::2], strict=True):
         own = overlapping.rounds
-        shares = [
+        ratios = (
             [a.seconds / b.seconds for a, b in zip(own, none, strict=True)],
             [a.seconds / b.seconds for a, b in zip(own, waiting.rounds, strict=True)],
             [a.stepping / b.seconds for a, b in zip(own, none, strict=True)],
             [1 - each.waiting / each.stepping for each in own],
-        ]
+        )
+        over_none, over_waiting, host_step, hidden = (round(median(e), 3) for e in ratios)
         offload = overlapping.config.optimizer.offload
-        yield Result(setting, offload, *(round(median(e), 3) for e in shares), own[0].copied)
+        yield Result(setting, offload, over_none, over_waiting, host_step, hidden, own[0].copied)
 
 
 def _measure(rank: int, width: int, rounds: int, folder: Path) -> None:
