@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from fsdpctl.engine.host_inputs import HostInputs, SentInput
+from fsdpctl.errors import UsageError
 from fsdpctl.models.nf4 import OPERATORS
 
 _PRODUCTS = ("mm", "addmm")
@@ -122,7 +123,14 @@ _CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
+def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(block._plain_forward, *args, use_reentrant=False, **kwargs)
+
+
 def _recomputed_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
+    if contexts is noop_context_fn:
+        return _recomputed  # torch.compile does not support it as an argument
+
     def recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         forward = block._plain_forward
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -133,7 +141,7 @@ def _recomputed_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
 def _sent_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
     """Return a forward that sends its first floating-point tensor to the host."""
 
-    def sending(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def sending(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         given = next(filter(_is_hidden, (*args, *kwargs.values())), None)
         if given is None or not _is_saved(given, block):
             return _recomputed_within(contexts)(block, *args, **kwargs)
@@ -166,7 +174,7 @@ def _fetched_in(contexts: Callable[[], Any], sent: SentInput) -> tuple[Any, Any]
     return forward, _Both(sent, recomputation)
 
 
-def _forward_with_sent(like: Tensor, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _forward_with_sent(_: Tensor, block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     named = {name: _value(each) for name, each in kwargs.items()}
     return block._plain_forward(*map(_value, args), **named)  # type: ignore[operator]  # not a submodule
 
@@ -185,8 +193,7 @@ def checkpoint_block(
     With `send`, the block's input is sent to the host.
     """
     block._plain_forward = block.forward  # type: ignore[assignment]  # a method, not a submodule
-    has_experts = any("expert" in name for name, _ in block.named_parameters())
-    contexts = _CONTEXTS[mode][has_experts]
+    contexts = _CONTEXTS[mode][_has_experts(block)]
     if send is not None:
         block._send = send  # type: ignore[assignment]  # not a submodule
     forward = _recomputed_within(contexts) if send is None else _sent_within(contexts)
@@ -208,9 +215,25 @@ def checkpoint_blocks(
     return inputs
 
 
+def _has_experts(block: nn.Module) -> bool:
+    return any("expert" in name for name, _ in block.named_parameters())
+
+
 def compile_block(block: nn.Module) -> None:
-    """Compile the forward of `block` with torch.compile; equal blocks share the result."""
-    block.forward = torch.compile(block.forward)
+    """Compile the forward of `block` with torch.compile; equal blocks share the result.
+
+    Raises:
+        UsageError: If the block has experts and sends its input to the host.
+    """
+    if not hasattr(block, "_send"):
+        block.forward = torch.compile(block.forward)
+        return
+    if _has_experts(block):
+        raise UsageError(
+            "activation_checkpointing.offload=true: conflicts with train.compile=true for blocks "
+            "with experts; set one of them to false"
+        )
+    block._plain_forward = torch.compile(block._plain_forward)
 
 
 def missing_compiler(device: str) -> str | None:

@@ -127,8 +127,11 @@ def check_activation_offload(config: Config) -> None:
         )
     if config.engine.name != FSDPCTL:
         raise UsageError(f"{where}: requires engine={FSDPCTL}, got engine={config.engine.name}")
-    if config.train.compile:
-        raise UsageError(f"{where}: conflicts with train.compile=true; set one of them to false")
+    if config.train.compile and about.name == "selective":
+        raise UsageError(
+            f"{where}: requires activation_checkpointing=full with train.compile=true, got "
+            "activation_checkpointing=selective"
+        )
 
 
 def check_offload(config: Config) -> None:
