@@ -36,6 +36,7 @@ bench: $(VENV)/developed  ## compare with PyTorch's engines on CPU ranks, about 
 	$(BIN)/python -m benchmarks.peak_memory --out $(RESULTS)/peak-memory-cpu.json
 	$(BIN)/python -m benchmarks.consolidate --out $(RESULTS)/consolidate.json
 	$(BIN)/python -m benchmarks.saving --out $(RESULTS)/saving.json
+	$(BIN)/python -m benchmarks.offload --out $(RESULTS)/offload.json
 	$(BIN)/python -m benchmarks.watching --out $(RESULTS)/watching.json
 	$(BIN)/python -m benchmarks.restarting --out $(RESULTS)/restarting.json
 	$(BIN)/python -m benchmarks.step_time --out $(RESULTS)/step-time-cpu.json

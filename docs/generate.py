@@ -40,6 +40,7 @@ PAGES = tuple(
         "auto",
         "models",
         "fine-tune",
+        "less-memory",
     )
 )
 PICTURE = DOCS / "strategies.png"
@@ -167,6 +168,7 @@ TABLES = {
     "decoders": decoders_table,
     "loading": loading_table,
     "base-dtype": measured.base_dtype_table,
+    "offload": measured.offload_table,
     "slow_links": measured.slow_links_table,
     "published_steps": published_steps_table,
     "predicted_steps": predicted_steps_table,

@@ -54,6 +54,32 @@ def base_dtype_table() -> str:
     )
 
 
+def offload_table() -> str:
+    """Return the time of a step with states on the host, and what its schedule hides."""
+    report = _report("offload")
+    rows = [
+        [
+            f"{each['setting']}, `{each['offload']}`",
+            f"{each['host_step_over_none']:.2f}",
+            f"{each['hidden_share']:.0%}",
+            f"{each['time_over_none']:.2f}",
+            f"{each['time_over_waiting']:.2f}",
+            f"{each['copied_bytes_per_step'] / 1e6:.1f} MB",
+        ]
+        for each in report["results"]
+    ]
+    header = [
+        "setting, `optimizer.offload=`",
+        "host step / step without offload",
+        "of which hidden",
+        "step / step without offload",
+        "step / step that waits for the host",
+        "copied per rank and step",
+    ]
+    about = f"{report['ranks']} ranks over gloo, {_measured_on(report)}"
+    return _table(header, rows, f"{about}, medians of {report['rounds']} alternating rounds.")
+
+
 def slow_links_table() -> str:
     """Return time and traffic of a step over a slow link between two hosts."""
     report = _report("slow-links")

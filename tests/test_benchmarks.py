@@ -40,6 +40,7 @@ def run(module: str, out: Path, *words: str) -> dict[str, object]:
         ("decoders", ["--families", "llama"]),
         ("base_dtype", ["--rounds", "1", "--width", "128", "--seq-lens", "32"]),
         ("loading", ["--layers", "1", "--ranks", "1"]),
+        ("offload", ["--rounds", "1", "--width", "32"]),
     ],
 )
 def test_a_benchmark_writes_what_it_measured(tmp_path: Path, module: str, words: list[str]) -> None:

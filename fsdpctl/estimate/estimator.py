@@ -47,7 +47,7 @@ class StepPrediction:
 
     seconds: float
     compute: float
-    optimizer: float
+    optimizer: float  # with waits for its step on the host
     exposed_communication: float
     sent: Mapping[str, float]  # bytes that a rank sends, by link
     simulated: SimulatedStep

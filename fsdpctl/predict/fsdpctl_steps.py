@@ -11,7 +11,7 @@ from fsdpctl.predict.compute import Part
 from fsdpctl.predict.engine_bytes import plan_slots, planned_step, planned_update
 from fsdpctl.predict.fsdpctl_buffers import EngineBuffers
 from fsdpctl.predict.hardware import CollectiveKind
-from fsdpctl.predict.host_steps import HostSteps
+from fsdpctl.predict.host_steps import HostSchedule
 from fsdpctl.predict.muon_steps import matrix_elements, update_matrices
 from fsdpctl.predict.recorder import COPIES, GATHERS, REDUCTIONS, Category, RankGroup, Recorder
 from fsdpctl.predict.training_plan import (
@@ -44,7 +44,7 @@ class FsdpctlSteps:
         self._last_reduced: dict[str, tuple[int, bool]] = {}
         self._has_states = plan.steps_on_host  # they are on the host
         self._leaving: dict[str, list[int]] = {}  # gradients that the host steps with
-        self._host = HostSteps(plan, place, recorder)
+        self._host = HostSchedule(plan, place, recorder)
         self._combines = place.combines(plan.strategy)
 
     def setup(self, *, draws: bool) -> None:

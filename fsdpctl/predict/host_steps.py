@@ -6,7 +6,7 @@ from fsdpctl.predict.recorder import Recorder
 from fsdpctl.predict.training_plan import TrainingPlan, held_masters
 
 
-class HostSteps:
+class HostSchedule:
     """The gradients that leave a rank, the steps of its host, and the results that come back.
 
     Each unit is stepped once its gradient has arrived, in the order of the next forward. A unit

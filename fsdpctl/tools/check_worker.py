@@ -20,6 +20,7 @@ from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.comm.links import clock_offset, exchange_speed, rounds_of
 from fsdpctl.comm.world import PrefixStore, Store, TCPStore, World, joined_world
 from fsdpctl.io import files
+from fsdpctl.io.control_group import host_memory
 from fsdpctl.launch.handshake import decode, encode, source_digest, versions
 from fsdpctl.train.worker import report, tie_to_launcher
 
@@ -91,7 +92,7 @@ class Report:
 def check(kind: str, request: Request, store: Store, say: Say) -> Report:
     """Check the nodes with all their ranks, which meet in `store`. Collective."""
     rank, size, local = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    memory = psutil.virtual_memory()
+    memory = host_memory()
     own = Node(
         number=int(os.environ.get("GROUP_RANK", rank // local)),
         host=socket.gethostname(),
@@ -99,8 +100,8 @@ def check(kind: str, request: Request, store: Store, say: Say) -> Report:
         source=source_digest(),
         ranks=local,
         device=torch.cuda.get_device_name() if kind == "cuda" else "cpu",
-        memory_bytes=memory.total,
-        available_bytes=memory.available,
+        memory_bytes=memory,
+        available_bytes=min(memory, psutil.virtual_memory().available),
     )
     say(f"waiting for {size} ranks")
     meeting, names = PrefixStore("members", store), [str(each) for each in range(size)]

@@ -195,8 +195,8 @@ def test_a_profile_prices_the_host_as_measured():
     assert on_cpu.seconds == pytest.approx(7e-3)
     assert (on_cpu.compute_slowdown, on_cpu.comm_slowdown) == (0.5, 0.5)  # the same cores
     assert MeasuredHost(PROFILE).transfer(DOWN, 5e5).seconds == pytest.approx(1e-3)
-    measured = {"host_step": [MeasuredPoint(1e6, 2e-3)], "host_copy": [MeasuredPoint(1e6, 1e-4)]}
-    on_cuda = MeasuredHost(replace(PROFILE, is_cuda=True, **measured))
+    steps, copies = [MeasuredPoint(1e6, 2e-3)], [MeasuredPoint(1e6, 1e-4)]
+    on_cuda = MeasuredHost(replace(PROFILE, is_cuda=True, host_step=steps, host_copy=copies))
     assert on_cuda.transfer(STEPS, 14e6).seconds == pytest.approx(4e-3)
     assert on_cuda.transfer(UP, 2e6).seconds == pytest.approx(2e-4)
     assert on_cuda.transfer(STEPS, 7e6).compute_slowdown == 0.0

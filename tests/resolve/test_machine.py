@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fsdpctl.config.compose import compose_config
-from fsdpctl.resolve.machine import placed_here
+from fsdpctl.resolve.machine import placed_here, placed_on_cluster
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -20,3 +20,19 @@ def test_bf16_is_selected_only_if_the_card_supports_it(monkeypatch, native):
     monkeypatch.setattr("fsdpctl.resolve.machine._memory_here", lambda device, ranks: 1e9)
     placed = placed_here(compose_config(["launch.device=cuda"]).config)
     assert placed.precision.param_dtype == ("bfloat16" if native else "float32")
+
+
+def test_host_memory_is_that_of_this_machine_or_of_a_known_cluster(monkeypatch):
+    monkeypatch.setattr("fsdpctl.resolve.machine.host_memory", lambda: 12 << 30)
+
+    def memory(*words: str) -> tuple[float | None, float | None]:
+        cluster = placed_on_cluster(compose_config(list(words)).config).cluster
+        return cluster.memory, cluster.host_memory
+
+    on_cpu = ["launch.device=cpu", "launch.nproc_per_node=3"]
+    assert memory(*on_cpu) == (4, 12)
+    assert memory(*on_cpu, "cluster.memory=5") == (5, 15)  # of ranks that need not be here
+    assert memory("launch.device=cuda", "cluster.memory=5") == (5, 12)
+    assert memory("launch.device=cuda", "cluster.memory=5", "cluster.host_memory=7") == (5, 7)
+    assert memory("cluster=h100")[1] == 2048
+    assert memory("cluster=l40s")[1] is None

@@ -37,3 +37,15 @@ def test_the_cheapest_change_is_simulated_and_can_be_written():
 def test_nothing_is_added_if_a_variant_fits_or_nothing_would():
     assert [row.is_suggested for row in simulated("80").rows] == [False, False]
     assert [row.status == OK for row in simulated("0.01").rows] == [False, False]
+
+
+def test_missing_host_memory_is_in_the_status_of_a_variant():
+    words = [*WORDS[:1], "strategy=full_shard", *WORDS[2:], "optimizer.offload=none,states"]
+    found = SimulatedComparison(
+        variants([*words, "cluster.host_memory=6.001"], None, None, steps=20)
+    )
+    found.run()
+    fits, lacks = found.rows
+    assert fits.status == OK
+    assert lacks.status.startswith(TOO_LARGE)
+    assert lacks.status.endswith("GiB of host memory needed, 6.00 GiB available")
