@@ -142,7 +142,8 @@ def _sent_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
     """Return a forward that sends its first floating-point tensor to the host."""
 
     def sending(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        given = next(filter(_is_hidden, (*args, *kwargs.values())), None)
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        given = next((x for x in tensors if x.is_floating_point()), None)
         if given is None or not _is_saved(given, block):
             return _recomputed_within(contexts)(block, *args, **kwargs)
         with block._send(given) as sent:  # type: ignore[operator]  # not a submodule
@@ -155,10 +156,6 @@ def _sent_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
             return run(like, block, *args, context_fn=within, **kwargs)
 
     return sending
-
-
-def _is_hidden(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _is_saved(given: Tensor, block: nn.Module) -> bool:
@@ -233,7 +230,7 @@ def compile_block(block: nn.Module) -> None:
             "activation_checkpointing.offload=true: conflicts with train.compile=true for blocks "
             "with experts; set one of them to false"
         )
-    block._plain_forward = torch.compile(block._plain_forward)
+    block._plain_forward = torch.compile(block._plain_forward)  # type: ignore[assignment,arg-type]  # a method
 
 
 def missing_compiler(device: str) -> str | None:

@@ -43,7 +43,7 @@ from tests.train.ranks import words
                 "activation_checkpointing=selective",
                 "activation_checkpointing.offload=true",
             ],
-            "offload=true: requires activation_checkpointing=full with train.compile=true",
+            "offload=true: requires train.compile=false with selective",
         ),
         (["engine=fsdp2", "model.lora.rank=4"], "engine=fsdp2: trains all parameters"),
         (["engine=fsdp3"], "did you mean fsdp2?"),
