@@ -73,11 +73,14 @@ class HostInputs:
         self._last = num_blocks - 1
         self.sizes: dict[int, int] = {}  # bytes of the last input, by the number of its block
         self.slots = HostSlots(self._last, self._allocate)
-        self._host: tuple[HostWorker, Copier] | None = None
+        self._worker: HostWorker | None = None
+        self.copier: Copier | None = None  # None on the meta device
         self._newest: ref[SentInput] | None = None
 
     def send(self, number: int, given: Tensor) -> "SentInput":
         """Start to copy the input of the block with this number, which is about to run."""
+        if self.copier is None and not given.is_meta:
+            self._worker, self.copier = HostWorker(given.device), Copier(given.device)
         stays = number == self._last
         if not stays:
             self.sizes[number] = given.nbytes
@@ -87,15 +90,9 @@ class HostInputs:
         self._newest = ref(sent)
         return sent
 
-    def copier(self, device: torch.device) -> Copier | None:
-        """Return what copies from and to a device; None for the meta device."""
-        if self._host is None and device.type != "meta":
-            self._host = HostWorker(device), Copier(device)
-        return None if self._host is None else self._host[1]
-
     def _allocate(self, nbytes: int) -> Tensor:
-        assert self._host is not None
-        return self._host[0].allocate(nbytes, torch.uint8, pinned=True)
+        assert self._worker is not None
+        return self._worker.allocate(nbytes, torch.uint8, pinned=True)
 
 
 class SentInput:
@@ -121,7 +118,7 @@ class SentInput:
         self._left: torch.cuda.Event | None = None
         self._ahead: tuple[Tensor, torch.cuda.Event | None] | None = None
         self._stays = given if stays else None
-        self._copier = inputs.copier(given.device)
+        self._copier = inputs.copier
         if self._copier is not None and not stays:
             self._slot = inputs.slots.take(number, given.nbytes)
             target, copier = self._on_host(self._slot), self._copier

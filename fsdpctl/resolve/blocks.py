@@ -126,7 +126,14 @@ _CONTEXTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
+def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(block._plain_forward, *args, use_reentrant=False, **kwargs)
+
+
 def _recomputed_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
+    if contexts is noop_context_fn:
+        return _recomputed  # torch.compile does not support it as an argument
+
     def recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         forward = block._plain_forward
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -137,8 +144,9 @@ def _recomputed_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
 def _sent_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
     """Return a forward that sends its first floating-point tensor to the host."""
 
-    def sending(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = next(filter(_is_hidden, (*args, *kwargs.values())), None)
+    def sending(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        given = next((x for x in tensors if x.is_floating_point()), None)
         if given is None or not _is_saved(given, block):
             return _recomputed_within(contexts)(block, *args, **kwargs)
         with block._send(given) as sent:  # type: ignore[operator]  # not a submodule
@@ -151,10 +159,6 @@ def _sent_within(contexts: Callable[[], Any]) -> Callable[..., Any]:
             return run(like, block, *args, context_fn=within, **kwargs)
 
     return sending
-
-
-def _is_hidden(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _is_saved(given: Tensor, block: nn.Module) -> bool:
@@ -170,7 +174,7 @@ def _fetched_in(contexts: Callable[[], Any], sent: SentInput) -> tuple[Any, Any]
     return forward, _Both(sent, recomputation)
 
 
-def _forward_with_sent(like: Tensor, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _forward_with_sent(_: Tensor, block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     named = {name: _value(each) for name, each in kwargs.items()}
     return block._plain_forward(*map(_value, args), **named)  # type: ignore[operator]  # not a submodule
 
@@ -189,8 +193,7 @@ def checkpoint_block(
     With `send`, the block's input is sent to the host.
     """
     block._plain_forward = block.forward  # type: ignore[assignment]  # a method, not a submodule
-    has_experts = any("expert" in name for name, _ in block.named_parameters())
-    contexts = _CONTEXTS[mode][has_experts]
+    contexts = _CONTEXTS[mode][_has_experts(block)]
     if send is not None:
         block._send = send  # type: ignore[assignment]  # not a submodule
     forward = _recomputed_within(contexts) if send is None else _sent_within(contexts)
@@ -238,7 +241,7 @@ def chunk_feed_forward(module: nn.Module, tokens: int) -> None:
             block = module.get_submodule(unit.name)
             is_ours = hasattr(block, "feed_forward")
             owner = block if is_ours else getattr(block, "mlp", None)
-            if owner is None or any("expert" in name for name, _ in owner.named_parameters()):
+            if owner is None or _has_experts(owner):
                 raise UsageError(
                     f"train.mlp_chunk_tokens={tokens}: {unit.name} has no feed-forward layer that "
                     "runs token by token"
@@ -255,9 +258,25 @@ def _in_chunks(plain: Callable[[Tensor], Tensor], tokens: int, x: Tensor) -> Ten
     return torch.cat(parts).view_as(x)
 
 
+def _has_experts(block: nn.Module) -> bool:
+    return any("expert" in name for name, _ in block.named_parameters())
+
+
 def compile_block(block: nn.Module) -> None:
-    """Compile the forward of `block` with torch.compile; equal blocks share the result."""
-    block.forward = torch.compile(block.forward)
+    """Compile the forward of `block` with torch.compile; equal blocks share the result.
+
+    Raises:
+        UsageError: If the block has experts and sends its input to the host.
+    """
+    if not hasattr(block, "_send"):
+        block.forward = torch.compile(block.forward)
+        return
+    if _has_experts(block):
+        raise UsageError(
+            "activation_checkpointing.offload=true: conflicts with train.compile=true for blocks "
+            "with experts; set one of them to false"
+        )
+    block._plain_forward = torch.compile(block._plain_forward)  # type: ignore[assignment,arg-type]  # a method
 
 
 def missing_compiler(device: str) -> str | None:

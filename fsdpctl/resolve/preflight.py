@@ -116,19 +116,15 @@ def check_activation_offload(config: Config) -> None:
     Raises:
         UsageError: If they cannot.
     """
-    about = config.activation_checkpointing
-    if not about.offload:
-        return
-    where = "activation_checkpointing.offload=true"
-    if about.name == "none":
-        raise UsageError(
-            f"{where}: requires activation_checkpointing=full or selective, got "
-            f"activation_checkpointing={about.name}"
-        )
-    if config.engine.name != FSDPCTL:
-        raise UsageError(f"{where}: requires engine={FSDPCTL}, got engine={config.engine.name}")
-    if config.train.compile:
-        raise UsageError(f"{where}: conflicts with train.compile=true; set one of them to false")
+    mode, engine = config.activation_checkpointing.name, config.engine.name
+    needs = f"activation_checkpointing=full or selective, got activation_checkpointing={mode}"
+    for is_met, what in (
+        (mode != "none", needs),
+        (engine == FSDPCTL, f"engine={FSDPCTL}, got engine={engine}"),
+        (mode != "selective" or not config.train.compile, "train.compile=false with selective"),
+    ):
+        if config.activation_checkpointing.offload and not is_met:
+            raise UsageError(f"activation_checkpointing.offload=true: requires {what}")
 
 
 def check_offload(config: Config) -> None:

@@ -46,9 +46,9 @@ def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, 
     source = Source(parts.device, _draw)
     module = _module(config)
     about = config.activation_checkpointing
-    names = [unit.name for unit in divide_module(module, None) if unit.kind == "block"]
     if about.name != "none":
-        blocks = [module.get_submodule(name) for name in names]
+        names = [unit.name for unit in divide_module(module, None) if unit.kind == "block"]
+        blocks = list(map(module.get_submodule, names))
         checkpoint_blocks(blocks, about.name, offload=about.offload)
     model = shard_from(source, module, sharding, parts.model.mesh)
     model.train(False)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -312,3 +313,16 @@ def test_runs_of_every_kind_have_the_same_bits(rank: int, world_size: int) -> No
             check_bits(config, rank)
         if found == 12:
             return
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "mamba2", "mixtral"])
+def test_decoders_of_transformers_have_the_same_bits(
+    family: str, mode: str, tmp_path: Path
+) -> None:
+    decoders = pytest.importorskip("tests.models.decoders")
+    decoders.save_decoder(family, tmp_path)
+    mixed = ["model.init=random", "launch.nproc_per_node=1", "train.global_batch_size=4"]
+    settings = [*SMALL[-3:], *mixed, "launch.device=cpu", f"activation_checkpointing={mode}"]
+    check_bits(placed_on_cluster(decoders.compose(tmp_path, *settings)), 0)

@@ -40,10 +40,10 @@ from tests.train.ranks import words
         (
             [
                 "train.compile=true",
-                "activation_checkpointing=full",
+                "activation_checkpointing=selective",
                 "activation_checkpointing.offload=true",
             ],
-            "activation_checkpointing.offload=true: conflicts with train.compile=true",
+            "offload=true: requires train.compile=false with selective",
         ),
         (["engine=fsdp2", "model.lora.rank=4"], "engine=fsdp2: trains all parameters"),
         (["engine=fsdp3"], "did you mean fsdp2?"),

@@ -24,7 +24,7 @@ WORDS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recomputes", ["none", "selective", "full"])
+@pytest.mark.parametrize("recomputes", ["none", "selective", "full", "full, on the host"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 @distributed(world_size=2, timeout=240)
@@ -36,7 +36,9 @@ def test_the_peak_of_all_tensors_is_within_a_percent(
         save_decoder(family, folder, vocab_size=1000)
     collectives_for(torch.device("cpu")).barrier()
     words = [f"launch.nproc_per_node={world_size}", f"train.global_batch_size={2 * world_size}"]
-    chosen = [f"precision={precision}", f"activation_checkpointing={recomputes}"]
+    mode, _, sends = recomputes.partition(", ")
+    chosen = [f"precision={precision}", f"activation_checkpointing={mode}"]
+    chosen += [f"activation_checkpointing.offload={str(bool(sends)).lower()}"]
     config = placed_on_cluster(compose(folder, *WORDS, *words, *chosen))
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
     model = make_model(config, torch.device("cpu"))

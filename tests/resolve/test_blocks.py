@@ -11,7 +11,12 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.registry import build_model, initialize_parameter
-from fsdpctl.resolve.blocks import checkpoint_block, compile_block, missing_compiler
+from fsdpctl.resolve.blocks import (
+    checkpoint_block,
+    checkpoint_blocks,
+    compile_block,
+    missing_compiler,
+)
 from tests.cli.run import TINY
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -79,11 +84,13 @@ def test_recomputation_leaves_names_as_they_were():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch about itself
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("mode", ["none", "full", "selective", "offload"])
 def test_compiled_blocks_share_one_graph_and_have_the_same_gradients(mode):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = decoder(mode)
+    model = decoder("none" if mode == "offload" else mode)
+    if mode == "offload":
+        checkpoint_blocks(list(model.model.layers), "full", offload=True)
     for block in model.model.layers:
         compile_block(block)
     for ours, theirs in zip(gradients(model), gradients(decoder()), strict=True):
