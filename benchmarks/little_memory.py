@@ -2,8 +2,8 @@
 
     python -m benchmarks.little_memory --out benchmarks/results/little-memory.json
 
-Steps of the optimizer alone alternate. Runs of training differ by the seed, which sets the weights
-and the order of the data; each seed is trained in every way.
+Steps alternate, so that the load of the machine is the same for all. Runs of training differ by the
+seed, which sets the weights and the order of the data; each seed is trained in every way.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.report import write_report
+from benchmarks.training import train_step
 from fsdpctl.config.compose import compose_config
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.resolve.machine import placed_on_cluster
@@ -53,48 +54,59 @@ class Way:
 
     name: str
     bytes_per_parameter: float  # of master weights and moments
-    moved_bytes_per_parameter: float  # read and written in a step, gradients included
-    step_seconds: float
-    step_over_float32: float  # median of the ratios of a round
+    moved_bytes_per_parameter: float  # read and written by the optimizer, gradients included
+    update_seconds: float
+    update_over_float32: float  # median of the ratios of a round
+    step_over_float32: float  # the same, with forward and backward
     train_losses: list[float]  # by seed
     validation_losses: list[float]
 
 
-def stepped(name: str, width: int) -> tuple[ShardedModel, Optimizer]:
-    """Return a model with gradients, and its optimizer."""
-    shape = ["model.num_layers=4", f"model.hidden_size={width}", "model.vocab_size=256"]
-    shape += [f"model.intermediate_size={3 * width}"]
-    config = placed_on_cluster(compose_config([*MODEL, *shape, *WAYS[name]]).config)
-    model = make_model(config, torch.device("cpu"))
-    optimizer = make_optimizer(config, model)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.randint(256, (1, 16))).float().square().mean().backward()
-        optimizer.step()
-    return model, optimizer
+class Trained:
+    """A model that is trained in one way, and the time that it took."""
+
+    def __init__(self, name: str, width: int) -> None:
+        shape = ["model.num_layers=4", f"model.hidden_size={width}", "model.vocab_size=256"]
+        shape += [f"model.intermediate_size={3 * width}", "train.seq_len=256"]
+        shape += ["train.micro_batch_size=4", "train.global_batch_size=4", "accumulation.steps=1"]
+        self.config = placed_on_cluster(compose_config([*MODEL, *shape, *WAYS[name]]).config)
+        self.model = make_model(self.config, torch.device("cpu"))
+        self.optimizer = make_optimizer(self.config, self.model)
+        self.updates: list[float] = []
+        self.steps: list[float] = []
+
+    def step(self) -> None:
+        """Time an update of the optimizer alone, and a step."""
+        self.model(torch.randint(256, (1, 16))).float().square().mean().backward()
+        scale, finite = torch.tensor(2.0), torch.zeros(())  # as the trainer clips
+        start = time.perf_counter()
+        self.optimizer.step(grad_scale=scale, found_inf=finite)
+        self.updates.append(time.perf_counter() - start)
+        self.optimizer.zero_grad()
+        start = time.perf_counter()
+        train_step(self.config, self.model, self.optimizer)
+        self.steps.append(time.perf_counter() - start)
 
 
-def time_steps(width: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return the seconds of each round, and bytes per parameter at rest and moved."""
-    made = {name: stepped(name, width) for name in WAYS}
-    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
-    scale, finite = torch.tensor(2.0), torch.zeros(())  # as the trainer clips
-    for _ in range(rounds):
-        for name, (_, optimizer) in made.items():
-            start = time.perf_counter()
-            optimizer.step(grad_scale=scale, found_inf=finite)
-            seconds[name].append(time.perf_counter() - start)
-    return seconds, {name: _bytes(*each) for name, each in made.items()}
+def time_steps(width: int, rounds: int) -> dict[str, Trained]:
+    """Return what was trained in each way; the first of the rounds is left out."""
+    made = {name: Trained(name, width) for name in WAYS}
+    for _ in range(1 + rounds):
+        for each in made.values():
+            each.step()
+    for each in made.values():
+        del each.updates[0], each.steps[0]
+    return made
 
 
-def _bytes(model: ShardedModel, optimizer: Optimizer) -> list[float]:
+def _bytes(model: ShardedModel, optimizer: Optimizer) -> tuple[float, float]:
     shards = list(model.flat_shards())
     numel = sum(shard.master.numel() for shard in shards)
     kept = [shard.master for shard in shards]
     kept += [shard.remainder for shard in shards if shard.remainder is not None]
     at_rest = sum(each.nbytes for each in kept) + optimizer.memory_bytes()
-    gradients = sum(shard.grad.nbytes for shard in shards if shard.grad is not None)
-    return [round(at_rest / numel, 3), round((2 * at_rest + gradients) / numel, 3)]
+    gradients = sum(shard.master.numel() * shard.grad_dtype.itemsize for shard in shards)
+    return round(at_rest / numel, 3), round((2 * at_rest + gradients) / numel, 3)
 
 
 def train(name: str, seed: int, steps: int, folder: Path) -> tuple[float, float]:
@@ -111,6 +123,24 @@ def train(name: str, seed: int, steps: int, folder: Path) -> tuple[float, float]
     trained, validated = json.loads((run / "losses.json").read_text())
     print(f"{name}, seed {seed}: train {trained:.4f}, validation {validated:.4f}", flush=True)
     return trained, validated
+
+
+def _way(name: str, made: dict[str, Trained], losses: list[tuple[float, float]]) -> Way:
+    found, base = made[name], made[BASELINE]
+    trained, validated = map(list, zip(*losses, strict=True))
+    return Way(
+        name,
+        *_bytes(found.model, found.optimizer),
+        statistics.median(found.updates),
+        _median_ratio(found.updates, base.updates),
+        _median_ratio(found.steps, base.steps),
+        trained,
+        validated,
+    )
+
+
+def _median_ratio(seconds: list[float], of: list[float]) -> float:
+    return round(statistics.median(a / b for a, b in zip(seconds, of, strict=True)), 3)
 
 
 def main() -> None:
@@ -132,15 +162,12 @@ def main() -> None:
             for seed in range(given.seeds)
             for name in WAYS
         }
-    seconds, sizes = time_steps(given.width, given.rounds)
-    results = []
-    for name in WAYS:
-        ratios = [a / b for a, b in zip(seconds[name], seconds[BASELINE], strict=True)]
-        by_seed = [losses[name, seed] for seed in range(given.seeds)]
-        trained, validated = map(list, zip(*by_seed, strict=True))
-        median, ratio = statistics.median(seconds[name]), statistics.median(ratios)
-        results.append(Way(name, *sizes[name], median, round(ratio, 3), trained, validated))
-        print(results[-1], flush=True)
+    made = time_steps(given.width, given.rounds)
+    results = [
+        _way(name, made, [losses[name, seed] for seed in range(given.seeds)]) for name in made
+    ]
+    for each in results:
+        print(each, flush=True)
     about = {"width": given.width, "rounds": given.rounds, "steps": given.steps}
     write_report(given.out, "little_memory", [asdict(each) for each in results], **about)
 

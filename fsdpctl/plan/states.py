@@ -5,8 +5,8 @@ from fsdpctl.plan.sizes import DTYPE_BYTES
 
 BLOCK = ALIGNMENT  # elements that share a scale: blocks never cross parameters or ranks
 SMALLEST = 4096  # elements of a parameter whose states may be compressed
-TILE = {"cpu": 1 << 15, "cuda": 1 << 22}  # elements that are stepped at a time
-NUM_TILES = 5  # in float32: both moments, the gradient, the weights, and one to work in
+TILE = {"cpu": 1 << 17, "cuda": 1 << 22}  # elements that are stepped at a time
+NUM_TILES = 4  # in float32: both moments, the gradient and then the weights, and one to work in
 STATE_DTYPES = ("float32", "bfloat16", "int8")
 SPLIT = "bfloat16+int8"  # master weights of 24 bits: a bf16 half, and a remainder of 8 bits
 _SCALE = 2  # bytes
