@@ -22,7 +22,7 @@ _INFINITY = 0x7F800000  # the bits of float32
 
 
 def put(target: Tensor, values: Tensor, skip: Tensor | None) -> None:
-    """Write `values`, unless the scalar `skip` is true."""
+    """Write `values`, unless the scalar `skip` is true; integers lose their upper bits."""
     if skip is not None:
         values = torch.where(skip, target, values.to(target.dtype))
     target.copy_(values)
@@ -162,6 +162,6 @@ def split(weights: Tensor, half: Tensor, remainder: Tensor, skip: Tensor | None 
     """Round float32 weights, which are overwritten, to 24 bits, and write both parts of them."""
     bits = weights.view(torch.int32).clamp_(max=0x7FC00000)  # a larger NaN would overflow
     # Both are rounded to nearest, and the offset makes the low byte the remainder + 128.
-    bits.add_(0x8080).bitwise_right_shift_(8)
-    put(remainder, bits.to(torch.int8).bitwise_xor_(-128), skip)
-    put(half.view(torch.int16), bits.bitwise_right_shift_(8).to(torch.int16), skip)
+    bits.add_(0x8080).bitwise_right_shift_(8).bitwise_xor_(128)
+    put(remainder, bits, skip)
+    put(half.view(torch.int16), bits.bitwise_right_shift_(8), skip)

@@ -10,6 +10,7 @@ NUM_TILES = 4  # in float32: both moments, the gradient and then the weights, an
 STATE_DTYPES = ("float32", "bfloat16", "int8")
 SPLIT = "bfloat16+int8"  # master weights of 24 bits: a bf16 half, and a remainder of 8 bits
 _SCALE = 2  # bytes
+_BLOCK_WORK = 10  # bytes: a new scale, the same in float32, and a factor
 
 
 def is_compressible(param: ParamSpec) -> bool:
@@ -30,10 +31,15 @@ def blocks_of(span: Span) -> Span:
     return Span(span.start // BLOCK, -(-span.stop // BLOCK))
 
 
-def tile_bytes(largest: int, device: str) -> int:
-    """Return the bytes in which runs of up to `largest` elements are stepped in tiles."""
+def tile_bytes(largest: int, device: str, dtype: str | None) -> int:
+    """Return the bytes in which runs of up to `largest` elements are stepped in tiles.
+
+    `dtype` is that of the moments.
+    """
     size = min(largest, TILE[device])
-    return size * NUM_TILES * DTYPE_BYTES["float32"] + 2 * size + size // BLOCK * _SCALE
+    whole = NUM_TILES + (device != "cpu")  # values that replace others unless a step is skipped
+    blocks = size // BLOCK * _BLOCK_WORK if dtype == "int8" else 0
+    return size * whole * DTYPE_BYTES["float32"] + blocks
 
 
 def moment_bytes(numel: int, dtype: str) -> list[int]:
