@@ -168,7 +168,14 @@ def main() -> None:
     ]
     for each in results:
         print(each, flush=True)
-    about = {"width": given.width, "rounds": given.rounds, "steps": given.steps}
+    config, shards = made[BASELINE].config, made[BASELINE].model.flat_shards()
+    about = {
+        "parameters": sum(shard.master.numel() for shard in shards),
+        "tokens": config.train.seq_len * config.train.global_batch_size,
+        "rounds": given.rounds,
+        "steps": given.steps,
+        "last_steps": LAST,
+    }
     write_report(given.out, "little_memory", [asdict(each) for each in results], **about)
 
 
