@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from docs import measured
 from docs.decoders import decoders_table, loading_table
 from docs.faults import faults_table
+from docs.less_memory import compressed_states_table
 from docs.predicted import predicted_steps_table, published_steps_table, selections_line
 from fsdpctl.cli.app import app
 from fsdpctl.config.compose import compose_config
@@ -169,6 +170,7 @@ TABLES = {
     "loading": loading_table,
     "base-dtype": measured.base_dtype_table,
     "offload": measured.offload_table,
+    "compressed_states": compressed_states_table,
     "slow_links": measured.slow_links_table,
     "published_steps": published_steps_table,
     "predicted_steps": predicted_steps_table,

@@ -22,7 +22,7 @@ _INFINITY = 0x7F800000  # the bits of float32
 
 
 def put(target: Tensor, values: Tensor, skip: Tensor | None) -> None:
-    """Write `values`, unless the scalar `skip` is true."""
+    """Write `values`, unless the scalar `skip` is true; integers lose their upper bits."""
     if skip is not None:
         values = torch.where(skip, target, values.to(target.dtype))
     target.copy_(values)
@@ -83,24 +83,28 @@ class Moment:
             out.div_(torch.abs(out, out=work).sub_(_SIGNED))
             _blocks(out).mul_(rows.unsqueeze(1))
 
-    def write(self, new: Tensor, work: Tensor, skip: Tensor | None = None) -> None:
+    def write(
+        self, new: Tensor, work: Tensor, skip: Tensor | None = None, unit: float = 1.0
+    ) -> None:
         """Replace the numbers, unless the scalar `skip` is true; both arguments are overwritten.
 
-        Codes of uint8 are given the square roots.
+        The new numbers are `unit` times `new`. Codes of uint8 are given the square roots.
         """
         if self.scales is None:
-            put(self.values, new, skip)
+            put(self.values, new if unit == 1.0 else new.mul_(unit), skip)
             return
         if self.has_roots:
-            scales = _rounded_up(_blocks(new).amax(1))
-            is_positive = new > 0
-            _blocks(new).mul_((_ROOT / scales.float().clamp_(min=_LEAST)).unsqueeze(1))
-            codes = new.round_().clamp_(max=_ROOT).to(torch.uint8)
-            torch.maximum(codes, is_positive.view(torch.uint8), out=codes)
+            least = torch.sign(new, out=work)
+            scales = _rounded_up(_largest(new).mul_(unit))
+            rows = (_ROOT * unit) / scales.float().clamp_(min=_LEAST)
+            _blocks(new).mul_(rows.unsqueeze(1))
+            torch.maximum(new.round_(), least, out=new)
+            codes = work.view(torch.int32).copy_(new)  # from these to bytes is faster than from new
         else:
             torch.abs(new, out=work)
-            scales = _rounded_up(_blocks(work).amax(1))
-            _blocks(work).add_(scales.float().clamp_(min=_LEAST).unsqueeze(1))
+            scales = _rounded_up(_largest(work))
+            rows = scales.float().clamp_(min=_LEAST)
+            _blocks(work).add_(rows.unsqueeze(1))
             codes = new.div_(work).mul_(_SIGNED).round_()
         put(self.values, codes, skip)
         put(self.scales, scales, skip)
@@ -108,6 +112,11 @@ class Moment:
 
 def _blocks(values: Tensor) -> Tensor:
     return values.view(-1, BLOCK)
+
+
+def _largest(values: Tensor) -> Tensor:
+    """Return the largest of the non-negative values of each block; NaN is larger than all."""
+    return _blocks(values.view(torch.int32)).amax(1).view(torch.float32)
 
 
 def _rounded_up(largest: Tensor) -> Tensor:
@@ -153,6 +162,6 @@ def split(weights: Tensor, half: Tensor, remainder: Tensor, skip: Tensor | None 
     """Round float32 weights, which are overwritten, to 24 bits, and write both parts of them."""
     bits = weights.view(torch.int32).clamp_(max=0x7FC00000)  # a larger NaN would overflow
     # Both are rounded to nearest, and the offset makes the low byte the remainder + 128.
-    bits.add_(0x8080).bitwise_right_shift_(8)
-    put(remainder, bits.to(torch.int8).bitwise_xor_(-128), skip)
-    put(half.view(torch.int16), bits.bitwise_right_shift_(8).to(torch.int16), skip)
+    bits.add_(0x8080).bitwise_right_shift_(8).bitwise_xor_(128)
+    put(remainder, bits, skip)
+    put(half.view(torch.int16), bits.bitwise_right_shift_(8), skip)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 
@@ -41,6 +42,10 @@ def run(module: str, out: Path, *words: str) -> dict[str, object]:
         ("base_dtype", ["--rounds", "1", "--width", "128", "--seq-lens", "32"]),
         ("loading", ["--layers", "1", "--ranks", "1"]),
         ("offload", ["--rounds", "1", "--width", "32"]),
+        (
+            "little_memory",
+            ["--seeds", "1", "--steps", "30", "--rounds", "1", "--width", "64"],
+        ),
     ],
 )
 def test_a_benchmark_writes_what_it_measured(tmp_path: Path, module: str, words: list[str]) -> None:
@@ -89,3 +94,22 @@ def test_no_engine_of_pytorch_holds_less() -> None:
     for each in json.loads((measured.RESULTS / "peak-memory-cpu.json").read_text())["results"]:
         for ours, theirs in PAIRS.items():
             assert each[f"{ours}_over_{theirs}"] <= 1
+
+
+def test_compressed_states_learn_as_much_as_float32_within_the_spread_of_the_seeds() -> None:
+    report = json.loads((measured.RESULTS / "little-memory.json").read_text())
+    assert report["steps"] >= 1000
+    base, *compressed, lossy = report["results"]
+    for kind in ("train_losses", "validation_losses"):
+        expected = base[kind]
+        assert len(expected) >= 5
+        for each in compressed:
+            assert abs(mean(each[kind]) - mean(expected)) <= stdev(expected), each["name"]
+        assert mean(lossy[kind]) - mean(expected) > stdev(expected)  # so a loss would show
+
+
+def test_compressed_moments_cost_little_of_a_step() -> None:
+    results = json.loads((measured.RESULTS / "little-memory.json").read_text())["results"]
+    found = {each["name"]: each for each in results}
+    assert found["int8 moments"]["bytes_per_parameter"] <= 6.1
+    assert found["int8 moments"]["step_over_float32"] <= 1.5

@@ -33,6 +33,8 @@ class Factors:
     rate: Scalar  # learning rate, corrected for the zeros that the first moment began with
     root: Scalar  # of the second moment's square root, the same
     bound: Scalar  # of the quotient of the moments
+    share: float  # of the gradient in the first moment
+    unit: float  # of the second moment's part of a gradient's square, over the share's square
 
     @classmethod
     def of(cls, group: Mapping[str, Any], count: Scalar) -> "Factors":
@@ -55,6 +57,8 @@ class Factors:
             second**-0.5,
             # In units of the uncorrected first moment.
             bound * second**0.5 if beta2 else float("inf"),
+            1 - beta1,
+            (1 - beta2) / (1 - beta1) ** 2,
         )
 
 
@@ -90,28 +94,33 @@ class TiledStep:
     def _tile(
         self, run: SteppedRun, span: Span, gradient: Tensor, moments: list[Moment], by: Factors
     ) -> None:
-        m, v, work, grad, weights = self._tiles[:, : span.numel].unbind()
+        m, v, work, grad = self._tiles[:, : span.numel].unbind()
         first, second = moments
-        if gradient.dtype == torch.float32 and self._grad_scale is None:
-            grad = gradient
+        # Factors of whole tiles join those of the gradient or of blocks, so that fewer passes over
+        # a tile remain: gradients have the unit of the first moment, v that of their squares.
+        if self._grad_scale is not None and gradient.dtype == torch.float32:
+            torch.div(gradient, self._grad_scale / by.share, out=grad)
         else:
-            grad.copy_(gradient)
+            grad.copy_(gradient).mul_(by.share)
             if self._grad_scale is not None:
                 grad.div_(self._grad_scale)
         first.read(m, work, by.beta1)
-        m.add_(torch.mul(grad, 1 - by.beta1, out=work))
-        second.read(v, work, by.beta2)
-        v.add_(torch.mul(grad, grad, out=work).mul_(1 - by.beta2))
+        m.add_(grad)
+        unit = by.unit if second.has_roots else 1.0
+        second.read(v, work, by.beta2 / unit)
+        torch.mul(grad, grad, out=work)
+        v.add_(work if second.has_roots else work.mul_(by.unit))
         if not second.has_roots:
             second.write(v, work, self._skip)
         v.sqrt_()
-        torch.mul(v, by.root, out=work).add_(by.eps)
+        root = by.root * unit**0.5
+        torch.add(v, by.eps / root, out=work)
         update = torch.div(m, work, out=work)
-        update.clamp_(-by.bound, by.bound).mul_(by.rate)
-        _update(run.shard, span.shift(run.span.start), update, weights, by.kept, self._skip)
+        update.clamp_(-by.bound * root, by.bound * root).mul_(by.rate / root)
+        _update(run.shard, span.shift(run.span.start), update, grad, by.kept, self._skip)
         first.write(m, work, self._skip)
         if second.has_roots:
-            second.write(v, work, self._skip)
+            second.write(v, work, self._skip, unit**0.5)
 
 
 def _tiles(numel: int, size: int) -> Iterator[Span]:

@@ -5,11 +5,12 @@ from fsdpctl.plan.sizes import DTYPE_BYTES
 
 BLOCK = ALIGNMENT  # elements that share a scale: blocks never cross parameters or ranks
 SMALLEST = 4096  # elements of a parameter whose states may be compressed
-TILE = {"cpu": 1 << 15, "cuda": 1 << 22}  # elements that are stepped at a time
-NUM_TILES = 5  # in float32: both moments, the gradient, the weights, and one to work in
+TILE = {"cpu": 1 << 17, "cuda": 1 << 22}  # elements that are stepped at a time
+NUM_TILES = 4  # in float32: both moments, the gradient and then the weights, and one to work in
 STATE_DTYPES = ("float32", "bfloat16", "int8")
 SPLIT = "bfloat16+int8"  # master weights of 24 bits: a bf16 half, and a remainder of 8 bits
 _SCALE = 2  # bytes
+_BLOCK_WORK = 10  # bytes: a new scale, the same in float32, and a factor
 
 
 def is_compressible(param: ParamSpec) -> bool:
@@ -30,10 +31,15 @@ def blocks_of(span: Span) -> Span:
     return Span(span.start // BLOCK, -(-span.stop // BLOCK))
 
 
-def tile_bytes(largest: int, device: str) -> int:
-    """Return the bytes in which runs of up to `largest` elements are stepped in tiles."""
+def tile_bytes(largest: int, device: str, dtype: str | None) -> int:
+    """Return the bytes in which runs of up to `largest` elements are stepped in tiles.
+
+    `dtype` is that of the moments.
+    """
     size = min(largest, TILE[device])
-    return size * NUM_TILES * DTYPE_BYTES["float32"] + 2 * size + size // BLOCK * _SCALE
+    whole = NUM_TILES + (device != "cpu")  # values that replace others unless a step is skipped
+    blocks = size // BLOCK * _BLOCK_WORK if dtype == "int8" else 0
+    return size * whole * DTYPE_BYTES["float32"] + blocks
 
 
 def moment_bytes(numel: int, dtype: str) -> list[int]:

@@ -7,7 +7,6 @@ from fsdpctl.plan.reductions import (
     ADDED_AT_A_TIME,
     Transport,
     adds_whole,
-    exchanges,
     sends_in_place,
 )
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
@@ -112,7 +111,7 @@ class EngineBuffers:
             self._became = False
             return
         if buffer is Buffer.SUM and self._in_place:
-            self._add_up(unit, len(keys) - 1, event.nbytes)  # it is what was collected in
+            self._add_up(unit, len(keys) - 1)  # it is what was collected in
             return
         index = 0 if buffer is Buffer.PARAMS else len(keys) % len(self._trained(unit))
         recorder.at(_DOING[buffer], unit)
@@ -126,22 +125,16 @@ class EngineBuffers:
             return
         keys.append([recorder.allocate(CATEGORY_OF[buffer], unit, buffer.value, event.nbytes)])
         if buffer is Buffer.SUM:
-            self._add_up(unit, index, event.nbytes)
+            self._add_up(unit, index)
 
-    def _add_up(self, unit: str, index: int, nbytes: int) -> None:
+    def _add_up(self, unit: str, index: int) -> None:
         """Allocate what a rank that adds gradients itself takes: one chunk at a time."""
         place, strategy, sizes = self._place, self._plan.strategy, self._plan.sizes
         adds = not strategy.shards_grads and adds_whole(place.transport, place.size)
-        if place.size == 1 or adds:
-            return
+        if place.size == 1 or adds or place.transport is Transport.NCCL:
+            return  # one kernel adds what NCCL has sent
         layout = self._trained(unit)[index]
         own = layout.parts[place.rank]
-        if place.transport is Transport.NCCL:
-            wire = wire_itemsize(layout, strategy, sizes, place.transport)
-            exchanged = exchanges(place.transport, wire, sizes.reduce)
-            if strategy.shards_grads and exchanged and sizes.grad != sizes.reduce:
-                self._recorder.pass_through(nbytes // sizes.grad * sizes.reduce)
-            return
         stretches = [Span(0, layout.numel)]
         if strategy.shards_grads and sends_in_place(place.transport, layout.parts):
             stretches = [each.span for each in layout.placements]

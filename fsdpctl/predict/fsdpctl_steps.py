@@ -206,7 +206,7 @@ class FsdpctlSteps:
             for run in optimizer_runs(layout, held_masters(plan, place, layout), plan.states.key)
         )
         device = "cuda" if place.transport is Transport.NCCL else "cpu"
-        self._recorder.pass_through(tile_bytes(max(runs, default=0), device))
+        self._recorder.pass_through(tile_bytes(max(runs, default=0), device, plan.states.dtype))
 
     def _renew(self, event: Event) -> None:
         """Start to send a unit's new parameters to other ranks."""

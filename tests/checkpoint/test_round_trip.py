@@ -53,7 +53,8 @@ def save(folder: Path, model: ShardedModel, optimizer: ShardedAdamW) -> None:
 def whole_tensors(folder: Path) -> dict[str, Tensor]:
     reader = CheckpointReader(folder)
     found = {}
-    for key, info in reader.manifest.tensors.items():
+    for key in reader.manifest.tensors:
+        info = reader.info(key)
         found[key] = empty_like(info)
         for span, data in reader.read(key):
             found[key].view(-1)[span.start : span.stop] = tensor_of(data, info.dtype)

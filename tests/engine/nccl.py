@@ -42,7 +42,7 @@ def nccl_path() -> Iterator[None]:
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "current_stream", lambda *device: stream),
             (torch.cuda, "stream", lambda stream: nullcontext()),
-            (collectives, "GlooCollectives", lambda groups=None: NcclOnCpu(device, groups)),
+            (collectives, "GlooCollectives", lambda groups, _: NcclOnCpu(device, groups)),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield

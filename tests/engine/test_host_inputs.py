@@ -26,7 +26,7 @@ from fsdpctl.train.assemble import make_model
 from fsdpctl.train.optimizers import make_optimizer
 from tests.distributed import distributed, in_turn
 from tests.engine.odd import KINDS, InPlace, Kind, Stack, square_loss
-from tests.predict.test_total import random_config
+from tests.predict.drawing import random_config
 from tests.predict.watch import host_inputs
 
 pytest.importorskip("torch._dynamo")  # whose import keeps what the stack refers to for a while
@@ -306,7 +306,7 @@ def test_runs_of_every_kind_have_the_same_bits(rank: int, world_size: int) -> No
     found = 0
     for seed in count():
         draw = random.Random(f"inputs {seed} {world_size}")
-        config = random_config(draw, world_size, in_part=draw.random() < 0.5)
+        config = random_config(draw, world_size)
         about = config.model
         if config.activation_checkpointing.offload and about.num_layers > 2 and not about.trainable:
             found += 1

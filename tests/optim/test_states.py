@@ -1,4 +1,4 @@
-"""Optimizer states in 8 bits: their codes, and the same bits on any ranks."""
+"""Optimizer states in 8 bits and weights in 24: their codes, and the same bits on any ranks."""
 
 from pathlib import Path
 
@@ -7,16 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from fsdpctl.checkpoint.load import load_checkpoint
-from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.manifest import REMAINDER, Progress
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
 from fsdpctl.codes import moment_of, new_moment
+from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.model import ShardedModel
+from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_model
 from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.plan.owners import OWNER_MAPS
 from tests.checkpoint.test_round_trip import whole_tensors
-from tests.distributed import distributed
+from tests.distributed import distributed, in_turn
 
 WIDTH, WORDS, ROWS = 65, 71, 4  # of odd sizes, so that blocks end within parameters
 STEPS = 4
@@ -41,16 +44,29 @@ class Net(nn.Module):
         return logits.square().mean()
 
 
-def made(strategy: str) -> tuple[ShardedModel, ShardedAdamW]:
-    model = shard_model(Net(), strategy)
-    return model, ShardedAdamW(model, lr=0.02, state_dtype=torch.int8)
+def made(strategy: str, kind: str = "int8") -> tuple[ShardedModel, ShardedAdamW]:
+    """Return a model and its optimizer: with "int8" moments, or "24-bit" weights, or both."""
+    bf16, owners = torch.bfloat16, strategy.partition(" ")[2] or "even"
+    precision = Precision()
+    if "24-bit" in kind:
+        precision = Precision(bf16, torch.float32, bf16, has_remainders=True)
+    sharding = Sharding(strategy.split()[0], owner_map=owners, precision=precision)
+    model = shard_model(Net(), sharding)
+    dtype = torch.int8 if "int8" in kind else None
+    return model, ShardedAdamW(model, lr=0.02, state_dtype=dtype)
 
 
-def train(model: ShardedModel, optimizer: ShardedAdamW, steps: range) -> list[float]:
-    """Some words are in no batch, so that their gradients are exactly zero."""
+def train(
+    model: ShardedModel, optimizer: ShardedAdamW, steps: range, *, alike: bool = False
+) -> list[float]:
+    """Some words are in no batch, so that their gradients are exactly zero.
+
+    If ranks are `alike`, all have the same batches.
+    """
     losses = []
     for step in steps:
-        generator = torch.Generator().manual_seed(100 * step + model.collectives.rank)
+        rank = 0 if alike else model.collectives.rank
+        generator = torch.Generator().manual_seed(100 * step + rank)
         loss = model(torch.randint(WORDS // 2, (ROWS, 8), generator=generator))
         loss.backward()
         optimizer.step()
@@ -65,70 +81,132 @@ def save(model: ShardedModel, optimizer: ShardedAdamW, folder: Path) -> dict[str
     return whole_tensors(folder)
 
 
-@distributed(timeout=90)
-def train_alike(rank: int, world_size: int, folder: Path) -> None:
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+EXPECTED = {  # of the tensors of a large matrix
+    "int8": {"exp_avg.codes", "exp_avg.scales", "exp_avg_sq.codes", "exp_avg_sq.scales"},
+    "24-bit": {REMAINDER, "exp_avg", "exp_avg_sq"},
+    "int8 24-bit": {REMAINDER, "exp_avg.codes", "exp_avg.scales"},
+}
+FEW = ["no_shard", "full_shard", "shard_optimizer"]
+MANY = [*FEW, "shard_grad_op", *(f"shard_optimizer {each}" for each in OWNER_MAPS[1:])]
+
+
+@distributed(timeout=120)
+@in_turn(kind=list(EXPECTED))
+def train_alike(rank: int, world_size: int, folder: Path, kind: str, strategies: list[str]) -> None:
     """With parameters in parts and unsharded, weights, codes and scales have the same bits."""
     found = []
-    for strategy in ("no_shard", "full_shard", "shard_optimizer"):
-        model, optimizer = made(strategy)
+    for strategy in strategies if world_size > 1 else FEW:
+        model, optimizer = made(strategy, kind)
         losses = train(model, optimizer, range(STEPS))
-        found.append((losses, save(model, optimizer, folder / strategy)))
+        found.append((losses, save(model, optimizer, folder / f"{strategy} {kind}")))
     (losses, expected), *others = found
-    names = {key.partition("/")[0] for key in expected}
-    assert {"exp_avg.codes", "exp_avg.scales", "exp_avg_sq.codes", "exp_avg"} < names
-    assert expected["exp_avg.codes/layers.1.weight"].dtype == torch.int8
+    names = {key.partition("/")[0] for key in expected if key.endswith("/layers.1.weight")}
+    assert names > EXPECTED[kind]
     assert "exp_avg/head.weight" in expected  # too small
+    if "int8" in kind:
+        assert expected["exp_avg.codes/layers.1.weight"].dtype == torch.int8
     assert not any(value.float().isnan().any() for value in expected.values())
     for other_losses, other in others:
         assert other_losses == losses
-        assert other.keys() == expected.keys()
-        for key, value in expected.items():
-            assert torch.equal(other[key], value), key
+        assert_same(other, expected)
 
 
 @distributed(timeout=90)
-def go_on(rank: int, world_size: int, folder: Path) -> None:
+@in_turn(kind=list(EXPECTED))
+def go_on(rank: int, world_size: int, folder: Path, kind: str) -> None:
     """A checkpoint of other ranks is loaded and saved again without a change."""
-    model, optimizer = made("full_shard")
-    load_checkpoint(CheckpointReader(folder / "no_shard"), model, optimizer)
-    again = save(model, optimizer, folder / f"again-{world_size}")
-    expected = whole_tensors(folder / "no_shard")
-    assert again.keys() == expected.keys()
-    for key, value in expected.items():
-        assert torch.equal(again[key], value), key
+    model, optimizer = made("full_shard", kind)
+    load_checkpoint(CheckpointReader(folder / f"no_shard {kind}"), model, optimizer)
+    again = save(model, optimizer, folder / f"again-{world_size} {kind}")
+    assert_same(again, whole_tensors(folder / f"no_shard {kind}"))
     assert all(loss == loss for loss in train(model, optimizer, range(STEPS, STEPS + 2)))
 
 
 def test_bits_do_not_depend_on_ranks(tmp_path):
-    train_alike(world_size=3, folder=tmp_path)
+    train_alike(world_size=3, folder=tmp_path, strategies=FEW)
     go_on(world_size=2, folder=tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_bits_do_not_depend_on_more_ranks(tmp_path, ranks):
-    train_alike(world_size=ranks, folder=tmp_path)
-    for others in (1, 3):
+    train_alike(world_size=ranks, folder=tmp_path, strategies=MANY)
+    for others in (1, 2, 3):
         go_on(world_size=others, folder=tmp_path)
 
 
 @distributed(timeout=90)
-def resume(rank: int, world_size: int, folder: Path) -> None:
+@in_turn(kind=list(EXPECTED), strategy=["full_shard", "shard_optimizer"])
+def train_same(rank: int, world_size: int, folder: Path, kind: str, strategy: str) -> None:
+    """Means over a power of two of equal gradients are exact."""
+    model, optimizer = made(strategy, kind)
+    losses = train(model, optimizer, range(STEPS), alike=True)
+    found = save(model, optimizer, folder / f"{world_size} {strategy} {kind}")
+    alone = folder / f"1 {strategy} {kind}"
+    assert_same(found, whole_tensors(alone))
+    file = folder / f"losses {strategy} {kind}"
+    if world_size == 1:
+        file.write_text(str(losses))
+    assert file.read_text() == str(losses)
+
+
+@pytest.mark.slow
+def test_the_same_batches_give_the_same_bits_on_one_two_and_four_ranks(tmp_path):
+    for ranks in (1, 2, 4):
+        train_same(world_size=ranks, folder=tmp_path)
+
+
+@distributed(timeout=90)
+@in_turn(kind=list(EXPECTED))
+def resume(rank: int, world_size: int, folder: Path, kind: str) -> None:
     """An interrupted run has the bits of one that was not."""
-    model, optimizer = made("full_shard")
+    folder = folder / kind
+    model, optimizer = made("full_shard", kind)
     train(model, optimizer, range(2))
     save(model, optimizer, folder / "early")
     losses = train(model, optimizer, range(2, 6))
     expected = save(model, optimizer, folder / "late")
-    model, optimizer = made("full_shard")
+    model, optimizer = made("full_shard", kind)
     load_checkpoint(CheckpointReader(folder / "early"), model, optimizer)
     assert train(model, optimizer, range(2, 6)) == losses
-    found = save(model, optimizer, folder / "resumed")
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert_same(save(model, optimizer, folder / "resumed"), expected)
 
 
 def test_a_resumed_run_has_the_same_bits(tmp_path):
     resume(world_size=2, folder=tmp_path)
+
+
+def test_moments_are_converted_once_when_another_dtype_resumes(tmp_path):
+    """To codes from the numbers, and to numbers that the codes stand for; nothing else changes."""
+    stages = []
+    for number, dtype in enumerate((torch.float32, torch.int8, torch.float32)):
+        model = shard_model(Net(), "full_shard")
+        optimizer = ShardedAdamW(model, lr=0.02, state_dtype=dtype)
+        if number:
+            before = tmp_path / str(number - 1)
+            load_checkpoint(CheckpointReader(before), model, optimizer)
+        else:
+            train(model, optimizer, range(STEPS))
+        stages.append(save(model, optimizer, tmp_path / str(number)))
+    first, coded, last = stages
+    assert first.keys() == last.keys()
+    for key, value in first.items():
+        kind, _, name = key.partition("/")
+        if (codes := coded.get(f"{kind}.codes/{name}")) is None:
+            assert torch.equal(last[key], value)
+            continue
+        scales = coded[f"{kind}.scales/{name}"].float().repeat_interleave(64)[: value.numel()]
+        root = kind == "exp_avg_sq"
+        wanted, found = (each.sqrt() if root else each for each in (value, last[key]))
+        assert ((found - wanted).abs().view(-1) <= scales / 64).all(), key
+        assert not torch.equal(last[key], value)
+        assert ((codes != 0) == (last[key] != 0)).all()
 
 
 def numbers(kind: str) -> Tensor:

@@ -1,0 +1,183 @@
+"""The time of a step with compressed states, and the losses of training with them, on the CPU.
+
+    python -m benchmarks.little_memory --out benchmarks/results/little-memory.json
+
+Steps alternate, so that the load of the machine is the same for all. Runs of training differ by the
+seed, which sets the weights and the order of the data; each seed is trained in every way.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.report import write_report
+from benchmarks.training import train_step
+from fsdpctl.config.compose import compose_config
+from fsdpctl.engine.model import ShardedModel
+from fsdpctl.resolve.machine import placed_on_cluster
+from fsdpctl.train.assemble import make_model
+from fsdpctl.train.optimizers import make_optimizer
+from fsdpctl.train.step import Optimizer
+
+SPLIT_MASTERS = "precision.master_dtype=bfloat16+int8"
+WAYS = {  # all compute in bf16
+    "float32": [],
+    "bfloat16 moments": ["optimizer.state_dtype=bfloat16"],
+    "int8 moments": ["optimizer.state_dtype=int8"],
+    "24-bit master weights": [SPLIT_MASTERS],
+    "int8 moments, 24-bit master weights": ["optimizer.state_dtype=int8", SPLIT_MASTERS],
+    # Loses small updates: shows that the comparison detects a loss.
+    "bfloat16 master weights and moments": ["precision.master_dtype=bfloat16"],
+}
+BASELINE = "float32"
+LAST = 25  # steps whose training loss counts
+MODEL = ["launch.device=cpu", "launch.nproc_per_node=1", "precision=bf16"]
+RUN = [
+    "train.seq_len=64", "train.micro_batch_size=8", "train.global_batch_size=8",
+    "train.eval_every=0", "train.final_eval_batches=200", "train.sample_tokens=0",
+    "checkpoint.every=0",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The results of one way of storing the states."""
+
+    name: str
+    bytes_per_parameter: float  # of master weights and moments
+    moved_bytes_per_parameter: float  # read and written by the optimizer, gradients included
+    update_seconds: float
+    update_over_float32: float  # median of the ratios of a round
+    step_over_float32: float  # the same, with forward and backward
+    train_losses: list[float]  # by seed
+    validation_losses: list[float]
+
+
+class Trained:
+    """A model that is trained in one way, and the time that it took."""
+
+    def __init__(self, name: str, width: int) -> None:
+        shape = ["model.num_layers=4", f"model.hidden_size={width}", "model.vocab_size=256"]
+        shape += [f"model.intermediate_size={3 * width}", "train.seq_len=256"]
+        shape += ["train.micro_batch_size=4", "train.global_batch_size=4", "accumulation.steps=1"]
+        self.config = placed_on_cluster(compose_config([*MODEL, *shape, *WAYS[name]]).config)
+        self.model = make_model(self.config, torch.device("cpu"))
+        self.optimizer = make_optimizer(self.config, self.model)
+        self.updates: list[float] = []
+        self.steps: list[float] = []
+
+    def step(self) -> None:
+        """Time an update of the optimizer alone, and a step."""
+        self.model(torch.randint(256, (1, 16))).float().square().mean().backward()
+        scale, finite = torch.tensor(2.0), torch.zeros(())  # as the trainer clips
+        start = time.perf_counter()
+        self.optimizer.step(grad_scale=scale, found_inf=finite)
+        self.updates.append(time.perf_counter() - start)
+        self.optimizer.zero_grad()
+        start = time.perf_counter()
+        train_step(self.config, self.model, self.optimizer)
+        self.steps.append(time.perf_counter() - start)
+
+
+def time_steps(width: int, rounds: int) -> dict[str, Trained]:
+    """Return what was trained in each way; the first of the rounds is left out."""
+    made = {name: Trained(name, width) for name in WAYS}
+    for _ in range(1 + rounds):
+        for each in made.values():
+            each.step()
+    for each in made.values():
+        del each.updates[0], each.steps[0]
+    return made
+
+
+def _bytes(model: ShardedModel, optimizer: Optimizer) -> tuple[float, float]:
+    shards = list(model.flat_shards())
+    numel = sum(shard.master.numel() for shard in shards)
+    kept = [shard.master for shard in shards]
+    kept += [shard.remainder for shard in shards if shard.remainder is not None]
+    at_rest = sum(each.nbytes for each in kept) + optimizer.memory_bytes()
+    gradients = sum(shard.master.numel() * shard.grad_dtype.itemsize for shard in shards)
+    return round(at_rest / numel, 3), round((2 * at_rest + gradients) / numel, 3)
+
+
+def train(name: str, seed: int, steps: int, folder: Path) -> tuple[float, float]:
+    """Return the mean training loss of the last steps and the validation loss of a run."""
+    run = folder / f"{name.replace(' ', '-')}-{seed}"
+    if not (run / "losses.json").exists():
+        command = [sys.executable, "-m", "fsdpctl", "train", *MODEL, *RUN, *WAYS[name]]
+        command += [f"train.steps={steps}", f"train.seed={seed}", f"train.run_dir={run}"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses = [line["loss"] for line in lines if "loss" in line][-LAST:]
+        (validation,) = (line["val_loss"] for line in lines if "val_loss" in line)
+        (run / "losses.json").write_text(json.dumps([statistics.mean(losses), validation]))
+    trained, validated = json.loads((run / "losses.json").read_text())
+    print(f"{name}, seed {seed}: train {trained:.4f}, validation {validated:.4f}", flush=True)
+    return trained, validated
+
+
+def _way(name: str, made: dict[str, Trained], losses: list[tuple[float, float]]) -> Way:
+    found, base = made[name], made[BASELINE]
+    trained, validated = map(list, zip(*losses, strict=True))
+    return Way(
+        name,
+        *_bytes(found.model, found.optimizer),
+        statistics.median(found.updates),
+        _median_ratio(found.updates, base.updates),
+        _median_ratio(found.steps, base.steps),
+        trained,
+        validated,
+    )
+
+
+def _median_ratio(seconds: list[float], of: list[float]) -> float:
+    return round(statistics.median(a / b for a, b in zip(seconds, of, strict=True)), 3)
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--runs", type=Path, help="directory of the runs; kept for the next call")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (given.runs or Path(scratch)).absolute()
+        losses = {
+            (name, seed): train(name, seed, given.steps, folder)
+            for seed in range(given.seeds)
+            for name in WAYS
+        }
+    made = time_steps(given.width, given.rounds)
+    results = [
+        _way(name, made, [losses[name, seed] for seed in range(given.seeds)]) for name in made
+    ]
+    for each in results:
+        print(each, flush=True)
+    config, shards = made[BASELINE].config, made[BASELINE].model.flat_shards()
+    about = {
+        "parameters": sum(shard.master.numel() for shard in shards),
+        "tokens": config.train.seq_len * config.train.global_batch_size,
+        "rounds": given.rounds,
+        "steps": given.steps,
+        "last_steps": LAST,
+    }
+    write_report(given.out, "little_memory", [asdict(each) for each in results], **about)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Random configurations of small models, over all settings that change a rank's memory."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.schema import Config
+from fsdpctl.errors import UsageError
+from fsdpctl.plan.owners import OWNER_MAPS
+from fsdpctl.plan.sizes import Offload
+from fsdpctl.plan.states import SPLIT, STATE_DTYPES
+from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.resolve.machine import check_context, placed_on_cluster, resolved_strategy
+from fsdpctl.resolve.preflight import (
+    check_activation_offload,
+    check_matrices,
+    check_offload,
+    check_optimizer,
+)
+from fsdpctl.train.assemble import make_module
+
+ARCHITECTURES = ["llama", "llama", "mistral", "qwen3", "gemma3_text", "phi3", "gpt2"]
+TRAINABLE = [
+    "0", "norm|ln", "weight", r"\.0\.(mlp|self_attn|attn)", "mlp|head", "embed|wte", "bias|norm",
+]  # fmt: skip
+# Settings with conditions are drawn first, so that those are not rarer for them.
+OPTIMIZERS = [
+    *(["optimizer=adamw", f"optimizer.state_dtype={each}"] for each in STATE_DTYPES),
+    *(["optimizer=adamw", f"optimizer.offload={each}"] for each in Offload),
+    ["optimizer=adamw", "optimizer.state_dtype=int8", f"precision.master_dtype={SPLIT}"],
+    ["optimizer=adamw", f"precision.master_dtype={SPLIT}"],
+    ["optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=0.1"],
+    ["optimizer=sgd", "optimizer.lr=0.1"],
+    ["optimizer=muon", "optimizer.nesterov=false", "optimizer.ns_steps=1"],
+    ["optimizer=muon", "optimizer.ns_steps=2"],
+]
+
+
+def random_config(
+    draw: random.Random,
+    ranks: int,
+    strategies: Sequence[str] = tuple(STRATEGIES),
+    *,
+    on_gloo: bool = True,
+) -> Config:
+    """Draw until the settings are valid together."""
+    optimizer = draw.choice([each for each in OPTIMIZERS if on_gloo or "offload" not in each[-1]])
+    while True:
+        shared = draw.choice([1, 1, *(n for n in (2, 3, 4) if on_gloo and ranks % n == 0)])
+        words = [*_run(draw, ranks, shared), *_model(draw), *_sharding(draw, ranks, strategies)]
+        words += [*_long(draw), *optimizer]
+        try:
+            config = placed_on_cluster(compose_config(words).config)
+            config = replace(config, strategy=resolved_strategy(config, config.strategy))
+            check_optimizer(config)
+            check_offload(config)
+            check_activation_offload(config)
+            check_context(config)
+            check_matrices(config, make_module(config))
+        except UsageError:
+            continue
+        return config
+
+
+def _run(draw: random.Random, ranks: int, shared: int) -> list[str]:
+    steps, micro = draw.choice([1, 1, 2, 3, 4]), draw.choice([1, 2, 3])
+    words = [
+        f"launch.nproc_per_node={ranks}",
+        "launch.device=cpu",
+        f"prefetch={draw.choice(['none', 'backward', 'both'])}",
+        f"precision={draw.choice(['fp32', 'bf16', 'bf16_true'])}",
+        f"activation_checkpointing={draw.choice(['none', 'selective', 'full'])}",
+        f"accumulation={draw.choice(['every', 'last'])}",
+        f"accumulation.steps={steps}",
+        f"train.seq_len={draw.choice([16, 33, 64, 128])}",
+        f"train.micro_batch_size={micro}",
+        f"train.context_parallel={shared}",
+        f"train.global_batch_size={ranks // shared * micro * steps}",
+        f"train.loss_chunk_tokens={draw.choice([0, 0, 24])}",
+    ]
+    if draw.random() < 0.3:
+        words += [f"prefetch.{way}={draw.randint(0, 2)}" for way in ("forward", "backward")]
+    if draw.random() < 0.3:
+        words += ["data=chat"]  # packed sequences of several documents
+    if draw.random() < 0.3:
+        words += [f"precision.reduce_dtype={draw.choice(['bfloat16', 'float32'])}"]
+    return words
+
+
+def _long(draw: random.Random) -> list[str]:
+    """Draw settings for long samples."""
+    words = []
+    if draw.random() < 0.3:
+        words += ["activation_checkpointing.offload=true"]
+    if draw.random() < 0.3:
+        words += [f"train.mlp_chunk_tokens={draw.choice([10, 40])}"]
+    return words
+
+
+def _model(draw: random.Random) -> list[str]:
+    heads, arch = draw.choice([1, 2, 4]), draw.choice(ARCHITECTURES)
+    words = [
+        f"model.architecture={arch}",
+        f"model.num_layers={draw.randint(1, 9)}",
+        f"model.hidden_size={heads * draw.choice([16, 32, 48])}",
+        f"model.intermediate_size={draw.choice([64, 100, 256, 512])}",
+        f"model.num_heads={heads}",
+        f"model.num_kv_heads={heads if arch == 'gpt2' else draw.choice([1, heads])}",
+        f"model.vocab_size={draw.choice([64, 300, 2000])}",
+        f"model.tie_embeddings={draw.choice(['true', 'false'])}",
+    ]
+    if arch == "gemma3_text":
+        words += ["model.sliding_window=20", "model.sliding_pattern=2"]
+    if arch in ("mistral", "phi3") and draw.random() < 0.5:
+        words += ["model.sliding_window=20"]
+    part = draw.random()
+    if part < 0.15:
+        words += [f"model.trainable={draw.choice(TRAINABLE)}"]
+    elif part < 0.4:
+        targets = ["all_linear", "mlp", "c_attn" if arch == "gpt2" else "q_proj|v_proj", r"\.0\."]
+        words += [
+            f"model.lora.rank={draw.choice([1, 4, 8])}",
+            f"model.lora.dropout={draw.choice([0, 0, 0.1])}",
+            f"model.lora.targets={draw.choice(targets)}",
+            f"model.base_dtype={draw.choice(['auto', 'nf4'])}",
+        ]
+    return words
+
+
+def _sharding(draw: random.Random, ranks: int, strategies: Sequence[str]) -> list[str]:
+    strategy = draw.choice(strategies)
+    words = [f"strategy={strategy}"]
+    if STRATEGIES[strategy].has_owner_map and ranks > 1:
+        words += [f"strategy.owner_map={draw.choice(['auto', *OWNER_MAPS])}"]
+    if STRATEGIES[strategy].replicates:
+        sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+        words += [f"strategy.dp_shard_size={draw.choice(sizes[1:-1] or sizes)}"]
+    return words
