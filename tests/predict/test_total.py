@@ -332,13 +332,13 @@ def test_estimates_are_exact_with_states_on_the_host(
         assert host == held, seed
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", fast("full", slow=["selective"]))
 def test_two_inputs_of_recomputed_blocks_stay_on_the_device(mode: str) -> None:
     words = [
         "launch.device=cpu", "launch.nproc_per_node=1", "precision=fp32", "model.num_layers=8",
         "model.hidden_size=32", "model.intermediate_size=64", "model.num_heads=1",
-        "model.num_kv_heads=1", "model.vocab_size=64", "train.seq_len=128", "accumulation.steps=2",
-        "train.micro_batch_size=4", "train.global_batch_size=8", "train.loss_chunk_tokens=64",
+        "model.num_kv_heads=1", "model.vocab_size=64", "train.seq_len=128", "accumulation.steps=1",
+        "train.micro_batch_size=4", "train.global_batch_size=4", "model.trainable=norm",
         f"activation_checkpointing={mode}",
     ]  # fmt: skip
     found = []
@@ -350,5 +350,5 @@ def test_two_inputs_of_recomputed_blocks_stay_on_the_device(mode: str) -> None:
         peak, _ = watched_step(model, partial(train_step, config, model, optimizer))
         found.append((peak, predicted(config, 0, model)[0]))
     (before, planned_before), (after, planned) = found
-    six = (8 - 2) * 4 * 128 * 32 * 4  # bytes; later blocks' gradients make up for a tenth of them
-    assert 0.85 * six <= before - after == planned_before - planned <= six
+    six = (8 - 2) * 4 * 128 * 32 * 4  # bytes
+    assert 0.99 * six <= before - after == planned_before - planned <= six
