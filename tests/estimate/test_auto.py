@@ -345,6 +345,10 @@ def test_inputs_of_blocks_are_only_on_the_host_if_something_is_recomputed():
     assert Axes.of(config).recomputations == ("selective", "full")
     selection = Selection("full_shard", "full", config.prefetch, 1)
     assert filled(config, selection).activation_checkpointing.offload
+
+
+@pytest.mark.slow
+def test_inputs_of_blocks_are_on_the_host_if_that_is_allowed_and_needed():
     few = [*OPEN[1:3], "strategy=full_shard", "model.num_layers=8", "train.micro_batch_size=4"]
     few += ["cluster=h100", "launch.device=cuda", "train.seq_len=4096", "model.max_seq_len=4096"]
     plain, sent = (
