@@ -139,3 +139,25 @@ def test_engine_bytes_are_exact_and_the_peak_of_all_tensors_within_a_percent(
 ) -> None:
     for seed in range(CASES) if whole else SAMPLED:
         peaks_of(rank, world_size, seed)
+
+
+@pytest.mark.parametrize("mode", fast("full", slow=["selective"]))
+def test_two_inputs_of_recomputed_blocks_stay_on_the_device(mode: str) -> None:
+    words = [
+        "launch.device=cpu", "launch.nproc_per_node=1", "precision=fp32", "model.num_layers=8",
+        "model.hidden_size=32", "model.intermediate_size=64", "model.num_heads=1",
+        "model.num_kv_heads=1", "model.vocab_size=64", "train.seq_len=128", "accumulation.steps=1",
+        "train.micro_batch_size=4", "train.global_batch_size=4", "model.trainable=norm",
+        f"activation_checkpointing={mode}",
+    ]  # fmt: skip
+    found = []
+    for offload in ("false", "true"):
+        typed = [*words, f"activation_checkpointing.offload={offload}"]
+        config = placed_on_cluster(compose_config(typed).config)
+        model = make_model(config, torch.device("cpu"))
+        optimizer = make_optimizer(config, model)
+        peak, _ = watched_step(model, partial(train_step, config, model, optimizer))
+        found.append((peak, predicted(config, 0, model)[0]))
+    (before, planned_before), (after, planned) = found
+    six = (8 - 2) * 4 * 128 * 32 * 4  # bytes
+    assert 0.99 * six <= before - after == planned_before - planned <= six
