@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.training import train_step
 from fsdpctl.comm import process_group
+from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.engine.host_inputs import host_inputs_bytes
 from fsdpctl.engine.model import ShardedModel
@@ -30,6 +31,7 @@ from fsdpctl.predict.fsdpctl_steps import FsdpctlSteps
 from fsdpctl.predict.memory_recorder import MemoryRecorder
 from fsdpctl.predict.peak import Script, replay
 from fsdpctl.predict.training_plan import host_states_bytes, states_bytes
+from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.context import share_samples
 from fsdpctl.train.optimizers import make_optimizer
