@@ -23,8 +23,9 @@ class MicroBatch:
 
     tokens: Tensor
     targets: Tensor
-    lengths: tuple[tuple[int, ...], ...] = ()  # of the documents per row; () if rows have one
+    lengths: tuple[tuple[int, ...], ...] = ()  # of what is in each row; () if rows are full
     context: ContextParallel | None = None
+    holds_documents: bool = False  # which do not see one another
 
     def own(self, place: int) -> int:
         """Return the index in `tokens` of a place in a row, or of the end that is nearest to it."""
@@ -90,23 +91,26 @@ class Batches:
         shape = self.plan.micro_batch_size, length + padding
         tokens = np.zeros(shape, dtype=np.int64)
         targets = np.full(shape, IGNORED, dtype=np.int64)
-        filling = (padding,) if padding else ()
+        # No longer than samples: there may be no positions after theirs.
+        filling = tuple(min(length, padding - start) for start in range(0, padding, length))
         lengths: list[tuple[int, ...]] = [(length, *filling)] * len(tokens)
         for row, number in enumerate(samples.tolist()):
             sample = self.rows[number]
             tokens[row, :length], targets[row, :length] = sample.tokens, sample.targets
-            lengths[row] = (*sample.lengths, *filling)
+            lengths[row] = (*(sample.lengths or (length,)), *filling)
         largest = max(tokens.max(initial=0), targets.max(initial=0))
         if largest >= self.vocab_size:
             raise UsageError(
                 f"{self.rows.origin}: corrupted, or made with another vocabulary: expected tokens "
                 f"below {self.vocab_size}, got {largest}"
             )
-        split = tuple(lengths) if self.rows.holds_documents else ()
+        packs = self.rows.holds_documents
+        split = tuple(lengths) if packs or context is not None else ()
         # Targets were shifted before: that of a part's last token is in the next part.
         first = 0 if context is None else context.index * size
         tokens, targets = (each[:, first : first + size].copy() for each in (tokens, targets))
-        return MicroBatch(torch.from_numpy(tokens), torch.from_numpy(targets), split, context)
+        own = torch.from_numpy(tokens), torch.from_numpy(targets)
+        return MicroBatch(*own, split, context, packs)
 
 
 def _as_slice(span: range) -> slice:

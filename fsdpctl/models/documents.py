@@ -25,7 +25,7 @@ class Documents:
     longest: int  # at least the tokens of the longest: a power of two, or a full row
     device_type: str  # the device type whose kernels are used
     context: ContextParallel | None = None  # this rank's part of the rows; None: all of them
-    are_rows: bool = False  # every row is one document, as if there were none
+    are_rows: bool = False  # every row is one document and padding, as if there were none
 
     @property
     def own_positions(self) -> Tensor:
@@ -65,7 +65,7 @@ def make_documents(
         device: The device of the tensors.
         like: The device type whose kernels are used, if it is another one.
         context: This rank's part of the rows.
-        are_rows: Every row is one document, as if there were none.
+        are_rows: Every row is one document, and padding that nothing has to hide.
     """
     rows, size = len(lengths), sum(lengths[0])
     each = list(chain.from_iterable(lengths))

@@ -29,14 +29,10 @@ def summed_loss(
 
 def _documents(batch: MicroBatch, device: torch.device) -> dict[str, Documents]:
     """Return the decoder's keyword argument for packed sequences of several documents."""
-    lengths, context = batch.lengths, batch.context
-    if not lengths and context is None:
+    if not batch.lengths:
         return {}
-    if not lengths and context is not None:
-        rows, size = batch.tokens.shape
-        whole = ((size * context.size,),) * rows
-        return {"documents": make_documents(whole, device, context=context, are_rows=True)}
-    return {"documents": make_documents(lengths, device, context=context)}
+    rows, are_rows = batch.lengths, not batch.holds_documents
+    return {"documents": make_documents(rows, device, context=batch.context, are_rows=are_rows)}
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """A small copy of a run's model, on which the engine's gradients are compared with one process."""
 
 import hashlib
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from fsdpctl.models.registry import build_plain
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.plan.batch import plan_batches
+from fsdpctl.plan.context import tokens_per_rank
 from fsdpctl.resolve.blocks import checkpoint_blocks
 from fsdpctl.resolve.decoder_check import allocate, small_decoder
 from fsdpctl.run.step_metrics import StepClock
@@ -39,7 +41,7 @@ def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, 
     """Return the gradient norm of a step of ranks, and of one process with the same samples.
 
     Both are those of a small copy of the model with random weights and tokens, sharded by
-    `sharding`, which is that of the model. Collective.
+    `sharding`, which is that of the model. Ranks share the samples as in the run. Collective.
     """
     config = _small_config(parts.config)
     assert isinstance(parts.model, ShardedModel)
@@ -52,12 +54,14 @@ def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, 
         checkpoint_blocks(blocks, about.name, offload=about.offload)
     model = shard_from(source, module, sharding, parts.model.mesh)
     model.train(False)
-    batches = _batches(config, model.collectives.size)
+    shared = config.train.context_parallel
+    batches = _batches(config, model.collectives.size, shared)
     small = replace(parts, config=config, model=model, train_batches=batches, val_batches=None)
     clock = StepClock(parts.device, model.take_waits)
     figures = run_passes(small, 0, 0, clock).figures()
     model.drop_gradients()
-    return figures.grad_norm, _alone(_plain(config, parts.device), batches, parts.device)
+    whole = _batches(config, model.collectives.size // shared)
+    return figures.grad_norm, _alone(_plain(config, parts.device), whole, parts.device)
 
 
 def has_auxiliary_gradient(parts: TrainingParts) -> bool:
@@ -81,18 +85,25 @@ def _small_config(config: Config, router_aux_loss: str = "none") -> Config:
         router_aux_loss=router_aux_loss,
     )  # fmt: skip
     if model.architecture != TRANSFORMERS:
-        model = _narrow(model)
+        model = _narrow(model, config.train.context_parallel)
     train = replace(
-        config.train, seq_len=_LENGTH, global_batch_size=1, micro_batch_size=1, compile=False,
+        config.train, seq_len=_length(config), global_batch_size=1, micro_batch_size=1, compile=False,
         loss_chunk_tokens=_LENGTH // 2 if config.train.loss_chunk_tokens else 0,
     )  # fmt: skip
     return replace(config, model=model, train=train)
 
 
-def _narrow(model: ModelConfig) -> ModelConfig:
-    heads = min(model.num_heads, 4)
+def _length(config: Config) -> int:
+    """Return a length of which every rank that shares a sample has a part, if that is possible."""
+    shared = config.train.context_parallel
+    return min(tokens_per_rank(_LENGTH, shared) * shared, config.train.seq_len)
+
+
+def _narrow(model: ModelConfig, context_parallel: int) -> ModelConfig:
+    heads = math.lcm(min(model.num_heads, 4), context_parallel)
+    width = max(_WIDTH // heads // 2 * 2, 2)  # of a head; rotary embeddings turn pairs
     return replace(
-        model, vocab_size=_VOCABULARY, num_layers=2, hidden_size=_WIDTH, head_dim=_WIDTH // heads,
+        model, vocab_size=_VOCABULARY, num_layers=2, hidden_size=heads * width, head_dim=width,
         intermediate_size=_WIDTH, num_heads=heads, query_scalar=None,
         num_kv_heads=heads if model.num_kv_heads == model.num_heads else 1,
         sliding_window=None if model.sliding_window is None else _LENGTH // 2,
@@ -127,13 +138,17 @@ def _draw(name: str, whole: Tensor) -> None:
     whole.copy_(torch.empty(whole.shape).normal_(0.0, std, generator=generator))
 
 
-def _batches(config: Config, ranks: int) -> Batches:
+def _batches(config: Config, ranks: int, context_parallel: int = 1) -> Batches:
     """Return random samples: as many for each rank as it has passes, at most two."""
     passes = min(config.accumulation.steps or 1, _MOST_PASSES)
-    plan = plan_batches(ranks * passes, ranks, micro_batch_size=1, num_micro_batches=passes)
-    count = plan.global_batch_size * _LENGTH + 1
+    plan = plan_batches(
+        ranks // context_parallel * passes, ranks, micro_batch_size=1, num_micro_batches=passes,
+        context_parallel=context_parallel,
+    )  # fmt: skip
+    length = _length(config)
+    count = plan.global_batch_size * length + 1
     tokens = np.random.default_rng(0).integers(_VOCABULARY, size=count, dtype=np.uint16)
-    return Batches(TokenStream(tokens, None).rows(_LENGTH), plan, 0, _VOCABULARY)
+    return Batches(TokenStream(tokens, None).rows(length), plan, 0, _VOCABULARY)
 
 
 def _rows(batches: Batches) -> Iterator[MicroBatch]:

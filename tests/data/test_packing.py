@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.documents import IGNORED, DocumentSet, Packing
 from fsdpctl.data.order import pack
+from fsdpctl.data.tokens import TokenStream
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
 
@@ -104,6 +105,18 @@ def test_a_micro_batch_has_the_lengths_of_documents_and_padding():
     assert all(sum(each) == ROOM for each in batch.lengths)
     assert len(batch.lengths) == 4
     assert (batch.targets == IGNORED).all()  # there are fewer rows than the first rank has
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_padding_for_ranks_that_share_a_row_has_no_later_positions(packs):
+    documents = some(9, 5, 4, 12, trained=1)
+    text = TokenStream(documents.tokens, None)
+    data: DocumentSet | TokenStream = documents if packs else text
+    batches = Batches(data.rows(ROOM), plan_batches(2, 4, context_parallel=4), 0, 500)
+    batch = batches.training(0, 3, 0)
+    assert batch.holds_documents == packs
+    assert [sum(each) for each in batch.lengths] == [4 * batch.tokens.shape[1]] * 2
+    assert max(chain(*batch.lengths)) <= ROOM
 
 
 def test_a_sequence_can_be_split_into_its_documents():

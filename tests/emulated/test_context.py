@@ -31,7 +31,7 @@ def losses(rank: int, device: torch.device) -> Tensor:
     found = []
     for _ in range(2):
         tokens = torch.randint(64, (2, 128), generator=generator).chunk(2, 1)[rank]
-        batch = MicroBatch(tokens, tokens.clone(), (), ContextParallel(2, rank))
+        batch = MicroBatch(tokens, tokens.clone(), ((128,),) * 2, ContextParallel(2, rank))
         loss = summed_loss(model, batch, device, 0)
         loss.backward()
         found.append(loss.detach())

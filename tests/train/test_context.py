@@ -78,7 +78,7 @@ def chats(folder: Path, family: str) -> list[str]:
             ["strategy=no_shard", "activation_checkpointing=selective"],
             ["model.lora.rank=4", "train.loss_chunk_tokens=10"],
             ["model.architecture=mistral", "model.sliding_window=20", "train.seq_len=70"],
-            ["model.architecture=gpt2", "model.num_kv_heads=4"],
+            ["model.architecture=gpt2", "model.num_kv_heads=4", "model.max_seq_len=16"],
             ["optimizer.state_dtype=int8", "model.hidden_size=64"],
             ["optimizer.offload=all"],
         ],

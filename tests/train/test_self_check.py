@@ -10,8 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from fsdpctl.data.batches import Batches
 from fsdpctl.engine.precision import Precision
 from fsdpctl.errors import SelfCheckError
+from fsdpctl.models import attention
+from fsdpctl.models.context import to_tokens
+from fsdpctl.models.documents import Documents
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.train import assemble, loss, step
 from tests.distributed import distributed
@@ -58,6 +62,26 @@ def _balance(
     return plain(decoder, hidden, outputs).detach()
 
 
+def _of_other_heads(mixed: torch.Tensor, context: Any) -> torch.Tensor:
+    """The heads of a rank in the place of another rank's."""
+    return to_tokens(mixed, context).roll(1, dims=1)
+
+
+def _shifted_in_parts(*about: Any, plain: Any = Batches._gather) -> Any:
+    """The targets of a rank's tokens, as if these were a row."""
+    batch = plain(*about)
+    if batch.context is not None:
+        batch.targets[:, :-1] = batch.tokens[:, 1:]
+        batch.targets[:, -1] = batch.tokens[:, 0]
+    return batch
+
+
+def _first_positions(documents: Documents) -> torch.Tensor:
+    """The positions of the first rank."""
+    assert documents.context is not None
+    return documents.positions.chunk(documents.context.size, 1)[0]
+
+
 TEXT: dict[str, tuple[Callable[[], Any], str]] = {
     "frozen": (lambda: _module_with(_frozen), f"{LAYER}.mlp.down_proj.weight: is frozen"),
     "cut off": (lambda: _module_with(_cut_off), f"{LAYER}: no parameter has a gradient"),
@@ -69,6 +93,14 @@ TEXT: dict[str, tuple[Callable[[], Any], str]] = {
     "counted": (
         lambda: mock.patch.object(step, "record_step", _counted_twice),
         "loss over 384 tokens; expected 192",
+    ),
+}  # fmt: skip
+SHARED: dict[str, tuple[Callable[[], Any], str]] = {
+    "exchanged": (lambda: mock.patch.object(attention, "to_tokens", _of_other_heads), "gradient n"),
+    "shifted": (lambda: mock.patch.object(Batches, "_gather", _shifted_in_parts), "gradient norm "),
+    "positions": (
+        lambda: mock.patch.object(Documents, "own_positions", property(_first_positions)),
+        "gradient norm ",
     ),
 }  # fmt: skip
 CHATS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -98,7 +130,7 @@ def _found(typed: list[str], folder: str, plant: Any) -> str:
 def check(rank: int, world_size: int, typed: list[str], folder: str, names: list[str]) -> None:
     """Train with each plant and without one."""
     for name in names:
-        plant, expected = {**TEXT, **CHATS}[name]
+        plant, expected = {**TEXT, **SHARED, **CHATS}[name]
         found = _found(typed, f"{folder}/{name}", plant())
         assert expected in found, (name, found)
     assert not _found(typed, f"{folder}/none", mock.patch.dict({}))
@@ -110,6 +142,11 @@ def check(rank: int, world_size: int, typed: list[str], folder: str, names: list
 def test_mistakes_are_found(tmp_path):
     more = ["train.steps=2", "train.self_check=auto"]
     check(world_size=2, typed=words(tmp_path, 2, *more), folder=str(tmp_path), names=list(TEXT))
+
+
+def test_mistakes_are_found_where_ranks_share_samples(tmp_path):
+    more = ["train.steps=2", "train.self_check=auto", "train.context_parallel=2"]
+    check(world_size=2, typed=words(tmp_path, 2, *more), folder=str(tmp_path), names=list(SHARED))
 
 
 @pytest.mark.slow

@@ -150,7 +150,8 @@ def _leaks(run: "Trainer") -> Iterator[str]:
     batches = parts.train_batches
     position = run.samples - batches.plan.global_batch_size
     batch = batches.training(position, run.ranks.rank, 0)
-    row = next((row for row, lengths in enumerate(batch.lengths) if len(lengths) > 1), None)
+    packed = enumerate(batch.lengths if batch.holds_documents else ())
+    row = next((row for row, lengths in packed if len(lengths) > 1), None)
     if all(each is None for each in run.ranks.gather_objects(row)):
         return
     losses = []
