@@ -87,8 +87,8 @@ def _small_config(config: Config, router_aux_loss: str = "none") -> Config:
     if model.architecture != TRANSFORMERS:
         model = _narrow(model, config.train.context_parallel)
     train = replace(
-        config.train, seq_len=_length(config), global_batch_size=1, micro_batch_size=1, compile=False,
-        loss_chunk_tokens=_LENGTH // 2 if config.train.loss_chunk_tokens else 0,
+        config.train, seq_len=_length(config), global_batch_size=1, micro_batch_size=1,
+        compile=False, loss_chunk_tokens=_LENGTH // 2 if config.train.loss_chunk_tokens else 0,
     )  # fmt: skip
     return replace(config, model=model, train=train)
 
