@@ -52,7 +52,7 @@ def test_experts_have_no_chunks(tmp_path):
 
 
 def test_chunks_need_less_memory_and_are_few():
-    words = ["model=llama3_8b", "model.num_layers=1", "cluster=h100", "launch.nproc_per_node=8",
+    words = ["model=llama3_8b", "model.num_layers=2", "cluster=h100", "launch.nproc_per_node=8",
              "train.seq_len=1048576", "train.context_parallel=8", "train.global_batch_size=1",
              "model.vocab_size=512", "activation_checkpointing=full"]  # fmt: skip
     config = placed_on_cluster(compose_config([*words, f"{CHUNKS}=auto"]).config)
