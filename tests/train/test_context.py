@@ -62,7 +62,7 @@ def chats(folder: Path, family: str) -> list[str]:
     make_chat_model(folder / "model", family)
     file = make_chats(folder / "chats.jsonl", 60)
     return [f"model.path={folder / 'model'}", "data=chat", f"data.path={file}",
-            "train.seq_len=60", "train.global_batch_size=4"]  # fmt: skip
+            "train.seq_len=60", "train.global_batch_size=3"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
