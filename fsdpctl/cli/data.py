@@ -56,6 +56,7 @@ def data(
     found = samples_of_step(run, step)
     say(f"step {step}: {len(found.samples)} samples{found.about and '; '}{found.about}")
     for sample in found.samples:
-        if rank is None or sample.rank == rank:
-            whose = "" if sample.rank is None else f" (rank {sample.rank})"
+        if rank is None or rank in sample.ranks:
+            names = ", ".join(map(str, sample.ranks))
+            whose = f" (rank{'s' * (len(sample.ranks) > 1)} {names})" if names else ""
             say(f"--- sample {sample.number}{whose}\n{sample.text}")

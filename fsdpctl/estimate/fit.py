@@ -116,12 +116,12 @@ def longer_samples(
         for change in [*make(config)][-1:]:
             if found.estimate is not None and found.next is None:
                 return  # the model's own limit
-            words, config = (*words, *change.words), change.config
             try:
-                check_shared_rows(config)
-                check_activation_offload(config)
+                check_shared_rows(change.config)
+                check_activation_offload(change.config)
             except UsageError:
-                return
+                continue
+            words, config = (*words, *change.words), change.config
             multiple = max(_LENGTHS, 1 << (begin.bit_length() - _BITS))
             most = config.model.max_seq_len
             found = _largest(estimator, config, "seq_len", begin, most, multiple=multiple)

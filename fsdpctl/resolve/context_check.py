@@ -5,11 +5,12 @@ shorter than the rows, and layers that run along the rows otherwise see only the
 """
 
 import json
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from fsdpctl.resolve.decoder_check import differ, quiet, small_copy
 T = TypeVar("T")
 _TOKENS, _WINDOW = 12, 5  # of a rank; of layers with a window
 _WINDOWS = ("sliding_window", "attention_chunk_size")
+_SWITCHING = ("longrope", "su")  # types of rotary embeddings, and their earlier names
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _SECONDS = 60.0  # for which a thread waits for the others
 
@@ -49,6 +51,12 @@ def check_shared_rows(config: Config) -> None:
             f"{where}: its auxiliary loss is that of full rows; set model.router_aux_loss to "
             "global or none"
         )
+    short = _short_positions(content)
+    if config.train.seq_len > short:
+        raise UsageError(
+            f"{where}: its rotary embeddings change where a forward has more than {short} "
+            f"positions, and a rank has only its own; expected train.seq_len of at most {short}"
+        )
     ranks = next(each for each in range(2, shared + 1) if shared % each == 0)
     try:
         with quiet():
@@ -65,6 +73,17 @@ def check_shared_rows(config: Config) -> None:
 
 def _balances(content: dict[str, object]) -> bool:
     return bool(content.get("output_router_logits"))
+
+
+def _short_positions(content: dict[str, Any]) -> float:
+    """Return the positions up to which a model has one set of rotary embeddings."""
+    outer = [each for each in content.values() if isinstance(each, dict)]
+    inner = [each for some in outer for each in some.values() if isinstance(each, dict)]
+    name, found = "original_max_position_embeddings", [math.inf]
+    for rope in (*outer, *inner):  # by kind of layer
+        if rope.get("rope_type", rope.get("type")) in _SWITCHING:
+            found.append(rope.get(name) or content.get(name) or math.inf)
+    return min(found)
 
 
 def _with_short_windows(model: ModelConfig, content: dict[str, object]) -> ModelConfig:

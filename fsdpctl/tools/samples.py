@@ -14,6 +14,7 @@ from fsdpctl.data.open import open_data
 from fsdpctl.data.tokens import DataSet
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.batch import plan_batches
+from fsdpctl.plan.context import context_groups
 from fsdpctl.resolve.machine import world_size
 from fsdpctl.run.directory import METRICS, read_config
 from fsdpctl.run.metrics import read_metrics
@@ -24,7 +25,7 @@ class StepSample:
     """A sample of a step."""
 
     number: int  # in the training data
-    rank: int | None  # that computed it, if known
+    ranks: tuple[int, ...]  # that computed it; () if not known
     text: str  # the tokens and the last target, decoded
 
 
@@ -52,7 +53,7 @@ def samples_of_step(run_dir: Path, step: int) -> StepSamples:
     bad, after = _found(run_dir / METRICS, step)
     if bad is not None:
         of_rank = set(bad["rank_samples"])
-        ranks = {each: bad["rank"] for each in bad["samples"] if each in of_rank}
+        ranks = {each: (int(bad["rank"]),) for each in bad["samples"] if each in of_rank}
         numbers = list(bad["samples"])
     else:
         batches = _batches(config, data)
@@ -60,12 +61,14 @@ def samples_of_step(run_dir: Path, step: int) -> StepSamples:
         numbers = batches.numbers(position)
         plan = batches.plan
         ranks = {
-            each: rank
-            for rank in range(plan.world_size)
-            for each in batches.numbers(position, rank)
+            each: tuple(group)
+            for group in context_groups(plan.world_size, plan.context_parallel)
+            for each in batches.numbers(position, group[0])
         }
     texts = _texts(data, config.train.seq_len, numbers)
-    samples = [StepSample(n, ranks.get(n), text) for n, text in zip(numbers, texts, strict=True)]
+    samples = [
+        StepSample(n, ranks.get(n, ()), text) for n, text in zip(numbers, texts, strict=True)
+    ]
     return StepSamples("" if bad is None else _in_words(bad), samples)
 
 

@@ -158,6 +158,18 @@ def test_families_that_cannot_share_rows_are_rejected(tmp_path, family, said):
         check_shared_rows(shared(compose(tmp_path)))
 
 
+def test_rotary_embeddings_that_depend_on_all_positions_are_rejected(tmp_path):
+    """As a rank has only its own positions, ranks would disagree about the embeddings."""
+    long = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4, "original_max_position_embeddings": 30}  # fmt: skip
+    save_decoder("llama", tmp_path, rope_parameters=long)
+    check_shared_rows(shared(compose(tmp_path, "train.seq_len=30")))
+    with pytest.raises(
+        UsageError, match=r"llama: its rotary .* expected train.seq_len of at most 30"
+    ):
+        check_shared_rows(shared(compose(tmp_path, "train.seq_len=31")))
+
+
 def test_a_loss_over_full_rows_is_rejected(tmp_path):
     save_decoder("qwen3_moe", tmp_path, output_router_logits=True)
     with pytest.raises(UsageError, match=r"set model.router_aux_loss to global or none"):

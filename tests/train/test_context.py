@@ -63,7 +63,7 @@ def chats(folder: Path, family: str) -> list[str]:
     make_chat_model(folder / "model", family)
     file = make_chats(folder / "chats.jsonl", 60)
     return [f"model.path={folder / 'model'}", "data=chat", f"data.path={file}",
-            "train.seq_len=60", "train.global_batch_size=4"]  # fmt: skip
+            "train.seq_len=60", "train.global_batch_size=3"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,11 @@ def test_a_run_resumes_with_another_number(tmp_path):
         return words(tmp_path, 2, *FP32, f"train.run_dir={tmp_path / folder}",
                      f"train.steps={steps}", f"{SHARED}={shared}")  # fmt: skip
 
-    train_each(world_size=2, runs=[run("a", 2, 2), run("a", 4, 1), run("b", 4, 1)])
+    train_each(world_size=2, runs=[run("a", 2, 1), run("a", 4, 2), run("b", 4, 1)])
     for one, other in zip(figures(tmp_path / "a"), figures(tmp_path / "b"), strict=True):
         assert one == pytest.approx(other, rel=1e-6)
+    code, said = invoke("data", "--run", str(tmp_path / "a"), "--step", "4", "--rank", "1")
+    assert (code, said.count("(ranks 0, 1)")) == (0, 12)
 
 
 # ---- settings that conflict --------------------------------------------------------------

@@ -145,7 +145,8 @@ def test_mistakes_are_found(tmp_path):
 
 
 def test_mistakes_are_found_where_ranks_share_samples(tmp_path):
-    more = ["train.steps=2", "train.self_check=auto", "train.context_parallel=2"]
+    more = ["train.steps=2", "train.self_check=auto", "train.context_parallel=2",
+            "train.seq_len=128"]  # fmt: skip
     check(world_size=2, typed=words(tmp_path, 2, *more), folder=str(tmp_path), names=list(SHARED))
 
 

@@ -152,7 +152,7 @@ def _leaks(run: "Trainer") -> Iterator[str]:
     batch = batches.training(position, run.ranks.rank, 0)
     packed = enumerate(batch.lengths if batch.holds_documents else ())
     row = next((row for row, lengths in packed if len(lengths) > 1), None)
-    if all(each is None for each in run.ranks.gather_objects(row)):
+    if not any(run.ranks.gather_objects(row is not None)):
         return
     losses = []
     for moved in (0, 1):
