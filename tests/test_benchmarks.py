@@ -35,6 +35,7 @@ def run(module: str, out: Path, *words: str) -> dict[str, object]:
         ("host_time", ["--rounds", "1"]),
         ("startup", ["--rounds", "1"]),
         ("planning", ["--rounds", "1"]),
+        ("growth", ["--steps", "200"]),
         ("consolidate", ["--rounds", "1", "--gigabytes", "0.2"]),
         ("estimates", ["--count", "1"]),
         ("auto", ["--cases", "1", "--rounds", "1", "--steps", "8", "--most", "1"]),
@@ -88,6 +89,12 @@ def test_consolidation_takes_no_more_memory_for_a_larger_model() -> None:
     small, large = (each["bytes_above_interpreter"] for each in results)
     assert small <= 256 << 20
     assert large <= small + (16 << 20)
+
+
+def test_a_rank_does_not_grow_in_5000_steps() -> None:
+    first, *later = json.loads((measured.RESULTS / "growth.json").read_text())["results"]
+    assert (first["step"], later[-1]["step"]) == (200, 5000)
+    assert all(each["over_first"] <= 1.02 for each in later)
 
 
 def test_no_engine_of_pytorch_holds_less() -> None:
