@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from fsdpctl.models.nf4 import OPERATORS
+from fsdpctl.models.quantized import OPERATORS
 
 _PRODUCTS = ("mm", "addmm")
 _ATTENTION = (

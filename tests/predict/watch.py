@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fsdpctl.comm.base import Handle
 from fsdpctl.comm.gloo import GlooCollectives
 from fsdpctl.engine.model import ShardedModel
-from fsdpctl.models.nf4 import OPERATORS
+from fsdpctl.models.quantized import OPERATORS
 from fsdpctl.plan.schedule import Event
 from tests.engine.events import gathered_nbytes, recording
 
