@@ -28,7 +28,6 @@ check: $(VENV)/emulated  ## format, lint, types and fast tests, as in CI and the
 docs: $(VENV)/developed  ## regenerate the tables and the picture in docs/
 	$(BIN)/python -m docs.generate
 
-bench: $(VENV)/developed  ## compare with PyTorch's engines on CPU ranks, about 90 minutes; then run `make docs`
 bench: $(VENV)/developed  ## compare with PyTorch's engines on CPU ranks, about two hours; then run `make docs`
 	$(BIN)/python -m benchmarks.planning --out $(RESULTS)/planning.json
 	$(BIN)/python -m benchmarks.estimates --out $(RESULTS)/estimates.json
