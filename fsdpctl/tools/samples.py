@@ -53,7 +53,9 @@ def samples_of_step(run_dir: Path, step: int) -> StepSamples:
     bad, after = _found(run_dir / METRICS, step)
     if bad is not None:
         of_rank = set(bad["rank_samples"])
-        ranks = {each: (int(bad["rank"]),) for each in bad["samples"] if each in of_rank}
+        ranks: dict[int, tuple[int, ...]] = {
+            each: (int(bad["rank"]),) for each in bad["samples"] if each in of_rank
+        }
         numbers = list(bad["samples"])
     else:
         batches = _batches(config, data)

@@ -9,8 +9,10 @@ import pytest
 
 from fsdpctl.cli.app import COMMANDS
 from fsdpctl.config.compose import compose_config
+from fsdpctl.config.schema import Config
 from fsdpctl.estimate.advice import advice
 from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
+from fsdpctl.estimate.run_estimate import RunEstimate
 from tests.cli.run import environment
 
 SLOW = {"torch", "numpy", "hydra", "omegaconf", "yaml", "rich", "psutil", "msgspec"}
@@ -55,13 +57,17 @@ def test_advice_estimates_no_change_that_includes_one_that_suffices(monkeypatch)
     config = compose_config(
         ["model=llama3_405b", "cluster=h100", "launch.nproc_per_node=8", "launch.nnodes=2048"]
     ).config
-    estimator, estimated = Estimator(), []
+    estimator = Estimator()
+    estimated: list[Config] = []
     (first,) = estimate_strategies(estimator, config, every=False)
     assert first.verdict == "too_large"
     placed, estimate = placed_for_estimate(config), estimator.estimate
-    monkeypatch.setattr(
-        estimator, "estimate", lambda config: estimated.append(config) or estimate(config)
-    )
+
+    def counted(config: Config) -> RunEstimate:
+        estimated.append(config)
+        return estimate(config)
+
+    monkeypatch.setattr(estimator, "estimate", counted)
     (found, _), *_ = advice(estimator, placed)
     assert found.words == ("activation_checkpointing=full",)
     together = [each for each in estimated if each.optimizer.state_dtype == "int8"]
