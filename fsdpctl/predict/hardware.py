@@ -82,7 +82,7 @@ _BASE, _INTRA_HOP, _INTER_HOP = 8.4e-6, 3.4e-6, 14e-6  # seconds
 
 
 class HostQueue(StrEnum):
-    """What a rank's host does for it, each one at a time."""
+    """The work of a rank's host for it, each kind one at a time."""
 
     DOWN = "copies to the host"
     STEPS = "steps on the host"
