@@ -44,6 +44,7 @@ PAGES = tuple(
         "fine-tune",
         "less-memory",
         "evidence",
+        "long-runs",
     )
 )
 PICTURE = DOCS / "strategies.png"
@@ -165,6 +166,8 @@ TABLES = {
     "estimate_errors": measured.estimate_errors_table,
     "published_runs": measured.published_runs_table,
     "estimate_time": measured.estimate_time_table,
+    "startup": measured.startup_line,
+    "growth": measured.growth_table,
     "consolidate": measured.consolidate_table,
     "saving": measured.saving_table,
     "evidence": evidence_table,
