@@ -28,6 +28,11 @@ class World:
     device: torch.device
 
 
+# Torch's flight recorder keeps 2,000 over gloo by default, and a rank grows by megabytes until it
+# is full. These are more than a step of most models that a CPU trains.
+RECORDED_COLLECTIVES = 500
+
+
 @contextmanager
 def joined_world(
     device_type: str, timeout_seconds: float, store: Store | None = None
@@ -47,6 +52,8 @@ def joined_world(
         # A launcher of ranks may show each of them its own device alone.
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+    else:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_COLLECTIVES))
     if store is None:
         store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     dist.init_process_group(

@@ -1,6 +1,8 @@
 """The heap of CPU ranks, measured by its resident pages."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +11,11 @@ import psutil
 import pytest
 import torch
 
+from fsdpctl.comm.world import RECORDED_COLLECTIVES
 from fsdpctl.run.step_metrics import StepMetrics
 from fsdpctl.train.callback import Callback
 from fsdpctl.train.callbacks.heap import HeapTrim
+from tests.cli.run import environment
 from tests.distributed import distributed
 from tests.train.ranks import made, words
 
@@ -39,6 +43,32 @@ def fragment(rank: int, world_size: int) -> None:
 
 def test_holes_are_returned_to_the_system():
     fragment(world_size=1)
+
+
+_RECORDING = f"""
+import json
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from fsdpctl.comm.recorder import recorded
+from fsdpctl.comm.world import joined_world
+
+with joined_world("cpu", 60, dist.HashStore()):
+    for _ in range({RECORDED_COLLECTIVES + 100}):
+        dist.all_reduce(torch.ones(1))
+    kept = json.loads(_distributed_c10d._dump_fr_trace_json(includeCollectives=True))
+    print(len(kept["entries"]), *recorded().begun.values())
+"""
+
+
+def test_collectives_are_recorded_up_to_a_number_and_all_are_counted():
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _RECORDING],
+        capture_output=True, text=True, env={**environment(), **place},
+    )  # fmt: skip
+    expected = f"{RECORDED_COLLECTIVES} {RECORDED_COLLECTIVES + 100}"
+    assert done.stdout.strip() == expected, done.stderr
 
 
 class _Watch(Callback):
