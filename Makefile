@@ -28,7 +28,7 @@ check: $(VENV)/emulated  ## format, lint, types and fast tests, as in CI and the
 docs: $(VENV)/developed  ## regenerate the tables and the picture in docs/
 	$(BIN)/python -m docs.generate
 
-bench: $(VENV)/developed  ## compare with PyTorch's engines on CPU ranks, about 90 minutes; then run `make docs`
+bench: $(VENV)/developed  ## compare with PyTorch's engines on CPU ranks, about two hours; then run `make docs`
 	$(BIN)/python -m benchmarks.planning --out $(RESULTS)/planning.json
 	$(BIN)/python -m benchmarks.estimates --out $(RESULTS)/estimates.json
 	$(BIN)/python -m benchmarks.startup --out $(RESULTS)/startup.json
@@ -38,6 +38,7 @@ bench: $(VENV)/developed  ## compare with PyTorch's engines on CPU ranks, about 
 	$(BIN)/python -m benchmarks.saving --out $(RESULTS)/saving.json
 	$(BIN)/python -m benchmarks.offload --out $(RESULTS)/offload.json
 	$(BIN)/python -m benchmarks.watching --out $(RESULTS)/watching.json
+	$(BIN)/python -m benchmarks.growth --out $(RESULTS)/growth.json
 	$(BIN)/python -m benchmarks.restarting --out $(RESULTS)/restarting.json
 	$(BIN)/python -m benchmarks.little_memory --out $(RESULTS)/little-memory.json
 	$(BIN)/python -m benchmarks.step_time --out $(RESULTS)/step-time-cpu.json

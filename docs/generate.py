@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from docs import measured
 from docs.decoders import decoders_table, loading_table
+from docs.evidence import evidence_table
 from docs.faults import faults_table
 from docs.less_memory import compressed_states_table
 from docs.predicted import predicted_steps_table, published_steps_table, selections_line
@@ -42,6 +43,8 @@ PAGES = tuple(
         "models",
         "fine-tune",
         "less-memory",
+        "evidence",
+        "long-runs",
     )
 )
 PICTURE = DOCS / "strategies.png"
@@ -163,8 +166,11 @@ TABLES = {
     "estimate_errors": measured.estimate_errors_table,
     "published_runs": measured.published_runs_table,
     "estimate_time": measured.estimate_time_table,
+    "startup": measured.startup_line,
+    "growth": measured.growth_table,
     "consolidate": measured.consolidate_table,
     "saving": measured.saving_table,
+    "evidence": evidence_table,
     "faults": faults_table,
     "decoders": decoders_table,
     "loading": loading_table,

@@ -14,8 +14,8 @@ def compressed_states_table() -> str:
     results: list[dict[str, Any]] = report["results"]
     lines = [
         "| states | bytes per parameter | moved per update | update / float32 | step / float32 | "
-        "training loss | validation loss |",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "training loss | validation loss | validation - float32's |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for each in results:
         cells = [
@@ -25,6 +25,7 @@ def compressed_states_table() -> str:
             f"{each['update_over_float32']:.2f}",
             f"{each['step_over_float32']:.2f}",
             *(_spread(each[f"{name}_losses"]) for name in ("train", "validation")),
+            _spread(_differences(each["validation_losses"], results[0]["validation_losses"])),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     seeds = len(results[0]["train_losses"])
@@ -34,9 +35,13 @@ def compressed_states_table() -> str:
         f"{report['parameters'] / 1e6:.1f} M parameters, {report['tokens']:,} tokens per step. "
         f"Losses in nats per byte: mean and standard deviation of {seeds} seeds after "
         f"{report['steps']:,} steps of `llama_tiny`; training loss over the last "
-        f"{report['last_steps']}."
+        f"{report['last_steps']}, difference per seed."
     )
     return "\n".join([*lines, "", about])
+
+
+def _differences(losses: list[float], of: list[float]) -> list[float]:
+    return [ours - theirs for ours, theirs in zip(losses, of, strict=True)]
 
 
 def _spread(losses: list[float]) -> str:

@@ -282,3 +282,38 @@ def estimate_time_table() -> str:
         f"{report['rounds']} processes, {_measured_on(report)}."
     )
     return _table(header, rows, about)
+
+
+def startup_line() -> str:
+    """Return the processor time of help and of a large estimate."""
+    report = _report("startup")
+    (found,) = report["results"]
+    seconds = found["processor_seconds"]
+    return (
+        f"The whole command takes {seconds['estimate_405b']:.1f} s of processor time for "
+        "llama3_405b on 16,384 ranks with its advice, "
+        f"{found['estimate_over_import_torch']:.1f} times as much as `import torch` "
+        f"({seconds['torch']:.1f} s). `fsdpctl --help` takes {seconds['help']:.2f} s, "
+        f"{found['help_over_import_typer']:.2f} times as much as `import typer`: medians of "
+        f"{report['rounds']} alternating processes, {_measured_on(report)}."
+    )
+
+
+def growth_table() -> str:
+    """Return the memory of CPU ranks over the steps of a long run."""
+    report = _report("growth")
+    rows = [
+        [
+            f"{each['step']:,}",
+            *(f"{own / (1 << 20):.1f}" for own in each["own_bytes"]),
+            f"{each['over_first']:.4f}",
+            f"{max(each['mapped_bytes']) / (1 << 20):.1f}",
+        ]
+        for each in report["results"]
+    ]
+    ranks = [f"rank {rank}, MiB" for rank in range(report["world_size"])]
+    about = (
+        f"{report['model']}, {report['global_batch_size']} samples of {report['seq_len']} tokens "
+        f"per step, over gloo, {_measured_on(report)}; medians of {report['window']} steps."
+    )
+    return _table(["step", *ranks, "larger / first", "mapped files, MiB"], rows, about)

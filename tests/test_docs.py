@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
+from docs.evidence import PROMISES, REPOSITORIES, linked_test
 from docs.generate import PAGES, PICTURE, RECIPES, draw, estimated_recipe, filled
-from fsdpctl.cli.app import _COMMANDS
+from fsdpctl.cli.app import COMMANDS
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.recipe import choices_of
 from fsdpctl.config.schema import GROUPS, KEYS
@@ -28,6 +29,20 @@ SOURCES = (ROOT, ROOT / "fsdpctl")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_generated_tables_are_up_to_date(page):
     assert filled(page.read_text()) == page.read_text(), "run `make docs`"
+
+
+@pytest.mark.parametrize("test", ["cli/test_run.py::test_of_nothing", "cli/nothing.py::test_it"])
+def test_evidence_that_does_not_exist_is_an_error(test):
+    with pytest.raises(ValueError, match=rf"tests/{test}: not found"):
+        linked_test(test)
+
+
+def test_every_promise_has_a_test_and_its_threads_a_repository():
+    for promise in PROMISES:
+        assert all("::test_" in each for each in promise.tests)
+        assert promise.tests
+        assert {each.partition("#")[0] for each in promise.threads} <= set(REPOSITORIES)
+        assert all(each.partition("#")[2].isdecimal() for each in promise.threads)
 
 
 @pytest.mark.slow
@@ -106,7 +121,7 @@ def test_links_have_targets(page):
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: page.name)
 def test_commands_and_settings_exist(page):
     """Check code lines and spans that begin with the command."""
-    commands = {name for name, _, _ in _COMMANDS}
+    commands = set(COMMANDS)
     lines = re.findall(r"(?:^    |^\$ |`)fsdpctl ([^`\n]*)", page.read_text(), re.MULTILINE)
     for line in lines:
         name, *arguments = shlex.split(line.split(" #")[0].replace("…", ""))

@@ -55,23 +55,26 @@ def exported_weights(reader: CheckpointReader, dtype: str | None, *, merges: boo
 def _merged_into_quantized(weights: Tensors, model: ModelConfig, dtype: str | None) -> Tensors:
     """Merge into the weights that were trained with; `dtype` None: as in the files, or float32."""
     from fsdpctl.checkpoint.quantized import DequantizedTensors  # imports torch
-    from fsdpctl.models.nf4 import quantized_shapes
+    from fsdpctl.models.quantized import PACKINGS, quantized_shapes
     from fsdpctl.models.registry import build_model
 
-    shapes = quantized_shapes(build_model(model))
+    packing, shapes = PACKINGS[str(model.base_dtype)], quantized_shapes(build_model(model))
     stored = {weights.info(tensor_key(PARAMETER, name)).dtype for name in shapes}
     if dtype is None:
         dtype = stored.pop() if len(stored) == 1 and stored <= {*FLOATS} else "F32"
-    return MergedWeights(DequantizedTensors(weights, shapes), model, dtype, rounded=shapes)
+    return MergedWeights(DequantizedTensors(weights, shapes, packing), model, dtype, rounded=shapes)
 
 
 def notes_on_merge(reader: CheckpointReader, *, merges: bool) -> tuple[str, ...]:
     """Return what to know about the weights that adapters were merged into, a line each."""
-    if not merges or reader.manifest.config.get("model.base_dtype", "auto") == "auto":
+    dtype = reader.manifest.config.get("model.base_dtype", "auto")
+    if not merges or dtype == "auto":
         return ()
     base = reader.manifest.base
     others = "" if base is None else f"; those in {base.path} differ"
-    return (f"adapters merged into the NF4 weights that they were trained with{others}",)
+    return (
+        f"adapters merged into the {dtype.upper()} weights that they were trained with{others}",
+    )
 
 
 class MergedWeights:

@@ -1,4 +1,4 @@
-"""Weights in NF4, made of those in files while these are read, and back."""
+"""Packed weights, made of those in files while these are read, and back."""
 
 from collections.abc import Iterator, Mapping
 
@@ -9,14 +9,7 @@ from fsdpctl.checkpoint.manifest import TensorInfo, parameter_name
 from fsdpctl.checkpoint.source import Tensors
 from fsdpctl.checkpoint.tensors import tensor_bytes, tensor_of
 from fsdpctl.errors import CheckpointError
-from fsdpctl.models.nf4 import (
-    GROUP,
-    GROUP_BYTES,
-    dequantize,
-    packed_bytes,
-    quantize,
-    quantized_shapes,
-)
+from fsdpctl.models.quantized import GROUP, Packing, packing_of, quantized_shapes
 from fsdpctl.plan.layout import Span
 
 _BYTES, _FLOATS = "U8", "F32"
@@ -25,17 +18,19 @@ Shapes = Mapping[str, tuple[int, int]]  # of the weights, by the parameter's nam
 
 
 def quantized_as(source: Tensors, module: nn.Module) -> Tensors:
-    """Return `source` with the weights in NF4 that `module` has in NF4."""
-    shapes = quantized_shapes(module)
-    return QuantizedTensors(source, shapes) if shapes else source
+    """Return `source` with the weights packed that are packed in `module`."""
+    packing = packing_of(module)
+    return (
+        source if packing is None else QuantizedTensors(source, quantized_shapes(module), packing)
+    )
 
 
 class QuantizedTensors:
     """A source of which some weights are quantized when they are read, unless they were before."""
 
-    def __init__(self, source: Tensors, shapes: Shapes) -> None:
+    def __init__(self, source: Tensors, shapes: Shapes, packing: Packing) -> None:
         """Quantize the parameters in `shapes`."""
-        self._source, self._shapes = source, shapes
+        self._source, self._shapes, self._packing = source, shapes, packing
 
     def __str__(self) -> str:
         return str(self._source)
@@ -58,7 +53,7 @@ class QuantizedTensors:
                 f"{self}: {parameter_name(key)} has shape {stored.shape}, the model's is "
                 f"{list(shape)}"
             )
-        return TensorInfo([packed_bytes(stored.numel)], _BYTES)
+        return TensorInfo([self._packing.packed_bytes(stored.numel)], _BYTES)
 
     def read(self, key: str, span: Span | None = None) -> Iterator[tuple[Span, memoryview]]:
         """Yield the elements `span` of a flattened tensor in chunks.
@@ -69,9 +64,9 @@ class QuantizedTensors:
         if parameter_name(key) not in self._shapes or stored.dtype == _BYTES:
             yield from self._source.read(key, span)
             return
-        span = span or Span(0, packed_bytes(stored.numel))
-        for bytes_there, weights in _groups_of(span, stored.numel):
-            packed = quantize(_read(self._source, key, weights))
+        span = span or Span(0, self._packing.packed_bytes(stored.numel))
+        for bytes_there, weights in _groups_of(span, stored.numel, self._packing):
+            packed = self._packing.quantize(_read(self._source, key, weights))
             wanted = bytes_there.intersect(span)
             assert wanted is not None
             within = wanted.shift(-bytes_there.start)
@@ -79,11 +74,12 @@ class QuantizedTensors:
 
 
 class DequantizedTensors:
-    """A source of weights in NF4 as the float32 numbers that they are in training."""
+    """A source of packed weights as the float32 numbers that they are in training."""
 
-    def __init__(self, source: Tensors, shapes: Shapes) -> None:
+    def __init__(self, source: Tensors, shapes: Shapes, packing: Packing) -> None:
         """Dequantize the parameters in `shapes`."""
-        self._source, self._shapes = QuantizedTensors(source, shapes), shapes
+        self._source = QuantizedTensors(source, shapes, packing)
+        self._shapes, self._packing = shapes, packing
 
     def __str__(self) -> str:
         return str(self._source)
@@ -105,24 +101,26 @@ class DequantizedTensors:
         numel = self.info(key).numel
         span = span or Span(0, numel)
         first, last = span.start // GROUP, -(-span.stop // GROUP)
-        within = Span(first * GROUP_BYTES, min(last * GROUP_BYTES, packed_bytes(numel)))
-        for bytes_there, weights in _groups_of(within, numel):
+        size = self._packing.group_bytes
+        within = Span(first * size, min(last * size, self._packing.packed_bytes(numel)))
+        for bytes_there, weights in _groups_of(within, numel, self._packing):
             data = b"".join(bytes(part) for _, part in self._source.read(key, bytes_there))
             packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            values = dequantize(packed, (weights.numel,), torch.float32)
+            values = self._packing.dequantize(packed, (weights.numel,), torch.float32)
             wanted = weights.intersect(span)
             assert wanted is not None
             part = wanted.shift(-weights.start)
             yield wanted, tensor_bytes(values[part.start : part.stop])
 
 
-def _groups_of(span: Span, numel: int) -> Iterator[tuple[Span, Span]]:
+def _groups_of(span: Span, numel: int, packing: Packing) -> Iterator[tuple[Span, Span]]:
     """Yield the bytes and the weights of the groups that have bytes in `span`, some at a time."""
-    last = -(-span.stop // GROUP_BYTES)
-    for first in range(span.start // GROUP_BYTES, last, _AT_ONCE):
+    size, end = packing.group_bytes, packing.packed_bytes(numel)
+    last = -(-span.stop // size)
+    for first in range(span.start // size, last, _AT_ONCE):
         stop = min(first + _AT_ONCE, last)
         weights = Span(first * GROUP, min(stop * GROUP, numel))
-        yield Span(first * GROUP_BYTES, min(stop * GROUP_BYTES, packed_bytes(numel))), weights
+        yield Span(first * size, min(stop * size, end)), weights
 
 
 def _read(source: Tensors, key: str, span: Span) -> Tensor:

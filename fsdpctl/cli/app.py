@@ -3,26 +3,94 @@
 import contextlib
 import signal
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from types import FrameType
+from typing import Any, NamedTuple
 
 import typer
 from typer.core import TyperGroup
 
 from fsdpctl import __version__
-from fsdpctl.cli import console
-from fsdpctl.cli.check_nodes import check_nodes
-from fsdpctl.cli.checkpoint import consolidate_checkpoint, shard_checkpoint
-from fsdpctl.cli.compare import compare, profile_device
-from fsdpctl.cli.console import say
-from fsdpctl.cli.data import data, tokenize
-from fsdpctl.cli.estimate import estimate_memory
-from fsdpctl.cli.inspection import inspect_checkpoint, verify_checkpoint
-from fsdpctl.cli.listing import list_choices
-from fsdpctl.cli.sample import evaluate, sample
-from fsdpctl.cli.status import compare_runs, status
-from fsdpctl.cli.train import train
 from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, InterruptError, StoppedError, UsageError
+
+
+class CommandInfo(NamedTuple):
+    """A command, whose module is imported when it runs or shows its own help."""
+
+    module: str  # in fsdpctl.cli
+    function: str
+    takes_settings: bool
+    help: str  # at most 50 characters
+
+
+COMMANDS = {
+    "train": CommandInfo("train", "train", True, "Train a model, or resume a run."),
+    "estimate-memory": CommandInfo(
+        "estimate", "estimate_memory", True, "Estimate peak memory per rank before a run."
+    ),
+    "status": CommandInfo("status", "status", False, "Show the state and progress of a run."),
+    "check-nodes": CommandInfo(
+        "check_nodes", "check_nodes", True, "Check the nodes before a run on them."
+    ),
+    "compare": CommandInfo(
+        "compare", "compare", True, "Compare variants by short runs or simulation."
+    ),
+    "profile-device": CommandInfo(
+        "compare", "profile_device", True, "Measure this machine for step-time predictions."
+    ),
+    "compare-runs": CommandInfo(
+        "status", "compare_runs", False, "Show how two existing runs differ."
+    ),
+    "sample": CommandInfo("sample", "sample", False, "Generate text from a checkpoint or a model."),
+    "evaluate": CommandInfo(
+        "sample", "evaluate", True, "Compute loss, perplexity and bits per byte."
+    ),
+    "consolidate-checkpoint": CommandInfo(
+        "checkpoint",
+        "consolidate_checkpoint",
+        False,
+        "Export a checkpoint to Hugging Face, GGUF or PEFT.",
+    ),
+    "shard-checkpoint": CommandInfo(
+        "checkpoint", "shard_checkpoint", False, "Convert a Hugging Face model to a checkpoint."
+    ),
+    "inspect-checkpoint": CommandInfo(
+        "inspection", "inspect_checkpoint", False, "Show a checkpoint's run, files and tensors."
+    ),
+    "verify-checkpoint": CommandInfo(
+        "inspection",
+        "verify_checkpoint",
+        False,
+        "Verify all checksums of a checkpoint and its base.",
+    ),
+    "tokenize": CommandInfo("data", "tokenize", False, "Tokenize text into a token file."),
+    "data": CommandInfo("data", "data", False, "Show the training samples of one step."),
+    "list": CommandInfo("listing", "list_choices", False, "List settings, options and recipes."),
+}
+
+
+class _Commands(TyperGroup):
+    """The commands, each of which is imported when it is requested."""
+
+    def __init__(self, **about: Any) -> None:
+        """Create the group, which lists the commands and suggests them for unknown ones."""
+        names: dict[str, Any] = dict.fromkeys(COMMANDS)
+        super().__init__(**{**about, "commands": names})
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import and return a command; None if it is unknown."""
+        if (info := COMMANDS.get(cmd_name)) is None:
+            return None
+        alone = typer.Typer(rich_markup_mode=None, add_completion=False)
+        settings = {"ignore_unknown_options": True} if info.takes_settings else None
+        function = getattr(import_module(f"fsdpctl.cli.{info.module}"), info.function)
+        alone.command(cmd_name, context_settings=settings)(function)
+        return typer.main.get_command(alone)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the table of commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, info.help) for name, info in COMMANDS.items()])
 
 
 def print_version(wanted: bool) -> None:
@@ -31,6 +99,8 @@ def print_version(wanted: bool) -> None:
         return
     import torch
     from torch.cuda import nccl
+
+    from fsdpctl.cli.console import say
 
     say(f"fsdpctl {__version__}")
     say(f"python {sys.version.split()[0]}")
@@ -51,36 +121,13 @@ _ParserError: type[Exception] = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     name="fsdpctl",
-    cls=TyperGroup,
+    cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Train PyTorch models with fully sharded data parallelism.\n\n"
     "`fsdpctl train` needs no settings: it trains a small model on text from this machine.",
 )
-
-_SETTINGS = {"ignore_unknown_options": True}  # the configuration reports them
-# Name, function, and whether it takes settings. Help shows the first 50 characters of docstrings.
-_COMMANDS: tuple[tuple[str, Callable[..., None], bool], ...] = (
-    ("train", train, True),
-    ("estimate-memory", estimate_memory, True),
-    ("status", status, False),
-    ("check-nodes", check_nodes, True),
-    ("compare", compare, True),
-    ("profile-device", profile_device, True),
-    ("compare-runs", compare_runs, False),
-    ("sample", sample, False),
-    ("evaluate", evaluate, True),
-    ("consolidate-checkpoint", consolidate_checkpoint, False),
-    ("shard-checkpoint", shard_checkpoint, False),
-    ("inspect-checkpoint", inspect_checkpoint, False),
-    ("verify-checkpoint", verify_checkpoint, False),
-    ("tokenize", tokenize, False),
-    ("data", data, False),
-    ("list", list_choices, False),
-)
-for _name, _command, _takes_settings in _COMMANDS:
-    app.command(_name, context_settings=_SETTINGS if _takes_settings else None)(_command)
 
 
 @app.callback()
@@ -104,6 +151,12 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise StoppedError("stopped")
 
 
+def _fail(message: str) -> None:
+    from fsdpctl.cli.console import fail  # takes a moment
+
+    fail(message)
+
+
 def main() -> None:
     """Run the command line. An error is printed in one line; its kind sets the exit code."""
     for number in STOP_SIGNALS:
@@ -115,13 +168,13 @@ def main() -> None:
         code = app(args, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except FsdpctlError as error:
-        console.fail(str(error))
+        _fail(str(error))
         sys.exit(error.exit_code)
     except _ParserError as error:
-        console.fail(error.format_message() if hasattr(error, "format_message") else str(error))
+        _fail(error.format_message() if hasattr(error, "format_message") else str(error))
         sys.exit(UsageError.exit_code)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         with contextlib.suppress(OSError):
-            console.fail(f"{where}{error.strerror or error}")
+            _fail(f"{where}{error.strerror or error}")
         sys.exit(UsageError.exit_code)

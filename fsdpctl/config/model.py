@@ -169,8 +169,8 @@ class ModelConfig:
     base_dtype: str | None = key(
         None,
         "dtype of linear layers' frozen weights under model.lora: nf4 takes 0.516 bytes per "
-        "weight; auto: precision.param_dtype",
-        choices=("nf4",),
+        "weight, int8 1.03; auto: precision.param_dtype",
+        choices=("nf4", "int8"),
         auto=True,
         is_later=True,
     )

@@ -81,6 +81,7 @@ SYNONYMS = _by_name(
         "model.lora.path": "adapter_name_or_path lora_model_dir",
         "model.lora.rank": "lora_r lora_rank",
         "model.lora.rank=16": "lora peft peft_config use_peft",
+        "model.lora.rank=16 and model.base_dtype=int8": "load_in_8bit",
         "model.lora.rank=16 and model.base_dtype=nf4": "bnb_4bit_quant_type load_in_4bit qlora",
         "model.lora.rank=16, or model.lora.path": "adapter",
         "model.lora.rank=16, or model.trainable=REGEX": "finetuning_type",
@@ -196,9 +197,6 @@ NOT_SUPPORTED = _by_name(
         "fp16; set precision=bf16, which needs no loss scaling": "fp16",
         "uploads; `fsdpctl consolidate-checkpoint` writes a directory to upload": (
             "hub_model_id push_to_hub"
-        ),
-        "frozen weights in 8 bits; set model.lora.rank=16 and model.base_dtype=nf4 for 4 bits": (
-            "load_in_8bit"
         ),
         "frozen weights that are quantized already": "gptq",
         "quantization-aware training": "qat",

@@ -80,8 +80,9 @@ class UnitBuffer:
         if shard.is_on_host:
             if not is_sent:
                 self.resting.within(shard.held).copy_(shard.master)
-            if shard.held == self.resting.span:
-                return None
+            # Not by what this rank holds: of a buffer that one rank has all of, others need it.
+            if self.layout.shares == 1 and self.resting.values is not self.whole:
+                return None  # every rank has its own part only
         elif shard.dtype != values.dtype:
             source = shard.master
         if mesh.replicas is not None and self.layout.shares > 1:

@@ -52,12 +52,9 @@ def advice(
             found.append(each)
     if len(found) >= _CHANGES:
         return found[:_CHANGES]
-    for change, estimate in _fitting(estimator, _together(config, more_ranks=more_ranks)):
-        if any(
-            set(cheaper.words) <= set(change.words) or cheaper.keys == change.keys
-            for cheaper, _ in found
-        ):
-            continue  # it includes a change that suffices
+    together = _together(config, more_ranks=more_ranks)
+    untried = (each for each in together if not any(_has(each, other) for other, _ in found))
+    for change, estimate in _fitting(estimator, untried):
         found.append((change, estimate))
         if len(found) == _CHANGES or _adds_ranks(change):
             break
@@ -92,6 +89,11 @@ def _by_time(
         return found
     ranks = [math.floor(math.log(seconds) / math.log1p(_ACCURACY)) for seconds in times]
     return [each for _, each in sorted(zip(ranks, found, strict=True), key=lambda pair: pair[0])]
+
+
+def _has(change: Change, cheaper: Change) -> bool:
+    """Return whether a change includes one that suffices, or has another value of its keys."""
+    return set(cheaper.words) <= set(change.words) or cheaper.keys == change.keys
 
 
 def _adds_ranks(change: Change) -> bool:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fsdpctl.errors import UsageError
 from fsdpctl.estimate.observed_work import work_of
 from fsdpctl.estimate.operators import cpu_nbytes, cuda_workspace, operators_of, result_of
-from fsdpctl.models.nf4 import OPERATORS
+from fsdpctl.models.quantized import OPERATORS
 from fsdpctl.predict.compute import (
     Gone,
     Gradient,

@@ -12,7 +12,7 @@ from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.trace import trace
 from fsdpctl.models.attention import import_kernels
 from fsdpctl.models.documents import assumed_documents
-from fsdpctl.models.nf4 import count_weights, pairs
+from fsdpctl.models.quantized import count_weights, pairs
 from fsdpctl.models.registry import build_model, count_active
 from fsdpctl.models.rope import rotation
 from fsdpctl.plan.context import ContextParallel

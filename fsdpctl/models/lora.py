@@ -15,7 +15,7 @@ from fsdpctl.config.model import LoraConfig, ModelConfig
 from fsdpctl.config.peft import UP
 from fsdpctl.errors import UsageError, nearest
 from fsdpctl.models.gpt2 import Projection
-from fsdpctl.models.nf4 import FrozenLinear
+from fsdpctl.models.quantized import PACKINGS, FrozenLinear
 
 ALL_LINEAR = "all_linear"
 Linear = nn.Linear | Projection | FrozenLinear
@@ -86,7 +86,7 @@ def choose_trained(module: nn.Module, config: ModelConfig) -> None:
     if config.base_dtype is not None:
         for name, base in list(_linear_layers(module)):
             frozen = FrozenLinear(base, is_transposed=_is_transposed(base))
-            frozen.quantize()
+            frozen.quantize(PACKINGS[config.base_dtype])
             _replace(module, name, frozen)
     targets = _targets(module, config.lora.targets)
     module.requires_grad_(False)

@@ -15,7 +15,7 @@ from fsdpctl.models.experts import idle_parameters
 from fsdpctl.models.gpt2 import Gpt2Decoder
 from fsdpctl.models.llama import LlamaDecoder
 from fsdpctl.models.lora import choose_trained, draw_adapter
-from fsdpctl.models.nf4 import count_weights
+from fsdpctl.models.quantized import count_weights
 from fsdpctl.models.transformers_build import build_transformers, draw_parameter
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 

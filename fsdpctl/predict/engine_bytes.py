@@ -31,10 +31,12 @@ from fsdpctl.predict.kept_states import KeptStates
 from fsdpctl.predict.recorder import CATEGORY_OF
 from fsdpctl.predict.training_plan import (
     TrainingPlan,
+    buffer_states_bytes,
     held_masters,
     leaving_gradients,
     remainder_bytes,
     states_bytes,
+    trained_layouts,
 )
 
 
@@ -106,8 +108,24 @@ def fullest_ranks(plan: TrainingPlan, place: RankPlace) -> list[tuple[int, int]]
     candidates = [divmod(rank, flats[0].shares) for rank in sorted({0, *numbers})]
     if plan.states.dtype is None:
         return candidates  # one more counter
-    states = [states_bytes(plan, replace(place, rank=rank, copy=copy)) for rank, copy in candidates]
-    return [candidates[states.index(max(states))]]
+    places = [replace(place, rank=rank, copy=copy) for rank, copy in candidates]
+    totals = [0] * len(places)
+    for layout, count in _unlike_layouts(plan):
+        for number, each in enumerate(places):
+            totals[number] += count * buffer_states_bytes(plan, each, layout)
+    return [candidates[totals.index(max(totals))]]
+
+
+def _unlike_layouts(plan: TrainingPlan) -> Iterator[tuple[FlatLayout, int]]:
+    """Yield one of each kind of trained flat buffers with equal states, and their number."""
+    alike: dict[object, list[FlatLayout]] = {}
+    for layout in trained_layouts(plan.layouts):
+        cut = [
+            (x.span, plan.states.key(x.param), plan.states.is_alone(x.param))
+            for x in layout.placements
+        ]
+        alike.setdefault((layout.numel, *cut), []).append(layout)
+    yield from ((layouts[0], len(layouts)) for layouts in alike.values())
 
 
 def _unlike_ranks(layout: FlatLayout, states: KeptStates) -> Iterator[int]:

@@ -95,11 +95,11 @@ def trained_layouts(layouts: Mapping[str, Sequence[FlatLayout]]) -> Iterator[Fla
 
 def states_bytes(plan: TrainingPlan, place: RankPlace) -> int:
     """Return the bytes of the optimizer states."""
-    kept, trained = plan.states, trained_layouts(plan.layouts)
-    return sum(
-        sum(kept.of_run(run, plan.sizes.master))
-        for layout in trained
-        for run in optimizer_runs(
-            layout, held_masters(plan, place, layout), kept.key, kept.is_alone
-        )
-    )
+    return sum(buffer_states_bytes(plan, place, each) for each in trained_layouts(plan.layouts))
+
+
+def buffer_states_bytes(plan: TrainingPlan, place: RankPlace, layout: FlatLayout) -> int:
+    """Return the bytes of the optimizer states of a flat buffer."""
+    kept, held = plan.states, held_masters(plan, place, layout)
+    runs = optimizer_runs(layout, held, kept.key, kept.is_alone)
+    return sum(sum(kept.of_run(run, plan.sizes.master)) for run in runs)

@@ -24,7 +24,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.engine.describe import divide_module
 from fsdpctl.engine.host_inputs import HostInputs, SentInput
 from fsdpctl.errors import UsageError
-from fsdpctl.models.nf4 import OPERATORS
+from fsdpctl.models.quantized import OPERATORS
 
 _PRODUCTS = ("mm", "addmm")
 _ATTENTION = (

@@ -23,7 +23,7 @@ from fsdpctl.config.serialize import config_words
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.tokens import DataSet
 from fsdpctl.errors import UsageError
-from fsdpctl.models.nf4 import count_weights
+from fsdpctl.models.quantized import count_weights
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.resolve.attention import check_attention

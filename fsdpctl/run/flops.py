@@ -8,7 +8,7 @@ from torch import nn
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.placement import known_gpu
 from fsdpctl.config.schema import Config
-from fsdpctl.models.nf4 import count_weights
+from fsdpctl.models.quantized import count_weights
 from fsdpctl.models.registry import count_active
 
 

@@ -13,7 +13,7 @@ from fsdpctl.engine.describe import divide_module
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import divide_run, item_sizes
 from fsdpctl.models.experts import idle_parameters
-from fsdpctl.models.nf4 import count_weights
+from fsdpctl.models.quantized import count_weights
 from fsdpctl.models.registry import count_active
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.schedule import warmup_steps

@@ -54,7 +54,9 @@ def samples_of_step(run_dir: Path, step: int) -> StepSamples:
     ranks: dict[int, tuple[int, ...]]
     if bad is not None:
         of_rank = set(bad["rank_samples"])
-        ranks = {each: (int(bad["rank"]),) for each in bad["samples"] if each in of_rank}
+        ranks: dict[int, tuple[int, ...]] = {
+            each: (int(bad["rank"]),) for each in bad["samples"] if each in of_rank
+        }
         numbers = list(bad["samples"])
     else:
         batches = _batches(config, data)

@@ -28,7 +28,7 @@ from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_from
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.models.nf4 import quantize, quantized_shapes
+from fsdpctl.models.quantized import packing_of, quantized_shapes
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
@@ -124,7 +124,7 @@ def _with_counts(model: TrainedModel) -> TrainedModel:
 
 def _draw(config: Config, module: nn.Module) -> Callable[[str, Tensor], None]:
     """Return the initializer of a parameter, which also reports progress to the watchdog."""
-    quantized = quantized_shapes(module)
+    quantized, packing = quantized_shapes(module), packing_of(module)
 
     def draw(name: str, whole: Tensor) -> None:
         RANK_STATUS.at(LOADING)
@@ -132,8 +132,8 @@ def _draw(config: Config, module: nn.Module) -> Callable[[str, Tensor], None]:
         if name in quantized:
             drawn = torch.empty(quantized[name], device=whole.device)
         initialize_parameter(name, drawn, seed=config.train.seed, config=config.model)
-        if name in quantized:
-            whole.copy_(quantize(drawn))
+        if packing is not None and name in quantized:
+            whole.copy_(packing.quantize(drawn))
 
     return draw
 

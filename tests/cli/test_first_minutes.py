@@ -124,7 +124,7 @@ def test_ranks_are_said_as_in_torchrun():
         ("unfrozen_parameters=x", "use model.trainable=REGEX"),
         ("qlora=true", "use model.lora.rank=16 and model.base_dtype=nf4"),
         ("load_in_4bit=true", "use model.lora.rank=16 and model.base_dtype=nf4"),
-        ("load_in_8bit=true", "frozen weights in 8 bits"),
+        ("load_in_8bit=true", "use model.lora.rank=16 and model.base_dtype=int8"),
         ("tp_size=2", "does not support tensor parallelism"),
         ("optimizer_cpu_offload=true", "use optimizer.offload=all"),
         ("sample_packing=true", "use data.packing"),

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdpctl.config.model import LoraConfig
 from fsdpctl.models.lora import LoraLinear
-from fsdpctl.models.nf4 import FrozenLinear, quantize
+from fsdpctl.models.quantized import NF4, FrozenLinear
 from fsdpctl.resolve.blocks import checkpoint_block
 from tests.engine.models import OddBlock, OddNet, next_token_loss, token_batches
 
@@ -260,8 +260,8 @@ def in_four_bits() -> OddNet:
         for name, base in list(block.named_children()):
             if isinstance(base, nn.Linear):
                 frozen = FrozenLinear(base, is_transposed=False)
-                frozen.quantize()
-                frozen.weight.copy_(quantize(base.weight))
+                frozen.quantize(NF4)
+                frozen.weight.copy_(NF4.quantize(base.weight))
                 adapted = LoraLinear(frozen, LoraConfig(rank=2))
                 for layer in (adapted.lora_A, adapted.lora_B):
                     layer.weight = nn.Parameter(torch.randn(layer.weight.shape) / 8)

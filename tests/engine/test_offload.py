@@ -23,6 +23,7 @@ from fsdpctl.errors import EngineError, UsageError
 from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.optim.record import record_step
 from fsdpctl.optim.sgd import ShardedSGD
+from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.schedule import EventKind
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.blocks import checkpoint_block
@@ -34,6 +35,7 @@ from tests.engine.odd import freeze_all_but_vectors
 STEPS = 4
 BF = torch.bfloat16
 HYBRIDS = [name for name, row in STRATEGIES.items() if row.replicates]
+OWNED = ["shard_optimizer", *(f"shard_optimizer {each}" for each in OWNER_MAPS[1:])]
 make_net_tied = partial(make_net, tied=True)
 BF16 = Precision(torch.bfloat16)
 
@@ -55,7 +57,10 @@ def _trained(  # noqa: PLR0913  # the options of a case
     module: Callable[[], nn.Module] = lambda: make_net(tied=True),
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
     """Losses, weights and states after a few steps of two micro-batches with clipping."""
-    sharding = Sharding(strategy, dp_shard_size=size, precision=precision, offload=offload)
+    name, _, owners = strategy.partition(" ")
+    sharding = Sharding(
+        name, dp_shard_size=size, owner_map=owners or "even", precision=precision, offload=offload
+    )
     model = shard_model(module(), sharding)
     model.overlap_param_gather = True
     optimizer = ShardedAdamW(model, lr=0.05)
@@ -122,7 +127,7 @@ def _with_unused() -> nn.Module:
 @in_turn(
     mode=["states", "all"],
     module=[make_net_tied, _recomputed, _in_part, _with_unused],
-    strategy=["full_shard", "shard_grad_op", "shard_optimizer", *HYBRIDS],
+    strategy=["full_shard", "shard_grad_op", *OWNED, *HYBRIDS],
     precision__holds__skipped=[
         (Precision(), True, 2),
         (BF16, False, None),
@@ -247,6 +252,7 @@ def test_what_the_host_cannot_step_is_rejected() -> None:
         ("states", "full_shard", BF16, False, 1),
         ("all", "shard_grad_op", Precision(), False, None),
         ("all", "shard_optimizer", BF16, True, None),
+        ("states", "shard_optimizer contiguous", BF16, False, None),  # of units with one owner
     ],
 )
 def test_same_bits(rank: int, world_size: int, mode: str, **case: Any) -> None:

@@ -34,6 +34,7 @@ def test_samples_are_shared_by_divisors_of_a_node_and_of_the_heads():
     assert chunks.words == ("train.mlp_chunk_tokens=auto",)
 
 
+@pytest.mark.slow
 def test_a_long_sample_is_advised_to_be_shared():
     config = placed("train.seq_len=131072", "activation_checkpointing=full")
     assert Estimator().estimate(config).verdict != "fits"

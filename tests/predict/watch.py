@@ -18,7 +18,7 @@ from fsdpctl.comm.gloo import GlooCollectives
 from fsdpctl.comm.host import HostWorker
 from fsdpctl.engine.host_inputs import HostInputs
 from fsdpctl.engine.model import ShardedModel
-from fsdpctl.models.nf4 import OPERATORS
+from fsdpctl.models.quantized import OPERATORS
 from fsdpctl.plan.schedule import Event
 from tests.engine.events import gathered_nbytes, recording
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.resolve import blocks
 from fsdpctl.tools import sample
 from fsdpctl.tools.sample import sample_text
-from fsdpctl.train import assemble
 from fsdpctl.train.callbacks.sample import Sampling, draw
 from tests.checkpoint.test_gguf import sharded
 from tests.cli.run import invoke
@@ -29,7 +29,7 @@ def test_nothing_is_compiled_for_it(checkpoint, monkeypatch):
     def refuse(block: object) -> NoReturn:
         raise AssertionError(block)
 
-    monkeypatch.setattr(assemble, "compile_block", refuse)
+    monkeypatch.setattr(blocks, "compile_block", refuse)
     text = sample_text(checkpoint, "some ", 4, Sampling(0))
     assert text.startswith("some ")
     assert text == sample_text(checkpoint, "some ", 4, Sampling(0))

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,10 +69,10 @@ def chats(folder: Path, family: str) -> list[str]:
 @pytest.mark.parametrize(
     "more",
     fast(
-        ["strategy=full_shard", "train.seq_len=100"],
         ["strategy=hybrid_shard", "strategy.dp_shard_size=2", "activation_checkpointing=full",
-         "train.micro_batch_size=1", "accumulation=last"],
+         "train.micro_batch_size=1", "accumulation=last", "train.seq_len=100"],
         slow=[
+            ["strategy=full_shard", "train.seq_len=100"],
             ["strategy=shard_grad_op", "accumulation=every", "train.micro_batch_size=1"],
             ["strategy=shard_optimizer", "strategy.owner_map=balanced", "model.num_kv_heads=1"],
             ["strategy=hybrid_shard_optimizer", "strategy.dp_shard_size=2"],
@@ -89,11 +90,34 @@ def test_losses_are_those_of_ranks_with_samples_of_their_own(tmp_path, more):
     check_alike(tmp_path, 4, [1, 2, 4], *more)
 
 
+def _mean_of_rank(model: Any, batch: Any, *about: Any) -> Any:
+    """The loss as if every rank had as many targets."""
+    found = _summed(model, batch, *about)
+    return found * batch.targets.numel() / max(1, int((batch.targets >= 0).sum()))
+
+
+_summed = losses.summed_loss
+
+
+@distributed(world_size=2, timeout=150)
+def train_with_means(rank: int, world_size: int, typed: list[str]) -> None:
+    from fsdpctl.train import step
+
+    vars(step)["summed_loss"] = _mean_of_rank
+    made(typed).run()
+
+
 @pytest.mark.parametrize("family", fast("llama", slow=["qwen3_moe"]))
 def test_packed_chats_whose_answers_are_on_few_ranks(tmp_path, family):
+    """A mean over each rank's answers is another loss."""
     kind = ["model=hf"] if family == "llama" else ["model=transformers"]
-    kind += ["activation_checkpointing=full"]
-    check_alike(tmp_path, 2, [1, 2], *kind, *chats(tmp_path, family))
+    more = [*kind, "activation_checkpointing=full", *chats(tmp_path, family)]
+    check_alike(tmp_path, 2, [1, 2], *more)
+    right = figures(tmp_path / "shared-2")
+    shutil.rmtree(tmp_path / "shared-2")
+    train_with_means(typed=run_words(tmp_path, 2, 2, *more, "train.self_check=off"))
+    wrong = figures(tmp_path / "shared-2")
+    assert abs(wrong[0][1] / right[0][1] - 1) > 1e-2
 
 
 @pytest.mark.slow
@@ -126,34 +150,6 @@ def test_a_run_resumes_with_another_number(tmp_path):
         assert one == pytest.approx(other, rel=1e-6)
     code, said = invoke("data", "--run", str(tmp_path / "a"), "--step", "4", "--rank", "1")
     assert (code, said.count("(ranks 0, 1)")) == (0, 12)
-
-
-# ---- planted mistakes --------------------------------------------------------------------
-
-
-def _mean_of_rank(model: Any, batch: Any, *about: Any) -> Any:
-    """The loss as if every rank had as many targets."""
-    found = _summed(model, batch, *about)
-    return found * batch.targets.numel() / max(1, int((batch.targets >= 0).sum()))
-
-
-_summed = losses.summed_loss
-
-
-@distributed(world_size=2, timeout=150)
-def train_with_means(rank: int, world_size: int, typed: list[str]) -> None:
-    from fsdpctl.train import step
-
-    vars(step)["summed_loss"] = _mean_of_rank
-    made(typed).run()
-
-
-def test_a_mean_of_each_rank_is_another_loss(tmp_path):
-    more = ["model=hf", *chats(tmp_path, "llama"), "train.self_check=off"]
-    train_each(world_size=2, runs=[run_words(tmp_path, 2, 1, *more)])
-    train_with_means(typed=run_words(tmp_path, 2, 2, *more))
-    right, wrong = (figures(tmp_path / f"shared-{shared}") for shared in (1, 2))
-    assert abs(wrong[0][1] / right[0][1] - 1) > 1e-2
 
 
 # ---- settings that conflict --------------------------------------------------------------

@@ -11,7 +11,6 @@ from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.resolve.loss_chunks import mlp_chunk_tokens
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.train.assemble import make_module
-from tests.matrix import fast
 from tests.models.decoders import compose, plain_module, save_decoder
 from tests.models.test_packed import gradients, summed
 from tests.train.test_context import check_alike
@@ -19,16 +18,15 @@ from tests.train.test_context import check_alike
 CHUNKS = "train.mlp_chunk_tokens"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
-    fast(
+    [
         ["activation_checkpointing=full", "model.lora.rank=4", "train.context_parallel=2"],
-        slow=[
-            ["model.architecture=gemma3_text", "model.sliding_window=9"],
-            ["model.architecture=gpt2", "model.num_kv_heads=4"],
-            ["activation_checkpointing=selective", "accumulation=last"],
-        ],
-    ),
+        ["model.architecture=gemma3_text", "model.sliding_window=9"],
+        ["model.architecture=gpt2", "model.num_kv_heads=4"],
+        ["activation_checkpointing=selective", "accumulation=last"],
+    ],
     ids=lambda more: more[0],
 )
 def test_losses_are_those_of_all_tokens_at_once(tmp_path, more):
@@ -54,11 +52,11 @@ def test_experts_have_no_chunks(tmp_path):
 
 
 def test_chunks_need_less_memory_and_are_few():
-    words = ["model=llama3_8b", "cluster=h100", "launch.nproc_per_node=8", "train.seq_len=131072",
-             "train.context_parallel=8", "train.global_batch_size=1",
-             "activation_checkpointing=full"]  # fmt: skip
+    words = ["model=llama3_8b", "model.num_layers=2", "cluster=h100", "launch.nproc_per_node=8",
+             "train.seq_len=1048576", "train.context_parallel=8", "train.global_batch_size=1",
+             "model.vocab_size=512", "activation_checkpointing=full"]  # fmt: skip
     config = placed_on_cluster(compose_config([*words, f"{CHUNKS}=auto"]).config)
-    assert mlp_chunk_tokens(config, 1) == 1600  # as much memory as the 16,384 tokens' hidden states
+    assert mlp_chunk_tokens(config, 1) == 12544  # as much memory as 131,072 hidden states
     assert mlp_chunk_tokens(replace(config, train=replace(config.train, seq_len=8192)), 1) == 0
     plain = replace(config, train=replace(config.train, mlp_chunk_tokens=0))
     chunked, whole = (Estimator().estimate(each).step.allocated for each in (config, plain))

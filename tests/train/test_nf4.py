@@ -13,7 +13,7 @@ from fsdpctl.checkpoint.base import weights_in_model_path
 from fsdpctl.checkpoint.load import load_weights
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import Estimator
-from fsdpctl.models.nf4 import dequantize, packed_bytes, quantize, quantized_shapes
+from fsdpctl.models.quantized import NF4, packing_of, quantized_shapes
 from fsdpctl.models.registry import build_model, initialize_parameter
 from fsdpctl.plan.schedule import EventKind
 from fsdpctl.resolve.machine import placed_on_cluster
@@ -29,19 +29,22 @@ from tests.train.test_lora import losses, losses_of_peft, newest, peft, run, wor
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
-NF4 = "model.base_dtype=nf4"
+FOUR_BITS = "model.base_dtype=nf4"
 
 
 def dequantized_base(typed: list[str], folder: Path) -> Path:
     """The folder of a base whose matrices have the values that they have in training."""
-    shapes = quantized_shapes(build_model(resolved(typed).model))
+    model = build_model(resolved(typed).model)
+    shapes, packing = quantized_shapes(model), packing_of(model)
+    assert packing is not None
     shutil.copytree(folder / "base", folder / "four bits" / "base")
     file = folder / "four bits" / "base" / "model.safetensors"
     weights = load_file(file)
     assert shapes
     for name, shape in shapes.items():
         stored = next(each for each in weights if name.endswith(each))  # without its prefix
-        weights[stored] = dequantize(quantize(weights[stored]), shape, torch.float32)
+        packed = packing.quantize(weights[stored])
+        weights[stored] = packing.dequantize(packed, shape, torch.float32)
     save_file(weights, file, {"format": "pt"})
     return folder / "four bits"
 
@@ -56,10 +59,12 @@ def dequantized_base(typed: list[str], folder: Path) -> Path:
         ("gpt2", 2, ["strategy=shard_optimizer"]),
         ("qwen3 tied", 3, ["strategy=shard_grad_op", "activation_checkpointing=full"]),
         ("llama", 2, ["model=transformers", "activation_checkpointing=selective"]),
+        ("llama", 2, ["model.base_dtype=int8"]),
+        ("gpt2", 3, ["model.base_dtype=int8", "strategy=shard_optimizer"]),
     ],
 )
 def test_losses_are_those_of_peft_on_the_dequantized_base(tmp_path, family, ranks, more):
-    typed = words(tmp_path, ranks, NF4, *more, family=family)
+    typed = words(tmp_path, ranks, FOUR_BITS, *more, family=family)
     expected = losses_of_peft(resolved(typed), dequantized_base(typed, tmp_path))
     run(typed, ranks, tmp_path / "state")
     assert losses(tmp_path) == pytest.approx(expected, abs=1e-5)
@@ -75,7 +80,7 @@ def test_a_unit_is_sent_as_its_bytes_which_are_the_same_on_any_number_of_ranks(
 ) -> None:
     """Drawn weights: each rank has its part of what quantizing the whole gives."""
     more = [f"launch.nproc_per_node={world_size}", "launch.device=cpu", "model.vocab_size=64"]
-    config = placed_on_cluster(compose_config(["model.lora.rank=2", NF4, *more]).config)
+    config = placed_on_cluster(compose_config(["model.lora.rank=2", FOUR_BITS, *more]).config)
     model = make_model(config, torch.device("cpu"))
     shapes = quantized_shapes(model.module)
     with recording(model) as events:
@@ -84,7 +89,7 @@ def test_a_unit_is_sent_as_its_bytes_which_are_the_same_on_any_number_of_ranks(
     state = model.state_dict()
     for block in (name for name in gathered if name.startswith("model.layers.")):
         own = {name: shape for name, shape in shapes.items() if name.startswith(f"{block}.")}
-        packed = sum(packed_bytes(rows * columns) for rows, columns in own.values())
+        packed = sum(NF4.packed_bytes(rows * columns) for rows, columns in own.values())
         assert packed == pytest.approx(0.5161 * sum(a * b for a, b in own.values()), rel=1e-3)
         rest = [
             value.numel()
@@ -96,14 +101,14 @@ def test_a_unit_is_sent_as_its_bytes_which_are_the_same_on_any_number_of_ranks(
     for name, shape in shapes.items():
         whole = torch.empty(shape)
         initialize_parameter(name, whole, seed=config.train.seed, config=config.model)
-        assert torch.equal(state[name], quantize(whole))
+        assert torch.equal(state[name], NF4.quantize(whole))
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Runs of two ranks, whole and stopped in the middle."""
     folder = tmp_path_factory.mktemp("nf4")
-    state = run(words(folder, 2, NF4), 2, folder / "state")
+    state = run(words(folder, 2, FOUR_BITS), 2, folder / "state")
     return {"folder": folder, "state": state, "losses": losses(folder)}
 
 
@@ -111,9 +116,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_stopped_run_resumes_at_any_number_of_ranks(tmp_path, trained, ranks):
     shutil.copytree(trained["folder"] / "base", tmp_path / "base")
-    first = [word for word in words(tmp_path, 2, NF4) if not word.startswith("train.steps")]
+    first = [word for word in words(tmp_path, 2, FOUR_BITS) if not word.startswith("train.steps")]
     run([*first, "train.steps=3"], 2, tmp_path / "first")
-    resumed = run(words(tmp_path, ranks, NF4), ranks, tmp_path / "resumed")
+    resumed = run(words(tmp_path, ranks, FOUR_BITS), ranks, tmp_path / "resumed")
     assert losses(tmp_path) == pytest.approx(trained["losses"], abs=1e-5)
     for name, value in trained["state"].items():
         if value.dtype == torch.uint8 or ranks == 2:
@@ -126,7 +131,7 @@ def test_checkpoints_leave_the_base_out_unless_it_was_drawn(tmp_path, trained):
     assert all("lora_" in key for key in reader.manifest.tensors)
     typed = [
         each
-        for each in words(tmp_path, 2, NF4, "train.steps=3", "model.vocab_size=320")
+        for each in words(tmp_path, 2, FOUR_BITS, "train.steps=3", "model.vocab_size=320")
         if not each.startswith(("model=", "model.path"))
     ]
     run(typed, 2, tmp_path / "state")
@@ -138,7 +143,7 @@ def test_checkpoints_leave_the_base_out_unless_it_was_drawn(tmp_path, trained):
     assert stored == estimate.checkpoint_bytes
     more = [each for each in typed if not each.startswith("train.run_dir")]
     more += ["model=hf", f"model.path={tmp_path / 'run'}", f"train.run_dir={tmp_path / 'second'}"]
-    dropped = ("model.lora", NF4, "model.vocab_size", "optimizer.lr")
+    dropped = ("model.lora", FOUR_BITS, "model.vocab_size", "optimizer.lr")
     more = [each for each in more if not each.startswith(dropped)]
     after = run([*more, "optimizer.lr=0"], 2, tmp_path / "after")
     before = torch.load(tmp_path / "state")
@@ -152,8 +157,8 @@ def test_an_export_is_the_model_that_was_trained(tmp_path, trained, family):
     folder = trained["folder"]
     if family != "llama":
         folder = tmp_path
-        run(words(folder, 2, NF4, family=family), 2, folder / "state")
-    source, typed = str(folder / "run"), words(folder, 2, NF4, family=family)
+        run(words(folder, 2, FOUR_BITS, family=family), 2, folder / "state")
+    source, typed = str(folder / "run"), words(folder, 2, FOUR_BITS, family=family)
     for name, *options in (("adapters", "--format", "peft"), ("merged", "--merge")):
         code, said = invoke("consolidate-checkpoint", source, str(tmp_path / name), *options)
         assert code == 0, said
@@ -177,7 +182,7 @@ def test_an_export_is_the_model_that_was_trained(tmp_path, trained, family):
 
 @distributed(world_size=4)
 def loads(rank: int, world_size: int, folder: Path, size: int) -> None:
-    given = ["model=hf", f"model.path={folder}", "model.lora.rank=2", NF4]
+    given = ["model=hf", f"model.path={folder}", "model.lora.rank=2", FOUR_BITS]
     config = compose_config([*given, "model.lora.targets=q_proj"]).config
 
     def load() -> None:
@@ -200,7 +205,7 @@ def test_a_rank_holds_its_part_in_four_bits_while_it_loads(tmp_path):
 
 @pytest.mark.slow
 def test_engines_of_pytorch_are_rejected(tmp_path):
-    words_of = ["model.lora.rank=2", NF4, "launch.device=cpu", "train.steps=2"]
+    words_of = ["model.lora.rank=2", FOUR_BITS, "launch.device=cpu", "train.steps=2"]
     for engine in ("fsdp2", "ddp"):
         code, said = invoke("train", *words_of, f"engine={engine}", "strategy=no_shard")
         assert (code, len(said.splitlines())) == (2, 1), said

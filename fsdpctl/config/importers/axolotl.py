@@ -207,11 +207,14 @@ def _read_adapters(found: Translation) -> bool:
         raise source.error(adapter, "expected lora or qlora")
     shown = SourceKey("adapter, lora_r", f"{kind}, {rank.text if rank else '(not set)'}", ())
     found.map(shown, f"model.lora.rank={rank.text if rank else 8}")
-    four, gptq = source.take("load_in_4bit"), source.take("gptq")
+    four, eight, gptq = map(source.take, ("load_in_4bit", "load_in_8bit", "gptq"))
     if kind == "qlora" or (four and four.is_on) or (gptq and gptq.is_on):
         shown = next((each for each in (four, gptq) if each and each.is_on), adapter)
         note = "linear layers of blocks take 0.516 bytes per weight"
         found.map(shown, "model.base_dtype=nf4", note=note)
+    elif eight and eight.is_on:
+        note = "linear layers of blocks take 1.03 bytes per weight"
+        found.map(eight, "model.base_dtype=int8", note=note)
     if alpha:
         found.map(alpha, f"model.lora.alpha={alpha.text}")
     if targets and not (linear and linear.is_on):

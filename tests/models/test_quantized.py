@@ -1,4 +1,4 @@
-"""Weights in four bits: the published values and codes, the same bytes whoever quantizes them."""
+"""Weights in 4 and 8 bits: the published values and codes, the same bytes whoever makes them."""
 
 from collections.abc import Iterator
 
@@ -13,16 +13,15 @@ from fsdpctl.checkpoint.tensors import DTYPE_NAMES, tensor_bytes
 from fsdpctl.config.compose import compose_config
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.models.gpt2 import Projection
-from fsdpctl.models.nf4 import (
+from fsdpctl.models.quantized import (
     BLOCK,
     GROUP,
-    GROUP_BYTES,
+    INT8,
+    NF4,
     VALUES,
     FrozenLinear,
+    Packing,
     count_weights,
-    dequantize,
-    packed_bytes,
-    quantize,
 )
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.layout import Span
@@ -55,11 +54,11 @@ def codes_of(packed: torch.Tensor, blocks: int) -> list[int]:
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_codes_are_those_of_bitsandbytes(name):
-    packed = quantize(weights(name))
+    packed = NF4.quantize(weights(name))
     assert "".join(f"{code:x}" for code in codes_of(packed, 2)) == THEIRS[name]
     largest = weights(name).view(2, BLOCK).abs().amax(-1, keepdim=True)
     exact = torch.tensor(VALUES)[codes_of(packed, 2)].view(2, BLOCK) * largest
-    ours = dequantize(packed, (2, BLOCK), torch.float32)
+    ours = NF4.dequantize(packed, (2, BLOCK), torch.float32)
     assert (ours - exact).abs().max() <= 2e-6 * largest.max()  # only two scales: both are exact
 
 
@@ -69,7 +68,7 @@ def test_halfway_between_two_values_the_lower_one_is_taken():
     block = torch.cat(
         (values, between, torch.nextafter(between, torch.tensor(2.0)), torch.ones(18))
     )
-    codes = codes_of(quantize(block), 1)
+    codes = codes_of(NF4.quantize(block), 1)
     assert codes[:16] == [*range(16)]
     assert codes[16:31] == [*range(15)]
     assert codes[31:46] == [*range(1, 16)]
@@ -82,7 +81,7 @@ def test_scales_keep_two_digits_beside_scales_a_thousand_times_as_large(size):
     flat *= 10 ** (-3 * torch.rand(len(flat), 1, generator=generator))
     flat[2:4] = 0
     flat *= size / flat.abs().max()
-    ours = dequantize(quantize(flat), tuple(flat.shape), torch.float32)
+    ours = NF4.dequantize(NF4.quantize(flat), tuple(flat.shape), torch.float32)
     assert (ours[2:4] == 0).all()
     largest = flat.abs().amax(-1)
     error = (ours.abs().amax(-1) - largest).abs()
@@ -91,24 +90,44 @@ def test_scales_keep_two_digits_beside_scales_a_thousand_times_as_large(size):
 
 
 def test_half_a_byte_and_a_sixtieth_per_weight():
-    assert packed_bytes(GROUP) == GROUP_BYTES == 256 * 33 + 8
-    assert 0.5161 < packed_bytes(4096 * 14336) / (4096 * 14336) < 0.5162
+    assert NF4.packed_bytes(GROUP) == NF4.group_bytes == 256 * 33 + 8
+    assert 0.5161 < NF4.packed_bytes(4096 * 14336) / (4096 * 14336) < 0.5162
     for numel in (1, 63, 64, 65, GROUP - 1, GROUP, GROUP + 1, 3 * GROUP + 100):
-        assert len(quantize(torch.randn(numel))) == packed_bytes(numel)
+        assert len(NF4.quantize(torch.randn(numel))) == NF4.packed_bytes(numel)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_eight_bits_an_error_is_at_most_half_a_code(dtype):
+    generator = torch.Generator().manual_seed(1)
+    flat = torch.randn(2 * GROUP // BLOCK + 3, BLOCK, generator=generator)
+    flat *= 10 ** (4 * torch.randn(len(flat), 1, generator=generator))
+    flat[2:4] = 0
+    ours = INT8.dequantize(INT8.quantize(flat), tuple(flat.shape), dtype).float()
+    assert (ours[2:4] == 0).all()
+    largest = flat.abs().amax(-1, keepdim=True)
+    rounding = 0 if dtype == torch.float32 else 2**-8
+    scale = largest / 127 * (1 + 2**-8)  # at most, in bf16
+    assert ((ours - flat).abs() <= scale / 2 + largest * rounding).all()
+    again = INT8.dequantize(INT8.quantize(ours), tuple(flat.shape), torch.float32)
+    assert dtype != torch.float32 or (again - ours).abs().max() <= largest.max() * 2**-8
+    assert INT8.packed_bytes(numel := 4096 * 14336) == numel * 66 / 64
+    for numel in (1, 63, 64, 65, GROUP - 1, GROUP, GROUP + 1, 3 * GROUP + 100):
+        assert len(INT8.quantize(torch.randn(numel))) == INT8.packed_bytes(numel)
+
+
+@pytest.mark.parametrize("packing", [NF4, INT8])
 @pytest.mark.parametrize(("rows", "columns"), [(48, 80), (160, 256), (7, 9)])
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_product_keeps_no_weights_for_backward(rows, columns, is_transposed, dtype):
+def test_a_product_keeps_no_weights_for_backward(rows, columns, is_transposed, dtype, packing):
     base = Projection(rows, columns) if is_transposed else nn.Linear(columns, rows)
     base.requires_grad_(False)
     nn.init.normal_(base.weight)
     layer = FrozenLinear(base, is_transposed=is_transposed)
-    layer.quantize()
-    layer.weight.copy_(quantize(base.weight))
+    layer.quantize(packing)
+    layer.weight.copy_(packing.quantize(base.weight))
     layer.bias.data = layer.bias.to(dtype)
-    weight = dequantize(layer.weight, (rows, columns), dtype)
+    weight = packing.dequantize(layer.weight, (rows, columns), dtype)
     given = torch.randn(2, 3, rows if is_transposed else columns, dtype=dtype)
     ours, theirs = given.clone().requires_grad_(), given.clone().requires_grad_()
     kept: list[torch.Tensor] = []
@@ -122,7 +141,7 @@ def test_a_product_keeps_no_weights_for_backward(rows, columns, is_transposed, d
     assert theirs.grad is not None
     assert torch.equal(ours.grad, theirs.grad)
     assert {each.dtype for each in kept} == {torch.uint8}
-    assert sum(each.nbytes for each in kept) == packed_bytes(rows * columns)
+    assert sum(each.nbytes for each in kept) == packing.packed_bytes(rows * columns)
 
 
 class Stored:
@@ -149,31 +168,40 @@ def read(source: object, span: Span | None = None) -> bytes:
     return b"".join(bytes(data) for _, data in source.read(KEY, span))  # type: ignore[attr-defined]
 
 
-def test_a_part_of_the_bytes_is_made_of_its_groups_alone():
+@pytest.mark.parametrize("packing", [NF4, INT8])
+def test_a_part_of_the_bytes_is_made_of_its_groups_alone(packing: Packing) -> None:
     shape = (1100, 1000)  # more groups than are read at a time
     stored = Stored(torch.randn(shape).bfloat16())
-    source = QuantizedTensors(stored, {"a.weight": shape})
+    source = QuantizedTensors(stored, {"a.weight": shape}, packing)
     whole = read(source)
-    assert whole == bytes(quantize(stored.values.float()).numpy())
-    assert source.info(KEY) == TensorInfo([packed_bytes(1_100_000)], "U8")
-    for start, stop in ((0, 1), (8455, 8457), (100, 9000), (len(whole) - 3, len(whole))):
+    assert whole == bytes(packing.quantize(stored.values.float()).numpy())
+    assert source.info(KEY) == TensorInfo([packing.packed_bytes(1_100_000)], "U8")
+    for start, stop in (
+        (0, 1),
+        (packing.group_bytes - 1, packing.group_bytes + 1),
+        (100, 9000),
+        (len(whole) - 3, len(whole)),
+    ):
         stored.num_read = 0
         assert read(source, Span(start, stop)) == whole[start:stop]
-        assert stored.num_read <= GROUP * (1 + -(-stop // GROUP_BYTES) - start // GROUP_BYTES)
-    again = DequantizedTensors(stored, {"a.weight": shape})
-    floats = dequantize(quantize(stored.values.float()), shape, torch.float32)
+        assert stored.num_read <= GROUP * (
+            1 + -(-stop // packing.group_bytes) - start // packing.group_bytes
+        )
+    again = DequantizedTensors(stored, {"a.weight": shape}, packing)
+    floats = packing.dequantize(packing.quantize(stored.values.float()), shape, torch.float32)
     assert read(again) == bytes(tensor_bytes(floats))
     assert read(again, Span(16383, 16386)) == bytes(tensor_bytes(floats.view(-1)[16383:16386]))
     with pytest.raises(CheckpointError, match=r"a.weight has shape \[1100, 1000\], .* \[1000, 11"):
-        QuantizedTensors(stored, {"a.weight": (1000, 1100)}).info(KEY)
-    packed = Stored(quantize(stored.values.float()))
-    assert read(QuantizedTensors(packed, {"a.weight": shape})) == whole
+        QuantizedTensors(stored, {"a.weight": (1000, 1100)}, packing).info(KEY)
+    packed = Stored(packing.quantize(stored.values.float()))
+    assert read(QuantizedTensors(packed, {"a.weight": shape}, packing)) == whole
 
 
-def test_all_linear_layers_but_the_head_are_quantized_and_weights_are_counted():
+@pytest.mark.parametrize("packing", [NF4, INT8])
+def test_all_linear_layers_but_the_head_are_quantized_and_weights_are_counted(packing):
     words = ["model.vocab_size=64", "model.lora.rank=2", "model.lora.targets=q_proj"]
     plain = build_model(compose_config(words).config.model)
-    module = build_model(compose_config([*words, "model.base_dtype=nf4"]).config.model)
+    module = build_model(compose_config([*words, f"model.base_dtype={packing.name}"]).config.model)
     names = {name for name, param in module.named_parameters() if param.dtype == torch.uint8}
     assert names == {name for name, _ in plain.named_parameters() if name.endswith("_proj.weight")}
     assert count_weights(module) == count_weights(plain)
@@ -183,7 +211,7 @@ def test_all_linear_layers_but_the_head_are_quantized_and_weights_are_counted():
     ("words", "said"),
     [
         (["model.base_dtype=nf4"], "only valid with adapters; set model.lora.rank=16"),
-        (["model.base_dtype=int8", "model.lora.rank=2"], "expected nf4, or auto"),
+        (["model.base_dtype=int4", "model.lora.rank=2"], "expected nf4, int8, or auto"),
     ],
 )
 def test_what_cannot_be_quantized_is_rejected(words, said):

@@ -1,0 +1,269 @@
+"""Frozen weights in NF4 (Dettmers et al., QLoRA, 2023) or 8 bits, and products with them.
+
+A parameter is a row of bytes per group of 256 blocks of 64 weights; the last one may be shorter. In
+NF4:
+
+    2 float32   the scales of the blocks are (first + second * level) ** 4
+    32 bytes    per block: two codes per byte, the first in the upper half
+    1 byte      per block: its level
+
+Codes are those of bitsandbytes and torchao. In 8 bits:
+
+    64 bytes    per block: signed codes
+    2 bytes     per block: its scale in bf16, by which codes are multiplied
+
+Levels depend on their group alone, so that a rank quantizes what it holds from little more than
+that, and the bytes do not depend on the ranks.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fsdpctl.models.kernels import device_type
+
+# Quantiles of a normal distribution, as published with QLoRA.
+VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
+BLOCK, _BLOCKS = 64, 256
+GROUP = BLOCK * _BLOCKS  # weights
+# Groups that are dequantized at a time. Fewer need less memory, and on a GPU more launches.
+_AT_ONCE = {"cuda": 1024}
+_AT_ONCE_ELSEWHERE = 128
+
+
+class Packing(ABC):
+    """How weights are stored as bytes."""
+
+    name: str
+    _constants: int  # bytes of a group
+    _block: int  # bytes of a block
+
+    @property
+    def group_bytes(self) -> int:
+        """The bytes of a whole group."""
+        return self._constants + _BLOCKS * self._block
+
+    def packed_bytes(self, numel: int) -> int:
+        """Return the bytes of a parameter of `numel` weights."""
+        groups, rest = divmod(numel, GROUP)
+        blocks = -(-rest // BLOCK)
+        return groups * self.group_bytes + bool(blocks) * (self._constants + blocks * self._block)
+
+    @torch.no_grad()
+    def quantize(self, weights: Tensor) -> Tensor:
+        """Return the bytes of the flattened `weights`, which begin with a group."""
+        flat = weights.reshape(-1)
+        packed = torch.empty(self.packed_bytes(len(flat)), dtype=torch.uint8, device=flat.device)
+        step = _AT_ONCE_ELSEWHERE * GROUP
+        for start in range(0, len(flat), step):
+            part = flat[start : start + step].float()
+            end = start // GROUP * self.group_bytes
+            for values in part.split((len(part) // GROUP * GROUP, len(part) % GROUP)):
+                if len(values):
+                    padded = F.pad(values, (0, -len(values) % BLOCK))
+                    blocks = min(len(padded) // BLOCK, _BLOCKS)
+                    made = self._quantized(padded.view(-1, blocks, BLOCK)).view(-1)
+                    packed[end : end + len(made)] = made
+                    end += len(made)
+        return packed
+
+    def dequantize(self, packed: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return the weights of `shape` in `dtype`, computed in float32."""
+        numel, size = prod(shape), self.group_bytes
+        weights = torch.empty(-(-numel // BLOCK) * BLOCK, dtype=dtype, device=packed.device)
+        groups, step = numel // GROUP, _AT_ONCE.get(device_type(packed), _AT_ONCE_ELSEWHERE)
+        for start in range(0, groups, step):
+            stop = min(start + step, groups)
+            rows = packed[start * size : stop * size].view(stop - start, size)
+            self._dequantize_into(weights[start * GROUP : stop * GROUP], rows, _BLOCKS)
+        if rest := numel % GROUP:
+            last = packed[groups * size :].view(1, -1)
+            self._dequantize_into(weights[groups * GROUP :], last, -(-rest // BLOCK))
+        return weights[:numel].view(shape)
+
+    @abstractmethod
+    def _quantized(self, weights: Tensor) -> Tensor:
+        """Return the bytes of groups, (groups, blocks, 64)."""
+
+    @abstractmethod
+    def _dequantize_into(self, target: Tensor, rows: Tensor, blocks: int) -> None:
+        """Write the weights of rows of bytes, of `blocks` each."""
+
+
+class _Nf4(Packing):
+    name, _constants, _block = "nf4", 8, BLOCK // 2 + 1
+
+    def _quantized(self, weights: Tensor) -> Tensor:
+        values = torch.tensor(VALUES, dtype=torch.float64)
+        between = ((values[1:] + values[:-1]) / 2).float()
+        largest = weights.abs().amax(-1)
+        scaled = weights / torch.where(largest > 0, largest, 1.0).unsqueeze(-1)
+        codes = torch.zeros(scaled.shape, dtype=torch.uint8, device=weights.device)
+        for limit in between.tolist():
+            codes += scaled > limit
+        packed = codes[..., 0::2] << 4 | codes[..., 1::2]
+        # The level of a block of zeros is of no matter: all of its codes are that of 0.
+        roots = largest.sqrt().sqrt()
+        high = roots.amax(-1, keepdim=True)
+        low = torch.where(largest > 0, roots, torch.inf).amin(-1, keepdim=True).minimum(high)
+        step = (high - low) / 255
+        levels = ((roots - low) / torch.where(step > 0, step, 1.0)).round().clamp(0, 255)
+        constants = torch.cat((low, step), -1).view(torch.uint8)
+        return torch.cat((constants, packed.flatten(1), levels.to(torch.uint8)), -1)
+
+    def _dequantize_into(self, target: Tensor, rows: Tensor, blocks: int) -> None:
+        constants = rows[:, : self._constants].reshape(-1).view(torch.float32).view(-1, 2)
+        codes = rows[:, self._constants : -blocks].int()
+        values = F.embedding(codes, pairs(rows.device)).view(len(rows), blocks, BLOCK)
+        roots = rows[:, -blocks:] * constants[:, 1:] + constants[:, :1]
+        squares = roots * roots
+        target.view(values.shape).copy_(values.mul_((squares * squares).unsqueeze(-1)))
+
+
+class _Int8(Packing):
+    name, _constants, _block = "int8", 0, BLOCK + 2
+
+    def _quantized(self, weights: Tensor) -> Tensor:
+        scales = (weights.abs().amax(-1) / 127).bfloat16()
+        known = scales.float().unsqueeze(-1)
+        codes = (weights / torch.where(known > 0, known, 1.0)).round().clamp(-127, 127)
+        codes = torch.where(known > 0, codes, 0.0).to(torch.int8).view(torch.uint8)
+        return torch.cat((codes.flatten(1), scales.view(torch.uint8)), -1)
+
+    def _dequantize_into(self, target: Tensor, rows: Tensor, blocks: int) -> None:
+        codes, scales = rows[:, : blocks * BLOCK], rows[:, blocks * BLOCK :]
+        values = codes.view(torch.int8).float().view(len(rows), blocks, BLOCK)
+        known = scales.reshape(-1).view(torch.bfloat16).view(len(rows), blocks, 1)
+        target.view(values.shape).copy_(values.mul_(known))
+
+
+NF4, INT8 = _Nf4(), _Int8()
+PACKINGS: dict[str, Packing] = {each.name: each for each in (NF4, INT8)}
+
+
+@lru_cache
+def pairs(device: torch.device) -> Tensor:
+    """Return the values of the two codes in each byte."""
+    values = torch.tensor(VALUES, dtype=torch.float32, device=device)
+    return torch.stack((values.repeat_interleave(16), values.repeat(16)), -1)
+
+
+# ---- products ----------------------------------------------------------------------------
+# Operators of their own: torch.compile would else find that forward and backward compute the same
+# weights, and keep them in between.
+
+
+def _linear(
+    x: Tensor, packed: Tensor, bias: Tensor | None, shape: list[int], transposed: bool, packing: str
+) -> Tensor:
+    weight = PACKINGS[packing].dequantize(packed, (shape[0], shape[1]), x.dtype)
+    return F.linear(x, weight.t() if transposed else weight, bias)
+
+
+def _linear_backward(
+    gradient: Tensor, packed: Tensor, shape: list[int], transposed: bool, packing: str
+) -> Tensor:
+    weight = PACKINGS[packing].dequantize(packed, (shape[0], shape[1]), gradient.dtype)
+    return gradient.matmul(weight.t() if transposed else weight)
+
+
+def _linear_shape(
+    x: Tensor, packed: Tensor, bias: Tensor | None, shape: list[int], transposed: bool, packing: str
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], shape[transposed])
+
+
+def _backward_shape(
+    gradient: Tensor, packed: Tensor, shape: list[int], transposed: bool, packing: str
+) -> Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], shape[not transposed])
+
+
+_LIBRARY = torch.library.Library("fsdpctl", "DEF")
+_ABOUT = "int[] shape, bool transposed, str packing"
+_LIBRARY.define(f"packed_linear(Tensor x, Tensor packed, Tensor? bias, {_ABOUT}) -> Tensor")
+_LIBRARY.define(f"packed_linear_backward(Tensor gradient, Tensor packed, {_ABOUT}) -> Tensor")
+_LIBRARY.impl("packed_linear", _linear, "CompositeExplicitAutograd")
+_LIBRARY.impl("packed_linear_backward", _linear_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("fsdpctl::packed_linear", _linear_shape, lib=_LIBRARY)
+torch.library.register_fake("fsdpctl::packed_linear_backward", _backward_shape, lib=_LIBRARY)
+_FORWARD = torch.ops.fsdpctl.packed_linear.default
+_BACKWARD = torch.ops.fsdpctl.packed_linear_backward.default
+OPERATORS: dict[Any, Callable[..., Tensor]] = {_FORWARD: _linear, _BACKWARD: _linear_backward}
+"""The functions that compute the operators."""
+
+
+class _Product(torch.autograd.Function):
+    """A product that keeps the bytes of its weights for backward, and not the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, bias: Tensor | None, *about: Any) -> Tensor:
+        ctx.save_for_backward(packed)
+        ctx.about = about
+        out: Tensor = _FORWARD(x, packed, bias, *about)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (packed,) = ctx.saved_tensors
+        return (_BACKWARD(gradient, packed, *ctx.about), *[None] * (2 + len(ctx.about)))
+
+
+class FrozenLinear(nn.Module):
+    """A linear layer with the weight of another one, which may be packed, and its bias."""
+
+    def __init__(self, base: Any, *, is_transposed: bool) -> None:
+        """Take over the parameters of `base`; `is_transposed`: its weight is (in, out)."""
+        super().__init__()
+        self.is_transposed = is_transposed
+        self.weight, self.bias = base.weight, base.bias
+        is_known = isinstance(base, FrozenLinear)
+        self.rows, self.columns = (base.rows, base.columns) if is_known else base.weight.shape
+        self.packing: Packing | None = base.packing if is_known else None
+
+    def quantize(self, packing: Packing) -> None:
+        """Replace the weight by an uninitialized one that is packed."""
+        self.packing = packing
+        size = packing.packed_bytes(self.rows * self.columns)
+        packed = torch.empty(size, dtype=torch.uint8, device=self.weight.device)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project from shape (..., in) to (..., out)."""
+        if self.packing is None:
+            return F.linear(x, self.weight.t() if self.is_transposed else self.weight, self.bias)
+        about = ([self.rows, self.columns], self.is_transposed, self.packing.name)
+        out: Tensor = _Product.apply(x, self.weight, self.bias, *about)  # type: ignore[no-untyped-call]  # torch's
+        return out
+
+
+def quantized_shapes(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the weights that are packed, by the parameter's name."""
+    return {
+        f"{name}.weight": (each.rows, each.columns)
+        for name, each in module.named_modules()
+        if isinstance(each, FrozenLinear) and each.packing is not None
+    }
+
+
+def packing_of(module: nn.Module) -> Packing | None:
+    """Return how weights of the module are packed, if they are."""
+    found = (each.packing for each in module.modules() if isinstance(each, FrozenLinear))
+    return next(filter(None, found), None)
+
+
+def count_weights(module: nn.Module) -> dict[str, int]:
+    """Return the number of weights of each parameter, of which a packed one has other elements."""
+    shapes = quantized_shapes(module)
+    return {name: prod(shapes.get(name, param.shape)) for name, param in module.named_parameters()}

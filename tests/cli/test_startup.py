@@ -1,0 +1,75 @@
+"""What the command line imports, and what it computes: counted, never timed."""
+
+import inspect
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+from fsdpctl.cli.app import COMMANDS
+from fsdpctl.config.compose import compose_config
+from fsdpctl.config.schema import Config
+from fsdpctl.estimate.advice import advice
+from fsdpctl.estimate.estimator import Estimator, estimate_strategies, placed_for_estimate
+from fsdpctl.estimate.run_estimate import RunEstimate
+from tests.cli.run import environment
+
+SLOW = {"torch", "numpy", "hydra", "omegaconf", "yaml", "rich", "psutil", "msgspec"}
+OWN = {"fsdpctl", "fsdpctl.__main__", "fsdpctl.cli", "fsdpctl.cli.app", "fsdpctl.errors"}
+
+
+def imported_by(*arguments: str) -> set[str]:
+    """Return the modules that a command imports, without those of its interpreter."""
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = ['fsdpctl', *{arguments}]\n"
+        "try:\n    runpy.run_module('fsdpctl', run_name='__main__', alter_sys=True)\n"
+        "finally:\n    print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.split())
+
+
+def test_help_imports_the_command_line_only():
+    found = imported_by("--help")
+    assert {each for each in found if each.split(".")[0] == "fsdpctl"} <= OWN
+    assert found & SLOW == set()
+
+
+def test_an_import_of_a_slow_library_would_be_noticed():
+    assert {"rich", "fsdpctl.cli.listing"} <= imported_by("list", "--help")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_table_of_commands_repeats_what_each_says(name):
+    info = COMMANDS[name]
+    function = getattr(import_module(f"fsdpctl.cli.{info.module}"), info.function)
+    assert info.help == (inspect.getdoc(function) or "").splitlines()[0]
+    assert len(info.help) <= 50
+
+
+def test_advice_estimates_no_change_that_includes_one_that_suffices(monkeypatch):
+    """Each estimate of a large model takes as long as a start."""
+    config = compose_config(
+        ["model=llama3_405b", "cluster=h100", "launch.nproc_per_node=8", "launch.nnodes=2048"]
+    ).config
+    estimator = Estimator()
+    estimated: list[Config] = []
+    (first,) = estimate_strategies(estimator, config, every=False)
+    assert first.verdict == "too_large"
+    placed, estimate = placed_for_estimate(config), estimator.estimate
+
+    def counted(config: Config) -> RunEstimate:
+        estimated.append(config)
+        return estimate(config)
+
+    monkeypatch.setattr(estimator, "estimate", counted)
+    (found, _), *_ = advice(estimator, placed)
+    assert found.words == ("activation_checkpointing=full",)
+    together = [each for each in estimated if each.optimizer.state_dtype == "int8"]
+    assert {each.activation_checkpointing.name for each in together} == {"none", "selective"}
+    assert len(estimated) <= 7
