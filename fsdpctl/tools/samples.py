@@ -51,7 +51,6 @@ def samples_of_step(run_dir: Path, step: int) -> StepSamples:
     data = open_data(config.data, config.train.seed)
     _check_data(run_dir, data)
     bad, after = _found(run_dir / METRICS, step)
-    ranks: dict[int, tuple[int, ...]]
     if bad is not None:
         of_rank = set(bad["rank_samples"])
         ranks: dict[int, tuple[int, ...]] = {
