@@ -59,6 +59,8 @@ def _check(config: ModelConfig) -> None:
         raise UsageError(
             f"model.head_dim={_head_dim(config)}: rotary embeddings need an even width"
         )
+    if config.rope_scaling == "yarn" and config.rope_theta == 1:
+        raise UsageError("model.rope_theta=1: yarn needs a base above 1")
     if config.rope_high_freq_factor <= config.rope_low_freq_factor:
         raise UsageError(
             f"model.rope_high_freq_factor={config.rope_high_freq_factor:g}: must exceed "
@@ -76,6 +78,8 @@ def _check_gpt2(config: ModelConfig) -> None:
         raise UsageError(
             f"model.head_dim={config.head_dim}: gpt2 requires model.hidden_size / model.num_heads"
         )
+    if config.rope_scaling != "none":
+        raise UsageError(f"model.rope_scaling={config.rope_scaling}: gpt2 has no rotary embeddings")
 
 
 def _head_dim(config: ModelConfig) -> int:

@@ -49,6 +49,20 @@ def test_an_impossible_run_is_refused_before_it_starts(words, mistake, parts, tm
     assert [each.name for each in tmp_path.iterdir()] == ["words.txt"]
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["model.architecture=gpt2"], "model.rope_scaling=yarn: gpt2 has no rotary embeddings"),
+        (["model.rope_theta=1"], "model.rope_theta=1: yarn needs a base above 1"),
+    ],
+    ids=["gpt2", "theta"],
+)
+def test_rotary_scaling_without_effect_is_refused(words, more, said):
+    kept = [word for word in words if not word.startswith("model.num_kv_heads")]
+    found = invoke("train", *kept, "model.num_kv_heads=4", "model.rope_scaling=yarn", *more)
+    assert (found[0], said in found[1]) == (2, True), found
+
+
 def test_a_sequence_longer_than_the_data_is_refused(words):
     kept = [word for word in words if not word.startswith("train.seq_len")]
     code, said = invoke("train", *kept, "model.max_seq_len=1e6", "train.seq_len=30000")
