@@ -183,8 +183,7 @@ PROMISES = (
         "long-runs.md",
         (
             "train/test_heap.py::test_the_process_does_not_grow",
-            "train/test_heap.py::"
-            "test_collectives_are_recorded_up_to_a_number_and_all_are_counted",
+            "train/test_heap.py::test_collectives_are_recorded_up_to_a_number_and_all_are_counted",
         ),
         Figure("growth", figures.growth),
     ),
