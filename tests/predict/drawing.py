@@ -65,6 +65,7 @@ def random_config(
 
 def _run(draw: random.Random, ranks: int, shared: int) -> list[str]:
     steps, micro = draw.choice([1, 1, 2, 3, 4]), draw.choice([1, 2, 3])
+    length = draw.choice([16, 33, 64, 128])
     words = [
         f"launch.nproc_per_node={ranks}",
         "launch.device=cpu",
@@ -73,7 +74,7 @@ def _run(draw: random.Random, ranks: int, shared: int) -> list[str]:
         f"activation_checkpointing={draw.choice(['none', 'selective', 'full'])}",
         f"accumulation={draw.choice(['every', 'last'])}",
         f"accumulation.steps={steps}",
-        f"train.seq_len={draw.choice([16, 33, 64, 128])}",
+        f"train.seq_len={length}",
         f"train.micro_batch_size={micro}",
         f"train.context_parallel={shared}",
         f"train.global_batch_size={ranks // shared * micro * steps}",
@@ -81,7 +82,7 @@ def _run(draw: random.Random, ranks: int, shared: int) -> list[str]:
     ]
     if draw.random() < 0.3:
         words += [f"prefetch.{way}={draw.randint(0, 2)}" for way in ("forward", "backward")]
-    if draw.random() < 0.3:
+    if draw.random() < 0.3 and length >= 64:  # masks of short ones depend on their lengths
         words += ["data=chat"]  # packed sequences of several documents
     if draw.random() < 0.3:
         words += [f"precision.reduce_dtype={draw.choice(['bfloat16', 'float32'])}"]
