@@ -147,6 +147,8 @@ def _own_tokens(run: "Trainer") -> int:
 def _leaks(run: "Trainer") -> Iterator[str]:
     """Yield whether a packed document sees another one in its sequence. Collective."""
     parts = run.parts
+    if parts.config.data.packing is False:  # a sequence has one document, and padding after it
+        return
     batches = parts.train_batches
     position = run.samples - batches.plan.global_batch_size
     batch = batches.training(position, run.ranks.rank, 0)
