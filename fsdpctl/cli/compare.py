@@ -141,6 +141,8 @@ def _report(
         say(rows_as_json(rows))
     else:
         _show(rows)
+    if isinstance(comparison, SimulatedComparison) and comparison.caveat:
+        note(comparison.caveat)
     if folder is not None:
         note(f"written: {folder / PAGE}")
     return about

@@ -1,8 +1,8 @@
 """Published steps of GPUs, as configurations of fsdpctl.
 
 What a source does not say is assumed as written beside it. Figures are tokens/s of one GPU. The
-shares of peak and bandwidth in conf/cluster come from other measurements, but for step_efficiency,
-which is one number for each kind of device, settled with the MPT rows in view.
+shares of peak and bandwidth in conf/cluster come from other measurements, except step_efficiency:
+one number for each kind of device, set with the MPT rows in view, for the H200 with its own rows.
 """
 
 from typing import NamedTuple
@@ -10,6 +10,7 @@ from typing import NamedTuple
 _TITAN = "torchtitan benchmarks/llama3_h100_202412"  # H100 with 96 GB of HBM2e, held to 500 W
 _MOSAIC = "llm-foundry scripts/train/benchmarking"
 _FMS = "fms-fsdp README"
+_KEMPNER = "KempnerForge benchmarks/mfu_scaling"  # bf16 masters follow from the memory of one GPU
 
 _8B = "model=llama3_8b engine=fsdp2 train.seq_len=8192"
 # Of a time when torch preferred FlashAttention 2 there; llm-foundry took it too.
@@ -53,6 +54,11 @@ _LLAMA2 = f"engine=fsdp2 train.seq_len=4096 {_COMPILED}"
 _MPT_3B, _MPT_7B = _mpt(32, 2560, 20), _mpt(32, 4096, 32)
 _MPT_13B, _MPT_30B, _MPT_70B = _mpt(40, 5120, 40), _mpt(48, 7168, 56), _mpt(80, 8192, 64)
 _GRAD_OP = "strategy=shard_grad_op"
+_MPT_125M, _MPT_350M, _MPT_760M = _mpt(12, 768, 12), _mpt(24, 1024, 16), _mpt(24, 1536, 12)
+_KEMPNER_8B = (
+    f"model=llama3_8b engine=fsdp2 cluster=h200 train.seq_len=4096 {_FULL} {_COMPILED} "
+    "precision.master_dtype=bfloat16"
+)
 
 PUBLISHED = (
     Step("8B, 8 H100, eager", f"{_8B} {_500_W} {_SELECTIVE} {_batch(2, 8)}", 5762, _TITAN),
@@ -167,6 +173,38 @@ PUBLISHED = (
         8955,
         "ml-engineering insights",
     ),
+    Step("8B, 1 H200, all recomputed",
+         f"{_KEMPNER_8B} launch.nproc_per_node=1 {_batch(2, 1, 4)}", 10471, _KEMPNER),
+    Step("8B, 2 H200, all recomputed",
+         f"{_KEMPNER_8B} launch.nproc_per_node=2 {_batch(2, 2, 4)}", 9364, _KEMPNER),
+    Step("8B, 4 H200, all recomputed",
+         f"{_KEMPNER_8B} launch.nproc_per_node=4 {_batch(4, 4, 2)}", 9746, _KEMPNER),
+    Step("8B, 32 H200, all recomputed",
+         f"{_KEMPNER_8B} launch.nproc_per_node=4 launch.nnodes=8 {_batch(4, 32, 4)}", 9293,
+         "KempnerForge benchmarks/config_validation"),
+    Step(
+        "15B, 8 H200, all recomputed, eager",
+        "model=llama3_8b model.num_layers=40 model.hidden_size=5120 model.num_heads=40 "
+        "model.intermediate_size=17920 engine=fsdp2 cluster=h200 train.seq_len=4096 "
+        f"precision.master_dtype=bfloat16 {_FULL} launch.nproc_per_node=4 launch.nnodes=2 "
+        f"{_batch(4, 8, 4)}",
+        4426,
+        _KEMPNER,
+    ),
+    Step(
+        "1.4B, 1 H200",
+        "model=llama3_8b model.num_layers=16 model.hidden_size=2048 model.intermediate_size=7168 "
+        "model.num_heads=32 model.head_dim=64 engine=fsdp2 cluster=h200 train.seq_len=4096 "
+        f"launch.nproc_per_node=1 {_batch(2, 1)}",
+        50258,
+        "own measurement with torch 2.11, 2026",
+    ),
+    Step("MPT-760M, 8 H100", f"{_MPT_760M} {_H100} {_batch(24, 8, 2)}", 63147, _MOSAIC),
+    Step("MPT-760M, 32 H100", f"{_MPT_760M} {_H100} launch.nnodes=4 {_batch(24, 32)}", 67971,
+         _MOSAIC),
+    Step("MPT-760M, 8 A100", f"{_MPT_760M} {_8_A100} {_batch(24, 8, 2)}", 32434, _MOSAIC),
+    Step("MPT-350M, 8 A100", f"{_MPT_350M} {_8_A100} {_batch(32, 8, 2)}", 58782, _MOSAIC),
+    Step("MPT-125M, 8 A100", f"{_MPT_125M} {_8_A100} {_batch(32, 8, 2)}", 141737, _MOSAIC),
     Step("8B, 8 B200", f"{_8B} {_GRAD_OP} cluster=b200 {_batch(1, 8)}", 15107,
          "ml-engineering insights"),
 )  # fmt: skip

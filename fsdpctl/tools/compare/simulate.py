@@ -24,6 +24,11 @@ from fsdpctl.tools.compare.vary import Variant
 _OWNED = ("parameters", "gradients", "optimizer_states", "gathered_units", "reduce_buffers")
 _REST = "activations and the rest"
 TRACES = "traces"  # in the directory of a comparison
+_LIMITED_BY_HOST = 0.1  # seconds: shorter steps of GPUs
+_SHORT_STEPS = (
+    "The host limits steps of GPUs below 100 ms, and data sheets do not describe it: such steps "
+    "can take several times as long as predicted. `fsdpctl profile-device` measures a machine."
+)
 _TERA = 1e12
 
 
@@ -135,6 +140,18 @@ class SimulatedComparison:
         found = largest_models(self._estimator, placed)
         for each, largest in zip(self._variants, found, strict=True):
             each.row = replace(each.row, largest=largest)
+
+    @property
+    def caveat(self) -> str | None:
+        """What a user has to know about the predicted times, if anything."""
+        is_short = any(
+            each.step is not None
+            and each.step.seconds < _LIMITED_BY_HOST
+            and each.config.launch.device == "cuda"
+            and each.config.cluster.profile is None
+            for each in self._variants
+        )
+        return _SHORT_STEPS if is_short else None
 
     def write_traces(self, folder: Path) -> None:
         """Write the timeline of each predicted step for Perfetto, in a directory of its own."""

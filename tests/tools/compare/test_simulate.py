@@ -1,4 +1,4 @@
-"""A simulated comparison of variants of which none fits."""
+"""Simulated comparisons: a suggestion if none of the variants fits, and short steps."""
 
 from fsdpctl.tools.compare.recommendation import recommend
 from fsdpctl.tools.compare.row import OK, TOO_LARGE, columns
@@ -49,3 +49,13 @@ def test_missing_host_memory_is_in_the_status_of_a_variant():
     assert fits.status == OK
     assert lacks.status.startswith(TOO_LARGE)
     assert lacks.status.endswith("GiB of host memory needed, 6.00 GiB available")
+
+
+def test_short_steps_of_gpus_have_a_caveat():
+    found = simulated("80")
+    assert found.caveat is not None
+    assert all((row.step_seconds or 1) < 0.1 for row in found.rows)
+    long = [*WORDS[1:4], "train.global_batch_size=64", "model=llama3_8b", "cluster=h200"]
+    others = SimulatedComparison(variants(long, None, None, steps=20))
+    others.run()
+    assert others.caveat is None
