@@ -20,9 +20,9 @@ Shapes = Mapping[str, tuple[int, int]]  # of the weights, by the parameter's nam
 def quantized_as(source: Tensors, module: nn.Module) -> Tensors:
     """Return `source` with the weights packed that are packed in `module`."""
     packing = packing_of(module)
-    return (
-        source if packing is None else QuantizedTensors(source, quantized_shapes(module), packing)
-    )
+    if packing is None:
+        return source
+    return QuantizedTensors(source, quantized_shapes(module), packing)
 
 
 class QuantizedTensors:

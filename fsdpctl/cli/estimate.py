@@ -23,7 +23,6 @@ from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.memory_recorder import without_gc
 
 if TYPE_CHECKING:
-    from fsdpctl.config.schema import Config
     from fsdpctl.estimate.candidates import Ranking
     from fsdpctl.estimate.changes import Change
     from fsdpctl.estimate.estimator import Estimator
@@ -162,7 +161,10 @@ def _show_one(estimator: "Estimator", found: "RunEstimate", fits: list["Fit"]) -
         say(line)
     if fits:
         say(f"fit     {fit_line(fits[0])}")
-        for words, longer in _longer(estimator, found.config, fits[0]):
+    if fits and fits[0].key == "train.seq_len" and fits[0].estimate is not None:
+        from fsdpctl.estimate.fit import longer_samples
+
+        for words, longer in longer_samples(estimator, found.config, fits[0]):
             say(f"longer  {fit_line(longer)}, with {' '.join(words)}")
     nothing_fits = fits[0].estimate is None if fits else found.verdict != "fits"
     if nothing_fits:
@@ -173,16 +175,6 @@ def _show_one(estimator: "Estimator", found: "RunEstimate", fits: list["Fit"]) -
             say(line)
         for line in _fits_with(estimator, changes, fits):
             say(line)
-
-
-def _longer(
-    estimator: "Estimator", config: "Config", found: "Fit"
-) -> Iterator[tuple[tuple[str, ...], "Fit"]]:
-    """Yield settings with which longer samples fit, if the longest were asked for."""
-    from fsdpctl.estimate.fit import FITTED, longer_samples
-
-    if found.key == FITTED["seq_len"] and found.estimate is not None:
-        yield from longer_samples(estimator, config, found)
 
 
 def _fits_with(

@@ -124,13 +124,12 @@ def _dry_run(composed: "Composed", resume: str) -> None:
     from fsdpctl.resolve.machine import placed_on_cluster
     from fsdpctl.resolve.run import settle
     from fsdpctl.start.describe import describe_run, describe_units
-    from fsdpctl.start.host_memory import notes_on_host
 
     opened, seen, decision = _opened(composed, resume)
     settled = settle(seen.config, decision.selection)
     estimate = Estimator().estimate(placed_on_cluster(settled.config))
     described = describe_run(opened, settled, seen, estimate)
-    for line in (*decision.lines, *described, *notes_on_host(estimate)):
+    for line in (*decision.lines, *described):
         say(line)
     say()
     for line in describe_units(settled.config, opened.module):

@@ -162,7 +162,8 @@ def _check_yarn(rope: Mapping[str, Any]) -> None:
     """Reject what differs from the paper's values, which transformers uses by default."""
     for name, usual in _YARN_USUAL.items():
         if rope.get(name) not in (None, usual):
-            raise ValueError(f"yarn with {name}={rope[name]} is not supported; expected {usual}")
+            expected = "no value" if usual is None else usual
+            raise ValueError(f"yarn with {name}={rope[name]} is not supported; expected {expected}")
 
 
 def _window_values(content: Mapping[str, Any], family: str, num_layers: int) -> dict[str, Any]:

@@ -28,7 +28,10 @@ class TrainConfig:
         auto=True,
     )
     context_parallel: int = key(
-        1, "adjacent ranks that share each sample, for long ones", minimum=1, is_later=True
+        1,
+        "number of adjacent ranks that share each sample; for long samples",
+        minimum=1,
+        is_later=True,
     )
     global_batch_size: int = key(
         16, "samples per step, over all ranks", minimum=1, maximum=MOST_SAMPLES

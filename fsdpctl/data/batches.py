@@ -23,7 +23,9 @@ class MicroBatch:
 
     tokens: Tensor
     targets: Tensor
-    lengths: tuple[tuple[int, ...], ...] = ()  # of what is in each row; () if rows are full
+    lengths: tuple[
+        tuple[int, ...], ...
+    ] = ()  # of documents and padding in each row; () if rows are full
     context: ContextParallel | None = None
     holds_documents: bool = False  # which do not see one another
 
@@ -108,7 +110,9 @@ class Batches:
         split = tuple(lengths) if packs or context is not None else ()
         # Targets were shifted before: that of a part's last token is in the next part.
         first = 0 if context is None else context.index * size
-        tokens, targets = (each[:, first : first + size].copy() for each in (tokens, targets))
+        tokens, targets = (
+            np.ascontiguousarray(each[:, first : first + size]) for each in (tokens, targets)
+        )
         own = torch.from_numpy(tokens), torch.from_numpy(targets)
         return MicroBatch(*own, split, context, packs)
 

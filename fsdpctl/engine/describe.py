@@ -64,6 +64,11 @@ def divide_module(module: nn.Module, classes: Sequence[str] | None) -> tuple[Uni
     )
 
 
+def block_names(module: nn.Module) -> list[str]:
+    """Return the names of a module's repeated blocks, in the order of forward."""
+    return [unit.name for unit in divide_module(module, None) if unit.kind == "block"]
+
+
 def _name_of_submodule(module: nn.Module, getter: str) -> str | None:
     """Return the name of the module that `module.getter()` returns, as in transformers."""
     method = getattr(module, getter, None)

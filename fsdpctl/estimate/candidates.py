@@ -132,7 +132,13 @@ def _sizes(placed: Config) -> tuple[int, ...]:
     found |= {share // passes for passes in range(1, _MOST_PASSES + 1) if share % passes == 0}
     if asked is not None:
         found = {-(-share // asked)}
-        plan_batches(samples, groups, micro_batch_size=min(found), num_micro_batches=asked)
+        plan_batches(
+            samples,
+            world_size(placed),
+            micro_batch_size=min(found),
+            num_micro_batches=asked,
+            context_parallel=placed.train.context_parallel,
+        )
     return tuple(sorted(found))
 
 

@@ -14,7 +14,7 @@ from fsdpctl.resolve.machine import resolved_strategy, world_size
 
 _MOST_NODES = 1 << 10
 _CHUNK = 1024  # tokens
-LONG = 1 << 14  # tokens, from which activations need more memory than parameters
+LONG = 1 << 14  # tokens; shorter samples are neither shared nor run in chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Change:
         return {word.split("=")[0] for word in self.words}
 
 
-def changed(config: Config, cost: str, values: Mapping[str, Any]) -> Change:
+def _changed(config: Config, cost: str, values: Mapping[str, Any]) -> Change:
     """Return `config` with `values` by key, as the command line would set them; None: auto."""
     texts = {
         key: value if key in GROUPS else KEYS[key].text(value) for key, value in values.items()
@@ -46,9 +46,9 @@ def changed(config: Config, cost: str, values: Mapping[str, Any]) -> Change:
 
 
 def expandable(config: Config) -> Iterator[Change]:
-    """Yield the other allocator."""
+    """Yield the allocator with expandable segments."""
     if config.launch.allocator != "expandable":
-        yield changed(config, "nothing", {"launch.allocator": "expandable"})
+        yield _changed(config, "nothing", {"launch.allocator": "expandable"})
 
 
 def chunked(config: Config) -> Iterator[Change]:
@@ -57,7 +57,7 @@ def chunked(config: Config) -> Iterator[Change]:
     is_long = samples * config.train.seq_len >= 2 * _CHUNK
     if is_long and loss_chunk_tokens(config, samples) == 0:
         cost = "the logits are computed twice"
-        yield changed(config, cost, {"train.loss_chunk_tokens": _CHUNK})
+        yield _changed(config, cost, {"train.loss_chunk_tokens": _CHUNK})
 
 
 def reduced_every_time(config: Config) -> Iterator[Change]:
@@ -65,7 +65,7 @@ def reduced_every_time(config: Config) -> Iterator[Change]:
     passes = batches_of(config).num_micro_batches
     if config.accumulation.name == "last" and passes > 1:
         cost = f"gradients are reduced {passes} times per step instead of once"
-        yield changed(config, cost, {"accumulation": "every"})
+        yield _changed(config, cost, {"accumulation": "every"})
 
 
 def shared_out(config: Config) -> Iterator[Change]:
@@ -75,7 +75,7 @@ def shared_out(config: Config) -> Iterator[Change]:
     if row is None or config.engine.name != FSDPCTL or given.dp_shard_size == world_size(config):
         return
     cost = "replicas shard gradients and optimizer states, and exchange updated parameters"
-    yield changed(config, cost, {"strategy": row.name})
+    yield _changed(config, cost, {"strategy": row.name})
 
 
 def fully_sharded(config: Config) -> Iterator[Change]:
@@ -88,21 +88,21 @@ def fully_sharded(config: Config) -> Iterator[Change]:
     if config.engine.name == DDP:
         values["engine"] = FSDPCTL
     cost = "all ranks share one replica; each unit is gathered in forward and again in backward"
-    yield changed(config, cost, values)
+    yield _changed(config, cost, values)
 
 
 def recomputed_in_part(config: Config) -> Iterator[Change]:
     """Yield selective activation checkpointing."""
     if config.activation_checkpointing.name == "none":
         cost = "every second matrix product is recomputed"
-        yield changed(config, cost, {"activation_checkpointing": "selective"})
+        yield _changed(config, cost, {"activation_checkpointing": "selective"})
 
 
 def recomputed(config: Config) -> Iterator[Change]:
     """Yield full activation checkpointing."""
     if config.activation_checkpointing.name != "full":
         cost = "a third more computation: the forward of blocks runs twice"
-        yield changed(config, cost, {"activation_checkpointing": "full"})
+        yield _changed(config, cost, {"activation_checkpointing": "full"})
 
 
 def smaller_batch(config: Config) -> Iterator[Change]:
@@ -120,7 +120,7 @@ def single_sample(config: Config) -> Iterator[Change]:
 
 
 def _with_micro_batch(config: Config, size: int) -> Change:
-    found = changed(config, "", {"train.micro_batch_size": size, **_steps_as_needed(config)})
+    found = _changed(config, "", {"train.micro_batch_size": size, **_steps_as_needed(config)})
     passes = [batches_of(each).num_micro_batches for each in (found.config, config)]
     return replace(found, cost=f"{passes[0]} smaller micro-batches per step instead of {passes[1]}")
 
@@ -137,7 +137,7 @@ def compressed(config: Config) -> Iterator[Change]:
     own = config.engine.name == FSDPCTL and about.offload == Offload.NONE
     if plain and own and config.precision.master_dtype == "float32":
         cost = "moments are rounded to 8 bits"
-        yield changed(config, cost, {"optimizer.state_dtype": "int8"})
+        yield _changed(config, cost, {"optimizer.state_dtype": "int8"})
 
 
 def states_on_host(config: Config) -> Iterator[Change]:
@@ -150,7 +150,7 @@ def states_on_host(config: Config) -> Iterator[Change]:
             (Offload.STATES, "master weights and moments"),
             (Offload.ALL, "gradients, master weights and moments"),
         ):
-            yield changed(config, cost.format(what), {"optimizer.offload": value.value})
+            yield _changed(config, cost.format(what), {"optimizer.offload": value.value})
 
 
 def activations_on_host(config: Config) -> Iterator[Change]:
@@ -158,7 +158,7 @@ def activations_on_host(config: Config) -> Iterator[Change]:
     about = config.activation_checkpointing
     if about.name != "none" and not about.offload and config.engine.name == FSDPCTL:
         cost = "inputs of recomputed blocks are on the host"
-        yield changed(config, cost, {"activation_checkpointing.offload": True})
+        yield _changed(config, cost, {"activation_checkpointing.offload": True})
 
 
 def shared_samples(config: Config) -> Iterator[Change]:
@@ -172,7 +172,7 @@ def shared_samples(config: Config) -> Iterator[Change]:
             if train.micro_batch_size is None:  # a group has more samples than a rank
                 values["train.micro_batch_size"] = batches_of(config).micro_batch_size
             cost = f"{count} ranks share each sample, and exchange heads around attention"
-            yield changed(config, cost, values)
+            yield _changed(config, cost, values)
 
 
 def feed_forward_in_chunks(config: Config) -> Iterator[Change]:
@@ -180,26 +180,26 @@ def feed_forward_in_chunks(config: Config) -> Iterator[Change]:
     train = config.train
     if train.seq_len >= LONG * train.context_parallel and train.mlp_chunk_tokens == 0:
         cost = "feed-forward layers run once more, on some tokens at a time"
-        yield changed(config, cost, {"train.mlp_chunk_tokens": None})
+        yield _changed(config, cost, {"train.mlp_chunk_tokens": None})
 
 
 def in_four_bits(config: Config) -> Iterator[Change]:
     """Yield frozen weights in 4 bits."""
     if config.model.lora.rank is not None and config.model.base_dtype is None:
         cost = "frozen weights are rounded to 4 bits, and dequantized in forward and backward"
-        yield changed(config, cost, {"model.base_dtype": "nf4"})
+        yield _changed(config, cost, {"model.base_dtype": "nf4"})
 
 
 def computed_in_bf16(config: Config) -> Iterator[Change]:
     """Yield computation in bf16."""
     if config.precision.param_dtype == "float32":
-        yield changed(config, "compute in bfloat16", {"precision.param_dtype": "bfloat16"})
+        yield _changed(config, "compute in bfloat16", {"precision.param_dtype": "bfloat16"})
 
 
 def more_nodes(config: Config) -> Iterator[Change]:
     """Yield more nodes."""
     nodes = 2 * config.launch.nnodes
     while nodes <= _MOST_NODES:
-        found = changed(config, "", {"launch.nnodes": nodes, **_steps_as_needed(config)})
+        found = _changed(config, "", {"launch.nnodes": nodes, **_steps_as_needed(config)})
         yield replace(found, cost=f"{world_size(found.config)} ranks")
         nodes *= 2

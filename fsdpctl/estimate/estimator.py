@@ -26,6 +26,7 @@ from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
 from fsdpctl.predict.step_estimate import estimate_steps
 from fsdpctl.predict.training_plan import TrainingPlan, host_states_bytes
 from fsdpctl.resolve.attention import assumed_of, check_attention
+from fsdpctl.resolve.context_check import check_shared_rows
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens, mlp_chunk_tokens
 from fsdpctl.resolve.machine import (
     check_context,
@@ -203,6 +204,7 @@ def placed_for_estimate(config: Config) -> Config:
     check_length(config)
     placed = with_batch_size(placed_on_cluster(config))
     check_context(placed)
+    check_shared_rows(placed)
     check_attention(placed)
     check_activation_offload(placed)
     if config.model.vocab_size is not None:

@@ -107,7 +107,8 @@ def longer_samples(
 ) -> Iterator[tuple[tuple[str, ...], Fit]]:
     """Yield settings with which longer samples fit than `found`, more and more together.
 
-    Each comes with the longest samples that fit with them, to about five percent.
+    Each comes with the longest samples that fit with them, to about five percent, or to 1,024
+    tokens if that is more.
     """
     words: tuple[str, ...] = ()
     for make in (recomputed, shared_samples, activations_on_host, feed_forward_in_chunks):
@@ -116,16 +117,18 @@ def longer_samples(
         for change in [*make(config)][-1:]:
             if found.estimate is not None and found.next is None:
                 return  # the model's own limit
+            most = change.config.model.max_seq_len
+            multiple = max(_LENGTHS, 1 << (min(begin, most).bit_length() - _BITS))
+            about = (change.config, "seq_len", begin, most)
             try:
                 check_shared_rows(change.config)
                 check_activation_offload(change.config)
+                longer = _largest(estimator, *about, multiple=multiple)
             except UsageError:
                 continue
-            words, config = (*words, *change.words), change.config
-            multiple = max(_LENGTHS, 1 << (begin.bit_length() - _BITS))
-            most = config.model.max_seq_len
-            found = _largest(estimator, config, "seq_len", begin, most, multiple=multiple)
-            yield words, found
+            if longer.value > found.value:
+                words, config, found = (*words, *change.words), change.config, longer
+                yield words, found
 
 
 def largest_model(estimator: Estimator, config: Config) -> LargestModel | None:

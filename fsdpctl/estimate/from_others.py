@@ -14,7 +14,7 @@ from fsdpctl.config.importers.translation import (
     Translation,
     TranslationRow,
 )
-from fsdpctl.config.schema import SIZES
+from fsdpctl.config.schema import SIZES, Config
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.strategy import STRATEGIES, get_strategy, has_strategy
 from fsdpctl.resolve.machine import placed_on_cluster, sample_groups, world_size
@@ -83,8 +83,7 @@ def completed(
         rows.append(_arranged(translation, translation.degrees, world))
     if translation.batch is not None:
         whole = translation.whole_gradients
-        groups = max(1, sample_groups(placed))
-        rows += _batches(translation.batch, typed, groups, whole_gradients=whole)
+        rows += _batches(translation.batch, typed, placed, whole_gradients=whole)
     _, overridden = _without_overridden(translation.settings_of(rows), typed)
     return ImportedConfig(composed(rows), translation, tuple(rows), typed, frozenset(overridden))
 
@@ -174,13 +173,15 @@ def _arranged(translation: Translation, degrees: RankDegrees, world: int) -> Tra
 
 
 def _batches(
-    batch: SourceBatch, typed: dict[str, str], groups: int, *, whole_gradients: bool
+    batch: SourceBatch, typed: dict[str, str], placed: Config, *, whole_gradients: bool
 ) -> list[TranslationRow]:
     """Derive the batch sizes from the number of ranks, or of groups that share samples."""
     micro = _whole(typed.get("train.micro_batch_size")) or batch.micro
     passes = _whole(typed.get("accumulation.steps")) or batch.accumulation
-    said = [str(each) for each in (batch.micro, batch.accumulation) if each]
-    note = f"over {groups} ranks" if said else "assumed: not set in the file"
+    groups = max(1, sample_groups(placed))
+    each = "ranks" if placed.train.context_parallel == 1 else "groups of ranks"
+    said = [str(value) for value in (batch.micro, batch.accumulation) if value]
+    note = f"over {groups} {each}" if said else "assumed: not set in the file"
     micro, passes = micro or 1, passes or 1
     words: tuple[str, ...] = (
         f"accumulation.steps={passes}",

@@ -13,7 +13,7 @@ from fsdpctl.config.recipe import package_folder
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.attention import CUDNN, EFFICIENT, FLASH, FLASHES, KERNELS, SHARES
-from fsdpctl.predict.hardware import DataSheet, HostSheet, RingNetwork
+from fsdpctl.predict.hardware import SHARED_CORES, DataSheet, HostSheet, RingNetwork
 from fsdpctl.predict.profile import (
     MeasuredDevice,
     MeasuredHost,
@@ -97,7 +97,7 @@ def host_of(config: Config) -> HostSheet | MeasuredHost:
         cluster.host_bandwidth * _GIGA,
         cluster.pcie_bandwidth * _GIGA,
         launch.nproc_per_node,
-        slowdown=_SHARED_CORES if launch.device == "cpu" else 0.0,
+        slowdown=SHARED_CORES if launch.device == "cpu" else 0.0,
     )
 
 
@@ -133,7 +133,6 @@ def _unknown(config: Config, missing: str) -> UsageError:
     )
 
 
-_SHARED_CORES = 0.5  # of a CPU rank's cores: what the thread that steps takes
 _ANY_GPU = "h100"
 _SPECS = (
     "flops",

@@ -79,7 +79,7 @@ class RunEstimate:
 
     @property
     def margin(self) -> int:
-        """The bytes that are left of those, or of host memory; negative: that are missing."""
+        """The bytes left of `available`, or per rank of host memory if less; negative: missing."""
         on_device = self.available - self.peak_reserved
         if self.host_limit is None or not self.host_states:
             return on_device

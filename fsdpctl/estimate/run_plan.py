@@ -143,7 +143,7 @@ def fullest_rank(engine: str, plan: TrainingPlan, place: RankPlace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SentBytes:
-    """The bytes that a rank sends in a step."""
+    """The bytes of parameters and gradients that a rank sends in a step."""
 
     within: float  # to the ranks that share its replica
     between: float  # to the ranks that hold the same part of other replicas

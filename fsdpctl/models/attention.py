@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fsdpctl.models.context import to_heads, to_tokens
+from fsdpctl.models.context import repeated, to_heads, to_tokens
 from fsdpctl.models.documents import Documents
 from fsdpctl.models.kernels import computed_dtype, device_type, must_repeat, takes_sequences
 from fsdpctl.plan.context import ContextParallel
@@ -120,15 +120,10 @@ def _attention(
 ) -> Tensor:
     shares = q.shape[1] != k.shape[1]
     if shares and must_repeat(q, masked=mask is not None):
-        k, v, shares = _repeated(k, q), _repeated(v, q), False
+        k, v, shares = repeated(k, q.shape[1]), repeated(v, q.shape[1]), False
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal and mask is None, enable_gqa=shares
     )
-
-
-def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """Return keys or values for each head of `q`."""
-    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def _attend_each(
@@ -159,7 +154,7 @@ def _attend_flat(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, offsets: 
     dtype = computed_dtype(q)
     shares = k.shape[1] != heads
     if shares and not _shares_heads():
-        k, v, shares = _repeated(k, q), _repeated(v, q), False
+        k, v, shares = repeated(k, q.shape[1]), repeated(v, q.shape[1]), False
 
     def flat(x: Tensor) -> Tensor:
         return x.transpose(1, 2).reshape(batch * length, -1, width).to(dtype)

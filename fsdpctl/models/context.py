@@ -66,7 +66,7 @@ def to_heads(
     and values are repeated if there are too few for the ranks.
     """
     _, count = heads_per_rank(q.shape[1], k.shape[1], context.size)
-    heads = [q, *(_repeated(each, count * context.size) for each in (k, v))]
+    heads = [q, *(repeated(each, count * context.size) for each in (k, v))]
     sent = [each.unflatten(1, (context.size, -1)).permute(1, 3, 0, 2, 4) for each in heads]
     rows = _exchanged(torch.cat([each.flatten(3) for each in sent], -1), context).flatten(0, 1)
     parts = rows.split([each.shape[3] * each.shape[4] for each in sent], -1)
@@ -84,5 +84,6 @@ def to_tokens(mixed: Tensor, context: ContextParallel) -> Tensor:
     return rows.permute(2, 1, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 
-def _repeated(x: Tensor, count: int) -> Tensor:
+def repeated(x: Tensor, count: int) -> Tensor:
+    """Return `count` heads of keys or values, (batch, heads, ...), each repeated in its place."""
     return x if x.shape[1] == count else x.repeat_interleave(count // x.shape[1], dim=1)

@@ -17,7 +17,7 @@ that, and the bytes do not depend on the ranks.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -78,7 +78,7 @@ class Packing(ABC):
                     end += len(made)
         return packed
 
-    def dequantize(self, packed: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def dequantize(self, packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the weights of `shape` in `dtype`, computed in float32."""
         numel, size = prod(shape), self.group_bytes
         weights = torch.empty(-(-numel // BLOCK) * BLOCK, dtype=dtype, device=packed.device)
@@ -167,14 +167,14 @@ def pairs(device: torch.device) -> Tensor:
 def _linear(
     x: Tensor, packed: Tensor, bias: Tensor | None, shape: list[int], transposed: bool, packing: str
 ) -> Tensor:
-    weight = PACKINGS[packing].dequantize(packed, (shape[0], shape[1]), x.dtype)
+    weight = PACKINGS[packing].dequantize(packed, shape, x.dtype)
     return F.linear(x, weight.t() if transposed else weight, bias)
 
 
 def _linear_backward(
     gradient: Tensor, packed: Tensor, shape: list[int], transposed: bool, packing: str
 ) -> Tensor:
-    weight = PACKINGS[packing].dequantize(packed, (shape[0], shape[1]), gradient.dtype)
+    weight = PACKINGS[packing].dequantize(packed, shape, gradient.dtype)
     return gradient.matmul(weight.t() if transposed else weight)
 
 
@@ -264,6 +264,6 @@ def packing_of(module: nn.Module) -> Packing | None:
 
 
 def count_weights(module: nn.Module) -> dict[str, int]:
-    """Return the number of weights of each parameter, of which a packed one has other elements."""
+    """Return the number of weights of each parameter, not of packed bytes."""
     shapes = quantized_shapes(module)
     return {name: prod(shapes.get(name, param.shape)) for name, param in module.named_parameters()}

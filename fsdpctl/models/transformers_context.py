@@ -23,7 +23,7 @@ _UNKNOWN = ("softcap", "s_aux", "position_bias", "sinks")
 _running = threading.local()
 
 
-class _SharedRows:
+class _LayerMasks:
     """The rows of a forward, and the masks of its layers by their window."""
 
     def __init__(self, documents: Documents) -> None:
@@ -47,13 +47,16 @@ class SharedRows:
 
     @contextmanager
     def among(self, documents: Documents | None) -> Iterator[None]:
-        """Run a forward on the rows of `documents`; its backward may follow the block."""
+        """Run a forward on the rows of `documents`; its backward may follow the block.
+
+        The choice of attention stays until the next forward, since backward may recompute layers.
+        """
         shared = documents is not None and documents.context is not None
         if shared:
             _register()
         for config, usual in self._usual:
             config._attn_implementation_internal = _NAME if shared else usual
-        _running.rows = _SharedRows(documents) if shared and documents is not None else None
+        _running.rows = _LayerMasks(documents) if shared and documents is not None else None
         try:
             yield
         finally:
@@ -73,7 +76,7 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: _SharedRows,
+    attention_mask: _LayerMasks,
     dropout: float = 0.0,
     scaling: float | None = None,
     **about: Any,

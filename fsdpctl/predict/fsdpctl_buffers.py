@@ -3,12 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from fsdpctl.plan.layout import EvenParts, FlatLayout, ParamSpec, Span
-from fsdpctl.plan.reductions import (
-    ADDED_AT_A_TIME,
-    Transport,
-    adds_whole,
-    sends_in_place,
-)
+from fsdpctl.plan.reductions import ADDED_AT_A_TIME, Transport, adds_whole, sends_in_place
 from fsdpctl.plan.schedule import Buffer, Event, EventKind
 from fsdpctl.plan.sizes import Offload, RankPlace, wire_itemsize
 from fsdpctl.predict.engine_bytes import pieces_before_the_last

@@ -107,6 +107,7 @@ class HostSheet:
         return Transfer(queue, _COPY_LATENCY, seconds, nbytes)
 
 
+SHARED_CORES = 0.5  # of a CPU rank's cores: what the thread that steps takes
 _HOST_STREAMING = 0.8  # share of the rate of host memory that AdamW reaches
 _COPY_LATENCY = 10e-6  # seconds
 

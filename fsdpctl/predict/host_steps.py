@@ -57,19 +57,15 @@ class HostSchedule:
         steps: list[int] = []
         results: list[int] = []
         for unit, numel in self._owned.items():
-            down = self._left.pop(unit, None)
             if fetches:
-                label = f"gradients of {unit}"
-                down = recorder.on_host(
-                    HostQueue.DOWN, numel * sizes.grad, label, after=tuple(steps[-2:-1])
-                )
-            after = (*results[-2:-1], *(() if down is None else (down,)))
-            nbytes = numel * step_traffic(self._plan)
+                label, nbytes = f"gradients of {unit}", numel * sizes.grad
+                down = recorder.on_host(HostQueue.DOWN, nbytes, label, after=tuple(steps[-2:-1]))
+            else:
+                down = self._left.pop(unit)
+            after, nbytes = (*results[-2:-1], down), numel * _step_traffic(self._plan)
             steps.append(recorder.on_host(HostQueue.STEPS, nbytes, f"step {unit}", after=after))
-            label = f"parameters of {unit}"
-            results.append(
-                recorder.on_host(HostQueue.UP, numel * sizes.param, label, after=(steps[-1],))
-            )
+            label, nbytes = f"parameters of {unit}", numel * sizes.param
+            results.append(recorder.on_host(HostQueue.UP, nbytes, label, after=(steps[-1],)))
             self._results[unit] = results[-1]
 
     def wait(self, unit: str) -> None:
@@ -77,7 +73,7 @@ class HostSchedule:
         self._recorder.wait(self._results.pop(unit, None), "optimizer")
 
 
-def step_traffic(plan: TrainingPlan) -> int:
+def _step_traffic(plan: TrainingPlan) -> int:
     """Return the bytes that a step reads and writes in host memory, per element.
 
     AdamW reads and writes master weight, moments and gradient, which it scales in place, and writes

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import read_json
 from fsdpctl.predict.compute import Work, WorkKind
-from fsdpctl.predict.hardware import NET, NODE, CollectiveKind, Group, HostQueue
+from fsdpctl.predict.hardware import NET, NODE, SHARED_CORES, CollectiveKind, Group, HostQueue
 from fsdpctl.predict.simulator import Transfer
 
 VERSION = 2
@@ -187,14 +187,14 @@ class MeasuredHost:
 
         The host of a CPU rank shares its cores.
         """
-        profile = self.profile
+        profile, shared = self.profile, 0.0
+        step, copy, moved = profile.host_step, profile.host_copy, nbytes
+        if not profile.is_cuda:
+            step, copy, moved = profile.optimizer_step, profile.memory_copy, 2 * nbytes
+            shared = SHARED_CORES
         if queue is HostQueue.STEPS:
-            shared = 0.0 if profile.is_cuda else 0.5
-            curve = profile.host_step if profile.is_cuda else profile.optimizer_step
-            return Transfer(queue, 0.0, on_curve(curve, nbytes / _MOVED), 0.0, shared, shared)
-        if profile.is_cuda:
-            return Transfer(queue, 0.0, on_curve(profile.host_copy, nbytes), nbytes)
-        return Transfer(queue, 0.0, on_curve(profile.memory_copy, 2 * nbytes), nbytes)
+            return Transfer(queue, 0.0, on_curve(step, nbytes / _MOVED), 0.0, shared, shared)
+        return Transfer(queue, 0.0, on_curve(copy, moved), nbytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from fsdpctl.predict.simulator import Compute, Start, Task, Transfer, Wait
 
 # Queues of collectives.
 GATHERS, REDUCTIONS, COPIES = "gathers", "reductions", "sums over replicas"
-EXCHANGES = "all-to-alls of attention"
+_EXCHANGES = "all-to-alls of attention"
 
 
 class Category(StrEnum):
@@ -219,8 +219,8 @@ class TaskRecorder(Recorder):
         works = self._works.get(PassPosition(part, unit), ())
         if id(works) not in self._seconds:
             device = self._machine.device
-            alone = [each for each in works if each.kind is not WorkKind.EXCHANGE]
-            computing = sum(map(device.seconds, alone))
+            computed = [each for each in works if each.kind is not WorkKind.EXCHANGE]
+            computing = sum(map(device.seconds, computed))
             self._seconds[id(works)] = max(computing, len(works) * device.host_seconds)
         label = f"{part} {unit}".strip()
         self._spend(self._seconds[id(works)], label)
@@ -228,7 +228,7 @@ class TaskRecorder(Recorder):
             if each.kind is WorkKind.EXCHANGE:
                 # Each rank sends as much as it does of a gathered tensor of this size.
                 about = (CollectiveKind.GATHER, each.nbytes, RankGroup.CONTEXT)
-                self.wait(self.start(*about, f"all-to-all of {label}", queue=EXCHANGES))
+                self.wait(self.start(*about, f"all-to-all of {label}", queue=_EXCHANGES))
 
     def copy(self, nbytes: float, label: str, phase: str = "compute") -> None:
         """Read and write `nbytes` in total."""

@@ -4,9 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdpctl.plan.layout import FlatLayout, Span, optimizer_runs
-from fsdpctl.plan.schedule import (
-    Prefetch,
-)
+from fsdpctl.plan.schedule import Prefetch
 from fsdpctl.plan.sizes import (
     HOST_BUFFERS,
     HOST_SCALARS,

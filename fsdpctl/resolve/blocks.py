@@ -1,5 +1,6 @@
 """Activation checkpointing and compilation of a model's blocks, before it is sharded."""
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 from fsdpctl.config.schema import Config
-from fsdpctl.engine.describe import divide_module
+from fsdpctl.engine.describe import block_names
 from fsdpctl.engine.host_inputs import HostInputs, SentInput
 from fsdpctl.errors import UsageError
 from fsdpctl.models.quantized import OPERATORS
@@ -218,8 +219,10 @@ def checkpoint_blocks(
 def prepare_blocks(module: nn.Module, config: Config) -> None:
     """Chunk, checkpoint and compile the blocks of `module` as configured."""
     chunk_feed_forward(module, config.train.mlp_chunk_tokens or 0)
-    names = [unit.name for unit in divide_module(module, None) if unit.kind == "block"]
-    blocks, about = [module.get_submodule(name) for name in names], config.activation_checkpointing
+    blocks, about = (
+        list(map(module.get_submodule, block_names(module))),
+        config.activation_checkpointing,
+    )
     if about.name != "none":
         # Imported by the first checkpointed call, it would hold that call's arguments for a while.
         import_module("torch._dynamo")
@@ -236,18 +239,17 @@ def chunk_feed_forward(module: nn.Module, tokens: int) -> None:
     Raises:
         UsageError: If a block has no such layer, or has experts, whose tokens come from a router.
     """
-    for unit in divide_module(module, None) if tokens else ():
-        if unit.kind == "block":
-            block = module.get_submodule(unit.name)
-            is_ours = hasattr(block, "feed_forward")
-            owner = block if is_ours else getattr(block, "mlp", None)
-            if owner is None or _has_experts(owner):
-                raise UsageError(
-                    f"train.mlp_chunk_tokens={tokens}: {unit.name} has no feed-forward layer that "
-                    "runs token by token"
-                )
-            name = "feed_forward" if is_ours else "forward"
-            setattr(owner, name, partial(_in_chunks, getattr(owner, name), tokens))
+    for block_name in block_names(module) if tokens else ():
+        block = module.get_submodule(block_name)
+        layer = getattr(block, "feed_forward", None) or getattr(block, "mlp", None)
+        is_ours = inspect.ismethod(layer)
+        if layer is None or _has_experts(block if is_ours else layer) or _takes_more(layer):
+            raise UsageError(
+                f"train.mlp_chunk_tokens={tokens}: {block_name} has no feed-forward layer that "
+                "runs token by token"
+            )
+        owner, name = (block, "feed_forward") if is_ours else (layer, "forward")
+        setattr(owner, name, partial(_in_chunks, getattr(owner, name), tokens))
 
 
 def _in_chunks(plain: Callable[[Tensor], Tensor], tokens: int, x: Tensor) -> Tensor:
@@ -256,6 +258,12 @@ def _in_chunks(plain: Callable[[Tensor], Tensor], tokens: int, x: Tensor) -> Ten
         return plain(x)
     parts = [checkpoint(plain, part, use_reentrant=False) for part in flat.split(tokens)]
     return torch.cat(parts).view_as(x)
+
+
+def _takes_more(layer: Callable[..., Tensor]) -> bool:
+    """Return whether `layer` takes more than hidden states."""
+    plain = layer.forward if isinstance(layer, nn.Module) else layer
+    return len(inspect.signature(plain).parameters) != 1
 
 
 def _has_experts(block: nn.Module) -> bool:

@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
 from fsdpctl.models.context import use_exchange
-from fsdpctl.models.documents import Lengths, make_documents
+from fsdpctl.models.documents import make_documents
 from fsdpctl.plan.context import ContextParallel
 from fsdpctl.resolve.decoder_check import differ, quiet, small_copy
 
@@ -46,7 +46,7 @@ def check_shared_rows(config: Config) -> None:
     for name in _DROPOUTS:
         if content.get(name):
             raise UsageError(f"{where}: {name}={content[name]}: expected 0")
-    if model.router_aux_loss == "model" and _balances(content):
+    if model.router_aux_loss == "model" and content.get("output_router_logits"):
         raise UsageError(
             f"{where}: its auxiliary loss is that of full rows; set model.router_aux_loss to "
             "global or none"
@@ -71,10 +71,6 @@ def check_shared_rows(config: Config) -> None:
         raise UsageError(f"{where}: not supported; its layers do more than attend along a row")
 
 
-def _balances(content: dict[str, object]) -> bool:
-    return bool(content.get("output_router_logits"))
-
-
 def _short_positions(content: dict[str, Any]) -> float:
     """Return the positions up to which a model has one set of rotary embeddings."""
     outer = [each for each in content.values() if isinstance(each, dict)]
@@ -91,25 +87,21 @@ def _with_short_windows(model: ModelConfig, content: dict[str, object]) -> Model
     return replace(model, config_json=canonical({**content, **short}))
 
 
+@cache
 def _works(model: ModelConfig, ranks: int) -> bool:
     module = small_copy(model)
     vocab_size = module.get_output_embeddings().out_features
     tokens = torch.randint(vocab_size, (1, ranks * _TOKENS))
     whole = module(tokens)
-    return not differ(whole, run_in_parts(module, tokens, ranks))
+    return not differ(whole, _run_in_parts(module, tokens, ranks))
 
 
-def run_in_parts(
-    module: nn.Module, tokens: Tensor, ranks: int, lengths: Lengths | None = None
-) -> Tensor:
-    """Return the logits of `tokens`, (batch, length), computed by a thread per rank.
-
-    `lengths` are those of the documents in each row; None: rows are one each.
-    """
-    split = lengths or ((tokens.shape[1],),) * len(tokens)
+def _run_in_parts(module: nn.Module, tokens: Tensor, ranks: int) -> Tensor:
+    """Return the logits of `tokens`, (batch, length), computed by a thread per rank."""
+    rows = ((tokens.shape[1],),) * len(tokens)
 
     def run(context: ContextParallel) -> Tensor:
-        documents = make_documents(split, tokens.device, context=context, are_rows=lengths is None)
+        documents = make_documents(rows, tokens.device, context=context, are_rows=True)
         part = tokens.chunk(ranks, 1)[context.index]
         with torch.no_grad():
             logits: Tensor = module(part, documents=documents)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fsdpctl.config.any_decoder import TRANSFORMERS, canonical
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
-from fsdpctl.engine.describe import divide_module
+from fsdpctl.engine.describe import block_names
 from fsdpctl.errors import UsageError
 from fsdpctl.models.documents import make_documents
 from fsdpctl.models.transformers_build import build_transformers, fill_buffers
@@ -96,8 +96,8 @@ def _isolates(module: TransformersDecoder) -> bool:
 
 
 def differ(one: Tensor, other: Tensor) -> bool:
-    """Return whether logits differ by more than rounding."""
-    return bool((one - other).abs().max() > _TOLERANCE * other.abs().max())
+    """Return whether logits differ by more than rounding, or are not numbers."""
+    return not bool((one - other).abs().max() <= _TOLERANCE * other.abs().max())
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def _cut(model: ModelConfig, device: torch.device = _META) -> TransformersDecode
     """Build the model, and keep the first block of each kind."""
     with device:
         module = build_transformers(model)
-    names = [unit.name for unit in divide_module(module, None) if unit.kind == "block"]
+    names = block_names(module)
     if not names:
         return module
     owner = names[0].rpartition(".")[0]

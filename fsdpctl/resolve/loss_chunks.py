@@ -18,32 +18,39 @@ def loss_chunk_tokens(config: Config, micro_batch_size: int) -> int:
     Raises:
         UsageError: If `train.loss_chunk_tokens` makes too many chunks.
     """
-    train = config.train
-    tokens = micro_batch_size * tokens_per_rank(train.seq_len, train.context_parallel)
-    least = -(-tokens // _MOST_CHUNKS)
-    asked = config.train.loss_chunk_tokens
-    if asked is not None:
-        if 0 < asked < least:
-            raise UsageError(
-                f"train.loss_chunk_tokens={asked}: {tokens:,} tokens of a micro-batch would be "
-                f"more than {_MOST_CHUNKS} chunks; expected at least {least}"
-            )
-        return asked
     assert config.model.vocab_size is not None
-    chunk = max(_LEAST_CHUNK_TOKENS, _CHUNK_BYTES // (4 * config.model.vocab_size), least)
-    return chunk if tokens >= 2 * chunk else 0
+    few = _CHUNK_BYTES // (4 * config.model.vocab_size)
+    tokens = _tokens(config, micro_batch_size)
+    return _chunk("train.loss_chunk_tokens", config.train.loss_chunk_tokens, tokens, few)
 
 
 def mlp_chunk_tokens(config: Config, micro_batch_size: int) -> int:
     """Return the tokens that feed-forward layers run on at a time, or 0 for all.
 
     Automatically, a chunk's activations need about as much memory as a hidden state of all tokens.
+
+    Raises:
+        UsageError: If `train.mlp_chunk_tokens` makes too many chunks.
     """
-    asked, model = config.train.mlp_chunk_tokens, config.model
-    if asked is not None:
-        return asked
-    tokens = micro_batch_size * tokens_per_rank(config.train.seq_len, config.train.context_parallel)
-    least = -(-tokens // _MOST_CHUNKS)
+    model, tokens = config.model, _tokens(config, micro_batch_size)
     alike = tokens * model.hidden_size // (3 * model.intermediate_size)
-    chunk = -(-max(_LEAST_CHUNK_TOKENS, least, alike) // _MULTIPLE) * _MULTIPLE
-    return chunk if tokens >= 2 * chunk else 0
+    few = -(-alike // _MULTIPLE) * _MULTIPLE
+    return _chunk("train.mlp_chunk_tokens", config.train.mlp_chunk_tokens, tokens, few)
+
+
+def _tokens(config: Config, micro_batch_size: int) -> int:
+    return micro_batch_size * tokens_per_rank(config.train.seq_len, config.train.context_parallel)
+
+
+def _chunk(key: str, asked: int | None, tokens: int, few: int) -> int:
+    """Return `asked`, or `few` tokens within limits; 0 if that would be nearly all."""
+    least = -(-tokens // _MOST_CHUNKS)
+    if asked is None:
+        chunk = max(_LEAST_CHUNK_TOKENS, few, least)
+        return chunk if tokens >= 2 * chunk else 0
+    if 0 < asked < least:
+        raise UsageError(
+            f"{key}={asked}: {tokens:,} tokens of a micro-batch would be more than {_MOST_CHUNKS} "
+            f"chunks; expected at least {least}"
+        )
+    return asked

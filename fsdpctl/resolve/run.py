@@ -151,6 +151,7 @@ def settle(
         UsageError: If the ranks cannot run it.
     """
     config = base if launch is None else replace(base, launch=launch)
+    check_context(config)
     if selection is not None:
         names, config = left_open(config), filled(config, selection)
         if MICRO_BATCH in names:
@@ -158,7 +159,6 @@ def settle(
             size = min(config.train.micro_batch_size or share, share)
             config = replace(config, train=replace(config.train, micro_batch_size=size))
     check_engine(config)
-    check_context(config)
     config = replace(config, strategy=resolved_strategy(config, config.strategy))
     batches = plan_batches(
         config.train.global_batch_size,

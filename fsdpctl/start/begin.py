@@ -22,7 +22,6 @@ from fsdpctl.run.directory import Look, Standing, look, prepare_run_dir
 from fsdpctl.run.heartbeat import RunLock, claimed
 from fsdpctl.run.progress import format_bytes
 from fsdpctl.start.describe import describe_run
-from fsdpctl.start.host_memory import notes_on_host
 from fsdpctl.start.run import Talk
 
 
@@ -76,7 +75,7 @@ def begin(
         estimator = Estimator()
         estimate = estimator.estimate(placed_on_cluster(settled.config))
         described = describe_run(opened, settled, seen, estimate)
-        for line in (*decision.lines, *described, *notes_on_host(estimate)):
+        for line in (*decision.lines, *described):
             talk.say(line)
         assets = collect_assets(settled.config, opened.data)
         prepare_run_dir(seen, settled.config, settings, assets)

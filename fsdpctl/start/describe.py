@@ -22,6 +22,7 @@ from fsdpctl.resolve.run import Opened, Settled
 from fsdpctl.run.directory import Look, Standing, changes
 from fsdpctl.run.flops import describe_flops
 from fsdpctl.run.progress import format_bytes
+from fsdpctl.start.host_memory import warnings_on_host
 
 _SHOWN_RANKS = 8
 _OWNED = 4  # the master weight, the gradient and two moments of each element
@@ -37,7 +38,11 @@ def _count(number: float) -> str:
 def describe_run(
     opened: Opened, settled: Settled, seen: Look, estimate: RunEstimate
 ) -> Iterator[str]:
-    """Yield the first lines of a run: every setting that matters, marked if it was `auto`."""
+    """Yield the first lines of a run: every setting that matters, marked if it was `auto`.
+
+    Raises:
+        UsageError: If the host memory of a node cannot hold what is kept there.
+    """
     rows = [
         ("model", _model(opened)),
         ("ranks", _ranks(opened, settled)),
@@ -53,6 +58,7 @@ def describe_run(
     rows += [("blocks", text) for text in _blocks(settled.config)]
     rows += [("note", text) for text in (*opened.notes, *seen.notes)]
     rows += [("changed", text) for text in changes(seen, settled.config)]
+    rows += [("warning", text) for text in warnings_on_host(estimate)]
     for name, text in rows:
         yield f"{name:<8}{text}"
 

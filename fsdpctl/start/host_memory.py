@@ -7,9 +7,16 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.plan.sizes import Offload
 from fsdpctl.run.progress import format_bytes
 
+# The setting that fills host memory, and what to set instead.
+_OFFLOADS = {
+    Offload.NONE: ("activation_checkpointing.offload=true", "a smaller train.micro_batch_size"),
+    Offload.STATES: ("optimizer.offload=states", "more nodes"),
+    Offload.ALL: ("optimizer.offload=all", "optimizer.offload=states or more nodes"),
+}
 
-def notes_on_host(estimate: RunEstimate) -> Iterator[str]:
-    """Yield a line if the workers of a node may need more host memory than it has.
+
+def warnings_on_host(estimate: RunEstimate) -> Iterator[str]:
+    """Yield a sentence if the workers of a node may need more host memory than it has.
 
     Raises:
         UsageError: If what they keep there instead of on the device is more.
@@ -18,16 +25,10 @@ def notes_on_host(estimate: RunEstimate) -> Iterator[str]:
     if limit is None or not estimate.lacks_host_memory:
         return
     available = f"{format_bytes(limit)} available; cluster.host_memory sets it"
-    offload = estimate.config.optimizer.offload
-    if (states := estimate.host_states * (launch.nproc_per_node or 1)) > limit:
-        instead = (
-            "optimizer.offload=states or more nodes" if offload == Offload.ALL else "more nodes"
-        )
+    if (kept := estimate.host_states * (launch.nproc_per_node or 1)) > limit:
+        where, instead = _OFFLOADS[Offload(estimate.config.optimizer.offload)]
         raise UsageError(
-            f"optimizer.offload={offload}: needs {format_bytes(states)} of host memory per node; "
-            f"expected {instead}, {available}"
+            f"{where}: needs {format_bytes(kept)} of host memory per node; expected {instead}, "
+            f"{available}"
         )
-    yield (
-        f"{'warning':<8}about {format_bytes(estimate.node_bytes)} of host memory needed per node, "
-        f"{available}"
-    )
+    yield f"host memory: about {format_bytes(estimate.node_bytes)} needed per node, {available}"

@@ -23,7 +23,7 @@ from fsdpctl.data.batches import Batches
 from fsdpctl.data.open import open_data
 from fsdpctl.data.tokens import DataSet
 from fsdpctl.engine.build import Sharding, Source
-from fsdpctl.engine.describe import divide_module
+from fsdpctl.engine.describe import block_names
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.precision import Precision
 from fsdpctl.engine.shard import shard_from
@@ -103,7 +103,7 @@ def make_trained_model(config: Config, device: torch.device, *, empty: bool) -> 
     ranks = collectives_for(device).size
     setup = PeerSetup(
         config.engine.name,
-        tuple(unit.name for unit in divide_module(module, None) if unit.kind == "block"),
+        tuple(block_names(module)),
         ranks_per_copy(strategy, ranks, config.strategy.dp_shard_size),
         reshards=strategy.reshard_after_forward,
         prefetch=Prefetch(config.prefetch.forward, config.prefetch.backward),

@@ -28,7 +28,7 @@ def summed_loss(
 
 
 def _documents(batch: MicroBatch, device: torch.device) -> dict[str, Documents]:
-    """Return the decoder's keyword argument for packed sequences of several documents."""
+    """Return the decoder's keyword argument for packed documents and for shared rows."""
     if not batch.lengths:
         return {}
     rows, are_rows = batch.lengths, not batch.holds_documents

@@ -17,7 +17,7 @@ from fsdpctl.data.batches import Batches, MicroBatch
 from fsdpctl.data.documents import IGNORED
 from fsdpctl.data.tokens import TokenStream
 from fsdpctl.engine.build import Sharding, Source
-from fsdpctl.engine.describe import divide_module
+from fsdpctl.engine.describe import block_names
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.engine.shard import shard_from
 from fsdpctl.models.registry import build_plain
@@ -49,8 +49,7 @@ def compare_gradients(parts: TrainingParts, sharding: Sharding) -> tuple[float, 
     module = _module(config)
     about = config.activation_checkpointing
     if about.name != "none":
-        names = [unit.name for unit in divide_module(module, None) if unit.kind == "block"]
-        blocks = list(map(module.get_submodule, names))
+        blocks = list(map(module.get_submodule, block_names(module)))
         checkpoint_blocks(blocks, about.name, offload=about.offload)
     model = shard_from(source, module, sharding, parts.model.mesh)
     model.train(False)
@@ -87,13 +86,13 @@ def _small_config(config: Config, router_aux_loss: str = "none") -> Config:
     if model.architecture != TRANSFORMERS:
         model = _narrow(model, config.train.context_parallel)
     train = replace(
-        config.train, seq_len=_length(config), global_batch_size=1, micro_batch_size=1,
+        config.train, seq_len=_sample_length(config), global_batch_size=1, micro_batch_size=1,
         compile=False, loss_chunk_tokens=_LENGTH // 2 if config.train.loss_chunk_tokens else 0,
     )  # fmt: skip
     return replace(config, model=model, train=train)
 
 
-def _length(config: Config) -> int:
+def _sample_length(config: Config) -> int:
     """Return a length of which every rank that shares a sample has a part, if that is possible."""
     shared = config.train.context_parallel
     return min(tokens_per_rank(_LENGTH, shared) * shared, config.train.seq_len)
@@ -145,7 +144,7 @@ def _batches(config: Config, ranks: int, context_parallel: int = 1) -> Batches:
         ranks // context_parallel * passes, ranks, micro_batch_size=1, num_micro_batches=passes,
         context_parallel=context_parallel,
     )  # fmt: skip
-    length = _length(config)
+    length = config.train.seq_len
     count = plan.global_batch_size * length + 1
     tokens = np.random.default_rng(0).integers(_VOCABULARY, size=count, dtype=np.uint16)
     return Batches(TokenStream(tokens, None).rows(length), plan, 0, _VOCABULARY)

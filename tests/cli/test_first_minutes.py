@@ -434,9 +434,18 @@ def test_a_run_that_needs_too_much_host_memory_is_rejected_or_warned_of(words):
         assert "of host memory per node; expected optimizer.offload=states or more nodes" in said
         assert said.endswith("2.0 MiB available; cluster.host_memory sets it")
         assert "\n" not in said
+    larger = {
+        "train.seq_len=16": "train.seq_len=128",
+        "model.hidden_size=256": "model.hidden_size=1024",
+    }
+    inputs = [larger.get(word, word) for word in words[:-1]]
+    inputs += ["activation_checkpointing=full", "activation_checkpointing.offload=true"]
+    said = invoke("train", "--dry-run", *inputs, "cluster.host_memory=2MiB")[1]
+    assert said.startswith("activation_checkpointing.offload=true: needs ")
+    assert "expected a smaller train.micro_batch_size, 2.0 MiB available" in said
     assert not Path("runs").exists()
     said = dry_run(*words, "cluster.host_memory=200MiB")
     (warning,) = (line for line in said.splitlines() if line.startswith("warning"))
-    assert "of host memory needed per node, 200.0 MiB available" in warning
+    assert "needed per node, 200.0 MiB available" in warning
     assert "it would run out of memory" in said
     assert "warning" not in dry_run(*words, "cluster.host_memory=64GiB")

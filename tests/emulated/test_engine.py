@@ -53,7 +53,7 @@ def backward_fails(rank: int, world_size: int, waits: bool) -> None:
     torch.ones(1, device="cuda").add(1)
 
 
-def test_an_input_that_nobody_takes_arrives_before_its_memory_is_used_again() -> None:
+def test_an_unused_input_arrives_before_its_memory_is_used_again() -> None:
     backward_fails(world_size=1, waits=True)
 
 

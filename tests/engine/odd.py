@@ -223,7 +223,7 @@ def float_batches(steps: int, ranks: int, micro_steps: int = 1) -> Batches:
 
 
 def late_batches(steps: int, ranks: int, micro_steps: int = 1) -> Batches:
-    """Nobody uses the spare matrix for two steps, then everybody does."""
+    """No rank uses the spare matrix for two steps, then all ranks do."""
     batches = float_batches(steps, ranks, micro_steps)
     for step, of_ranks in enumerate(batches):
         for micro_batches in of_ranks:

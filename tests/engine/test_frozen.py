@@ -1,4 +1,4 @@
-"""Parameters that are not trained: no masters, no gradients, no gathers that nobody needs."""
+"""Parameters that are not trained: no masters, no gradients, no gathers without need."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

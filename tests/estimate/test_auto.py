@@ -243,6 +243,9 @@ def test_a_selected_micro_batch_is_limited_to_the_share_of_a_rank():
     assert settle(base, replace(kept, micro_batch_size=2)).batches.micro_batch_size == 2
     one = replace(base.launch, nproc_per_node=1)
     assert settle(base, replace(kept, micro_batch_size=64), one).batches.micro_batch_size == 8
+    shared = replace(base, train=replace(base.train, context_parallel=2))
+    with pytest.raises(UsageError, match="context_parallel=2: expected a divisor of the 1 ranks"):
+        settle(shared, kept, one)  # fewer than share a sample
 
 
 def test_a_selection_fills_in_what_is_auto_and_nothing_else():

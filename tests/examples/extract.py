@@ -1,8 +1,8 @@
 """Extracts the part of each published schema that the examples use.
 
-    python -m venv /tmp/published && /tmp/published/bin/pip install pyyaml pydantic dstack \
+    python -m venv published && published/bin/pip install pyyaml pydantic dstack \
         kubeflow-trainer-api kubernetes-validate skypilot
-    /tmp/published/bin/python -m tests.examples.extract
+    published/bin/python -m tests.examples.extract
 
 It writes schemas/*.json: names, types, enumerations and limits of each level, closed against other
 names. It fails if an example uses a name that the package does not know.

@@ -79,7 +79,7 @@ class Run:
         return (self.folder / "said.log").read_text(errors="replace")
 
     def workers(self) -> list[psutil.Process]:
-        """All of this run, whoever started them."""
+        """All processes of this run."""
         found = []
         for each in psutil.process_iter(["cmdline"]):
             line = each.info["cmdline"] or []

@@ -18,7 +18,7 @@ from tests.faults.running import Run
 
 _SOON = 90.0  # seconds until a moment has come, or the run has ended
 _DISK_BYTES = 16 << 20
-_STOPPED_SECONDS = 5.0  # of a launcher, which nobody else would wake
+_STOPPED_SECONDS = 5.0  # a launcher, which nothing else resumes
 
 
 def strike(

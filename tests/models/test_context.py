@@ -12,10 +12,11 @@ from torch import Tensor
 
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
+from fsdpctl.estimate.estimator import placed_for_estimate
 from fsdpctl.models.context import to_heads, to_tokens
 from fsdpctl.models.documents import Lengths, make_documents
 from fsdpctl.plan.context import ContextParallel, context_groups, heads_per_rank, tokens_per_rank
-from fsdpctl.resolve.context_check import as_ranks, check_shared_rows, run_in_parts
+from fsdpctl.resolve.context_check import as_ranks, check_shared_rows
 from tests.matrix import fast
 from tests.models.decoders import compose, save_decoder
 from tests.models.families import FAMILIES, VOCABULARY, save_model
@@ -78,8 +79,15 @@ def test_logits_are_those_of_whole_rows_to_the_bit(tmp_path, packed):
     about = {"documents": make_documents(packed, CPU)} if packed else {}
     with torch.no_grad():
         whole = model(tokens, **about)
-    parts = run_in_parts(model, tokens, 2, packed)
-    assert torch.equal(parts, whole)
+
+    def run(context: ContextParallel) -> Tensor:
+        lengths = packed or ((tokens.shape[1],),) * len(tokens)
+        documents = make_documents(lengths, CPU, context=context, are_rows=packed is None)
+        with torch.no_grad():
+            logits: Tensor = model(tokens.chunk(2, 1)[context.index], documents=documents)
+        return logits
+
+    assert torch.equal(torch.cat(as_ranks(2, run), 1), whole)
 
 
 def test_targets_that_are_shifted_after_the_cut_are_another_loss(tmp_path):
@@ -131,7 +139,6 @@ def test_parts_are_multiples_of_64_tokens(length, ranks, each):
 
 
 def shared(config: Config) -> Config:
-
     return replace(config, train=replace(config.train, context_parallel=2))
 
 
@@ -154,8 +161,9 @@ def test_families_of_transformers_share_rows(tmp_path, family):
 )
 def test_families_that_cannot_share_rows_are_rejected(tmp_path, family, said):
     save_decoder(family, tmp_path)
-    with pytest.raises(UsageError, match=rf"context_parallel=2: model=transformers: .*{said}"):
-        check_shared_rows(shared(compose(tmp_path)))
+    for check in (check_shared_rows, placed_for_estimate):
+        with pytest.raises(UsageError, match=rf"context_parallel=2: model=transformers: .*{said}"):
+            check(shared(compose(tmp_path, "launch.nproc_per_node=2", "launch.device=cpu")))
 
 
 def test_rotary_embeddings_that_depend_on_all_positions_are_rejected(tmp_path):

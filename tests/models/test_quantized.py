@@ -1,4 +1,4 @@
-"""Weights in 4 and 8 bits: the published values and codes, the same bytes whoever makes them."""
+"""Weights in 4 and 8 bits: the published values and codes, the same bytes on every rank."""
 
 from collections.abc import Iterator
 

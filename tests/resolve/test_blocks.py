@@ -63,7 +63,7 @@ def operators(mode: str) -> Counter[str]:
 
 
 def test_recomputation_repeats_what_its_mode_does_not_keep():
-    """Of seven products a block keeps four; nobody needs the last one again."""
+    """Of seven products a block keeps four; the last one is not needed again."""
     none, full, selective = operators("none"), operators("full"), operators("selective")
     blocks = 2
     assert full["mm"] - none["mm"] == 6 * blocks

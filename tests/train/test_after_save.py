@@ -62,7 +62,7 @@ def test_the_command_runs_on_each_checkpoint_in_order_one_at_a_time(tmp_path, mo
     began = time.monotonic()
     for step, folder in zip((10, 20, 30), folders, strict=True):
         runner.add(folder, step, nothing)
-    assert time.monotonic() - began < 0.1  # nobody waits for it
+    assert time.monotonic() - began < 0.1  # the run does not wait for it
     runner.wait(pytest.fail)
     assert [(each.step, each.outcome, each.message) for each in told] == [
         (10, "done", ""), (20, "done", ""), (30, "done", ""),

@@ -11,6 +11,7 @@ from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.resolve.loss_chunks import mlp_chunk_tokens
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.train.assemble import make_module
+from tests.matrix import fast
 from tests.models.decoders import compose, plain_module, save_decoder
 from tests.models.test_packed import gradients, summed
 from tests.train.test_context import check_alike
@@ -33,8 +34,9 @@ def test_losses_are_those_of_all_tokens_at_once(tmp_path, more):
     check_alike(tmp_path, 2, [0, 20], "train.seq_len=70", *more, key=CHUNKS)
 
 
-def test_a_model_of_transformers_has_chunks_too(tmp_path):
-    save_decoder("llama", tmp_path)
+@pytest.mark.parametrize("family", fast("llama", slow=["lfm2"]))
+def test_a_model_of_transformers_has_chunks_too(tmp_path, family):
+    save_decoder(family, tmp_path)
     tokens = torch.randint(3, 60, (2, 24), generator=torch.Generator().manual_seed(0))
     found = []
     for chunk in (0, 7):
@@ -45,9 +47,10 @@ def test_a_model_of_transformers_has_chunks_too(tmp_path):
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_experts_have_no_chunks(tmp_path):
-    save_decoder("qwen3_moe", tmp_path)
-    with pytest.raises(UsageError, match=rf"{CHUNKS}=7: model.layers.0 has no feed-forward layer"):
+@pytest.mark.parametrize("family", ["qwen3_moe", "bloom"])  # experts; a layer with a residual
+def test_other_layers_have_no_chunks(tmp_path, family):
+    save_decoder(family, tmp_path)
+    with pytest.raises(UsageError, match=rf"{CHUNKS}=7: .*0 has no feed-forward layer"):
         make_module(compose(tmp_path, f"{CHUNKS}=7"))
 
 
@@ -58,6 +61,8 @@ def test_chunks_need_less_memory_and_are_few():
     config = placed_on_cluster(compose_config([*words, f"{CHUNKS}=auto"]).config)
     assert mlp_chunk_tokens(config, 1) == 12544  # as much memory as 131,072 hidden states
     assert mlp_chunk_tokens(replace(config, train=replace(config.train, seq_len=8192)), 1) == 0
+    with pytest.raises(UsageError, match=rf"{CHUNKS}=1023: .* expected at least 1024"):
+        mlp_chunk_tokens(replace(config, train=replace(config.train, mlp_chunk_tokens=1023)), 1)
     plain = replace(config, train=replace(config.train, mlp_chunk_tokens=0))
     chunked, whole = (Estimator().estimate(each).step.allocated for each in (config, plain))
     assert chunked < whole

@@ -48,7 +48,7 @@ UNUSED_OF_FSDP = (
 def read_context(found: Translation, *keys: str) -> None:
     """Translate the number of ranks that share each sample; the last of `keys` that is set."""
     for key in keys:
-        count = found.source.positive(key)
+        count = found.source.whole(key)
         if count is not None and count > 1:
             found.map(SourceKey(key, str(count), ()), f"train.context_parallel={count}")
             found.own_engine = "the estimates of PyTorch's engines don't share samples"

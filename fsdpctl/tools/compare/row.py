@@ -198,7 +198,11 @@ _COLUMNS: tuple[tuple[str, str, Cell], ...] = (
     ("tensor peak", "all tensors of rank 0, with activations", _bytes("peak_tensor_bytes")),
     ("tensor est.", "estimate of the tensor peak", _bytes("estimated_peak_tensor_bytes")),
     ("reserved", "by the allocator of rank 0", _bytes("peak_reserved_bytes")),
-    ("sent/step", "by a rank, as planned", _bytes("sent_bytes_per_step")),
+    (
+        "sent/step",
+        "parameters and gradients that a rank sends, as planned",
+        _bytes("sent_bytes_per_step"),
+    ),
     ("final loss", "of the last step", _number("final_loss", ".6f")),
 )
 

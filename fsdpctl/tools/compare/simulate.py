@@ -24,7 +24,7 @@ from fsdpctl.tools.compare.vary import Variant
 _OWNED = ("parameters", "gradients", "optimizer_states", "gathered_units", "reduce_buffers")
 _REST = "activations and the rest"
 TRACES = "traces"  # in the directory of a comparison
-_LIMITED_BY_HOST = 0.1  # seconds: shorter steps of GPUs
+_LIMITED_BY_HOST = 0.1  # seconds; shorter steps of GPUs are limited by the host
 _SHORT_STEPS = (
     "The host limits steps of GPUs below 100 ms, and data sheets do not describe it: such steps "
     "can take several times as long as predicted. `fsdpctl profile-device` measures a machine."
@@ -143,7 +143,7 @@ class SimulatedComparison:
 
     @property
     def caveat(self) -> str | None:
-        """What a user has to know about the predicted times, if anything."""
+        """A note on the predicted times, or None."""
         is_short = any(
             each.step is not None
             and each.step.seconds < _LIMITED_BY_HOST

@@ -245,6 +245,8 @@ def test_ranks_that_share_samples_are_fewer_groups(tmp_path):
     assert (train.context_parallel, train.global_batch_size) == (4, 4 * train.micro_batch_size)
     assert train.mlp_chunk_tokens is None  # auto
     assert config.engine.name == "fsdpctl"
+    off = asked(written(tmp_path, f"{AXOLOTL}context_parallel_size: 0\n")).composed.config
+    assert off.train.context_parallel == 1
     found = asked(written(tmp_path, f"{AXOLOTL}{lines}dp_shard_size: 2\n")).composed.config
     assert found.launch.nproc_per_node == 8  # of both degrees
 
