@@ -1,9 +1,10 @@
 """Compare predicted with measured steps: `python -m benchmarks.predicted_steps --out FILE.json`.
 
 With a profile of this machine (made first, and again every few minutes, unless --profile gives it):
-runs of three models under every strategy, with and without prefetch and accumulation, on two ranks
-over gloo; and over network links of 100, 300 and 1,000 Mbit/s between two hosts (network
-namespaces, which need root). Continues with the results that the file has.
+three models under every strategy, with and without prefetch and accumulation, on two ranks over
+gloo, whose strategies take turns of a few steps in one process; and runs over network links of 100,
+300 and 1,000 Mbit/s between two hosts (network namespaces, which need root). Continues with the
+results that the file has.
 """
 
 import argparse
@@ -19,18 +20,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.contest import step_seconds
 from benchmarks.report import write_report
 from fsdpctl.config.compose import compose_config
 from fsdpctl.estimate.estimator import Estimator, StepPrediction, placed_for_estimate
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.resolve.machine import resolved_strategy
+from fsdpctl.resolve.run import open_run
 from fsdpctl.run.metrics import last_step
-from fsdpctl.tools.compare.measure import drifts_between, in_turn
 from tests.cli.run import command, environment, make_text
 from tests.launch.hosts import Hosts, hosts
 
 FIRST, LAST = 4, 13  # earlier steps warm up
 FRESH = 240.0  # seconds
+STEPS = 4  # in a turn, after two that warm up
 MODELS = {
     "llama": "model.num_layers=6 model.hidden_size=256 model.intermediate_size=768 "
     "model.num_heads=4 model.num_kv_heads=4 train.seq_len=128",
@@ -80,10 +83,21 @@ class Case(NamedTuple):
         return words
 
 
+class Measured(NamedTuple):
+    """A measured step."""
+
+    seconds: float
+    sent: float | None  # bytes of a host over its link
+
+
 def cases() -> Iterator[Case]:
-    """Yield all cases, strategy by strategy; over network links without accumulation."""
+    """Yield all cases, strategy by strategy; over network links without accumulation.
+
+    On two ranks of one machine, those with replicas are other strategies.
+    """
     names = [name for name in STRATEGIES if name != "hybrid_shard_optimizer"]
-    for model, prefetch, passes, name in product(MODELS, ("none", "both"), PASSES, names):
+    alone = [name for name in names if not STRATEGIES[name].replicates]
+    for model, prefetch, passes, name in product(MODELS, ("none", "both"), PASSES, alone):
         yield Case(model, name, prefetch, passes)
     for mbit, model, name in product(LINKS, MODELS, names):
         yield Case(model, name, "both", "one pass", mbit)
@@ -98,38 +112,28 @@ def predicted(predictor: Estimator, case: Case, profile: Path, text: Path) -> St
     return predictor.predict(replace(config, strategy=resolved_strategy(config, config.strategy)))
 
 
-def measured(rivals: Sequence[Case], rounds: int) -> list[tuple[float, float | None]]:
-    """Return the seconds per step of each case, and over a link the bytes that a host sends.
-
-    The cases run in turn, and the speed of the machine in a round is divided out.
-    """
-    seconds: list[list[float]] = [[] for _ in rivals]
-    sent: list[float | None] = [None for _ in rivals]
-    for number in range(rounds):
-        for place in in_turn(range(len(rivals)), number, rounds):
-            took, sent[place] = _run(rivals[place])
-            seconds[place].append(took)
-    drifts = drifts_between([[1 / each for each in of] for of in seconds])
-    medians = (median(e * drift for e, drift in zip(of, drifts, strict=True)) for of in seconds)
-    return list(zip(medians, sent, strict=True))
+def measured(rivals: Sequence[Case], rounds: int, text: Path) -> list[Measured]:
+    """Measure cases: in turn on one machine, otherwise one run each."""
+    if rivals[0].mbit is not None:
+        return [_run(case, case.mbit) for case in rivals if case.mbit is not None]
+    configs = {
+        case.name: open_run(compose_config([*case.words, f"data.path={text}"])).config
+        for case in rivals
+    }
+    found = step_seconds(configs, rounds=rounds, steps=STEPS)
+    return [Measured(found[case.name], None) for case in rivals]
 
 
-def _run(case: Case) -> tuple[float, float | None]:
+def _run(case: Case, mbit: int) -> Measured:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run = folder / "run"
         words = ["train", *case.words, f"data.path={make_text(folder)}", f"train.run_dir={run}"]
-        counters: dict[int, int] = {}
-        if case.mbit is None:
-            subprocess.run(command(*words), cwd=folder, env=environment(), check=True,
-                           capture_output=True, timeout=300)  # fmt: skip
-        else:
-            with hosts(2, mbit=case.mbit) as found:
-                counters = _over_a_link(found, words, folder)
+        with hosts(2, mbit=mbit) as found:
+            counters = _over_a_link(found, words, folder)
         lines = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
     seconds = [line["seconds"] for line in lines if line.get("loss") and line["step"] > FIRST]
-    sent = (counters[LAST] - counters[FIRST]) / (LAST - FIRST) if counters else None
-    return median(seconds), sent
+    return Measured(median(seconds), (counters[LAST] - counters[FIRST]) / (LAST - FIRST))
 
 
 def _over_a_link(found: Hosts, words: Sequence[str], folder: Path) -> dict[int, int]:
@@ -150,8 +154,8 @@ def _over_a_link(found: Hosts, words: Sequence[str], folder: Path) -> dict[int, 
     return counters
 
 
-def _row(case: Case, step: StepPrediction, seconds: float, sent: float | None) -> dict[str, Any]:
-    leaving = sum(step.sent.values())
+def _row(case: Case, step: StepPrediction, found: Measured) -> dict[str, Any]:
+    leaving, (seconds, sent) = sum(step.sent.values()), found
     return {
         "case": case.name,
         **case._asdict(),
@@ -189,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--profile", type=Path)
-    parser.add_argument("--rounds", type=int, default=1, help="of runs, the strategies in turn")
+    parser.add_argument("--rounds", type=int, default=7, help="of strategies on one machine")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # two hosts that are one machine would both take all cores
@@ -204,10 +208,10 @@ def main() -> None:
         wanted = [each for each in cases() if args.only in each.name and each.name not in done]
         for _, group in groupby(wanted, key=lambda case: case._replace(strategy="")):
             rivals, profile = list(group), profiles.newest()
-            found = measured(rivals, args.rounds)
-            for case, (seconds, sent) in zip(rivals, found, strict=True):
+            found = measured(rivals, args.rounds, text)
+            for case, each in zip(rivals, found, strict=True):
                 step = predicted(predictor, case, profile, text)
-                results.append(_row(case, step, seconds, sent))
+                results.append(_row(case, step, each))
                 print(json.dumps(results[-1]), flush=True)
                 write_report(args.out, "predicted_steps", results, rounds=args.rounds)
 

@@ -87,9 +87,10 @@ def _line(name: str, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _orders(rows: Sequence[dict[str, Any]]) -> Iterator[bool]:
-    """Yield whether the predicted order is right, for every pair that differs enough."""
+    """Yield whether the predicted order is right, for each pair of programs that differ enough."""
     for _, group in groupby(sorted(rows, key=_settings), key=_settings):
-        for one, other in combinations(group, 2):
+        programs = [row for row in group if not row["strategy"].startswith("hybrid_")]
+        for one, other in combinations(programs, 2):
             fast, slow = sorted((one, other), key=lambda row: float(row["measured_seconds"]))
             if slow["measured_seconds"] > (1 + _APART) * fast["measured_seconds"]:
                 yield slow["predicted_seconds"] > fast["predicted_seconds"]

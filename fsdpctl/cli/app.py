@@ -18,54 +18,38 @@ class CommandInfo(NamedTuple):
     """A command, whose module is imported when it runs or shows its own help."""
 
     module: str  # in fsdpctl.cli
-    function: str
     takes_settings: bool
     help: str  # at most 50 characters
+    function: str = ""  # of the module; "": the command's name
 
 
 COMMANDS = {
-    "train": CommandInfo("train", "train", True, "Train a model, or resume a run."),
-    "estimate-memory": CommandInfo(
-        "estimate", "estimate_memory", True, "Estimate peak memory per rank before a run."
-    ),
-    "status": CommandInfo("status", "status", False, "Show the state and progress of a run."),
-    "check-nodes": CommandInfo(
-        "check_nodes", "check_nodes", True, "Check the nodes before a run on them."
-    ),
-    "compare": CommandInfo(
-        "compare", "compare", True, "Compare variants by short runs or simulation."
-    ),
+    "train": CommandInfo("train", True, "Train a model, or resume a run."),
+    "estimate-memory": CommandInfo("estimate", True, "Estimate peak memory per rank before a run."),
+    "status": CommandInfo("status", False, "Show the state and progress of a run."),
+    "check-nodes": CommandInfo("check_nodes", True, "Check the nodes before a run on them."),
+    "compare": CommandInfo("compare", True, "Compare variants by short runs or simulation."),
     "profile-device": CommandInfo(
-        "compare", "profile_device", True, "Measure this machine for step-time predictions."
+        "compare", True, "Measure this machine for step-time predictions."
     ),
-    "compare-runs": CommandInfo(
-        "status", "compare_runs", False, "Show how two existing runs differ."
-    ),
-    "sample": CommandInfo("sample", "sample", False, "Generate text from a checkpoint or a model."),
-    "evaluate": CommandInfo(
-        "sample", "evaluate", True, "Compute loss, perplexity and bits per byte."
-    ),
+    "compare-runs": CommandInfo("status", False, "Show how two existing runs differ."),
+    "sample": CommandInfo("sample", False, "Generate text from a checkpoint or a model."),
+    "evaluate": CommandInfo("sample", True, "Compute loss, perplexity and bits per byte."),
     "consolidate-checkpoint": CommandInfo(
-        "checkpoint",
-        "consolidate_checkpoint",
-        False,
-        "Export a checkpoint to Hugging Face, GGUF or PEFT.",
+        "checkpoint", False, "Export a checkpoint to Hugging Face, GGUF or PEFT."
     ),
     "shard-checkpoint": CommandInfo(
-        "checkpoint", "shard_checkpoint", False, "Convert a Hugging Face model to a checkpoint."
+        "checkpoint", False, "Convert a Hugging Face model to a checkpoint."
     ),
     "inspect-checkpoint": CommandInfo(
-        "inspection", "inspect_checkpoint", False, "Show a checkpoint's run, files and tensors."
+        "inspection", False, "Show a checkpoint's run, files and tensors."
     ),
     "verify-checkpoint": CommandInfo(
-        "inspection",
-        "verify_checkpoint",
-        False,
-        "Verify all checksums of a checkpoint and its base.",
+        "inspection", False, "Verify all checksums of a checkpoint and its base."
     ),
-    "tokenize": CommandInfo("data", "tokenize", False, "Tokenize text into a token file."),
-    "data": CommandInfo("data", "data", False, "Show the training samples of one step."),
-    "list": CommandInfo("listing", "list_choices", False, "List settings, options and recipes."),
+    "tokenize": CommandInfo("data", False, "Tokenize text into a token file."),
+    "data": CommandInfo("data", False, "Show the training samples of one step."),
+    "list": CommandInfo("listing", False, "List settings, options and recipes.", "list_choices"),
 }
 
 
@@ -83,7 +67,8 @@ class _Commands(TyperGroup):
             return None
         alone = typer.Typer(rich_markup_mode=None, add_completion=False)
         settings = {"ignore_unknown_options": True} if info.takes_settings else None
-        function = getattr(import_module(f"fsdpctl.cli.{info.module}"), info.function)
+        module = import_module(f"fsdpctl.cli.{info.module}")
+        function = getattr(module, info.function or cmd_name.replace("-", "_"))
         alone.command(cmd_name, context_settings=settings)(function)
         return typer.main.get_command(alone)
 
