@@ -192,7 +192,7 @@ PROMISES = (
         "memory-model.md#time-of-an-estimate",
         (
             "cli/test_startup.py::test_help_imports_the_command_line_only",
-            "cli/test_startup.py::test_advice_estimates_no_change_that_includes_one_that_suffices",
+            "cli/test_startup.py::test_advice_estimates_no_settings_together_if_one_suffices",
         ),
         Figure("startup", figures.startup),
     ),

@@ -22,12 +22,14 @@ from fsdpctl.checkpoint.manifest import (
     tensor_key,
 )
 from fsdpctl.checkpoint.peft import PeftAdapters
-from fsdpctl.checkpoint.pretrained import open_weights
+from fsdpctl.checkpoint.pretrained import open_base, open_weights
+from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Overlay, Tensors
 from fsdpctl.checkpoint.tensor_file import ITEMSIZES
 from fsdpctl.checkpoint.tensors import tensor_bytes
 from fsdpctl.comm.rank_status import RANK_STATUS, READING
 from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.model_path import is_hugging_face
 from fsdpctl.config.peft import is_adapter
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.models.registry import initialize_parameter
@@ -130,6 +132,32 @@ def check_base(known: BaseInfo, weights: Tensors, ranks: Ranks, where: str) -> N
             f"{where}: base model {known.path} has changed: its weights differ from those that "
             "the checkpoint was trained on"
         )
+
+
+def pretrained_weights(model: ModelConfig, folder: Path, ranks: Ranks) -> Tensors:
+    """Return the weights of a Hugging Face directory or a checkpoint. Collective.
+
+    Raises:
+        UsageError: If there are none.
+        CheckpointError: If a file is missing or corrupted, or a base is not the checkpoint's.
+    """
+    if is_hugging_face(folder):
+        return open_weights(model, folder)
+    return checked_weights(CheckpointReader(folder), ranks)
+
+
+def checked_weights(reader: CheckpointReader, ranks: Ranks) -> Tensors:
+    """Return all weights of a checkpoint, of which those in its base are verified. Collective.
+
+    Raises:
+        CheckpointError: If the base is missing, corrupted or not that of the checkpoint.
+    """
+    base = reader.manifest.base
+    if base is None:
+        return reader
+    weights = open_base(base, reader)
+    check_base(base, weights, ranks, str(reader))
+    return Overlay(reader, weights)
 
 
 def _chunks(info: TensorInfo) -> Iterator[Span]:

@@ -84,18 +84,20 @@ def consolidate_checkpoint(
     if format == "peft":
         _write_peft(source, destination, overwrite=overwrite)
         return
+    from fsdpctl.checkpoint.base import checked_weights
     from fsdpctl.checkpoint.cast import EXPORT_DTYPES
     from fsdpctl.checkpoint.consolidate import consolidate
     from fsdpctl.checkpoint.gguf_file import write_gguf
-    from fsdpctl.checkpoint.pretrained import whole_weights
     from fsdpctl.checkpoint.publish import check_destination
     from fsdpctl.checkpoint.source import weight_bytes
+    from fsdpctl.comm.base import Collectives
 
     limit = parse_bytes(max_file_size or "5GB", "--max-file-size")
     if format == "hf":
         check_destination(destination.resolve(), overwrite=overwrite)
     reader = _reader(source)
-    with bytes_bar(weight_bytes(whole_weights(reader))) as advance:
+    weights = checked_weights(reader, Collectives())
+    with bytes_bar(weight_bytes(weights)) as advance:
         about: dict[str, Any] = {"overwrite": overwrite, "merges": merge, "on_bytes": advance}
         if format == "gguf":
             exported = write_gguf(

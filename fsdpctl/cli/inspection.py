@@ -113,7 +113,6 @@ def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
 
     The exit code is 4 if one does not match.
     """
-    from fsdpctl.checkpoint.pretrained import open_base
     from fsdpctl.checkpoint.reader import CheckpointReader
 
     reader = CheckpointReader(found_checkpoint(source))
@@ -122,10 +121,10 @@ def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
             advance(count)
     base = reader.manifest.base
     if base is not None:
-        from fsdpctl.checkpoint.base import check_base
+        from fsdpctl.checkpoint.base import checked_weights
         from fsdpctl.comm.base import Collectives
 
-        check_base(base, open_base(base, reader), Collectives(), str(reader))
+        checked_weights(reader, Collectives())
     tensors = len(reader.manifest.tensors)
     if as_json:
         about = {"path": str(reader.folder), "tensors": tensors, "bytes": reader.num_bytes}

@@ -1,8 +1,10 @@
 """Changes with which a run fits, cheapest first."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import UsageError
@@ -16,54 +18,52 @@ from fsdpctl.estimate.changes import (
     feed_forward_in_chunks,
     fully_sharded,
     in_four_bits,
+    micro_batches,
     more_nodes,
     recomputed,
     recomputed_in_part,
     reduced_every_time,
     shared_out,
     shared_samples,
-    single_sample,
     smaller_batch,
     states_on_host,
 )
-from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.estimator import Estimator, batches_of
 from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
+from fsdpctl.plan.sizes import Offload
 from fsdpctl.resolve.context_check import check_shared_rows
 from fsdpctl.resolve.preflight import check_offload, check_optimizer
+
+Fitting = tuple[Change, RunEstimate]
+Make = Callable[[Config], Iterator[Change]]
 
 _CHANGES = 3
 _ACCURACY = 0.01  # of a predicted time
 
 
-def advice(
-    estimator: Estimator, config: Config, *, more_ranks: bool = True
-) -> list[tuple[Change, RunEstimate]]:
+def advice(estimator: Estimator, config: Config, *, more_ranks: bool = True) -> list[Fitting]:
     """Return up to three changes that make a resolved configuration fit, cheapest first.
 
-    Single changes are ordered by the predicted step time, or if the hardware is not specified by
-    what they cost: nothing, a little time, communication, computation. Then follow several together
-    and (with `more_ranks`) more ranks.
+    If no single setting suffices, they are several together, each of which is needed, and with
+    `more_ranks` the fewest nodes that suffice. Changes on the same ranks are ordered by the
+    predicted step time, or if the hardware is not specified by what they cost: nothing, a little
+    time, communication, computation.
     """
-    single = [each for make in (*_MAKERS, computed_in_bf16) for each in make(config)]
-    found: list[tuple[Change, RunEstimate]] = []
+    single = [each for make in _SINGLE for each in make(config)]
+    found: list[Fitting] = []
     for each in _by_time(estimator, list(_fitting(estimator, single))):
         if not any(each[0].keys == faster.keys for faster, _ in found):
             found.append(each)
-    if len(found) >= _CHANGES:
+    if found:
         return found[:_CHANGES]
-    together = _together(config, more_ranks=more_ranks)
-    untried = (each for each in together if not any(_has(each, other) for other, _ in found))
-    for change, estimate in _fitting(estimator, untried):
-        found.append((change, estimate))
-        if len(found) == _CHANGES or _adds_ranks(change):
-            break
-    return found
+    search = _Search(estimator)
+    found = _by_time(estimator, list(_several(search, config)))
+    nodes = _on_more_nodes(search, config) if more_ranks else None
+    return found[:_CHANGES] if nodes is None else [*found[: _CHANGES - 1], nodes]
 
 
-def _fitting(
-    estimator: Estimator, changes: Iterable[Change]
-) -> Iterator[tuple[Change, RunEstimate]]:
+def _fitting(estimator: Estimator, changes: Iterable[Change]) -> Iterator[Fitting]:
     """Yield the changes with which a run fits, and its estimate."""
     for change in changes:
         try:
@@ -77,9 +77,7 @@ def _fitting(
             yield change, estimate
 
 
-def _by_time(
-    estimator: Estimator, found: list[tuple[Change, RunEstimate]]
-) -> list[tuple[Change, RunEstimate]]:
+def _by_time(estimator: Estimator, found: list[Fitting]) -> list[Fitting]:
     """Sort changes by the predicted step time, those that only differ by its accuracy as before."""
     if len(found) < 2:
         return found
@@ -91,50 +89,99 @@ def _by_time(
     return [each for _, each in sorted(zip(ranks, found, strict=True), key=lambda pair: pair[0])]
 
 
-def _has(change: Change, cheaper: Change) -> bool:
-    """Return whether a change includes one that suffices, or has another value of its keys."""
-    return set(cheaper.words) <= set(change.words) or cheaper.keys == change.keys
+class _Search:
+    """Estimates each change of a configuration once."""
+
+    def __init__(self, estimator: Estimator) -> None:
+        self._estimator = estimator
+        self._seen: dict[tuple[str, ...], Fitting | None] = {}
+
+    def fit(self, change: Change) -> Fitting | None:
+        """Return a change with its estimate, or None if the run does not fit with it."""
+        if change.words not in self._seen:
+            self._seen[change.words] = next(_fitting(self._estimator, [change]), None)
+        return self._seen[change.words]
 
 
-def _adds_ranks(change: Change) -> bool:
-    return any(word.startswith("launch.nnodes=") for word in change.words)
+def _several(search: _Search, config: Config) -> Iterator[Fitting]:
+    """Yield settings that suffice together, for each treatment of the optimizer states."""
+    seen: set[tuple[str, ...]] = set()
+    here, keeps_gradients = Change((), "", config), False
+    for treatment in (None, _STATES, states_on_host, compressed):
+        if treatment is states_on_host and keeps_gradients:
+            continue
+        for order in _ORDERS:
+            found = _needed(search, here, treatment, order)
+            if found is None:
+                break
+            keeps_gradients |= treatment is _STATES
+            if found[0].words not in seen:
+                seen.add(found[0].words)
+                yield found
 
 
-def _together(config: Config, *, more_ranks: bool) -> Iterator[Change]:
-    """Yield more and more changes together, then more nodes."""
+def _on_more_nodes(search: _Search, config: Config) -> Fitting | None:
+    """Return the fewest nodes on which settings suffice that round nothing, and these settings."""
+    nodes = list(more_nodes(config))
+    fewest = [(len(nodes), None), *((_fewest(search, nodes, x), x) for x in (None, _STATES))]
+    index, treatment = min(fewest, key=lambda each: each[0])
+    if index == len(nodes):
+        return None
+    return _needed(search, nodes[index], treatment, _ORDERS[0])
+
+
+def _fewest(search: _Search, nodes: list[Change], treatment: Make | None) -> int:
+    """Return the index of the fewest `nodes` on which all settings suffice."""
+
+    def suffices(base: Change) -> bool:
+        return search.fit(_with(base, _all(treatment))) is not None
+
+    return bisect_left(nodes, True, key=suffices)
+
+
+def _needed(
+    search: _Search, base: Change, treatment: Make | None, order: Iterable[Make]
+) -> Fitting | None:
+    """Return `base` with the settings that it needs to fit; None if it does not fit with all.
+
+    The settings are dispensed with in `order`.
+    """
+    makers = _all(treatment)
+    found = search.fit(_with(base, makers))
+    if found is None:
+        return None
+    for make in order:
+        fewer = [each for each in makers if each is not make]
+        change = _with(base, fewer)
+        less = found if change.words == found[0].words else search.fit(change)
+        if less is not None:
+            makers, found = fewer, less
+    if _SINGLE_SAMPLE in makers:
+        size = batches_of(base.config).micro_batch_size // 2
+        while size > 1:
+            some = partial(micro_batches, size=size)
+            larger = [some if each is _SINGLE_SAMPLE else each for each in makers]
+            if (better := search.fit(_with(base, larger))) is not None:
+                return better
+            size //= 2
+    return found
+
+
+def _all(treatment: Make | None) -> list[Make]:
+    return [*_TOGETHER, *([] if treatment is None else [treatment])]
+
+
+def _with(base: Change, makers: Iterable[Make]) -> Change:
+    """Return `base` with the last change of each maker, in their order."""
+    config = base.config
     parts: list[Change] = []
-    together = Change((), "", config)
-    for make in (
-        expandable,
-        chunked,
-        reduced_every_time,
-        shared_out,
-        fully_sharded,
-        compressed,
-        recomputed_in_part,
-        recomputed,
-        single_sample,
-        shared_samples,
-        activations_on_host,
-        feed_forward_in_chunks,
-        states_on_host,
-        in_four_bits,
-        computed_in_bf16,
-    ):
-        for change in make(together.config):
+    for make in makers:
+        for change in [*make(config)][-1:]:
             parts = [*_without(parts, change), change]
-            words = tuple(word for part in parts for word in part.words)
-            together = Change(words, "; ".join(part.cost for part in parts), change.config)
-            if len(words) > 1:
-                yield together
-    if not more_ranks:
-        return
-    yield from more_nodes(config)
-    if together.words:
-        yield from (
-            Change(together.words + each.words, f"{together.cost}; {each.cost}", each.config)
-            for each in more_nodes(together.config)
-        )
+            config = change.config
+    parts += [base] if base.words else []
+    words = tuple(word for part in parts for word in part.words)
+    return Change(words, "; ".join(part.cost for part in parts), config)
 
 
 def _without(parts: Iterable[Change], later: Change) -> Iterator[Change]:
@@ -145,8 +192,10 @@ def _without(parts: Iterable[Change], later: Change) -> Iterator[Change]:
             yield replace(part, words=words)
 
 
-# Of single changes, what costs least first.
-_MAKERS: tuple[Callable[[Config], Iterator[Change]], ...] = (
+_STATES: Make = partial(states_on_host, most=Offload.STATES)
+_SINGLE_SAMPLE: Make = partial(micro_batches, size=1)
+# What costs least first.
+_SINGLE: tuple[Make, ...] = (
     expandable,
     chunked,
     reduced_every_time,
@@ -161,4 +210,22 @@ _MAKERS: tuple[Callable[[Config], Iterator[Change]], ...] = (
     feed_forward_in_chunks,
     states_on_host,
     in_four_bits,
+    computed_in_bf16,
 )
+_TOGETHER: tuple[Make, ...] = (
+    expandable,
+    chunked,
+    reduced_every_time,
+    shared_out,
+    fully_sharded,
+    recomputed_in_part,
+    recomputed,
+    _SINGLE_SAMPLE,
+    shared_samples,
+    activations_on_host,
+    feed_forward_in_chunks,
+    in_four_bits,
+    computed_in_bf16,
+)
+# In which settings are dispensed with: the last of those first, or smaller micro-batches first.
+_ORDERS = (_TOGETHER[::-1], (_SINGLE_SAMPLE, *_TOGETHER[::-1]))

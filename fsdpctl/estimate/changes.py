@@ -10,7 +10,7 @@ from fsdpctl.plan.muon import MUON
 from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.strategy import DDP, FSDPCTL, get_strategy, sharded_over_copies
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens
-from fsdpctl.resolve.machine import resolved_strategy, world_size
+from fsdpctl.resolve.machine import resolved_strategy, sample_groups, world_size
 
 _MOST_NODES = 1 << 10
 _CHUNK = 1024  # tokens
@@ -109,23 +109,20 @@ def smaller_batch(config: Config) -> Iterator[Change]:
     """Yield smaller micro-batches."""
     size = batches_of(config).micro_batch_size // 2
     while size:
-        yield _with_micro_batch(config, size)
+        yield from micro_batches(config, size)
         size //= 2
 
 
-def single_sample(config: Config) -> Iterator[Change]:
-    """Yield micro-batches of one sample."""
-    if batches_of(config).micro_batch_size > 1:
-        yield _with_micro_batch(config, 1)
+def micro_batches(config: Config, size: int) -> Iterator[Change]:
+    """Yield micro-batches of `size` samples, if they have more."""
+    if batches_of(config).micro_batch_size > size:
+        found = _changed(config, "", {"train.micro_batch_size": size, **_steps_as_needed(config)})
+        passes = [batches_of(each).num_micro_batches for each in (found.config, config)]
+        cost = f"{passes[0]} smaller micro-batches per step instead of {passes[1]}"
+        yield replace(found, cost=cost)
 
 
-def _with_micro_batch(config: Config, size: int) -> Change:
-    found = _changed(config, "", {"train.micro_batch_size": size, **_steps_as_needed(config)})
-    passes = [batches_of(each).num_micro_batches for each in (found.config, config)]
-    return replace(found, cost=f"{passes[0]} smaller micro-batches per step instead of {passes[1]}")
-
-
-def _steps_as_needed(config: Config) -> dict[str, None]:
+def _steps_as_needed(config: Config) -> dict[str, Any]:
     """Return the setting that resets the number of passes, if it was set."""
     return {} if config.accumulation.steps is None else {"accumulation.steps": None}
 
@@ -140,17 +137,16 @@ def compressed(config: Config) -> Iterator[Change]:
         yield _changed(config, cost, {"optimizer.state_dtype": "int8"})
 
 
-def states_on_host(config: Config) -> Iterator[Change]:
-    """Yield states in host memory."""
+def states_on_host(config: Config, most: Offload = Offload.ALL) -> Iterator[Change]:
+    """Yield states in host memory, and unless `most` are the states, gradients too."""
     about = config.optimizer
     plain = about.name == "adamw" and about.state_dtype in (None, "float32")
     if plain and about.offload == Offload.NONE and config.engine.name == FSDPCTL:
         cost = "{} on the host, and the optimizer's step"
-        for value, what in (
-            (Offload.STATES, "master weights and moments"),
-            (Offload.ALL, "gradients, master weights and moments"),
-        ):
-            yield _changed(config, cost.format(what), {"optimizer.offload": value.value})
+        states, gradients = "master weights and moments", "gradients, "
+        yield _changed(config, cost.format(states), {"optimizer.offload": "states"})
+        if most is Offload.ALL:
+            yield _changed(config, cost.format(gradients + states), {"optimizer.offload": "all"})
 
 
 def activations_on_host(config: Config) -> Iterator[Change]:
@@ -197,9 +193,17 @@ def computed_in_bf16(config: Config) -> Iterator[Change]:
 
 
 def more_nodes(config: Config) -> Iterator[Change]:
-    """Yield more nodes."""
-    nodes = 2 * config.launch.nnodes
+    """Yield more nodes, with a sample for each group of ranks."""
+    train, nodes = config.train, 2 * config.launch.nnodes
     while nodes <= _MOST_NODES:
-        found = _changed(config, "", {"launch.nnodes": nodes, **_steps_as_needed(config)})
-        yield replace(found, cost=f"{world_size(found.config)} ranks")
+        groups = sample_groups(config) * nodes // config.launch.nnodes
+        cost = f"{groups * train.context_parallel} ranks"
+        values = {"launch.nnodes": nodes, **_steps_as_needed(config)}
+        if train.global_batch_size < groups:
+            values["train.global_batch_size"] = groups
+            cost += f", {groups} samples per step"
+        share = -(-max(train.global_batch_size, groups) // groups)
+        if train.micro_batch_size is not None and train.micro_batch_size > share:
+            values["train.micro_batch_size"] = share
+        yield _changed(config, cost, values)
         nodes *= 2

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
+from fsdpctl.checkpoint.base import pretrained_weights
 from fsdpctl.checkpoint.load import load_weights
-from fsdpctl.checkpoint.pretrained import open_weights
+from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.comm.base import Collectives
 from fsdpctl.config.auto import Selection
 from fsdpctl.config.model_path import option_of
@@ -64,7 +65,8 @@ def evaluate_run(opened: Opened, on_batch: Callable[[int, int], None]) -> Evalua
     stream = data.val or data.train
     device = torch.device(str(config.launch.device))
     model = make_model(config, device, strategy="no_shard", empty=True)
-    load_weights(open_weights(config.model), model)
+    folder = weights_folder(config.model)
+    load_weights(pretrained_weights(config.model, folder, model.collectives), model)
     batches = Batches(stream.rows(config.train.seq_len), settled.batches, 0, data.vocab_size)
     total = batches.num_validation_batches(0)
 

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import torch
 
+from fsdpctl.checkpoint.base import checked_weights
 from fsdpctl.checkpoint.load import load_weights
-from fsdpctl.checkpoint.pretrained import attached_files, open_weights, read_assets, whole_weights
+from fsdpctl.checkpoint.pretrained import attached_files, open_weights, read_assets
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
+from fsdpctl.comm.base import Collectives
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model_path import is_hugging_face, option_of
 from fsdpctl.config.schema import Config
@@ -144,4 +146,4 @@ def _opened(source: Path) -> tuple[Config, Tensors, dict[str, bytes]]:
         return config, open_weights(config.model), read_assets(source)
     reader = CheckpointReader(source)
     config = config_of_checkpoint(reader.manifest.config, str(reader))
-    return config, whole_weights(reader), attached_files(reader)
+    return config, checked_weights(reader, Collectives()), attached_files(reader)

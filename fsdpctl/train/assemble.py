@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fsdpctl.checkpoint.base import base_info, check_base, first_weights
+from fsdpctl.checkpoint.base import base_info, checked_weights, first_weights, pretrained_weights
 from fsdpctl.checkpoint.folders import newest_checkpoint, way_on
 from fsdpctl.checkpoint.load import load_checkpoint, load_weights
 from fsdpctl.checkpoint.manifest import BaseInfo, Progress
-from fsdpctl.checkpoint.pretrained import open_base, open_weights, weights_folder, whole_weights
+from fsdpctl.checkpoint.pretrained import weights_folder
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.comm.collectives import ObjectExchange, collectives_for
 from fsdpctl.comm.rank_status import LOADING, RANK_STATUS
@@ -264,7 +264,7 @@ def _fill(
     # Rank 0 decides: `model.path` may be a run that saves checkpoints meanwhile.
     (found, *_) = model.collectives.gather_objects(str(weights_folder(config.model)))
     folder = Path(found)
-    weights = open_weights(config.model, folder)
+    weights = pretrained_weights(config.model, folder, model.collectives)
     load_weights(first_weights(config.model, model.module, config.train.seed, weights), model)
     trains_all = all(shard.trainable for shard in model.flat_shards())
     return Progress(), None if trains_all else base_info(folder, weights, model.collectives)
@@ -282,11 +282,8 @@ def _resume(
             )
     except CheckpointError as error:
         raise CheckpointError(f"{error}{way_on(newest)}") from None
-    base = reader.manifest.base
-    if base is not None:
-        check_base(base, open_base(base, reader), model.collectives, str(reader))
-    weights = whole_weights(reader)
+    weights = checked_weights(reader, model.collectives)
     try:
-        return load_checkpoint(reader, model, optimizer, weights), base
+        return load_checkpoint(reader, model, optimizer, weights), reader.manifest.base
     except CheckpointError as error:
         raise CheckpointError(f"{error}{way_on(newest)}") from None

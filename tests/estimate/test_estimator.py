@@ -19,7 +19,7 @@ from fsdpctl.models.registry import build_model
 from fsdpctl.plan.strategy import STRATEGIES
 from fsdpctl.predict.compute import Part, PassPosition, Program
 from fsdpctl.resolve.machine import resolved_strategy
-from tests.matrix import matrix
+from tests.matrix import fast, matrix
 
 H100 = ["model=llama3_8b", "cluster=h100"]
 
@@ -165,6 +165,21 @@ def test_advised_settings_fit(words):
         assert typed.allocated == estimate.allocated
 
 
+@pytest.mark.parametrize("memory", fast("6GiB", slow=["5GiB", "7GiB"]))
+def test_each_of_several_settings_is_needed(memory):
+    words = ["model=llama3_1b", "model.num_layers=6", "cluster=h100", f"cluster.memory={memory}"]
+    words += ["launch.nproc_per_node=2", "train.global_batch_size=8", "train.seq_len=1024"]
+    found = advice(Estimator(), resolved(*words))
+    for change, _ in found:
+        assert len(change.words) > 1
+        for word in change.words:
+            others = [each for each in change.words if each != word]
+            assert estimated(*words, *others).verdict != "fits", word
+    *here, (on_nodes, _) = found
+    assert on_nodes.words[-1].startswith("launch.nnodes=")
+    assert not any("nnodes" in word for change, _ in here for word in change.words)
+
+
 def test_replicas_that_do_not_fit_are_advised_to_shard_optimizer_states():
     words = ["model=llama3_70b", "cluster=h100", "launch.nnodes=8", "train.seq_len=8192"]
     words += ["train.micro_batch_size=1", "train.global_batch_size=64"]
@@ -193,7 +208,7 @@ def test_changes_are_named_in_the_order_of_their_predicted_time():
 def test_long_samples_are_advised_to_send_inputs_to_the_host():
     words = ["model=llama3_8b", "cluster=h100", "train.seq_len=131072", "model.max_seq_len=131072"]
     words += ["train.micro_batch_size=1", "activation_checkpointing=full"]
-    words += ["cluster.memory=50GiB"]
+    words += ["cluster.memory=50GiB", "train.mlp_chunk_tokens=4096"]
     found = {change.words: estimate for change, estimate in advice(Estimator(), resolved(*words))}
     sent = next(found[each] for each in found if "activation_checkpointing.offload=true" in each)
     assert sent.host_states == 31 * 131072 * 4096 * 2

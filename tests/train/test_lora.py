@@ -217,10 +217,15 @@ def test_another_base_is_rejected(tmp_path):
     code, said = invoke("verify-checkpoint", str(checkpoint))
     assert (code, "base model verified" in said) == (0, True), said
     _double_one_weight(base)
-    changed = invoke("verify-checkpoint", str(checkpoint))
+    commands = [["verify-checkpoint"], ["sample", "--prompt", "a"], ["evaluate"]]
+    commands += [["consolidate-checkpoint", "--merge"], ["consolidate-checkpoint", "--format=gguf"]]
+    found = []
+    for name, *more in commands:
+        out = [str(tmp_path / "out")] if name == "consolidate-checkpoint" else []
+        found.append((*invoke(name, str(checkpoint), *out, *more), "has changed"))
     base.rename(tmp_path / "elsewhere")
-    gone = invoke("verify-checkpoint", str(checkpoint))
-    for (code, said), expected in ((changed, "has changed"), (gone, "not found")):
+    found.append((*invoke("verify-checkpoint", str(checkpoint)), "not found"))
+    for code, said, expected in found:
         assert (code, f"base model {base} {expected}" in said) == (4, True), said
         assert len(said.splitlines()) == 1
 
