@@ -197,6 +197,9 @@ def report_exit(outcome: "Outcome", run_dir: Path) -> None:
 
 
 def _show_failure(cause: "Failure | None", run_dir: Path, outcome: "Outcome") -> None:
+    from fsdpctl.run.heartbeat import record_cause
+
+    record_cause(run_dir, outcome.reason)
     title, lines = "ranks hang", [f"cause  {outcome.reason}"]
     if cause is None:
         title = "other nodes are unreachable"

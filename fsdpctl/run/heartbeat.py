@@ -7,17 +7,19 @@ which the kernel shows for processes of the same user.
 
 import contextlib
 import fcntl
+import json
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import psutil
 
 from fsdpctl.errors import UsageError
+from fsdpctl.io import files
 from fsdpctl.io.documents import read_json
 from fsdpctl.io.files import leads_to, read_regular, refusing
 from fsdpctl.run.files import HEARTBEAT, LOCK
@@ -25,6 +27,7 @@ from fsdpctl.run.files import HEARTBEAT, LOCK
 INTERVAL = 5.0  # seconds
 RUNNING, ENDED, STOPPED, FAILED = "running", "ended", "stopped", "failed"
 _MOST_BYTES = 1 << 16
+_LONGEST_CAUSE = 2000  # characters
 _EXPIRES = 18 * INTERVAL  # seconds; a network file system may show the file of a minute ago
 _CLOCK_SKEW = 2.0  # seconds between the start of a process and the time that it recorded for it
 _WIND_DOWN_SECONDS = 10.0  # in which the ranks of a killed launcher exit
@@ -43,6 +46,7 @@ class HeartbeatRecord:
     message: str = ""  # why the run ended, unless it is complete
     step: int | None = None  # steps completed; None before the first
     seconds_per_step: float | None = None  # including everything between steps
+    cause: str = ""  # of a failure, as the launcher found it
 
     @property
     def is_of_this_host(self) -> bool:
@@ -68,6 +72,15 @@ def read_heartbeat(run_dir: Path) -> HeartbeatRecord | None:
     if not os.path.lexists(path):
         return None
     return read_json(path, HeartbeatRecord, most_bytes=_MOST_BYTES)
+
+
+def record_cause(run_dir: Path, cause: str) -> None:
+    """Add the cause of a failure to the heartbeat of a run whose ranks have ended on this host."""
+    with contextlib.suppress(OSError, UsageError):  # the failure itself is reported in any case
+        record = read_heartbeat(run_dir)
+        if record is not None and record.is_of_this_host:
+            record = replace(record, state=FAILED, cause=cause[:_LONGEST_CAUSE])
+            files.replace(run_dir / HEARTBEAT, json.dumps(asdict(record)) + "\n")
 
 
 @dataclass(frozen=True, slots=True)

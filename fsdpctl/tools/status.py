@@ -188,7 +188,7 @@ def _state(
     if record is not None and record.state == STOPPED:
         return STOPPED, record.message
     if record is not None and record.state == FAILED:
-        return FAILED, _first_error(run_dir) or record.message
+        return FAILED, record.cause or _first_error(run_dir) or record.message
     if found.is_alive:
         return (STARTING if record is None or record.step is None else RUNNING), ""
     if record is None:  # before the first heartbeat, a start has just written the configuration

@@ -11,6 +11,7 @@ import pytest
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.run.files import ENVIRONMENT, HEARTBEAT, LOCK, LOGS, METRICS
+from fsdpctl.run.heartbeat import record_cause
 from fsdpctl.tools import status
 from fsdpctl.tools.status import read_status
 from tests.cli.run import environment, invoke
@@ -102,6 +103,8 @@ def test_a_failure_quotes_the_rank_that_wrote_first(tmp_path):
         (run / LOGS / f"rank-{rank:05d}.log").write_text(text)
     os.utime(run / LOGS / "rank-00001.log", (1e9, 1e9))
     assert read_status(run).message == "rank-00001.log: RuntimeError: x"
+    record_cause(run, "rank 2 on vm: killed by signal 9 (SIGKILL)")  # whose log is empty
+    assert read_status(run).message == "rank 2 on vm: killed by signal 9 (SIGKILL)"
 
 
 def test_a_run_that_was_just_started_is_starting(tmp_path):
