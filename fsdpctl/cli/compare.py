@@ -141,8 +141,8 @@ def _report(
         say(rows_as_json(rows))
     else:
         _show(rows)
-    if isinstance(comparison, SimulatedComparison) and comparison.caveat:
-        note(comparison.caveat)
+    for line in comparison.notes if isinstance(comparison, SimulatedComparison) else ():
+        note(line)
     if folder is not None:
         note(f"written: {folder / PAGE}")
     return about

@@ -33,14 +33,16 @@ def heading(first: "RunEstimate") -> list[str]:
     recomputes += ", inputs in host memory" if config.activation_checkpointing.offload else ""
     compiled = "; estimated without torch.compile" if config.train.compile else ""
     base = "" if config.model.base_dtype is None else f", {config.model.base_dtype} linear layers"
+    samples, given = batches.global_batch_size, config.train.global_batch_size
+    raised = f" (assumes train.global_batch_size={samples}, not {given})" if samples > given else ""
     return [
         f"model   {config.model.name}, {first.num_params:,} parameters{_trained(first)}",
         f"ranks   {world_size(config)} on {launch.device}{nodes}, {_size(first.memory_bytes)} each "
         f"(cluster={config.cluster.name}), engine {config.engine.name}",
         f"dtypes  {precision.param_dtype} compute, {precision.reduce_dtype} reduction, "
         f"{precision.master_dtype} master weights{base}",
-        f"step    {first.tokens_per_step:,} tokens: each {who} {batches.num_micro_batches} x "
-        f"{batches.micro_batch_size} samples of {config.train.seq_len}; accumulation "
+        f"step    {first.tokens_per_step:,} tokens{raised}: each {who} "
+        f"{batches.num_micro_batches} x {batches.micro_batch_size} samples of {config.train.seq_len}; accumulation "
         f"{config.accumulation.name}; activation checkpointing {recomputes}{compiled}; prefetch "
         f"{prefetch.forward} forward, {prefetch.backward} backward",
         "",

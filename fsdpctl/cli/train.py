@@ -137,6 +137,8 @@ def _dry_run(composed: "Composed", resume: str) -> None:
     _show_samples(opened)
     _check_large_token_files(opened)
     would = "it would run" if estimate.verdict == "fits" else "it would run out of memory"
+    if (launcher := settled.config.launch.name) != "local":
+        would += f" within a job of launch={launcher}"
     say(f"\n{would}; nothing was trained")
 
 

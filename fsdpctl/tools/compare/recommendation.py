@@ -85,7 +85,8 @@ def _summary(row: Row, *, than: Row | None = None) -> str:
     text = f"{row.speed:,.0f} tokens/s"
     if than is not None:
         change = row.speed / _ranks(row) / (than.speed / _ranks(than)) - 1
-        text += f" ({abs(change):.1%} {'faster' if change > 0 else 'slower'})"
+        each = "" if _ranks(row) == _ranks(than) else " per rank"
+        text += f" ({abs(change):.1%} {'faster' if change > 0 else 'slower'}{each})"
     elif row.tokens_per_second_spread is not None:
         low, high = row.tokens_per_second_spread
         over = f"in {len(row.rounds)} rounds" if len(row.rounds) > 1 else "in half of its steps"
@@ -107,7 +108,10 @@ def _why(best: Row, tied: Sequence[Row], runner_up: Row | None) -> str:
     if runner_up is None:
         return ""
     reason = explain(best, runner_up)
-    clear = "predicted to be fastest" if best.is_predicted else "fastest, by more than the spread"
+    each = "" if _ranks(best) == _ranks(runner_up) else " per rank"
+    clear = f"fastest{each}, by more than the spread"
+    if best.is_predicted:
+        clear = f"predicted to be fastest{each}"
     return f"It is {clear}{f': {reason}' if reason else ''}."
 
 

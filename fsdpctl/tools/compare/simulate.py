@@ -15,7 +15,7 @@ from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import sent_in_step
 from fsdpctl.estimate.search import choose
 from fsdpctl.predict.simulator import chrome_trace
-from fsdpctl.resolve.machine import resolved_strategy, world_size
+from fsdpctl.resolve.machine import resolved_strategy, sample_groups, world_size
 from fsdpctl.run.flops import flops_per_token
 from fsdpctl.run.progress import format_bytes
 from fsdpctl.tools.compare.row import OK, REFUSED, TOO_LARGE, Row
@@ -142,16 +142,23 @@ class SimulatedComparison:
             each.row = replace(each.row, largest=largest)
 
     @property
-    def caveat(self) -> str | None:
-        """A note on the predicted times, or None."""
-        is_short = any(
-            each.step is not None
-            and each.step.seconds < _LIMITED_BY_HOST
-            and each.config.launch.device == "cuda"
-            and each.config.cluster.profile is None
-            for each in self._variants
-        )
-        return _SHORT_STEPS if is_short else None
+    def notes(self) -> list[str]:
+        """What to know about the predictions, a line each."""
+        predicted = [(each.config, each.step) for each in self._variants if each.step is not None]
+        found = [
+            f"train.global_batch_size={config.train.global_batch_size}: a sample per rank is "
+            f"assumed, {sample_groups(config)} in a step"
+            for config, _ in predicted
+            if config.train.global_batch_size < sample_groups(config)
+        ]
+        if any(
+            step.seconds < _LIMITED_BY_HOST
+            and config.launch.device == "cuda"
+            and config.cluster.profile is None
+            for config, step in predicted
+        ):
+            found.append(_SHORT_STEPS)
+        return list(dict.fromkeys(found))
 
     def write_traces(self, folder: Path) -> None:
         """Write the timeline of each predicted step for Perfetto, in a directory of its own."""
