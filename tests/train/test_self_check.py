@@ -17,6 +17,7 @@ from fsdpctl.models import attention
 from fsdpctl.models.context import to_tokens
 from fsdpctl.models.documents import Documents
 from fsdpctl.models.transformers_decoder import TransformersDecoder
+from fsdpctl.optim.adamw import ShardedAdamW
 from fsdpctl.train import assemble, loss, step
 from tests.distributed import distributed
 from tests.train.chats import make_chat_model, make_chats
@@ -33,6 +34,15 @@ def _cut_off(module: nn.Module) -> None:
     layer = module.get_submodule(LAYER)
     forward = layer.forward
     layer.forward = lambda x, *more: x + 0 * forward(x, *more).detach()
+
+
+def _moments_in(dtype: torch.dtype) -> Any:
+    plain = ShardedAdamW.__init__
+
+    def changed(*args: Any, **named: Any) -> None:
+        plain(*args, **{**named, "state_dtype": dtype})
+
+    return mock.patch.object(ShardedAdamW, "__init__", changed)
 
 
 def _module_with(change: Callable[[nn.Module], None]) -> Any:
@@ -88,6 +98,10 @@ TEXT: dict[str, tuple[Callable[[], Any], str]] = {
     "masters": (
         lambda: mock.patch.object(Precision, "dtype_of_master", return_value=torch.bfloat16),
         "master_dtype is bfloat16; precision.master_dtype=float32",
+    ),
+    "moments": (
+        lambda: _moments_in(torch.bfloat16),
+        "exp_avg is bfloat16; expected float32 (optimizer.state_dtype=auto)",
     ),
     "divided": (lambda: mock.patch.object(step, "summed_loss", _divided), "gradient norm "),
     "counted": (
@@ -148,6 +162,29 @@ def test_mistakes_are_found_where_ranks_share_samples(tmp_path):
     more = ["train.steps=2", "train.self_check=auto", "train.context_parallel=2",
             "train.seq_len=128"]  # fmt: skip
     check(world_size=2, typed=words(tmp_path, 2, *more), folder=str(tmp_path), names=list(SHARED))
+
+
+@distributed(timeout=150)
+def check_moments(
+    rank: int, world_size: int, typed: list[str], folder: str, kinds: list[str]
+) -> None:
+    """Train with the moments of each kind, and with float32 in place of 8 bits."""
+    for number, kind in enumerate(kinds):
+        more = [*typed, *kind.split()]
+        assert not _found(more, f"{folder}/{number}", mock.patch.dict({})), kind
+    found = _found(
+        [*typed, "optimizer.state_dtype=int8"], f"{folder}/8", _moments_in(torch.float32)
+    )
+    assert "exp_avg is float32; expected int8 (optimizer.state_dtype=int8)" in found
+
+
+def test_moments_may_have_every_dtype(tmp_path):
+    kinds = [
+        "optimizer.state_dtype=int8", "optimizer.state_dtype=bfloat16", "optimizer=sgd",
+        "optimizer=muon strategy=shard_optimizer", "precision=bf16_true",
+    ]  # fmt: skip
+    typed = words(tmp_path, 2, "train.steps=2", "train.self_check=auto")
+    check_moments(world_size=2, typed=typed, folder=str(tmp_path), kinds=kinds)
 
 
 @pytest.mark.slow
