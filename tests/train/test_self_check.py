@@ -1,7 +1,8 @@
 """The check of the first step: each planted mistake is named, and a correct run passes."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,8 @@ from fsdpctl.models.context import to_tokens
 from fsdpctl.models.documents import Documents
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.optim.adamw import ShardedAdamW
-from fsdpctl.train import assemble, loss, step
+from fsdpctl.train import assemble, loss, small_copy, step
+from fsdpctl.train.callbacks import self_check
 from tests.distributed import distributed
 from tests.train.chats import make_chat_model, make_chats
 from tests.train.ranks import made, words
@@ -56,8 +58,17 @@ def _module_with(change: Callable[[nn.Module], None]) -> Any:
     return mock.patch.object(assemble, "make_module", changed)
 
 
-def _divided(*about: Any) -> torch.Tensor:
-    return loss.summed_loss(*about) / 2
+def _divided(*about: Any, plain: Any = loss.summed_loss) -> Any:
+    return plain(*about) / 2
+
+
+@contextmanager
+def _divided_everywhere() -> Iterator[None]:
+    """The loss is divided in the function itself."""
+    with ExitStack() as stack:
+        for module in (loss, step, self_check, small_copy):
+            stack.enter_context(mock.patch.object(module, "summed_loss", _divided))
+        yield
 
 
 def _counted_twice(*args: Any, **named: Any) -> Any:
@@ -104,6 +115,7 @@ TEXT: dict[str, tuple[Callable[[], Any], str]] = {
         "exp_avg is bfloat16; expected float32 (optimizer.state_dtype=auto)",
     ),
     "divided": (lambda: mock.patch.object(step, "summed_loss", _divided), "gradient norm "),
+    "divided everywhere": (_divided_everywhere, "gradient norm "),
     "counted": (
         lambda: mock.patch.object(step, "record_step", _counted_twice),
         "loss over 384 tokens; expected 192",
