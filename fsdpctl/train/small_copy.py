@@ -70,10 +70,11 @@ def has_auxiliary_gradient(parts: TrainingParts) -> bool:
     if not isinstance(module, TransformersDecoder) or not module.balances_experts:
         return True
     gradients = []
-    batch = _batches(_small_config(parts.config), 1).training(0, 0, 0)
+    config = _small_config(parts.config)
+    batch, chunk = _batches(config, 1).training(0, 0, 0), config.train.loss_chunk_tokens or 0
     for aux in (parts.config.model.router_aux_loss, "none"):
         plain = _plain(_small_config(parts.config, aux), parts.device)
-        summed_loss(plain, batch, parts.device, 0).backward()
+        summed_loss(plain, batch, parts.device, chunk).backward()
         gradients.append([each.grad for each in plain.parameters() if each.grad is not None])
     pairs = zip(*gradients, strict=True)
     return any((one - other).norm() > _AUX_SHARE * other.norm() for one, other in pairs)

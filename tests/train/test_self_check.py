@@ -83,6 +83,15 @@ def _balance(
     return plain(decoder, hidden, outputs).detach()
 
 
+def _unbalanced_in_chunks(
+    decoder: Any, tokens: Any, targets: Any = None, chunk: int | None = None, *more: Any,
+    plain: Any = TransformersDecoder.forward, **named: Any,
+) -> Any:  # fmt: skip
+    setting = "none" if chunk else decoder._aux_loss
+    with mock.patch.object(decoder, "_aux_loss", setting):
+        return plain(decoder, tokens, targets, chunk, *more, **named)
+
+
 def _of_other_heads(mixed: torch.Tensor, context: Any) -> torch.Tensor:
     """The heads of a rank in the place of another rank's."""
     return to_tokens(mixed, context).roll(1, dims=1)
@@ -136,6 +145,10 @@ CHATS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "auxiliary": (
         lambda: mock.patch.object(TransformersDecoder, "_balance", _balance),
+        "the auxiliary loss of the routers has no gradient",
+    ),
+    "auxiliary in chunks": (
+        lambda: mock.patch.object(TransformersDecoder, "forward", _unbalanced_in_chunks),
         "the auxiliary loss of the routers has no gradient",
     ),
 }
@@ -209,7 +222,7 @@ def test_mistakes_are_found_with_packed_chats(tmp_path, family):
         *(kind or ["model=hf"]), f"model.path={model}", "data=chat", f"data.path={chats}",
         "train.seq_len=64", "train.global_batch_size=4", "train.steps=2", "train.self_check=auto",
         "launch.nproc_per_node=2", "launch.device=cpu", "data.val_fraction=0",
-        "train.sample_tokens=0", "precision=fp32",
+        "train.sample_tokens=0", "precision=fp32", "train.loss_chunk_tokens=32",
     ]  # fmt: skip
     names = list(CHATS) if kind else ["leak"]
     check(world_size=2, typed=typed, folder=str(tmp_path), names=names)
