@@ -218,7 +218,7 @@ class TimeoutStore:
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Return the result of a call in a thread of its own, which goes on if it is late.
+    """Return the result of a call, whose thread continues if it is late.
 
     Raises:
         TimeoutError: If it takes longer than `seconds`.

@@ -40,7 +40,7 @@ def checked_data(config: Config, on_rows: Callable[[int], None]) -> DataSet:
 
 
 def check_amount(config: Config, data: DataSet) -> None:
-    """Check that there is enough to train on if the length of samples is not set.
+    """Check the amount of training data of a run whose sample length is not set.
 
     Raises:
         UsageError: If the data is too little.
