@@ -18,7 +18,8 @@ def damage(report: dict[str, Any]) -> str:
 
 def hangs(report: dict[str, Any]) -> str:
     """Return what hang detection costs."""
-    return f"a watched step takes {report['results']['time_over_unwatched']:.3f} times as long"
+    ratio = report["results"]["time_over_unwatched"]
+    return f"a watched step takes {ratio:.3f} times as long as an unwatched one"
 
 
 def loading(report: dict[str, Any]) -> str:
@@ -75,8 +76,11 @@ def growth(report: dict[str, Any]) -> str:
 
 def restarting(report: dict[str, Any]) -> str:
     """Return the time of a restart."""
-    found = report["results"]
-    return f"killed rank to next step: {found['restart_over_start']:.2f} of the time of a start"
+    ratio = report["results"]["restart_over_start"]
+    return (
+        f"the time from a killed rank to the next step is {ratio:.2f} of that from the command to "
+        "the first step"
+    )
 
 
 def decoders(report: dict[str, Any]) -> str:

@@ -45,6 +45,31 @@ def test_every_promise_has_a_test_and_its_threads_a_repository():
         assert all(each.partition("#")[2].isdecimal() for each in promise.threads)
 
 
+def test_the_page_of_evidence_says_how_each_figure_is_measured_again():
+    bench = (ROOT / "Makefile").read_text().split("\nbench:")[1].split("\n\n")[0]
+    used = {each.figure.result for each in PROMISES if each.figure is not None}
+    again = used & set(re.findall(r"/([\w-]+)\.json", bench))
+    page = " ".join((ROOT / "docs" / "evidence.md").read_text().split())
+    named = [
+        set(re.findall(r"`([\w-]+)`", part))
+        for part in re.findall(
+            r"(?:`make bench`|benchmarks.NAME`) measures (.*?) (?:again|and `py)", page
+        )
+    ]
+    others = {each.replace("-", "_") for each in used - again - {"faults"}}
+    assert named == [again, others]
+
+
+def test_the_pages_name_what_the_self_check_prints_and_stops():
+    output = (ROOT / "README.md").read_text().split("$ fsdpctl train\n")[1].split("```")[0]
+    labels = [line.partition(" ")[0] for line in output.splitlines()]
+    at = labels.index("self-check:")
+    assert (labels[at - 1], labels[at + 1]) == ("run", "step")
+    pages = (ROOT / "docs" / "reliability.md").read_text()
+    restarts = pages.partition("fsdpctl doesn't restart after")[2].partition(".\n\n")[0]
+    assert "[self-check](training.md#first-step)" in restarts
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_the_estimates_in_recipes_are_up_to_date(recipe):

@@ -42,8 +42,8 @@ def heading(first: "RunEstimate") -> list[str]:
         f"dtypes  {precision.param_dtype} compute, {precision.reduce_dtype} reduction, "
         f"{precision.master_dtype} master weights{base}",
         f"step    {first.tokens_per_step:,} tokens{raised}: each {who} "
-        f"{batches.num_micro_batches} x {batches.micro_batch_size} samples of {config.train.seq_len}; accumulation "
-        f"{config.accumulation.name}; activation checkpointing {recomputes}{compiled}; prefetch "
+        f"{batches.num_micro_batches} x {batches.micro_batch_size} samples of "
+        f"{config.train.seq_len}; accumulation {config.accumulation.name}; activation checkpointing {recomputes}{compiled}; prefetch "
         f"{prefetch.forward} forward, {prefetch.backward} backward",
         "",
     ]

@@ -1,5 +1,6 @@
 """The launchers of several nodes: which are alive, how their ranks exited, and which ranks hang."""
 
+import socket
 import threading
 import time
 from collections import Counter
@@ -13,11 +14,13 @@ from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.launch.handshake import Handshake, decode, encode, suppressing_losses
 from fsdpctl.launch.outcome import Ended, Outcome
 from fsdpctl.launch.rendezvous import (
+    MOMENT,
     KeyWatcher,
     TimeoutStore,
     bound_store,
     own_address,
     split_endpoint,
+    within,
 )
 
 _STOPPED, _UNINTERRUPTIBLE = "T", "D"
@@ -25,6 +28,7 @@ _BEAT_SECONDS = 1.0
 _SILENCE_SECONDS = 30.0  # without a heartbeat: a shorter network failure does no harm
 _STATES_SECONDS = 5.0  # for other nodes to send the states of their ranks
 _LEAVE_SECONDS = 2.0
+_ANSWER_SECONDS = 30.0  # a server that runs answers at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +242,45 @@ def reached_store(address: str, port: int, patience: float, *, is_first: bool) -
     Raises:
         UsageError: If the address is not this machine's, or the server is unreachable in time.
     """
-    if is_first:
-        return bound_store(address, port)[0]
+    return bound_store(address, port)[0] if is_first else connected_store(address, port, patience)
+
+
+def connected_store(address: str, port: int, patience: float) -> TCPStore:
+    """Return a client of the store at an address, once there is one.
+
+    Torch's own client prints a C++ stack if nothing listens, and it waits without end for a server
+    that accepts connections and does not answer.
+
+    Raises:
+        UsageError: If there is none in time.
+    """
+    deadline = time.monotonic() + patience
+    limit = f"within {patience:g} s (launch.timeout)"
+    while cause := _refusal(address, port, max(MOMENT, deadline - time.monotonic())):
+        if time.monotonic() + MOMENT > deadline:
+            raise UsageError(
+                f"{address}:{port}: node 0 not reachable {limit}: {cause}; start the command with "
+                "launch.node_rank=0 on that host"
+            )
+        time.sleep(MOMENT)
+    left = max(MOMENT, deadline - time.monotonic())
+    endless = timedelta(seconds=patience + 2 * _ANSWER_SECONDS)  # so that torch prints nothing
     try:
-        return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=patience))
-    except Exception as error:  # torch's own classes differ by version
+        return within(
+            min(left, _ANSWER_SECONDS),
+            lambda: TCPStore(address, port, is_master=False, timeout=endless),
+        )
+    except (TimeoutError, RuntimeError):
         raise UsageError(
-            f"{address}:{port}: node 0 not reachable within {patience:g} s (launch.timeout): "
-            f"{error!s:.120}; start the command with launch.node_rank=0 on that host"
+            f"{address}:{port}: another program listens there, which does not answer as node 0; "
+            "set launch.rdzv_endpoint to HOST:PORT of node 0, with a port that is free there"
         ) from None
+
+
+def _refusal(address: str, port: int, seconds: float) -> str:
+    """Return why no server accepts a connection, or an empty string."""
+    try:
+        socket.create_connection((address, port), timeout=seconds).close()
+    except OSError as error:
+        return error.strerror or "timed out"
+    return ""

@@ -22,7 +22,7 @@ from fsdpctl.errors import UsageError
 LOOPBACK = "127.0.0.1"
 _PATIENCE = timedelta(seconds=60)
 T = TypeVar("T")
-_MOMENT = 0.5  # seconds
+MOMENT = 0.5  # seconds
 
 
 def _addresses() -> dict[str, list[str]]:
@@ -210,24 +210,36 @@ class TimeoutStore:
     def _call(self, call: Callable[[], T], seconds: float) -> T:
         if self._is_lost:
             raise StoreLostError("the store of the nodes does not answer")
-        answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                answers.put((call(), None))
-            except Exception as error:
-                answers.put((None, error))
-
-        threading.Thread(target=run, daemon=True).start()
         try:
-            answer, error = answers.get(timeout=seconds)
-        except queue.Empty:
+            return within(seconds, call)
+        except TimeoutError:
             self._is_lost = True
             raise StoreLostError("the store of the nodes does not answer") from None
-        if error is not None:
-            raise error
-        found: T = answer
-        return found
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Return the result of a call, whose thread continues if it is late.
+
+    Raises:
+        TimeoutError: If it takes longer than `seconds`.
+    """
+    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((call(), None))
+        except Exception as error:
+            answers.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError from None
+    if error is not None:
+        raise error
+    found: T = answer
+    return found
 
 
 class KeyWatcher:
@@ -244,7 +256,7 @@ class KeyWatcher:
         if not self._found.get(key) and (self._checking is None or not self._checking.is_alive()):
             self._checking = threading.Thread(target=self._check, args=(key,), daemon=True)
             self._checking.start()
-            self._checking.join(_MOMENT)
+            self._checking.join(MOMENT)
         return self._found.get(key, False)
 
     def _check(self, key: str) -> None:

@@ -20,6 +20,9 @@ from fsdpctl.errors import UsageError
 from fsdpctl.resolve.machine import check_length
 
 CHECKED_BYTES = 1 << 30  # token files up to this size are checked before every run, in a second
+# With less data, the length of samples must be set.
+_LEAST_SAMPLES, _LEAST_LENGTH = 100, 16
+_LEAST_TOKENS = _LEAST_SAMPLES * _LEAST_LENGTH
 DATE = "data.date"  # a run that resumes on another day is the same run
 
 
@@ -34,6 +37,26 @@ def checked_data(config: Config, on_rows: Callable[[int], None]) -> DataSet:
         if file.num_bytes <= CHECKED_BYTES:
             check_tokens(file)
     return data
+
+
+def check_amount(config: Config, data: DataSet) -> None:
+    """Check the amount of training data of a run whose sample length is not set.
+
+    Raises:
+        UsageError: If the data is too little.
+    """
+    count = data.train.num_tokens
+    if count >= _LEAST_TOKENS:
+        return
+    cause = ""
+    if data.val is not None and config.data.val_path is None:
+        kept, share = data.val.num_tokens, config.data.val_fraction
+        cause = f" (data.val_fraction={share:g} keeps {kept:,} more for validation)"
+    raise UsageError(
+        f"data.path={config.data.path}: {count:,} tokens are too few to train on{cause}; expected "
+        f"at least {_LEAST_TOKENS:,}, {_LEAST_SAMPLES} samples of {_LEAST_LENGTH}; to train on "
+        "them nevertheless, set train.seq_len"
+    )
 
 
 def with_data(config: Config, data: DataSet) -> Config:

@@ -29,7 +29,15 @@ from fsdpctl.plan.batch import BatchPlan, plan_batches
 from fsdpctl.resolve.attention import check_attention
 from fsdpctl.resolve.blocks import missing_compiler
 from fsdpctl.resolve.context_check import check_shared_rows
-from fsdpctl.resolve.data import DATE, checked_data, date_of_run, notes_on_data, on_date, with_data
+from fsdpctl.resolve.data import (
+    DATE,
+    check_amount,
+    checked_data,
+    date_of_run,
+    notes_on_data,
+    on_date,
+    with_data,
+)
 from fsdpctl.resolve.decoder_check import with_packing
 from fsdpctl.resolve.launchers import Place, place_of
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens, mlp_chunk_tokens
@@ -53,9 +61,6 @@ from fsdpctl.resolve.preflight import (
 
 # Settings that decide the losses; the others may change from one start of a run to the next.
 _DECIDES = ("model", "data", "optimizer", "lr_scheduler", "precision")
-# With less data, the length of samples must be set.
-_LEAST_SAMPLES, _LEAST_LENGTH = 100, 16
-_LEAST_TOKENS = _LEAST_SAMPLES * _LEAST_LENGTH
 _DECIDING_KEYS = ("train.seed", "train.seq_len", "train.global_batch_size")
 
 
@@ -219,18 +224,12 @@ def _with_length(config: Config, data: DataSet, composed: Composed) -> Config:
     Raises:
         UsageError: If the data is too little to train on, and the length is not set.
     """
-    if config.data.holds_documents:
+    if "train.seq_len" not in composed.automatic:
         return config
-    count = data.train.num_tokens
-    if "train.seq_len" in composed.automatic and count < _LEAST_TOKENS:
-        raise UsageError(
-            f"data.path={config.data.path}: {count:,} tokens are too few to train on; expected at "
-            f"least {_LEAST_TOKENS:,}, {_LEAST_SAMPLES} samples of {_LEAST_LENGTH}; to train on "
-            "them nevertheless, set train.seq_len"
-        )
+    check_amount(config, data)
     parts = [data.train] if data.val is None else [data.train, data.val]
     most = min(part.num_tokens for part in parts) - 1
-    if "train.seq_len" not in composed.automatic or config.train.seq_len <= most or most < 1:
+    if config.data.holds_documents or config.train.seq_len <= most or most < 1:
         return config
     return replace(config, train=replace(config.train, seq_len=1 << (most.bit_length() - 1)))
 

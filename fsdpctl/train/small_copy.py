@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fsdpctl.config.any_decoder import TRANSFORMERS
 from fsdpctl.config.model import LoraConfig, ModelConfig
@@ -69,10 +70,11 @@ def has_auxiliary_gradient(parts: TrainingParts) -> bool:
     if not isinstance(module, TransformersDecoder) or not module.balances_experts:
         return True
     gradients = []
-    batch = _batches(_small_config(parts.config), 1).training(0, 0, 0)
+    config = _small_config(parts.config)
+    batch, chunk = _batches(config, 1).training(0, 0, 0), config.train.loss_chunk_tokens or 0
     for aux in (parts.config.model.router_aux_loss, "none"):
         plain = _plain(_small_config(parts.config, aux), parts.device)
-        summed_loss(plain, batch, parts.device, 0).backward()
+        summed_loss(plain, batch, parts.device, chunk).backward()
         gradients.append([each.grad for each in plain.parameters() if each.grad is not None])
     pairs = zip(*gradients, strict=True)
     return any((one - other).norm() > _AUX_SHARE * other.norm() for one, other in pairs)
@@ -165,11 +167,17 @@ def _rows(batches: Batches) -> Iterator[MicroBatch]:
 
 
 def _alone(module: Any, batches: Batches, device: torch.device) -> float:
-    """Return the gradient norm of the mean loss over all targets."""
+    """Return the gradient norm of the mean loss over all targets.
+
+    The loss is torch's, of all logits at once: with the functions of a run, a mistake in these
+    would be on both sides.
+    """
     module.train(False)
     count = 0
     for batch in _rows(batches):
-        summed_loss(module, batch, device, 0).backward()
+        logits = module(batch.tokens.to(device)).float().flatten(0, 1)
+        targets = batch.targets.to(device).flatten()
+        F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum").backward()
         count += int((batch.targets != IGNORED).sum())
     gradients = [each.grad for each in module.parameters() if each.grad is not None]
     return float(torch.nn.utils.get_total_norm(gradients)) / count

@@ -7,6 +7,7 @@ import pytest
 
 from fsdpctl.cli.app import main
 from tests.cli.run import TINY, fsdpctl, invoke, make_text
+from tests.train.chats import make_chat_model, make_chats
 
 
 @pytest.fixture
@@ -69,18 +70,35 @@ def test_a_sequence_longer_than_the_data_is_refused(words):
     assert (code, "longer than the data" in said) == (2, True)
 
 
-def test_too_little_data_is_refused_unless_the_length_is_set(words, tmp_path):
-    (tmp_path / "words.txt").write_text("abc" * 533)
+@pytest.mark.parametrize(
+    ("count", "fraction", "said"),
+    [
+        (533, 0, "1,599 tokens are too few to train on; expected"),
+        (534, 0.02, "1,570 tokens are too few to train on (data.val_fraction=0.02 keeps 32 more"),
+    ],
+    ids=["whole", "shared"],
+)
+def test_too_little_data_is_refused_unless_the_length_is_set(
+    words, tmp_path, count, fraction, said
+):
+    (tmp_path / "words.txt").write_text("abc" * count)
     kept = [word for word in words if not word.startswith(("train.seq_len", "data.val_fraction"))]
-    little = [*kept, "data.val_fraction=0", "--dry-run"]
-    code, said = invoke("train", *little)
-    assert (code, "1,599 tokens are too few" in said, "set train.seq_len" in said) == (
-        2,
-        True,
-        True,
-    )
-    code, said = invoke("train", *little, "train.seq_len=2")
-    assert code == 0, said
+    little = [*kept, f"data.val_fraction={fraction}", "--dry-run"]
+    code, text = invoke("train", *little)
+    assert (code, said in text, "set train.seq_len" in text, "\n" in text.strip()) == (
+        2, True, True, False,
+    ), text  # fmt: skip
+    code, text = invoke("train", *little, "train.seq_len=2")
+    assert code == 0, text
+
+
+def test_too_few_chats_are_refused_unless_the_length_is_set(tmp_path):
+    chats, model = make_chats(tmp_path / "chats.jsonl", 1), make_chat_model(tmp_path, "llama")
+    few = ["model=hf", f"model.path={model}", "data=chat", f"data.path={chats}", "--dry-run"]
+    code, text = invoke("train", *few)
+    assert (code, "tokens are too few to train on" in text) == (2, True), text
+    code, text = invoke("train", *few, "train.seq_len=64")
+    assert code == 0, text
 
 
 def test_a_folder_of_something_else_is_left_alone(words, tmp_path):

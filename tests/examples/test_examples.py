@@ -61,6 +61,17 @@ def test_examples_are_valid_by_the_published_schemas(example: str, number: int) 
         jsonschema.validate(unknown, schema)
 
 
+def test_rented_nodes_install_what_they_are_given() -> None:
+    """The package is in no index."""
+    (task,) = documents("skypilot/train.yaml")
+    assert (task["workdir"], task["setup"].strip()) == (".", "pip install .")
+    (task,) = documents("dstack/train.dstack.yml")
+    (file,) = task["files"]
+    source, _, target = file.partition(":")
+    assert (EXAMPLES / "dstack" / source).resolve() == EXAMPLES.parent / "dist"
+    assert task["commands"][0] == f"pip install {target}/*.whl"
+
+
 def test_every_example_has_a_schema() -> None:
     files = {f"{each.parent.name}/{each.name}" for each in EXAMPLES.glob("*/*.y*ml")}
     assert files == {example for example, _ in _SCHEMAS}

@@ -1,12 +1,16 @@
 """Where ranks meet."""
 
+import contextlib
 import re
 import socket
+import threading
 
 import psutil
 import pytest
 
+from fsdpctl.launch.nodes import connected_store
 from fsdpctl.launch.rendezvous import LOOPBACK, Rendezvous, bound_store
+from tests.cli.run import fsdpctl
 from tests.test_architecture import package_sources
 
 
@@ -31,6 +35,41 @@ def test_a_store_listens_on_its_address_alone():
         with pytest.raises(OSError, match="refused"):
             socket.create_connection((own, port), timeout=1)
     del store
+
+
+def _greet(server: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the server is closed
+        while True:
+            with server.accept()[0] as connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.9" * 9)
+
+
+@pytest.mark.parametrize("kind", ["silent", "talking", "closed"])
+def test_a_wrong_endpoint_is_an_error_of_one_line(kind, tmp_path):
+    said = {"closed": "node 0 not reachable within 2 s (launch.timeout): Connection refused; start"}
+    with socket.create_server((LOOPBACK, 0)) as server:
+        where = f"{LOOPBACK}:{server.getsockname()[1]}"
+        if kind == "closed":
+            server.close()
+        elif kind == "talking":
+            threading.Thread(target=_greet, args=(server,), daemon=True).start()
+        node = ["launch.nnodes=2", "launch.node_rank=1", "launch.timeout=2", "launch.device=cpu"]
+        found = fsdpctl("check-nodes", *node, f"launch.rdzv_endpoint={where}", cwd=tmp_path)
+    assert found.returncode == 2
+    expected = said.get(kind, "another program listens there")
+    assert found.stderr.startswith(f"fsdpctl: {where}: {expected}")
+    assert len(found.stderr.splitlines()) == 1
+
+
+def test_node_0_may_start_later():
+    store, port = bound_store(LOOPBACK)
+    del store
+    later: list[object] = []
+    timer = threading.Timer(1, lambda: later.append(bound_store(LOOPBACK, port)[0]))
+    timer.start()
+    connected_store(LOOPBACK, port, 20).set("key", "value")
+    timer.join()
+    assert len(later) == 1
 
 
 def test_every_round_has_its_own_store():

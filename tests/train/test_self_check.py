@@ -1,7 +1,8 @@
 """The check of the first step: each planted mistake is named, and a correct run passes."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,9 @@ from fsdpctl.models import attention
 from fsdpctl.models.context import to_tokens
 from fsdpctl.models.documents import Documents
 from fsdpctl.models.transformers_decoder import TransformersDecoder
-from fsdpctl.train import assemble, loss, step
+from fsdpctl.optim.adamw import ShardedAdamW
+from fsdpctl.train import assemble, loss, small_copy, step
+from fsdpctl.train.callbacks import self_check
 from tests.distributed import distributed
 from tests.train.chats import make_chat_model, make_chats
 from tests.train.ranks import made, words
@@ -35,6 +38,15 @@ def _cut_off(module: nn.Module) -> None:
     layer.forward = lambda x, *more: x + 0 * forward(x, *more).detach()
 
 
+def _moments_in(dtype: torch.dtype) -> Any:
+    plain = ShardedAdamW.__init__
+
+    def changed(*args: Any, **named: Any) -> None:
+        plain(*args, **{**named, "state_dtype": dtype})
+
+    return mock.patch.object(ShardedAdamW, "__init__", changed)
+
+
 def _module_with(change: Callable[[nn.Module], None]) -> Any:
     make = assemble.make_module
 
@@ -46,8 +58,17 @@ def _module_with(change: Callable[[nn.Module], None]) -> Any:
     return mock.patch.object(assemble, "make_module", changed)
 
 
-def _divided(*about: Any) -> torch.Tensor:
-    return loss.summed_loss(*about) / 2
+def _divided(*about: Any, plain: Any = loss.summed_loss) -> Any:
+    return plain(*about) / 2
+
+
+@contextmanager
+def _divided_everywhere() -> Iterator[None]:
+    """The loss is divided in the function itself."""
+    with ExitStack() as stack:
+        for module in (loss, step, self_check, small_copy):
+            stack.enter_context(mock.patch.object(module, "summed_loss", _divided))
+        yield
 
 
 def _counted_twice(*args: Any, **named: Any) -> Any:
@@ -60,6 +81,15 @@ def _balance(
     decoder: Any, hidden: Any, outputs: Any, plain: Any = TransformersDecoder._balance
 ) -> Any:
     return plain(decoder, hidden, outputs).detach()
+
+
+def _unbalanced_in_chunks(
+    decoder: Any, tokens: Any, targets: Any = None, chunk: int | None = None, *more: Any,
+    plain: Any = TransformersDecoder.forward, **named: Any,
+) -> Any:  # fmt: skip
+    setting = "none" if chunk else decoder._aux_loss
+    with mock.patch.object(decoder, "_aux_loss", setting):
+        return plain(decoder, tokens, targets, chunk, *more, **named)
 
 
 def _of_other_heads(mixed: torch.Tensor, context: Any) -> torch.Tensor:
@@ -89,7 +119,12 @@ TEXT: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: mock.patch.object(Precision, "dtype_of_master", return_value=torch.bfloat16),
         "master_dtype is bfloat16; precision.master_dtype=float32",
     ),
+    "moments": (
+        lambda: _moments_in(torch.bfloat16),
+        "exp_avg is bfloat16; expected float32 (optimizer.state_dtype=auto)",
+    ),
     "divided": (lambda: mock.patch.object(step, "summed_loss", _divided), "gradient norm "),
+    "divided everywhere": (_divided_everywhere, "gradient norm "),
     "counted": (
         lambda: mock.patch.object(step, "record_step", _counted_twice),
         "loss over 384 tokens; expected 192",
@@ -110,6 +145,10 @@ CHATS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "auxiliary": (
         lambda: mock.patch.object(TransformersDecoder, "_balance", _balance),
+        "the auxiliary loss of the routers has no gradient",
+    ),
+    "auxiliary in chunks": (
+        lambda: mock.patch.object(TransformersDecoder, "forward", _unbalanced_in_chunks),
         "the auxiliary loss of the routers has no gradient",
     ),
 }
@@ -150,6 +189,29 @@ def test_mistakes_are_found_where_ranks_share_samples(tmp_path):
     check(world_size=2, typed=words(tmp_path, 2, *more), folder=str(tmp_path), names=list(SHARED))
 
 
+@distributed(timeout=150)
+def check_moments(
+    rank: int, world_size: int, typed: list[str], folder: str, kinds: list[str]
+) -> None:
+    """Train with the moments of each kind, and with float32 in place of 8 bits."""
+    for number, kind in enumerate(kinds):
+        more = [*typed, *kind.split()]
+        assert not _found(more, f"{folder}/{number}", mock.patch.dict({})), kind
+    found = _found(
+        [*typed, "optimizer.state_dtype=int8"], f"{folder}/8", _moments_in(torch.float32)
+    )
+    assert "exp_avg is float32; expected int8 (optimizer.state_dtype=int8)" in found
+
+
+def test_moments_may_have_every_dtype(tmp_path):
+    kinds = [
+        "optimizer.state_dtype=int8", "optimizer.state_dtype=bfloat16", "optimizer=sgd",
+        "optimizer=muon strategy=shard_optimizer", "precision=bf16_true",
+    ]  # fmt: skip
+    typed = words(tmp_path, 2, "train.steps=2", "train.self_check=auto")
+    check_moments(world_size=2, typed=typed, folder=str(tmp_path), kinds=kinds)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "llama"])
 def test_mistakes_are_found_with_packed_chats(tmp_path, family):
@@ -160,7 +222,7 @@ def test_mistakes_are_found_with_packed_chats(tmp_path, family):
         *(kind or ["model=hf"]), f"model.path={model}", "data=chat", f"data.path={chats}",
         "train.seq_len=64", "train.global_batch_size=4", "train.steps=2", "train.self_check=auto",
         "launch.nproc_per_node=2", "launch.device=cpu", "data.val_fraction=0",
-        "train.sample_tokens=0", "precision=fp32",
+        "train.sample_tokens=0", "precision=fp32", "train.loss_chunk_tokens=32",
     ]  # fmt: skip
     names = list(CHATS) if kind else ["leak"]
     check(world_size=2, typed=typed, folder=str(tmp_path), names=names)

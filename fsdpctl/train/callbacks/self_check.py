@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fsdpctl.codes import CODES, SCALES
 from fsdpctl.config.any_decoder import TRANSFORMERS
 from fsdpctl.config.peft import is_adapter
+from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import MicroBatch
 from fsdpctl.data.documents import IGNORED
 from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import SelfCheckError
 from fsdpctl.models.parts import evaluating
-from fsdpctl.plan.states import SPLIT
+from fsdpctl.plan.states import SPLIT, is_compressible
 from fsdpctl.run.step_metrics import StepMetrics
 from fsdpctl.shards import FlatShard
 from fsdpctl.train.callback import Callback
@@ -85,7 +87,7 @@ class SelfCheck(Callback):
 
     def _findings(self, run: "Trainer") -> Iterator[str]:
         """Yield what is wrong, the same on every rank. Collective."""
-        own = [*_dtype_findings(run), *_frozen_findings(run)]
+        own = [*_dtype_findings(run), *_moment_findings(run), *_frozen_findings(run)]
         norms = {unit: float(norm) for unit, norm in self._norms.items()}
         tokens = _own_tokens(run)
         everyone = run.ranks.gather_objects((own, norms, tokens))
@@ -113,6 +115,29 @@ def _dtype_findings(run: "Trainer") -> Iterator[str]:
                 expected = "bfloat16"  # of which the rest is kept apart
             if expected is not None and found != expected:
                 yield f"{unit or 'the root'}: {key} is {found}; precision.{key}={expected}"
+
+
+def _moment_findings(run: "Trainer") -> Iterator[str]:
+    config, optimizer = run.parts.config, run.parts.optimizer
+    if not isinstance(run.parts.model, ShardedModel):
+        return
+    setting = f"optimizer.state_dtype={config.optimizer.state_dtype or 'auto'}"
+    for stepped, states in optimizer.run_states():
+        pieces = stepped.shard.layout.pieces(stepped.span)
+        expected = _moment_dtype(config, any(is_compressible(each.param) for each in pieces))
+        for name, values in states.items():
+            found = "int8" if CODES in name else str(values.dtype).removeprefix("torch.")
+            if name != "step" and SCALES not in name and expected is not None and found != expected:
+                unit = stepped.shard.unit or "the root"
+                yield f"{unit}: {name} is {found}; expected {expected} ({setting})"
+
+
+def _moment_dtype(config: Config, may_be_compressed: bool) -> str | None:
+    """Return the dtype of an optimizer's moments; None: unknown."""
+    if config.optimizer.state_dtype is not None:
+        return config.optimizer.state_dtype if may_be_compressed else "float32"
+    master = config.precision.master_dtype
+    return "float32" if master == SPLIT else master
 
 
 def _frozen_findings(run: "Trainer") -> Iterator[str]:
