@@ -43,8 +43,9 @@ def heading(first: "RunEstimate") -> list[str]:
         f"{precision.master_dtype} master weights{base}",
         f"step    {first.tokens_per_step:,} tokens{raised}: each {who} "
         f"{batches.num_micro_batches} x {batches.micro_batch_size} samples of "
-        f"{config.train.seq_len}; accumulation {config.accumulation.name}; activation checkpointing {recomputes}{compiled}; prefetch "
-        f"{prefetch.forward} forward, {prefetch.backward} backward",
+        f"{config.train.seq_len}; accumulation {config.accumulation.name}; "
+        f"activation checkpointing {recomputes}{compiled}; "
+        f"prefetch {prefetch.forward} forward, {prefetch.backward} backward",
         "",
     ]
 
