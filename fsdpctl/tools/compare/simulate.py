@@ -143,7 +143,7 @@ class SimulatedComparison:
 
     @property
     def notes(self) -> list[str]:
-        """What to know about the predictions, a line each."""
+        """Notes on the predictions, a line each."""
         predicted = [(each.config, each.step) for each in self._variants if each.step is not None]
         found = [
             f"train.global_batch_size={config.train.global_batch_size}: a sample per rank is "
