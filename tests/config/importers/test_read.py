@@ -136,6 +136,17 @@ def test_the_command_line_overrides_the_file():
     assert ours.engine.name == "fsdpctl"  # fully_shard has no such strategy
 
 
+@pytest.mark.parametrize(("key", "dtype"), [("load_in_4bit", "nf4"), ("load_in_8bit", "int8")])
+def test_a_model_on_the_command_line_keeps_the_quantized_base(tmp_path, key, dtype):
+    text = AXOLOTL.replace("meta-llama/Llama-3.1-8B", "some/unknown")
+    file = written(tmp_path, f"{text}adapter: lora\nlora_r: 8\n{key}: true\n")
+    found = asked(file, "model=llama3_8b")
+    assert found.composed.config.model.base_dtype == dtype
+    assert f"model.base_dtype={dtype}" not in found.overridden
+    typed = asked(file, "model=llama3_8b", "model.base_dtype=auto")
+    assert typed.composed.config.model.base_dtype is None
+
+
 def test_errors_on_the_command_line_do_not_name_the_file():
     with pytest.raises(UsageError) as caught:
         asked("axolotl-full.yaml", "train.seq_length=3")
