@@ -13,6 +13,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_path, with_model
+from fsdpctl.config.importers.source_config import NO_TOML
 from fsdpctl.config.keys import AUTO, Value
 from fsdpctl.config.recipe import (
     check_config_dir,
@@ -27,7 +28,7 @@ from fsdpctl.config.recipe import (
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
 from fsdpctl.config.serialize import to_config
 from fsdpctl.config.synonyms import hint
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import UsageError, first_of
 from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE, with_resharding
 
 _OPTIONS = ("--recipe", "--config-dir", "--resume", "--dry-run", "--print-config", "--help")
@@ -130,6 +131,8 @@ def _split(word: str) -> Pair:
         raise UsageError(
             f"{name}: settings of Hydra are not supported; `fsdpctl list` shows all keys"
         )
+    if word.endswith(".toml") and name not in KEYS:
+        raise UsageError(f"{word}: {NO_TOML}")
     if not equals:
         raise UsageError(
             f"{word}: expected KEY=VALUE, without spaces around the ={_meant_by(word)}"
@@ -146,8 +149,8 @@ def _meant_by(word: str) -> str:
     for group in GROUPS:
         if word in choices_of(group):
             return f"; did you mean {group}={word}?"
-    if word.endswith((".toml", ".json")):
-        return "; recipes are YAML files; `estimate-memory --from` reads those of other tools"
+    if word.endswith(".json"):
+        return "; recipes are YAML files"
     if os.path.exists(word):
         return f"; to train on the text, pass data=text data.path={word}"
     return hint(word, [*KEYS, *GROUPS])
@@ -171,9 +174,9 @@ def _check_known(pairs: Sequence[Pair], config_dir: Path | None) -> None:
             errors[name] = error
     if errors:
         first, *others = errors
-        hints = [(name, hint(name, [])) for name in others]
+        hints = [(name, hint(name, [])) for name in others if name not in GROUPS]
         listed = [f"{name} ({text[2:]})" if text else name for name, text in hints]
-        more = f"; also unknown: {', '.join(listed)}" if listed else ""
+        more = f"; also unknown: {first_of(listed)}" if listed else ""
         raise UsageError(f"{errors[first]}{more}")
 
 

@@ -97,6 +97,8 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
         ("train.epochs=0", ["train.epochs"]),
         ("--lr=3", ["KEY=VALUE", "optimizer.lr"]),
         ("--recpie", ["--recipe"]),
+        ("tt.toml", ["TOML files, such as torchtitan's, are not read"]),
+        ("job.config_file=tt.toml", ["TOML files, such as torchtitan's, are not read"]),
         ("launch.nproc_per_node=0", ["from 1"]),
     ],
 )
@@ -186,6 +188,10 @@ def test_the_command_line_overrides_the_recipe(recipe):
         ("train.steps: 3\ntrain: {steps: 4}\n", "given twice"),
         ("train.stepz: 3\n", "did you mean train.steps?"),
         ("defaults: {model: x}\n", "defaults.model"),
+        ("base_model: x\nlr: 1\n", "axolotl; `fsdpctl estimate-memory --from FILE` estimates"),
+        ("distributed_type: FSDP\n", "a file of accelerate"),
+        ("optimizer: adamw8bit\nmodel: y\n", "(adamw, muon, sgd)$"),
+        ("".join(f"a{number}: x\n" for number in range(20)), "a4, a5 and 14 more"),
     ],
 )
 def test_an_invalid_recipe_is_rejected(tmp_path, content, word):
@@ -193,13 +199,15 @@ def test_an_invalid_recipe_is_rejected(tmp_path, content, word):
     file.write_text(content)
     with pytest.raises(UsageError) as caught:
         compose_config([], str(file))
-    assert word in str(caught.value)
+    assert word in f"{caught.value}$"
     assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_recipe_lists_the_existing_ones():
     with pytest.raises(UsageError, match="quick"):
         compose_config([], "quik")
+    with pytest.raises(UsageError, match="TOML files, such as torchtitan's, are not read"):
+        compose_config([], "tt.toml")
 
 
 def test_a_config_directory_adds_options(tmp_path):

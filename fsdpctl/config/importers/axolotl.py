@@ -77,11 +77,6 @@ _UNUSED = (
 )  # fmt: skip
 
 
-def is_axolotl(source: SourceConfig) -> bool:
-    """Return whether a YAML file is a configuration of axolotl."""
-    return "base_model" in source
-
-
 def read_axolotl(source: SourceConfig) -> Translation:
     """Translate a configuration.
 

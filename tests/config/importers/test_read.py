@@ -305,7 +305,7 @@ def test_training_that_cannot_be_estimated_is_rejected(tmp_path, lines, part):
     ("name", "text", "part"),
     [
         ("run.py", "import os; os._exit(9)", "expected the YAML file of axolotl"),
-        ("run.toml", "x = 1", "not supported"),
+        ("run.toml", "x = 1", "TOML files, such as torchtitan's, are not read"),
         ("run.yaml", "model: llama3_8b\nstrategy: full_shard\n", "--recipe"),
         ("run.yaml", "model_name_or_path: x\nstage: sft\n", "unknown format"),
         ("run.yaml", "- a\n- b\n", "expected a mapping"),
