@@ -63,6 +63,18 @@ def test_rotary_scaling_without_effect_is_refused(words, more, said):
     assert (found[0], said in found[1]) == (2, True), found
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("a.jsonl", "only valid with data=chat, data=text or data=tokens"),
+        ("a.txt", "only valid with data=text, data=chat or data=tokens"),
+    ],
+)
+def test_a_path_without_a_kind_of_data_names_the_kinds(path, said):
+    code, found = invoke("train", f"data.path={path}")
+    assert (code, said in found) == (2, True), found
+
+
 def test_a_sequence_longer_than_the_data_is_refused(words):
     kept = [word for word in words if not word.startswith("train.seq_len")]
     code, said = invoke("train", *kept, "model.max_seq_len=1e6", "train.seq_len=30000")
