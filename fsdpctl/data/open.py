@@ -46,7 +46,7 @@ def open_data(config: DataConfig, seed: int = 0, on_rows: OnRows = lambda count:
     tokenizer = open_tokenizer(config.tokenizer)
     text, where = _read(config)
     train, val = _split(text, config)
-    skipped = left_out(text)
+    skipped = left_out(text.skipped)
     files = "file" if len(text.documents) == 1 else "files"
     return DataSet(
         _encode(tokenizer, train),

@@ -291,14 +291,18 @@ def test_an_inspection_begins_with_a_summary_and_weights(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("count", "said"), [(1, "1 binary file skipped"), (2, "2 binary files skipped")]
+    ("count", "said"),
+    [
+        (1, "1 file skipped: 0.bin (not UTF-8 at byte 1)"),
+        (3, "3 files skipped: 0.bin (not UTF-8 at byte 1), 1.bin (not UTF-8 at byte 1) and 1 more"),
+    ],
 )
 def test_one_file_is_no_files(words, tmp_path, count, said):
     folder = tmp_path / "texts"
     folder.mkdir()
     make_text(folder)
     for number in range(count):
-        (folder / f"{number}.bin").write_bytes(b"\0")
+        (folder / f"{number}.bin").write_bytes(b"\xe9")
     kept = [word for word in words if not word.startswith("data.path")]
     assert said in dry_run(*kept, f"data.path={folder}")
 
