@@ -141,6 +141,16 @@ def test_list_shows_choices_and_keys(group):
 def test_list_of_an_unknown_group_names_the_nearest():
     code, said = invoke("list", "modle")
     assert (code, "did you mean model?" in said) == (2, True)
+    code, said = invoke("list", "data.packng")
+    assert (code, "did you mean data.packing?" in said) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["data.packing", "checkpoint.every", "model.lora"])
+def test_list_shows_a_key_or_the_keys_of_a_subsection(name):
+    code, said = invoke("list", name)
+    assert (code, f"{name}" in said, "data.path" in said) == (0, True, False)
+    code, said = invoke("list", name, "--json")
+    assert all(each["name"].startswith(name) for each in json.loads(said)[0]["keys"])
 
 
 @pytest.mark.parametrize(
