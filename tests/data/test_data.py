@@ -195,7 +195,10 @@ def _spoil(path, **changes):
     ("spoil", "word"),
     [
         (lambda path: path.unlink(), "no such token file"),
-        (lambda path: path.with_suffix(".json").unlink(), "the header t.json is missing"),
+        (
+            lambda path: path.with_suffix(".json").unlink(),
+            "the header t.json is missing; `fsdpctl tok",
+        ),
         (lambda path: path.with_suffix(".json").write_text("{"), "not JSON"),
         (lambda path: path.with_suffix(".json").write_text("{}"), "not the header"),
         (lambda path: path.write_bytes(b"abc"), "3 bytes"),
