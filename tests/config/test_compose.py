@@ -118,6 +118,8 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
         ("parallelism_config_tp_size=2", ["does not support tensor parallelism"]),
         ("--use-qlora", ["model.base_dtype=nf4"]),
         ("Train.Steps=2", ["use train.steps"]),
+        ("data.path=", ["data.path=: empty; expected a path"]),
+        ("data.packing=x", ["expected true, false or auto"]),
         ("tt.toml", ["TOML files, such as torchtitan's, are not read"]),
         ("job.config_file=tt.toml", ["TOML files, such as torchtitan's, are not read"]),
         ("launch.nproc_per_node=0", ["from 1"]),
