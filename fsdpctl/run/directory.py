@@ -79,12 +79,12 @@ def read_config(run_dir: Path) -> Config:
     Raises:
         UsageError: If it is corrupted or of another version of fsdpctl.
     """
+    file = run_dir / RUN_CONFIG
     try:
-        return config_from_words(dict(read_recipe(run_dir / RUN_CONFIG)))
+        return config_from_words(dict(read_recipe(file)))
     except UsageError as error:
-        raise UsageError(
-            f"{run_dir / RUN_CONFIG}: corrupted, or written by another version: {error}"
-        ) from None
+        problem = str(error).removeprefix(f"{file}: ")
+        raise UsageError(f"{file}: corrupted, or written by another version: {problem}") from None
 
 
 def look(config: Config, resume: str, fresh: Path | None = None) -> Look:
@@ -102,6 +102,10 @@ def look(config: Config, resume: str, fresh: Path | None = None) -> Look:
     config = replace(config, train=replace(config.train, run_dir=str(fresh)))
     if resume == "never":
         return Look(config, Standing.NEW, 0)
+    if not Path(resume).expanduser().exists():
+        raise UsageError(
+            f"--resume {resume}: not found; expected auto, never, or a run or checkpoint"
+        )
     source = find_checkpoint(Path(resume).expanduser())
     manifest = CheckpointReader(source).manifest
     before, now = manifest.config, config_words(config)

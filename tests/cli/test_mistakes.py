@@ -104,6 +104,18 @@ def test_a_folder_of_something_else_is_left_alone(words, tmp_path):
     assert [each.name for each in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
 
+def test_a_source_to_resume_from_must_exist(words):
+    code, said = invoke("train", *words, "--resume=maybe")
+    assert (code, "--resume maybe: not found; expected auto, never, or a run" in said) == (2, True)
+
+
+def test_a_damaged_configuration_is_named_once(words, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("a: [")
+    code, said = invoke("train", *words, "train.run_dir=run")
+    assert (code, said.count("config.yaml"), "corrupted" in said) == (2, 1, True), said
+
+
 def test_dry_run_shows_units_and_writes_nothing(words, tmp_path):
     code, said = invoke("train", "--dry-run", *words)
     assert code == 0
