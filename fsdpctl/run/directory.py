@@ -87,6 +87,16 @@ def read_config(run_dir: Path) -> Config:
         raise UsageError(f"{file}: corrupted, or written by another version: {problem}") from None
 
 
+def check_is_no_file(run_dir: Path) -> None:
+    """Check that a run directory doesn't exist or is a directory.
+
+    Raises:
+        UsageError: If it is a file.
+    """
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UsageError(f"train.run_dir={run_dir}: expected a directory, got a file")
+
+
 def look(config: Config, resume: str, fresh: Path | None = None) -> Look:
     """Find out what `--resume RESUME` means for `config` and its run directory. Writes nothing.
 
@@ -143,8 +153,7 @@ def _fresh_run_dir(run_dir: Path) -> Path:
 
 def _look_for_resume(config: Config) -> Look:
     run_dir = Path(str(config.train.run_dir))
-    if run_dir.exists() and not run_dir.is_dir():
-        raise UsageError(f"train.run_dir={run_dir}: expected a directory, got a file")
+    check_is_no_file(run_dir)
     nearest_folder = next(each for each in (run_dir, *run_dir.parents) if each.exists())
     if not (nearest_folder.is_dir() and os.access(nearest_folder, os.W_OK)):
         raise UsageError(f"train.run_dir={run_dir}: {nearest_folder} is not writable")

@@ -116,6 +116,12 @@ def test_a_damaged_configuration_is_named_once(words, tmp_path):
     assert (code, said.count("config.yaml"), "corrupted" in said) == (2, 1, True), said
 
 
+@pytest.mark.parametrize("name", ["train", "check-nodes"])
+def test_a_file_is_no_run_directory(words, name):
+    code, said = invoke(name, *words, "train.run_dir=words.txt")
+    assert (code, "expected a directory, got a file" in said) == (2, True), said
+
+
 def test_dry_run_shows_units_and_writes_nothing(words, tmp_path):
     code, said = invoke("train", "--dry-run", *words)
     assert code == 0
