@@ -26,7 +26,7 @@ from fsdpctl.config.recipe import (
     refuse_commands,
 )
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
-from fsdpctl.config.serialize import to_config
+from fsdpctl.config.serialize import known_key, to_config
 from fsdpctl.config.synonyms import hint
 from fsdpctl.errors import UsageError, first_of
 from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE, with_resharding
@@ -204,21 +204,18 @@ def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
 def _values_of_choices(choices: dict[str, str], config_dir: Path | None) -> dict[str, Value]:
     """Return the values in the files of the selected options, and defaults for other keys."""
     ours = {group: choice for group, choice in choices.items() if choice in choices_of(group)}
-    pairs = list(_texts(_composed_by_hydra(ours)))
+    values = {name: each.default for name, each in KEYS.items()}
+    values |= {name: KEYS[name].parse(text) for name, text in _texts(_composed_by_hydra(ours))}
     for section, choice in choices.items():
         if section not in ours:
             assert config_dir is not None
             file = config_dir / section / f"{choice}.yaml"
-            pairs += ((f"{section}.{word}", text) for word, text in own_choice(file))
-    values = {name: each.default for name, each in KEYS.items()}
-    for name, text in pairs:
-        if name not in KEYS:
-            section = name.split(".")[0]
-            raise UsageError(
-                f"the file of {section}={choices[section]}: {name}: no such key"
-                f"{hint(name, list(KEYS))}"
-            )
-        values[name] = KEYS[name].parse(text)
+            for word, text in own_choice(file):
+                try:
+                    name = f"{section}.{word}"
+                    values[name] = known_key(name).parse(text)
+                except UsageError as error:
+                    raise UsageError(f"{file}: {error}") from None
     return values
 
 

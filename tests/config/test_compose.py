@@ -239,7 +239,10 @@ def test_a_config_directory_adds_options(tmp_path):
     config = compose_config(["model=mine"], config_dir=tmp_path).config
     assert (config.model.name, config.model.num_layers) == ("mine", 7)
     (tmp_path / "model" / "bad.yaml").write_text("layers: 7\n")
-    with pytest.raises(UsageError, match="model.layers: no such key"):
+    with pytest.raises(UsageError, match=r"model/bad\.yaml: model\.layers: no such key"):
+        compose_config(["model=bad"], config_dir=tmp_path)
+    (tmp_path / "model" / "bad.yaml").write_text("num_layers: many\n")
+    with pytest.raises(UsageError, match=r"model/bad\.yaml: model\.num_layers=many: expected"):
         compose_config(["model=bad"], config_dir=tmp_path)
 
 
