@@ -11,13 +11,18 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from fsdpctl.cli.checkpoint import Source, found_checkpoint
+from fsdpctl.cli.checkpoint import found_checkpoint
 from fsdpctl.cli.config_args import ConfigArguments, Settings, normalized
 from fsdpctl.cli.console import CONVERSATIONS, count_of, emit, err, say
 
+Weights = Annotated[
+    Path,
+    typer.Argument(metavar="SRC", help="A run, a checkpoint, or a Hugging Face directory."),
+]
+
 
 def sample(  # noqa: PLR0913  # each is an option
-    source: Source,
+    source: Weights,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     chat: Annotated[
         bool,
@@ -66,12 +71,6 @@ def _user_messages() -> Iterator[str]:
         while True:
             if message := input(shown).strip():
                 yield message
-
-
-Weights = Annotated[
-    Path,
-    typer.Argument(metavar="SRC", help="A run, a checkpoint, or a Hugging Face directory."),
-]
 
 
 def evaluate(

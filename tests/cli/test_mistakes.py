@@ -190,6 +190,16 @@ def test_a_source_without_a_checkpoint_is_a_usage_error(name, tmp_path):
     assert (code, "no complete checkpoint" in said) == (2, True)
 
 
+def test_adapters_alone_are_named(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    code, said = invoke("sample", str(tmp_path))
+    assert (code, "only PEFT adapters, without the model" in said) == (2, True)
+
+
+def test_sample_lists_what_it_takes():
+    assert "a Hugging Face directory" in " ".join(invoke("sample", "--help")[1].split())
+
+
 def test_a_consolidation_with_nonsense_is_refused(tmp_path):
     assert invoke("consolidate-checkpoint", "x", "y", "--dtype", "float3")[0] == 2
     code, said = invoke("consolidate-checkpoint", "x", "y", "--max-file-size", "five")
