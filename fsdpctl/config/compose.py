@@ -4,6 +4,7 @@ Hydra composes the options. Values never pass through its grammar, so any file n
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,8 +197,13 @@ def _check_one(name: str, text: str, config_dir: Path | None) -> None:
 
 
 def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
-    if group == "model" and ("/" in text or os.path.isdir(text)):
-        return f"; model={FROM_PATH} model.path={text} loads a directory"
+    if group == "model":
+        if "/" in text or os.path.isdir(text):
+            return f"; model={FROM_PATH} model.path={text} loads a directory"
+        # llama4 is another model than llama3, however near the name.
+        size = re.findall(r"\d+", text)
+        same = [x for x in choices if x.startswith(text) or re.findall(r"\d+", x) == size]
+        return hint(text, same) or f"; model={FROM_PATH} model.path=DIR loads another model"
     return hint(text, list(choices))
 
 

@@ -120,6 +120,8 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
         ("Train.Steps=2", ["use train.steps"]),
         ("data.path=", ["data.path=: empty; expected a path"]),
         ("data.packing=x", ["expected true, false or auto"]),
+        ("model=llama4", ["no such option; model=hf model.path=DIR loads another model (gpt2,"]),
+        ("model=llama3-8b", ["did you mean llama3_8b?"]),
         ("tt.toml", ["TOML files, such as torchtitan's, are not read"]),
         ("job.config_file=tt.toml", ["TOML files, such as torchtitan's, are not read"]),
         ("launch.nproc_per_node=0", ["from 1"]),
