@@ -53,7 +53,7 @@ def read_text(path: str, key: str = "data.path") -> Text:
             raise UsageError(f"{key}={path}: {file}: {error.strerror}") from None
         if problem := _problem_in(content):
             if len(files) == 1:
-                raise UsageError(f"{key}={path}: {_next_step(problem)}")
+                raise UsageError(f"{key}={file}: {_next_step(problem)}")
             skipped.append(f"{file.name} ({problem})")
         elif content:
             documents.append(content)

@@ -150,11 +150,11 @@ def test_strategies_are_known_by_their_other_names(word, ours):
 
 
 def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path):
-    file = tmp_path / "axolotl.yaml"
-    file.write_text("base_model: x\nsequence_len: 4\nadapter: lora\noptimizer.lr: 1\n")
+    file = tmp_path / "mine.yaml"
+    file.write_text("model_name_or_path: x\nsequence_len: 4\nadapter: lora\noptimizer.lr: 1\n")
     code, said = invoke("train", str(file), "--dry-run")
     assert code == 2
-    assert "base_model: no such key; use model=hf and model.path" in said
+    assert "model_name_or_path: no such key; use model=hf and model.path" in said
     assert "also unknown: sequence_len (use train.seq_len), adapter (use model.lora" in said
 
 
