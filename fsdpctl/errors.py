@@ -13,7 +13,7 @@ FsdpctlError            1   something failed
 import difflib
 import errno
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 # Signals that request a run to save and stop.
 STOP_SIGNALS = (
@@ -67,6 +67,12 @@ class InterruptError(FsdpctlError):
 
 class EngineError(FsdpctlError):
     """The sharded model was called in an order or with values that it cannot serve."""
+
+
+def first_of(names: Sequence[str], most: int = 5) -> str:
+    """List `names`, at most `most` of them, with the number of the others."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from fsdpctl.checkpoint.publish import new_directory
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.tensor_file import sync
 from fsdpctl.config.model_path import CHECKPOINTS, is_hugging_face
+from fsdpctl.config.peft import ADAPTER_CONFIG
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, UsageError
@@ -93,6 +94,11 @@ def find_checkpoint(source: Path) -> Path:
         hint = (
             ". It is a Hugging Face directory: pass it as model=hf model.path=DIR, or to "
             "`fsdpctl sample` or `fsdpctl evaluate`"
+        )
+    elif (source / ADAPTER_CONFIG).is_file():
+        hint = (
+            ". It has only PEFT adapters, without the model: pass their run, or an export of it "
+            "without --format peft"
         )
     raise UsageError(f"{source}: no complete checkpoint found{hint}")
 

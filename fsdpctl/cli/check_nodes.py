@@ -63,10 +63,13 @@ def check_nodes(
 
 def _found(config: "Config", where: "Place") -> "Report":
     """Check with the ranks that this process starts, or as one of another launcher's."""
+    from fsdpctl.run.directory import check_is_no_file
     from fsdpctl.tools.check_worker import Request, check
 
+    run_dir = Path(config.train.run_dir or "runs")
+    check_is_no_file(run_dir)
     asked = Request(
-        str(Path(config.train.run_dir or "runs").absolute()),
+        str(run_dir.absolute()),
         config.launch.timeout,
         config.cluster.intra_bandwidth,
         config.cluster.inter_bandwidth,

@@ -134,9 +134,10 @@ def _report(
         comparison.configs, rows, *how, is_predicted=is_predicted, is_complete=is_complete
     )
     if folder is not None:
-        write_report(rows, about, folder)
-        if isinstance(comparison, SimulatedComparison):
-            comparison.write_traces(folder)
+        with refusing(f"--out {folder}"):
+            write_report(rows, about, folder)
+            if isinstance(comparison, SimulatedComparison):
+                comparison.write_traces(folder)
     if as_json:
         say(rows_as_json(rows))
     else:

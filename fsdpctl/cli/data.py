@@ -37,7 +37,9 @@ def tokenize(
     tokens = chosen.encode(text)
     with refusing(destination):
         write_token_file(destination, tokens, chosen, num_bytes=text.num_bytes)
-    say(f"{destination}: {len(tokens):,} tokens of {text.num_bytes:,} bytes{left_out(text)}")
+    say(
+        f"{destination}: {len(tokens):,} tokens of {text.num_bytes:,} bytes{left_out(text.skipped)}"
+    )
 
 
 def data(

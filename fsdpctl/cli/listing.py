@@ -24,7 +24,8 @@ _JSON_TYPES = {
 
 def list_choices(
     group: Annotated[
-        str | None, typer.Argument(help="Group or section to list, as in `fsdpctl list model`.")
+        str | None,
+        typer.Argument(help="Group, section or key to list, as in `fsdpctl list model`."),
     ] = None,
     config_dir: Annotated[
         Path | None, typer.Option(help="Directory with more options, a subdirectory per group.")
@@ -41,28 +42,32 @@ def list_choices(
     if json_schema:
         emit(json.dumps(_schema(config_dir), indent=2))
     elif as_json:
-        sections = [group] if group in SECTIONS else list(SECTIONS) if group is None else []
-        if not sections:
-            raise UsageError(_unknown(str(group)))
+        sections = list(SECTIONS) if group is None else [group]
         found = [_described(each, default, config_dir) for each in sections]
         recipes = {"name": "recipe", "default": None, "choices": recipe_names(), "keys": []}
         emit(json.dumps(found if group else [*found, recipes], indent=2))
     elif group is None:
         _list_everything(default, config_dir)
-    elif group in SECTIONS:
-        _list_section(group, default, config_dir)
     else:
-        raise UsageError(_unknown(group))
+        _list_section(group, default, config_dir)
 
 
 def _unknown(group: str) -> str:
     expected = ", ".join(SECTIONS)
-    return f"{group}: unknown group{hint(group, [*SECTIONS, *KEYS])} (expected {expected})"
+    return f"{group}: no such group or key{hint(group, [*SECTIONS, *KEYS])} (expected {expected})"
+
+
+def _keys_of(group: str) -> dict[str, Key]:
+    """Return the keys of a group, section or subsection, or the key of that name."""
+    found = {n: key for n, key in KEYS.items() if n == group or n.startswith(f"{group}.")}
+    if not found and group not in SECTIONS:
+        raise UsageError(_unknown(group))
+    return found
 
 
 def _described(section: str, default: Config, config_dir: Path | None) -> dict[str, Any]:
     """Return the options and keys of a group as the object to print."""
-    part = getattr(default, section)
+    keys, part = _keys_of(section), getattr(default, section.split(".")[0])
     is_group = section in GROUPS
     return {
         "name": section,
@@ -76,8 +81,7 @@ def _described(section: str, default: Config, config_dir: Path | None) -> dict[s
                 "allowed": key.allowed,
                 "meaning": key.meaning,
             }
-            for name, key in KEYS.items()
-            if name.startswith(f"{section}.")
+            for name, key in keys.items()
         ],
     }
 
@@ -145,7 +149,7 @@ def _list_everything(default: Config, config_dir: Path | None) -> None:
 
 
 def _list_section(section: str, default: Config, config_dir: Path | None) -> None:
-    part = getattr(default, section)
+    found, part = _keys_of(section), getattr(default, section.split(".")[0])
     if section in GROUPS:
         choices = _table("option", "description")
         for choice in choices_of(section, config_dir):
@@ -155,13 +159,12 @@ def _list_section(section: str, default: Config, config_dir: Path | None) -> Non
                 file = config_dir / section / f"{choice}.yaml"
             choices.add_row(marked, first_comment(file))
         out.print(choices)
-        if not any(name.startswith(f"{section}.") for name in KEYS):
+        if not found:
             return
         say()
     keys = _table("key", "default", "allowed", "meaning")
-    for name, key in KEYS.items():
-        if name.startswith(f"{section}."):
-            keys.add_row(name, _default(key, part), key.allowed, key.meaning)
+    for name, key in found.items():
+        keys.add_row(name, _default(key, part), key.allowed, key.meaning)
     out.print(keys)
 
 

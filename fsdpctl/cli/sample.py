@@ -11,13 +11,18 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from fsdpctl.cli.checkpoint import Source, found_checkpoint
+from fsdpctl.cli.checkpoint import found_checkpoint
 from fsdpctl.cli.config_args import ConfigArguments, Settings, normalized
 from fsdpctl.cli.console import CONVERSATIONS, count_of, emit, err, say
 
+Weights = Annotated[
+    Path,
+    typer.Argument(metavar="SRC", help="A run, a checkpoint, or a Hugging Face directory."),
+]
+
 
 def sample(  # noqa: PLR0913  # each is an option
-    source: Source,
+    source: Weights,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     chat: Annotated[
         bool,
@@ -68,12 +73,6 @@ def _user_messages() -> Iterator[str]:
                 yield message
 
 
-Weights = Annotated[
-    Path,
-    typer.Argument(metavar="SRC", help="A run, a checkpoint, or a Hugging Face directory."),
-]
-
-
 def evaluate(
     source: Weights,
     settings: Settings = None,
@@ -108,10 +107,13 @@ def evaluate(
         found = evaluate_run(
             opened, lambda done, total: progress.update(task, completed=done, total=total)
         )
+    is_seen = not other_data and not is_hugging_face(source)  # the run's own data
+    part = "validation" if opened.data.val else "training" if is_seen else "all"
     if as_json:
-        emit(json.dumps({"path": str(place), **asdict(found)}, indent=2))
+        emit(json.dumps({"path": str(place), "part": part, **asdict(found)}, indent=2))
         return
     bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
-    say(f"{place}: {opened.data.description}")
+    note = {"training": ", training data (no validation data)", "all": ", all data"}.get(part, "")
+    say(f"{place}: {opened.data.description}{note}")
     say(f"loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}{bits}")
     say(f"over {found.tokens:,} tokens in samples of {opened.config.train.seq_len}")

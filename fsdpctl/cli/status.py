@@ -83,7 +83,9 @@ def _rows(found: "Status") -> Iterator[tuple[str, str]]:
         )  # fmt: skip
         yield "memory", f"{format_bytes(found.peak_reserved_bytes)} peak on rank 0{of}"
     if found.starts > 1 or found.restarts:
-        yield "starts", f"{found.starts}; {found.restarts} restarts since step {found.since_step}"
+        words = "restart" if found.restarts == 1 else "restarts"
+        since = f"; {found.restarts} {words} since step {found.since_step}"
+        yield "starts", f"{found.starts}{since if found.restarts else ''}"
     if found.skipped_steps:
         yield (
             "skipped",

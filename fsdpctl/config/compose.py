@@ -4,6 +4,7 @@ Hydra composes the options. Values never pass through its grammar, so any file n
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from fsdpctl.config.from_path import FROM_PATH, values_of_adapters, values_of_path, with_model
+from fsdpctl.config.importers.source_config import NO_TOML
 from fsdpctl.config.keys import AUTO, Value
 from fsdpctl.config.recipe import (
     check_config_dir,
@@ -25,9 +27,9 @@ from fsdpctl.config.recipe import (
     refuse_commands,
 )
 from fsdpctl.config.schema import GROUPS, KEYS, LENGTHS, SECTIONS, SIZES, Config
-from fsdpctl.config.serialize import to_config
+from fsdpctl.config.serialize import known_key, to_config
 from fsdpctl.config.synonyms import hint
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import UsageError, first_of
 from fsdpctl.plan.strategy import STRATEGIES_ELSEWHERE, with_resharding
 
 _OPTIONS = ("--recipe", "--config-dir", "--resume", "--dry-run", "--print-config", "--help")
@@ -130,6 +132,8 @@ def _split(word: str) -> Pair:
         raise UsageError(
             f"{name}: settings of Hydra are not supported; `fsdpctl list` shows all keys"
         )
+    if word.endswith(".toml") and name not in KEYS:
+        raise UsageError(f"{word}: {NO_TOML}")
     if not equals:
         raise UsageError(
             f"{word}: expected KEY=VALUE, without spaces around the ={_meant_by(word)}"
@@ -146,8 +150,8 @@ def _meant_by(word: str) -> str:
     for group in GROUPS:
         if word in choices_of(group):
             return f"; did you mean {group}={word}?"
-    if word.endswith((".toml", ".json")):
-        return "; recipes are YAML files; `estimate-memory --from` reads those of other tools"
+    if word.endswith(".json"):
+        return "; recipes are YAML files"
     if os.path.exists(word):
         return f"; to train on the text, pass data=text data.path={word}"
     return hint(word, [*KEYS, *GROUPS])
@@ -171,9 +175,9 @@ def _check_known(pairs: Sequence[Pair], config_dir: Path | None) -> None:
             errors[name] = error
     if errors:
         first, *others = errors
-        hints = [(name, hint(name, [])) for name in others]
+        hints = [(name, hint(name, [])) for name in others if name not in GROUPS]
         listed = [f"{name} ({text[2:]})" if text else name for name, text in hints]
-        more = f"; also unknown: {', '.join(listed)}" if listed else ""
+        more = f"; also unknown: {first_of(listed)}" if listed else ""
         raise UsageError(f"{errors[first]}{more}")
 
 
@@ -193,29 +197,31 @@ def _check_one(name: str, text: str, config_dir: Path | None) -> None:
 
 
 def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
-    if group == "model" and ("/" in text or os.path.isdir(text)):
-        return f"; model={FROM_PATH} model.path={text} loads a directory"
+    if group == "model":
+        if "/" in text or os.path.isdir(text):
+            return f"; model={FROM_PATH} model.path={text} loads a directory"
+        # llama4 is another model than llama3, however near the name.
+        size = re.findall(r"\d+", text)
+        same = [x for x in choices if x.startswith(text) or re.findall(r"\d+", x) == size]
+        return hint(text, same) or f"; model={FROM_PATH} model.path=DIR loads another model"
     return hint(text, list(choices))
 
 
 def _values_of_choices(choices: dict[str, str], config_dir: Path | None) -> dict[str, Value]:
     """Return the values in the files of the selected options, and defaults for other keys."""
     ours = {group: choice for group, choice in choices.items() if choice in choices_of(group)}
-    pairs = list(_texts(_composed_by_hydra(ours)))
+    values = {name: each.default for name, each in KEYS.items()}
+    values |= {name: KEYS[name].parse(text) for name, text in _texts(_composed_by_hydra(ours))}
     for section, choice in choices.items():
         if section not in ours:
             assert config_dir is not None
             file = config_dir / section / f"{choice}.yaml"
-            pairs += ((f"{section}.{word}", text) for word, text in own_choice(file))
-    values = {name: each.default for name, each in KEYS.items()}
-    for name, text in pairs:
-        if name not in KEYS:
-            section = name.split(".")[0]
-            raise UsageError(
-                f"the file of {section}={choices[section]}: {name}: no such key"
-                f"{hint(name, list(KEYS))}"
-            )
-        values[name] = KEYS[name].parse(text)
+            for word, text in own_choice(file):
+                try:
+                    name = f"{section}.{word}"
+                    values[name] = known_key(name).parse(text)
+                except UsageError as error:
+                    raise UsageError(f"{file}: {error}") from None
     return values
 
 

@@ -40,6 +40,8 @@ class Key:
     def allowed(self) -> str:
         """A description of the allowed values."""
         words = ", ".join(self.choices) or self.type
+        if self.auto and self.type == "true or false":
+            return f"true, false or {AUTO}"
         if self.minimum is not None and self.maximum is not None:
             words += f" from {_written(self.minimum)} to {_written(self.maximum)}"
         elif self.minimum is not None:
@@ -87,7 +89,8 @@ class Key:
         if self.choices and text not in self.choices:
             raise self._error(text, nearest(text, self.choices))
         if not text:
-            raise self._error(text)
+            what = "a path" if self.is_path else "text"
+            raise UsageError(f"{self.name}=: empty; expected {what}")
         return os.path.expanduser(text) if self.is_path else text
 
     def _parse_number(self, text: str) -> int | float:

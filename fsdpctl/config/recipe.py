@@ -7,8 +7,9 @@ from itertools import islice
 from pathlib import Path
 
 import fsdpctl
+from fsdpctl.config.importers.source_config import NO_TOML, SourceConfig, tool_of
 from fsdpctl.config.schema import GROUPS, KEYS
-from fsdpctl.errors import UsageError, nearest
+from fsdpctl.errors import UsageError, first_of, nearest
 from fsdpctl.io.documents import MIB, read_yaml
 from fsdpctl.io.files import read_text_file
 
@@ -61,6 +62,8 @@ def find_recipe(name: str) -> Path:
     """
     if name in recipe_names():
         return package_folder("recipes") / f"{name}.yaml"
+    if name.endswith(".toml"):
+        raise UsageError(f"{name}: {NO_TOML}")
     path = Path(name).expanduser()
     if path.is_file():
         return path
@@ -76,9 +79,22 @@ def read_recipe(path: Path) -> list[tuple[str, str]]:
     """Return the settings of a recipe, in its order.
 
     Raises:
-        UsageError: If the file isn't a YAML mapping of keys to plain values.
+        UsageError: If the file isn't a YAML mapping of keys to plain values, or if it is another
+            tool's.
     """
-    return _settings_in(path, read_yaml(path))
+    content = read_yaml(path)
+    _refuse_other_tools(path, content)
+    return _settings_in(path, content)
+
+
+def _refuse_other_tools(path: Path, content: object) -> None:
+    source = SourceConfig(path, content)
+    if (tool := tool_of(source)) is not None:
+        unknown = [each.key for each in source.peek() if each.key not in (*KEYS, *GROUPS)]
+        raise UsageError(
+            f"{path}: a file of {tool}; `fsdpctl estimate-memory --from FILE` estimates its "
+            f"memory; other commands need fsdpctl's names instead of {first_of(unknown)}"
+        )
 
 
 def refuse_commands(

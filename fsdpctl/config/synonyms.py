@@ -4,6 +4,7 @@ The names are those of torchtitan, axolotl, accelerate, transformers, TRL, litgp
 LLaMA-Factory and DeepSpeed.
 """
 
+import re
 from collections.abc import Mapping
 
 from fsdpctl.errors import nearest
@@ -34,7 +35,10 @@ SYNONYMS = _by_name(
             "activation_checkpointing_offload activation_offload activation_offloading "
             "enable_activation_offloading"
         ),
-        "checkpoint.every": "checkpoint_interval save_steps saves_per_epoch",
+        "checkpoint.every": (
+            "checkpoint.enable checkpoint.enable_checkpoint checkpoint.interval "
+            "checkpoint_interval save_steps saves_per_epoch"
+        ),
         "checkpoint.keep_last": "keep_latest_k save_total_limit",
         "checkpoint.mode": "async_mode",
         "cluster": "gpu",
@@ -42,6 +46,7 @@ SYNONYMS = _by_name(
         "data": "dataset",
         "data.date": "date_string",
         "data.packing": "eval_sample_packing neat_packing packed packing sample_packing",
+        "data.packing=true": "group_by_length",
         "data.packing=true and train.seq_len": "packed_sequence_size",
         "data.path": "data_path dataset_path",
         "data.template": "chat_template chat_template_path template",
@@ -69,7 +74,9 @@ SYNONYMS = _by_name(
         "log.wandb=true": "enable_wandb use_wandb wandb",
         "log.wandb=true or log.tensorboard=true": "logger_name report_to",
         "log.wandb_project": "wandb_project",
-        "lr_scheduler": "lr_scheduler_type scheduler",
+        "lr_scheduler; `fsdpctl list lr_scheduler` shows its options": (
+            "lr_scheduler.decay_type lr_scheduler_type scheduler"
+        ),
         "lr_scheduler.warmup_ratio": "warmup_ratio",
         "lr_scheduler.warmup_steps": "warmup_iters warmup_steps",
         "model.architecture=qwen3": "qk_norm",
@@ -82,8 +89,10 @@ SYNONYMS = _by_name(
         "model.lora.rank": "lora_r lora_rank",
         "model.lora.rank=16": "lora peft peft_config use_peft",
         "model.lora.rank=16 and model.base_dtype=int8": "load_in_8bit",
-        "model.lora.rank=16 and model.base_dtype=nf4": "bnb_4bit_quant_type load_in_4bit qlora",
-        "model.lora.rank=16, or model.lora.path": "adapter",
+        "model.lora.rank=16 and model.base_dtype=nf4": (
+            "bnb_4bit_quant_type load_in_4bit qlora use_qlora"
+        ),
+        "model.lora.rank=16, with model.base_dtype=nf4 for QLoRA, or model.lora.path": "adapter",
         "model.lora.rank=16, or model.trainable=REGEX": "finetuning_type",
         "model.lora.rslora=true": "use_rslora peft_use_rslora",
         "model.lora.targets": "lora_target lora_target_modules target_modules",
@@ -97,12 +106,13 @@ SYNONYMS = _by_name(
         "model.trainable=REGEX, which selects the parameters that aren't frozen": (
             "freeze freeze_layers"
         ),
-        "model; `fsdpctl list model` shows its options": "flavor",
+        "model; `fsdpctl list model` shows its options": "flavor model.name model_name",
         "model=hf and model.path": (
             "model_name_or_path pretrained_model_name_or_path weights base_model initial_load_in_hf"
         ),
         "no_shard": "NO_SHARD",
         "optimizer": "optim",
+        "optimizer; `fsdpctl list optimizer` shows its options": "optimizer.name",
         "optimizer.offload=all": (
             "cpu_offload fsdp_offload_params offload offload_optimizer offload_policy "
             "optim_cpu_offload optimizer_cpu_offload optimizer_offload"
@@ -115,9 +125,11 @@ SYNONYMS = _by_name(
         "optimizer.beta2": "adam_beta2",
         "optimizer.eps": "adam_epsilon",
         "optimizer.lr": "learning_rate lr",
-        "optimizer.max_grad_norm": "clip_grad_norm grad_clip gradient_clip_val max_norm",
+        "optimizer.max_grad_norm": (
+            "clip_grad_norm grad_clip gradient_clip_val gradient_clipping max_norm"
+        ),
         "optimizer.weight_decay": "weight_decay",
-        "precision": "dtype mixed_precision tf32",
+        "precision": "dtype mixed_precision",
         "precision.param_dtype": "mixed_precision_param",
         "precision.reduce_dtype": "mixed_precision_reduce",
         "precision=bf16": "bf16",
@@ -143,7 +155,10 @@ SYNONYMS = _by_name(
         "strategy=zero1, zero2 or zero3": "zero_stage",
         "train.compile": "compile torch_compile compile.enable",
         "train.epochs": "epochs num_epochs num_train_epochs",
-        "train.eval_every": "eval_steps val_interval evals_per_epoch eval_strategy validation.freq",
+        "train.eval_every": (
+            "eval_steps val_interval evals_per_epoch eval_strategy validation.enable "
+            "validation.freq"
+        ),
         "train.global_batch_size": "batch_size",
         "train.global_batch_tokens": "num_tokens_per_train_step",
         "train.log_every": "log_freq logging_steps",
@@ -171,19 +186,27 @@ NOT_NEEDED = _by_name(
         "a message is trained on with the token that ends it": "train_on_eos",
         "checkpoints can be read on any number of ranks": "fsdp_state_dict_type",
         "documents are concatenated or packed, without padding": "pad_to_sequence_len",
+        "data needs no worker processes": "dataloader_num_workers num_workers",
         "fsdpctl has its own engine": "fsdp_version",
+        "launch.timeout limits all communication": "comm",
+        "one process per CPU core, at most 8, tokenizes chats": "dataset_num_proc",
+        "padding is never a target, and has no token": "pad_token",
         "repeated blocks are detected": "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap",
         "the control token that ends a message is detected": "eot_tokens",
         "the directory's config.json determines it": "model_type",
+        "Python's garbage collector keeps its defaults": "gc_freq gc_steps",
         "the directory's tokenizer.json is used": "tokenizer_type",
         "the first line determines the format": "conversation_column field_messages",
         "tokens are cached in XDG_CACHE_HOME": "dataset_prepared_path",
+        "validation uses train.micro_batch_size": "eval_batch_size per_device_eval_batch_size",
     }
 )
 NOT_SUPPORTED = _by_name(
     {
-        "tensor parallelism": "tensor_parallel tp tp_size",
-        "pipeline parallelism": "pipeline_parallel pp pp_size",
+        "tensor parallelism": (
+            "enable_async_tensor_parallel tensor_model_parallel tensor_parallel tp tp_size"
+        ),
+        "pipeline parallelism": "pipeline_model_parallel pipeline_parallel pp pp_size",
         "sequence parallelism": "sequence_parallel",
         "expert parallelism": "expert_parallel ep ep_size",
         "parameters in host memory; set optimizer.offload=all for gradients and states": (
@@ -192,7 +215,7 @@ NOT_SUPPORTED = _by_name(
         "fp8": "fp8 float8",
         "4-bit optimizer states; set optimizer.state_dtype=int8": "ao_adamw_4bit adamw_torch_4bit",
         "third-party kernels; set train.loss_chunk_tokens to save the memory of logits": (
-            "cut_cross_entropy use_liger_kernel"
+            "cut_cross_entropy liger use_liger_kernel"
         ),
         "fp16; set precision=bf16, which needs no loss scaling": "fp16",
         "uploads; `fsdpctl consolidate-checkpoint` writes a directory to upload": (
@@ -205,21 +228,39 @@ NOT_SUPPORTED = _by_name(
         "optimizers other than AdamW, Muon and SGD": "adafactor adamw_4bit dion galore lion",
         "streamed data; `fsdpctl tokenize` writes a file that is memory-mapped": "streaming",
         "reinforcement learning": "rl grpo",
+        "code of models, which it never executes": "trust_remote_code",
+        "early stopping": "early_stopping_patience",
+        "noise in embeddings": "neftune_noise_alpha",
+        "plugins of other tools": "plugins",
+        "ReLoRA; set model.lora.rank=16 for LoRA": "relora relora_steps",
+        "TF32; set precision=bf16": "tf32",
     }
 )
+_ENDS = re.compile(r"_degree$|_size$|(?<=^liger)_.*")  # that no name in the tables needs
 
 
 def hint(word: str, known: list[str]) -> str:
     """Return the advice that follows an unknown `word`, or the nearest of the `known` words."""
-    last = word.rsplit(".", 1)[-1]
-    for each in (word, last):
+    lower = word.lower().replace("-", "_")
+    return _advice(word) or _advice(lower) or _similar(word, known) or _similar(lower, known)
+
+
+def _advice(word: str) -> str:
+    last = word.rsplit(".", 1)[-1].removeprefix("parallelism_config_")
+    names, section = (word, last, _ENDS.sub("", last)), word.partition(".")[0]
+    for each in names:
         if each in SYNONYMS:
             return f"; use {SYNONYMS[each]}"
+    for each in (*names, section):
         if each in NOT_NEEDED:
             return f"; not needed: {NOT_NEEDED[each]}"
-    for each in (last, last.removesuffix("_degree").removesuffix("_size")):
         if each in NOT_SUPPORTED:
             return f"; fsdpctl does not support {NOT_SUPPORTED[each]}"
+    return ""
+
+
+def _similar(word: str, known: list[str]) -> str:
+    last = word.rsplit(".", 1)[-1]
     same_end = [name for name in known if name.rsplit(".", 1)[-1] == last]
     if same_end:
         return f"; did you mean {same_end[0]}?"

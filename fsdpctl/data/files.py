@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import UsageError, first_of
 
 _FILES_FOR_WHOLE_HOLDOUT = 50  # with fewer files, the end of each is held out instead
 _NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idle_test"}
@@ -15,10 +15,10 @@ _NOT_LIBRARY = {"test", "tests", "site-packages", "dist-packages", "__pycache__"
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Documents of UTF-8 text as bytes, and the number of binary files that were skipped."""
+    """Documents of UTF-8 text as bytes, and the files that were skipped."""
 
     documents: tuple[bytes, ...]
-    skipped: int = 0
+    skipped: tuple[str, ...] = ()  # names, each with the reason in brackets
 
     @property
     def num_bytes(self) -> int:
@@ -26,14 +26,15 @@ class Text:
         return sum(map(len, self.documents))
 
 
-def _is_text(content: bytes) -> bool:
+def _problem_in(content: bytes) -> str:
+    """Return why `content` isn't text, empty if it is."""
     if b"\0" in content:
-        return False
+        return "binary"
     try:
         content.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 at byte {error.start + 1}"
+    return ""
 
 
 def read_text(path: str, key: str = "data.path") -> Text:
@@ -43,21 +44,28 @@ def read_text(path: str, key: str = "data.path") -> Text:
         UsageError: If no file is found, if a single file isn't text, or if there is no text.
     """
     files = _find_files(path, key)
-    documents, skipped = [], 0
+    documents: list[bytes] = []
+    skipped: list[str] = []
     for file in files:
         try:
             content = file.read_bytes()
         except OSError as error:
             raise UsageError(f"{key}={path}: {file}: {error.strerror}") from None
-        if not _is_text(content):
+        if problem := _problem_in(content):
             if len(files) == 1:
-                raise UsageError(f"{key}={path}: not UTF-8 text; for a token file, set data=tokens")
-            skipped += 1
+                raise UsageError(f"{key}={file}: {_next_step(problem)}")
+            skipped.append(f"{file.name} ({problem})")
         elif content:
             documents.append(content)
     if not documents:
-        raise UsageError(f"{key}={path}: no text found ({len(files)} files)")
-    return Text(tuple(documents), skipped)
+        raise UsageError(f"{key}={path}: no text found{left_out(skipped)}")
+    return Text(tuple(documents), tuple(skipped))
+
+
+def _next_step(problem: str) -> str:
+    if problem == "binary":
+        return "binary, expected UTF-8 text; for a token file, set data=tokens"
+    return f"{problem}; convert it, for example with iconv -f latin1 -t utf-8"
 
 
 def _find_files(path: str, key: str) -> list[Path]:
@@ -99,7 +107,7 @@ def standard_library() -> Text:
         for file in sorted(root.rglob("*.py"))
         if not _NOT_LIBRARY.intersection(file.relative_to(root).parts)
     ]
-    documents = tuple(content for file in files if _is_text(content := file.read_bytes()))
+    documents = tuple(content for file in files if not _problem_in(content := file.read_bytes()))
     if not documents:
         raise UsageError(f"data=python_stdlib: no source files below {root}; set data=text")
     return Text(tuple(document for document in documents if document))
@@ -148,10 +156,10 @@ def _split_document(document: bytes, fraction: float) -> tuple[bytes, bytes]:
     return document[:cut], document[cut:]
 
 
-def left_out(text: Text) -> str:
-    """Describe how many files were skipped, as the end of a sentence; empty if none were."""
-    files = "file" if text.skipped == 1 else "files"
-    return f", {text.skipped} binary {files} skipped" if text.skipped else ""
+def left_out(skipped: Sequence[str]) -> str:
+    """Describe which files were skipped, as the end of a sentence; empty if none were."""
+    files = "file" if len(skipped) == 1 else "files"
+    return f", {len(skipped)} {files} skipped: {first_of(skipped, 2)}" if skipped else ""
 
 
 def iter_documents(text: Text) -> Iterator[str]:

@@ -46,7 +46,7 @@ def open_data(config: DataConfig, seed: int = 0, on_rows: OnRows = lambda count:
     tokenizer = open_tokenizer(config.tokenizer)
     text, where = _read(config)
     train, val = _split(text, config)
-    skipped = left_out(text)
+    skipped = left_out(text.skipped)
     files = "file" if len(text.documents) == 1 else "files"
     return DataSet(
         _encode(tokenizer, train),
@@ -61,7 +61,9 @@ def open_data(config: DataConfig, seed: int = 0, on_rows: OnRows = lambda count:
 def _read(config: DataConfig) -> tuple[Text, str]:
     if config.name == "python_stdlib":
         if config.path is not None:
-            raise UsageError(f"data.path={config.path}: only valid with data=text or data=tokens")
+            is_chat = config.path.removesuffix(".gz").endswith((".jsonl", ".parquet"))
+            kinds = "data=chat, data=text" if is_chat else "data=text, data=chat"
+            raise UsageError(f"data.path={config.path}: only valid with {kinds} or data=tokens")
         return standard_library(), "Python's standard library"
     if config.path is None:
         raise UsageError("data=text: data.path is required: a file, a directory or a glob")

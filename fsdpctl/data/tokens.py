@@ -223,7 +223,10 @@ def check_tokens(file: TokenFile, on_bytes: Callable[[int], None] = lambda count
 def _read_header(path: Path, key: str) -> _Header:
     file = path.with_suffix(".json")
     if not file.exists():
-        raise UsageError(f"{key}={path}: the header {file.name} is missing")
+        raise UsageError(
+            f"{key}={path}: the header {file.name} is missing; "
+            "`fsdpctl tokenize` turns text into a token file"
+        )
     content = read_json(file, dict[str, Any], most_bytes=MIB, follows=True)
     what = "the header of a token file"
     check_version(content, (_FORMAT, _VERSION), what, str(file), UsageError)

@@ -20,6 +20,7 @@ from fsdpctl.plan.strategy import STRATEGIES, get_strategy, has_strategy
 from fsdpctl.resolve.machine import placed_on_cluster, sample_groups, world_size
 
 _ASSUMED = "h100"  # if neither the file nor the command line names hardware
+_OF_ANY_MODEL = ("model.lora.", "model.base_dtype")  # adapters, and the weights that they freeze
 _RANKS = ("launch.nproc_per_node", "launch.nnodes")
 
 
@@ -115,10 +116,8 @@ def _is_overridden(name: str, typed: dict[str, str]) -> bool:
     if name in typed:
         return True
     section = name.split(".")[0]
-    if (
-        section in typed and section != name
-    ):  # another option of the group; adapters apply to any model
-        return not name.startswith("model.lora.")
+    if section in typed and section != name:  # another option of the group
+        return not name.startswith(_OF_ANY_MODEL)
     if name == "strategy" and "reshard_after_forward" in typed:
         return False
     steps = name in SIZES or name == "accumulation.steps"

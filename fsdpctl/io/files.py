@@ -122,8 +122,8 @@ def last_line(path: Path, start: int = 0) -> str:
 def replacing(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
     """Yield a new file that replaces `path` when the block ends without an exception.
 
-    Other processes see the old file or the complete new one. If `durable`, the content is on the
-    disk first, so that it survives a power loss.
+    Other processes see the old file or the complete new one. The error of a full disk names it. If
+    `durable`, the content is on the disk first, so that it survives a power loss.
     """
     scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
@@ -133,6 +133,10 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
                 file.flush()
                 os.fsync(file.fileno())
         scratch.replace(path)
+    except OSError as error:
+        if error.errno in NO_ROOM:  # a failed write doesn't know its file
+            error.filename = str(path)
+        raise
     finally:
         scratch.unlink(missing_ok=True)
 

@@ -79,12 +79,22 @@ def read_config(run_dir: Path) -> Config:
     Raises:
         UsageError: If it is corrupted or of another version of fsdpctl.
     """
+    file = run_dir / RUN_CONFIG
     try:
-        return config_from_words(dict(read_recipe(run_dir / RUN_CONFIG)))
+        return config_from_words(dict(read_recipe(file)))
     except UsageError as error:
-        raise UsageError(
-            f"{run_dir / RUN_CONFIG}: corrupted, or written by another version: {error}"
-        ) from None
+        problem = str(error).removeprefix(f"{file}: ")
+        raise UsageError(f"{file}: corrupted, or written by another version: {problem}") from None
+
+
+def check_is_no_file(run_dir: Path) -> None:
+    """Check that a run directory doesn't exist or is a directory.
+
+    Raises:
+        UsageError: If it is a file.
+    """
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UsageError(f"train.run_dir={run_dir}: expected a directory, got a file")
 
 
 def look(config: Config, resume: str, fresh: Path | None = None) -> Look:
@@ -102,6 +112,10 @@ def look(config: Config, resume: str, fresh: Path | None = None) -> Look:
     config = replace(config, train=replace(config.train, run_dir=str(fresh)))
     if resume == "never":
         return Look(config, Standing.NEW, 0)
+    if not Path(resume).expanduser().exists():
+        raise UsageError(
+            f"--resume {resume}: not found; expected auto, never, or a run or checkpoint"
+        )
     source = find_checkpoint(Path(resume).expanduser())
     manifest = CheckpointReader(source).manifest
     before, now = manifest.config, config_words(config)
@@ -139,8 +153,7 @@ def _fresh_run_dir(run_dir: Path) -> Path:
 
 def _look_for_resume(config: Config) -> Look:
     run_dir = Path(str(config.train.run_dir))
-    if run_dir.exists() and not run_dir.is_dir():
-        raise UsageError(f"train.run_dir={run_dir}: expected a directory, got a file")
+    check_is_no_file(run_dir)
     nearest_folder = next(each for each in (run_dir, *run_dir.parents) if each.exists())
     if not (nearest_folder.is_dir() and os.access(nearest_folder, os.W_OK)):
         raise UsageError(f"train.run_dir={run_dir}: {nearest_folder} is not writable")

@@ -226,20 +226,20 @@ def lock_run_dir(run_dir: Path, on_wait: Callable[[], None]) -> RunLock:
     `on_wait` is called before a wait for the ranks of a killed launcher.
 
     Raises:
-        UsageError: If the directory is not writable or in use.
+        UsageError: If the directory is not writable, full or in use.
     """
-    while True:
-        with refusing(f"train.run_dir={run_dir}"):
+    with refusing(f"train.run_dir={run_dir}"):
+        while True:
             run_dir.mkdir(parents=True, exist_ok=True)
             lock = RunLock(run_dir)
-        try:
-            lock.acquire(on_wait)
-        except BaseException:
+            try:
+                lock.acquire(on_wait)
+            except BaseException:
+                lock.release()
+                raise
+            if lock.is_current:
+                return lock
             lock.release()
-            raise
-        if lock.is_current:
-            return lock
-        lock.release()
 
 
 @contextlib.contextmanager

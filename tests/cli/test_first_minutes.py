@@ -150,11 +150,11 @@ def test_strategies_are_known_by_their_other_names(word, ours):
 
 
 def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path):
-    file = tmp_path / "axolotl.yaml"
-    file.write_text("base_model: x\nsequence_len: 4\nadapter: lora\noptimizer.lr: 1\n")
+    file = tmp_path / "mine.yaml"
+    file.write_text("model_name_or_path: x\nsequence_len: 4\nadapter: lora\noptimizer.lr: 1\n")
     code, said = invoke("train", str(file), "--dry-run")
     assert code == 2
-    assert "base_model: no such key; use model=hf and model.path" in said
+    assert "model_name_or_path: no such key; use model=hf and model.path" in said
     assert "also unknown: sequence_len (use train.seq_len), adapter (use model.lora" in said
 
 
@@ -291,14 +291,18 @@ def test_an_inspection_begins_with_a_summary_and_weights(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("count", "said"), [(1, "1 binary file skipped"), (2, "2 binary files skipped")]
+    ("count", "said"),
+    [
+        (1, "1 file skipped: 0.bin (not UTF-8 at byte 1)"),
+        (3, "3 files skipped: 0.bin (not UTF-8 at byte 1), 1.bin (not UTF-8 at byte 1) and 1 more"),
+    ],
 )
 def test_one_file_is_no_files(words, tmp_path, count, said):
     folder = tmp_path / "texts"
     folder.mkdir()
     make_text(folder)
     for number in range(count):
-        (folder / f"{number}.bin").write_bytes(b"\0")
+        (folder / f"{number}.bin").write_bytes(b"\xe9")
     kept = [word for word in words if not word.startswith("data.path")]
     assert said in dry_run(*kept, f"data.path={folder}")
 
@@ -394,7 +398,7 @@ def test_other_files_than_yaml_are_no_texts(tmp_path):
     file = tmp_path / "titan.toml"
     file.write_text("[job]\n")
     code, said = invoke("train", str(file), "--dry-run")
-    assert (code, "recipes are YAML files" in said) == (2, True)
+    assert (code, "TOML files, such as torchtitan's, are not read" in said) == (2, True)
 
 
 @pytest.mark.parametrize(("text", "ours"), [("never", "shard_grad_op"), ("default", "full_shard")])

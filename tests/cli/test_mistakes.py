@@ -64,6 +64,18 @@ def test_rotary_scaling_without_effect_is_refused(words, more, said):
     assert (found[0], said in found[1]) == (2, True), found
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("a.jsonl", "only valid with data=chat, data=text or data=tokens"),
+        ("a.txt", "only valid with data=text, data=chat or data=tokens"),
+    ],
+)
+def test_a_path_without_a_kind_of_data_names_the_kinds(path, said):
+    code, found = invoke("train", f"data.path={path}")
+    assert (code, said in found) == (2, True), found
+
+
 def test_a_sequence_longer_than_the_data_is_refused(words):
     kept = [word for word in words if not word.startswith("train.seq_len")]
     code, said = invoke("train", *kept, "model.max_seq_len=1e6", "train.seq_len=30000")
@@ -110,6 +122,24 @@ def test_a_folder_of_something_else_is_left_alone(words, tmp_path):
     assert [each.name for each in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
 
+def test_a_source_to_resume_from_must_exist(words):
+    code, said = invoke("train", *words, "--resume=maybe")
+    assert (code, "--resume maybe: not found; expected auto, never, or a run" in said) == (2, True)
+
+
+def test_a_damaged_configuration_is_named_once(words, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("a: [")
+    code, said = invoke("train", *words, "train.run_dir=run")
+    assert (code, said.count("config.yaml"), "corrupted" in said) == (2, 1, True), said
+
+
+@pytest.mark.parametrize("name", ["train", "check-nodes"])
+def test_a_file_is_no_run_directory(words, name):
+    code, said = invoke(name, *words, "train.run_dir=words.txt")
+    assert (code, "expected a directory, got a file" in said) == (2, True), said
+
+
 def test_dry_run_shows_units_and_writes_nothing(words, tmp_path):
     code, said = invoke("train", "--dry-run", *words)
     assert code == 0
@@ -147,6 +177,16 @@ def test_list_shows_choices_and_keys(group):
 def test_list_of_an_unknown_group_names_the_nearest():
     code, said = invoke("list", "modle")
     assert (code, "did you mean model?" in said) == (2, True)
+    code, said = invoke("list", "data.packng")
+    assert (code, "did you mean data.packing?" in said) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["data.packing", "checkpoint.every", "model.lora"])
+def test_list_shows_a_key_or_the_keys_of_a_subsection(name):
+    code, said = invoke("list", name)
+    assert (code, f"{name}" in said, "data.path" in said) == (0, True, False)
+    code, said = invoke("list", name, "--json")
+    assert all(each["name"].startswith(name) for each in json.loads(said)[0]["keys"])
 
 
 @pytest.mark.parametrize(
@@ -166,6 +206,16 @@ def test_a_source_without_a_checkpoint_is_a_usage_error(name, tmp_path):
     assert invoke(name, str(tmp_path / "none"))[0] == 2
     code, said = invoke(name, str(tmp_path))
     assert (code, "no complete checkpoint" in said) == (2, True)
+
+
+def test_adapters_alone_are_named(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    code, said = invoke("sample", str(tmp_path))
+    assert (code, "only PEFT adapters, without the model" in said) == (2, True)
+
+
+def test_sample_lists_what_it_takes():
+    assert "a Hugging Face directory" in " ".join(invoke("sample", "--help")[1].split())
 
 
 def test_a_consolidation_with_nonsense_is_refused(tmp_path):

@@ -97,6 +97,33 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
         ("train.epochs=0", ["train.epochs"]),
         ("--lr=3", ["KEY=VALUE", "optimizer.lr"]),
         ("--recpie", ["--recipe"]),
+        ("checkpoint.interval=5", ["use checkpoint.every"]),
+        ("checkpoint.enable=true", ["use checkpoint.every"]),
+        ("model.name=llama3", ["use model; `fsdpctl list model`"]),
+        ("optimizer.name=AdamW", ["use optimizer; `fsdpctl list optimizer`"]),
+        ("lr_scheduler.decay_type=linear", ["use lr_scheduler; `fsdpctl list lr_scheduler`"]),
+        ("float8.recipe=rowwise", ["does not support fp8"]),
+        ("validation.enable=true", ["use train.eval_every"]),
+        ("parallelism.enable_async_tensor_parallel=true", ["not support tensor parallelism"]),
+        ("comm.init_timeout_seconds=9", ["not needed: launch.timeout"]),
+        ("adapter=qlora", ["model.lora.rank=16", "model.base_dtype=nf4 for QLoRA"]),
+        ("gradient_clipping=1", ["use optimizer.max_grad_norm"]),
+        ("trust_remote_code=true", ["which it never executes"]),
+        ("special_tokens.pad_token=x", ["not needed: padding"]),
+        ("liger_rope=true", ["does not support third-party kernels"]),
+        ("load-in-4bit=true", ["model.base_dtype=nf4"]),
+        ("LOAD_IN_4BIT=true", ["model.base_dtype=nf4"]),
+        ("tp-size=2", ["does not support tensor parallelism"]),
+        ("--tensor-model-parallel-size", ["does not support tensor parallelism"]),
+        ("parallelism_config_tp_size=2", ["does not support tensor parallelism"]),
+        ("--use-qlora", ["model.base_dtype=nf4"]),
+        ("Train.Steps=2", ["use train.steps"]),
+        ("data.path=", ["data.path=: empty; expected a path"]),
+        ("data.packing=x", ["expected true, false or auto"]),
+        ("model=llama4", ["no such option; model=hf model.path=DIR loads another model (gpt2,"]),
+        ("model=llama3-8b", ["did you mean llama3_8b?"]),
+        ("tt.toml", ["TOML files, such as torchtitan's, are not read"]),
+        ("job.config_file=tt.toml", ["TOML files, such as torchtitan's, are not read"]),
         ("launch.nproc_per_node=0", ["from 1"]),
     ],
 )
@@ -186,6 +213,10 @@ def test_the_command_line_overrides_the_recipe(recipe):
         ("train.steps: 3\ntrain: {steps: 4}\n", "given twice"),
         ("train.stepz: 3\n", "did you mean train.steps?"),
         ("defaults: {model: x}\n", "defaults.model"),
+        ("base_model: x\nlr: 1\n", "axolotl; `fsdpctl estimate-memory --from FILE` estimates"),
+        ("distributed_type: FSDP\n", "a file of accelerate"),
+        ("optimizer: adamw8bit\nmodel: y\n", "(adamw, muon, sgd)$"),
+        ("".join(f"a{number}: x\n" for number in range(20)), "a4, a5 and 14 more"),
     ],
 )
 def test_an_invalid_recipe_is_rejected(tmp_path, content, word):
@@ -193,13 +224,15 @@ def test_an_invalid_recipe_is_rejected(tmp_path, content, word):
     file.write_text(content)
     with pytest.raises(UsageError) as caught:
         compose_config([], str(file))
-    assert word in str(caught.value)
+    assert word in f"{caught.value}$"
     assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_recipe_lists_the_existing_ones():
     with pytest.raises(UsageError, match="quick"):
         compose_config([], "quik")
+    with pytest.raises(UsageError, match="TOML files, such as torchtitan's, are not read"):
+        compose_config([], "tt.toml")
 
 
 def test_a_config_directory_adds_options(tmp_path):
@@ -208,7 +241,10 @@ def test_a_config_directory_adds_options(tmp_path):
     config = compose_config(["model=mine"], config_dir=tmp_path).config
     assert (config.model.name, config.model.num_layers) == ("mine", 7)
     (tmp_path / "model" / "bad.yaml").write_text("layers: 7\n")
-    with pytest.raises(UsageError, match="model.layers: no such key"):
+    with pytest.raises(UsageError, match=r"model/bad\.yaml: model\.layers: no such key"):
+        compose_config(["model=bad"], config_dir=tmp_path)
+    (tmp_path / "model" / "bad.yaml").write_text("num_layers: many\n")
+    with pytest.raises(UsageError, match=r"model/bad\.yaml: model\.num_layers=many: expected"):
         compose_config(["model=bad"], config_dir=tmp_path)
 
 

@@ -144,7 +144,7 @@ def test_files_directories_and_globs(tmp_path):
     assert read_text(str(tmp_path / AWKWARD)).documents == (b"one\n",)
     everything = read_text(str(tmp_path))
     assert sorted(everything.documents) == [b"one\n", b"two\n"]
-    assert everything.skipped == 1
+    assert everything.skipped == ("x.bin (binary)",)
     assert read_text(str(tmp_path / "**" / "t*.txt")).documents == (b"two\n",)
 
 
@@ -153,8 +153,11 @@ def test_files_directories_and_globs(tmp_path):
     [
         (lambda path: None, "not found; expected a file"),
         (lambda path: path.write_bytes(b""), "no text found"),
-        (lambda path: path.write_bytes(b"\0\1\2\xff"), "not UTF-8 text"),
-        (lambda path: path.write_bytes(b"abc\xff"), "not UTF-8 text"),
+        (lambda path: path.write_bytes(b"\0\1\2\xff"), "binary, expected UTF-8 text"),
+        (
+            lambda path: path.write_bytes(b"abc\xff"),
+            "not UTF-8 at byte 4; convert it, for example with iconv",
+        ),
         (lambda path: path.mkdir(), "no text found"),
     ],
 )
@@ -192,7 +195,10 @@ def _spoil(path, **changes):
     ("spoil", "word"),
     [
         (lambda path: path.unlink(), "no such token file"),
-        (lambda path: path.with_suffix(".json").unlink(), "the header t.json is missing"),
+        (
+            lambda path: path.with_suffix(".json").unlink(),
+            "the header t.json is missing; `fsdpctl tok",
+        ),
         (lambda path: path.with_suffix(".json").write_text("{"), "not JSON"),
         (lambda path: path.with_suffix(".json").write_text("{}"), "not the header"),
         (lambda path: path.write_bytes(b"abc"), "3 bytes"),

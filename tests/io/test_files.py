@@ -1,5 +1,6 @@
 """Opening of untrusted files, and writing of whole files."""
 
+import errno
 import os
 
 import pytest
@@ -57,6 +58,12 @@ def test_links_of_the_hub_cache_are_followed(tmp_path):
     (blobs / "9e").write_text("{}")
     (snapshot / "config.json").symlink_to("../../blobs/9e")
     assert read_regular(snapshot / "config.json", 9) == b"{}"
+
+
+def test_the_error_of_a_full_disk_names_the_file(tmp_path):
+    with pytest.raises(OSError, match="words") as caught, replacing(tmp_path / "words"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert caught.value.filename == str(tmp_path / "words")
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):

@@ -1,5 +1,7 @@
 """The lock of a run directory, and the errors about its holders."""
 
+import errno
+import os
 import subprocess
 import sys
 import time
@@ -104,3 +106,12 @@ def _interrupted(run_dir, file):
         if file:
             (run_dir / file).touch()
         raise KeyboardInterrupt
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    def full(lock, on_wait):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(RunLock, "acquire", full)
+    with pytest.raises(UsageError, match=f"train.run_dir={tmp_path}: No space left"):
+        lock_run_dir(tmp_path, lambda: None)

@@ -44,6 +44,7 @@ def test_the_loss_is_that_of_transformers(places, tmp_path, kind):
     assert found["loss"] == pytest.approx(expected(places["hf"]), abs=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))  # a token is a byte
+    assert found["part"] == "all"
     assert found["tokens"] == (len(TEXT) - 1) // LENGTH * LENGTH
 
 
@@ -61,6 +62,9 @@ def test_another_share_of_the_runs_data_is_still_of_its_data(tmp_path):
     code, said = invoke("evaluate", str(of_run), "data.val_fraction=0.2", f"train.seq_len={LENGTH}")
     assert code == 0, said
     assert "mine.txt" in said
+    assert "training data" not in said
+    code, said = invoke("evaluate", str(of_run), "data.val_fraction=0", f"train.seq_len={LENGTH}")
+    assert (code, "training data (no validation data)" in said) == (0, True)
     other = tmp_path / "other.txt"
     other.write_bytes(TEXT * 2)
     code, said = invoke("evaluate", str(of_run), f"data.path={other}", "data=text")

@@ -137,6 +137,14 @@ def test_values_are_those_of_the_newest_steps(tmp_path):
     assert 0 <= found.checkpoint.age_seconds < 600
 
 
+def test_a_second_start_without_restarts_shows_none(tmp_path):
+    run = make_run(tmp_path / "run", done=2)
+    (run / ENVIRONMENT).write_text('{"starts": [{}, {}]}')
+    assert "restart" not in invoke("status", str(run))[1]
+    write_lines(run, {"step": 2, "restart": {"reason": "lost"}})
+    assert "; 1 restart since step 1" in invoke("status", str(run))[1]
+
+
 def test_skipped_steps_restarts_and_warnings_are_reported(tmp_path):
     run = make_run(tmp_path / "run", done=2)
     write_lines(run, step_line(3, loss=None), step_line(4, grad_norm=None), step_line(5))

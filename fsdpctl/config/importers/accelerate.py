@@ -12,7 +12,6 @@ from fsdpctl.config.importers.source_config import SourceConfig, SourceKey
 from fsdpctl.config.importers.translation import RankDegrees, SourceBatch, Translation
 from fsdpctl.errors import UsageError
 
-_KNOWN_BY = ("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config")
 _UNUSED = (
     "compute_environment", "debug", "downcast_bf16", "enable_cpu_affinity", "machine_rank",
     "main_process_*", "main_training_function", "rdzv_*", "same_network", "tpu_*", "gpu_ids",
@@ -23,11 +22,6 @@ _UNUSED = (
     *(f"fsdp_config.{each}" for each in UNUSED_OF_FSDP),
 )  # fmt: skip
 _MANY = ("MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA")
-
-
-def is_accelerate(source: SourceConfig) -> bool:
-    """Return whether a YAML file is a configuration of accelerate."""
-    return any(each in source for each in _KNOWN_BY)
 
 
 def read_accelerate(source: SourceConfig) -> Translation:

@@ -69,17 +69,12 @@ _UNUSED = (
     "min_sample_len", "remove_unused_columns", "loss_watchdog_*", "profiler_*", "gc_steps",
     "include_t*", "low_cpu_mem_usage", "device_map", "device", "ddp*", "accelerator_config*",
     "lora_model_dir", "lora_fan_in_fan_out", "lora_on_cpu", "merge_lora", "peft.loftq*",
-    "plugins", "torch_compile_*", "torchao_*", "bnb_config_kwargs*", "telemetry*",
+    "plugins", "neftune_*", "torch_compile_*", "torchao_*", "bnb_config_kwargs*", "telemetry*",
     "micro_batch_size",
     "field_messages", "message_*", "unfrozen_parameters", "fp16", "float32",
     *(f"fsdp_config.{each}" for each in UNUSED_OF_FSDP), "fsdp_version", "fsdp",
     "fsdp_final_state_dict_type",
 )  # fmt: skip
-
-
-def is_axolotl(source: SourceConfig) -> bool:
-    """Return whether a YAML file is a configuration of axolotl."""
-    return "base_model" in source
 
 
 def read_axolotl(source: SourceConfig) -> Translation:

@@ -12,6 +12,14 @@ _MOST_DEEP = 16
 _UNSET = ("", "null", "~")
 _OFF = ("false", "no", "off", "0", "none", *_UNSET)
 _ON = ("true", "yes", "on", "1")
+# A key of each tool, by which its files are recognized.
+_KNOWN_BY = {
+    "base_model": "axolotl", "compute_environment": "accelerate", "distributed_type": "accelerate",
+    "fsdp_config": "accelerate", "deepspeed_config": "accelerate",
+}  # fmt: skip
+NO_TOML = (
+    "TOML files, such as torchtitan's, are not read; set fsdpctl's names, see docs/from-others.md"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,11 @@ class SourceConfig:
         """Take all keys that are left, in the order of the file."""
         left, self._left = self.peek(), {}
         yield from left
+
+
+def tool_of(source: SourceConfig) -> str | None:
+    """Return the tool that a YAML file belongs to, `axolotl` or `accelerate`, if it is known."""
+    return next((tool for key, tool in _KNOWN_BY.items() if key in source), None)
 
 
 def _flatten(prefix: str, content: Mapping[object, object], file: Path) -> Iterator[SourceKey]:

@@ -178,7 +178,9 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
         return parse_json(text, dict[str, Any], where)
     except UsageError as error:
-        raise UsageError(_JSON_LINE.sub("", str(error))) from None
+        is_object = text.lstrip().startswith("{")
+        hint = "" if is_object else "; expected one JSON object per line (.jsonl), or .parquet"
+        raise UsageError(f"{_JSON_LINE.sub('', str(error))}{hint}") from None
 
 
 def _objects_of_parquet(path: str) -> Iterator[tuple[int, dict[str, Any]]]:

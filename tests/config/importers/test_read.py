@@ -136,6 +136,17 @@ def test_the_command_line_overrides_the_file():
     assert ours.engine.name == "fsdpctl"  # fully_shard has no such strategy
 
 
+@pytest.mark.parametrize(("key", "dtype"), [("load_in_4bit", "nf4"), ("load_in_8bit", "int8")])
+def test_a_model_on_the_command_line_keeps_the_quantized_base(tmp_path, key, dtype):
+    text = AXOLOTL.replace("meta-llama/Llama-3.1-8B", "some/unknown")
+    file = written(tmp_path, f"{text}adapter: lora\nlora_r: 8\n{key}: true\n")
+    found = asked(file, "model=llama3_8b")
+    assert found.composed.config.model.base_dtype == dtype
+    assert f"model.base_dtype={dtype}" not in found.overridden
+    typed = asked(file, "model=llama3_8b", "model.base_dtype=auto")
+    assert typed.composed.config.model.base_dtype is None
+
+
 def test_errors_on_the_command_line_do_not_name_the_file():
     with pytest.raises(UsageError) as caught:
         asked("axolotl-full.yaml", "train.seq_length=3")
@@ -294,7 +305,7 @@ def test_training_that_cannot_be_estimated_is_rejected(tmp_path, lines, part):
     ("name", "text", "part"),
     [
         ("run.py", "import os; os._exit(9)", "expected the YAML file of axolotl"),
-        ("run.toml", "x = 1", "not supported"),
+        ("run.toml", "x = 1", "TOML files, such as torchtitan's, are not read"),
         ("run.yaml", "model: llama3_8b\nstrategy: full_shard\n", "--recipe"),
         ("run.yaml", "model_name_or_path: x\nstage: sft\n", "unknown format"),
         ("run.yaml", "- a\n- b\n", "expected a mapping"),
