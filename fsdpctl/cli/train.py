@@ -229,16 +229,17 @@ def _about(cause: "Failure", run_dir: Path, outcome: "Outcome") -> list[str]:
     last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.is_file() else []
     if len(last) > 1:
         lines += ["", *last, ""]
-    if cause.exit_code == -signal.SIGKILL or "out of memory" in cause.message.lower():
-        lines += [*_memory_report(run_dir), ""]
+    lacked_memory = cause.out_of_memory or "out of memory" in cause.message.lower()
+    if cause.exit_code == -signal.SIGKILL or lacked_memory:
+        lines += [*_memory_report(run_dir, lacked_memory=lacked_memory), ""]
     log = log if log.is_file() else run_dir / "logs" / "node-00000.log"
     if LOST in cause.message and not (run_dir / "config.yaml").is_file():
         return [*lines, f"hint   restore {run_dir}; without it, the same command begins again"]
     return [*lines, f"hint   {_hint(cause)}", f"log    {log}"]
 
 
-def _memory_report(run_dir: Path) -> list[str]:
-    """Return the estimate, the available memory, and the cheapest changes that fit."""
+def _memory_report(run_dir: Path, *, lacked_memory: bool) -> list[str]:
+    """Return the estimate and the available memory; if that was too little, changes that fit."""
     from fsdpctl.cli.estimate_text import change_lines
     from fsdpctl.estimate.advice import advice
     from fsdpctl.estimate.estimator import Estimator
@@ -251,11 +252,13 @@ def _memory_report(run_dir: Path) -> list[str]:
         found = estimator.estimate(placed_on_cluster(read_config(run_dir)))
     except UsageError:
         return []  # the configuration is corrupted; report the failure alone
+    lacks = lacked_memory or found.verdict != "fits"
+    changes = change_lines(advice(estimator, found.config, more_ranks=False)) if lacks else []
     return [
         f"memory {format_bytes(found.allocated)} estimated, {format_bytes(found.peak_reserved)} "
         f"reserved; {format_bytes(found.memory_bytes)} available per rank",
         f"peak   {found.step.peak.when}",
-        *change_lines(advice(estimator, found.config, more_ranks=False)),
+        *changes,
     ]
 
 

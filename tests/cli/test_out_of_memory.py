@@ -34,3 +34,8 @@ def test_the_panel_says_what_was_needed_and_what_would_fit(
     assert "peak " in said
     assert "to fit" in said
     assert "activation_checkpointing=" in said or "train.micro_batch_size=" in said
+    fits = placed_here(compose_config([WORDS[0], "train.seq_len=16"]).config)
+    (tmp_path / RUN_CONFIG).write_text(config_to_yaml(fits))
+    killed = Failure(1, "here", -9, "", 0)
+    _show_failure(killed, tmp_path, Outcome((killed,), None))
+    assert "to fit" not in capsys.readouterr().err  # it was killed for another reason
