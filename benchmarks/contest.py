@@ -1,6 +1,7 @@
 """Trains configurations in turn on two ranks, by the trainer's own steps."""
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -39,9 +41,10 @@ def step_seconds(configs: Mapping[str, Config], *, rounds: int, steps: int) -> d
     """Of each resolved configuration, the median over rounds of the medians of their steps.
 
     Another one begins each round, and how fast the machine was in a round is divided out: what it
-    does meanwhile, it does to all.
+    does meanwhile, it does to all. Ranks have the allocator of a run's.
     """
-    with tempfile.TemporaryDirectory() as name:
+    own = next(iter(configs.values())).launch.allocator_environment
+    with mock.patch.dict(os.environ, own), tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         spawn(_train_all, (list(configs.values()), rounds, steps, folder), nprocs=RANKS)
         found: list[list[float]] = json.loads((folder / "seconds").read_text())

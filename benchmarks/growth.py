@@ -69,9 +69,7 @@ def reads(folder: Path, steps: int, batch: int) -> Iterator[Read]:
 def ranks_of(launcher: int) -> list[psutil.Process]:
     """Return the processes that train."""
     children = psutil.Process(launcher).children(recursive=True)
-    found = [each for each in children if "fsdpctl.train.worker" in each.cmdline()]
-    assert len(found) == RANKS, found
-    return found
+    return [each for each in children if "fsdpctl.train.worker" in each.cmdline()]
 
 
 def resident_after(found: list[Read], step: int) -> dict[str, list[int]]:

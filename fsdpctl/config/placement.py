@@ -78,7 +78,9 @@ class LaunchConfig:
 
     @property
     def allocator_environment(self) -> dict[str, str]:
-        """Variables that a rank on CUDA needs before torch is imported."""
+        """Variables of a rank's allocator: on CUDA before torch is imported, else at its start."""
+        if self.device == "cpu":  # large tensors are mapped anew in each step, in pages of 2 MiB
+            return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
         if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # torch's older name of the variable
             return {}
         return {"PYTORCH_ALLOC_CONF": f"expandable_segments:{self.allocator == 'expandable'}"}

@@ -151,3 +151,5 @@ def test_a_rank_of_any_launcher_gets_its_allocator(monkeypatch, allocator, grows
     assert found == {"PYTORCH_ALLOC_CONF": f"expandable_segments:{grows}"}
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
     assert LaunchConfig(allocator=allocator).allocator_environment == {}
+    own = LaunchConfig(allocator=allocator, device="cpu").allocator_environment
+    assert own == {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
