@@ -11,6 +11,7 @@ import matplotlib
 from typer.testing import CliRunner
 
 from docs import measured
+from docs.cpu_memory import growth_table, huge_pages_line
 from docs.decoders import decoders_table, loading_table
 from docs.evidence import evidence_table
 from docs.faults import faults_table
@@ -167,7 +168,8 @@ TABLES = {
     "published_runs": measured.published_runs_table,
     "estimate_time": measured.estimate_time_table,
     "startup": measured.startup_line,
-    "growth": measured.growth_table,
+    "growth": growth_table,
+    "huge_pages": huge_pages_line,
     "consolidate": measured.consolidate_table,
     "saving": measured.saving_table,
     "evidence": evidence_table,

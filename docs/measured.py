@@ -20,23 +20,26 @@ _ENGINES = {  # by key in the JSON files
 }
 
 
-def _report(name: str) -> dict[str, Any]:
+def report_of(name: str) -> dict[str, Any]:
+    """Return the results of a benchmark."""
     report: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return report
 
 
-def _table(header: list[str], rows: list[list[str]], about: str) -> str:
+def table_of(header: list[str], rows: list[list[str]], about: str) -> str:
+    """Return a table in Markdown, with a line below it."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", about])
 
 
-def _measured_on(report: dict[str, Any]) -> str:
+def measured_on(report: dict[str, Any]) -> str:
+    """Return where a benchmark ran."""
     return f"torch {report['torch']}, {report['machine']}"
 
 
 def base_dtype_table() -> str:
     """Return time and bytes of a step of adapters over bases in several dtypes."""
-    report = _report("base-dtype")
+    report = report_of("base-dtype")
     rows = [
         [
             each["base"],
@@ -49,14 +52,14 @@ def base_dtype_table() -> str:
     ]
     header = ["base", "tokens per rank", "step (median)", "gathered", "at rest per rank"]
     about = f"{report['ranks']} ranks, width {report['width']}, a float embedding and head included"
-    return _table(
-        header, rows, f"{about}, {_measured_on(report)}, {report['rounds']} alternating steps each."
+    return table_of(
+        header, rows, f"{about}, {measured_on(report)}, {report['rounds']} alternating steps each."
     )
 
 
 def offload_table() -> str:
     """Return the time of a step with states on the host, and what its schedule hides."""
-    report = _report("offload")
+    report = report_of("offload")
     rows = [
         [
             f"{each['setting']}, `{each['offload']}`",
@@ -76,13 +79,13 @@ def offload_table() -> str:
         "step / step that waits for the host",
         "copied per rank and step",
     ]
-    about = f"{report['ranks']} ranks over gloo, {_measured_on(report)}"
-    return _table(header, rows, f"{about}, medians of {report['rounds']} alternating rounds.")
+    about = f"{report['ranks']} ranks over gloo, {measured_on(report)}"
+    return table_of(header, rows, f"{about}, medians of {report['rounds']} alternating rounds.")
 
 
 def slow_links_table() -> str:
     """Return time and traffic of a step over a slow link between two hosts."""
-    report = _report("slow-links")
+    report = report_of("slow-links")
     rows = [
         [
             f"`{each['strategy']}`",
@@ -94,24 +97,24 @@ def slow_links_table() -> str:
     ]
     header = ["`strategy=`", "sent per host and step", "bytes / full_shard", "time / full_shard"]
     about = f"Two hosts with two ranks each, {report['mbit']} Mbit/s between them, over gloo"
-    return _table(
-        header, rows, f"{about}, {_measured_on(report)}, {report['rounds']} starts of each."
+    return table_of(
+        header, rows, f"{about}, {measured_on(report)}, {report['rounds']} starts of each."
     )
 
 
 def surviving_lines() -> str:
     """Return the costs of the watchdog and of a restart."""
-    watching, restarting = _report("watching"), _report("restarting")
+    watching, restarting = report_of("watching"), report_of("restarting")
     steps, found = watching["results"], restarting["results"]
     share, longest = found["restart_over_start"], found["largest_restart_over_start"]
     return (
         f"- A step with hang detection takes {steps['time_over_unwatched']:.3f} times as long as "
         f"without ({steps['beats_per_step']:.0f} status updates per step; "
-        f"{_measured_on(watching)}).\n"
+        f"{measured_on(watching)}).\n"
         f"- The time from a killed rank to the next step is {share:.2f} of the time from the "
         f"command to the first step, at most {longest:.2f}. At most {found['most_steps_lost']} of "
         f"the 25 steps between checkpoints were lost ({found['rounds']} runs of "
-        f"{restarting['world_size']} ranks; {_measured_on(restarting)})."
+        f"{restarting['world_size']} ranks; {measured_on(restarting)})."
     )
 
 
@@ -126,7 +129,7 @@ def step_time_beside_ddp_table() -> str:
 
 
 def _step_times(name: str, key: str, title: str) -> str:
-    report = _report(name)
+    report = report_of(name)
     results = report["results"]
     header = [title, *(f"{each['size']} {each['dtype']}" for each in results)]
     rows = [
@@ -137,12 +140,12 @@ def _step_times(name: str, key: str, title: str) -> str:
     rounds = ", ".join(f"{e['rounds_of_each']} of {e['size']} {e['dtype']}" for e in results)
     rounds = f"{results[0]['starts']} starts; rounds of each: {rounds}"
     ranks = report["world_size"]
-    return _table(header, rows, f"{ranks} ranks over gloo, {_measured_on(report)}; {rounds}.")
+    return table_of(header, rows, f"{ranks} ranks over gloo, {measured_on(report)}; {rounds}.")
 
 
 def peak_memory_table() -> str:
     """Return fsdpctl's peak memory relative to the corresponding engine of PyTorch."""
-    report = _report("peak-memory-cpu")
+    report = report_of("peak-memory-cpu")
     results = report["results"]
     header = ["peak / PyTorch's"]
     header += [f"{e['model']} {e['dtype']}, {e['world_size']} ranks" for e in results]
@@ -153,12 +156,12 @@ def peak_memory_table() -> str:
         ]
         for ours, theirs in PAIRS.items()
     ]
-    return _table(header, rows, f"The largest of {report['steps']} steps, {_measured_on(report)}.")
+    return table_of(header, rows, f"The largest of {report['steps']} steps, {measured_on(report)}.")
 
 
 def host_time_table() -> str:
     """Return the host's time relative to that of fully_shard."""
-    report = _report("host-time")
+    report = report_of("host-time")
     header = ["ranks", "overhead of forward and backward", "clipping and optimizer step"]
     rows = [
         [
@@ -168,13 +171,13 @@ def host_time_table() -> str:
         ]
         for each in report["results"]
     ]
-    about = f"Medians of {report['rounds']} rounds, {_measured_on(report)}."
-    return _table(header, rows, about)
+    about = f"Medians of {report['rounds']} rounds, {measured_on(report)}."
+    return table_of(header, rows, about)
 
 
 def planning_table() -> str:
     """Return the time of planning relative to that of importing torch."""
-    report = _report("planning")
+    report = report_of("planning")
     header = ["model", "ranks", "module on the meta device", "plan of a step with all bytes"]
     rows = [
         [
@@ -185,12 +188,14 @@ def planning_table() -> str:
         ]
         for each in report["results"]
     ]
-    return _table(header, rows, f"Medians of {report['rounds']} processes, {_measured_on(report)}.")
+    return table_of(
+        header, rows, f"Medians of {report['rounds']} processes, {measured_on(report)}."
+    )
 
 
 def consolidate_table() -> str:
     """Return the time of consolidation relative to that of cat, and its memory."""
-    report = _report("consolidate")
+    report = report_of("consolidate")
     header = [
         "checkpoint",
         "time / `cat` and `sync`",
@@ -206,12 +211,12 @@ def consolidate_table() -> str:
         ]
         for each in report["results"]
     ]
-    return _table(header, rows, f"Medians of {report['rounds']} rounds, {_measured_on(report)}.")
+    return table_of(header, rows, f"Medians of {report['rounds']} rounds, {measured_on(report)}.")
 
 
 def saving_table() -> str:
     """Return the cost of a checkpoint for training, in steps."""
-    report = _report("saving")
+    report = report_of("saving")
     results = report["results"]
     header = ["`checkpoint.mode`", "training waits", "complete after", "total cost"]
     rows = [
@@ -226,14 +231,14 @@ def saving_table() -> str:
     ]
     about = (
         f"In steps; {results['checkpoint_bytes'] / 1e6:.0f} MB from {report['ranks']} ranks, "
-        f"medians of {report['rounds']} rounds, {_measured_on(report)}."
+        f"medians of {report['rounds']} rounds, {measured_on(report)}."
     )
-    return _table(header, rows, about)
+    return table_of(header, rows, about)
 
 
 def estimate_errors_table() -> str:
     """Return the errors of the estimated peak of all tensors."""
-    report = _report("estimates")
+    report = report_of("estimates")
     rows = [
         [
             str(each["world_size"]),
@@ -244,12 +249,12 @@ def estimate_errors_table() -> str:
         for each in report["results"]["small"]
     ]
     header = ["ranks over gloo", "configurations", "median error", "worst"]
-    return _table(header, rows, f"{_measured_on(report)}.")
+    return table_of(header, rows, f"{measured_on(report)}.")
 
 
 def published_runs_table() -> str:
     """Return published measurements on GPUs and their estimates."""
-    report = _report("estimates")
+    report = report_of("estimates")
     rows = [
         [
             f"{each['run']}, {each['what']}",
@@ -260,12 +265,12 @@ def published_runs_table() -> str:
         for each in report["results"]["published"]
     ]
     about = f"Eight H100; measured by torchtitan's authors, estimated with torch {report['torch']}."
-    return _table(["run", "measured GiB", "estimated GiB", "error"], rows, about)
+    return table_of(["run", "measured GiB", "estimated GiB", "error"], rows, about)
 
 
 def estimate_time_table() -> str:
     """Return the time and memory of an estimate."""
-    report = _report("planning")
+    report = report_of("planning")
     rows = [
         [
             f"{each['model']}, {each['world_size']:,} ranks",
@@ -279,14 +284,14 @@ def estimate_time_table() -> str:
     header = ["estimate", "time / `import torch`", "seconds", "s per further strategy", "MiB"]
     about = (
         "Measured after `import torch`, including everything else; medians of "
-        f"{report['rounds']} processes, {_measured_on(report)}."
+        f"{report['rounds']} processes, {measured_on(report)}."
     )
-    return _table(header, rows, about)
+    return table_of(header, rows, about)
 
 
 def startup_line() -> str:
     """Return the processor time of help and of a large estimate."""
-    report = _report("startup")
+    report = report_of("startup")
     (found,) = report["results"]
     seconds = found["processor_seconds"]
     return (
@@ -295,25 +300,5 @@ def startup_line() -> str:
         f"{found['estimate_over_import_torch']:.1f} times as much as `import torch` "
         f"({seconds['torch']:.1f} s). `fsdpctl --help` takes {seconds['help']:.2f} s, "
         f"{found['help_over_import_typer']:.2f} times as much as `import typer`: medians of "
-        f"{report['rounds']} alternating processes, {_measured_on(report)}."
+        f"{report['rounds']} alternating processes, {measured_on(report)}."
     )
-
-
-def growth_table() -> str:
-    """Return the memory of CPU ranks over the steps of a long run."""
-    report = _report("growth")
-    rows = [
-        [
-            f"{each['step']:,}",
-            *(f"{own / (1 << 20):.1f}" for own in each["own_bytes"]),
-            f"{each['over_first']:.4f}",
-            f"{max(each['mapped_bytes']) / (1 << 20):.1f}",
-        ]
-        for each in report["results"]
-    ]
-    ranks = [f"rank {rank}, MiB" for rank in range(report["world_size"])]
-    about = (
-        f"{report['model']}, {report['global_batch_size']} samples of {report['seq_len']} tokens "
-        f"per step, over gloo, {_measured_on(report)}; medians of {report['window']} steps."
-    )
-    return _table(["step", *ranks, "larger / first", "mapped files, MiB"], rows, about)
