@@ -79,7 +79,7 @@ class LaunchConfig:
     @property
     def allocator_environment(self) -> dict[str, str]:
         """Variables of a rank's allocator: on CUDA before torch is imported, else at its start."""
-        if self.device == "cpu":  # large tensors are mapped anew in each step, in pages of 2 MiB
+        if self.device == "cpu":  # each step maps large tensors again: in pages of 2 MiB
             return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
         if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # torch's older name of the variable
             return {}
