@@ -1,6 +1,6 @@
 """What huge pages do for CPU ranks: `python -m benchmarks.huge_pages [--out FILE.json]`.
 
-Runs of two models, with the allocator's settings of the launcher and with glibc's defaults, take
+Runs of two models, with the allocator's setting of the launcher and with torch's default, take
 turns. One model has a small vocabulary, the other 50,000 tokens, whose logits the allocator maps
 and unmaps in every step. Memory is the largest resident size of the ranks.
 """
@@ -23,7 +23,6 @@ from benchmarks.predicted_steps import ALWAYS, MODELS
 from benchmarks.report import write_report
 from tests.cli.run import environment, make_text
 
-DEFAULTS = "glibc.malloc.hugetlb=0"
 FIRST, STEPS = 4, 24  # earlier steps warm up
 RUNS = {"llama": MODELS["llama"], "gpt2": MODELS["gpt2"]}
 
@@ -45,7 +44,7 @@ def run(model: str, *, huge: bool) -> Run:
         env = {**environment(), "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(
             [sys.executable, "-m", "fsdpctl", "train", *words], cwd=folder,
-            env=env if huge else {**env, "GLIBC_TUNABLES": DEFAULTS}, stdout=subprocess.DEVNULL,
+            env=env if huge else {**env, "THP_MEM_ALLOC_ENABLE": "0"}, stdout=subprocess.DEVNULL,
         ) as launcher:  # fmt: skip
             resident = _watched(launcher)
         assert launcher.returncode == 0

@@ -24,13 +24,13 @@ def growth_table() -> str:
 
 
 def huge_pages_line() -> str:
-    """Return a sentence that compares runs in huge pages with glibc's defaults."""
+    """Return a sentence that compares runs in huge pages with those in small ones."""
     report = report_of("huge-pages")
     found = {each["model"]: each for each in report["results"]}
     large, small = found["gpt2"], found["llama"]
     return (
         f"With a vocabulary of 50,000 tokens, a step takes {large['time_over_defaults']:.2f} times "
-        f"as long as with glibc's defaults, and a rank has {large['memory_over_defaults']:.2f} "
+        f"as long as in small pages, and a rank has {large['memory_over_defaults']:.2f} "
         f"times as much memory; with a small vocabulary, {small['time_over_defaults']:.2f} and "
         f"{small['memory_over_defaults']:.2f} times (medians of {report['rounds']} alternating "
         f"runs, {measured_on(report)})."

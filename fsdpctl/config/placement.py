@@ -78,9 +78,9 @@ class LaunchConfig:
 
     @property
     def allocator_environment(self) -> dict[str, str]:
-        """Variables of a rank's allocator: on CUDA before torch is imported, else at its start."""
+        """Variables that a rank needs before torch is imported."""
         if self.device == "cpu":  # each step maps large tensors again: in pages of 2 MiB
-            return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+            return {"THP_MEM_ALLOC_ENABLE": "1"}
         if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # torch's older name of the variable
             return {}
         return {"PYTORCH_ALLOC_CONF": f"expandable_segments:{self.allocator == 'expandable'}"}

@@ -174,9 +174,7 @@ def joined_ranks(
         UsageError: If the store is unreachable in time.
     """
     cores = (os.cpu_count() or 1) // place.local_world_size
-    own = {"OMP_NUM_THREADS": str(max(1, cores))}
-    if config.launch.device != "cpu":
-        own |= config.launch.allocator_environment
+    own = {"OMP_NUM_THREADS": str(max(1, cores)), **config.launch.allocator_environment}
     os.environ.update({**own, **os.environ})  # before torch is imported
     from fsdpctl.comm.world import PrefixStore
     from fsdpctl.launch.nodes import reached_store

@@ -152,4 +152,4 @@ def test_a_rank_of_any_launcher_gets_its_allocator(monkeypatch, allocator, grows
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
     assert LaunchConfig(allocator=allocator).allocator_environment == {}
     own = LaunchConfig(allocator=allocator, device="cpu").allocator_environment
-    assert own == {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    assert own == {"THP_MEM_ALLOC_ENABLE": "1"}
