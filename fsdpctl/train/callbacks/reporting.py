@@ -234,10 +234,12 @@ class Heartbeat(Callback):
 
     def _run(self) -> None:
         while not self._has_ended.wait(self._every):
-            self._write()
+            self._write(is_periodic=True)
 
-    def _write(self) -> None:
+    def _write(self, *, is_periodic: bool = False) -> None:
         if self._is_on:
             with self._writing, contextlib.suppress(OSError):
+                if is_periodic and self._has_ended.is_set():
+                    return  # it waited while the last one was written
                 record = replace(self._record, time=time.time())
                 files.replace(self._path, json.dumps(asdict(record)) + "\n")
