@@ -182,7 +182,7 @@ PROMISES = (
         Figure("decoders", figures.decoders),
     ),
     Promise(
-        "The memory of a CPU rank grows by at most 3% in 5,000 steps",
+        "The memory of a CPU rank grows by at most 2% in 5,000 steps",
         "long-runs.md",
         (
             "train/test_heap.py::test_the_process_does_not_grow",
