@@ -78,12 +78,14 @@ class LaunchConfig:
 
     @property
     def allocator_environment(self) -> dict[str, str]:
-        """Variables that a rank needs before torch is imported."""
-        if self.device == "cpu":  # each step maps large tensors again: in pages of 2 MiB
-            return {"THP_MEM_ALLOC_ENABLE": "1"}
-        if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # torch's older name of the variable
-            return {}
-        return {"PYTORCH_ALLOC_CONF": f"expandable_segments:{self.allocator == 'expandable'}"}
+        """Variables that a rank needs before torch is imported, for both devices if it is auto."""
+        values = {}
+        if self.device != "cuda":  # each step maps large tensors again: in pages of 2 MiB
+            values["THP_MEM_ALLOC_ENABLE"] = "1"
+        has_older_name = "PYTORCH_CUDA_ALLOC_CONF" in os.environ
+        if self.device != "cpu" and not has_older_name:
+            values["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{self.allocator == 'expandable'}"
+        return values
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """What the variables of other launchers are taken for, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 
 from fsdpctl.config.placement import LaunchConfig
@@ -147,9 +149,18 @@ def test_the_first_host_of_a_list(listed, first):
 @pytest.mark.parametrize(("allocator", "grows"), [("expandable", "True"), ("native", "False")])
 def test_a_rank_of_any_launcher_gets_its_allocator(monkeypatch, allocator, grows):
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    found = LaunchConfig(allocator=allocator).allocator_environment
-    assert found == {"PYTORCH_ALLOC_CONF": f"expandable_segments:{grows}"}
+    on_cpu = {"THP_MEM_ALLOC_ENABLE": "1"}
+    on_cuda = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{grows}"}
+    launch = LaunchConfig(allocator=allocator)
+
+    def of(device: str | None) -> dict[str, str]:
+        return replace(launch, device=device).allocator_environment
+
+    assert of("cuda") == on_cuda
+    assert of("cpu") == on_cpu
+    assert of(None) == {
+        **on_cpu,
+        **on_cuda,
+    }  # another launcher's rank that looks for its device later
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
-    assert LaunchConfig(allocator=allocator).allocator_environment == {}
-    own = LaunchConfig(allocator=allocator, device="cpu").allocator_environment
-    assert own == {"THP_MEM_ALLOC_ENABLE": "1"}
+    assert of("cuda") == {}
