@@ -98,10 +98,9 @@ def _words_of(page: str) -> str:
 def test_a_rank_grows_from_step_200_to_5000_by_at_most_what_the_pages_say() -> None:
     first, *later = json.loads((measured.RESULTS / "growth.json").read_text())["results"]
     assert (first["step"], later[-1]["step"]) == (200, 5000)
-    assert later[-1]["over_first"] <= 1.02
-    assert max(each["over_first"] for each in later) <= 1.03
+    assert max(each["over_first"] for each in later) <= 1.02
     for page in ("long-runs", "evidence"):
-        assert "grows by at most 3% in 5,000 steps" in _words_of(page)
+        assert "grows by at most 2% in 5,000 steps" in _words_of(page)
 
 
 def test_no_engine_of_pytorch_holds_less() -> None:
