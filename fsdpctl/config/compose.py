@@ -204,7 +204,8 @@ def _choice_hint(group: str, text: str, choices: Sequence[str]) -> str:
         size = re.findall(r"\d+", text)
         same = [x for x in choices if x.startswith(text) or re.findall(r"\d+", x) == size]
         return hint(text, same) or f"; model={FROM_PATH} model.path=DIR loads another model"
-    return hint(text, list(choices))
+    elsewhere = STRATEGIES_ELSEWHERE if group == "strategy" else ()
+    return hint(text, [*choices, *elsewhere])
 
 
 def _values_of_choices(choices: dict[str, str], config_dir: Path | None) -> dict[str, Value]:

@@ -77,7 +77,7 @@ def test_whole_numbers_may_be_written_in_several_ways(text, steps):
         ("model@x=llama_tiny", ["adding and removing keys is not supported"]),
         ("hydra.run.dir=x", ["settings of Hydra are not supported"]),
         ("strategy=full_shart", ["did you mean full_shard?", "no_shard"]),
-        ("strategy=zero4", ["strategy=zero4", "full_shard"]),
+        ("strategy=zero4", ["did you mean zero3?", "full_shard"]),
         ("learning_rate=1", ["use optimizer.lr"]),
         ("gradient_accumulation_steps=4", ["use accumulation.steps"]),
         ("accumulation=4", ["no such option", "every, last"]),
