@@ -138,7 +138,7 @@ def pretrained_weights(model: ModelConfig, folder: Path, ranks: Ranks) -> Tensor
     """Return the weights of a Hugging Face directory or a checkpoint. Collective.
 
     Raises:
-        UsageError: If there are none.
+        UsageError: If there are no weights.
         CheckpointError: If a file is missing or corrupted, or a base is not the checkpoint's.
     """
     if is_hugging_face(folder):

@@ -252,7 +252,7 @@ def connected_store(address: str, port: int, patience: float) -> TCPStore:
     that accepts connections and does not answer.
 
     Raises:
-        UsageError: If there is none in time.
+        UsageError: If no store answers in time.
     """
     deadline = time.monotonic() + patience
     limit = f"within {patience:g} s (launch.timeout)"
