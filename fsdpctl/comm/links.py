@@ -6,19 +6,12 @@ import torch
 import torch.distributed as dist
 
 _REPEATS, _PINGS = 4, 8
-Pair = tuple[int, int]
 
 
-def rounds_of(count: int) -> list[list[Pair]]:
-    """Return all pairs of `count` members, in rounds in which each is in one pair at most."""
-    ring = list(range(count + count % 2))  # one has no partner in a round if the number is odd
-    rounds = []
-    for _ in ring[1:]:
-        half = len(ring) // 2
-        pairs = [(min(p), max(p)) for p in zip(ring[:half], reversed(ring[half:]), strict=True)]
-        rounds.append([pair for pair in pairs if pair[1] < count])
-        ring = [ring[0], ring[-1], *ring[1:-1]]
-    return [pairs for pairs in rounds if pairs]
+def partner(number: int, count: int) -> int | None:
+    """Return the neighbor of a member of `count`; the last of an odd number has none."""
+    other = number ^ 1
+    return other if other < count else None
 
 
 def exchange_speed(to: int | None, source: int | None, nbytes: int, device: torch.device) -> float:

@@ -17,7 +17,7 @@ import torch
 
 from fsdpctl.comm.base import Collectives
 from fsdpctl.comm.collectives import collectives_for
-from fsdpctl.comm.links import clock_offset, exchange_speed, rounds_of
+from fsdpctl.comm.links import clock_offset, exchange_speed, partner
 from fsdpctl.comm.world import PrefixStore, Store, TCPStore, World, joined_world
 from fsdpctl.io import files
 from fsdpctl.io.control_group import host_memory
@@ -218,45 +218,34 @@ def _missing(paths: list[Path]) -> list[Path]:
 def _measure(
     world: World, ranks: Collectives, nodes: Sequence[Node], request: Request, say: Say
 ) -> Iterator[Link]:
-    """Measure the links between all pairs of nodes, of ranks in a node, and around the ring."""
+    """Measure the links of neighboring nodes, of neighboring ranks, and around the ring."""
     per_node, size = nodes[0].ranks, world.world_size
     node, local = divmod(world.rank, per_node)
-    between, within = rounds_of(len(nodes)), rounds_of(per_node)
-    partners = [(node, pairs, per_node, local) for pairs in between]
-    partners += [(local, pairs, 1, node * per_node) for pairs in within]
-    peers = [_peer(*each) for each in partners]
-    around = [(peer, peer) for peer in peers]
-    if size > 1:
-        around.append(((world.rank + 1) % size, (world.rank - 1) % size))
+    other, beside = partner(node, len(nodes)), partner(local, per_node)
+    peers = [
+        None if other is None else other * per_node + local,
+        None if beside is None else node * per_node + beside,
+    ]
+    around: list[tuple[int | None, int | None]] = [(peer, peer) for peer in peers]
+    ring = ((world.rank + 1) % size, (world.rank - 1) % size)
+    around.append(ring if size > 1 else (None, None))
     speeds = []
     for number, (to, source) in enumerate(around, start=1):
         say(f"links {number}/{len(around)}")
         speeds.append(exchange_speed(to, source, _SENT[world.device.type], world.device) / 1e9)
     found = ranks.gather_objects(speeds)  # by rank and round
-    for number, pairs in enumerate(between):
-        for pair in pairs:
-            slowest = min(
-                found[n * per_node + rank][number] for n in pair for rank in range(per_node)
-            )
-            name = " - ".join(f"node {n}" for n in pair)
-            yield Link(name, slowest, "inter_bandwidth", request.inter_bandwidth)
-    rounds = slice(len(between), len(between) + len(within))
-    for each in nodes if within else ():
+    across, within = "inter_bandwidth", "intra_bandwidth"
+    for first in range(0, len(nodes) - 1, 2):
+        slowest = min(row[0] for row in found[first * per_node : (first + 2) * per_node])
+        name = f"node {first} - node {first + 1}"
+        yield Link(name, slowest, across, request.inter_bandwidth)
+    for each in nodes if per_node > 1 else ():
         own = found[each.number * per_node : (each.number + 1) * per_node]
-        slowest = min(speed for row in own for speed in row[rounds] if speed)
-        yield Link(
-            f"within node {each.number}", slowest, "intra_bandwidth", request.intra_bandwidth
-        )
+        slowest = min(row[1] for row in own if row[1])
+        yield Link(f"within node {each.number}", slowest, within, request.intra_bandwidth)
     if size > 1:
-        ring = min(row[-1] for row in found)
-        setting = "inter_bandwidth" if between else "intra_bandwidth"
-        yield Link(_RING, ring, setting, getattr(request, setting))
-
-
-def _peer(own: int, pairs: Sequence[tuple[int, int]], factor: int, offset: int) -> int | None:
-    """Return the rank that is paired with this one, whose place in `pairs` is `own`."""
-    other = next((sum(pair) - own for pair in pairs if own in pair), None)
-    return None if other is None else other * factor + offset
+        setting = across if len(nodes) > 1 else within
+        yield Link(_RING, min(row[2] for row in found), setting, getattr(request, setting))
 
 
 def _slow(links: Sequence[Link]) -> Iterator[str]:

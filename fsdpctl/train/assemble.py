@@ -43,7 +43,6 @@ from fsdpctl.resolve.blocks import prepare_blocks
 from fsdpctl.run.environment import add_start, describe_start, place_of
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
 from fsdpctl.train.callbacks.heap import HeapTrim
-from fsdpctl.train.callbacks.kubeflow import KubeflowStatus
 from fsdpctl.train.callbacks.profiling import Profiling, watch_allocations
 from fsdpctl.train.callbacks.reporting import Checks, Heartbeat, RunReporter
 from fsdpctl.train.callbacks.sample import SampleText
@@ -188,7 +187,6 @@ def make_trainer(
         journal.loggers,
         heartbeat,
         RunReporter(journal, checkpoints),
-        KubeflowStatus(journal.warn, is_on=shows and is_main),
         Checks(run_dir, done.step),
         SampleText(),
         *([HeapTrim()] if world.device.type == "cpu" else []),
