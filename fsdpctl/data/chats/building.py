@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpctl.data.chats.files import ChatSource, is_held_out, lines_of, repeat_hash, repeats
+from fsdpctl.data.chats.files import ChatSource, is_held_out, repeat_hash, repeats
 from fsdpctl.data.chats.formats import Chat, ChatLine, Plain
+from fsdpctl.data.chats.rows import lines_of
 from fsdpctl.data.chats.samples import ChatSample
 from fsdpctl.data.chats.workers import TemplateSetup, Workers, workers
 from fsdpctl.data.documents import Flags
@@ -21,6 +22,7 @@ from fsdpctl.errors import UsageError
 
 OnRows = Callable[[int], None]
 PARTS = ("train", "val")
+_MOST_KEYS = 1000  # of a file, that are counted one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Built:
     counts: dict[str, int]
     formats: list[str]  # per file, validation files last
     end_tokens: list[int]
+    ignored: list[dict[str, int]]  # per file, the rows that have each key that is not used
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class Building:
         self._parts = {name: _Part() for name in PARTS}
         self._counts: Counter[str] = Counter()
         self._ends: Counter[int] = Counter()
+        self._ignored: list[Counter[str]] = []
         self._workers: Workers | None = None
 
     def build(self) -> Built:
@@ -100,7 +104,8 @@ class Building:
             for kind, array in part.arrays(dtype).items()
         }
         ends = [token for token, _ in self._ends.most_common(4)]
-        return Built(arrays, dict(self._counts), formats, ends)
+        ignored = [dict(each.most_common()) for each in self._ignored]
+        return Built(arrays, dict(self._counts), formats, ends, ignored)
 
     def _times(self) -> list[NDArray[np.int64]] | None:
         """Return how often each conversation is repeated, which needs their number; None: once."""
@@ -159,9 +164,12 @@ class Building:
         part: str | None,
     ) -> Iterator[tuple[ChatLine, _Destination]]:
         """Yield each line with its destination, without lines that an epoch doesn't contain."""
-        number = 0
+        number, ignored = 0, Counter[str]()
+        self._ignored.append(ignored)
         for line, content in lines:
             self._plan.on_rows(1)
+            for key in line.ignored:
+                ignored[key if key in ignored or len(ignored) < _MOST_KEYS else "others"] += 1
             to = part or ("val" if self._holds_out(content) else "train")
             repeated = 1
             if times is not None and to == "train":

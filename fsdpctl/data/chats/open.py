@@ -1,6 +1,8 @@
 """Conversations of the section `data`, rendered and tokenized once, then mapped from the cache."""
 
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 from pathlib import Path
@@ -16,13 +18,15 @@ from fsdpctl.data.chats.files import ChatSource, files_checksum, sources_of
 from fsdpctl.data.chats.template import ChatTemplate, control_pattern, open_template
 from fsdpctl.data.chats.workers import MOST_BYTES, MOST_SECONDS, TemplateSetup
 from fsdpctl.data.documents import DocumentSet, Packing
+from fsdpctl.data.files import left_out
 from fsdpctl.data.tokenizer import BYTES, FileTokenizer, open_tokenizer, tokenizer_checksum
 from fsdpctl.data.tokens import DataSet
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import UsageError, first_of
 
 _Files = tuple[Sequence[ChatSource], Sequence[ChatSource]]  # to train on, and to validate
 _Rendering = tuple[FileTokenizer, ChatTemplate | None, str]  # with today's date
-_ENCODING = 2  # increase it if the same input gives other tokens
+_ENCODING = 3  # increase it if the same input gives other tokens
+_MOST_FILES, _MOST_KEYS = 8, 12  # in a line
 _POLICIES = {
     "split": "each is trained on as it is when it is the last one",
     "last": "only the last assistant message is trained on",
@@ -94,7 +98,8 @@ def open_chats(config: DataConfig, seed: int = 0, on_rows: OnRows = lambda count
     if entry is None:
         plan = BuildPlan(sources, held, config.val_fraction, setup, on_rows)
         built = Building(plan, tokenizer).build()
-        facts = {each: getattr(built, each) for each in ("counts", "formats", "end_tokens")}
+        names = ("counts", "formats", "end_tokens", "ignored")
+        facts = {each: getattr(built, each) for each in names}
         entry = write_cache(name, built.arrays, facts)
     return _data_set(config, seed, files, entry, (tokenizer, known, today))
 
@@ -117,7 +122,7 @@ def _data_set(
         val,
         tokenizer,
         tokenizer.vocab_size,
-        ", ".join(names),
+        first_of(list(names), _MOST_FILES),
         gzip_bits_per_byte=None,
         notes=_notes(config, (*files[0], *files[1]), entry, (train, val), (template, today)),
         date=today if template is not None and template.tells_date else None,
@@ -206,11 +211,8 @@ def _notes(
 ) -> tuple[str, ...]:
     """Return lines about the data, most important first."""
     counts: dict[str, int] = entry.facts["counts"]
-    lines = [
-        f"{file.path}: {name}" + ("" if file.share is None else f", {file.share:.1%} of an epoch")
-        for file, name in zip(files, entry.facts["formats"], strict=True)
-    ]
     template, today = rendering
+    lines = _about_files(files, entry, template)
     if template is not None:
         lines += _about_template(config, counts, template, today)
     train, val = parts
@@ -229,6 +231,41 @@ def _notes(
         if counts.get(name)
     )
     return tuple(lines)
+
+
+def _about_files(
+    files: Sequence[ChatSource], entry: CacheEntry, template: ChatTemplate | None
+) -> list[str]:
+    """Return the format of each file, and the keys that neither fsdpctl nor the template uses."""
+    written = "" if template is None else template.text + template.tool_text
+    used = set(re.findall(r"\w+", written))
+    lines, rest = [], Counter[str]()
+    for number, (file, name, counts) in enumerate(
+        zip(files, entry.facts["formats"], entry.facts["ignored"], strict=True)
+    ):
+        kept = {
+            key: count
+            for key, count in counts.items()
+            if "[]" not in key or key.rpartition(".")[2] not in used
+        }
+        if number >= _MOST_FILES:
+            rest.update(kept)
+            continue
+        share = "" if file.share is None else f", {file.share:.1%} of an epoch"
+        lines.append(f"{file.path}: {name}{share}{left_out(file.skipped)}")
+        lines += _ignored(file.path, kept)
+    if len(files) > _MOST_FILES:
+        more = _number(len(files) - _MOST_FILES, "more file")
+        lines += [more, *_ignored(more, rest)]
+    return lines
+
+
+def _ignored(where: str, counts: Mapping[str, int]) -> list[str]:
+    keys = [
+        f"{''.join(c if c.isprintable() else '?' for c in key)} ({_number(count, 'row')})"
+        for key, count in counts.items()
+    ]
+    return [f"{where}: ignored: {first_of(keys, _MOST_KEYS)}"] if keys else []
 
 
 def _about_template(

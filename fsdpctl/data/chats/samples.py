@@ -12,9 +12,10 @@ from fsdpctl.data.chats.conversation import (
     with_arguments,
     with_joined_parts,
 )
-from fsdpctl.data.chats.formats import Chat, Message
+from fsdpctl.data.chats.formats import Chat
 from fsdpctl.data.chats.render import Renderer, RenderError, Spans
 from fsdpctl.data.chats.turns import TurnError, find_turn, marks_in_whole, marks_of
+from fsdpctl.data.chats.values import Message
 from fsdpctl.errors import UsageError
 
 

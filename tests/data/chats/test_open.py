@@ -138,7 +138,7 @@ def test_rows_are_counted_while_they_are_read(tmp_path):
         ({"path": None}, "data=chat: data.path is required"),
         ({"tokenizer": None}, "requires a model's tokenizer"),
         ({"tokenizer": "bytes"}, "requires a model's tokenizer"),
-        ({"val_path": "x.jsonl"}, "data.val_path=x.jsonl: no such file"),
+        ({"val_path": "x.jsonl"}, "data.val_path=x.jsonl: not found"),
         ({"template": "x.jinja"}, "x.jinja: No such file"),
     ],
 )
