@@ -44,7 +44,7 @@ class Built:
     counts: dict[str, int]
     formats: list[str]  # per file, validation files last
     end_tokens: list[int]
-    ignored: list[dict[str, int]]  # per file, the rows that have each key that is not used
+    keys: list[dict[str, dict[str, int]]]  # per file, the rows with each key, as `Keys`
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Building:
         self._parts = {name: _Part() for name in PARTS}
         self._counts: Counter[str] = Counter()
         self._ends: Counter[int] = Counter()
-        self._ignored: list[Counter[str]] = []
+        self._keys: list[dict[str, Counter[str]]] = []
         self._workers: Workers | None = None
 
     def build(self) -> Built:
@@ -104,8 +104,8 @@ class Building:
             for kind, array in part.arrays(dtype).items()
         }
         ends = [token for token, _ in self._ends.most_common(4)]
-        ignored = [dict(each.most_common()) for each in self._ignored]
-        return Built(arrays, dict(self._counts), formats, ends, ignored)
+        keys = [{k: dict(counts) for k, counts in each.items()} for each in self._keys]
+        return Built(arrays, dict(self._counts), formats, ends, keys)
 
     def _times(self) -> list[NDArray[np.int64]] | None:
         """Return how often each conversation is repeated, which needs their number; None: once."""
@@ -164,12 +164,13 @@ class Building:
         part: str | None,
     ) -> Iterator[tuple[ChatLine, _Destination]]:
         """Yield each line with its destination, without lines that an epoch doesn't contain."""
-        number, ignored = 0, Counter[str]()
-        self._ignored.append(ignored)
+        number = 0
+        self._keys.append({"followed": Counter(), "ignored": Counter()})
         for line, content in lines:
             self._plan.on_rows(1)
-            for key in line.ignored:
-                ignored[key if key in ignored or len(ignored) < _MOST_KEYS else "others"] += 1
+            for name, counts in self._keys[-1].items():
+                for key in getattr(line.keys, name):
+                    counts[key[:80] if key in counts or len(counts) < _MOST_KEYS else "others"] += 1
             to = part or ("val" if self._holds_out(content) else "train")
             repeated = 1
             if times is not None and to == "train":

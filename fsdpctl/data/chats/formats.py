@@ -21,6 +21,7 @@ from fsdpctl.data.chats.messages import (
     system_message,
 )
 from fsdpctl.data.chats.values import (
+    Keys,
     Message,
     as_list,
     as_object,
@@ -31,7 +32,7 @@ from fsdpctl.data.chats.values import (
 from fsdpctl.errors import UsageError
 
 SYSTEM = ("system", "system_prompt", "system_message")
-_TOOLS = ("tools", "functions")
+TOOLS = ("tools", "functions")
 _KWARGS = "chat_template_kwargs"
 _ASKED, _ADDED, _ANSWERED = (
     ("instruction", "query", "question"), ("input", "context"), ("output", "response"),
@@ -64,11 +65,11 @@ class Plain(msgspec.Struct, frozen=True, array_like=True, tag="plain"):
 
 
 class ChatLine(msgspec.Struct, frozen=True, array_like=True):
-    """A conversation or text, where it was read, and the keys that fsdpctl does not use."""
+    """A conversation or text, where it was read, and its other keys."""
 
     content: Chat | Plain
     where: str  # the location that messages begin with
-    ignored: frozenset[str] = frozenset()  # such as `source` and `messages[].name`
+    keys: Keys
 
     def to_bytes(self) -> bytes:
         """Encode the content. Equal contents have equal bytes, in whatever format they came."""
@@ -80,13 +81,14 @@ class _Fields:
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self.rest = dict(fields)
-        self.ignored: set[str] = set()
+        self.keys = Keys()
 
     def one_of(self, keys: tuple[str, ...]) -> tuple[str, Any]:
         """Take the only field of these that is not empty; its value is empty text without any."""
         found = [(key, value) for key in keys if not is_empty(value := self.rest.pop(key, ""))]
         if any(value != found[0][1] for _, value in found):
             raise UsageError(f"{found[-1][0]}: conflicts with {found[0][0]}; expected one of them")
+        self.keys.followed.update(key for key, _ in found)
         return found[0] if found else (keys[0], "")
 
     def text(self, *keys: str) -> str:
@@ -97,7 +99,7 @@ class _Fields:
 
 def is_used(key: str) -> bool:
     """Return whether a format may use a key of rows, or refuse it."""
-    known = {*_TEXTS, *_ASKED, *_ADDED, *_ANSWERED, *SYSTEM, *_TOOLS, _KWARGS, *FLAGS, *_KINDS}
+    known = {*_TEXTS, *_ASKED, *_ADDED, *_ANSWERED, *SYSTEM, *TOOLS, _KWARGS, *FLAGS, *_KINDS}
     return key in known or bool(_PREFERENCE.fullmatch(key) or ROW_FLAGS.fullmatch(key))
 
 
@@ -117,11 +119,11 @@ def detect_format(fields: Mapping[str, Any]) -> str:
     raise UsageError(f"unknown format with keys {has}; expected {known}")
 
 
-def parse_row(name: str, fields: Mapping[str, Any]) -> tuple[Chat | Plain, frozenset[str]]:
+def parse_row(name: str, fields: Mapping[str, Any]) -> tuple[Chat | Plain, Keys]:
     """Convert the fields of a row in the format `name`.
 
     Returns:
-        The content, and the paths of the keys that are not used.
+        The content, and the names of the keys besides it.
 
     Raises:
         UsageError: If the row has another format, or can't be trained on.
@@ -135,14 +137,16 @@ def parse_row(name: str, fields: Mapping[str, Any]) -> tuple[Chat | Plain, froze
     found = read(row)
     flag = loss_flag(row.rest, "", ROW_FLAGS)
     if isinstance(found, Plain):
-        for key in (*SYSTEM, *_TOOLS, _KWARGS):
+        for key in (*SYSTEM, *TOOLS, _KWARGS):
             if not is_empty(row.rest.get(key, "")):
                 raise UsageError(f"{key}: only valid with messages")
     if flag is False:
         if isinstance(found, Plain):
             raise UsageError("loss: only valid with messages")
         found = msgspec.structs.replace(found, trained=[False] * len(found.trained))
-    return found, frozenset(key[:80] for key in row.ignored | (row.rest.keys() - set(FLAGS)))
+    row.keys.followed.update(row.rest.keys() & set(FLAGS))
+    row.keys.ignored.update(row.rest.keys() - set(FLAGS))
+    return found, row.keys
 
 
 def _missing(keys: tuple[tuple[str, ...], ...], fields: Mapping[str, Any]) -> str:
@@ -208,10 +212,10 @@ _FORMATS: dict[str, tuple[tuple[tuple[str, ...], ...], Callable[[_Fields], Chat 
 
 
 def _chat(messages: list[Any], row: _Fields) -> Chat:
-    checked, trained = check_messages(messages, row.ignored)
+    checked, trained = check_messages(messages, row.keys)
     key, system = row.one_of(SYSTEM)
     first = system_message(str(expect(system, str, key)), checked, key)
-    options = as_object(row.rest.pop(_KWARGS, {}), _KWARGS)
+    options = as_object(row.one_of((_KWARGS,))[1] or {}, _KWARGS)
     reserved = {"messages", "tools", "add_generation_prompt"} & options.keys()
     if reserved:
         raise UsageError(f"{_KWARGS}: {sorted(reserved)[0]} is set by fsdpctl")
@@ -219,7 +223,7 @@ def _chat(messages: list[Any], row: _Fields) -> Chat:
 
 
 def _tools(row: _Fields) -> list[Any] | None:
-    key, found = row.one_of(_TOOLS)
+    key, found = row.one_of(TOOLS)
     tools = [as_object(each, f"{key}: tool {n}") for n, each in enumerate(as_list(found, key), 1)]
     return [_wrapped(tool, f"{key}: tool {n}") for n, tool in enumerate(tools, 1)] or None
 

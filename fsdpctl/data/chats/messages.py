@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from fsdpctl.data.chats.values import (
+    Keys,
     Message,
     as_list,
     as_object,
@@ -45,10 +46,10 @@ _USED = {
 _LIKE_ARGUMENTS = ("parameters", "args", "kwargs", "input")
 
 
-def check_messages(messages: Sequence[Any], ignored: set[str]) -> tuple[list[Message], list[bool]]:
+def check_messages(messages: Sequence[Any], keys: Keys) -> tuple[list[Message], list[bool]]:
     """Return the messages with normalized names, and which of them may be trained on.
 
-    Adds the paths of keys that only a template may use to `ignored`.
+    Adds the paths of loss flags, and of keys that only a template may use, to `keys`.
 
     Raises:
         UsageError: If a message can't be trained on, or has a key whose meaning is not supported.
@@ -64,9 +65,10 @@ def check_messages(messages: Sequence[Any], ignored: set[str]) -> tuple[list[Mes
         if flag and found["role"] != ASSISTANT:
             key = next(key for key in FLAGS if key in found)
             raise UsageError(f"{where}: {key}: only valid with role {ASSISTANT}")
+        keys.followed.update(f"messages[].{key}" for key in found.keys() & set(FLAGS))
         found = {key: value for key, value in found.items() if key not in FLAGS}
         _check_content(found, where)
-        ignored.update(_ignored(found))
+        keys.ignored.update(_ignored(found))
         if _lower_role(message) in _CALLS and checked and checked[-1]["role"] == ASSISTANT:
             if flag not in (None, trained[-1]):
                 raise UsageError(f"{where}: loss: conflicts with the message before, of this turn")

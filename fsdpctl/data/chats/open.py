@@ -15,6 +15,7 @@ from fsdpctl.config.data import DataConfig
 from fsdpctl.data.cache import CacheEntry, read_cache, write_cache
 from fsdpctl.data.chats.building import PARTS, Building, BuildPlan, OnRows
 from fsdpctl.data.chats.files import ChatSource, files_checksum, sources_of
+from fsdpctl.data.chats.formats import TOOLS
 from fsdpctl.data.chats.template import ChatTemplate, control_pattern, open_template
 from fsdpctl.data.chats.workers import MOST_BYTES, MOST_SECONDS, TemplateSetup
 from fsdpctl.data.documents import DocumentSet, Packing
@@ -98,7 +99,7 @@ def open_chats(config: DataConfig, seed: int = 0, on_rows: OnRows = lambda count
     if entry is None:
         plan = BuildPlan(sources, held, config.val_fraction, setup, on_rows)
         built = Building(plan, tokenizer).build()
-        names = ("counts", "formats", "end_tokens", "ignored")
+        names = ("counts", "formats", "end_tokens", "keys")
         facts = {each: getattr(built, each) for each in names}
         entry = write_cache(name, built.arrays, facts)
     return _data_set(config, seed, files, entry, (tokenizer, known, today))
@@ -238,34 +239,36 @@ def _about_files(
 ) -> list[str]:
     """Return the format of each file, and the keys that neither fsdpctl nor the template uses."""
     written = "" if template is None else template.text + template.tool_text
-    used = set(re.findall(r"\w+", written))
+    words = set(re.findall(r"\w+", written))
+    known = zip(files, entry.facts["formats"], entry.facts["keys"], strict=True)
     lines, rest = [], Counter[str]()
-    for number, (file, name, counts) in enumerate(
-        zip(files, entry.facts["formats"], entry.facts["ignored"], strict=True)
-    ):
-        kept = {
-            key: count
-            for key, count in counts.items()
-            if "[]" not in key or key.rpartition(".")[2] not in used
-        }
+    for number, (file, name, counts) in enumerate(known):
+        ignored, followed = dict(counts["ignored"]), dict(counts["followed"])
+        for key in counts["ignored"]:
+            if "[]" in key and key.rpartition(".")[2] in words:
+                del ignored[key]
+        for key in {*TOOLS} & followed.keys() if "tools" not in words else ():
+            ignored[key] = followed.pop(key)
         if number >= _MOST_FILES:
-            rest.update(kept)
+            rest.update(ignored)
             continue
         share = "" if file.share is None else f", {file.share:.1%} of an epoch"
-        lines.append(f"{file.path}: {name}{share}{left_out(file.skipped)}")
-        lines += _ignored(file.path, kept)
+        more = f", with {_listed(followed)}" if followed else ""
+        lines.append(f"{file.path}: {name}{share}{more}{left_out(file.skipped)}")
+        lines += [f"{file.path}: ignored: {_listed(ignored)}"] if ignored else []
     if len(files) > _MOST_FILES:
-        more = _number(len(files) - _MOST_FILES, "more file")
-        lines += [more, *_ignored(more, rest)]
+        text = _number(len(files) - _MOST_FILES, "more file")
+        lines.append(f"{text}, ignored: {_listed(rest)}" if rest else text)
     return lines
 
 
-def _ignored(where: str, counts: Mapping[str, int]) -> list[str]:
-    keys = [
+def _listed(counts: Mapping[str, int]) -> str:
+    """List keys with the number of their rows, most frequent first."""
+    names = [
         f"{''.join(c if c.isprintable() else '?' for c in key)} ({_number(count, 'row')})"
-        for key, count in counts.items()
+        for key, count in sorted(counts.items(), key=lambda each: (-each[1], each[0]))
     ]
-    return [f"{where}: ignored: {first_of(keys, _MOST_KEYS)}"] if keys else []
+    return first_of(names, _MOST_KEYS)
 
 
 def _about_template(

@@ -53,8 +53,8 @@ def _lines(path: str, name: str, found: _Places) -> Iterator[tuple[ChatLine, byt
     for place, fields in found:
         where = f"{path}, {place}"
         try:
-            content, ignored = parse_row(name, fields)
-            line = ChatLine(content, where, ignored)
+            content, keys = parse_row(name, fields)
+            line = ChatLine(content, where, keys)
             as_bytes = line.to_bytes()
         except UsageError as error:
             raise UsageError(f"{where}: {error}") from None

@@ -114,14 +114,12 @@ def _unfolded(array: Any) -> int:
     """Return about how many bytes of text an array has, with each repetition."""
     from pyarrow import compute, types
 
-    kind = array.type
-    if types.is_struct(kind):
-        return sum(map(_unfolded, array.flatten()))
-    if hasattr(array, "storage"):
-        return int(_unfolded(array.storage))
-    if types.is_dictionary(kind) and hasattr(array.dictionary, "total_values_length"):
+    size: int = array.nbytes
+    if types.is_dictionary(array.type) and hasattr(array.dictionary, "total_values_length"):
         lengths = compute.binary_length(array.dictionary).take(array.indices)
-        return array.nbytes + int(compute.sum(lengths).as_py() or 0)
-    if types.is_nested(kind) and hasattr(array, "flatten"):
-        return _unfolded(array.flatten())
-    return int(array.nbytes)
+        size += compute.sum(lengths).as_py() or 0
+    elif types.is_struct(array.type):
+        size = sum(map(_unfolded, array.flatten()))
+    elif types.is_nested(array.type) and hasattr(array, "flatten"):
+        size = _unfolded(array.flatten())
+    return size

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.msgpack import Ext
@@ -14,6 +15,14 @@ _TYPES: dict[type, str] = {
     str: "text", list: "a list", dict: "a JSON object", bool: "a Boolean", type(None): "null"
 }  # fmt: skip
 _INTEGER = 1  # the code of an integer above 64 bits, which MessagePack lacks
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The names of a row's keys that are reported, such as `source` and `messages[].name`."""
+
+    followed: set[str] = field(default_factory=set)  # they change what is trained on
+    ignored: set[str] = field(default_factory=set)  # fsdpctl does not use them
 
 
 def without_nulls(value: Any, key: str = "row") -> Any:

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from fsdpctl.data.chats.files import ChatSource, absolute_paths, sources_of
-from fsdpctl.data.chats.formats import Chat, Plain
+from fsdpctl.data.chats.formats import Plain
 from fsdpctl.data.chats.rows import MOST_ROW, lines_of
 from fsdpctl.errors import UsageError
 from tests.data.chats.families import say, write_lines

@@ -116,7 +116,7 @@ ROWS: dict[str, tuple[Any, Any]] = {
         means(*TURN, tools=[TOOL])),
     "two kinds of tools": ({"messages": TURN, "tools": [TOOL], "functions": [BARE]},
         "functions: conflicts with tools"),
-    "tools of a type": ({"messages": TURN, "tools": {"f": 1}}, "tools: expected a list, got a JSON"),
+    "tools of a type": ({"messages": TURN, "tools": {"f": 1}}, "tools: expected a list"),
     "a tool of a type": ({"messages": TURN, "tools": [5]}, "tools: tool 1: expected a JSON object"),
     "tools that are not JSON": ({"messages": TURN, "tools": "def f()"}, "tools: not JSON"),
     "tools of a text": ({"text": "x", "tools": [TOOL]}, "tools: only valid with messages"),
@@ -160,7 +160,7 @@ ROWS: dict[str, tuple[Any, Any]] = {
         "message 2: arguments of f: parameters: not supported; expected arguments"),
     "arguments in a list": (talk(tool_calls=[call([1])]), "arguments of f: expected an object"),
     "arguments that are not JSON": (talk(tool_calls=[call("a=1")]), "arguments of f: not JSON"),
-    "arguments twice": (talk(tool_calls=[call('{"a": 1, "a": 2}')]), "f: not JSON: a appears twice"),
+    "arguments twice": (talk(tool_calls=[call('{"a": 1, "a": 2}')]), "JSON: a appears twice"),
     "nulls in arguments": (talk(tool_calls=[call({"a": None, "b": [{"c": None}]})]),
         means(user(), calls(call({"b": [{}]}), content="b"))),
     "nulls in JSON": (talk(tool_calls=[call('{"a": null, "b": [{"c": null}]}')]),
@@ -177,7 +177,7 @@ ROWS: dict[str, tuple[Any, Any]] = {
         "line 1: system_prompt: conflicts with the system message"),
     "two keys of systems": ({"messages": TURN, "system": "x", "system_prompt": "be kind"},
         "system_prompt: conflicts with system"),
-    "a system of a type": ({"messages": TURN, "system": ["x"]}, "system: expected text, got a list"),
+    "a system of a type": ({"messages": TURN, "system": ["x"]}, "system: expected text"),
     "a system of a text": ({"prompt": "a", "completion": "b", "system": "x"},
         "system: only valid with messages"),
     # Roles.
@@ -187,7 +187,7 @@ ROWS: dict[str, tuple[Any, Any]] = {
         for role in ("gpt", "bot", "model", "chatgpt", "ai", "Assistant")},
     **{f"role {role}": ({"messages": [user(), {"role": role, "content": "21"}, answer()]},
         means(user(), DONE, answer())) for role in ("observation", "tool-response", "ipython")},
-    "role robot": ({"messages": [user(), {"role": "robot", "content": "b"}]}, "robot: not supported"),
+    "role robot": ({"messages": [user(), {"role": "robot", "content": "b"}]}, "role robot"),
     # Instructions.
     "Alpaca": ({"instruction": "add", "input": "1 2", "output": "b", "id": 7},
         means(user("add\n1 2"), answer(), ignored="id")),
@@ -201,7 +201,7 @@ ROWS: dict[str, tuple[Any, Any]] = {
         means(*TURN, ignored="id")),
     "a history of a type": ({"query": "a", "response": "b", "history": ["c"]},
         "history: expected pairs"),
-    "an answer of a type": ({"query": "a", "response": ["b"]}, "response: expected text, got a list"),
+    "an answer of a type": ({"query": "a", "response": ["b"]}, "response: expected text"),
     # Data for other kinds of training.
     **{key: ({"messages": TURN, key: value}, f"line 1: {key}: .*not supported; remove the key")
         for key, value in {"rejected_response": "x", "rejected_messages": TURN, "chosen": TURN,
@@ -214,7 +214,7 @@ ROWS: dict[str, tuple[Any, Any]] = {
         "non_preferred_output": TURN}, "preferred_output: preference data: not supported"),
     "empty media": ({"messages": TURN, "images": [], "label": None, "objects": {}, "rejected": ""},
         means(*TURN, ignored="images objects rejected")),
-    "media of a message": (talk(images=["x.png"]), "message 2: images: not supported; expected text"),
+    "media of a message": (talk(images=["x.png"]), "message 2: images: not supported"),
     "an image": ({"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}]), answer()]},
         "message 1: part 1 of type image_url: not supported"),
     "a use of a tool": (talk(content=[{"type": "tool_use", "name": "f", "input": {}}]),
@@ -292,4 +292,4 @@ def test_a_row_means_what_its_program_means(name, tmp_path):
         assert len(str(caught.value)) < 400
         return
     ((line, _),) = lines_of(str(file))[1]
-    assert (unpacked(line.content), set(line.ignored)) == expected
+    assert (unpacked(line.content), line.keys.ignored) == expected
