@@ -118,6 +118,7 @@ def _data_set(
     names = (
         each.path if each.share is None else f"{each.path} ({each.share:.0%})" for each in files[0]
     )
+    about_files = tuple(_about_files([*files[0], *files[1]], entry, template))
     return ChatSet(
         train,
         val,
@@ -125,7 +126,8 @@ def _data_set(
         tokenizer.vocab_size,
         first_of(list(names), _MOST_FILES),
         gzip_bits_per_byte=None,
-        notes=_notes(config, (*files[0], *files[1]), entry, (train, val), (template, today)),
+        notes=(*about_files, *_notes(config, entry, (train, val), (template, today))),
+        about_files=about_files,
         date=today if template is not None and template.tells_date else None,
         template=template.text if template is not None and config.template is not None else None,
         end_tokens=tuple(entry.facts["end_tokens"]),
@@ -205,7 +207,6 @@ def _entry_name(config: DataConfig, files: _Files, rendering: _Rendering) -> str
 
 def _notes(
     config: DataConfig,
-    files: Sequence[ChatSource],
     entry: CacheEntry,
     parts: tuple[DocumentSet, DocumentSet | None],
     rendering: tuple[ChatTemplate | None, str],
@@ -213,7 +214,7 @@ def _notes(
     """Return lines about the data, most important first."""
     counts: dict[str, int] = entry.facts["counts"]
     template, today = rendering
-    lines = _about_files(files, entry, template)
+    lines = []
     if template is not None:
         lines += _about_template(config, counts, template, today)
     train, val = parts

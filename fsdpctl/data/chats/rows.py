@@ -22,7 +22,7 @@ from fsdpctl.io.files import open_regular
 
 MOST_ROW = 8 * MIB  # bytes; about two million tokens
 _PIECE = 1 << 16  # bytes of an array that are read at a time
-_MOST_BLANK = MIB  # bytes of empty lines in a row
+_MOST_BLANK = 1 << 18  # bytes of empty lines in a row
 _JSON_LINE = re.compile(r"line 1 (?=column)")  # the JSON parser counts lines within our line
 _BLANK = (" ", "\t", "\r", "\n")
 _TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")
@@ -122,7 +122,7 @@ def _text_lines(read: _Reader) -> Iterator[tuple[str, str]]:
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         blank = 0 if line.strip() else blank + len(line)
         if blank > _MOST_BLANK:
-            raise read.error(f"more than {_MOST_BLANK >> 20} MiB of empty lines")
+            raise read.error(f"more than {_MOST_BLANK >> 10} KiB of empty lines")
         if blank:
             continue
         try:
@@ -166,10 +166,10 @@ class _Array:
                 return self._text[self._at]
             if not self._reads_on(_PIECE):
                 return ""
-        raise self._read.error(f"more than {_MOST_BLANK >> 20} MiB of blanks")
+        raise self._read.error(f"more than {_MOST_BLANK >> 10} KiB of blanks")
 
     def take(self, expected: str) -> str:
-        """Return the next character, which must be one of these, and go on behind it."""
+        """Take the next character, which must be one of these, and return it."""
         found = self.next()
         if not found or found not in expected:
             got = f"got {found}" if found else "got the end of the file"

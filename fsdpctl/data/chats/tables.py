@@ -11,6 +11,7 @@ _BATCH = 256  # rows that are read at a time
 # A row group may unfold to this many bytes, and to this many for each byte in the file. Text
 # unfolds to ten times its bytes.
 _MOST_GROUP, _MOST_RATIO = 1 << 28, 256
+_TEXTS = ("string", "large_string", "binary", "large_binary")
 _INDEX_BYTES = 4  # of a value, which is read as an index into the different texts
 
 
@@ -115,7 +116,7 @@ def _unfolded(array: Any) -> int:
     from pyarrow import compute, types
 
     size: int = array.nbytes
-    if types.is_dictionary(array.type) and hasattr(array.dictionary, "total_values_length"):
+    if types.is_dictionary(array.type) and str(array.type.value_type) in _TEXTS:
         lengths = compute.binary_length(array.dictionary).take(array.indices)
         size += compute.sum(lengths).as_py() or 0
     elif types.is_struct(array.type):

@@ -9,7 +9,7 @@ from fsdpctl.data.chats.files import ChatSource, absolute_paths, sources_of
 from fsdpctl.data.chats.formats import Plain
 from fsdpctl.data.chats.rows import MOST_ROW, lines_of
 from fsdpctl.errors import UsageError
-from tests.data.chats.families import say, write_lines
+from tests.data.chats.families import say
 from tests.data.chats.opened import opened, trained_of
 
 CHAT = say("hello", "good day", system="be kind")
@@ -53,19 +53,6 @@ def test_gzip_byte_order_marks_and_crlf_are_supported(tmp_path):
         f"{plain}, line 1",
         f"{plain}, line 3",
     ]
-
-
-def test_parquet_gives_the_same_conversations_as_json_lines(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    call = {"function": {"name": "f", "arguments": {"a": "1"}}}
-    rows = [
-        {"messages": CHAT},
-        {"messages": [*say("x"), {"role": "assistant", "content": "y", "tool_calls": [call]}]},
-    ]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert rows_of(tmp_path / "a.parquet") == rows_of(write_lines(tmp_path / "a.jsonl", rows))
 
 
 GOOD = json.dumps({"messages": CHAT}).encode()
