@@ -29,7 +29,7 @@ from fsdpctl.data.chats.values import (
     expect_text,
     without_nulls,
 )
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import UsageError, first_of
 
 SYSTEM = ("system", "system_prompt", "system_message")
 TOOLS = ("tools", "functions")
@@ -115,7 +115,7 @@ def detect_format(fields: Mapping[str, Any]) -> str:
         if not _missing(keys, fields) and is_list == name.endswith("of messages"):
             return name
     known = "messages; conversations; prompt, completion; instruction, input, output; or text"
-    has = ", ".join(sorted(map(str, fields))[:8]) or "none"
+    has = first_of([key[:40] for key in sorted(fields)], 8) or "none"
     raise UsageError(f"unknown format with keys {has}; expected {known}")
 
 

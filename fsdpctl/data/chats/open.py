@@ -17,6 +17,7 @@ from fsdpctl.data.chats.building import PARTS, Building, BuildPlan, OnRows
 from fsdpctl.data.chats.files import ChatSource, files_checksum, sources_of
 from fsdpctl.data.chats.formats import TOOLS
 from fsdpctl.data.chats.template import ChatTemplate, control_pattern, open_template
+from fsdpctl.data.chats.values import shown
 from fsdpctl.data.chats.workers import MOST_BYTES, MOST_SECONDS, TemplateSetup
 from fsdpctl.data.documents import DocumentSet, Packing
 from fsdpctl.data.files import left_out
@@ -41,6 +42,10 @@ _EVENTS = {
     ),
     "not_as_served": ("assistant message", "after messages that are rendered differently later"),
     "switched_off": ("assistant message", "masked by the data (weight, train)"),
+    "others_trained": (
+        "message",
+        "of other roles masked by the data, but trained on (train_on=all)",
+    ),
     "without_loss": ("sample", "dropped, with no token that is trained on"),
     "control_tokens": ("message", "with control tokens in the text, encoded as control tokens"),
     "left_out": ("message", "not rendered verbatim by the template"),
@@ -266,7 +271,7 @@ def _about_files(
 def _listed(counts: Mapping[str, int]) -> str:
     """List keys with the number of their rows, most frequent first."""
     names = [
-        f"{''.join(c if c.isprintable() else '?' for c in key)} ({_number(count, 'row')})"
+        f"{shown(key)} ({_number(count, 'row')})"
         for key, count in sorted(counts.items(), key=lambda each: (-each[1], each[0]))
     ]
     return first_of(names, _MOST_KEYS)

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from fsdpctl.data.chats.formats import ChatLine, detect_format, parse_row
 from fsdpctl.data.chats.tables import objects_of_table, open_zstd
+from fsdpctl.data.chats.values import shown
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import MIB, parse_json
 from fsdpctl.io.files import open_regular
@@ -45,7 +46,7 @@ def lines_of(path: str) -> tuple[str, Iterator[tuple[ChatLine, bytes]]]:
     try:
         name = detect_format({key: value for key, value in first[1].items() if value is not None})
     except UsageError as error:
-        raise UsageError(f"{path}, {first[0]}: {error}") from None
+        raise UsageError(f"{path}, {first[0]}: {shown(error)}") from None
     return name, _lines(path, name, chain([first], found))
 
 
@@ -57,7 +58,7 @@ def _lines(path: str, name: str, found: _Places) -> Iterator[tuple[ChatLine, byt
             line = ChatLine(content, where, keys)
             as_bytes = line.to_bytes()
         except UsageError as error:
-            raise UsageError(f"{where}: {error}") from None
+            raise UsageError(f"{where}: {shown(error)}") from None
         except UnicodeEncodeError:
             raise UsageError(f"{where}: contains half of a surrogate pair") from None
         yield line, as_bytes
@@ -205,8 +206,9 @@ def _object(text: str, where: str) -> dict[str, Any]:
     if len(text) > MOST_ROW:
         raise UsageError(f"{where}: damaged, or longer than the limit of {MOST_ROW >> 20} MiB")
     try:
-        return parse_json(text, dict[str, Any], where)
+        return parse_json(text, dict[str, Any], "")
     except UsageError as error:
         is_object = text.strip() != "{" and text.lstrip().startswith("{")
         hint = "" if is_object else f"; {_EXPECTED}"
-        raise UsageError(f"{_JSON_LINE.sub('', str(error))}{hint}") from None
+        problem = shown(_JSON_LINE.sub("", str(error).removeprefix(": ")))
+        raise UsageError(f"{where}: {problem}{hint}") from None

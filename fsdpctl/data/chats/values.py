@@ -48,6 +48,11 @@ def without_nulls(value: Any, key: str = "row") -> Any:
     return value
 
 
+def shown(text: object, most: int = 300) -> str:
+    """Return text of a file for one line of a terminal."""
+    return "".join(each if each.isprintable() else "?" for each in str(text)[:most])
+
+
 def from_extension(code: int, data: memoryview) -> int:
     """Return the integer of an extension that `without_nulls` made."""
     assert code == _INTEGER

@@ -74,6 +74,47 @@ def test_settings_that_change_the_tokens_have_their_own_cache_entries(change, tm
     assert opened(tmp_path, "gpt_oss", rows, **change).fingerprint != first.fingerprint
 
 
+def test_keys_are_named_once_per_file(tmp_path):
+    tool = {"name": "f", "parameters": {}}
+    call = {"function": {"name": "f", "arguments": {"wei": 10**21}}}
+    row = {
+        "messages": say("a", "b"),
+        "source": "x",
+        "system_prompt": "be kind",
+        "functions": [tool],
+    }
+    row["messages"][0]["weird\n"] = 1
+    row["messages"][1] |= {"tool_calls": [call], "loss": True}
+    rows = [row, *numbered(3)]
+    path = tmp_path / "chats.jsonl"
+    with_keys = "messages[].loss (1 row), system_prompt (1 row)"
+    for name in ("qwen25", "chatml"):
+        found = opened(tmp_path, name, rows)
+        assert opened(tmp_path, name, rows).notes == found.notes  # from the cache
+        ignored = "messages[].weird? (1 row), source (1 row)"
+        if name == "qwen25":  # which writes tools
+            assert "1000000000000000000000" in said_in(found.train, found.tokenizer)[0]
+            expected = f"functions (1 row), {with_keys}"
+        else:
+            ignored, expected = f"functions (1 row), {ignored}", with_keys
+        assert (
+            found.notes[:2]
+            == found.about_files
+            == (
+                f"{path}: messages, with {expected}",
+                f"{path}: ignored: {ignored}",
+            )
+        )
+
+
+def test_other_messages_masked_by_the_data_are_counted_if_all_is_trained(tmp_path):
+    rows = numbered(2)
+    rows[0]["messages"][0]["weight"] = 0
+    found = opened(tmp_path, "chatml", rows, train_on="all")
+    assert any("1 message of other roles masked by the data" in note for note in found.notes)
+    assert not any("other roles" in note for note in opened(tmp_path, "chatml", rows).notes)
+
+
 def test_more_data_moves_no_conversation_to_the_other_part(tmp_path):
     few = opened(tmp_path, "chatml", numbered(60), val_fraction=0.2)
     more = opened(tmp_path, "chatml", [*numbered(60, 500), *numbered(60)], val_fraction=0.2)
