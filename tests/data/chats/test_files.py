@@ -4,16 +4,17 @@ import gzip
 import json
 import tracemalloc
 from decimal import Decimal
+from typing import Any
 
 import pytest
 
 from fsdpctl.data.chats.files import sources_of
-from fsdpctl.data.chats.formats import Plain
+from fsdpctl.data.chats.formats import Chat, Plain
 from fsdpctl.data.chats.rows import lines_of
 from fsdpctl.errors import UsageError
 from tests.data.chats.families import say, write_lines
 
-TEXTS = [{"text": "a"}, {"text": "b [] é", "id": 1}, {"text": "c"}]
+TEXTS: list[dict[str, Any]] = [{"text": "a"}, {"text": "b [] é", "id": 1}, {"text": "c"}]
 
 
 def read(file):
@@ -110,7 +111,8 @@ def test_unused_columns_of_a_table_do_not_matter(tmp_path):
         out.write_table(table)
     for file in (tmp_path / "a.parquet", tmp_path / "b.arrow"):
         lines = [line for line, _ in lines_of(str(file))[1]]
-        assert [each.content.messages for each in lines] == [say("a", "b", system="be kind")] * 3
+        contents = [Chat(say("a", "b", system="be kind"), [True] * 3)] * 3
+        assert [each.content for each in lines] == contents
         assert [each.where for each in lines][2] == f"{file}, row 3"
         assert lines[0].keys.ignored == {"at", "price", "dotted.name"}
 

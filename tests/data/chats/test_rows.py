@@ -56,8 +56,8 @@ def means(
 
 TURN = [user(), answer()]
 PLAIN, OFF = means(*TURN), means(*TURN, trained=[True, False])
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-BARE = TOOL["function"]
+BARE = {"name": "f", "parameters": {"type": "object"}}
+TOOL = {"type": "function", "function": BARE}
 DONE = {"role": "tool", "content": "21"}
 HUMAN = [share("human", "a"), share("gpt", "b")]
 
