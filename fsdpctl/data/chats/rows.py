@@ -76,7 +76,7 @@ def _objects(path: str) -> _Places:
         elif start.startswith(b"\x28\xb5\x2f\xfd"):
             file = BufferedReader(open_zstd(path, raw))
         read = _Reader(path, file)
-        start = read.peek()
+        start = read.call("peek", 64)
         if start.startswith(_WIDE):
             raise UsageError(f"{path}: UTF-16: not supported; expected UTF-8")
         is_array = start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
@@ -90,19 +90,9 @@ class _Reader:
     def __init__(self, path: str, file: Any) -> None:
         self.path, self.place, self._file = path, "line 1", file
 
-    def peek(self) -> bytes:
-        return bytes(self._call(self._file.peek, 64))
-
-    def line(self) -> bytes:
-        return self._call(self._file.readline, MOST_ROW + 1)
-
-    def piece(self, size: int) -> bytes:
-        return self._call(self._file.read, size)
-
-    def _call(self, read: Any, size: int) -> bytes:
+    def call(self, method: str, size: int) -> bytes:
         try:
-            found: bytes = read(size)
-            return found
+            return bytes(getattr(self._file, method)(size))
         except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: of pyarrow
             raise self.error(f"cannot be read: {' '.join(str(error).split()):.200}") from None
 
@@ -115,7 +105,7 @@ def _text_lines(read: _Reader) -> Iterator[tuple[str, str]]:
     while True:
         number += 1
         read.place = f"line {number}"
-        line = read.line()
+        line = read.call("readline", MOST_ROW + 1)
         if not line:
             return
         if len(line) > MOST_ROW:
@@ -135,17 +125,14 @@ def _text_lines(read: _Reader) -> Iterator[tuple[str, str]]:
 
 def _elements(read: _Reader) -> Iterator[tuple[str, str]]:
     """Yield the text of each element of a JSON array."""
-    array, number = _Array(read), 1
+    array, number = _Array(read), 0
     array.take("[")
-    if array.next() != "]":
-        read.place = "element 1"
+    mark = "," if array.next() != "]" else array.take("]")
+    while mark == ",":
+        number += 1
+        read.place = f"element {number}"
         yield read.place, array.element()
-        while array.take(",]") == ",":
-            number += 1
-            read.place = f"element {number}"
-            yield read.place, array.element()
-    else:
-        array.take("]")
+        mark = array.take(",]")
     if array.next():
         raise read.error("text after the array; expected its end")
 
@@ -193,7 +180,7 @@ class _Array:
             return text
 
     def _reads_on(self, size: int) -> bool:
-        piece = self._read.piece(size)
+        piece = self._read.call("read", size)
         try:
             more = self._decode(piece, not piece)
         except UnicodeDecodeError as error:

@@ -1,5 +1,7 @@
 """Data sets of conversations: cached, split, repeated, and previewed."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -16,7 +18,7 @@ from tests.data.chats.families import say, write_lines, write_tokenizer
 from tests.data.chats.opened import opened, trained_texts
 
 
-def numbered(count, first=0, word="ok"):
+def numbered(count: int, first: int = 0, word: str = "ok") -> list[dict[str, Any]]:
     return [{"messages": say(f"say {n}", f"{word} {n}")} for n in range(first, first + count)]
 
 
@@ -77,7 +79,7 @@ def test_settings_that_change_the_tokens_have_their_own_cache_entries(change, tm
 def test_keys_are_named_once_per_file(tmp_path):
     tool = {"name": "f", "parameters": {}}
     call = {"function": {"name": "f", "arguments": {"wei": 10**21}}}
-    row = {
+    row: dict[str, Any] = {
         "messages": say("a", "b"),
         "source": "x",
         "system_prompt": "be kind",
