@@ -43,26 +43,17 @@ def sources_of(text: str, key: str = "data.path") -> tuple[ChatSource, ...]:
     Raises:
         UsageError: If a file is missing, or if only some of the files have a share.
     """
-    words = _words(text, key)
-    shares = [share for _, share in words if share is not None]
-    if shares and len(shares) < len(words):
-        missing = next(path for path, share in words if share is None)
-        raise UsageError(
-            f"{key}={text}: {missing} has no share; give a share for all files or none"
-        )
     found: list[ChatSource] = []
-    for path, share in words:
+    for path, share in _words(text, key):
         files = _files_of(path, key)
         if share is not None and [each.path for each in files] != [path]:
             raise UsageError(f"{key}: {path}: a share is only valid for a file")
-        if share is not None and len(words) > 1:
-            files = [ChatSource(path, share / sum(shares))]
-        found += files
+        found += files if share is None else [ChatSource(path, share)]
     return tuple(found)
 
 
 def _words(text: str, key: str) -> list[tuple[str, float | None]]:
-    """Return the paths that a key names, with their shares."""
+    """Return the paths that a key names, with their shares of one."""
     if os.path.exists(text):
         return [(text, None)]
     inner = text.strip()
@@ -71,7 +62,15 @@ def _words(text: str, key: str) -> list[tuple[str, float | None]]:
     found = [_word(word.strip(), key) for word in inner.split(",") if word.strip()]
     if not found:
         raise UsageError(f"{key}={text}: expected at least one file")
-    return found
+    shares = [share for _, share in found if share is not None]
+    if shares and len(shares) < len(found):
+        missing = next(path for path, share in found if share is None)
+        raise UsageError(
+            f"{key}={text}: {missing} has no share; give a share for all files or none"
+        )
+    if len(found) == 1 or not shares:
+        return [(path, None) for path, _ in found]
+    return [(path, (share or 0) / sum(shares)) for path, share in found]
 
 
 def _word(word: str, key: str) -> tuple[str, float | None]:

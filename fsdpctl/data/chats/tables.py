@@ -119,6 +119,8 @@ def _unfolded(array: Any) -> int:
     if types.is_dictionary(array.type) and str(array.type.value_type) in _TEXTS:
         lengths = compute.binary_length(array.dictionary).take(array.indices)
         size += compute.sum(lengths).as_py() or 0
+    elif types.is_map(array.type):
+        raise ValueError("maps are not supported; expected structs, or text that is JSON")
     elif types.is_struct(array.type):
         size = sum(map(_unfolded, array.flatten()))
     elif types.is_nested(array.type) and hasattr(array, "flatten"):
