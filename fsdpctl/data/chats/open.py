@@ -1,8 +1,6 @@
 """Conversations of the section `data`, rendered and tokenized once, then mapped from the cache."""
 
-import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 from pathlib import Path
@@ -14,13 +12,11 @@ import xxhash
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.cache import CacheEntry, read_cache, write_cache
 from fsdpctl.data.chats.building import PARTS, Building, BuildPlan, OnRows
+from fsdpctl.data.chats.file_notes import MOST_FILES, counted, notes_on_files
 from fsdpctl.data.chats.files import ChatSource, files_checksum, sources_of
-from fsdpctl.data.chats.formats import TOOLS
 from fsdpctl.data.chats.template import ChatTemplate, control_pattern, open_template
-from fsdpctl.data.chats.values import shown
 from fsdpctl.data.chats.workers import MOST_BYTES, MOST_SECONDS, TemplateSetup
 from fsdpctl.data.documents import DocumentSet, Packing
-from fsdpctl.data.files import left_out
 from fsdpctl.data.tokenizer import BYTES, FileTokenizer, open_tokenizer, tokenizer_checksum
 from fsdpctl.data.tokens import DataSet
 from fsdpctl.errors import UsageError, first_of
@@ -28,7 +24,6 @@ from fsdpctl.errors import UsageError, first_of
 _Files = tuple[Sequence[ChatSource], Sequence[ChatSource]]  # to train on, and to validate
 _Rendering = tuple[FileTokenizer, ChatTemplate | None, str]  # with today's date
 _ENCODING = 3  # increase it if the same input gives other tokens
-_MOST_FILES, _MOST_KEYS = 8, 12  # in a line
 _POLICIES = {
     "split": "each is trained on as it is when it is the last one",
     "last": "only the last assistant message is trained on",
@@ -123,13 +118,13 @@ def _data_set(
     names = (
         each.path if each.share is None else f"{each.path} ({each.share:.0%})" for each in files[0]
     )
-    about_files = tuple(_about_files([*files[0], *files[1]], entry, template))
+    about_files = tuple(notes_on_files([*files[0], *files[1]], entry.facts, template))
     return ChatSet(
         train,
         val,
         tokenizer,
         tokenizer.vocab_size,
-        first_of(list(names), _MOST_FILES),
+        first_of(list(names), MOST_FILES),
         gzip_bits_per_byte=None,
         notes=(*about_files, *_notes(config, entry, (train, val), (template, today))),
         about_files=about_files,
@@ -233,55 +228,18 @@ def _notes(
         )
     policy = f"{_POLICIES.get(config.rewritten_turns)} (data.rewritten_turns)"
     lines += (
-        f"{_number(counts[name], noun)} {text.format(policy=policy)}"
+        f"{counted(counts[name], noun)} {text.format(policy=policy)}"
         for name, (noun, text) in _EVENTS.items()
         if counts.get(name)
     )
     return tuple(lines)
 
 
-def _about_files(
-    files: Sequence[ChatSource], entry: CacheEntry, template: ChatTemplate | None
-) -> list[str]:
-    """Return the format of each file, and the keys that neither fsdpctl nor the template uses."""
-    written = "" if template is None else template.text + template.tool_text
-    words = set(re.findall(r"\w+", written))
-    known = zip(files, entry.facts["formats"], entry.facts["keys"], strict=True)
-    lines, rest = [], Counter[str]()
-    for number, (file, name, counts) in enumerate(known):
-        ignored, followed = dict(counts["ignored"]), dict(counts["followed"])
-        for key in counts["ignored"]:
-            if "[]" in key and key.rpartition(".")[2] in words:
-                del ignored[key]
-        for key in {*TOOLS} & followed.keys() if "tools" not in words else ():
-            ignored[key] = followed.pop(key)
-        if number >= _MOST_FILES:
-            rest.update(ignored)
-            continue
-        share = "" if file.share is None else f", {file.share:.1%} of an epoch"
-        more = f", with {_listed(followed)}" if followed else ""
-        lines.append(f"{file.path}: {name}{share}{more}{left_out(file.skipped)}")
-        lines += [f"{file.path}: ignored: {_listed(ignored)}"] if ignored else []
-    if len(files) > _MOST_FILES:
-        text = _number(len(files) - _MOST_FILES, "more file")
-        lines.append(f"{text}, ignored: {_listed(rest)}" if rest else text)
-    return lines
-
-
-def _listed(counts: Mapping[str, int]) -> str:
-    """List keys with the number of their rows, most frequent first."""
-    names = [
-        f"{shown(key)} ({_number(count, 'row')})"
-        for key, count in sorted(counts.items(), key=lambda each: (-each[1], each[0]))
-    ]
-    return first_of(names, _MOST_KEYS)
-
-
 def _about_template(
     config: DataConfig, counts: dict[str, Any], template: ChatTemplate, today: str
 ) -> list[str]:
     lines = [f"chat template: {template.source}"]
-    answers = _number(counts.get("answers", 0), "assistant message")
+    answers = counted(counts.get("answers", 0), "assistant message")
     if config.train_on == "all":
         lines.append("all tokens are trained on (data.train_on=all)")
     elif counts.get("marked"):
@@ -295,10 +253,6 @@ def _about_template(
 
 def _about_part(name: str, part: DocumentSet, chats: int) -> str:
     return (
-        f"{name}: {_number(chats, 'conversation')}, {_number(len(part), 'sample')}, "
+        f"{name}: {counted(chats, 'conversation')}, {counted(len(part), 'sample')}, "
         f"{part.num_tokens:,} tokens, {part.num_trained / part.num_tokens:.0%} of them trained on"
     )
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
