@@ -22,6 +22,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 ASSISTANT = "assistant"
 REASONING = ("reasoning_content", "thinking", "reasoning")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios", "objects")
+_NO_TEXT = {*MEDIA, "refusal"}
 _CALLS = ("function_call", "tool_call", "tool_calls")
 _ROLE_SYNONYMS = {
     "human": "user", "input": "user", "prompter": "user",
@@ -43,6 +44,7 @@ _USED = {
     "call": {"type", "function"},
     "function": {"name", "arguments"},
 }
+_COMMON = _USED["message"] | _USED["part"]
 _LIKE_ARGUMENTS = ("parameters", "args", "kwargs", "input")
 
 
@@ -60,16 +62,18 @@ def check_messages(messages: Sequence[Any], keys: Keys) -> tuple[list[Message], 
     trained: list[bool] = []
     for number, message in enumerate(messages, start=1):
         where = f"message {number}"
-        found = _renamed(expect(message, dict, where), where)
+        role = _lower_role(expect(message, dict, where))
+        found = _renamed(message, role, where)
         flag = loss_flag(found, f"{where}: ")
         if flag and found["role"] != ASSISTANT:
             key = next(key for key in FLAGS if key in found)
             raise UsageError(f"{where}: {key}: only valid with role {ASSISTANT}")
-        keys.followed.update(f"messages[].{key}" for key in found.keys() & set(FLAGS))
-        found = {key: value for key, value in found.items() if key not in FLAGS}
+        for key in found.keys() & set(FLAGS):
+            keys.followed.add(f"messages[].{key}")
+            del found[key]
         _check_content(found, where)
         keys.ignored.update(_ignored(found))
-        if _lower_role(message) in _CALLS and checked and checked[-1]["role"] == ASSISTANT:
+        if role in _CALLS and checked and checked[-1]["role"] == ASSISTANT:
             if flag not in (None, trained[-1]):
                 raise UsageError(f"{where}: loss: conflicts with the message before, of this turn")
             calls = [*checked[-1].get("tool_calls", []), *found["tool_calls"]]
@@ -98,7 +102,7 @@ def loss_flag(
                     f"{where}{key} {value!s:.20}: not supported; expected true, false, 0 or 1"
                 )
             found = bool(value) and found is not False
-        elif others.fullmatch(key) and not is_empty(value):
+        elif key not in _COMMON and others.fullmatch(key) and not is_empty(value):
             raise UsageError(f"{where}{key}: not supported; expected {', '.join(FLAGS)}")
     return found
 
@@ -122,7 +126,7 @@ def system_message(text: str, messages: Sequence[Message], key: str) -> list[Mes
     return [{"role": "system", "content": text}]
 
 
-def _renamed(message: Message, where: str) -> Message:
+def _renamed(message: Message, lower: str, where: str) -> Message:
     """Return the message with `role`, `content` and `tool_calls`, whatever their names are."""
     names = (
         "role" if "role" in message else "from",
@@ -130,14 +134,12 @@ def _renamed(message: Message, where: str) -> Message:
     )
     rest = {key: value for key, value in message.items() if key not in names}
     role, content = (message.get(name) for name in names)
-    known = None
-    if isinstance(role, str):
-        known = _ROLE_SYNONYMS.get(_lower_role(message), _lower_role(message))
+    known = _ROLE_SYNONYMS.get(lower, lower)
     if known not in ROLES:
         problem = "role: required" if role is None else f"role {role!s:.40}: not supported"
         hint = nearest(role, (*ROLES, *_ROLE_SYNONYMS)) if isinstance(role, str) else ""
         raise UsageError(f"{where}: {problem}; expected {', '.join(ROLES)}{hint}")
-    if _lower_role(message) in _CALLS:
+    if lower in _CALLS:
         rest["tool_calls"] = _calls_of(content, f"{where}: {role}")
     elif content is not None:
         rest["content"] = content
@@ -164,8 +166,8 @@ def _calls_of(content: object, where: str) -> list[Message]:
 
 
 def _check_content(message: Message, where: str) -> None:
-    for key in (*MEDIA, "refusal"):
-        if not is_empty(message.get(key, "")):
+    for key in message.keys() & _NO_TEXT:
+        if not is_empty(message[key]):
             raise UsageError(f"{where}: {key}: not supported; expected text only")
     content = message.get("content", "")
     if isinstance(content, list):
@@ -177,7 +179,7 @@ def _check_content(message: Message, where: str) -> None:
         raise UsageError(f"{where}: content: expected text or a list of parts")
     if "tool_calls" in message:
         message["tool_calls"] = _checked_calls(message, where)
-    for name in REASONING:
+    for name in message.keys() & set(REASONING):
         expect_text(message, name, f"{where}: ")
     has_more = message.get("tool_calls") or any(message.get(name) for name in REASONING)
     may_be_empty = message["role"] in ("system", "developer", "tool", "function") or has_more

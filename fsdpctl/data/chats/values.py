@@ -33,13 +33,15 @@ def without_nulls(value: Any, key: str = "row") -> Any:
     Raises:
         UsageError: If the value has a type or a number that JSON doesn't have.
     """
+    if isinstance(value, str):
+        return value
     if isinstance(value, dict):
         return {name: without_nulls(each, name) for name, each in value.items() if each is not None}
     if isinstance(value, list):
         return [without_nulls(each, key) for each in value]
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
         return Ext(_INTEGER, str(value).encode())
-    if value is None or isinstance(value, str | int | Ext):
+    if value is None or isinstance(value, int | Ext):
         return value
     if not isinstance(value, float):
         raise UsageError(f"{key}: value of type {type(value).__name__}: not supported")
