@@ -83,7 +83,7 @@ def chat_files(folder: Path) -> dict[str, int]:
 
     from fsdpctl.config.data import DataConfig
     from fsdpctl.data.batches import Batches
-    from fsdpctl.data.chats.formats import Chat, parse_line
+    from fsdpctl.data.chats.formats import Chat, parse_row
     from fsdpctl.data.chats.open import setup_of
     from fsdpctl.data.chats.template import open_template
     from fsdpctl.data.chats.workers import prepare
@@ -107,7 +107,7 @@ def chat_files(folder: Path) -> dict[str, int]:
     opened = open_tokenizer(str(tokenizer))
     assert isinstance(opened, FileTokenizer)
     setup = setup_of(open_template(tokenizer, None), opened, "2026-01-31")
-    chat = parse_line("messages", line)
+    chat, _ = parse_row("messages", line)
     assert isinstance(chat, Chat)
     rendered, _ = counted(lambda: prepare(setup)(chat))
     trained = {file for file in counted(to_loss)[0] if "/fsdpctl/models/" not in file}

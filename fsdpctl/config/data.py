@@ -18,15 +18,15 @@ class DataConfig:
     name: str = "python_stdlib"
     path: str | None = key(
         None,
-        "training data: file, directory or glob (text), token file (tokens), FILE or "
+        "training data: file, directory or glob (text, chat), token file (tokens), or "
         "FILE:SHARE,FILE:SHARE (chat)",
         is_path=True,
         optional=True,
     )
     val_path: str | None = key(
         None,
-        "validation data, in place of data.val_fraction; file, directory or glob (text), token "
-        "file (tokens), files (chat)",
+        "validation data, in place of data.val_fraction; file, directory or glob (text, chat), "
+        "or token file (tokens)",
         is_path=True,
         optional=True,
     )

@@ -43,7 +43,7 @@ def read_text(path: str, key: str = "data.path") -> Text:
     Raises:
         UsageError: If no file is found, if a single file isn't text, or if there is no text.
     """
-    files = _find_files(path, key)
+    files = find_files(path, key)
     documents: list[bytes] = []
     skipped: list[str] = []
     for file in files:
@@ -68,7 +68,12 @@ def _next_step(problem: str) -> str:
     return f"{problem}; convert it, for example with iconv -f latin1 -t utf-8"
 
 
-def _find_files(path: str, key: str) -> list[Path]:
+def find_files(path: str, key: str) -> list[Path]:
+    """Return a file, all files below a directory, or the files of a glob, sorted.
+
+    Raises:
+        UsageError: If there are none.
+    """
     place = Path(path)
     if not path:
         raise UsageError(f"{key}: empty; expected a file, a directory or a glob")

@@ -131,6 +131,7 @@ class DataSet:
     gzip_bits_per_byte: float | None  # of the validation text, compressed by `gzip -9`
     token_files: tuple[TokenFile, ...] = ()  # that the data is mapped from
     notes: tuple[str, ...] = ()  # lines about the data
+    about_files: tuple[str, ...] = ()  # those notes that tell what the files of chats mean
     date: str | None = None  # that chats were rendered with, if the template writes it
     template: str | None = None  # of chats, if it isn't that of the tokenizer
     end_tokens: tuple[int, ...] = ()  # that end a trained assistant message, most frequent first

@@ -18,8 +18,8 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.model_path import is_hugging_face, option_of
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_of_checkpoint
-from fsdpctl.data.chats.formats import Message
 from fsdpctl.data.chats.preview import prompt_tokens
+from fsdpctl.data.chats.values import Message
 from fsdpctl.data.tokenizer import BYTES, TOKENIZER_JSON, ByteTokenizer, FileTokenizer
 from fsdpctl.errors import FsdpctlError, UsageError
 from fsdpctl.run.assets import ends_of

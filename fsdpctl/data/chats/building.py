@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdpctl.data.chats.files import ChatSource, is_held_out, lines_of, repeat_hash, repeats
+from fsdpctl.data.chats.files import ChatSource, is_held_out, repeat_hash, repeats
 from fsdpctl.data.chats.formats import Chat, ChatLine, Plain
+from fsdpctl.data.chats.rows import lines_of
 from fsdpctl.data.chats.samples import ChatSample
 from fsdpctl.data.chats.workers import TemplateSetup, Workers, workers
 from fsdpctl.data.documents import Flags
@@ -21,6 +22,7 @@ from fsdpctl.errors import UsageError
 
 OnRows = Callable[[int], None]
 PARTS = ("train", "val")
+_MOST_KEYS = 1000  # of a file, that are counted one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Built:
     counts: dict[str, int]
     formats: list[str]  # per file, validation files last
     end_tokens: list[int]
+    keys: list[dict[str, dict[str, int]]]  # per file, the rows with each key, as `Keys`
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class Building:
         self._parts = {name: _Part() for name in PARTS}
         self._counts: Counter[str] = Counter()
         self._ends: Counter[int] = Counter()
+        self._keys: list[dict[str, Counter[str]]] = []
         self._workers: Workers | None = None
 
     def build(self) -> Built:
@@ -100,7 +104,8 @@ class Building:
             for kind, array in part.arrays(dtype).items()
         }
         ends = [token for token, _ in self._ends.most_common(4)]
-        return Built(arrays, dict(self._counts), formats, ends)
+        keys = [{k: dict(counts) for k, counts in each.items()} for each in self._keys]
+        return Built(arrays, dict(self._counts), formats, ends, keys)
 
     def _times(self) -> list[NDArray[np.int64]] | None:
         """Return how often each conversation is repeated, which needs their number; None: once."""
@@ -160,8 +165,12 @@ class Building:
     ) -> Iterator[tuple[ChatLine, _Destination]]:
         """Yield each line with its destination, without lines that an epoch doesn't contain."""
         number = 0
+        self._keys.append({"followed": Counter(), "ignored": Counter()})
         for line, content in lines:
             self._plan.on_rows(1)
+            for name, counts in self._keys[-1].items():
+                for key in getattr(line.keys, name):
+                    counts[key[:80] if key in counts or len(counts) < _MOST_KEYS else "others"] += 1
             to = part or ("val" if self._holds_out(content) else "train")
             repeated = 1
             if times is not None and to == "train":

@@ -1,30 +1,50 @@
-"""One line of data, in any published format, as a conversation or plain text.
+"""A row of data, in any published format, as a conversation or plain text.
 
-The first line of a file determines its format; all other lines must have the same one.
+The first row of a file determines its format; all other rows must have the same one. A key that
+changes what is trained on is followed or refused. `parse_row` returns the names of all others.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
-from fsdpctl.errors import UsageError, nearest
-from fsdpctl.io.documents import parse_json
+from fsdpctl.data.chats.messages import (
+    ASSISTANT,
+    FLAGS,
+    MEDIA,
+    ROW_FLAGS,
+    check_messages,
+    is_empty,
+    loss_flag,
+    system_message,
+)
+from fsdpctl.data.chats.values import (
+    Keys,
+    Message,
+    as_list,
+    as_object,
+    expect,
+    expect_text,
+    without_nulls,
+)
+from fsdpctl.errors import UsageError, first_of
 
-Message = dict[str, Any]
-Fields = Mapping[str, Any]
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-ASSISTANT = "assistant"
-REASONING = ("reasoning_content", "thinking", "reasoning")
-_CALL = "function_call"
-_ROLE_SYNONYMS = {
-    "human": "user", "input": "user",
-    "gpt": ASSISTANT, "model": ASSISTANT, "output": ASSISTANT, "bot": ASSISTANT,
-    "chatgpt": ASSISTANT, _CALL: ASSISTANT,
-    "observation": "tool", "ipython": "tool",
-}  # fmt: skip
-_FLAGS = ("weight", "train")
-_TYPES: dict[type, str] = {str: "text", list: "a list", dict: "a JSON object", bool: "a Boolean"}
+SYSTEM = ("system", "system_prompt", "system_message")
+TOOLS = ("tools", "functions")
+_KWARGS = "chat_template_kwargs"
+_ASKED, _ADDED, _ANSWERED = (
+    ("instruction", "query", "question"), ("input", "context"), ("output", "response"),
+)  # fmt: skip
+_TEXTS = ("messages", "conversations", "prompt", "completion", "history", "text")
+# Keys of rows for other kinds of training.
+_PREFERENCE = re.compile(r"(?:chosen|rejected|(?:non_)?preferred_).*")
+_KINDS = {
+    **dict.fromkeys(("label", "kto_tag"), "labeled data"),
+    **dict.fromkeys(("input_ids", "labels"), "tokens of another program"),
+    **dict.fromkeys(MEDIA, "other media than text"),
+}
 
 
 class Chat(msgspec.Struct, frozen=True, array_like=True, tag="chat"):
@@ -45,212 +65,180 @@ class Plain(msgspec.Struct, frozen=True, array_like=True, tag="plain"):
 
 
 class ChatLine(msgspec.Struct, frozen=True, array_like=True):
-    """A conversation or text, and the line that it was read from."""
+    """A conversation or text, where it was read, and its other keys."""
 
     content: Chat | Plain
-    file: str
-    number: int
-
-    @property
-    def where(self) -> str:
-        """The location that messages begin with."""
-        return f"{self.file}, line {self.number}"
+    where: str  # the location that messages begin with
+    keys: Keys
 
     def to_bytes(self) -> bytes:
         """Encode the content. Equal contents have equal bytes, in whatever format they came."""
         return msgspec.msgpack.encode(self.content, order="deterministic")
 
 
-def detect_format(fields: Fields) -> str:
-    """Return the name of the format of a file's first line.
+class _Fields:
+    """The fields of a row, which remember those that were used."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self.rest = dict(fields)
+        self.keys = Keys()
+
+    def one_of(self, keys: tuple[str, ...]) -> tuple[str, Any]:
+        """Take the only field of these that is not empty; its value is empty text without any."""
+        found = [(key, value) for key in keys if not is_empty(value := self.rest.pop(key, ""))]
+        if any(value != found[0][1] for _, value in found):
+            raise UsageError(f"{found[-1][0]}: conflicts with {found[0][0]}; expected one of them")
+        self.keys.followed.update(key for key, _ in found)
+        return found[0] if found else (keys[0], "")
+
+    def text(self, *keys: str) -> str:
+        """Take the first text of these that is not empty, if any."""
+        key = next((key for key in keys if not is_empty(self.rest.get(key, ""))), keys[0])
+        return expect_text({key: self.rest.pop(key, "")}, key)
+
+
+def is_used(key: str) -> bool:
+    """Return whether a format may use a key of rows, or refuse it."""
+    known = {*_TEXTS, *_ASKED, *_ADDED, *_ANSWERED, *SYSTEM, *TOOLS, _KWARGS, *FLAGS, *_KINDS}
+    return key in known or bool(_PREFERENCE.fullmatch(key) or ROW_FLAGS.fullmatch(key))
+
+
+def detect_format(fields: Mapping[str, Any]) -> str:
+    """Return the name of the format of a file's first row.
 
     Raises:
         UsageError: If no supported format has these fields.
     """
+    _check_kind(fields)
     for name, (keys, _) in _FORMATS.items():
-        is_list = keys[0] == "prompt" and isinstance(fields.get("prompt"), list)
-        if all(key in fields for key in keys) and is_list == name.endswith("of messages"):
+        is_list = keys[0] == ("prompt",) and isinstance(fields.get("prompt"), list)
+        if not _missing(keys, fields) and is_list == name.endswith("of messages"):
             return name
     known = "messages; conversations; prompt, completion; instruction, input, output; or text"
-    has = ", ".join(sorted(map(str, fields))[:8]) or "none"
+    has = first_of([key[:40] for key in sorted(fields)], 8) or "none"
     raise UsageError(f"unknown format with keys {has}; expected {known}")
 
 
-def parse_line(name: str, fields: Fields) -> Chat | Plain:
-    """Convert the fields of a line in the format `name`.
+def parse_row(name: str, fields: Mapping[str, Any]) -> tuple[Chat | Plain, Keys]:
+    """Convert the fields of a row in the format `name`.
+
+    Returns:
+        The content, and the names of the keys besides it.
 
     Raises:
-        UsageError: If the line has another format, or can't be trained on.
+        UsageError: If the row has another format, or can't be trained on.
     """
-    fields = _without_nulls(fields)
+    _check_kind(fields)
+    fields = without_nulls(fields)
     keys, read = _FORMATS[name]
-    missing = [key for key in keys if key not in fields]
-    if missing:
-        raise UsageError(f"{missing[0]}: required, as in the file's first line")
-    return read(fields)
+    if missing := _missing(keys, fields):
+        raise UsageError(f"{missing}: required, as in the file's first row")
+    row = _Fields(fields)
+    found = read(row)
+    flag = loss_flag(row.rest, "", ROW_FLAGS)
+    if isinstance(found, Plain):
+        for key in (*SYSTEM, *TOOLS, _KWARGS):
+            if not is_empty(row.rest.get(key, "")):
+                raise UsageError(f"{key}: only valid with messages")
+    if flag is False:
+        if isinstance(found, Plain):
+            raise UsageError("loss: only valid with messages")
+        found = msgspec.structs.replace(found, trained=[False] * len(found.trained))
+    row.keys.followed.update(row.rest.keys() & set(FLAGS))
+    row.keys.ignored.update(row.rest.keys() - set(FLAGS))
+    return found, row.keys
 
 
-def _without_nulls(value: Any) -> Any:
-    """Drop null fields at any depth: Parquet and similar tables fill missing fields with null."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
-    if isinstance(value, list):
-        return [_without_nulls(each) for each in value]
-    return value
+def _missing(keys: tuple[tuple[str, ...], ...], fields: Mapping[str, Any]) -> str:
+    """Return the first key that a row of a format must have and `fields` does not."""
+    return next((each[0] for each in keys if not any(key in fields for key in each)), "")
 
 
-def _prompt(fields: Fields) -> Plain:
-    prompt, completion = _text(fields, "prompt"), _text(fields, "completion")
+def _check_kind(fields: Mapping[str, Any]) -> None:
+    for key, value in fields.items():
+        kind = "preference data" if _PREFERENCE.fullmatch(key) else _KINDS.get(key)
+        if kind and value is not None and not is_empty(value):
+            raise UsageError(f"{key}: {kind}: not supported; remove the key to ignore it")
+
+
+def _prompt(row: _Fields) -> Plain:
+    prompt, completion = row.text("prompt"), row.text("completion")
     if not completion:
         raise UsageError("completion: empty; expected text")
     return Plain(prompt + completion, len(prompt))
 
 
-def _prompt_messages(fields: Fields) -> Chat:
-    prompt, completion = (_list(fields[key], key) for key in ("prompt", "completion"))
-    chat = _chat([*prompt, *completion], fields, "prompt")
+def _prompt_messages(row: _Fields) -> Chat:
+    prompt, completion = (as_list(row.rest.pop(key), key) for key in ("prompt", "completion"))
+    chat = _chat([*prompt, *completion], row)
     first = len(chat.messages) - len(completion)
     trained = [flag and index >= first for index, flag in enumerate(chat.trained)]
     return msgspec.structs.replace(chat, trained=trained)
 
 
-def _instruction(fields: Fields) -> Chat:
-    """Convert a line of Alpaca: the input follows the instruction in the user's message."""
-    parts = [_text(fields, "instruction"), _text(fields, "input")]
-    turns = _list(fields.get("history", []), "history")
+def _instruction(row: _Fields) -> Chat:
+    """Convert a row of Alpaca: the input follows the instruction in the user's message."""
+    parts = [row.text(*_ASKED), row.text(*_ADDED)]
+    turns = as_list(row.rest.pop("history", []), "history")
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in turns):
         raise UsageError("history: expected pairs of a user and an assistant message")
-    turns = [*turns, ["\n".join(part for part in parts if part), _text(fields, "output")]]
+    turns = [*turns, ["\n".join(part for part in parts if part), row.text(*_ANSWERED)]]
     messages: list[Message] = []
     for question, answer in turns:
         messages.append({"role": "user", "content": question})
         messages.append({"role": ASSISTANT, "content": answer})
-    return _chat(messages, fields, "instruction")
+    return _chat(messages, row)
 
 
-def _plain(fields: Fields) -> Plain:
-    if not (text := _text(fields, "text")):
+def _plain(row: _Fields) -> Plain:
+    if not (text := row.text("text")):
         raise UsageError("text: empty; expected text")
     return Plain(text)
 
 
-# By name: the keys that a line must have, in the order of detection, and the function that reads it
-_FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Fields], Chat | Plain]]] = {
-    "messages": (("messages",), lambda fields: _chat(fields["messages"], fields, "messages")),
-    "conversations": (
-        ("conversations",),
-        lambda fields: _chat(fields["conversations"], fields, "conversations"),
-    ),
-    "prompt and completion": (("prompt", "completion"), _prompt),
-    "prompt and completion, of messages": (("prompt", "completion"), _prompt_messages),
-    "instruction and output": (("instruction", "output"), _instruction),
-    "text": (("text",), _plain),
+def _messages(row: _Fields, key: str) -> Chat:
+    return _chat(as_list(row.rest.pop(key), key), row)
+
+
+# By name: the keys that a row must have, in the order of detection, and the function that reads it
+_FORMATS: dict[str, tuple[tuple[tuple[str, ...], ...], Callable[[_Fields], Chat | Plain]]] = {
+    "messages": ((("messages",),), lambda row: _messages(row, "messages")),
+    "conversations": ((("conversations",),), lambda row: _messages(row, "conversations")),
+    "prompt and completion": ((("prompt",), ("completion",)), _prompt),
+    "prompt and completion, of messages": ((("prompt",), ("completion",)), _prompt_messages),
+    "instruction and output": ((_ASKED, _ANSWERED), _instruction),
+    "text": ((("text",),), _plain),
 }
 
 
-def _chat(found: object, fields: Fields, key: str) -> Chat:
-    messages = _list(found, key)
-    if system := _text(fields, "system"):
-        messages = [{"role": "system", "content": system}, *messages]
-    tools = _list(fields.get("tools", []), "tools") or None
-    options = _expect(fields.get("chat_template_kwargs", {}), dict, "chat_template_kwargs")
+def _chat(messages: list[Any], row: _Fields) -> Chat:
+    checked, trained = check_messages(messages, row.keys)
+    key, system = row.one_of(SYSTEM)
+    first = system_message(str(expect(system, str, key)), checked, key)
+    options = as_object(row.one_of((_KWARGS,))[1] or {}, _KWARGS)
     reserved = {"messages", "tools", "add_generation_prompt"} & options.keys()
     if reserved:
-        raise UsageError(f"chat_template_kwargs: {sorted(reserved)[0]} is set by fsdpctl")
-    checked, trained = _check_messages(messages)
-    return Chat(checked, trained, tools, options)
+        raise UsageError(f"{_KWARGS}: {sorted(reserved)[0]} is set by fsdpctl")
+    return Chat([*first, *checked], [True] * len(first) + trained, _tools(row), options)
 
 
-def _expect(value: Any, kind: type, where: str) -> Any:
-    if isinstance(value, kind):
-        return value
-    got = _TYPES.get(type(value), "a number")
-    raise UsageError(f"{where}: expected {_TYPES[kind]}, got {got}")
+def _tools(row: _Fields) -> list[Any] | None:
+    key, found = row.one_of(TOOLS)
+    tools = [as_object(each, f"{key}: tool {n}") for n, each in enumerate(as_list(found, key), 1)]
+    return [_wrapped(tool, f"{key}: tool {n}") for n, tool in enumerate(tools, 1)] or None
 
 
-def _list(value: object, key: str) -> list[Any]:
-    """Return a list, decoded from JSON if it is text, as in some tables."""
-    if isinstance(value, str):
-        value = _without_nulls(parse_json(value, list[Any], key)) if value else []
-    found: list[Any] = _expect(value, list, key)
-    return found
+def _wrapped(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a tool in the form that templates expect: its function within an object with a type.
 
-
-def _text(fields: Fields, key: str) -> str:
-    return str(_expect(fields.get(key, ""), str, key))
-
-
-def _check_messages(messages: Sequence[Any]) -> tuple[list[Message], list[bool]]:
-    """Return the messages with normalized names, and which of them may be trained on."""
-    if not messages:
-        raise UsageError("the conversation has no messages")
-    checked, trained = [], []
-    for number, message in enumerate(messages, start=1):
-        where = f"message {number}"
-        renamed = _renamed(_expect(message, dict, where), where)
-        trained.append(_is_trained(renamed, where))
-        checked.append({key: value for key, value in renamed.items() if key not in _FLAGS})
-        _check_content(checked[-1], where)
-    if all(each["role"] != ASSISTANT for each in checked):
-        raise UsageError("the conversation has no assistant message to train on")
-    return checked, trained
-
-
-def _renamed(message: Message, where: str) -> Message:
-    """Return the message with `role` and `content`, also if it has `from` and `value`."""
-    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
-    role = message.get("role", message.get("from"))
-    if "content" not in rest and "value" in message:
-        rest["content"] = message["value"]
-    known = _ROLE_SYNONYMS.get(role, role) if isinstance(role, str) else None
-    if known not in ROLES:
-        problem = "role: required" if role is None else f"role {role!s:.40}: not supported"
-        hint = nearest(role, (*ROLES, *_ROLE_SYNONYMS)) if isinstance(role, str) else ""
-        raise UsageError(f"{where}: {problem}; expected {', '.join(ROLES)}{hint}")
-    if role == _CALL and isinstance(rest.get("content"), str):
-        call = parse_json(rest.pop("content"), dict[str, Any], f"{where}: {_CALL}")
-        rest["tool_calls"] = [{"type": "function", "function": call}]
-    return {"role": known, **{key: value for key, value in rest.items() if key != "role"}}
-
-
-def _is_trained(message: Message, where: str) -> bool:
-    weight, train = message.get("weight", 1), message.get("train", True)
-    if weight not in (0, 1):
-        raise UsageError(f"{where}: weight {weight!s:.20}: expected 0 or 1")
-    if not isinstance(train, bool):
-        raise UsageError(f"{where}: train {train!s:.20}: expected true or false")
-    return bool(weight) and train
-
-
-def _check_content(message: Message, where: str) -> None:
-    content = message.get("content", "")
-    if isinstance(content, list):
-        for part in content:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise UsageError(
-                    f"{where}: part of type {kind!s:.40}: not supported; expected text"
-                )
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise UsageError(f"{where}: content: expected text or a list of parts")
-    _check_calls(message, where)
-    for name in REASONING:
-        _expect(message.get(name, ""), str, f"{where}: {name}")
-    has_more = message.get("tool_calls") or any(message.get(name) for name in REASONING)
-    may_be_empty = message["role"] in ("system", "developer", "tool", "function") or has_more
-    if not content.strip() and not may_be_empty:
-        raise UsageError(f"{where}: content: empty; required for role {message['role']}")
-    message.setdefault("content", "")
-
-
-def _check_calls(message: Message, where: str) -> None:
-    calls = _expect(message.get("tool_calls", []), list, f"{where}: tool_calls")
-    if calls and message["role"] != ASSISTANT:
-        raise UsageError(f"{where}: tool_calls: only valid with role {ASSISTANT}")
-    for call in calls:
-        function = call.get("function", call) if isinstance(call, dict) else {}
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise UsageError(f"{where}: tool_calls: the function's name is required")
-        if not isinstance(function.get("arguments", {}), str | dict):
-            raise UsageError(f"{where}: arguments of {function['name']:.40}: expected an object")
+    Tables have the function alone, and its parameters as JSON.
+    """
+    function: dict[str, Any] = expect(tool.get("function", tool), dict, f"{where}: function")
+    if not isinstance(function.get("parameters", {}), dict):
+        parameters = as_object(function["parameters"], f"{where}: parameters")
+        function = {**function, "parameters": parameters}
+    if "function" in tool:
+        return {**tool, "function": function}
+    if "name" not in tool or "parameter_definitions" in tool:  # built-in; of Cohere's templates
+        return function
+    return {"type": "function", "function": {k: v for k, v in function.items() if k != "type"}}

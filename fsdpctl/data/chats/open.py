@@ -12,17 +12,18 @@ import xxhash
 from fsdpctl.config.data import DataConfig
 from fsdpctl.data.cache import CacheEntry, read_cache, write_cache
 from fsdpctl.data.chats.building import PARTS, Building, BuildPlan, OnRows
+from fsdpctl.data.chats.file_notes import MOST_FILES, counted, notes_on_files
 from fsdpctl.data.chats.files import ChatSource, files_checksum, sources_of
 from fsdpctl.data.chats.template import ChatTemplate, control_pattern, open_template
 from fsdpctl.data.chats.workers import MOST_BYTES, MOST_SECONDS, TemplateSetup
 from fsdpctl.data.documents import DocumentSet, Packing
 from fsdpctl.data.tokenizer import BYTES, FileTokenizer, open_tokenizer, tokenizer_checksum
 from fsdpctl.data.tokens import DataSet
-from fsdpctl.errors import UsageError
+from fsdpctl.errors import UsageError, first_of
 
 _Files = tuple[Sequence[ChatSource], Sequence[ChatSource]]  # to train on, and to validate
 _Rendering = tuple[FileTokenizer, ChatTemplate | None, str]  # with today's date
-_ENCODING = 2  # increase it if the same input gives other tokens
+_ENCODING = 3  # increase it if the same input gives other tokens
 _POLICIES = {
     "split": "each is trained on as it is when it is the last one",
     "last": "only the last assistant message is trained on",
@@ -36,6 +37,10 @@ _EVENTS = {
     ),
     "not_as_served": ("assistant message", "after messages that are rendered differently later"),
     "switched_off": ("assistant message", "masked by the data (weight, train)"),
+    "others_trained": (
+        "message",
+        "of other roles masked by the data, but trained on (train_on=all)",
+    ),
     "without_loss": ("sample", "dropped, with no token that is trained on"),
     "control_tokens": ("message", "with control tokens in the text, encoded as control tokens"),
     "left_out": ("message", "not rendered verbatim by the template"),
@@ -94,7 +99,8 @@ def open_chats(config: DataConfig, seed: int = 0, on_rows: OnRows = lambda count
     if entry is None:
         plan = BuildPlan(sources, held, config.val_fraction, setup, on_rows)
         built = Building(plan, tokenizer).build()
-        facts = {each: getattr(built, each) for each in ("counts", "formats", "end_tokens")}
+        names = ("counts", "formats", "end_tokens", "keys")
+        facts = {each: getattr(built, each) for each in names}
         entry = write_cache(name, built.arrays, facts)
     return _data_set(config, seed, files, entry, (tokenizer, known, today))
 
@@ -112,14 +118,16 @@ def _data_set(
     names = (
         each.path if each.share is None else f"{each.path} ({each.share:.0%})" for each in files[0]
     )
+    about_files = tuple(notes_on_files([*files[0], *files[1]], entry.facts, template))
     return ChatSet(
         train,
         val,
         tokenizer,
         tokenizer.vocab_size,
-        ", ".join(names),
+        first_of(list(names), MOST_FILES),
         gzip_bits_per_byte=None,
-        notes=_notes(config, (*files[0], *files[1]), entry, (train, val), (template, today)),
+        notes=(*about_files, *_notes(config, entry, (train, val), (template, today))),
+        about_files=about_files,
         date=today if template is not None and template.tells_date else None,
         template=template.text if template is not None and config.template is not None else None,
         end_tokens=tuple(entry.facts["end_tokens"]),
@@ -199,18 +207,14 @@ def _entry_name(config: DataConfig, files: _Files, rendering: _Rendering) -> str
 
 def _notes(
     config: DataConfig,
-    files: Sequence[ChatSource],
     entry: CacheEntry,
     parts: tuple[DocumentSet, DocumentSet | None],
     rendering: tuple[ChatTemplate | None, str],
 ) -> tuple[str, ...]:
     """Return lines about the data, most important first."""
     counts: dict[str, int] = entry.facts["counts"]
-    lines = [
-        f"{file.path}: {name}" + ("" if file.share is None else f", {file.share:.1%} of an epoch")
-        for file, name in zip(files, entry.facts["formats"], strict=True)
-    ]
     template, today = rendering
+    lines = []
     if template is not None:
         lines += _about_template(config, counts, template, today)
     train, val = parts
@@ -224,7 +228,7 @@ def _notes(
         )
     policy = f"{_POLICIES.get(config.rewritten_turns)} (data.rewritten_turns)"
     lines += (
-        f"{_number(counts[name], noun)} {text.format(policy=policy)}"
+        f"{counted(counts[name], noun)} {text.format(policy=policy)}"
         for name, (noun, text) in _EVENTS.items()
         if counts.get(name)
     )
@@ -235,7 +239,7 @@ def _about_template(
     config: DataConfig, counts: dict[str, Any], template: ChatTemplate, today: str
 ) -> list[str]:
     lines = [f"chat template: {template.source}"]
-    answers = _number(counts.get("answers", 0), "assistant message")
+    answers = counted(counts.get("answers", 0), "assistant message")
     if config.train_on == "all":
         lines.append("all tokens are trained on (data.train_on=all)")
     elif counts.get("marked"):
@@ -249,10 +253,6 @@ def _about_template(
 
 def _about_part(name: str, part: DocumentSet, chats: int) -> str:
     return (
-        f"{name}: {_number(chats, 'conversation')}, {_number(len(part), 'sample')}, "
+        f"{name}: {counted(chats, 'conversation')}, {counted(len(part), 'sample')}, "
         f"{part.num_tokens:,} tokens, {part.num_trained / part.num_tokens:.0%} of them trained on"
     )
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

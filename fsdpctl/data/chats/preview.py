@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 from rich.text import Text
 
-from fsdpctl.data.chats.formats import Chat, Message
+from fsdpctl.data.chats.formats import Chat
 from fsdpctl.data.chats.open import setup_of
 from fsdpctl.data.chats.template import open_template
+from fsdpctl.data.chats.values import Message
 from fsdpctl.data.chats.workers import workers
 from fsdpctl.data.documents import DocumentSet
 from fsdpctl.data.tokenizer import FileTokenizer

@@ -20,7 +20,8 @@ from jinja2.runtime import Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from fsdpctl.data.chats.formats import REASONING, Message
+from fsdpctl.data.chats.messages import REASONING
+from fsdpctl.data.chats.values import Message
 
 Spans = list[tuple[int, int]]  # of characters, half-open
 

@@ -12,9 +12,10 @@ from fsdpctl.data.chats.conversation import (
     with_arguments,
     with_joined_parts,
 )
-from fsdpctl.data.chats.formats import Chat, Message
+from fsdpctl.data.chats.formats import Chat
 from fsdpctl.data.chats.render import Renderer, RenderError, Spans
 from fsdpctl.data.chats.turns import TurnError, find_turn, marks_in_whole, marks_of
+from fsdpctl.data.chats.values import Message
 from fsdpctl.errors import UsageError
 
 
@@ -122,6 +123,8 @@ def _make_samples(talk: Conversation, policy: LossPolicy) -> ChatSamples:
     work.count("answers", len(talk.answers))
     work.count("switched_off", len(talk.answers) - len(kept))
     if policy.train_on == "all":
+        others = len(talk.messages) - len(talk.answers)
+        work.count("others_trained", others - (sum(talk.chat.trained) - len(kept)))
         return ChatSamples([_all_but(work, whole.text)], work.counts)
     if policy.train_on == "last":
         kept = [index for index in kept if index == talk.answers[-1]]

@@ -32,6 +32,7 @@ from fsdpctl.data.chats.formats import Chat
 from fsdpctl.data.chats.render import Renderer, RenderError
 from fsdpctl.data.chats.samples import ChatSample, ChatSamples, LossPolicy, samples_of
 from fsdpctl.data.chats.turns import TurnError
+from fsdpctl.data.chats.values import from_extension
 from fsdpctl.errors import UsageError
 
 MOST_SECONDS, MOST_BYTES = 10.0, 2 << 30  # per chat; most need less than a hundredth
@@ -219,7 +220,8 @@ def main() -> None:
         ready = _within(setup, setup.most_seconds, lambda: prepared.append(prepare(setup)))
         connection.send_bytes(msgspec.msgpack.encode([ready]))
         while prepared:
-            chats = msgspec.msgpack.decode(connection.recv_bytes(), type=list[Chat])
+            received = connection.recv_bytes()
+            chats = msgspec.msgpack.decode(received, type=list[Chat], ext_hook=from_extension)
             replies = list(_replies(setup, prepared[0], chats))
             connection.send_bytes(msgspec.msgpack.encode(replies))
 

@@ -5,57 +5,18 @@ import json
 
 import pytest
 
-from fsdpctl.data.chats.files import (
-    MOST_LINE,
-    ChatSource,
-    absolute_paths,
-    lines_of,
-    sources_of,
-)
-from fsdpctl.data.chats.formats import Chat, Plain
+from fsdpctl.data.chats.files import ChatSource, absolute_paths, sources_of
+from fsdpctl.data.chats.formats import Plain
+from fsdpctl.data.chats.rows import MOST_ROW, lines_of
 from fsdpctl.errors import UsageError
-from tests.data.chats.families import say, write_lines
+from tests.data.chats.families import say
 from tests.data.chats.opened import opened, trained_of
 
 CHAT = say("hello", "good day", system="be kind")
-FORMATS = {
-    "messages": {"messages": CHAT},
-    "messages as text": {"messages": json.dumps(CHAT)},
-    "synonyms of roles": {
-        "messages": [
-            {"role": "system", "content": "be kind"},
-            {"role": "human", "content": "hello"},
-            {"role": "model", "content": "good day", "tool_calls": None},
-        ]
-    },
-    "from and value": {
-        "system": "be kind",
-        "conversations": [
-            {"from": "human", "value": "hello"},
-            {"from": "gpt", "value": "good day"},
-        ],
-    },
-    "prompt and completion": {"prompt": CHAT[:2], "completion": CHAT[2:]},
-    "instruction": {"instruction": "hello", "input": "", "output": "good day", "system": "be kind"},
-}
 
 
 def rows_of(file):
     return [line.content for line, _ in lines_of(str(file))[1]]
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_all_formats_give_the_same_conversation(name, tmp_path):
-    file = write_lines(tmp_path / "a.jsonl", [FORMATS[name]])
-    assert rows_of(file) == [Chat(CHAT, [True] * 3)] or rows_of(file) == [
-        Chat(CHAT, [False, False, True])
-    ]
-
-
-def test_an_instruction_is_followed_by_its_input_and_preceded_by_its_history(tmp_path):
-    row = {"instruction": "add", "input": "1 2", "output": "3", "history": [["hi", "ho"]]}
-    (found,) = rows_of(write_lines(tmp_path / "a.jsonl", [row]))
-    assert found.messages == say("hi", "ho", "add\n1 2", "3")
 
 
 def test_assistant_messages_in_a_prompt_are_masked(tmp_path):
@@ -74,26 +35,6 @@ def test_texts_are_trained_with_the_tokenizers_end_and_need_no_template(tmp_path
     assert found.template is None
 
 
-def test_function_calls_in_conversations_become_tool_calls(tmp_path):
-    turns = [
-        {"from": "user", "value": "weather?"},
-        {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Rome"}}'},
-        {"from": "observation", "value": "sun"},
-        {"from": "gpt", "value": "good"},
-    ]
-    (found,) = rows_of(write_lines(tmp_path / "a.jsonl", [{"conversations": turns}]))
-    assert [each["role"] for each in found.messages] == ["user", "assistant", "tool", "assistant"]
-    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
-
-
-def test_nulls_are_dropped_at_any_depth(tmp_path):
-    call = {"function": {"name": "f", "arguments": {"a": 1, "b": None, "c": [{"d": None}, 2]}}}
-    messages = [*say("x"), {"role": "assistant", "content": None, "tool_calls": [call]}]
-    (found,) = rows_of(write_lines(tmp_path / "a.jsonl", [{"messages": messages, "tools": None}]))
-    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "c": [{}, 2]}
-    assert found.tools is None
-
-
 def test_parts_are_joined_if_the_template_does_not_support_them(tmp_path):
     parts = [{"type": "text", "text": "good"}, {"type": "text", "text": " day"}]
     rows = [{"messages": [*say("x"), {"role": "assistant", "content": parts}]}]
@@ -108,49 +49,23 @@ def test_gzip_byte_order_marks_and_crlf_are_supported(tmp_path):
     plain.write_bytes(b"\xef\xbb\xbf" + lines)
     packed.write_bytes(gzip.compress(lines, mtime=0))
     assert rows_of(plain) == rows_of(packed) == [Plain("a"), Plain("b")]
-    assert [line.number for line, _ in lines_of(str(plain))[1]] == [1, 3]
-
-
-def test_parquet_gives_the_same_conversations_as_json_lines(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    call = {"function": {"name": "f", "arguments": {"a": "1"}}}
-    rows = [
-        {"messages": CHAT},
-        {"messages": [*say("x"), {"role": "assistant", "content": "y", "tool_calls": [call]}]},
+    assert [line.where for line, _ in lines_of(str(plain))[1]] == [
+        f"{plain}, line 1",
+        f"{plain}, line 3",
     ]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert rows_of(tmp_path / "a.parquet") == rows_of(write_lines(tmp_path / "a.jsonl", rows))
 
 
 GOOD = json.dumps({"messages": CHAT}).encode()
+EXPECTED = r"expected one JSON object per line \(.jsonl\), a JSON array of objects, or .parquet"
 BAD = {
     b'{"messages": [': "not JSON: .*column",
-    b'{"messages": []}': "the conversation has no messages",
-    b'{"text": "x"}': "messages: required, as in the file's first line",
-    b"[1, 2]": r"not as expected: .*; expected one JSON object per line \(.jsonl\), or .parquet",
-    b"a,b": r"not JSON: .*; expected one JSON object per line \(.jsonl\), or .parquet",
-    b'{"messages": [], "messages": []}': "messages appears twice",
-    b'{"messages": "x"}': "not JSON",
-    b'{"messages": 5}': "messages: expected a list, got a number",
-    b'{"messages": [5]}': "message 1: expected a JSON object, got a number",
-    b'{"messages": [{"role": "robot", "content": "x"}]}': "role robot: not supported",
-    b'{"messages": [{"role": "asistant", "content": "x"}]}': "did you mean assistant",
-    b'{"messages": [{"content": "x"}]}': "message 1: role: required",
-    b'{"messages": [{"role": "user", "content": "x"}]}': "no assistant message",
-    b'{"messages": [{"role": "user", "content": ""}]}': "empty; required for role user",
-    b'{"messages": [{"role": "assistant"}]}': "empty; required for role assistant",
-    b'{"messages": [{"role": "user", "content": 5}]}': "expected text or a list of parts",
-    b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "of type image",
-    b'{"messages": [{"role": "assistant", "content": "x", "weight": 2}]}': "expected 0 or 1",
-    b'{"messages": [{"role": "assistant", "content": "x", "train": 1}]}': "expected true or false",
-    b'{"messages": [{"role": "assistant", "tool_calls": [{}]}]}': "the function's name is required",
+    b'{"text": "x"}': "messages: required, as in the file's first row",
+    b"[1, 2]": f"not as expected: .*; {EXPECTED}",
+    b"a,b": f"not JSON: .*; {EXPECTED}",
+    b"{": f"not JSON: .*; {EXPECTED}",
     b'{"messages": [{"role": "user", "content": "\xff"}]}': "not UTF-8: .* at byte 44",
-    b'{"messages": [{"role": "user", "content": "\\ud800"}]}': "no assistant message|surrogate",
-    b'{"messages": ' + b"[" * 100 + b"]" * 100 + b"}": "nested deeper",
     b'{"messages": [{"role": "user", "content": "'
-    + b"x" * MOST_LINE
+    + b"x" * MOST_ROW
     + b'"}]}': "longer than the limit of 8",
 }
 
@@ -165,18 +80,10 @@ def test_errors_name_the_file_and_the_line(line, tmp_path):
     assert len(str(caught.value)) < 400
 
 
-def test_half_a_surrogate_pair_is_rejected(tmp_path):
-    file = tmp_path / "chats.jsonl"
-    file.write_text('{"text": "\\ud800"}\n')
-    with pytest.raises(UsageError, match="line 1: contains half of a surrogate pair"):
-        rows_of(file)
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "empty; expected at least one line"),
-        (b'{"question": "x"}\n', "unknown format with keys question; expected messages"),
+        (b"", "empty; expected at least one row"),
         (gzip.compress(GOOD, mtime=0)[:-9], "line .: cannot be read"),
     ],
 )
@@ -207,11 +114,10 @@ def test_files_have_shares_or_not(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("x.jsonl", "data.path=x.jsonl: no such file"),
-        ("a.jsonl:1,x.jsonl:2", "data.path=x.jsonl: no such file"),
+        ("x.jsonl", "data.path=x.jsonl: not found; expected a file"),
+        ("a.jsonl:1,x.jsonl:2", "data.path=x.jsonl: not found; expected a file"),
         ("a.jsonl:1,b.jsonl", "b.jsonl has no share; give a share for all files or none"),
         ("a.jsonl:0,b.jsonl:1", "expected a share above 0"),
-        (".", "a directory"),
         ("[]", "expected at least one file"),
     ],
 )

@@ -1,5 +1,7 @@
 """Data sets of conversations: cached, split, repeated, and previewed."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -16,7 +18,7 @@ from tests.data.chats.families import say, write_lines, write_tokenizer
 from tests.data.chats.opened import opened, trained_texts
 
 
-def numbered(count, first=0, word="ok"):
+def numbered(count: int, first: int = 0, word: str = "ok") -> list[dict[str, Any]]:
     return [{"messages": say(f"say {n}", f"{word} {n}")} for n in range(first, first + count)]
 
 
@@ -72,6 +74,47 @@ def test_settings_that_change_the_tokens_have_their_own_cache_entries(change, tm
     rows = [{"messages": say("a", "b", "c", "d")}]
     first = opened(tmp_path, "gpt_oss", rows)
     assert opened(tmp_path, "gpt_oss", rows, **change).fingerprint != first.fingerprint
+
+
+def test_keys_are_named_once_per_file(tmp_path):
+    tool = {"name": "f", "parameters": {}}
+    call = {"function": {"name": "f", "arguments": {"wei": 10**21}}}
+    row: dict[str, Any] = {
+        "messages": say("a", "b"),
+        "source": "x",
+        "system_prompt": "be kind",
+        "functions": [tool],
+    }
+    row["messages"][0]["weird\n"] = 1
+    row["messages"][1] |= {"tool_calls": [call], "loss": True}
+    rows = [row, *numbered(3)]
+    path = tmp_path / "chats.jsonl"
+    with_keys = "messages[].loss (1 row), system_prompt (1 row)"
+    for name in ("qwen25", "chatml"):
+        found = opened(tmp_path, name, rows)
+        assert opened(tmp_path, name, rows).notes == found.notes  # from the cache
+        ignored = "messages[].weird? (1 row), source (1 row)"
+        if name == "qwen25":  # which writes tools
+            assert "1000000000000000000000" in said_in(found.train, found.tokenizer)[0]
+            expected = f"functions (1 row), {with_keys}"
+        else:
+            ignored, expected = f"functions (1 row), {ignored}", with_keys
+        assert (
+            found.notes[:2]
+            == found.about_files
+            == (
+                f"{path}: messages, with {expected}",
+                f"{path}: ignored: {ignored}",
+            )
+        )
+
+
+def test_other_messages_masked_by_the_data_are_counted_if_all_is_trained(tmp_path):
+    rows = numbered(2)
+    rows[0]["messages"][0]["weight"] = 0
+    found = opened(tmp_path, "chatml", rows, train_on="all")
+    assert any("1 message of other roles masked by the data" in note for note in found.notes)
+    assert not any("other roles" in note for note in opened(tmp_path, "chatml", rows).notes)
 
 
 def test_more_data_moves_no_conversation_to_the_other_part(tmp_path):
@@ -138,7 +181,7 @@ def test_rows_are_counted_while_they_are_read(tmp_path):
         ({"path": None}, "data=chat: data.path is required"),
         ({"tokenizer": None}, "requires a model's tokenizer"),
         ({"tokenizer": "bytes"}, "requires a model's tokenizer"),
-        ({"val_path": "x.jsonl"}, "data.val_path=x.jsonl: no such file"),
+        ({"val_path": "x.jsonl"}, "data.val_path=x.jsonl: not found"),
         ({"template": "x.jinja"}, "x.jinja: No such file"),
     ],
 )

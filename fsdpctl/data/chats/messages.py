@@ -1,0 +1,242 @@
+"""Messages of a row, in the spellings of other programs: roles, content, calls and loss flags."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from fsdpctl.data.chats.values import (
+    Keys,
+    Message,
+    as_list,
+    as_object,
+    expect,
+    expect_text,
+    without_nulls,
+)
+from fsdpctl.errors import UsageError, nearest
+from fsdpctl.io.documents import parse_json
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+ASSISTANT = "assistant"
+REASONING = ("reasoning_content", "thinking", "reasoning")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios", "objects")
+_NO_TEXT = {*MEDIA, "refusal"}
+_CALLS = ("function_call", "tool_call", "tool_calls")
+_ROLE_SYNONYMS = {
+    "human": "user", "input": "user", "prompter": "user",
+    "gpt": ASSISTANT, "model": ASSISTANT, "output": ASSISTANT, "bot": ASSISTANT,
+    "chatgpt": ASSISTANT, "ai": ASSISTANT, "chatbot": ASSISTANT,
+    **dict.fromkeys(_CALLS, ASSISTANT),
+    "observation": "tool", "observations": "tool", "ipython": "tool",
+    "tool_response": "tool", "tool_result": "tool", "function_response": "tool",
+}  # fmt: skip
+FLAGS = ("weight", "train", "training", "loss", "loss_scale")
+# Other keys that mean a loss. Those of rows are listed: rows have metadata such as `train_split`.
+_LIKE_FLAGS = re.compile(r"(?:.*_)?(?:loss|train(?:ing|able|ed)?|weights?|mask(?:ed)?)(?:_.*)?")
+ROW_FLAGS = re.compile(
+    r"(?:loss|sample|attention)_(?:mask|weight)s?|masks?|weights|train_on_inputs?|train(?:ing)?_detail"
+)
+_USED = {
+    "message": {"role", "content", "tool_calls", *REASONING},
+    "part": {"type", "text"},
+    "call": {"type", "function"},
+    "function": {"name", "arguments"},
+}
+_COMMON = _USED["message"] | _USED["part"]
+_LIKE_ARGUMENTS = ("parameters", "args", "kwargs", "input")
+
+
+def check_messages(messages: Sequence[Any], keys: Keys) -> tuple[list[Message], list[bool]]:
+    """Return the messages with normalized names, and which of them may be trained on.
+
+    Adds the paths of loss flags, and of keys that only a template may use, to `keys`.
+
+    Raises:
+        UsageError: If a message can't be trained on, or has a key whose meaning is not supported.
+    """
+    if not messages:
+        raise UsageError("the conversation has no messages")
+    checked: list[Message] = []
+    trained: list[bool] = []
+    for number, message in enumerate(messages, start=1):
+        where = f"message {number}"
+        role = _lower_role(expect(message, dict, where))
+        found = _renamed(message, role, where)
+        flag = loss_flag(found, f"{where}: ")
+        if flag and found["role"] != ASSISTANT:
+            key = next(key for key in FLAGS if key in found)
+            raise UsageError(f"{where}: {key}: only valid with role {ASSISTANT}")
+        for key in found.keys() & set(FLAGS):
+            keys.followed.add(f"messages[].{key}")
+            del found[key]
+        _check_content(found, where)
+        keys.ignored.update(_ignored(found))
+        if role in _CALLS and checked and checked[-1]["role"] == ASSISTANT:
+            if flag not in (None, trained[-1]):
+                raise UsageError(f"{where}: loss: conflicts with the message before, of this turn")
+            calls = [*checked[-1].get("tool_calls", []), *found["tool_calls"]]
+            checked[-1] = {**checked[-1], "tool_calls": calls}
+            continue
+        checked.append(found)
+        trained.append(flag is not False)
+    if all(each["role"] != ASSISTANT for each in checked):
+        raise UsageError("the conversation has no assistant message to train on")
+    return checked, trained
+
+
+def loss_flag(
+    fields: Mapping[str, Any], where: str, others: re.Pattern[str] = _LIKE_FLAGS
+) -> bool | None:
+    """Return whether a message or row asks for a loss, None if it does not say.
+
+    Raises:
+        UsageError: If a flag is neither 0 nor 1, or if another key means a loss.
+    """
+    found = None
+    for key, value in fields.items():
+        if key in FLAGS:
+            if isinstance(value, str) or value not in (0, 1):
+                raise UsageError(
+                    f"{where}{key} {value!s:.20}: not supported; expected true, false, 0 or 1"
+                )
+            found = bool(value) and found is not False
+        elif key not in _COMMON and others.fullmatch(key) and not is_empty(value):
+            raise UsageError(f"{where}{key}: not supported; expected {', '.join(FLAGS)}")
+    return found
+
+
+def is_empty(value: object) -> bool:
+    """Return whether a value says nothing, as in tables that have all keys in all rows."""
+    return isinstance(value, str | list | dict) and not value
+
+
+def system_message(text: str, messages: Sequence[Message], key: str) -> list[Message]:
+    """Return the message for a row's system text, or none if the messages begin with it.
+
+    Raises:
+        UsageError: If the messages begin with another system message.
+    """
+    first = messages[0]
+    if not text or (first["role"] == "system" and first["content"] == text):
+        return []
+    if first["role"] in ("system", "developer"):
+        raise UsageError(f"{key}: conflicts with the system message; expected one of them")
+    return [{"role": "system", "content": text}]
+
+
+def _renamed(message: Message, lower: str, where: str) -> Message:
+    """Return the message with `role`, `content` and `tool_calls`, whatever their names are."""
+    names = (
+        "role" if "role" in message else "from",
+        "content" if "content" in message else "value",
+    )
+    rest = {key: value for key, value in message.items() if key not in names}
+    role, content = (message.get(name) for name in names)
+    known = _ROLE_SYNONYMS.get(lower, lower)
+    if known not in ROLES:
+        problem = "role: required" if role is None else f"role {role!s:.40}: not supported"
+        hint = nearest(role, (*ROLES, *_ROLE_SYNONYMS)) if isinstance(role, str) else ""
+        raise UsageError(f"{where}: {problem}; expected {', '.join(ROLES)}{hint}")
+    if lower in _CALLS:
+        rest["tool_calls"] = _calls_of(content, f"{where}: {role}")
+    elif content is not None:
+        rest["content"] = content
+    if not is_empty(call := rest.pop("function_call", "")):
+        if not is_empty(rest.get("tool_calls", "")):
+            raise UsageError(f"{where}: function_call: conflicts with tool_calls")
+        rest["tool_calls"] = _calls_of(call, f"{where}: function_call")
+    return {"role": known, **rest}
+
+
+def _lower_role(message: Message) -> str:
+    return str(message.get("role", message.get("from"))).lower().replace("-", "_")
+
+
+def _calls_of(content: object, where: str) -> list[Message]:
+    """Return calls that are given as an object, as a list of objects, or as JSON."""
+    is_list = isinstance(content, list) or (
+        isinstance(content, str) and content.lstrip().startswith("[")
+    )
+    found = as_list(content, where) if is_list else [content]
+    functions = [as_object(each, where) for each in found]
+    return [each if "function" in each else {"type": "function", "function": each}
+            for each in functions]  # fmt: skip
+
+
+def _check_content(message: Message, where: str) -> None:
+    for key in message.keys() & _NO_TEXT:
+        if not is_empty(message[key]):
+            raise UsageError(f"{where}: {key}: not supported; expected text only")
+    content = message.get("content", "")
+    if isinstance(content, list):
+        message["content"] = [
+            _part(part, f"{where}: part {n}") for n, part in enumerate(content, 1)
+        ]
+        content = "".join(part["text"] for part in message["content"])
+    if not isinstance(content, str):
+        raise UsageError(f"{where}: content: expected text or a list of parts")
+    if "tool_calls" in message:
+        message["tool_calls"] = _checked_calls(message, where)
+    for name in message.keys() & set(REASONING):
+        expect_text(message, name, f"{where}: ")
+    has_more = message.get("tool_calls") or any(message.get(name) for name in REASONING)
+    may_be_empty = message["role"] in ("system", "developer", "tool", "function") or has_more
+    if not content.strip() and not may_be_empty:
+        raise UsageError(f"{where}: content: empty; required for role {message['role']}")
+    message.setdefault("content", "")
+
+
+def _part(part: Any, where: str) -> Message:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise UsageError(f"{where} of type {kind!s:.40}: not supported; expected text")
+    if loss_flag(part, f"{where}: ") is False:
+        raise UsageError(f"{where}: loss of a part: not supported; expected one for the message")
+    return {key: value for key, value in part.items() if key not in FLAGS}
+
+
+def _checked_calls(message: Message, where: str) -> list[Message]:
+    calls = [as_object(each, f"{where}: tool_calls") for each in
+             as_list(message["tool_calls"], f"{where}: tool_calls")]  # fmt: skip
+    if calls and message["role"] != ASSISTANT:
+        raise UsageError(f"{where}: tool_calls: only valid with role {ASSISTANT}")
+    return [_checked_call(call, where) for call in calls]
+
+
+def _checked_call(call: Message, where: str) -> Message:
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UsageError(f"{where}: tool_calls: the function's name is required")
+    where = f"{where}: arguments of {function['name']:.40}"
+    arguments = function.get("arguments", {})
+    for key in _LIKE_ARGUMENTS:
+        if key in function and "arguments" not in function:
+            raise UsageError(f"{where}: {key}: not supported; expected arguments")
+    if isinstance(arguments, str) and arguments.strip():
+        whole = parse_json(arguments, dict[str, Any], where)
+        found = without_nulls(whole)
+        msgspec.msgpack.encode(found)  # raises UnicodeEncodeError for half of a surrogate pair
+        if found == whole:
+            return call  # with the text itself, which a template may write as it is
+        changed = {**function, "arguments": found}
+        return {**call, "function": changed} if "function" in call else changed
+    if not isinstance(arguments, str | dict):
+        raise UsageError(f"{where}: expected an object")
+    return call
+
+
+def _ignored(message: Message) -> set[str]:
+    """Return the paths of keys that fsdpctl does not use, such as `messages[].name`."""
+    found = {f"messages[].{key}" for key in message.keys() - _USED["message"]}
+    if isinstance(message["content"], list):
+        for part in message["content"]:
+            found |= {f"messages[].content[].{key}" for key in part.keys() - _USED["part"]}
+    for call in message.get("tool_calls", []):
+        path, function = "messages[].tool_calls[]", call
+        if "function" in call:
+            found |= {f"{path}.{key}" for key in call.keys() - _USED["call"]}
+            path, function = f"{path}.function", call["function"]
+        found |= {f"{path}.{key}" for key in function.keys() - _USED["function"]}
+    return found

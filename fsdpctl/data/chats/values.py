@@ -1,0 +1,94 @@
+"""Values of a row: JSON types that every process can hold, without nulls, decoded from text."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.msgpack import Ext
+
+from fsdpctl.errors import UsageError
+from fsdpctl.io.documents import parse_json
+
+Message = dict[str, Any]
+_TYPES: dict[type, str] = {
+    str: "text", list: "a list", dict: "a JSON object", bool: "a Boolean", type(None): "null"
+}  # fmt: skip
+_INTEGER = 1  # the code of an integer above 64 bits, which MessagePack lacks
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The names of a row's keys that are reported, such as `source` and `messages[].name`."""
+
+    followed: set[str] = field(default_factory=set)  # they change what is trained on
+    ignored: set[str] = field(default_factory=set)  # fsdpctl does not use them
+
+
+def without_nulls(value: Any, key: str = "row") -> Any:
+    """Return a value without its null fields, at any depth. `key` is its name in messages.
+
+    Parquet and similar tables fill missing fields with null.
+
+    Raises:
+        UsageError: If the value has a type or a number that JSON doesn't have.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        return {name: without_nulls(each, name) for name, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [without_nulls(each, key) for each in value]
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        return Ext(_INTEGER, str(value).encode())
+    if value is None or isinstance(value, int | Ext):
+        return value
+    if not isinstance(value, float):
+        raise UsageError(f"{key}: value of type {type(value).__name__}: not supported")
+    if not math.isfinite(value):
+        raise UsageError(f"{key}: {value} is not a number in JSON")
+    return value
+
+
+def shown(text: object, most: int = 300) -> str:
+    """Return text of a file for one line of a terminal."""
+    return "".join(each if each.isprintable() else "?" for each in str(text)[:most])
+
+
+def from_extension(code: int, data: memoryview) -> int:
+    """Return the integer of an extension that `without_nulls` made."""
+    assert code == _INTEGER
+    return int(bytes(data))
+
+
+def expect(value: Any, kind: type, where: str) -> Any:
+    """Return a value of the type `kind`.
+
+    Raises:
+        UsageError: If it has another type.
+    """
+    if isinstance(value, kind):
+        return value
+    got = _TYPES.get(type(value), "a number")
+    raise UsageError(f"{where}: expected {_TYPES[kind]}, got {got}")
+
+
+def expect_text(fields: Mapping[str, Any], key: str, where: str = "") -> str:
+    """Return the text of a field, empty if it is missing."""
+    return str(expect(fields.get(key, ""), str, f"{where}{key}"))
+
+
+def as_list(value: object, key: str) -> list[Any]:
+    """Return a list, decoded from JSON if it is text, as in some tables."""
+    if isinstance(value, str):
+        value = without_nulls(parse_json(value, list[Any], key), key) if value.strip() else []
+    found: list[Any] = expect(value, list, key)
+    return found
+
+
+def as_object(value: object, key: str) -> dict[str, Any]:
+    """Return an object, decoded from JSON if it is text."""
+    if isinstance(value, str):
+        value = without_nulls(parse_json(value, dict[str, Any], key), key)
+    found: dict[str, Any] = expect(value, dict, key)
+    return found

@@ -1,0 +1,198 @@
+"""Files of conversations: arrays, compression, tables, directories, and files that are damaged."""
+
+import gzip
+import json
+import tracemalloc
+from decimal import Decimal
+from typing import Any
+
+import pytest
+
+from fsdpctl.data.chats.files import sources_of
+from fsdpctl.data.chats.formats import Chat, Plain
+from fsdpctl.data.chats.rows import lines_of
+from fsdpctl.errors import UsageError
+from tests.data.chats.families import say, write_lines
+
+TEXTS: list[dict[str, Any]] = [{"text": "a"}, {"text": "b [] é", "id": 1}, {"text": "c"}]
+
+
+def read(file):
+    return [line.content for line, _ in lines_of(str(file))[1]]
+
+
+def refusal(file, content=None):
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        read(file)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+    return str(caught.value).removeprefix(f"{file}")
+
+
+def test_an_array_has_the_rows_of_json_lines(tmp_path):
+    file = tmp_path / "a.json"
+    for content in (
+        json.dumps(TEXTS),
+        json.dumps(TEXTS, indent=2, ensure_ascii=False),
+        "\ufeff\n [ " + " ,\r\n".join(map(json.dumps, TEXTS)) + "]\n",
+    ):
+        for data in (content.encode(), gzip.compress(content.encode())):
+            file.write_bytes(data)
+            assert read(file) == [Plain(each["text"]) for each in TEXTS]
+            assert [line.where for line, _ in lines_of(str(file))[1]][2] == f"{file}, element 3"
+
+
+def test_an_array_is_read_piece_by_piece(tmp_path):
+    row = json.dumps({"text": "x" * 100_000})
+    (tmp_path / "a.json").write_text("[" + ",".join([row] * 80) + "]")
+    tracemalloc.start()
+    assert sum(1 for _ in lines_of(str(tmp_path / "a.json"))[1]) == 80
+    assert tracemalloc.get_traced_memory()[1] < 2 << 20  # of 8 MB
+    tracemalloc.stop()
+
+
+DAMAGED = {
+    b'[{"text": "a"}, {"text": }]': ", element 2: not JSON: Expecting value: column 10",
+    b'[{"text": "a"}, {"text": "b"': ", element 2: not JSON: ",
+    b'[{"text": "a"}': ", element 1: not JSON: expected , or ], got the end of the file",
+    b'[{"text": "a"} {"text": "b"}]': ", element 1: not JSON: expected , or ], got {",
+    b'[{"text": "a"},]': ", element 2: expected a JSON object",
+    b'[{"text": "a"}, 5]': ", element 2: expected a JSON object",
+    b'[{"text": "a"}]\n[]': ", element 1: text after the array",
+    b'[{"text": "a"}, {"text": "\xff"}]': ", line 1: not UTF-8: invalid start byte",
+    b'[{"text": "a"}, {"text": 1, "text": 2}]': ", element 2: not JSON: text appears twice",
+    b'[{"text": "a"}, {"text": ' + b"[" * 9000: ", element 2: nested deeper than 64 levels",
+    b"[]": ": empty; expected at least one row",
+    '{"text": "a"}'.encode("utf-16"): ": UTF-16: not supported; expected UTF-8",
+    b"%PDF-1.7\n%\xe2\xe3\n": ", line 1: not JSON: ",
+    b"PK\x03\x04\xff": ", line 1: not UTF-8: ",
+    gzip.compress(b"\n" * (1 << 20)): ": more than 256 KiB of empty lines",
+    gzip.compress(b"[" + b" " * (1 << 20)): ", line 1: more than 256 KiB of blanks",
+    gzip.compress(b'{"text": "a"}\n')[:-6]: ", line 1: cannot be read: ",
+    gzip.compress(b"x" * (9 << 20)): ", line 1: longer than the limit of 8 MiB; expected one JSON",
+    b"PAR1 and more": ", row 1: cannot be read: ",
+    b"ARROW1 and more": ", row 1: cannot be read: ",
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_file_is_refused_with_its_place(content, tmp_path):
+    said = refusal(tmp_path / "a.jsonl", content)
+    expected = DAMAGED[content]
+    assert expected in said if expected.startswith(": more") else said.startswith(expected)
+
+
+def test_zstd_is_read_if_pyarrow_is_installed(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    file = tmp_path / "a.jsonl.zst"
+    with pyarrow.CompressedOutputStream(str(file), "zstd") as out:
+        out.write(b"".join(json.dumps(each).encode() + b"\n" for each in TEXTS))
+    assert read(file) == [Plain(each["text"]) for each in TEXTS]
+    assert ", line 1: cannot be read: " in refusal(file, file.read_bytes()[:20])
+
+
+def test_unused_columns_of_a_table_do_not_matter(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    columns = {
+        "messages": pa.array([messages] * 3),
+        "system": pa.array(["be kind"] * 3).dictionary_encode(),
+        "at": pa.array([1, 2, 3], pa.timestamp("ns")),
+        "price": pa.array([Decimal("1.5")] * 3),
+        "dotted.name": pa.array(["x"] * 3, pa.large_string()),
+    }
+    table = pa.table(columns)
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pa.ipc.new_stream(tmp_path / "b.arrow", table.schema) as out:
+        out.write_table(table)
+    for file in (tmp_path / "a.parquet", tmp_path / "b.arrow"):
+        lines = [line for line, _ in lines_of(str(file))[1]]
+        contents = [Chat(say("a", "b", system="be kind"), [True] * 3)] * 3
+        assert [each.content for each in lines] == contents
+        assert [each.where for each in lines][2] == f"{file}, row 3"
+        assert lines[0].keys.ignored == {"at", "price", "dotted.name"}
+
+
+def test_tables_give_the_conversations_of_json_lines(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    call = {"function": {"name": "f", "arguments": {"a": "1"}}}
+    other = {"function": {"name": "g", "arguments": {"b": [{"c": 2}]}}}
+    rows = [
+        {"messages": say("a", "b", system="be kind")},
+        {"messages": [*say("x"), {"role": "assistant", "content": "y", "tool_calls": [call]}]},
+        {"messages": [*say("x"), {"role": "assistant", "content": "y", "tool_calls": [other]}]},
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == read(write_lines(tmp_path / "a.jsonl", rows))
+
+
+def test_values_that_json_lacks_are_refused_by_row(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    file = tmp_path / "a.parquet"
+    for values, said in (
+        ([{"x": float("nan")}], ", row 1: x: nan is not a number in JSON"),
+        ([{"x": Decimal("1.5")}], ", row 1: x: value of type Decimal: not supported"),
+    ):
+        parquet.write_table(pa.table({"text": ["a"], "chat_template_kwargs": values}), file)
+        assert refusal(file) == said
+    twice = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    parquet.write_table(twice, file)
+    assert refusal(file) == ": column text: appears twice; rename one of them"
+    parquet.write_table(pa.table({"dialog": ["a"]}), file)
+    assert ", row 1: unknown format with keys dialog; expected messages" in refusal(file)
+
+
+def test_tables_that_unfold_are_bounded(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    file = tmp_path / "a.parquet"
+    text = "x" * 900_000
+    parquet.write_table(pa.table({"text": ["a", *[text] * 200]}), file, compression="zstd")
+    before = pa.total_allocated_bytes()
+    held = [pa.total_allocated_bytes() - before for _ in lines_of(str(file))[1]]
+    assert len(held) == 201
+    assert max(held) < 16 << 20  # the text once, of 180 MB in all rows
+    rows = pa.table({"text": ["a"], "history": [[text] * 10]})
+    parquet.write_table(rows, file, compression="zstd")
+    assert refusal(file) == ", row 1: longer than the limit of 8 MiB"
+    long = pa.table({"text": ["x" * (3 << 20)] * 100})
+    parquet.write_table(long, file, compression="zstd", use_dictionary=False)
+    assert ": row group 1 of " in refusal(file)
+
+
+def test_directories_and_globs_are_sorted_files_of_conversations(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = ["b.jsonl", "a.json", "sub/c.parquet", "d.jsonl.gz", "e.txt", "README.md", ".f.jsonl",
+        "dataset_info.json"]  # fmt: skip
+    for name in names:
+        file = tmp_path / "chats" / name
+        file.parent.mkdir(exist_ok=True, parents=True)
+        file.write_text("x")
+    found = sources_of("chats")
+    paths = ["chats/a.json", "chats/b.jsonl", "chats/d.jsonl.gz", "chats/sub/c.parquet"]
+    assert [each.path for each in found] == paths
+    assert set(found[0].skipped) == {"e.txt", "README.md", "dataset_info.json"}
+    assert [each.path for each in sources_of("chats/*.jsonl*")] == [paths[1], paths[2]]
+    both = sources_of("chats/sub/,chats/*.json")
+    assert [each.path for each in both] == [paths[3], paths[0], "chats/dataset_info.json"]
+    for text, said in (
+        ("chats:1,chats/a.json:2", "only valid for a file"),
+        ("none/*", "not found"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            sources_of(text)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "a.txt").write_text("x")
+    with pytest.raises(
+        UsageError, match="data.path=empty: no conversations found; expected .jsonl"
+    ):
+        sources_of("empty")
