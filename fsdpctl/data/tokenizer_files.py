@@ -6,7 +6,6 @@ the keys that select the tokenizer's class.
 """
 
 import json
-import logging
 import os
 import tempfile
 import warnings
@@ -26,7 +25,7 @@ TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 TEMPLATE_FILE, TEMPLATE_JSON = "chat_template.jinja", "chat_template.json"
 TEMPLATES = "additional_chat_templates"  # a directory
 VOCABULARIES = (
-    TOKENIZER_JSON, TOKENIZER_CONFIG, "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model",
+    TOKENIZER_CONFIG, TOKENIZER_JSON, "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model",
     "sentencepiece.bpe.model", "spm.model", "sentencepiece.model", "spm_char.model", "tekken.json",
     "tiktoken.model", "bpe.codes", "dict.txt", "source.spm", "prophetnet.tokenizer",
 )  # fmt: skip
@@ -112,11 +111,15 @@ def load_tokenizer(name: str, files: Mapping[str, bytes]) -> Any:
         from transformers import AutoTokenizer  # takes a second
 
         try:
-            return AutoTokenizer.from_pretrained(
+            auto = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
+            # Some classes make a tokenizer without any token if their files are missing.
+            if auto.vocab_files_names and not files.keys() & set(VOCABULARIES[1:]):
+                raise ValueError
         except Exception as error:
             raise _refusal(name, str(error).replace(folder, name), files) from None
+    return auto
 
 
 def _refusal(name: str, text: str, files: Mapping[str, bytes]) -> UsageError:
@@ -138,9 +141,8 @@ def guarded(where: str) -> Iterator[None]:
 
     Panics aren't Exceptions, and the library prints them first: standard error is redirected.
     """
-    kept, nowhere, level = os.dup(2), os.open(os.devnull, os.O_WRONLY), logging.root.manager.disable
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
-    logging.disable(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -150,7 +152,6 @@ def guarded(where: str) -> Iterator[None]:
     except BaseException as error:
         raise UsageError(f"{where}: {' '.join(str(error).split()):.200}") from None
     finally:
-        logging.disable(level)
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)

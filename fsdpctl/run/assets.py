@@ -10,7 +10,13 @@ from fsdpctl.checkpoint.pretrained import RUN_ASSETS, assets_beside, read_assets
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
 from fsdpctl.data.tokenizer import FileTokenizer, Tokenizer
-from fsdpctl.data.tokenizer_files import CONFIG_JSON, TEMPLATE_FILE, TEMPLATE_JSON, TEMPLATES, class_keys
+from fsdpctl.data.tokenizer_files import (
+    CONFIG_JSON,
+    TEMPLATE_FILE,
+    TEMPLATE_JSON,
+    TEMPLATES,
+    class_keys,
+)
 from fsdpctl.data.tokens import DataSet
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import parse_json

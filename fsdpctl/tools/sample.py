@@ -48,7 +48,7 @@ class TextGenerator:
         self.tokenizer: Tokenizer = (
             ByteTokenizer() if config.data.tokenizer == BYTES else FileTokenizer(str(source), files)
         )
-        self._sampling = replace(sampling, ends=end_tokens(files, self.tokenizer, str(source)))
+        self.sampling = replace(sampling, ends=end_tokens(files, None, str(source)))
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with self._in_memory():
             self._model = make_model(self.config, self._device, strategy="no_shard", empty=True)
@@ -66,10 +66,10 @@ class TextGenerator:
                 prompt,
                 range(self._count),
                 context=self.config.train.seq_len,
-                sampling=self._sampling,
+                sampling=self.sampling,
                 device=self._device,
             )
-        return tokens[:-1] if tokens[-1:] and tokens[-1] in self._sampling.ends else tokens
+        return tokens[:-1] if tokens[-1:] and tokens[-1] in self.sampling.ends else tokens
 
     @contextmanager
     def _in_memory(self) -> Iterator[None]:
@@ -114,6 +114,9 @@ class ChatSession:
         if not isinstance(generator.tokenizer, FileTokenizer):
             raise UsageError(f"{source}: --chat: requires a model with its own tokenizer")
         self._generator, self._tokenizer = generator, generator.tokenizer
+        if self._tokenizer.end is not None:
+            ends = (*generator.sampling.ends, self._tokenizer.end)
+            generator.sampling = replace(generator.sampling, ends=ends)
         self._messages: list[Message] = []
 
     def answer(self, question: str) -> str:

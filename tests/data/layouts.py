@@ -12,8 +12,8 @@ SPECIALS = ("<unk>", "<s>", "</s>", "<|endoftext|>", "[CLS]", "[SEP]", "<pad>", 
 WORDS = ("▁the", "the", "the</w>", "ab", "▁ab", "##ab", "Ġab", "ca", "▁", " ")
 TEXTS = (
     "", " ", "ab", " ab the", "the ab  the\n\n", "abab</s>ab", "<|endoftext|>", "ab <call> the",
-    "ab<call>the <call>", "ab <CALL> é", "日本 ab", "the\tab\r\n", "<s>ab", "x<call>y", "The AB THE",
-    "ab </s>", "don't 123 4567!", "a" * 40, "\u0000\ufeffab", "ﬁ Å e\u0301 <pad>",
+    "ab<call>the <call>", "ab <CALL> é", "日本 ab", "the\tab\r\n", "<s>ab", "x<call>y",
+    "The AB THE", "ab </s>", "don't 123 4567!", "a" * 40, "\u0000\ufeffab", "ﬁ Å e\u0301 <pad>",
 )  # fmt: skip
 CALL = {"content": "<call>", "special": True, "lstrip": False, "rstrip": False,
         "normalized": False, "single_word": False}  # fmt: skip
@@ -103,7 +103,9 @@ def write_layout(folder: Path, layout: Layout) -> Path:
 
 def _around(before: str, after: str) -> Any:
     named = [(each, SPECIALS.index(each)) for each in SPECIALS]
-    return processors.TemplateProcessing(single=f"{before} $A {after}".strip(), special_tokens=named)
+    return processors.TemplateProcessing(
+        single=f"{before} $A {after}".strip(), special_tokens=named
+    )
 
 
 POSTS = {"begin": _around("<s>", ""), "end": _around("", "</s>"), "both": _around("<s>", "</s>"),
@@ -150,14 +152,16 @@ def layouts() -> Iterator[Layout]:
     for name in CLASSES:
         kind = {"T5": "unigram", "Bert": "word_piece"}.get(name, "byte_level")
         yield Layout(f"class {name}", kind, {"tokenizer_class": f"{name}Tokenizer"})
-        yield Layout(f"class {name}, prefix space", kind,
-                     {"tokenizer_class": f"{name}TokenizerFast", "add_prefix_space": True})  # fmt: skip
+        about = {"tokenizer_class": f"{name}TokenizerFast", "add_prefix_space": True}
+        yield Layout(f"class {name}, prefix space", kind, about)
     for name in MODELS:
         kind = "word_piece" if name == "bert" else "byte_level"
         yield Layout(f"model {name}", kind, None, {"model_type": name, "vocab_size": 9})
         yield Layout(f"model {name}, named end", kind, {"eos_token": "</s>"}, {"model_type": name})
     for name in ("GPT2", "Roberta", "Qwen2", "CTRL", "ByT5"):
-        yield Layout(f"vocab.json of {name}", config={"tokenizer_class": f"{name}Tokenizer"}, slow=True)
+        yield Layout(
+            f"vocab.json of {name}", config={"tokenizer_class": f"{name}Tokenizer"}, slow=True
+        )
     yield Layout("begin and end by flags", "metaspace", {
         "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": True,
         "bos_token": "<s>", "eos_token": "</s>"})  # fmt: skip
