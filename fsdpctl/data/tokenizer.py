@@ -127,7 +127,7 @@ class FileTokenizer:
 
     def _added(self) -> tuple[list[int], list[int]]:
         """Return the tokens that the tokenizer adds before and after each text."""
-        plain, whole = (self._ids(["-"], adds=adds)[0] for adds in (False, True))
+        plain, whole = (next(self._ids(["-"], adds=adds)) for adds in (False, True))
         if len(whole) > _MOST_ADDED:
             raise UsageError(f"{self._where}: adds more than {_MOST_ADDED} tokens to a text")
         size = len(plain)
@@ -151,11 +151,11 @@ class FileTokenizer:
         dtype = self._dtype
         with guarded(self._where):
             rows = self._ids(list(iter_documents(text)), adds=True)
-        return np.concatenate([np.array([*row, *self.closing(row)], dtype=dtype) for row in rows])
+            return np.concatenate([np.array(row + self.closing(row), dtype=dtype) for row in rows])
 
     def closing(self, tokens: Sequence[int]) -> list[int]:
         """Return the end token if a document of these tokens, which may have one, lacks it."""
-        if self.end is None or self.end in self.after or list(tokens[-1:]) == [self.end]:
+        if self.end is None or self.end in self.after or (len(tokens) and tokens[-1] == self.end):
             return []
         return [self.end]
 
@@ -192,7 +192,7 @@ class FileTokenizer:
         `adds`: whether to add the tokens that the tokenizer adds to texts.
         """
         with guarded(self._where):
-            tokens = self._ids([prompt], adds=adds)[0]
+            tokens = next(self._ids([prompt], adds=adds))
         return tokens or [self.end or 0]
 
     def decode_all(self, tokens: Sequence[int]) -> str:
@@ -218,11 +218,11 @@ class FileTokenizer:
     def _dtype(self) -> type[np.unsignedinteger]:
         return np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
 
-    def _ids(self, texts: list[str], *, adds: bool) -> list[list[int]]:
+    def _ids(self, texts: list[str], *, adds: bool) -> Iterator[list[int]]:
         if self._backend is None:
-            return [self.auto(each, add_special_tokens=adds)["input_ids"] for each in texts]
+            return (self.auto(each, add_special_tokens=adds)["input_ids"] for each in texts)
         found = self._backend.encode_batch_fast(texts, add_special_tokens=adds)
-        return [each.ids for each in found]
+        return (each.ids for each in found)
 
 
 def _backend(auto: Any) -> JsonTokenizer | None:
