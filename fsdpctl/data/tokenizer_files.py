@@ -72,7 +72,7 @@ def read_files(folder: Path, *others: str) -> dict[str, bytes]:
             raise UsageError(f"{more}: expected at most {_MOST_TEMPLATES} templates")
         names += (asset_name(f"{TEMPLATES}/{name}", str(folder), UsageError) for name in found)
     return {
-        name: read_regular(folder / name, MOST_ASSET_BYTES)
+        name: read_regular(folder / name, MIB if name.endswith(".jinja") else MOST_ASSET_BYTES)
         for name in names
         if os.path.lexists(folder / name)
     }
