@@ -40,7 +40,7 @@ _MOST_TEMPLATES = 64
 # Of a tokenizer.json. Published ones have 12 normalizers, and 2,000 bytes of post-processors.
 _MOST_NODES, _MOST_CONTENT, _MOST_POST_PROCESSOR = 256, 1024, 16 << 10
 _MOST_GROWTH = 64  # characters for one; Unicode's own normalization makes 18 of one
-_MOST_NAMED = 20_000  # tokens that files other than the tokenizer.json name: transformers is slow
+_MOST_COMPARED = 10**8  # pairs of special tokens, which take seconds
 CONFIG_JSON = "config.json"
 _OF_THE_CLASS = ("model_type", "tokenizer_class", "transformers_version", "model_name")
 _NOT_A_SETTING = ("tokenizer_object", "gguf_file", "fast_tokenizer_files", "init_inputs")
@@ -202,12 +202,20 @@ def class_keys(content: bytes | None) -> dict[str, Any]:
 
 
 def _check_named(parsed: Mapping[str, dict[str, Any]], where: str) -> None:
-    lists = ("extra_special_tokens", "additional_special_tokens", "added_tokens_decoder")
-    for name in (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"):
+    """Check the number of named tokens: transformers compares each with all added ones."""
+    named, added = 0, len(parsed.get("added_tokens.json", {}))
+    added += _size(parsed.get(TOKENIZER_JSON, {}).get("added_tokens"))
+    for name in (TOKENIZER_CONFIG, "special_tokens_map.json"):
         content = parsed.get(name, {})
-        named = [content, *(content.get(key) for key in lists)]
-        if max(len(each) for each in named if isinstance(each, (list, dict))) > _MOST_NAMED:
-            raise UsageError(f"{where}: {name}: names more than {_MOST_NAMED:,} tokens")
+        lists = (content.get(f"{kind}_special_tokens") for kind in ("extra", "additional"))
+        named += len(content) + sum(map(_size, lists))
+        added += _size(content.get("added_tokens_decoder"))
+    if named * (named + added) > _MOST_COMPARED:
+        raise UsageError(f"{where}: {named + added:,} special tokens are too many")
+
+
+def _size(value: object) -> int:
+    return len(value) if isinstance(value, (list, dict)) else 0
 
 
 def _check_json(about: Mapping[str, Any], where: str) -> None:
