@@ -31,6 +31,7 @@ from fsdpctl.checkpoint.publish import (
     check_space,
     new_directory,
     new_export,
+    write_assets,
     write_manifest,
 )
 from fsdpctl.checkpoint.reader import CheckpointReader
@@ -46,7 +47,7 @@ from fsdpctl.checkpoint.tensor_file import (
 )
 from fsdpctl.config.hugging_face import CONFIG_JSON, config_json
 from fsdpctl.config.serialize import config_of_checkpoint
-from fsdpctl.data.tokenizer import TOKENIZER_JSON
+from fsdpctl.data.tokenizer_files import TOKENIZER_FILES
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.documents import parse_json
 from fsdpctl.io.files import refusing
@@ -148,14 +149,13 @@ def _write_folder(
     if MODEL not in reader.manifest.config:  # a custom training loop saves no settings
         notes = ("no config.json: the checkpoint does not name its model",)
     else:
-        if TOKENIZER_JSON not in attached:
+        if not attached.keys() & set(TOKENIZER_FILES):
             notes = ("no tokenizer files: the run's tokenizer is unknown",)
         written = {each.dtype for each in entries}
         names = (name for name, short in EXPORT_DTYPES.items() if written == {short})
         model = config_of_checkpoint(reader.manifest.config, str(reader)).model
         _write_json(folder / CONFIG_JSON, config_json(model, next(names, "float32"), source))
-    for name, content in attached.items():
-        write_synced(folder / name, content)
+    write_assets(folder, attached)
     return notes
 
 

@@ -1,22 +1,20 @@
-"""Conversion of tokenizer.json to the metadata that llama.cpp reads."""
+"""Conversion of a byte-level BPE tokenizer to the metadata that llama.cpp reads."""
 
+import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdpctl.data.tokenizer import TOKENIZER_JSON
+from fsdpctl.data.tokenizer import FileTokenizer
+from fsdpctl.data.tokenizer_files import CONFIG_JSON, TOKENIZER_JSON, VOCABULARIES
 from fsdpctl.errors import UsageError
-from fsdpctl.io.documents import parse_json
 
 if TYPE_CHECKING:
     import gguf
 
-# llama.cpp's names of pre-tokenizers, by a part of their regular expression that identifies them.
-_SPLITTERS = (
-    ("\\p{N}{1,3}|", "llama-bpe"),
-    ("\\p{L}+|\\p{N}|", "qwen2"),
-)
+# Names of pre-tokenizers that llama.cpp prefers, of those that split alike.
+_PREFERRED = ("llama-bpe", "qwen2", "tekken", "gpt-4o", "qwen35")
 # llama.cpp rejects a model without merges. This merge produces no token, so bytes stay bytes.
 _NO_MERGES = ["\u0100 \u0100"]
 
@@ -32,16 +30,18 @@ def write_tokenizer(writer: "gguf.GGUFWriter", files: Mapping[str, bytes], vocab
     Raises:
         UsageError: If the tokenizer's files are invalid.
     """
-    about = parse_json(files.get(TOKENIZER_JSON, b"{}"), dict[str, Any], TOKENIZER_JSON)
-    why = "the run's tokenizer is unknown" if not about else _obstacle(about)
+    why, saved = "the run's tokenizer is unknown", dict[str, bytes]()
+    about: dict[str, Any] = {}
+    if files.keys() & set(VOCABULARIES):
+        saved = FileTokenizer("of the checkpoint", files).saved()  # with tokens of all files
+        about = json.loads(saved.get(TOKENIZER_JSON, b"{}"))
+        why = _obstacle(about)
     if why:
         writer.add_tokenizer_model("none")
         return why
-    for name, content in files.items():  # the library sets no limits itself
-        if name.endswith(".json"):
-            parse_json(content, dict[str, Any], name)
+    saved |= {name: files[name] for name in (CONFIG_JSON,) if name in files}
     try:
-        _add(writer, about, files, vocab_size)
+        _add(writer, about, saved, vocab_size)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise UsageError(f"{TOKENIZER_JSON}: unexpected contents: {error!r:.200}") from None
     return ""
@@ -57,11 +57,12 @@ def _add(
 
     tokens, types = _tokens(about, vocab_size)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_splitter(about))
+    writer.add_tokenizer_pre(_splitter(about) or "gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     with tempfile.TemporaryDirectory() as folder:  # the library reads files
         for name, content in files.items():
+            (Path(folder) / name).parent.mkdir(exist_ok=True)
             (Path(folder) / name).write_bytes(content)
         special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=vocab_size)
     special.merges = special.merges or _NO_MERGES
@@ -70,10 +71,11 @@ def _add(
 
 
 def _obstacle(about: Mapping[str, Any]) -> str:
-    model = about["model"]
-    is_bpe = model.get("type", "BPE") == "BPE" and "merges" in model  # old files name no type
+    is_bpe = about.get("model", {}).get("type") == "BPE"
     if not is_bpe or not _finds(about.get("pre_tokenizer"), "ByteLevel"):
         return "the run's tokenizer is not a byte-level BPE"
+    if about["model"]["merges"] and not _splitter(about):
+        return "llama.cpp does not have the pre-tokenizer of the run's tokenizer"
     return ""
 
 
@@ -88,13 +90,19 @@ def _finds(node: object, kind: str) -> Mapping[str, Any] | None:
 
 
 def _splitter(about: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name of the pre-tokenizer."""
+    """Return llama.cpp's name of the pre-tokenizer; empty if it has none."""
     node = about.get("pre_tokenizer")
     if _finds(node, "Digits"):
         return "smollm"
     split = _finds(node, "Split")
-    pattern = str(split["pattern"].get("Regex", "")) if split else ""
-    return next((name for part, name in _SPLITTERS if part in pattern), "gpt-2")
+    if split is None:
+        byte_level = _finds(node, "ByteLevel") or {}
+        return "gpt-2" if byte_level.get("use_regex", True) else ""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    pattern = split["pattern"].get("Regex")
+    names = [name for name, regex in GGUF_PRE_TOKENIZER_SPLITS.items() if regex == pattern]
+    return next((name for name in _PREFERRED if name in names), "")
 
 
 def _tokens(about: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:

@@ -13,7 +13,7 @@ from msgspec import Meta
 from fsdpctl.checkpoint.tensor_file import CHUNK_BYTES, ITEMSIZES
 from fsdpctl.config.hugging_face import CONFIG_JSON
 from fsdpctl.config.sealed import MANIFEST, read_sealed, seal
-from fsdpctl.data.tokenizer import MOST_ASSET_BYTES, TOKENIZER_FILES
+from fsdpctl.data.tokenizer_files import MOST_ASSET_BYTES, TEMPLATES, TOKENIZER_FILES, asset_name
 from fsdpctl.errors import CheckpointError
 from fsdpctl.io.documents import as_type, parse_json
 from fsdpctl.io.files import plain_name
@@ -24,10 +24,11 @@ _DIGEST_BYTES = 16
 _MOST = 1 << 60  # bytes, elements, steps
 _MOST_ACCEPTED = 1 << 10
 _RANK_FILE = r"rank-\d{5,}\.safetensors"
-_ATTACHMENT = r".*\.(json|jinja|model|txt)"  # data files only, nothing executable
 Count = Annotated[int, Meta(ge=0, le=_MOST)]
 INDEX_JSON = "model.safetensors.index.json"
-ASSETS = (CONFIG_JSON, "generation_config.json", *TOKENIZER_FILES)  # files next to weights
+GENERATION_CONFIG = "generation_config.json"
+OF_THE_MODEL = (CONFIG_JSON, GENERATION_CONFIG)  # files next to weights
+ASSETS = (*OF_THE_MODEL, *TOKENIZER_FILES, TEMPLATES)  # with those of the tokenizer
 # Kinds of tensors; other kinds are optimizer states. A remainder has the lower 8 bits of weights
 # of 24 bits.
 PARAMETER, BUFFER, REMAINDER = "model", "buffer", "remainder"
@@ -229,10 +230,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _check(manifest: Manifest, where: str) -> None:
     """Check what types cannot: names that stay in the folder, and possible sizes."""
-    for names, form in ((manifest.files, _RANK_FILE), (manifest.attachments, _ATTACHMENT)):
-        for name in names:
-            plain_name(name, form, where, CheckpointError)
+    for name in manifest.files:
+        plain_name(name, _RANK_FILE, where, CheckpointError)
     for name, about in manifest.attachments.items():
+        asset_name(name, where, CheckpointError)
         if name == MANIFEST or about.size > MOST_ASSET_BYTES:
             raise CheckpointError(f"{where}: attachment {name} not supported")
     for key, info in manifest.tensors.items():

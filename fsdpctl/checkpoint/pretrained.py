@@ -5,8 +5,8 @@ from pathlib import Path
 
 from fsdpctl.checkpoint.folders import find_checkpoint
 from fsdpctl.checkpoint.manifest import (
-    ASSETS,
     INDEX_JSON,
+    OF_THE_MODEL,
     PARAMETER,
     BaseInfo,
     read_manifest,
@@ -19,7 +19,8 @@ from fsdpctl.config.any_decoder import TRANSFORMERS
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG, is_hugging_face
 from fsdpctl.config.serialize import config_of_checkpoint
-from fsdpctl.data.tokenizer import BYTES, TOKENIZER_FILES, TOKENIZER_JSON, read_files
+from fsdpctl.data.tokenizer import BYTES
+from fsdpctl.data.tokenizer_files import has_tokenizer, read_files
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.documents import MIB, read_json
 from fsdpctl.io.files import plain_name
@@ -97,15 +98,11 @@ def assets_beside(folder: Path) -> dict[str, bytes]:
 
 def read_assets(folder: Path) -> dict[str, bytes]:
     """Read the files in `folder` that belong to a model's weights, by name."""
-    return read_files(folder, ASSETS)
+    return read_files(folder, *OF_THE_MODEL)
 
 
 def tokenizer_beside(folder: Path) -> str | None:
-    """Return the tokenizer in `model.path` as a value of `data.tokenizer`; None if unknown.
-
-    Raises:
-        UsageError: If its format is not supported.
-    """
+    """Return the tokenizer in `model.path` as a value of `data.tokenizer`; None if unknown."""
     places = [folder]
     if not is_hugging_face(folder):
         checkpoint = find_checkpoint(folder)
@@ -115,15 +112,7 @@ def tokenizer_beside(folder: Path) -> str | None:
         run_dir = checkpoint.parent.parent
         if checkpoint.parent.name == CHECKPOINTS and (run_dir / RUN_CONFIG).is_file():
             places = [run_dir / RUN_ASSETS, checkpoint]  # the run outlives its checkpoints
-    found = next((str(place) for place in places if (place / TOKENIZER_JSON).is_file()), None)
-    others = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    if found is None and others:
-        raise UsageError(
-            f"model.path={folder}: tokenizer format not supported ({', '.join(others)}); expected "
-            f"{TOKENIZER_JSON}. Create it with AutoTokenizer.from_pretrained(DIR)"
-            ".save_pretrained(DIR), or set data.tokenizer=bytes"
-        )
-    return found
+    return next((str(place) for place in places if has_tokenizer(place)), None)
 
 
 def attached_files(reader: CheckpointReader) -> dict[str, bytes]:

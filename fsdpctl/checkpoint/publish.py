@@ -128,9 +128,17 @@ def write_manifest(
         world_size=world_size,
         base=about.base,
     )
-    for name, content in about.attachments.items():
-        write_synced(folder / name, content)
+    write_assets(folder, about.attachments)
     write_synced(folder / MANIFEST, manifest.to_json().encode())
+
+
+def write_assets(folder: Path, assets: Mapping[str, bytes]) -> None:
+    """Write files with the weights to a new directory; their names may have a directory."""
+    for name, content in assets.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_synced(folder / name, content)
+        if (folder / name).parent != folder:
+            sync((folder / name).parent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from fsdpctl.checkpoint.tensor_file import (
     open_tensor_file,
 )
 from fsdpctl.config.sealed import MANIFEST
+from fsdpctl.data.tokenizer_files import TEMPLATES
 from fsdpctl.errors import CheckpointError
 from fsdpctl.io.files import open_regular, read_regular
 from fsdpctl.plan.layout import Span, round_up
@@ -156,8 +157,12 @@ class CheckpointReader:
 
     def _check_names(self) -> None:
         expected = {*self.manifest.files, *self.manifest.attachments, MANIFEST}
-        for file in sorted(self.folder.iterdir()):
-            if file.name not in expected:
+        more = self.folder / TEMPLATES
+        if more.is_symlink():
+            raise CheckpointError(f"{more}: expected a directory, got a link")
+        inner = more.iterdir() if more.is_dir() else ()
+        for file in sorted([*self.folder.iterdir(), *inner]):
+            if str(file.relative_to(self.folder)) not in expected and file != more:
                 raise CheckpointError(f"{file}: does not belong to this checkpoint")
         for name, info in self.manifest.attachments.items():
             path = self.folder / name

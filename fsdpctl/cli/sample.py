@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from fsdpctl.cli.checkpoint import found_checkpoint
 from fsdpctl.cli.config_args import ConfigArguments, Settings, normalized
-from fsdpctl.cli.console import CONVERSATIONS, count_of, emit, err, say
+from fsdpctl.cli.console import CONVERSATIONS, count_of, emit, err, out, say
 
 Weights = Annotated[
     Path,
@@ -57,11 +57,16 @@ def sample(  # noqa: PLR0913  # each is an option
     source = cached_model(source)
     place = source if is_hugging_face(source) else found_checkpoint(source)
     if not chat:
-        say(sample_text(place, prompt, tokens, sampling))
+        _show(sample_text(place, prompt, tokens, sampling))
         return
     talk = ChatSession(place, tokens, sampling)
     for message in [prompt] if prompt else _user_messages():
-        say(talk.answer(message))
+        _show(talk.answer(message))
+
+
+def _show(text: str) -> None:
+    """Print generated text: verbatim, but without control characters in a terminal."""
+    (say if out.is_terminal else emit)(text)
 
 
 def _user_messages() -> Iterator[str]:

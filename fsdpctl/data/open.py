@@ -10,18 +10,12 @@ from fsdpctl.data.cache import read_cache, write_cache
 from fsdpctl.data.chats.building import OnRows
 from fsdpctl.data.chats.open import open_chats
 from fsdpctl.data.files import Text, hold_out, left_out, read_text, standard_library
-from fsdpctl.data.tokenizer import (
-    BYTES,
-    TOKENIZER_JSON,
-    ByteTokenizer,
-    Tokenizer,
-    open_tokenizer,
-    tokenizer_checksum,
-)
+from fsdpctl.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, is_of, open_tokenizer
+from fsdpctl.data.tokenizer_files import has_tokenizer
 from fsdpctl.data.tokens import DataSet, TokenFile, TokenStream, open_token_file
 from fsdpctl.errors import UsageError
 
-_ENCODING = 3  # increase it if the same text gives other tokens
+_ENCODING = 4  # increase it if the same text gives other tokens
 _GZIP_LEAST = 16 << 10  # bytes; below, gzip's header and empty window dominate the figure
 _GZIP_LIMIT = 64 << 20  # above, compressing for the comparison takes too long
 
@@ -98,25 +92,42 @@ def _from_token_files(config: DataConfig) -> DataSet:
         train, val = (
             TokenStream(part, None, f"{train.checksum}/{cut}", train.origin) for part in parts
         )
-    tokenizer = open_tokenizer(config.tokenizer) if config.tokenizer else _tokenizer_of(file)
     files = (file,) if held is None else (file, held)
+    if config.tokenizer is None:
+        tokenizer = _tokenizer_of(file)
+    else:
+        tokenizer = open_tokenizer(config.tokenizer)
+        for each in files:
+            _check_tokenizer(each, tokenizer)
     return DataSet(train, val, tokenizer, file.vocab_size, config.path, None, files)
 
 
 def _tokenizer_of(file: TokenFile) -> Tokenizer:
     """Return the tokenizer that the file names if it is unchanged, else the byte tokenizer."""
-    if (Path(file.tokenizer) / TOKENIZER_JSON).is_file():
+    if has_tokenizer(Path(file.tokenizer)):
         found = open_tokenizer(file.tokenizer)
-        if tokenizer_checksum(found) == file.tokenizer_xxh3:
+        if is_of(file.tokenizer_xxh3, found):
             return found
     return ByteTokenizer()
+
+
+def _check_tokenizer(file: TokenFile, tokenizer: Tokenizer) -> None:
+    """Check that a file has the tokens of the model; a file may not name its tokenizer."""
+    if not file.tokenizer_xxh3 or is_of(file.tokenizer_xxh3, tokenizer):
+        return
+    path, same = file.stream.origin, file.tokenizer == tokenizer.name
+    raise UsageError(
+        f"data.path={path}: expected tokens of the tokenizer {tokenizer.name}, got those of "
+        f"{'an earlier version of it' if same else file.tokenizer}; run `fsdpctl tokenize SRC "
+        f"{path} --tokenizer {tokenizer.name} --overwrite`, or set model.init=random"
+    )
 
 
 def _encode(tokenizer: Tokenizer, text: Text) -> TokenStream:
     """Tokenize text. The cache keeps tokens that take time to compute."""
     if tokenizer.name == BYTES:
         return TokenStream(tokenizer.encode(text), text.num_bytes)
-    digest = xxhash.xxh3_128(f"{_ENCODING} {tokenizer_checksum(tokenizer)}".encode())
+    digest = xxhash.xxh3_128(f"{_ENCODING} {tokenizer.checksum}".encode())
     for document in text.documents:
         digest.update(len(document).to_bytes(8, "little"))
         digest.update(document)

@@ -1,11 +1,10 @@
-"""Tokenizers: bytes, or a tokenizer.json of Hugging Face."""
+"""Tokenizers: bytes, or a directory that transformers' AutoTokenizer loads."""
 
 import json
-import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import takewhile
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,21 @@ from tokenizers.models import BPE
 
 from fsdpctl.config.model import MOST_TOKENS
 from fsdpctl.data.files import Text, iter_documents
-from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.io.documents import MIB, parse_json
-from fsdpctl.io.files import read_regular
+from fsdpctl.data.tokenizer_files import (
+    CONFIG_JSON,
+    TEMPLATES,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILES,
+    TOKENIZER_JSON,
+    guarded,
+    has_tokenizer,
+    load_tokenizer,
+    read_files,
+)
+from fsdpctl.errors import UsageError
 
 BYTES = "bytes"
-TOKENIZER_JSON, _CONFIG = "tokenizer.json", "tokenizer_config.json"
-TOKENIZER_FILES = (
-    TOKENIZER_JSON, _CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja",
-)  # fmt: skip
-MOST_ASSET_BYTES = 256 * MIB  # per file; the largest known tokenizer.json has 35
+_MOST_ADDED = 256  # tokens around a text
 Tokens = NDArray[np.unsignedinteger]
 
 
@@ -51,6 +54,11 @@ class ByteTokenizer:
         known = bytes(token if token < self.vocab_size else 0xFF for token in tokens)
         return known.decode("utf-8", errors="replace")
 
+    @property
+    def checksum(self) -> str:
+        """The name: its tokens never change."""
+        return BYTES
+
     def files(self) -> dict[str, bytes]:
         """Return a byte-level BPE without merges, whose 256 tokens are the bytes in order."""
         alphabet = _byte_alphabet()
@@ -64,7 +72,7 @@ class ByteTokenizer:
         }
         return {
             TOKENIZER_JSON: tokenizer.to_str(pretty=True).encode(),
-            _CONFIG: (json.dumps(about, indent=2) + "\n").encode(),
+            TOKENIZER_CONFIG: (json.dumps(about, indent=2) + "\n").encode(),
         }
 
 
@@ -85,127 +93,156 @@ class Encoded:
 
 
 class FileTokenizer:
-    """A Hugging Face tokenizer.json. Documents end with its end-of-text token, if it has one."""
+    """A Hugging Face tokenizer, as transformers loads it. Documents end with its end token."""
 
     def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
-        """Set the contents of the tokenizer's files, and `name`, their location."""
+        """Set the contents of the files in the tokenizer's directory, and `name`, its location.
+
+        Raises:
+            UsageError: If transformers can't load the tokenizer, or if it exceeds a limit.
+        """
         self.name = name
-        self._files = dict(files)
-        self._tokenizer = _json_tokenizer(files[TOKENIZER_JSON], f"tokenizer {name}")
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=0)
+        self._where = f"tokenizer {name}"
+        self._files = {
+            each: content
+            for each, content in files.items()
+            if each in TOKENIZER_FILES or each.startswith(f"{TEMPLATES}/")
+        }
+        self.model_config = files.get(CONFIG_JSON)
+        self.auto = load_tokenizer(name, files)
+        with guarded(self._where):
+            self._backend = _backend(self.auto)
+            self.vocab_size = 1 + max(self.auto.get_vocab().values(), default=0)
+            self.end: int | None = self.auto.eos_token_id
+            added = self.auto.added_tokens_decoder
+            self.controls = {each.content: token for token, each in added.items() if each.special}
+            if self.end is not None:
+                self.controls[str(self.auto.eos_token)] = self.end
+            self.before, self.after = self._added()
         if self.vocab_size > MOST_TOKENS:
             raise UsageError(
-                f"tokenizer {name}: token {self.vocab_size - 1}: exceeds the limit of "
+                f"{self._where}: token {self.vocab_size - 1}: exceeds the limit of "
                 f"{MOST_TOKENS:,} tokens"
             )
-        self._end = self._find_end_token()
-        added = self._tokenizer.get_added_tokens_decoder()
-        self.controls = {each.content: token for token, each in added.items() if each.special}
-        if self._end is not None:
-            self.controls[str(self._tokenizer.id_to_token(self._end))] = self._end
 
-    @property
-    def end(self) -> int | None:
-        """The end-of-text token, if there is one."""
-        return self._end
+    def _added(self) -> tuple[list[int], list[int]]:
+        """Return the tokens that the tokenizer adds before and after each text."""
+        plain, whole = (next(self._ids(["-"], adds=adds)) for adds in (False, True))
+        if len(whole) > _MOST_ADDED:
+            raise UsageError(f"{self._where}: adds more than {_MOST_ADDED} tokens to a text")
+        size = len(plain)
+        for start in range(len(whole) - size + 1):
+            if whole[start : start + size] == plain:
+                return whole[:start], whole[start + size :]
+        return whole, []
 
-    def _find_end_token(self) -> int | None:
-        if _CONFIG not in self._files:
-            return None
-        where = f"tokenizer {self.name}: {_CONFIG}"
-        named = parse_json(self._files[_CONFIG], dict[str, Any], where).get("eos_token")
-        text = named.get("content") if isinstance(named, dict) else named
-        if text is not None and not isinstance(text, str):
-            raise UsageError(f"tokenizer {self.name}: eos_token in {_CONFIG}: expected text")
-        found: int | None = self._tokenizer.token_to_id(text) if text else None
-        return found
+    @cached_property
+    def checksum(self) -> str:
+        """A checksum of everything that decides the tokens of a text."""
+        if self._backend is None:
+            about = [type(self.auto).__name__, *sorted(map(str, self._files.items()))]
+        else:
+            about = [self._backend.to_str(), str(self._backend.encode_special_tokens)]
+        text = "\0".join([*about, str(self.end)])
+        return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))
 
     def encode(self, text: Text) -> Tokens:
-        """Tokenize all documents, concatenated."""
-        dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
-        end = [] if self._end is None else [self._end]
-        with _guarded(f"tokenizer {self.name}"):
-            encoded = self._tokenizer.encode_batch_fast(
-                list(iter_documents(text)), add_special_tokens=False
-            )
-        parts = [np.array([*each.ids, *end], dtype=dtype) for each in encoded]
-        return np.concatenate(parts)
+        """Tokenize all documents, concatenated, each with its end token."""
+        dtype = self._dtype
+        with guarded(self._where):
+            rows = self._ids(list(iter_documents(text)), adds=True)
+            return np.concatenate([np.array(row + self.closing(row), dtype=dtype) for row in rows])
+
+    def closing(self, tokens: Sequence[int]) -> list[int]:
+        """Return the end token if a document of these tokens, which may have one, lacks it."""
+        if self.end is None or self.end in self.after or (len(tokens) and tokens[-1] == self.end):
+            return []
+        return [self.end]
 
     def encode_texts(self, texts: Sequence[str]) -> list[Encoded]:
-        """Tokenize each text as it is; control tokens in it become control tokens."""
-        dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
-        with _guarded(f"tokenizer {self.name}"):
-            found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        encoded = []
-        for each in found:
-            offsets = np.array(each.offsets, dtype=np.int64).reshape(-1, 2)
-            encoded.append(Encoded(np.array(each.ids, dtype=dtype), offsets[:, 0], offsets[:, 1]))
-        return encoded
+        """Tokenize each text as it is; control tokens in it become control tokens.
 
-    def beginning(self) -> list[int]:
-        """Return the tokens that the tokenizer adds before each text: usually none or one."""
-        with _guarded(f"tokenizer {self.name}"):
-            found = self._tokenizer.encode("-", add_special_tokens=True)
-        added = list(
-            takewhile(lambda pair: pair[1], zip(found.ids, found.special_tokens_mask, strict=True))
-        )
-        return [int(token) for token, _ in added]
+        Raises:
+            UsageError: If the tokenizer doesn't give the characters of each token.
+        """
+        if not self.auto.is_fast:
+            raise UsageError(
+                f"{self._where}: {type(self.auto).__name__} gives no positions of tokens, which "
+                "data=chat requires; expected a tokenizer with a tokenizer.json"
+            )
+        with guarded(self._where):
+            return [self._encoded(*each) for each in self._with_offsets(list(texts))]
+
+    def _with_offsets(self, texts: list[str]) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
+        if self._backend is not None:
+            found = self._backend.encode_batch(texts, add_special_tokens=False)
+            yield from ((each.ids, each.offsets) for each in found)
+            return
+        for text in texts:
+            each = self.auto(text, add_special_tokens=False, return_offsets_mapping=True)
+            yield each["input_ids"], each["offset_mapping"]
+
+    def _encoded(self, ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:
+        spans = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+        return Encoded(np.array(ids, dtype=self._dtype), spans[:, 0], spans[:, 1])
+
+    def encode_prompt(self, prompt: str, *, adds: bool = True) -> list[int]:
+        """Tokenize the prompt; an empty one becomes the end of a previous document.
+
+        `adds`: whether to add the tokens that the tokenizer adds to texts.
+        """
+        with guarded(self._where):
+            tokens = next(self._ids([prompt], adds=adds))
+        return tokens or [self.end or 0]
 
     def decode_all(self, tokens: Sequence[int]) -> str:
         """Return the text, including control tokens."""
-        with _guarded(f"tokenizer {self.name}"):
-            text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
-        return text
+        return self.decode(tokens, skips=False)
 
-    def encode_prompt(self, prompt: str) -> list[int]:
-        """Tokenize the prompt; an empty one becomes the end of a previous document."""
-        with _guarded(f"tokenizer {self.name}"):
-            tokens: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False).ids
-        return tokens or [self._end or 0]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text, without special tokens."""
-        with _guarded(f"tokenizer {self.name}"):
-            text: str = self._tokenizer.decode(list(tokens))
-        return text
+    def decode(self, tokens: Sequence[int], *, skips: bool = True) -> str:
+        """Return the text, without special tokens if it `skips` them."""
+        with guarded(self._where):
+            return str(self.auto.decode([int(each) for each in tokens], skip_special_tokens=skips))
 
     def files(self) -> dict[str, bytes]:
-        """Return the unchanged files."""
+        """Return the unchanged files of the tokenizer, without the model's config.json."""
         return dict(self._files)
 
+    def saved(self) -> dict[str, bytes]:
+        """Return the files that transformers writes, which name the class of the tokenizer."""
+        with guarded(self._where), tempfile.TemporaryDirectory(prefix="fsdpctl-") as folder:
+            self.auto.save_pretrained(folder)
+            return read_files(Path(folder))
 
-def _json_tokenizer(content: bytes, where: str) -> JsonTokenizer:
-    """Parse a tokenizer.json and disable its truncation and padding.
+    @property
+    def _dtype(self) -> type[np.unsignedinteger]:
+        return np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
 
-    Note: the file often stores the truncation and padding of one earlier use, which would silently
-    truncate and pad the text. transformers sets its own as well.
+    def _ids(self, texts: list[str], *, adds: bool) -> Iterator[list[int]]:
+        if self._backend is None:
+            return (self.auto(each, add_special_tokens=adds)["input_ids"] for each in texts)
+        found = self._backend.encode_batch_fast(texts, add_special_tokens=adds)
+        return (each.ids for each in found)
+
+
+def _backend(auto: Any) -> JsonTokenizer | None:
+    """Return the tokenizer of the library `tokenizers` if it gives the same tokens, else None.
+
+    Truncation and padding, which a tokenizer.json stores of an earlier use, are disabled, as
+    transformers does for each call.
     """
-    parse_json(content, dict[str, Any], f"{where}: {TOKENIZER_JSON}")
-    with _guarded(where):
-        tokenizer = JsonTokenizer.from_str(content.decode())
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-    return tokenizer
+    from transformers import PreTrainedTokenizerFast as Fast
 
-
-@contextmanager
-def _guarded(where: str) -> Iterator[None]:
-    """Convert exceptions and panics of the library to UsageError.
-
-    Panics aren't Exceptions, and the library prints them first: standard error is redirected.
-    """
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, FsdpctlError, MemoryError):
-        raise
-    except BaseException as error:
-        raise UsageError(f"{where}: {' '.join(str(error).split()):.200}") from None
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+    kind = type(auto)
+    if not isinstance(auto, Fast):
+        return None
+    if (kind._encode_plus, kind.__call__) != (Fast._encode_plus, Fast.__call__):
+        return None
+    backend: JsonTokenizer = auto.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = auto.split_special_tokens
+    return backend
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
@@ -215,26 +252,22 @@ def open_tokenizer(name: str | None) -> Tokenizer:
     """Open the byte tokenizer (`bytes` or None), or the one in a directory.
 
     Raises:
-        UsageError: If the directory has no valid tokenizer.json.
+        UsageError: If the directory has no valid tokenizer.
     """
     if name in (None, BYTES):
         return ByteTokenizer()
     folder = Path(str(name))
-    if not (folder / TOKENIZER_JSON).is_file():
+    if not has_tokenizer(folder):
         raise UsageError(f"tokenizer {folder}: {TOKENIZER_JSON} not found; or use bytes")
-    return FileTokenizer(str(folder), read_files(folder, TOKENIZER_FILES))
+    return FileTokenizer(str(folder), read_files(folder, CONFIG_JSON))
 
 
-def tokenizer_checksum(tokenizer: Tokenizer) -> str:
-    """Return the xxh3 checksum of the tokenizer.json."""
-    return xxhash.xxh3_128_hexdigest(tokenizer.files()[TOKENIZER_JSON])
+def is_of(checksum: str, tokenizer: Tokenizer) -> bool:
+    """Return whether tokens with this checksum of a tokenizer are those of `tokenizer`.
 
-
-def read_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
-    """Read those of the files that exist, by name.
-
-    Raises:
-        UsageError: If a file is too large, not regular, or links out of the directory.
+    Token files of earlier versions have the checksum of the tokenizer.json alone.
     """
-    files = (folder / name for name in names)
-    return {file.name: read_regular(file, MOST_ASSET_BYTES) for file in files if file.exists()}
+    if checksum == tokenizer.checksum:
+        return True
+    old = tokenizer.files().get(TOKENIZER_JSON)
+    return old is not None and checksum == xxhash.xxh3_128_hexdigest(old)

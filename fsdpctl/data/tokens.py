@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from fsdpctl.config.model import MOST_TOKENS
 from fsdpctl.data.documents import DocumentSet, PackedRows, Sample
-from fsdpctl.data.tokenizer import Tokenizer, Tokens, tokenizer_checksum
+from fsdpctl.data.tokenizer import Tokenizer, Tokens
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import MIB, as_type, check_version, read_json
 from fsdpctl.io.files import open_regular, replace, replacing
@@ -116,7 +116,7 @@ class _Header:
     num_bytes: Annotated[int, Meta(ge=0)] | None
     xxh3: str
     tokenizer: str = "unknown"
-    tokenizer_xxh3: str = ""  # of its tokenizer.json
+    tokenizer_xxh3: str = ""  # `Tokenizer.checksum`; earlier versions: of its tokenizer.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def write_token_file(
         "num_tokens": int(data.size),
         "vocab_size": vocab_size,
         "tokenizer": tokenizer.name,
-        "tokenizer_xxh3": tokenizer_checksum(tokenizer),
+        "tokenizer_xxh3": tokenizer.checksum,
         "num_bytes": num_bytes,
         "xxh3": xxhash.xxh3_64_hexdigest(data.data),
     }

@@ -81,7 +81,9 @@ def with_data(config: Config, data: DataSet) -> Config:
     }
     if given.template is not None:
         paths["template"] = os.path.abspath(given.template)
-    tokenizer = name if name == "bytes" else os.path.abspath(name)
+    tokenizer: str | None = name if name == "bytes" else os.path.abspath(name)
+    if data.tokenizer.vocab_size != data.vocab_size:
+        tokenizer = given.tokenizer  # the tokens of a file may be of one that is unknown
     return replace(
         config,
         model=replace(config.model, vocab_size=vocab_size),

@@ -205,7 +205,7 @@ def _with_model_path(config: Config) -> Config:
         lora = replace(lora, path=os.path.abspath(lora.path))
     model = replace(config.model, path=os.path.abspath(config.model.path), lora=lora)
     data = config.data
-    if data.tokenizer is None and data.name != "tokens":
+    if data.tokenizer is None and (data.name != "tokens" or model.is_pretrained):
         data = replace(data, tokenizer=tokenizer_beside(Path(str(model.path))))
     return replace(config, model=model, data=data)
 

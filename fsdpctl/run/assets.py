@@ -1,58 +1,146 @@
 """The files next to the weights of a model: tokenizer files, and the original config.json."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fsdpctl.checkpoint.manifest import GENERATION_CONFIG, OF_THE_MODEL
 from fsdpctl.checkpoint.pretrained import RUN_ASSETS, assets_beside, read_assets
+from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.schema import Config
-from fsdpctl.data.chats.template import TEMPLATE_FILE
-from fsdpctl.data.tokenizer import TOKENIZER_FILES
+from fsdpctl.data.tokenizer import FileTokenizer, Tokenizer
+from fsdpctl.data.tokenizer_files import (
+    CONFIG_JSON,
+    TEMPLATE_FILE,
+    TEMPLATE_JSON,
+    TEMPLATES,
+    class_keys,
+)
 from fsdpctl.data.tokens import DataSet
+from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import parse_json
+from fsdpctl.io.files import replace
 
-_GENERATION = "generation_config.json"
+# Sections of config.json that can be those of the text model; see transformers' get_text_config.
+_OF_TEXT = ("text_config", "decoder", "generator", "llm_config", "language_config")
+_KEPT = ("bos_token_id", "pad_token_id", "decoder_start_token_id")  # transformers looks there once
+_MOST_SECTIONS = 8
 
 
 def collect_assets(config: Config, data: DataSet) -> dict[str, bytes]:
-    """Return the files by name: those of the model, and those of the data's tokenizer."""
-    path = config.model.path
+    """Return the files by name: those of the model, and those of the data's tokenizer.
+
+    Raises:
+        UsageError: If the tokenizer gives other tokens with the model's config.json.
+    """
+    path, tokenizer = config.model.path, data.tokenizer
     own = {} if path is None else assets_beside(Path(path))
-    found = {name: content for name, content in own.items() if name not in TOKENIZER_FILES}
-    if data.tokenizer.vocab_size == data.vocab_size:  # else the tokens may be of another one
-        found |= data.tokenizer.files()
+    found = {name: content for name, content in own.items() if name in OF_THE_MODEL}
+    ends = data.end_tokens
+    if tokenizer.vocab_size == data.vocab_size:  # else the tokens may be of another one
+        found |= _files_of(tokenizer, config.model, found)
+        ends = (*ends, *end_tokens(found, tokenizer, str(path)))
+    else:
+        ends = (*ends, *end_tokens(found, None, str(path)))
     if data.template is not None:
+        others = [name for name in found if name == TEMPLATE_JSON or name.startswith(TEMPLATES)]
+        found = {name: content for name, content in found.items() if name not in others}
         found[TEMPLATE_FILE] = data.template.encode()
-    if data.end_tokens:
-        found[_GENERATION] = _ended_by(data.end_tokens, found.get(_GENERATION, b"{}"))
+    if ends:
+        found[GENERATION_CONFIG] = _ended_by(tuple(dict.fromkeys(ends)), found)
     return found
 
 
-def _ended_by(tokens: Sequence[int], content: bytes) -> bytes:
-    """Add the tokens that end generation to the content of generation_config.json.
+def _files_of(
+    tokenizer: Tokenizer, model: ModelConfig, found: Mapping[str, bytes]
+) -> dict[str, bytes]:
+    """Return files of the tokenizer that give its tokens next to a config.json of the model.
+
+    The class of a tokenizer whose files don't name it depends on the config.json. Then transformers
+    saves the tokenizer with its class.
+    """
+    files = tokenizer.files()
+    if not isinstance(tokenizer, FileTokenizer):
+        return files
+    kind = model.architecture
+    if model.config_json is not None:
+        kind = json.loads(model.config_json)["model_type"]
+    exported = {**_parsed(found, CONFIG_JSON, "the model"), "model_type": kind}
+    here = class_keys(tokenizer.model_config)
+    configs = [json.dumps(exported).encode(), found.get(CONFIG_JSON)]
+    places = [
+        {} if config is None else {CONFIG_JSON: config}
+        for config in configs
+        if class_keys(config) != here
+    ]
+    for attempt in (tokenizer.files, tokenizer.saved):
+        files = attempt()
+        read = (FileTokenizer(tokenizer.name, {**files, **place}) for place in places)
+        if all(each.checksum == tokenizer.checksum for each in read):
+            return files
+    raise UsageError(
+        f"data.tokenizer={tokenizer.name}: gives other tokens in the directory of a {kind} model; "
+        "expected the tokenizer of such a model"
+    )
+
+
+def _ended_by(tokens: tuple[int, ...], files: Mapping[str, bytes]) -> bytes:
+    """Return a generation_config.json with the tokens that end generation.
 
     Without the token that ends an assistant message, generation would not stop after it.
     """
-    config = parse_json(content, dict[str, Any], _GENERATION)
-    known = ends_of({_GENERATION: content}, "the model")
-    config["eos_token_id"] = [*tokens, *(each for each in known if each not in tokens)]
+    config = _parsed(files, GENERATION_CONFIG, "the model")
+    if GENERATION_CONFIG not in files:
+        model = _parsed(files, CONFIG_JSON, "the model")
+        config = {key: model[key] for key in _KEPT if model.get(key) is not None}
+    if set(_numbers(config.get("eos_token_id"))) == set(tokens):
+        return files[GENERATION_CONFIG]
+    config["eos_token_id"] = list(tokens)
     return (json.dumps(config, indent=2) + "\n").encode()
 
 
-def ends_of(files: Mapping[str, bytes], where: str) -> tuple[int, ...]:
-    """Return the tokens that end generation, from the files of a model."""
-    config = parse_json(files.get(_GENERATION, b"{}"), dict[str, Any], f"{where}: {_GENERATION}")
-    value = config.get("eos_token_id")
+def end_tokens(
+    files: Mapping[str, bytes], tokenizer: Tokenizer | None, where: str
+) -> tuple[int, ...]:
+    """Return the tokens that end generation: of the model's files, and of its tokenizer."""
+    found = [*_numbers(_parsed(files, GENERATION_CONFIG, where).get("eos_token_id"))]
+    for section in _sections(_parsed(files, CONFIG_JSON, where)):
+        found += _numbers(section.get("eos_token_id"))
+    if isinstance(tokenizer, FileTokenizer) and tokenizer.end is not None:
+        found.append(tokenizer.end)
+    return tuple(dict.fromkeys(found))
+
+
+def _parsed(files: Mapping[str, bytes], name: str, where: str) -> dict[str, Any]:
+    return parse_json(files.get(name, b"{}"), dict[str, Any], f"{where}: {name}")
+
+
+def _sections(config: Mapping[str, Any], most: int = _MOST_SECTIONS) -> Iterator[Mapping[str, Any]]:
+    yield config
+    for name in _OF_TEXT if most else ():
+        if isinstance(inner := config.get(name), dict):
+            yield from _sections(inner, most - 1)
+
+
+def _numbers(value: object) -> list[int]:
     listed = value if isinstance(value, list) else [value]
-    return tuple(each for each in listed if isinstance(each, int))
+    return [each for each in listed if isinstance(each, int) and not isinstance(each, bool)]
 
 
 def write_assets(run_dir: Path, assets: Mapping[str, bytes]) -> None:
-    """Write the files to the run directory."""
-    (run_dir / RUN_ASSETS).mkdir(exist_ok=True)
+    """Write the files to the run directory.
+
+    Raises:
+        UsageError: If their directory is a link.
+    """
     for name, content in assets.items():
-        (run_dir / RUN_ASSETS / name).write_bytes(content)
+        file = run_dir / RUN_ASSETS / name
+        for folder in (run_dir / RUN_ASSETS, file.parent):
+            if folder.is_symlink():
+                raise UsageError(f"{folder}: expected a directory, got a link")
+            folder.mkdir(exist_ok=True)
+        replace(file, content)
 
 
 def read_run_assets(run_dir: Path) -> dict[str, bytes]:

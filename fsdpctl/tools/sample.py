@@ -20,9 +20,10 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.chats.preview import prompt_tokens
 from fsdpctl.data.chats.values import Message
-from fsdpctl.data.tokenizer import BYTES, TOKENIZER_JSON, ByteTokenizer, FileTokenizer
+from fsdpctl.data.tokenizer import BYTES, ByteTokenizer, FileTokenizer, Tokenizer
+from fsdpctl.data.tokenizer_files import VOCABULARIES
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.run.assets import ends_of
+from fsdpctl.run.assets import end_tokens
 from fsdpctl.train.assemble import make_model
 from fsdpctl.train.callbacks.sample import Sampling, generate
 
@@ -38,30 +39,29 @@ class TextGenerator:
             FsdpctlError: If the model doesn't fit into memory.
             CheckpointError: If the checkpoint is corrupted.
         """
-        config, weights, self.files = _opened(source)
+        config, weights, files = _opened(source)
         # Compiling takes longer than it saves on a few tokens.
         self.config = replace(config, train=replace(config.train, compile=False))
-        self.source, self._count, self.sampling = source, count, sampling
-        if TOKENIZER_JSON not in self.files:
+        self.source, self._count = source, count
+        if not files.keys() & set(VOCABULARIES):
             raise UsageError(f"{source}: contains no tokenizer, which is required to generate text")
-        self.tokenizer = (
-            ByteTokenizer()
-            if config.data.tokenizer == BYTES
-            else FileTokenizer(str(source), self.files)
+        self.tokenizer: Tokenizer = (
+            ByteTokenizer() if config.data.tokenizer == BYTES else FileTokenizer(str(source), files)
         )
+        self.sampling = replace(sampling, ends=end_tokens(files, None, str(source)))
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with self._in_memory():
             self._model = make_model(self.config, self._device, strategy="no_shard", empty=True)
             load_weights(weights, self._model)
 
     def tokens_after(self, prompt: list[int]) -> list[int]:
-        """Generate the tokens after a prompt.
+        """Generate the tokens after a prompt, without the token that ends them.
 
         Raises:
             FsdpctlError: If memory runs out.
         """
         with self._in_memory():
-            return generate(
+            tokens = generate(
                 self._model,
                 prompt,
                 range(self._count),
@@ -69,6 +69,7 @@ class TextGenerator:
                 sampling=self.sampling,
                 device=self._device,
             )
+        return tokens[:-1] if tokens[-1:] and tokens[-1] in self.sampling.ends else tokens
 
     @contextmanager
     def _in_memory(self) -> Iterator[None]:
@@ -93,7 +94,11 @@ def sample_text(source: Path, prompt: str, count: int, sampling: Sampling) -> st
     _check_text(prompt)
     generator = TextGenerator(source, count, sampling)
     tokenizer = generator.tokenizer
-    return prompt + tokenizer.decode(generator.tokens_after(tokenizer.encode_prompt(prompt)))
+    tokens = tokenizer.encode_prompt(prompt)
+    after = generator.tokens_after(tokens)
+    # A space at the beginning depends on the tokens before.
+    start, whole = tokenizer.decode(tokens), tokenizer.decode([*tokens, *after])
+    return prompt + (whole[len(start) :] if whole.startswith(start) else tokenizer.decode(after))
 
 
 class ChatSession:
@@ -107,12 +112,11 @@ class ChatSession:
         """
         generator = TextGenerator(source, count, sampling)
         if not isinstance(generator.tokenizer, FileTokenizer):
-            raise UsageError(f"{source}: --chat: requires a model with a tokenizer.json")
+            raise UsageError(f"{source}: --chat: requires a model with its own tokenizer")
         self._generator, self._tokenizer = generator, generator.tokenizer
-        ends = ends_of(generator.files, str(source))
-        if generator.tokenizer.end is not None:
-            ends = (*ends, generator.tokenizer.end)
-        generator.sampling = replace(sampling, ends=ends)
+        if self._tokenizer.end is not None:
+            ends = (*generator.sampling.ends, self._tokenizer.end)
+            generator.sampling = replace(generator.sampling, ends=ends)
         self._messages: list[Message] = []
 
     def answer(self, question: str) -> str:
@@ -126,7 +130,7 @@ class ChatSession:
         generator = self._generator
         self._messages.append({"role": "user", "content": question})
         today = generator.config.data.date or date.today().isoformat()
-        prompt = prompt_tokens(generator.source, self._tokenizer, self._messages, today)
+        prompt = prompt_tokens(self._tokenizer, self._messages, today)
         text = self._tokenizer.decode(generator.tokens_after(prompt))
         self._messages.append({"role": "assistant", "content": text})
         return text

@@ -20,6 +20,7 @@ from fsdpctl.comm.collectives import collectives_for
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_words
+from fsdpctl.data.tokenizer import open_tokenizer
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.train.assemble import make_model
@@ -243,8 +244,9 @@ def test_a_tokenizer_that_is_not_read_is_not_replaced_by_bytes(tmp_path):
     save_model("llama", tmp_path / "in")
     assert tokenizer_beside(tmp_path / "in") is None
     (tmp_path / "in" / "tokenizer.model").touch()
-    with pytest.raises(UsageError, match=r"\(tokenizer.model\); expected tokenizer.json"):
-        tokenizer_beside(tmp_path / "in")
+    assert tokenizer_beside(tmp_path / "in") == str(tmp_path / "in")
+    with pytest.raises(UsageError, match=r"tokenizer.json not found.*save_pretrained.*use bytes$"):
+        open_tokenizer(str(tmp_path / "in"))
 
 
 def test_old_and_incomplete_forms_of_rope(tmp_path):

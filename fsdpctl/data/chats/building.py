@@ -220,8 +220,6 @@ class Encoder:
         self._tokenizer = tokenizer
         self._is_control = np.zeros(tokenizer.vocab_size, dtype=bool)
         self._is_control[list(tokenizer.controls.values())] = True
-        self._beginning = np.array(tokenizer.beginning(), dtype=np.int64)
-        self._end = np.array([] if tokenizer.end is None else [tokenizer.end], dtype=np.int64)
 
     def samples(
         self, samples: Iterable[tuple[ChatSample, Any]]
@@ -231,14 +229,16 @@ class Encoder:
             yield encoded.tokens, self._flags(sample, encoded), label
 
     def texts(self, texts: Iterable[tuple[Plain, Any]]) -> Iterator[tuple[Tokens, Flags, Any]]:
-        """Yield the same for plain text, with the tokenizer's beginning and end tokens."""
+        """Yield the same for plain text, with the tokens that the tokenizer adds and its end."""
+        before, after = self._tokenizer.before, self._tokenizer.after
         for text, encoded, label in self._encoded(texts):
-            tokens = np.concatenate([self._beginning, encoded.tokens, self._end])
+            tokens = [*before, *encoded.tokens.tolist(), *after]
+            tokens += self._tokenizer.closing(tokens)
             flags = np.ones(len(tokens), dtype=bool)
-            flags[: len(self._beginning)] = False
-            within = slice(len(self._beginning), len(self._beginning) + len(encoded.tokens))
+            flags[: len(before)] = False
+            within = slice(len(before), len(before) + len(encoded.tokens))
             flags[within] = encoded.stops > text.untrained
-            yield tokens.astype(encoded.tokens.dtype), flags, label
+            yield np.array(tokens, dtype=encoded.tokens.dtype), flags, label
 
     def _encoded(self, items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Encoded, Any]]:
         source = iter(items)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,13 @@ from fsdpctl.data.chats.files import ChatSource, files_checksum, sources_of
 from fsdpctl.data.chats.template import ChatTemplate, control_pattern, open_template
 from fsdpctl.data.chats.workers import MOST_BYTES, MOST_SECONDS, TemplateSetup
 from fsdpctl.data.documents import DocumentSet, Packing
-from fsdpctl.data.tokenizer import BYTES, FileTokenizer, open_tokenizer, tokenizer_checksum
+from fsdpctl.data.tokenizer import BYTES, FileTokenizer, open_tokenizer
 from fsdpctl.data.tokens import DataSet
 from fsdpctl.errors import UsageError, first_of
 
 _Files = tuple[Sequence[ChatSource], Sequence[ChatSource]]  # to train on, and to validate
 _Rendering = tuple[FileTokenizer, ChatTemplate | None, str]  # with today's date
-_ENCODING = 3  # increase it if the same input gives other tokens
+_ENCODING = 4  # increase it if the same input gives other tokens
 _POLICIES = {
     "split": "each is trained on as it is when it is the last one",
     "last": "only the last assistant message is trained on",
@@ -62,7 +61,7 @@ def open_chats(config: DataConfig, seed: int = 0, on_rows: OnRows = lambda count
     """Open the conversations of a run.
 
     Args:
-        config: The section `data`; `tokenizer` is a directory with a tokenizer.json and, unless
+        config: The section `data`; `tokenizer` is the directory of a tokenizer and, unless
             `template` is set, a chat template.
         seed: Determines which conversations share a sequence.
         on_rows: Called with the number of conversations read since the last call; never called if
@@ -81,7 +80,7 @@ def open_chats(config: DataConfig, seed: int = 0, on_rows: OnRows = lambda count
     today = _date(config.date)
     tokenizer = open_tokenizer(config.tokenizer)
     assert isinstance(tokenizer, FileTokenizer)
-    template = _template(config)
+    template = _template(config, tokenizer)
     sources = sources_of(config.path)
     held = () if config.val_path is None else sources_of(config.val_path, "data.val_path")
     if any(each.share is not None for each in held):
@@ -152,10 +151,10 @@ def _first_prompt(part: DocumentSet) -> tuple[int, ...]:
     return tuple(int(each) for each in tokens[: answers[0] if len(answers) else len(tokens)])
 
 
-def _template(config: DataConfig) -> ChatTemplate | UsageError:
+def _template(config: DataConfig, tokenizer: FileTokenizer) -> ChatTemplate | UsageError:
     """Return the template, or the error that matters once a line needs a template."""
     try:
-        return open_template(Path(str(config.tokenizer)), config.template)
+        return open_template(tokenizer, config.template)
     except UsageError as error:
         if config.template is not None:
             raise
@@ -194,8 +193,7 @@ def _entry_name(config: DataConfig, files: _Files, rendering: _Rendering) -> str
     parts = [
         str(_ENCODING),
         *map(files_checksum, files),
-        tokenizer_checksum(tokenizer),
-        str(tokenizer.end),
+        tokenizer.checksum,
         "" if template is None else template.checksum,
         today if template is not None and template.tells_date else "",
         config.train_on,

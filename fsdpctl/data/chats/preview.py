@@ -1,7 +1,6 @@
 """Conversations as text: samples with the trained tokens highlighted, and prompts for an answer."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from rich.text import Text
@@ -81,23 +80,20 @@ def histogram(chats: DocumentSet) -> list[str]:
     return lines
 
 
-def prompt_tokens(
-    folder: Path, tokenizer: FileTokenizer, messages: Sequence[Message], today: str
-) -> list[int]:
+def prompt_tokens(tokenizer: FileTokenizer, messages: Sequence[Message], today: str) -> list[int]:
     """Return the prompt for an assistant message that follows `messages`.
 
     Args:
-        folder: The directory with the template.
-        tokenizer: The tokenizer of the model.
+        tokenizer: The tokenizer of the model, with its template.
         messages: Messages with `role` and `content`.
         today: The date for the template, YYYY-MM-DD.
 
     Raises:
         UsageError: If there is no template, or if it rejects the messages.
     """
-    template = open_template(folder, None)
+    template = open_template(tokenizer, None)
     chat = Chat(list(messages), [], is_question=True)
     with workers(setup_of(template, tokenizer, today), template.source, 0) as found:
         (made,) = found.results([(chat, template.source)])
     (sample,) = made.samples
-    return tokenizer.encode_prompt(sample.text)
+    return tokenizer.encode_prompt(sample.text, adds=False)

@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -10,11 +11,18 @@ from fsdpctl.config.data import DataConfig
 from fsdpctl.data.chats import open as opening
 from fsdpctl.data.chats.render import Renderer, RenderError
 from fsdpctl.data.chats.template import open_template
+from fsdpctl.data.tokenizer import FileTokenizer, open_tokenizer
 from fsdpctl.errors import UsageError
 from tests.data.chats.families import say, template_of, write_tokenizer
 from tests.data.chats.opened import DATE, opened
 
 TALK = say("hello", "good day")
+
+
+def tokenizer_of(folder: Path) -> FileTokenizer:
+    found = open_tokenizer(str(folder))
+    assert isinstance(found, FileTokenizer)
+    return found
 
 
 def rendered(source, messages=TALK, **about):
@@ -36,7 +44,7 @@ def test_templates_are_found_where_transformers_finds_them(tmp_path):
             else:
                 (folder / name).write_text(content)
         theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-        found = open_template(folder, None)
+        found = open_template(tokenizer_of(folder), None)
         assert found.text == theirs.get_chat_template() == expected
         assert found.special_tokens == theirs.special_tokens_map
 
@@ -46,7 +54,8 @@ def test_conversations_with_tools_use_the_template_for_tools(tmp_path):
     config = folder / "tokenizer_config.json"
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
     config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": named}))
-    assert (open_template(folder, None).text, open_template(folder, None).tool_text) == ("a", "b")
+    found = open_template(tokenizer_of(folder), None)
+    assert (found.text, found.tool_text) == ("a", "b")
 
 
 def test_a_given_file_is_used_and_a_missing_template_is_an_error(tmp_path):

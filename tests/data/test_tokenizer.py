@@ -1,0 +1,171 @@
+"""Tokens, begin and end of documents, against transformers."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from tokenizers import normalizers
+from transformers import AutoTokenizer
+
+from fsdpctl.config.data import DataConfig
+from fsdpctl.data.files import Text
+from fsdpctl.data.open import open_data
+from fsdpctl.data.tokenizer import BYTES, FileTokenizer, is_of, open_tokenizer
+from fsdpctl.data.tokens import write_token_file
+from fsdpctl.errors import UsageError
+from tests.data.layouts import POSTS, TEXTS, Layout, layouts, write_layout
+
+
+def _difference(folder: Path, layout: Layout) -> str:
+    """Return what differs from transformers, which may refuse a layout as well."""
+    try:
+        theirs = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:
+        with pytest.raises(UsageError, match=r"^[^\n]*$"):
+            open_tokenizer(str(folder))
+        return f"refused: {error!r:.60}"
+    ours = open_tokenizer(str(folder))
+    assert isinstance(ours, FileTokenizer)
+    for text in TEXTS:
+        expected = theirs(text)["input_ids"]
+        end = theirs.eos_token_id
+        has_end = end is None or end in theirs("-")["input_ids"] or expected[-1:] == [end]
+        document = ours.encode(Text((text.encode(),))).tolist()
+        assert document == [*expected, *([] if has_end else [end])], (layout.name, text)
+        assert ours.encode_prompt(text) == (expected or [end or 0]), (layout.name, text)
+        assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=True)
+        if theirs.is_fast:
+            plain = theirs(text, add_special_tokens=False, return_offsets_mapping=True)
+            found = ours.encode_texts([text])[0]
+            assert found.tokens.tolist() == plain["input_ids"]
+            offsets = list(zip(found.starts.tolist(), found.stops.tolist(), strict=True))
+            assert offsets == plain["offset_mapping"]
+            whole = [*ours.before, *plain["input_ids"], *ours.after]
+            assert whole == expected, (layout.name, text)
+    again = FileTokenizer("again", ours.files() | {"config.json": ours.model_config or b"{}"})
+    assert again.checksum == ours.checksum
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tokens_are_those_of_transformers_in_every_layout(tmp_path):
+    found = {
+        each.name: _difference(write_layout(tmp_path / str(number), each), each)
+        for number, each in enumerate(layouts())
+    }
+    refused = {name: why for name, why in found.items() if why}
+    assert len(found) >= 100
+    assert len(refused) < 5, refused
+
+
+DOUBLES = json.loads(normalizers.Replace("a", "aa").__getstate__())
+HOSTILE: dict[str, dict[str, Any]] = {
+    "doubles": {"normalizer": {"type": "Sequence", "normalizers": [DOUBLES] * 24}},
+    "doubles a class": {"normalizer": {"type": "Sequence", "normalizers": [
+        {**DOUBLES, "pattern": {"Regex": "\\p{Cyrillic}"}, "content": "жж"}] * 12}},
+    "long content": {"normalizer": {**DOUBLES, "content": "a" * 5000}},
+    "many normalizers": {"normalizer": {"type": "Sequence", "normalizers": [
+        {"type": "Lowercase"}] * 1000}},
+    "decoder": {"decoder": {"type": "Sequence", "decoders": [DOUBLES] * 24}},
+    "post-processor": {"post_processor": {"type": "TemplateProcessing", "pair": [],
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 9000, "special_tokens": {}}},
+    "repeats the text": {"post_processor": {"type": "TemplateProcessing", "pair": [],
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 300, "special_tokens": {}}},
+    "no model": {"model": None},
+}  # fmt: skip
+CONFIGS: dict[str, str] = {
+    "not JSON": "{",
+    "a list": "[]",
+    "an end that is a number": '{"eos_token": 5}',
+    "a lone surrogate": '{"eos_token": "\\ud800"}',
+    "a surrogate in a token": '{"extra_special_tokens": ["\\udfff"]}',
+    "foreign code": '{"auto_map": {"AutoTokenizer": ["x.Slow", "x.Fast"]}, "tokenizer_class": "X"}',
+    "another file": '{"fast_tokenizer_files": ["../tokenizer.5.0.0.json"]}',
+    "far too many tokens": json.dumps({"extra_special_tokens": [f"<{n}>" for n in range(30_000)]}),
+    "a template that is a number": '{"chat_template": [3]}',
+}
+
+
+def _refused(folder: Path) -> str:
+    start = time.monotonic()
+    with pytest.raises(UsageError) as caught:
+        open_tokenizer(str(folder))
+    assert time.monotonic() - start < 20
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", [*HOSTILE, *CONFIGS])
+def test_a_damaged_or_hostile_tokenizer_is_refused_in_one_line(tmp_path, case):
+    folder = write_layout(tmp_path / "tok", Layout("hostile"))
+    file = folder / "tokenizer.json"
+    if case in HOSTILE:
+        file.write_text(json.dumps(json.loads(file.read_text()) | HOSTILE[case]))
+    else:
+        (folder / "tokenizer_config.json").write_text(CONFIGS[case])
+    _refused(folder)
+
+
+def test_nothing_outside_the_directory_is_read(tmp_path):
+    outside = write_layout(tmp_path / "outside", Layout("outside", slow=True))
+    config = {"tokenizer_class": "GPT2Tokenizer", "vocab_file": str(outside / "vocab.json"),
+              "merges_file": str(outside / "merges.txt"), "tokenizer_file": str(outside / "x"),
+              "gguf_file": str(outside / "vocab.json")}  # fmt: skip
+    folder = write_layout(tmp_path / "tok", Layout("tok", config=config))
+    (folder / "tokenizer.json").unlink()
+    assert "not found" in _refused(folder)
+    for name in ("tokenizer.json", "added_tokens.json", "additional_chat_templates"):
+        (folder / name).symlink_to(outside / "vocab.json")
+        assert "link" in _refused(folder)
+        (folder / name).unlink()
+
+
+def test_a_tokenizer_without_positions_makes_text_but_no_chats(tmp_path):
+    config = {"tokenizer_class": "CTRLTokenizer"}
+    folder = write_layout(tmp_path / "tok", Layout("slow", config=config, slow=True))
+    found = open_tokenizer(str(folder))
+    assert isinstance(found, FileTokenizer)
+    assert len(found.encode(Text((b"ab",))))
+    with pytest.raises(UsageError, match="CTRLTokenizer gives no positions of tokens"):
+        found.encode_texts(["ab"])
+
+
+def test_the_checksum_has_what_decides_tokens_and_no_more(tmp_path):
+    def checksum(name: str, **about: Any) -> str:
+        return open_tokenizer(str(write_layout(tmp_path / name, Layout(name, **about)))).checksum
+
+    plain = checksum("plain", config={"eos_token": "</s>"})
+    assert plain == checksum("map", special_map={"eos_token": "</s>"})
+    assert plain == checksum("size", config={"eos_token": "</s>", "model_max_length": 9})
+    others = [
+        checksum("end", config={"eos_token": "<s>"}),
+        checksum("begin", config={"eos_token": "</s>"}, post=POSTS["begin"]),
+        checksum("more", config={"eos_token": "</s>"}, added={"<call>": 0}),
+    ]
+    assert len({plain, *others}) == 4
+
+
+def test_tokens_of_another_tokenizer_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = write_layout(tmp_path / "mine", Layout("mine", config={"eos_token": "</s>"}))
+    mine, raw = open_tokenizer(str(folder)), open_tokenizer(BYTES)
+    for name, tokenizer in (("mine", mine), ("raw", raw)):
+        tokens = tokenizer.encode(Text((b"the ab " * 9,)))
+        write_token_file(tmp_path / f"{name}.bin", tokens, tokenizer, num_bytes=63)
+
+    def opened(name: str) -> str:
+        path = str(tmp_path / f"{name}.bin")
+        return open_data(DataConfig("tokens", path, tokenizer=str(folder))).tokenizer.name
+
+    assert opened("mine") == str(folder)
+    with pytest.raises(UsageError, match=rf"expected tokens of .*{folder}, got those of bytes"):
+        opened("raw")
+    file = folder / "tokenizer.json"
+    assert is_of(xxhash.xxh3_128_hexdigest(file.read_bytes()), mine)  # of an earlier version
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
+    with pytest.raises(UsageError, match="got those of an earlier version of it"):
+        opened("mine")
