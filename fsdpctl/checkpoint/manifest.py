@@ -15,17 +15,15 @@ from fsdpctl.config.hugging_face import CONFIG_JSON
 from fsdpctl.config.sealed import MANIFEST, read_sealed, seal
 from fsdpctl.data.tokenizer import MOST_ASSET_BYTES, TOKENIZER_FILES
 from fsdpctl.errors import CheckpointError
-from fsdpctl.io.documents import as_type, parse_json
+from fsdpctl.io.documents import MOST_COUNT, Count, as_type, parse_json
 from fsdpctl.io.files import plain_name
 from fsdpctl.plan.layout import Span
 
 SPANS = "fsdpctl.spans"  # the header's metadata key
 _DIGEST_BYTES = 16
-_MOST = 1 << 60  # bytes, elements, steps
 _MOST_ACCEPTED = 1 << 10
 _RANK_FILE = r"rank-\d{5,}\.safetensors"
 _ATTACHMENT = r".*\.(json|jinja|model|txt)"  # data files only, nothing executable
-Count = Annotated[int, Meta(ge=0, le=_MOST)]
 INDEX_JSON = "model.safetensors.index.json"
 ASSETS = (CONFIG_JSON, "generation_config.json", *TOKENIZER_FILES)  # files next to weights
 # Kinds of tensors; other kinds are optimizer states. A remainder has the lower 8 bits of weights
@@ -236,5 +234,5 @@ def _check(manifest: Manifest, where: str) -> None:
         if name == MANIFEST or about.size > MOST_ASSET_BYTES:
             raise CheckpointError(f"{where}: attachment {name} not supported")
     for key, info in manifest.tensors.items():
-        if info.dtype not in ITEMSIZES or info.numel > _MOST:
+        if info.dtype not in ITEMSIZES or info.numel > MOST_COUNT:
             raise CheckpointError(f"{where}: tensor {key[:80]} not supported")

@@ -8,6 +8,8 @@ from typing import IO, Any
 
 from rich.console import Console
 
+from fsdpctl.io.files import open_own
+
 _STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -77,7 +79,7 @@ def journal(log: Path, text: str) -> None:
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     lines = "".join(f"{now} {line}\n" for line in printable(text).splitlines())
     try:
-        with log.open("a", encoding="utf-8") as file:
-            file.write(lines)
+        with open_own(log, "ab", folders=1) as file:
+            file.write(lines.encode())
     except OSError:
         pass

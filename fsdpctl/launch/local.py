@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ import psutil
 from fsdpctl.comm.world import PrefixStore
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, UsageError
+from fsdpctl.io.files import open_own
 from fsdpctl.launch.outcome import Ended, Outcome, failure_of, kills_so_far
 from fsdpctl.launch.rendezvous import LOOPBACK, Rendezvous, interface_of
 from fsdpctl.launch.watchdog import FOLDER, Watchdog
@@ -182,6 +184,9 @@ def _logging_to(path: Path) -> Iterator[None]:
 
 class _QuietHandler(logging.FileHandler):
     """A log handler that ignores errors, so that logging cannot end a run."""
+
+    def _open(self) -> TextIOWrapper:
+        return TextIOWrapper(open_own(Path(self.baseFilename), "ab", folders=1), "utf-8")
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, unless the file cannot be opened: the run directory may be deleted."""

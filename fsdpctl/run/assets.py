@@ -11,6 +11,7 @@ from fsdpctl.data.chats.template import TEMPLATE_FILE
 from fsdpctl.data.tokenizer import TOKENIZER_FILES
 from fsdpctl.data.tokens import DataSet
 from fsdpctl.io.documents import parse_json
+from fsdpctl.io.files import replace
 
 _GENERATION = "generation_config.json"
 
@@ -52,7 +53,7 @@ def write_assets(run_dir: Path, assets: Mapping[str, bytes]) -> None:
     """Write the files to the run directory."""
     (run_dir / RUN_ASSETS).mkdir(exist_ok=True)
     for name, content in assets.items():
-        (run_dir / RUN_ASSETS / name).write_bytes(content)
+        replace(run_dir / RUN_ASSETS / name, content)
 
 
 def read_run_assets(run_dir: Path) -> dict[str, bytes]:

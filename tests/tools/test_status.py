@@ -10,7 +10,7 @@ import pytest
 
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.run.files import ENVIRONMENT, HEARTBEAT, LOCK, LOGS, METRICS
+from fsdpctl.io.run_files import ENVIRONMENT, HEARTBEAT, LOCK, LOGS, METRICS
 from fsdpctl.run.heartbeat import record_cause
 from fsdpctl.tools import status
 from fsdpctl.tools.status import read_status
