@@ -29,7 +29,7 @@ from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, UsageError
 from fsdpctl.io.files import open_own
 from fsdpctl.launch.outcome import Ended, Outcome, failure_of, kills_so_far
-from fsdpctl.launch.rendezvous import LOOPBACK, Rendezvous, interface_of
+from fsdpctl.launch.rendezvous import Rendezvous, interface_of, loopback
 from fsdpctl.launch.watchdog import FOLDER, Watchdog
 
 if TYPE_CHECKING:
@@ -69,7 +69,9 @@ def launch_workers(
         )
     assert launch.nproc_per_node is not None
     _make_room_for_files(launch.nproc_per_node)
-    own, interface = (0, interface_of(LOOPBACK)) if nodes is None else (nodes.own, nodes.interface)
+    own, interface = (
+        (0, interface_of(loopback())) if nodes is None else (nodes.own, nodes.interface)
+    )
     folder = tempfile.TemporaryDirectory(prefix="fsdpctl-", ignore_cleanup_errors=True)
     # For the workers' files: the run's own directory may be full, or deleted.
     with (
@@ -132,7 +134,7 @@ def _spec(
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     if nodes is None:
-        rendezvous, address = Rendezvous(), LOOPBACK
+        rendezvous, address = Rendezvous(), loopback()
     else:
         address = nodes.address
         there = (nodes.endpoint_address, nodes.port)
