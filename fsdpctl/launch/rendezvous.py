@@ -87,6 +87,11 @@ def split_endpoint(endpoint: str, *, for_others: bool) -> tuple[str, int]:
     return address, port
 
 
+def _place(address: str, port: int) -> tuple[Any, ...]:
+    """Return an address as the socket module expects it, which drops the zone of a text."""
+    return socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][4]
+
+
 def _is_6(address: str) -> bool:
     return _family(address) == socket.AF_INET6
 
@@ -116,7 +121,7 @@ def own_address(towards: str, interface: str | None) -> tuple[str, str]:
         return addresses[interface][0], interface
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((towards, 9))
+            probe.connect(_place(towards, 9))
         except OSError as error:
             raise UsageError(
                 f"launch.rdzv_endpoint: no route to {towards}: {error.strerror}"
@@ -137,7 +142,7 @@ def bound_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
     listening = socket.socket(_family(address), socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((address, port))
+        listening.bind(_place(address, port))
     except OSError as error:
         listening.close()
         where = f"launch.rdzv_endpoint={endpoint_of(address, port)}"
