@@ -23,7 +23,7 @@ from fsdpctl.checkpoint.manifest import (
 from fsdpctl.checkpoint.tensor_file import open_tensor_file, sync, write_synced
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.peft import ADAPTER_CONFIG
-from fsdpctl.config.sealed import MANIFEST
+from fsdpctl.config.sealed import CHECKSUMS, MANIFEST
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.files import refusing
 
@@ -178,7 +178,7 @@ def check_destination(destination: Path, *, overwrite: bool) -> None:
 def _is_of_an_export(file: Path) -> bool:
     """Return whether an export has written this file."""
     if file.suffix != ".safetensors":
-        return file.name in (INDEX_JSON, ADAPTER_CONFIG, *ASSETS)
+        return file.name in (INDEX_JSON, ADAPTER_CONFIG, CHECKSUMS, *ASSETS)
     try:
         return WRITTEN.keys() <= open_tensor_file(file).metadata.keys()
     except CheckpointError:
