@@ -1,6 +1,5 @@
 """Directories that appear complete or not at all: exports, and checkpoints with their manifest."""
 
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -8,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from secrets import token_hex
 
 from fsdpctl import __version__
 from fsdpctl.checkpoint.manifest import (
@@ -71,7 +71,7 @@ def new_directory(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
     Raises:
         OSError: If it cannot be written.
     """
-    scratch = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    scratch = folder.with_name(f"{folder.name}.tmp-{token_hex(4)}")  # ids repeat in containers
     try:
         scratch.mkdir(parents=True)
         yield scratch
@@ -88,7 +88,7 @@ def put_in_place(scratch: Path, folder: Path, *, replaces: bool = False) -> None
     """
     sync(scratch)
     if replaces and folder.exists():
-        aside = folder.with_name(f"{folder.name}.old-{os.getpid()}")
+        aside = folder.with_name(f"{folder.name}.old-{token_hex(4)}")
         folder.rename(aside)
         try:
             scratch.rename(folder)
