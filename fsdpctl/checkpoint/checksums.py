@@ -1,4 +1,4 @@
-"""Checksums of an exported directory, in a file beside the weights that other tools ignore."""
+"""Checksums of an exported directory, in a file next to the weights that other tools ignore."""
 
 import os
 import re
@@ -95,20 +95,11 @@ class ExportedDirectory:
                 plain_name(part, _ANY, where, CheckpointError)
         self._check_files()
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all files."""
-        return sum(each.size for each in self._content.files.values())
-
-    @property
-    def num_files(self) -> int:
-        """The number of files, without that of the checksums."""
-        return len(self._content.files)
-
-    @property
-    def num_tensors(self) -> int:
-        """The number of tensors."""
-        return len(self._content.tensors)
+    def counts(self) -> dict[str, int]:
+        """Return the number of files, without that of the checksums, of tensors and of bytes."""
+        files = self._content.files
+        num_bytes = sum(each.size for each in files.values())
+        return {"files": len(files), "tensors": len(self._content.tensors), "bytes": num_bytes}
 
     def verify(self) -> Iterator[int]:
         """Verify every byte; yield, often, the bytes verified since the last time.

@@ -144,14 +144,12 @@ def _verify_export(folder: Path, *, as_json: bool) -> None:
     from fsdpctl.checkpoint.checksums import ExportedDirectory
 
     found = ExportedDirectory(folder)
-    with bytes_bar(found.num_bytes) as advance:
+    counts = found.counts()
+    with bytes_bar(counts["bytes"]) as advance:
         for count in found.verify():
             advance(count)
     if as_json:
-        about = {"path": str(folder), "files": found.num_files, "tensors": found.num_tensors}
-        emit(json.dumps(about | {"bytes": found.num_bytes, "verified": True}, indent=2))
-        return
-    say(
-        f"{folder}: {found.num_files} files with {found.num_tensors} tensors, "
-        f"{found.num_bytes:,} bytes verified"
-    )
+        emit(json.dumps({"path": str(folder), **counts, "verified": True}, indent=2))
+    else:
+        files, tensors = counts["files"], counts["tensors"]
+        say(f"{folder}: {files} files, {tensors} tensors, {counts['bytes']:,} bytes verified")

@@ -174,7 +174,7 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
     """
     scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
-        scratch.unlink(missing_ok=True)  # of an earlier process, or a link that somebody left
+        scratch.unlink(missing_ok=True)  # of an earlier process, or a link
         with scratch.open("xb") as file:
             yield file
             if durable:

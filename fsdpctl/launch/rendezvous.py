@@ -22,25 +22,25 @@ from fsdpctl.errors import UsageError
 from fsdpctl.resolve.launchers import endpoint_of, host_and_port
 
 LOOPBACK = "127.0.0.1"
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _PATIENCE = timedelta(seconds=60)
 T = TypeVar("T")
 MOMENT = 0.5  # seconds
 
 
-def _addresses(family: int | None = None) -> dict[str, list[str]]:
-    """Return the addresses of each interface, those of its own link last; None: of any family."""
-    families = (socket.AF_INET, socket.AF_INET6) if family is None else (family,)
+def _addresses() -> dict[str, list[str]]:
+    """Return the addresses of each interface; those that only its own link knows are last."""
     return {
         name: sorted(
-            (each.address for each in addresses if each.family in families),
+            (each.address for each in addresses if each.family in _FAMILIES),
             key=lambda address: ip_address(address).is_link_local,
         )
         for name, addresses in psutil.net_if_addrs().items()
     }
 
 
-def _family(address: str) -> int:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
+def _is_6(address: str) -> bool:
+    return ":" in address
 
 
 def interface_of(address: str) -> str | None:
@@ -67,12 +67,8 @@ def split_endpoint(endpoint: str, *, for_others: bool) -> tuple[str, int]:
         found = [_text(each[4]) for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     except (OSError, UnicodeError) as error:
         raise UsageError(f"{where}: {host}: {getattr(error, 'strerror', error)}") from None
-    own = [
-        address
-        for each in _addresses().values()
-        for address in each
-        if not (ip_address(address).is_loopback or ip_address(address).is_link_local)
-    ]
+    every = (ip_address(address) for each in _addresses().values() for address in each)
+    own = [str(each) for each in every if not (each.is_loopback or each.is_link_local)]
     only_6 = bool(own) and all(map(_is_6, own))
     address = min(found, key=lambda each: _is_6(each) != only_6)
     if for_others and ip_address(address).is_loopback and host not in (address, "localhost"):
@@ -92,10 +88,6 @@ def _place(address: str, port: int) -> tuple[Any, ...]:
     return socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][4]
 
 
-def _is_6(address: str) -> bool:
-    return _family(address) == socket.AF_INET6
-
-
 def _text(place: tuple[Any, ...]) -> str:
     """Return an address of the socket module, with its zone: fe80::1%eth0."""
     address, scope = str(place[0]).partition("%")[0], place[3] if len(place) > 3 else 0
@@ -110,16 +102,18 @@ def own_address(towards: str, interface: str | None) -> tuple[str, str]:
     Raises:
         UsageError: If there is no such interface, or no route.
     """
-    family = _family(towards)
     if interface is not None:
-        addresses = _addresses(family)
+        addresses = {
+            name: [each for each in found if _is_6(each) == _is_6(towards)]
+            for name, found in _addresses().items()
+        }
         if not addresses.get(interface):
             raise UsageError(
                 f"launch.interface={interface}: no {'IPv6' if _is_6(towards) else 'IPv4'} address "
                 f"found; expected one of {', '.join(sorted(filter(addresses.get, addresses)))}"
             )
         return addresses[interface][0], interface
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with socket.socket(_FAMILIES[_is_6(towards)], socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(_place(towards, 9))
         except OSError as error:
@@ -139,7 +133,7 @@ def bound_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
     Raises:
         UsageError: If the address is not this machine's, or the port is in use.
     """
-    listening = socket.socket(_family(address), socket.SOCK_STREAM)
+    listening = socket.socket(_FAMILIES[_is_6(address)], socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(_place(address, port))

@@ -205,7 +205,7 @@ def test_an_endpoint_may_be_of_either_family(
 ) -> None:
     found = [(0, 0, 0, "", place) for place in known]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: found)
-    monkeypatch.setattr("fsdpctl.launch.rendezvous._addresses", lambda family=None: own)
+    monkeypatch.setattr("fsdpctl.launch.rendezvous._addresses", lambda: own)
     assert split_endpoint(endpoint, for_others=True) == (expected, 1)
 
 
