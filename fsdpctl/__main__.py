@@ -24,6 +24,8 @@ _open_standard_streams()
 
 def main() -> None:
     """Run the command line."""
+    # Its warnings would precede the one line of an error; what matters in them is checked.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from fsdpctl.cli.app import main as run  # takes a moment
 
     run()

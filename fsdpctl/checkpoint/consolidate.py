@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpctl.checkpoint.cast import EXPORT_DTYPES, FLOATS, cast
+from fsdpctl.checkpoint.checksums import Checksums
 from fsdpctl.checkpoint.manifest import (
     BUFFER,
     INDEX_JSON,
@@ -43,7 +44,6 @@ from fsdpctl.checkpoint.tensor_file import (
     new_file,
     rank_file,
     write_synced,
-    write_tensor_file,
 )
 from fsdpctl.config.hugging_face import CONFIG_JSON, config_json
 from fsdpctl.config.serialize import config_of_checkpoint
@@ -81,7 +81,7 @@ def consolidate(
         weights = exported_weights(reader, EXPORT_DTYPES.get(dtype or ""), merges=merges)
         exports = _exports(weights, dtype)
         check_space(destination, sum(each.entry.nbytes for each in exports))
-        chunks = partial(_chunks, weights, on_bytes)
+        chunks = partial(_chunks, weights, on_bytes, {each.entry.name: each for each in exports})
         files = _split(exports, max_file_bytes)
         notes = _write_folder(reader, folder, files, chunks)
     total = sum(each.entry.nbytes for each in exports)
@@ -126,16 +126,17 @@ def _write_folder(
     reader: CheckpointReader,
     folder: Path,
     files: Sequence[Sequence[_Export]],
-    chunks: Callable[[Sequence[_Export]], Iterator[memoryview]],
+    read: Callable[[TensorEntry], Iterator[memoryview]],
 ) -> tuple[str, ...]:
     """Write the files; return what is missing."""
     weight_map: dict[str, str] = {}
+    checksums = Checksums()
     for number, tensors in enumerate(files, start=1):
         name = "model.safetensors"
         if len(files) > 1:
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        header = make_header([each.entry for each in tensors], {"format": "pt", **WRITTEN})
-        write_tensor_file(folder / name, header, chunks(tensors))
+        metadata = {"format": "pt", **WRITTEN}
+        checksums.write_tensors(folder / name, [each.entry for each in tensors], metadata, read)
         weight_map.update({each.entry.name: name for each in tensors})
     entries = [each.entry for tensors in files for each in tensors]
     if len(files) > 1:
@@ -156,16 +157,17 @@ def _write_folder(
         model = config_of_checkpoint(reader.manifest.config, str(reader)).model
         _write_json(folder / CONFIG_JSON, config_json(model, next(names, "float32"), source))
     write_assets(folder, attached)
+    checksums.write(folder)
     return notes
 
 
 def _chunks(
-    weights: Tensors, on_bytes: OnBytes, exports: Sequence[_Export]
+    weights: Tensors, on_bytes: OnBytes, exports: Mapping[str, _Export], entry: TensorEntry
 ) -> Iterator[memoryview]:
-    for each in exports:
-        for _, data in weights.read(each.key):
-            yield cast(data, each.stored, each.entry.dtype, each.entry.name)
-            on_bytes(len(data))
+    each = exports[entry.name]
+    for _, data in weights.read(each.key):
+        yield cast(data, each.stored, entry.dtype, entry.name)
+        on_bytes(len(data))
 
 
 def _write_json(path: Path, content: object) -> None:

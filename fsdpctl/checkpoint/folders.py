@@ -1,7 +1,6 @@
 """The checkpoints of a run: their names, the newest one, and which ones to keep."""
 
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -13,9 +12,10 @@ from fsdpctl.config.peft import ADAPTER_CONFIG
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.io.run_files import LATEST as LATEST
+from fsdpctl.io.run_files import STEP, check_own, check_steps
 
-LATEST = "latest"
-_STEP = re.compile(r"step-(\d{8,})")
+_MOST_PASSED_OVER = 3  # in full
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -25,15 +25,16 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 def step_of(folder: Path) -> int:
     """Return the step in a checkpoint's name."""
-    match = _STEP.fullmatch(folder.name)
+    match = STEP.fullmatch(folder.name)
     assert match is not None
     return int(match.group(1))
 
 
 def _steps_in(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints, complete or not, oldest first."""
+    """Return the checkpoints, complete or not, oldest first; none of them is a link."""
+    check_steps(checkpoints)
     folders = checkpoints.iterdir() if checkpoints.is_dir() else ()
-    return sorted((each for each in folders if _STEP.fullmatch(each.name)), key=step_of)
+    return sorted((each for each in folders if STEP.fullmatch(each.name)), key=step_of)
 
 
 def _is_complete(folder: Path) -> bool:
@@ -47,7 +48,7 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
     """Return the newest complete checkpoint, or None."""
-    return next(reversed(complete_checkpoints(checkpoints)), None)
+    return next(filter(_is_complete, reversed(_steps_in(checkpoints))), None)
 
 
 def passed_over(checkpoints: Path) -> list[str]:
@@ -55,11 +56,14 @@ def passed_over(checkpoints: Path) -> list[str]:
     newest = newest_checkpoint(checkpoints)
     other = f"the newest complete checkpoint is {newest.name}" if newest else "no other is complete"
     at = step_of(newest) if newest else -1
+    passed = [each for each in _steps_in(checkpoints) if step_of(each) > at]
     found = [
         f"{folder}: incomplete: {MANIFEST} not found; {other}"
-        for folder in _steps_in(checkpoints)
-        if step_of(folder) > at and not _is_complete(folder)
+        for folder in passed[:_MOST_PASSED_OVER]
+        if not _is_complete(folder)
     ]
+    if more := len(passed[_MOST_PASSED_OVER:]):
+        found.append(f"{checkpoints}: {more:,} more incomplete checkpoints")
     link = checkpoints / LATEST
     if (link.is_symlink() or link.exists()) and not found and not _is_complete(link):
         found.append(f"{link}: does not point to a checkpoint; {other}")
@@ -82,7 +86,8 @@ def find_checkpoint(source: Path) -> Path:
     """
     if not source.is_dir():
         raise UsageError(f"{source}: directory not found")
-    if _is_complete(source) or _STEP.fullmatch(source.resolve().name):
+    check_own(source)
+    if _is_complete(source) or STEP.fullmatch(source.resolve().name):
         return source
     newest = newest_checkpoint(_checkpoints_in(source))
     if newest is not None:

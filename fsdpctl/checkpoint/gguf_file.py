@@ -85,6 +85,7 @@ def write_gguf(
     with refusing(destination):
         try:
             destination.parent.mkdir(parents=True, exist_ok=True)
+            scratch.unlink(missing_ok=True)  # of a killed process with the same id
             why = _write(scratch, reader, model, tensors, partial(_chunks, weights, on_bytes))
             scratch.replace(destination)
             sync(destination.parent)

@@ -15,16 +15,14 @@ from fsdpctl.config.hugging_face import CONFIG_JSON
 from fsdpctl.config.sealed import MANIFEST, read_sealed, seal
 from fsdpctl.data.tokenizer_files import MOST_ASSET_BYTES, TEMPLATES, TOKENIZER_FILES, asset_name
 from fsdpctl.errors import CheckpointError
-from fsdpctl.io.documents import as_type, parse_json
+from fsdpctl.io.documents import MOST_COUNT, Count, as_type, parse_json
 from fsdpctl.io.files import plain_name
 from fsdpctl.plan.layout import Span
 
 SPANS = "fsdpctl.spans"  # the header's metadata key
 _DIGEST_BYTES = 16
-_MOST = 1 << 60  # bytes, elements, steps
 _MOST_ACCEPTED = 1 << 10
 _RANK_FILE = r"rank-\d{5,}\.safetensors"
-Count = Annotated[int, Meta(ge=0, le=_MOST)]
 INDEX_JSON = "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"
 OF_THE_MODEL = (CONFIG_JSON, GENERATION_CONFIG)  # files next to weights
@@ -237,5 +235,5 @@ def _check(manifest: Manifest, where: str) -> None:
         if name == MANIFEST or about.size > MOST_ASSET_BYTES:
             raise CheckpointError(f"{where}: attachment {name} not supported")
     for key, info in manifest.tensors.items():
-        if info.dtype not in ITEMSIZES or info.numel > _MOST:
+        if info.dtype not in ITEMSIZES or info.numel > MOST_COUNT:
             raise CheckpointError(f"{where}: tensor {key[:80]} not supported")

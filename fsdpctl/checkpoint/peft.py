@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fsdpctl.checkpoint.checksums import Checksums
 from fsdpctl.checkpoint.manifest import PARAMETER, tensor_key
 from fsdpctl.checkpoint.pretrained import whole_weights
 from fsdpctl.checkpoint.publish import WRITTEN, new_export
@@ -13,10 +14,8 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import FileTensors
 from fsdpctl.checkpoint.tensor_file import (
     TensorEntry,
-    make_header,
     open_tensor_file,
     write_synced,
-    write_tensor_file,
 )
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import ADAPTER_CONFIG, adapted_layers, is_adapter
@@ -105,17 +104,17 @@ def write_peft(reader: CheckpointReader, destination: Path, *, overwrite: bool =
         TensorEntry(_PREFIX + name, info.dtype, tuple(info.shape)) for name, info in infos.items()
     ]
 
-    def chunks() -> Iterator[memoryview]:
-        for name in infos:
-            for _, data in weights.read(tensor_key(PARAMETER, name)):
-                yield data
+    def read(entry: TensorEntry) -> Iterator[memoryview]:
+        name = entry.name.removeprefix(_PREFIX)
+        return (data for _, data in weights.read(tensor_key(PARAMETER, name)))
 
     model = config_of_checkpoint(reader.manifest.config, str(reader)).model
     base = None if reader.manifest.base is None else reader.manifest.base.path
     with new_export(destination, reader.folder, overwrite=overwrite) as folder:
-        header = make_header(entries, {"format": "pt", **WRITTEN})
-        write_tensor_file(folder / ADAPTER_WEIGHTS, header, chunks())
+        checksums, metadata = Checksums(), {"format": "pt", **WRITTEN}
+        checksums.write_tensors(folder / ADAPTER_WEIGHTS, entries, metadata, read)
         write_synced(folder / ADAPTER_CONFIG, _adapter_config(model, _targets(names), base))
+        checksums.write(folder)
     return sum(entry.nbytes for entry in entries)
 
 

@@ -24,9 +24,9 @@ from fsdpctl.data.tokenizer_files import has_tokenizer, read_files
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.documents import MIB, read_json
 from fsdpctl.io.files import plain_name
+from fsdpctl.io.run_files import RUN_ASSETS as RUN_ASSETS
 
 _SINGLE = "model.safetensors"
-RUN_ASSETS = "assets"  # a run's folder of the files that belong to its model's weights
 _MOST_INDEX_BYTES = 64 * MIB
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")  # the second is GPT-2's

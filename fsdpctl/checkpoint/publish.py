@@ -1,6 +1,5 @@
 """Directories that appear complete or not at all: exports, and checkpoints with their manifest."""
 
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -8,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from secrets import token_hex
 
 from fsdpctl import __version__
 from fsdpctl.checkpoint.manifest import (
@@ -23,7 +23,7 @@ from fsdpctl.checkpoint.manifest import (
 from fsdpctl.checkpoint.tensor_file import open_tensor_file, sync, write_synced
 from fsdpctl.config.model_path import CHECKPOINTS
 from fsdpctl.config.peft import ADAPTER_CONFIG
-from fsdpctl.config.sealed import MANIFEST
+from fsdpctl.config.sealed import CHECKSUMS, MANIFEST
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.files import refusing
 
@@ -71,7 +71,7 @@ def new_directory(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
     Raises:
         OSError: If it cannot be written.
     """
-    scratch = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    scratch = folder.with_name(f"{folder.name}.tmp-{token_hex(4)}")  # ids repeat in containers
     try:
         scratch.mkdir(parents=True)
         yield scratch
@@ -88,7 +88,7 @@ def put_in_place(scratch: Path, folder: Path, *, replaces: bool = False) -> None
     """
     sync(scratch)
     if replaces and folder.exists():
-        aside = folder.with_name(f"{folder.name}.old-{os.getpid()}")
+        aside = folder.with_name(f"{folder.name}.old-{token_hex(4)}")
         folder.rename(aside)
         try:
             scratch.rename(folder)
@@ -186,7 +186,7 @@ def check_destination(destination: Path, *, overwrite: bool) -> None:
 def _is_of_an_export(file: Path) -> bool:
     """Return whether an export has written this file."""
     if file.suffix != ".safetensors":
-        return file.name in (INDEX_JSON, ADAPTER_CONFIG, *ASSETS)
+        return file.name in (INDEX_JSON, ADAPTER_CONFIG, CHECKSUMS, *ASSETS)
     try:
         return WRITTEN.keys() <= open_tensor_file(file).metadata.keys()
     except CheckpointError:

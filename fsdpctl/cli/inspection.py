@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -109,12 +110,16 @@ def _summary(reader: "CheckpointReader") -> Iterator[str]:
 
 
 def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
-    """Verify all checksums of a checkpoint and its base.
+    """Verify all checksums of a checkpoint and its base, or of an exported directory.
 
     The exit code is 4 if one does not match.
     """
     from fsdpctl.checkpoint.reader import CheckpointReader
+    from fsdpctl.config.sealed import CHECKSUMS
 
+    if (source / CHECKSUMS).exists():
+        _verify_export(source, as_json=as_json)
+        return
     reader = CheckpointReader(found_checkpoint(source))
     with bytes_bar(reader.num_bytes) as advance:
         for count in reader.verify():
@@ -133,3 +138,18 @@ def verify_checkpoint(source: Source, as_json: AsJson = False) -> None:
         say(f"{reader.folder}: {tensors} tensors, {reader.num_bytes:,} bytes verified")
         if base is not None:
             say(f"{base.path}: base model verified")
+
+
+def _verify_export(folder: Path, *, as_json: bool) -> None:
+    from fsdpctl.checkpoint.checksums import ExportedDirectory
+
+    found = ExportedDirectory(folder)
+    counts = found.counts()
+    with bytes_bar(counts["bytes"]) as advance:
+        for count in found.verify():
+            advance(count)
+    if as_json:
+        emit(json.dumps({"path": str(folder), **counts, "verified": True}, indent=2))
+    else:
+        files, tensors = counts["files"], counts["tensors"]
+        say(f"{folder}: {files} files, {tensors} tensors, {counts['bytes']:,} bytes verified")

@@ -53,7 +53,7 @@ def _newest_run() -> Path:
         UsageError: If the link does not exist.
     """
     from fsdpctl.checkpoint.folders import LATEST
-    from fsdpctl.run.files import RUNS
+    from fsdpctl.io.run_files import RUNS
 
     latest = Path(RUNS, LATEST)
     if latest.is_dir():

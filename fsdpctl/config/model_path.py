@@ -14,9 +14,9 @@ from fsdpctl.config.schema import KEYS
 from fsdpctl.config.sealed import MANIFEST, read_sealed
 from fsdpctl.errors import CheckpointError, UsageError
 from fsdpctl.io.documents import as_type
+from fsdpctl.io.run_files import CHECKPOINTS as CHECKPOINTS
+from fsdpctl.io.run_files import RUN_CONFIG as RUN_CONFIG
 
-RUN_CONFIG = "config.yaml"  # of a run
-CHECKPOINTS = "checkpoints"
 # Settings of a model that its weights determine.
 SHAPE_KEYS = tuple(
     f"model.{name}"

@@ -43,7 +43,7 @@ def adapter_words(path: str) -> dict[str, str]:
     file = Path(path) / ADAPTER_CONFIG
     if not file.is_file():
         raise UsageError(f"{where}: {ADAPTER_CONFIG} not found; expected a PEFT directory")
-    content = read_json(file, dict[str, Any], follows=True)
+    content = read_json(file, dict[str, Any])
     for name in _NOT_SUPPORTED:
         if content.get(name):
             raise UsageError(f"{where}: {name}={content[name]!r} is not supported")

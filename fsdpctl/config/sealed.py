@@ -1,4 +1,4 @@
-"""The text of a checkpoint's manifest: JSON with its own checksum."""
+"""The text of a checkpoint's manifest, and of an export's checksums: JSON with its own checksum."""
 
 import json
 from collections.abc import Mapping
@@ -12,14 +12,18 @@ from fsdpctl.io.documents import MIB, check_version, parse_json
 from fsdpctl.io.files import read_text_file
 
 MANIFEST, FORMAT = "manifest.json", "fsdpctl-checkpoint"
-_VERSION = 2
+CHECKSUMS, CHECKSUMS_FORMAT = "fsdpctl_checksums.json", "fsdpctl-checksums"  # of an export
+_VERSIONS = {FORMAT: 2, CHECKSUMS_FORMAT: 1}
 _MOST_BYTES = 64 * MIB  # six times that of the largest known model on tens of thousands of ranks
 _BLANK = "0" * 32
 
 
-def seal(content: Mapping[str, Any]) -> str:
-    """Return the text of a manifest. Its checksum is that of the text with zeros in its place."""
-    whole = {"format": FORMAT, "version": _VERSION, **content, "xxh3": _BLANK}
+def seal(content: Mapping[str, Any], kind: str = FORMAT) -> str:
+    """Return the text of a manifest, or of a file of another format `kind`.
+
+    Its checksum is that of the text with zeros in its place.
+    """
+    whole = {"format": kind, "version": _VERSIONS[kind], **content, "xxh3": _BLANK}
     text = json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
     before, _, after = text.rpartition(_BLANK)
     return before + _checksum(text) + after
@@ -29,21 +33,21 @@ def _checksum(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def read_sealed(folder: Path) -> dict[str, Any]:
-    """Read and verify the manifest of the checkpoint in `folder`.
+def read_sealed(folder: Path, name: str = MANIFEST, kind: str = FORMAT) -> dict[str, Any]:
+    """Read and verify the manifest of the checkpoint in `folder`, or another file of its kind.
 
     Raises:
         CheckpointError: If it is missing, corrupted, or has an unsupported version.
     """
-    path = folder / MANIFEST
+    path = folder / name
     if not path.exists():
         raise CheckpointError(f"{path}: not found; the checkpoint is incomplete")
     text = read_text_file(path, _MOST_BYTES, CheckpointError)
     where = f"{path}: corrupted"
     # Metrics of the user may be infinite.
     content = parse_json(text, dict[str, Any], where, CheckpointError, finite=False)
-    what = "the manifest of a checkpoint"
-    check_version(content, (FORMAT, _VERSION), what, str(path), CheckpointError)
+    what = "the manifest of a checkpoint" if kind == FORMAT else "the checksums of an export"
+    check_version(content, (kind, _VERSIONS[kind]), what, str(path), CheckpointError)
     before, digest, after = text.rpartition(str(content.get("xxh3")))
     if not digest or _checksum(before + _BLANK + after) != digest:
         raise CheckpointError(f"{path}: corrupted: the checksum does not match")

@@ -4,10 +4,10 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fsdpctl.config.keys import AUTO
 from fsdpctl.config.schema import Config, StrategyConfig
 from fsdpctl.data.open import open_data
 from fsdpctl.engine.host_inputs import host_inputs_bytes
-from fsdpctl.errors import UsageError
 from fsdpctl.estimate.hardware import device_of, host_of, network_of
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import fullest_rank, plan_run, steps_of
@@ -25,12 +25,11 @@ from fsdpctl.predict.recorder import Machine, RankGroup
 from fsdpctl.predict.simulator import SimulatedStep, StepSimulator
 from fsdpctl.predict.step_estimate import estimate_steps
 from fsdpctl.predict.training_plan import TrainingPlan, host_states_bytes
-from fsdpctl.resolve.attention import assumed_of, check_attention
+from fsdpctl.resolve.attention import assumed_of
 from fsdpctl.resolve.context_check import check_shared_rows
+from fsdpctl.resolve.decoder_check import with_packing
 from fsdpctl.resolve.loss_chunks import loss_chunk_tokens, mlp_chunk_tokens
 from fsdpctl.resolve.machine import (
-    check_context,
-    check_length,
     placed_on_cluster,
     resolved_strategy,
     sample_groups,
@@ -38,7 +37,7 @@ from fsdpctl.resolve.machine import (
     with_batch_size,
     world_size,
 )
-from fsdpctl.resolve.preflight import check_activation_offload
+from fsdpctl.resolve.preflight import check_placed, check_trained
 
 _MOST_TRACED = 64  # models that are kept
 _SIMULATED = 3  # passes: another one takes as long as the second to last
@@ -82,11 +81,7 @@ class Estimator:
             UsageError: If it is not valid.
         """
         traced = self.traced_model(config)
-        if config.engine.name != FSDPCTL and traced.num_trained < traced.num_params:
-            raise UsageError(
-                f"engine={config.engine.name}: model.lora and model.trainable are not supported in "
-                "estimates"
-            )
+        check_trained(config, traced.units)
         batches = batches_of(config)
         program, last = _program(config, traced, batches), traced.units[-1]
         recorder = MemoryRecorder(program, last.name, last_is_head=last.kind == "head")
@@ -181,7 +176,7 @@ def estimate_strategies(estimator: Estimator, config: Config, *, every: bool) ->
     Raises:
         UsageError: If the configuration is not valid.
     """
-    placed = placed_for_estimate(config)
+    placed = placed_for_estimate(config, every=every)
     return [
         estimator.estimate(replace(placed, strategy=resolved_strategy(placed, each)))
         for each in strategies_of(config, every=every)
@@ -195,18 +190,19 @@ def strategies_of(config: Config, *, every: bool) -> list[StrategyConfig]:
     return [config.strategy.under(name) for name in supported_strategies(config)]
 
 
-def placed_for_estimate(config: Config) -> Config:
+def placed_for_estimate(config: Config, *, every: bool = False) -> Config:
     """Return `config` on its cluster, with the vocabulary of its data if it sets none.
+
+    With `every`, its strategy is not the one that is estimated.
 
     Raises:
         UsageError: If the configuration is not valid.
     """
-    check_length(config)
-    placed = with_batch_size(placed_on_cluster(config))
-    check_context(placed)
+    placed = placed_on_cluster(config)
+    check_placed(replace(placed, strategy=placed.strategy.under(AUTO)) if every else placed)
+    placed, _ = with_packing(placed)
     check_shared_rows(placed)
-    check_attention(placed)
-    check_activation_offload(placed)
+    placed = with_batch_size(placed)
     if config.model.vocab_size is not None:
         return placed
     vocab_size = open_data(config.data, config.train.seed).vocab_size

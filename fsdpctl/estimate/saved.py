@@ -12,11 +12,11 @@ from fsdpctl.estimate.hardware import with_speed
 from fsdpctl.estimate.run_estimate import RunEstimate
 from fsdpctl.estimate.run_plan import estimate_run
 from fsdpctl.io.documents import read_json
+from fsdpctl.io.files import replace
+from fsdpctl.io.run_files import ESTIMATE as ESTIMATE
 from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.resolve.machine import placed_on_cluster
 from fsdpctl.resolve.run import Settled
-
-ESTIMATE = "estimate.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def write_estimate(
         **_prediction(settled, estimator),
     }
     text = json.dumps(content, indent=2)
-    (run_dir / ESTIMATE).write_text(text + "\n", encoding="utf-8")
+    replace(run_dir / ESTIMATE, text + "\n")
 
 
 def _prediction(settled: Settled, estimator: Estimator) -> dict[str, float | str]:

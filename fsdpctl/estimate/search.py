@@ -45,7 +45,8 @@ def estimates_of(
     """
     if not left_open(config):
         return [(each, None) for each in estimate_strategies(estimator, config, every=every)]
-    placed, given = placed_for_estimate(config), strategies_of(config, every=every)
+    placed = placed_for_estimate(config, every=every)
+    given = strategies_of(config, every=every)
     rankings = [choose(estimator, replace(placed, strategy=each)) for each in given]
     return [(each.estimate, each if each.names else None) for each in rankings]
 

@@ -3,10 +3,14 @@
 import os
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
+
+from fsdpctl.io.files import open_own
 
 _STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
@@ -67,6 +71,19 @@ def _send_null(stream: IO[str]) -> None:
     os.close(null)
 
 
+@contextmanager
+def silenced_errors() -> Iterator[None]:
+    """Drop what this process, its libraries included, writes to standard error in the block."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def printable(text: str) -> str:
     """Replace terminal control characters, which untrusted names and texts may contain."""
     return _STEERING.sub("\N{REPLACEMENT CHARACTER}", text)
@@ -77,7 +94,7 @@ def journal(log: Path, text: str) -> None:
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     lines = "".join(f"{now} {line}\n" for line in printable(text).splitlines())
     try:
-        with log.open("a", encoding="utf-8") as file:
-            file.write(lines)
+        with open_own(log, "ab", folders=1) as file:
+            file.write(lines.encode())
     except OSError:
         pass

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import yaml
@@ -22,6 +22,8 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"')
 _NO_BRACKETS = re.compile(r"[^\[\]{}]+")
 _INNERMOST = re.compile(r"\[\]|\{\}")
 T = TypeVar("T")
+MOST_COUNT = 1 << 60  # bytes, elements, steps
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
 
 
 def read_json(

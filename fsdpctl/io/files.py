@@ -1,12 +1,13 @@
 """Files, which may be untrusted: opened safely, read up to a limit, written whole."""
 
+import errno
 import os
 import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO, cast
 
 from fsdpctl.errors import NO_ROOM, FsdpctlError, UsageError
 
@@ -29,7 +30,8 @@ def plain_name(name: object, pattern: str, where: str, refusal: Refusal) -> str:
 def open_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = False) -> int:
     """Open a regular file and return its descriptor. A named pipe never blocks.
 
-    Symbolic links may lead to the same directory and into the cache of huggingface_hub. With
+    Symbolic links may lead to the same directory, from a snapshot of huggingface_hub to its blobs,
+    and into the cache of huggingface_hub. With
     `follows`, for a path that the user typed, they may lead anywhere.
 
     Raises:
@@ -49,10 +51,24 @@ def open_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = F
 
 
 def _stays_inside(path: Path, real: Path) -> bool:
-    if Path(os.path.realpath(path.parent)) in real.parents:
-        return True
-    blobs = real.parent
-    return blobs.name == "blobs" and blobs.parent.name.startswith("models--")
+    above = Path(os.path.realpath(path.parent))
+    repository = real.parent.parent
+    is_snapshot = (
+        repository.name.startswith("models--") and repository / "snapshots" in above.parents
+    )
+    return (
+        above in real.parents
+        or (real.parent.name == "blobs" and is_snapshot)
+        or Path(os.path.realpath(_hub_cache())) in real.parents
+    )
+
+
+def _hub_cache() -> Path:
+    """Return the cache of huggingface_hub, whose import takes long."""
+    variables = os.environ
+    caches = variables.get("XDG_CACHE_HOME") or "~/.cache"
+    home = variables.get("HF_HOME") or os.path.join(caches, "huggingface")
+    return Path(os.path.expanduser(variables.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
 
 
 def read_regular(
@@ -81,6 +97,37 @@ def read_text_file(
         return read_regular(path, most_bytes, refusal, follows=follows).decode("utf-8")
     except UnicodeDecodeError as error:
         raise refusal(f"{path}: not UTF-8: {error}") from None
+
+
+def open_own(path: Path, mode: str, *, folders: int = 0) -> BinaryIO:
+    """Open or create a file that fsdpctl writes, and follow no link.
+
+    Args:
+        path: Its last `folders` directories must not be links either.
+        mode: "ab", "ab+" or "wb".
+        folders: 0 for a file in the run directory, which may be a link.
+
+    Raises:
+        OSError: If it can't be opened, is a link, has another hard link, or isn't regular.
+    """
+    access = (os.O_RDWR if "+" in mode else os.O_WRONLY) | (os.O_APPEND if "a" in mode else 0)
+    *above, name = path.parts[-1 - folders :]
+    descriptor = os.open(path.parents[folders], os.O_DIRECTORY)
+    try:
+        steps = [(each, os.O_DIRECTORY) for each in above]
+        for each, flags in (*steps, (name, access | os.O_CREAT | os.O_NONBLOCK)):
+            parent = descriptor
+            descriptor = os.open(each, flags | os.O_NOFOLLOW, 0o666, dir_fd=parent)
+            os.close(parent)
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
+            raise OSError(errno.ELOOP, "not a regular file without other links", str(path))
+        if "w" in mode:
+            os.truncate(descriptor, 0)
+        return cast(BinaryIO, open(descriptor, mode))
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def leads_to(path: Path, file: IO[Any]) -> bool:
@@ -127,7 +174,8 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[IO[bytes]]:
     """
     scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
-        with scratch.open("wb") as file:
+        scratch.unlink(missing_ok=True)  # of an earlier process, or a link
+        with scratch.open("xb") as file:
             yield file
             if durable:
                 file.flush()

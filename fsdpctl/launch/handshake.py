@@ -23,8 +23,9 @@ import fsdpctl
 from fsdpctl.comm.world import DistStoreError, PrefixStore, Store
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.io.files import read_text_file, refusing, replace
+from fsdpctl.io.run_files import HANDSHAKE
 
-_TOKEN = "handshake"  # a file in the run directory
 _POLL = timedelta(seconds=1)  # between checks whether a member has left
 _LEFT = "other members did not start, have exited, or are unreachable"
 
@@ -90,12 +91,13 @@ class Handshake:
         Raises:
             UsageError: If one of them cannot take part; then none does.
         """
-        token = run_dir / _TOKEN
+        token = run_dir / HANDSHAKE
         plan = Plan(
             str(run_dir.absolute()), secrets.token_hex(16), versions(), source_digest(),
             nproc_per_node, members=self.count,
         )  # fmt: skip
-        token.write_text(plan.token)
+        with refusing(token):
+            replace(token, plan.token)
         self._send("plan", plan)
         self._has_invited = True
         answers = [self._receive(key, _Answer) for key in self._of_others("ready")]
@@ -196,12 +198,9 @@ def suppressing_losses() -> Iterator[None]:
 
 
 def _check_directory(plan: Plan) -> str:
-    token = Path(plan.run_dir) / _TOKEN
-    try:
-        if token.read_text() == plan.token:
+    with suppress(UsageError):
+        if read_text_file(Path(plan.run_dir) / HANDSHAKE, 64) == plan.token:
             return ""
-    except OSError:
-        pass
     return (
         f"train.run_dir={plan.run_dir}: files of node 0 not found; all nodes need the same "
         "directory, on a file system that they share"

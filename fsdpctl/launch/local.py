@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -26,8 +27,9 @@ import psutil
 from fsdpctl.comm.world import PrefixStore
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import STOP_SIGNALS, FsdpctlError, UsageError
+from fsdpctl.io.files import open_own
 from fsdpctl.launch.outcome import Ended, Outcome, failure_of, kills_so_far
-from fsdpctl.launch.rendezvous import LOOPBACK, Rendezvous, interface_of
+from fsdpctl.launch.rendezvous import Rendezvous, interface_of, loopback
 from fsdpctl.launch.watchdog import FOLDER, Watchdog
 
 if TYPE_CHECKING:
@@ -67,7 +69,9 @@ def launch_workers(
         )
     assert launch.nproc_per_node is not None
     _make_room_for_files(launch.nproc_per_node)
-    own, interface = (0, interface_of(LOOPBACK)) if nodes is None else (nodes.own, nodes.interface)
+    own, interface = (
+        (0, interface_of(loopback())) if nodes is None else (nodes.own, nodes.interface)
+    )
     folder = tempfile.TemporaryDirectory(prefix="fsdpctl-", ignore_cleanup_errors=True)
     # For the workers' files: the run's own directory may be full, or deleted.
     with (
@@ -130,7 +134,7 @@ def _spec(
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     if nodes is None:
-        rendezvous, address = Rendezvous(), LOOPBACK
+        rendezvous, address = Rendezvous(), loopback()
     else:
         address = nodes.address
         there = (nodes.endpoint_address, nodes.port)
@@ -182,6 +186,9 @@ def _logging_to(path: Path) -> Iterator[None]:
 
 class _QuietHandler(logging.FileHandler):
     """A log handler that ignores errors, so that logging cannot end a run."""
+
+    def _open(self) -> TextIOWrapper:
+        return TextIOWrapper(open_own(Path(self.baseFilename), "ab", folders=1), "utf-8")
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, unless the file cannot be opened: the run directory may be deleted."""

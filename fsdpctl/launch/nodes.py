@@ -11,6 +11,7 @@ from datetime import timedelta
 from fsdpctl.comm.world import PrefixStore, Store, TCPStore
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import FsdpctlError, UsageError
+from fsdpctl.io.console import silenced_errors
 from fsdpctl.launch.handshake import Handshake, decode, encode, suppressing_losses
 from fsdpctl.launch.outcome import Ended, Outcome
 from fsdpctl.launch.rendezvous import (
@@ -22,6 +23,7 @@ from fsdpctl.launch.rendezvous import (
     split_endpoint,
     within,
 )
+from fsdpctl.resolve.launchers import endpoint_of
 
 _STOPPED, _UNINTERRUPTIBLE = "T", "D"
 _BEAT_SECONDS = 1.0
@@ -29,6 +31,7 @@ _SILENCE_SECONDS = 30.0  # without a heartbeat: a shorter network failure does n
 _STATES_SECONDS = 5.0  # for other nodes to send the states of their ranks
 _LEAVE_SECONDS = 2.0
 _ANSWER_SECONDS = 30.0  # a server that runs answers at once
+_BACKOFF_SECONDS = 4.0  # between the last trials of torch's client
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,25 +257,28 @@ def connected_store(address: str, port: int, patience: float) -> TCPStore:
     Raises:
         UsageError: If no store answers in time.
     """
-    deadline = time.monotonic() + patience
+    where, deadline = endpoint_of(address, port), time.monotonic() + patience
     limit = f"within {patience:g} s (launch.timeout)"
     while cause := _refusal(address, port, max(MOMENT, deadline - time.monotonic())):
         if time.monotonic() + MOMENT > deadline:
             raise UsageError(
-                f"{address}:{port}: node 0 not reachable {limit}: {cause}; start the command with "
+                f"{where}: node 0 not reachable {limit}: {cause}; start the command with "
                 "launch.node_rank=0 on that host"
             )
         time.sleep(MOMENT)
-    left = max(MOMENT, deadline - time.monotonic())
-    endless = timedelta(seconds=patience + 2 * _ANSWER_SECONDS)  # so that torch prints nothing
+    # Torch prints a C++ stack for each answer that is not a store's, until its own timeout. A call
+    # that is left behind must not end while the process exits, which would abort.
+    most = min(max(MOMENT, deadline - time.monotonic()), _ANSWER_SECONDS)
+    limits = timedelta(seconds=most), timedelta(seconds=patience + 2 * _ANSWER_SECONDS)
     try:
-        return within(
-            min(left, _ANSWER_SECONDS),
-            lambda: TCPStore(address, port, is_master=False, timeout=endless),
-        )
+        with silenced_errors():
+            connect = lambda: TCPStore(address, port, is_master=False, timeout=limits[0])  # noqa: E731
+            store = within(most + _BACKOFF_SECONDS, connect)
+        store.set_timeout(limits[1])
+        return store
     except (TimeoutError, RuntimeError):
         raise UsageError(
-            f"{address}:{port}: another program listens there, which does not answer as node 0; "
+            f"{where}: another program listens there, which does not answer as node 0; "
             "set launch.rdzv_endpoint to HOST:PORT of node 0, with a port that is free there"
         ) from None
 

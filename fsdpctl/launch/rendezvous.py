@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any, TypeVar
 
 import psutil
@@ -18,19 +19,28 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from fsdpctl.comm.world import PrefixStore, Store, TCPStore
 from fsdpctl.errors import UsageError
+from fsdpctl.resolve.launchers import endpoint_of, host_and_port
 
 LOOPBACK = "127.0.0.1"
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _PATIENCE = timedelta(seconds=60)
 T = TypeVar("T")
 MOMENT = 0.5  # seconds
 
 
 def _addresses() -> dict[str, list[str]]:
-    """Return the IPv4 addresses of each interface."""
+    """Return the addresses of each interface; those that only its own link knows are last."""
     return {
-        name: [each.address for each in addresses if each.family == socket.AF_INET]
+        name: sorted(
+            (each.address for each in addresses if each.family in _FAMILIES),
+            key=lambda address: ip_address(address).is_link_local,
+        )
         for name, addresses in psutil.net_if_addrs().items()
     }
+
+
+def _is_6(address: str) -> bool:
+    return ":" in address
 
 
 def interface_of(address: str) -> str | None:
@@ -38,30 +48,50 @@ def interface_of(address: str) -> str | None:
     return next((name for name, found in _addresses().items() if address in found), None)
 
 
+def loopback() -> str:
+    """Return the loopback address: that of IPv6 only if this machine has no other."""
+    return LOOPBACK if interface_of(LOOPBACK) or not interface_of("::1") else "::1"
+
+
 def split_endpoint(endpoint: str, *, for_others: bool) -> tuple[str, int]:
-    """Return the IPv4 address and the port of `host:port`, which other nodes reach if `for_others`.
+    """Return the address and the port of `host:port`, which other nodes reach if `for_others`.
+
+    Of a name with addresses of both families, it is that of IPv4, unless this machine has none.
 
     Raises:
         UsageError: If it is not of that form, or the host is unknown.
     """
     where = f"launch.rdzv_endpoint={endpoint}"
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise UsageError(f"{where}: expected HOST:PORT of node 0, such as 10.0.0.1:29500")
+    host, port = host_and_port(endpoint)
     try:
-        address = socket.gethostbyname(host)
-    except OSError as error:
-        raise UsageError(f"{where}: {host}: {error.strerror}") from None
-    if for_others and address.startswith("127.") and host not in (address, "localhost"):
+        found = [_text(each[4]) for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"{where}: {host}: {getattr(error, 'strerror', error)}") from None
+    every = (ip_address(address) for each in _addresses().values() for address in each)
+    own = [str(each) for each in every if not (each.is_loopback or each.is_link_local)]
+    only_6 = bool(own) and all(map(_is_6, own))
+    address = min(found, key=lambda each: _is_6(each) != only_6)
+    if for_others and ip_address(address).is_loopback and host not in (address, "localhost"):
         # Debian, for example, maps a host's own name to 127.0.1.1.
-        found = [e for each in _addresses().values() for e in each if not e.startswith("127.")]
-        if len(found) > 1:
+        own = [each for each in own if _is_6(each) == _is_6(address)] or own
+        if len(own) > 1:
             raise UsageError(
                 f"{where}: {host} is a loopback address on this machine; expected an address that "
-                f"other nodes reach: {', '.join(sorted(found))}"
+                f"other nodes reach: {', '.join(sorted(own))}"
             )
-        address = next(iter(found), address)
-    return address, int(port)
+        address = next(iter(own), address)
+    return address, port
+
+
+def _place(address: str, port: int) -> tuple[Any, ...]:
+    """Return an address as the socket module expects it, which drops the zone of a text."""
+    return socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][4]
+
+
+def _text(place: tuple[Any, ...]) -> str:
+    """Return an address of the socket module, with its zone: fe80::1%eth0."""
+    address, scope = str(place[0]).partition("%")[0], place[3] if len(place) > 3 else 0
+    return f"{address}%{socket.if_indextoname(scope)}" if scope else address
 
 
 def own_address(towards: str, interface: str | None) -> tuple[str, str]:
@@ -73,21 +103,24 @@ def own_address(towards: str, interface: str | None) -> tuple[str, str]:
         UsageError: If there is no such interface, or no route.
     """
     if interface is not None:
-        addresses = _addresses()
+        addresses = {
+            name: [each for each in found if _is_6(each) == _is_6(towards)]
+            for name, found in _addresses().items()
+        }
         if not addresses.get(interface):
             raise UsageError(
-                f"launch.interface={interface}: no IPv4 address found; expected one of "
-                f"{', '.join(sorted(addresses))}"
+                f"launch.interface={interface}: no {'IPv6' if _is_6(towards) else 'IPv4'} address "
+                f"found; expected one of {', '.join(sorted(filter(addresses.get, addresses)))}"
             )
         return addresses[interface][0], interface
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(_FAMILIES[_is_6(towards)], socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((towards, 9))
+            probe.connect(_place(towards, 9))
         except OSError as error:
             raise UsageError(
                 f"launch.rdzv_endpoint: no route to {towards}: {error.strerror}"
             ) from None
-        address = str(probe.getsockname()[0])
+        address = _text(probe.getsockname())
     name = interface_of(address)
     if name is None:
         raise UsageError(f"launch.rdzv_endpoint: {address} is not on an interface of this machine")
@@ -100,15 +133,14 @@ def bound_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
     Raises:
         UsageError: If the address is not this machine's, or the port is in use.
     """
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listening = socket.socket(_FAMILIES[_is_6(address)], socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((address, port))
+        listening.bind(_place(address, port))
     except OSError as error:
         listening.close()
-        raise UsageError(
-            f"launch.rdzv_endpoint={address}:{port}: node 0 cannot listen: {error.strerror}"
-        ) from None
+        where = f"launch.rdzv_endpoint={endpoint_of(address, port)}"
+        raise UsageError(f"{where}: node 0 cannot listen: {error.strerror}") from None
     listening.listen()
     port = int(listening.getsockname()[1])
     store = TCPStore(
@@ -151,8 +183,8 @@ class Rendezvous(RendezvousHandler):
         """Return this launcher's number and the store of all workers."""
         store, where = self._store, self._where
         if store is None or where is None:
-            store, port = bound_store(LOOPBACK)
-            where = RendezvousStoreInfo(LOOPBACK, port)
+            store, port = bound_store(loopback())
+            where = RendezvousStoreInfo(loopback(), port)
         return RendezvousInfo(PrefixStore("launchers", store), *self._place, where)
 
     def is_closed(self) -> bool:

@@ -17,7 +17,6 @@ from fsdpctl.data.documents import PackedRows
 from fsdpctl.data.open import open_data
 from fsdpctl.data.tokens import DataSet, check_tokens
 from fsdpctl.errors import UsageError
-from fsdpctl.resolve.machine import check_length
 
 CHECKED_BYTES = 1 << 30  # token files up to this size are checked before every run, in a second
 # With less data, the length of samples must be set.
@@ -71,7 +70,6 @@ def with_data(config: Config, data: DataSet) -> Config:
             f"model.vocab_size={vocab_size}: smaller than the vocabulary of the data, "
             f"{data.vocab_size}"
         )
-    check_length(config)
     given, name = config.data, data.tokenizer.name
     absolute = absolute_paths if given.holds_documents else os.path.abspath
     paths: dict[str, Any] = {

@@ -23,6 +23,9 @@ _NODES = ("SKYPILOT_NUM_NODES", "PET_NNODES")
 _OF_ENV = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OF_STEP = ("NUM_TASKS", "NUM_NODES", "NODELIST", "TASKS_PER_NODE")
 _SAME_EVERYWHERE = re.compile(r"\d+(\(x\d+\))?")
+_ENDPOINT = re.compile(
+    r"(\[(?P<address>[0-9A-Fa-f:.]+(%[\w.-]+)?)\]|(?P<host>[^][:]+)):(?P<port>[0-9]{1,5})"
+)
 _FIRST_PORT, _PORTS = 20000, 12000  # below the ephemeral ports
 
 
@@ -147,7 +150,9 @@ def _of_env(launch: LaunchConfig, environ: Mapping[str, str]) -> LauncherRank:
         )
     attempt = "TORCHELASTIC_RESTART_COUNT"
     return LauncherRank(
-        rank, world, local, ranks, environ["MASTER_ADDR"], _number("MASTER_PORT", environ),
+        rank, world, local, ranks,
+        address=environ["MASTER_ADDR"].strip("[]"),
+        port=_number("MASTER_PORT", environ),
         attempt=_number(attempt, environ) if attempt in environ else 0,
         store_is_there=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )  # fmt: skip
@@ -192,12 +197,27 @@ def _of_slurm(launch: LaunchConfig, environ: Mapping[str, str]) -> Place:
         if nodes == 1:
             return replace(launch, rdzv_endpoint=None), None
         return replace(launch, nnodes=nodes, node_rank=node, rdzv_endpoint=endpoint), None
-    host, _, port = endpoint.rpartition(":")
-    if not port.isdecimal():
+    return launch, LauncherRank(task, tasks, local, tasks // nodes, *host_and_port(endpoint))
+
+
+def host_and_port(endpoint: str) -> tuple[str, int]:
+    """Return the host and the port of HOST:PORT; an IPv6 address is in brackets there.
+
+    Raises:
+        UsageError: If it is not of that form.
+    """
+    match = _ENDPOINT.fullmatch(endpoint)
+    if match is None or not 0 < int(match["port"]) < 1 << 16:
         raise UsageError(
-            f"launch.rdzv_endpoint={endpoint}: expected HOST:PORT of node 0, such as 10.0.0.1:29500"
+            f"launch.rdzv_endpoint={endpoint}: expected HOST:PORT of node 0, such as "
+            "10.0.0.1:29500 or [fd00::1]:29500"
         )
-    return launch, LauncherRank(task, tasks, local, tasks // nodes, host, int(port))
+    return match["address"] or match["host"], int(match["port"])
+
+
+def endpoint_of(host: str, port: int) -> str:
+    """Return HOST:PORT, with the host in brackets if it is an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def first_host(environ: Mapping[str, str]) -> str:

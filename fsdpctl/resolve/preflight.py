@@ -2,19 +2,25 @@
 
 import shlex
 import shutil
+from collections.abc import Sequence
 from importlib.util import find_spec
-
-from torch import nn
 
 from fsdpctl.config.keys import AUTO
 from fsdpctl.config.schema import DTYPES, KEYS, Config, OptimizerConfig
-from fsdpctl.engine.describe import divide_module
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.muon import MUON, is_muons
 from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.states import SPLIT
 from fsdpctl.plan.strategy import DDP, FSDPCTL, check_strategy, effective_strategy, get_strategy
-from fsdpctl.resolve.machine import resolved_strategy, world_size
+from fsdpctl.plan.units import UnitSpec
+from fsdpctl.resolve.attention import check_attention
+from fsdpctl.resolve.machine import (
+    check_context,
+    check_length,
+    resolved_strategy,
+    with_architecture,
+    world_size,
+)
 
 # The optimizers that have some keys.
 _OPTIMIZERS_OF = {
@@ -30,14 +36,13 @@ def check_preflight(config: Config) -> None:
     """Check that the packages for logging are installed, and that `after_save` is a command.
 
     Raises:
-        UsageError: If a package or the command is missing, or optimizer settings conflict.
+        UsageError: If a package or the command is missing.
     """
     for name in _EXTRAS:
         if getattr(config.log, name) and not _is_installed(name):
             raise UsageError(
                 f"log.{name}=true: {name} is not installed; pip install 'fsdpctl[{name}]'"
             )
-    check_optimizer(config)
     if config.checkpoint.after_save is not None:
         command_words(config.checkpoint.after_save)
 
@@ -84,7 +89,25 @@ def command_words(command: str) -> list[str]:
     return words
 
 
-# ---- engines -----------------------------------------------------------------------------
+# ---- what training and estimates check ---------------------------------------------------
+
+
+def check_placed(config: Config, *, here: bool = False) -> None:
+    """Check the settings of a placed configuration against one another, without its model.
+
+    Training, estimates and comparisons call it. `here`: the ranks run on this machine.
+
+    Raises:
+        UsageError: If some conflict; the message names the keys.
+    """
+    check_optimizer(config)
+    check_engine(config)
+    check_offload(config)
+    check_context(config)
+    check_attention(with_architecture(config) if here else config, here=here)
+    if config.strategy.name != AUTO:
+        resolved_strategy(config, config.strategy)
+    check_length(config)
 
 
 def check_engine(config: Config) -> None:
@@ -173,28 +196,19 @@ def notes_on_engine(config: Config, automatic: frozenset[str]) -> tuple[str, ...
     return (f"engine={name}: sends gradients in precision.reduce_dtype={reduce}, not in {wire}",)
 
 
-def check_matrices(config: Config, module: nn.Module) -> None:
-    """Check that `module` has a matrix for optimizer=muon.
+def check_trained(config: Config, units: Sequence[UnitSpec]) -> None:
+    """Check that the optimizer and the engine support the parameters of a model.
 
     Raises:
-        UsageError: If it has none.
+        UsageError: If optimizer=muon has no matrix, or the engine does not support frozen ones.
     """
-    units = divide_module(module, None) if config.optimizer.name == MUON else ()
-    if units and not any(is_muons(param) for unit in units for param in unit.params):
+    params = [param for unit in units for param in unit.params]
+    if config.optimizer.name == MUON and not any(map(is_muons, params)):
         raise UsageError(
             "optimizer=muon: the model has no trained matrix in a block; use optimizer=adamw"
         )
-
-
-def check_trained_whole(config: Config, module: nn.Module) -> None:
-    """Check that no parameter of `module` is frozen if the engine does not support it.
-
-    Raises:
-        UsageError: If one is.
-    """
-    if config.engine.name == FSDPCTL or all(each.requires_grad for each in module.parameters()):
-        return
-    raise UsageError(
-        f"engine={config.engine.name}: trains all parameters; model.lora and model.trainable "
-        f"require engine={FSDPCTL}"
-    )
+    if config.engine.name != FSDPCTL and not all(param.trainable for param in params):
+        raise UsageError(
+            f"engine={config.engine.name}: trains all parameters; model.lora and model.trainable "
+            f"require engine={FSDPCTL}"
+        )

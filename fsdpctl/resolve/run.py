@@ -13,7 +13,7 @@ from torch import nn
 from fsdpctl.checkpoint.base import weights_in_model_path
 from fsdpctl.checkpoint.load import check_weights
 from fsdpctl.checkpoint.pretrained import tokenizer_beside
-from fsdpctl.config.auto import MICRO_BATCH, STRATEGY, Selection, filled, left_open
+from fsdpctl.config.auto import MICRO_BATCH, Selection, filled, left_open
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.hub_cache import local_model
 from fsdpctl.config.model import ModelConfig
@@ -22,11 +22,11 @@ from fsdpctl.config.schema import Config, OptimizerConfig
 from fsdpctl.config.serialize import config_words
 from fsdpctl.data.batches import Batches
 from fsdpctl.data.tokens import DataSet
+from fsdpctl.engine.describe import divide_module
 from fsdpctl.errors import UsageError
 from fsdpctl.models.quantized import count_weights
 from fsdpctl.models.registry import build_model
 from fsdpctl.plan.batch import BatchPlan, plan_batches
-from fsdpctl.resolve.attention import check_attention
 from fsdpctl.resolve.blocks import missing_compiler
 from fsdpctl.resolve.context_check import check_shared_rows
 from fsdpctl.resolve.data import (
@@ -46,16 +46,14 @@ from fsdpctl.resolve.machine import (
     placed_here,
     resolved_strategy,
     sample_groups,
-    with_architecture,
     with_batch_size,
     world_size,
 )
 from fsdpctl.resolve.preflight import (
     check_engine,
-    check_matrices,
-    check_offload,
+    check_placed,
     check_preflight,
-    check_trained_whole,
+    check_trained,
     notes_on_engine,
 )
 
@@ -115,12 +113,7 @@ def _open(composed: Composed, where: Place, on_rows: Callable[[int], None]) -> O
     left = left_open(composed.config)
     check_preflight(composed.config)
     config = placed_here(composed.config, where)
-    check_engine(config)
-    check_offload(config)
-    check_context(config)
-    check_attention(with_architecture(config), here=True)
-    if STRATEGY not in left:
-        resolved_strategy(config, config.strategy)  # an error does not wait for the data
+    check_placed(config, here=True)  # an error does not wait for the data
     config, notes = _with_compiler(config)
     notes += notes_on_engine(config, composed.automatic)
     config = _with_alpha(_with_model_path(config))
@@ -129,16 +122,15 @@ def _open(composed: Composed, where: Place, on_rows: Callable[[int], None]) -> O
     check_shared_rows(config)
     data = checked_data(config, on_rows)
     config = with_batch_size(with_data(_with_length(config, data, composed), data))
+    if not left:
+        settle(config)
     module = build_model(config.model)
-    check_trained_whole(config, module)
-    check_matrices(config, module)
+    check_trained(config, divide_module(module, None))
     if config.model.is_pretrained:
         check_weights(weights_in_model_path(config.model, module, config.train.seed), module)
     config = replace(config, optimizer=_with_lr(config.optimizer, config.model, module))
     steps = _total_steps(config, data)
     config = replace(config, train=replace(config.train, steps=steps, epochs=None, tokens=None))
-    if not left:
-        settle(config)
     config = _with_run_dir(config, composed.recipe)
     notes += notes_on_data(config, data)
     return Opened(config, composed.automatic, data, module, steps, notes)

@@ -29,13 +29,13 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import config_from_words, config_to_yaml, config_words
 from fsdpctl.errors import CheckpointError, FsdpctlError, UsageError
 from fsdpctl.io import files
+from fsdpctl.io.run_files import HEARTBEAT, LOCK, OVERRIDES, RUNS, check_own
+from fsdpctl.io.run_files import LOG as LOG
+from fsdpctl.io.run_files import LOGS as LOGS
+from fsdpctl.io.run_files import METRICS as METRICS
 from fsdpctl.resolve.attention import with_kept_kernel
 from fsdpctl.resolve.run import decides_losses
 from fsdpctl.run.assets import write_assets
-from fsdpctl.run.files import HEARTBEAT, LOCK, OVERRIDES, RUNS
-from fsdpctl.run.files import LOG as LOG
-from fsdpctl.run.files import LOGS as LOGS
-from fsdpctl.run.files import METRICS as METRICS
 from fsdpctl.run.metrics import was_validated
 
 _WHERE = ("train.run_dir", "launch.node_rank", "launch.rdzv_endpoint")  # of a start, not the run
@@ -79,6 +79,7 @@ def read_config(run_dir: Path) -> Config:
     Raises:
         UsageError: If it is corrupted or of another version of fsdpctl.
     """
+    check_own(run_dir)
     file = run_dir / RUN_CONFIG
     try:
         return config_from_words(dict(read_recipe(file)))
@@ -88,13 +89,14 @@ def read_config(run_dir: Path) -> Config:
 
 
 def check_is_no_file(run_dir: Path) -> None:
-    """Check that a run directory doesn't exist or is a directory.
+    """Check that a run directory doesn't exist, or is a directory whose files are its own.
 
     Raises:
-        UsageError: If it is a file.
+        UsageError: If it is a file, or one of its files is a link or a special file.
     """
     if run_dir.exists() and not run_dir.is_dir():
         raise UsageError(f"train.run_dir={run_dir}: expected a directory, got a file")
+    check_own(run_dir)
 
 
 def look(config: Config, resume: str, fresh: Path | None = None) -> Look:
@@ -288,7 +290,7 @@ def prepare_restart(seen: Look, number: int) -> None:
             each.replace(kept / each.name)
         (run_dir / HEARTBEAT).unlink(missing_ok=True)  # of the failed ranks
         if seen.standing is Standing.NEW and (run_dir / METRICS).is_file():
-            with (run_dir / f"{METRICS}.old").open("ab") as old:
+            with files.open_own(run_dir / f"{METRICS}.old", "ab") as old:
                 old.write((run_dir / METRICS).read_bytes())
             (run_dir / METRICS).unlink()
         remove_unfinished(run_dir / CHECKPOINTS)

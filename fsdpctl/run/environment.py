@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from fsdpctl import __version__
 from fsdpctl.errors import UsageError
-from fsdpctl.io.documents import read_json
-from fsdpctl.io.files import replace
-from fsdpctl.run.files import ENVIRONMENT, OVERRIDES
+from fsdpctl.io.documents import MIB, read_json
+from fsdpctl.io.files import read_text_file, replace
+from fsdpctl.io.run_files import ENVIRONMENT, OVERRIDES
 
 if TYPE_CHECKING:
     import torch
@@ -108,8 +108,8 @@ def relevant(variables: Mapping[str, str]) -> dict[str, str]:
 
 def _arguments(run_dir: Path) -> list[str]:
     try:
-        return (run_dir / OVERRIDES).read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
+        return read_text_file(run_dir / OVERRIDES, MIB).splitlines()
+    except UsageError:
         return []
 
 

@@ -14,19 +14,24 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import psutil
+from msgspec import Meta
 
 from fsdpctl.errors import UsageError
 from fsdpctl.io import files
-from fsdpctl.io.documents import read_json
-from fsdpctl.io.files import leads_to, read_regular, refusing
-from fsdpctl.run.files import HEARTBEAT, LOCK
+from fsdpctl.io.documents import Count, read_json
+from fsdpctl.io.files import leads_to, open_own, read_regular, refusing
+from fsdpctl.io.run_files import HEARTBEAT, LOCK
 
 INTERVAL = 5.0  # seconds
 RUNNING, ENDED, STOPPED, FAILED = "running", "ended", "stopped", "failed"
 _MOST_BYTES = 1 << 16
+_MOST_DIGITS = 9  # of the id of a process
+_MOST_SECONDS = 1e11  # three thousand years
+Seconds = Annotated[float, Meta(ge=0, le=_MOST_SECONDS)]
+Pid = Annotated[int, Meta(ge=1, lt=10**_MOST_DIGITS)]
 _LONGEST_CAUSE = 2000  # characters
 _EXPIRES = 18 * INTERVAL  # seconds; a network file system may show the file of a minute ago
 _CLOCK_SKEW = 2.0  # seconds between the start of a process and the time that it recorded for it
@@ -38,14 +43,14 @@ class HeartbeatRecord:
     """The contents of heartbeat.json."""
 
     host: str
-    pid: int  # of rank 0
+    pid: Pid  # of rank 0
     namespace: int  # of process ids, as the kernel numbers it: containers have their own
-    began: float  # seconds since the epoch, as `time`
-    time: float  # when this was written
+    began: Seconds  # since the epoch, as `time`
+    time: Seconds  # when this was written
     state: str = RUNNING
     message: str = ""  # why the run ended, unless it is complete
-    step: int | None = None  # steps completed; None before the first
-    seconds_per_step: float | None = None  # including everything between steps
+    step: Count | None = None  # steps completed; None before the first
+    seconds_per_step: Seconds | None = None  # including everything between steps
     cause: str = ""  # of a failure, as the launcher found it
 
     @property
@@ -114,7 +119,7 @@ def _candidates(run_dir: Path, record: HeartbeatRecord | None) -> list[int]:
     """Return the ids of the launcher, which the lock names, and of rank 0."""
     found = [] if record is None or not record.is_of_this_host else [record.pid]
     try:
-        text = read_regular(run_dir / LOCK, 32).decode("ascii", "replace").strip()
+        text = read_regular(run_dir / LOCK, _MOST_DIGITS).strip()
     except UsageError:
         return found
     return [int(text), *found] if text.isdigit() else found
@@ -145,7 +150,7 @@ class RunLock:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / LOCK
-        self._file = self._path.open("a+")
+        self._file = open_own(self._path, "ab+")
 
     def acquire(self, on_wait: Callable[[], None]) -> None:
         """Lock the run directory for this launcher.
@@ -159,7 +164,7 @@ class RunLock:
         has_called = False
         while not self._try(fcntl.LOCK_EX):
             self._file.seek(0)
-            text = self._file.read().strip()
+            text = self._file.read(_MOST_DIGITS).strip()
             launcher = int(text) if text.isdigit() else -1
             holders = self._holders()
             # Without access to the processes that hold it, trust the number in the file.
@@ -171,7 +176,7 @@ class RunLock:
                 has_called = True
             time.sleep(0.2)
         self._file.truncate(0)
-        self._file.write(str(os.getpid()))
+        self._file.write(str(os.getpid()).encode())
         self._file.flush()
         if not self._try(fcntl.LOCK_SH):
             raise UsageError(f"train.run_dir={self._path.parent}: in use by a running launcher")

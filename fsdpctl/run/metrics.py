@@ -16,7 +16,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from fsdpctl.errors import FsdpctlError, UsageError
-from fsdpctl.io.files import leads_to, open_regular, refusing, replace
+from fsdpctl.io.documents import Count
+from fsdpctl.io.files import leads_to, open_own, open_regular, refusing, replace
 
 _MAX_LINE = 1 << 20  # bytes
 _TAIL_BYTES = 1 << 16  # enough for the last lines
@@ -27,8 +28,8 @@ Value = float | None | UnsetType  # None: not finite; UNSET: the line does not h
 class MetricsLine:
     """One line. A step has the values from `samples` on; other lines tell what happened there."""
 
-    step: int
-    samples: int | None = None  # consumed, including this step
+    step: Count
+    samples: Count | None = None  # consumed, including this step
     loss: Value = UNSET
     grad_norm: Value = UNSET
     seconds: float | None = None
@@ -39,9 +40,9 @@ class MetricsLine:
     exposed_communication_seconds: float | None = None
     optimizer_seconds: float | None = None
     data_seconds: float | None = None
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    peak_engine_bytes: int | None = None
+    peak_allocated_bytes: Count | None = None
+    peak_reserved_bytes: Count | None = None
+    peak_engine_bytes: Count | None = None
     val_loss: Value = UNSET
     checkpoint_write_seconds: float = 0.0
     warning: str | None = None
@@ -98,9 +99,9 @@ def _read(
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, MetricsLine]]:
-    """Read the run's own file, which may be a link, and need not exist."""
+    """Read the run's own file, which need not exist."""
     if path.is_file():
-        with open(open_regular(path, follows=True), "rb") as file:
+        with open(open_regular(path), "rb") as file:
             yield from _read(file, path)
 
 
@@ -146,7 +147,7 @@ class MetricsFile:
         self._writing = threading.Lock()
         with refusing(path, full=FsdpctlError):  # a full disk is not a mistake in the settings
             self.seconds_to_save = _cut_back(path, step)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = open_own(path, "ab")
 
     def cut_back(self, step: int) -> None:
         """Remove lines after `step`, except rejected steps and restarts.
@@ -157,7 +158,7 @@ class MetricsFile:
         with refusing(self._path, FsdpctlError), self._writing:
             self._file.close()
             _cut_back(self._path, step)
-            self._file = self._path.open("a", encoding="utf-8")
+            self._file = open_own(self._path, "ab")
 
     def write(self, line: dict[str, Any]) -> None:
         """Append one object. Any thread may call it.
@@ -166,7 +167,7 @@ class MetricsFile:
             FsdpctlError: If the file cannot be written.
         """
         with refusing(self._path, FsdpctlError), self._writing:
-            self._file.write(json.dumps(line) + "\n")
+            self._file.write(json.dumps(line).encode() + b"\n")
             self._file.flush()
 
     @property

@@ -12,11 +12,11 @@ from statistics import median
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageError
 from fsdpctl.estimate.candidates import Candidate, Ranking
+from fsdpctl.io.run_files import LOGS, METRICS
 from fsdpctl.launch.local import launch_workers
 from fsdpctl.resolve.run import Opened, settle
 from fsdpctl.run.assets import collect_assets
 from fsdpctl.run.directory import look, prepare_run_dir
-from fsdpctl.run.files import LOGS, METRICS
 from fsdpctl.run.heartbeat import lock_run_dir
 from fsdpctl.run.metrics import read_metrics
 from fsdpctl.train.worker import MEASURE, MODULE

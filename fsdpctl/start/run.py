@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fsdpctl.errors import FsdpctlError
-from fsdpctl.resolve.launchers import LauncherRank, Place, place_of
+from fsdpctl.resolve.launchers import LauncherRank, Place, endpoint_of, place_of
 
 if TYPE_CHECKING:
     from fsdpctl.comm.world import Store
@@ -183,7 +183,7 @@ def joined_ranks(
 
     launch = placed_here(config, where).launch
     others = place.world_size > place.local_world_size
-    address, port = split_endpoint(f"{place.address}:{place.port}", for_others=others)
+    address, port = split_endpoint(endpoint_of(place.address, place.port), for_others=others)
     is_first = place.rank == 0 and not place.store_is_there
     shared = reached_store(address, port, launch.timeout, is_first=is_first)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", own_address(address, launch.interface)[1])

@@ -18,8 +18,8 @@ from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import MIB
 from fsdpctl.io.files import last_line
+from fsdpctl.io.run_files import LOGS, METRICS, check_own
 from fsdpctl.run.environment import read_starts
-from fsdpctl.run.files import LOGS, METRICS
 from fsdpctl.run.heartbeat import (
     FAILED,
     RUNNING,
@@ -89,6 +89,7 @@ def read_status(run_dir: Path) -> Status:
         UsageError: If it is not a run or one of its files is corrupted.
         CheckpointError: If the manifest of its newest checkpoint is corrupted.
     """
+    check_own(run_dir)
     if not (run_dir / RUN_CONFIG).is_file():
         raise UsageError(f"{run_dir}: not a run of fsdpctl ({RUN_CONFIG} not found)")
     now = time.time()

@@ -14,7 +14,7 @@ from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.errors import UsageError
-from fsdpctl.run.files import METRICS
+from fsdpctl.io.run_files import METRICS, check_own
 from fsdpctl.run.metrics import read_metrics
 from fsdpctl.tools.tensors import CheckpointDifference, compare_checkpoints
 
@@ -156,6 +156,7 @@ def compare_runs(a: Path, b: Path, bar: Bar) -> TwoRuns:
 
 
 def _settings(run_dir: Path) -> dict[str, str]:
+    check_own(run_dir)
     if not (run_dir / RUN_CONFIG).is_file():
         raise UsageError(f"{run_dir}: not a run of fsdpctl ({RUN_CONFIG} not found)")
     return dict(read_recipe(run_dir / RUN_CONFIG))

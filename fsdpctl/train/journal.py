@@ -13,7 +13,7 @@ from fsdpctl.config.schema import Config
 from fsdpctl.config.serialize import words_for_others
 from fsdpctl.errors import LOST, FsdpctlError, UsageError
 from fsdpctl.io.files import plain_name, read_text_file, replace
-from fsdpctl.run.files import LOG, METRICS, TENSORBOARD, WANDB_ID
+from fsdpctl.io.run_files import LOG, METRICS, TENSORBOARD, WANDB_ID
 from fsdpctl.run.metrics import MetricsFile
 from fsdpctl.run.progress import RunProgress
 from fsdpctl.train.callback import Callback, is_joint

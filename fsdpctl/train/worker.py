@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from fsdpctl.errors import STOP_SIGNALS
-from fsdpctl.io.files import replace
+from fsdpctl.io.files import open_own, replace
 
 if TYPE_CHECKING:
     from fsdpctl.comm.world import Store, World
@@ -96,7 +96,7 @@ def _watch_start(run_dir: Path, seconds: float | None, started: float) -> None:
 def _keep_errors(logs: Path, rank: int) -> Path:
     """Redirect standard error to a file of this rank, which is removed if the rank succeeds."""
     path = logs / f"rank-{rank:05d}.log"
-    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+    with contextlib.suppress(OSError), open_own(path, "wb", folders=1) as file:
         os.dup2(file.fileno(), 2)
     return path
 

@@ -1,13 +1,16 @@
 """Several machines: they meet, train as one would, stop together, and say what happened."""
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,9 +20,16 @@ from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.launch.handshake import Handshake, Plan, _check_directory, difference
 from fsdpctl.launch.local import _environment, launch_workers
-from fsdpctl.launch.nodes import Nodes, RestartRound
+from fsdpctl.launch.nodes import Nodes, RestartRound, connected_store
 from fsdpctl.launch.outcome import Ended, Failure
-from fsdpctl.launch.rendezvous import LOOPBACK, bound_store, own_address, split_endpoint
+from fsdpctl.launch.rendezvous import (
+    LOOPBACK,
+    bound_store,
+    interface_of,
+    own_address,
+    split_endpoint,
+)
+from fsdpctl.resolve.launchers import endpoint_of
 from tests.cli.run import TINY, figures, fsdpctl, make_text
 from tests.launch.hosts import Hosts, hosts
 
@@ -160,10 +170,57 @@ def test_node_0_rejects_an_endpoint_of_another_machine() -> None:
         bound_store("192.0.2.1", 29500)
 
 
-@pytest.mark.parametrize("endpoint", ["10.0.0.1", "10.0.0.1:x", ":29500", "10.0.0.1:70000"])
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "10.0.0.1", "10.0.0.1:x", ":29500", "10.0.0.1:70000", "10.0.0.1:0", "::1", "::1:29500",
+        "fe80::1%eth0:29500", "[::1]", "[::1]:x", "[host]:1", "[]:1", "[::1]:29500:1", "[10.0.0.1]",
+    ],
+)  # fmt: skip
 def test_an_endpoint_is_a_host_and_a_port(endpoint: str) -> None:
     with pytest.raises(UsageError, match="HOST:PORT of node 0"):
         split_endpoint(endpoint, for_others=True)
+
+
+V4, V6 = ("10.0.0.1", 1), ("fd00::1", 1, 0, 0)
+OWN = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.9", "fd00::9", "fe80::9%eth0"]}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "known", "own", "expected"),
+    [
+        ("[::1]:1", [("::1", 1, 0, 0)], OWN, "::1"),
+        ("[fd00::1]:1", [V6], OWN, "fd00::1"),
+        ("[fe80::1%lo]:1", [("fe80::1", 1, 0, 1)], OWN, "fe80::1%lo"),
+        ("host:1", [V6, V4], OWN, "10.0.0.1"),
+        ("host:1", [V6], OWN, "fd00::1"),
+        ("host:1", [V4, V6], {"lo": OWN["lo"], "eth0": ["fd00::9"]}, "fd00::1"),
+        ("host:1", [("127.0.1.1", 1)], OWN, "10.0.0.9"),
+        ("host:1", [("::1", 1, 0, 0)], OWN, "fd00::9"),
+        ("host:1", [("127.0.1.1", 1)], {"lo": ["127.0.0.1"], "eth0": ["fd00::9"]}, "fd00::9"),
+    ],
+)
+def test_an_endpoint_may_be_of_either_family(
+    monkeypatch: pytest.MonkeyPatch, endpoint: str, known: Any, own: Any, expected: str
+) -> None:
+    found = [(0, 0, 0, "", place) for place in known]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **more: found)
+    monkeypatch.setattr("fsdpctl.launch.rendezvous._addresses", lambda: own)
+    assert split_endpoint(endpoint, for_others=True) == (expected, 1)
+
+
+@pytest.mark.parametrize("address", [LOOPBACK, "::1"])
+def test_a_store_is_reached_on_the_loopback_address_of_either_family(address: str) -> None:
+    if interface_of(address) is None:
+        pytest.skip("this machine does not have it")
+    store, port = bound_store(address)
+    assert own_address(address, None)[0] == address
+    connected_store(address, port, 20).set("key", "value")
+    assert store.get("key") == b"value"
+    with pytest.raises(
+        UsageError, match=re.escape(f"={endpoint_of(address, port)}: node 0 cannot")
+    ):
+        bound_store(address, port)
 
 
 def test_an_unknown_interface_is_named() -> None:

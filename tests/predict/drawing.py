@@ -6,18 +6,14 @@ from dataclasses import replace
 
 from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
+from fsdpctl.engine.describe import divide_module
 from fsdpctl.errors import UsageError
 from fsdpctl.plan.owners import OWNER_MAPS
 from fsdpctl.plan.sizes import Offload
 from fsdpctl.plan.states import SPLIT, STATE_DTYPES
 from fsdpctl.plan.strategy import STRATEGIES
-from fsdpctl.resolve.machine import check_context, placed_on_cluster, resolved_strategy
-from fsdpctl.resolve.preflight import (
-    check_activation_offload,
-    check_matrices,
-    check_offload,
-    check_optimizer,
-)
+from fsdpctl.resolve.machine import placed_on_cluster, resolved_strategy
+from fsdpctl.resolve.preflight import check_placed, check_trained
 from fsdpctl.train.assemble import make_module
 
 ARCHITECTURES = ["llama", "llama", "mistral", "qwen3", "gemma3_text", "phi3", "gpt2"]
@@ -53,11 +49,8 @@ def random_config(
         try:
             config = placed_on_cluster(compose_config(words).config)
             config = replace(config, strategy=resolved_strategy(config, config.strategy))
-            check_optimizer(config)
-            check_offload(config)
-            check_activation_offload(config)
-            check_context(config)
-            check_matrices(config, make_module(config))
+            check_placed(config)
+            check_trained(config, divide_module(make_module(config), None))
         except UsageError:
             continue
         return config

@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdpctl.checkpoint.folders import step_folder
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
-from fsdpctl.run.files import HEARTBEAT, LOGS, METRICS
+from fsdpctl.io.run_files import HEARTBEAT, LOGS, METRICS
 from fsdpctl.run.heartbeat import HeartbeatRecord, pid_namespace
 from tests.hostile import make_checkpoint
 

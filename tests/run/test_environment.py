@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fsdpctl.io.run_files import ENVIRONMENT, OVERRIDES
 from fsdpctl.run import environment
 from fsdpctl.run.environment import (
     RankDevice,
@@ -19,7 +20,6 @@ from fsdpctl.run.environment import (
     relevant,
     revision,
 )
-from fsdpctl.run.files import ENVIRONMENT, OVERRIDES
 
 
 def git(folder: Path, *words: str) -> str:

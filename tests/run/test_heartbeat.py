@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.errors import StoppedError
-from fsdpctl.run.files import HEARTBEAT
+from fsdpctl.io.run_files import HEARTBEAT
 from fsdpctl.run.heartbeat import read_heartbeat
 from fsdpctl.run.step_metrics import StepMetrics
 from fsdpctl.train.callbacks.reporting import Heartbeat

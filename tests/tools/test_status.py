@@ -5,16 +5,19 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import pytest
 
 from fsdpctl.config.model_path import CHECKPOINTS, RUN_CONFIG
 from fsdpctl.errors import CheckpointError, UsageError
-from fsdpctl.run.files import ENVIRONMENT, HEARTBEAT, LOCK, LOGS, METRICS
-from fsdpctl.run.heartbeat import record_cause
+from fsdpctl.io.run_files import ENVIRONMENT, HEARTBEAT, LOCK, LOGS, METRICS
+from fsdpctl.run.heartbeat import HeartbeatRecord, record_cause
+from fsdpctl.run.metrics import MetricsLine
 from fsdpctl.tools import status
 from fsdpctl.tools.status import read_status
 from tests.cli.run import environment, invoke
+from tests.fuzz.mutations import ODD
 from tests.hostile import everything_in
 from tests.run.runs import GONE, make_run, save, step_line, write_heartbeat, write_lines
 
@@ -232,11 +235,39 @@ def test_only_regular_files_of_the_run_are_opened(tmp_path, name, way):
 
 def test_an_invalid_lock_file_is_ignored(tmp_path):
     run = make_run(tmp_path / "run", done=1)
-    os.mkfifo(run / LOCK)
-    assert read_status(run).state == "not started"
-    (run / LOCK).unlink()
     (run / LOCK).write_text("9" * 30)
     assert read_status(run).state == "not started"
+
+
+@pytest.mark.parametrize("field", [*HeartbeatRecord.__dataclass_fields__])
+def test_any_value_in_a_heartbeat_is_shown_or_refused(tmp_path, field):
+    run = make_run(tmp_path / "run", done=1)
+    for value in ODD:
+        record = json.loads(json.dumps(asdict(write_heartbeat(run))))
+        (run / HEARTBEAT).write_text(json.dumps({**record, field: value}))
+        code, said = invoke("status", str(run))
+        assert code in (0, 2), said
+
+
+@pytest.mark.parametrize("field", [*MetricsLine.__dataclass_fields__])
+def test_any_value_in_metrics_is_shown_or_refused(tmp_path, field):
+    run = make_run(tmp_path / "run", done=1)
+    first = (run / METRICS).read_bytes()
+    for value in (*map(json.dumps, ODD), "9" * 400, f'"{"x" * (1 << 21)}"'):
+        line = json.dumps({**step_line(2), field: None}).replace(
+            f'"{field}": null', f'"{field}": {value}'
+        )
+        (run / METRICS).write_bytes(first + line.encode() + b"\n")
+        code, said = invoke("status", str(run))
+        assert code in (0, 2), said
+
+
+def test_many_incomplete_checkpoints_are_counted(tmp_path):
+    run = make_run(tmp_path / "run", done=1)
+    for step in range(1, 2001):
+        (run / CHECKPOINTS / f"step-{step:08d}").mkdir()
+    assert len(read_status(run).warnings) == 4
+    assert read_status(run).warnings[-1].endswith("checkpoints: 1,997 more incomplete checkpoints")
 
 
 def test_a_corrupted_manifest_is_named(tmp_path):

@@ -16,8 +16,8 @@ from fsdpctl.checkpoint.manifest import PARAMETER, Progress, TensorInfo
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.errors import CheckpointError, UsageError
+from fsdpctl.io.run_files import METRICS
 from fsdpctl.plan.layout import Span
-from fsdpctl.run.files import METRICS
 from fsdpctl.tools import tensors as tensors_module
 from fsdpctl.tools.tensors import CheckpointDifference, compare_checkpoints
 from fsdpctl.tools.two_runs import TwoRuns, compare_runs

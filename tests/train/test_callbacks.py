@@ -15,7 +15,7 @@ from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.config.schema import Config
 from fsdpctl.config.training import CheckpointConfig
 from fsdpctl.errors import FsdpctlError, NonFiniteError, StoppedError
-from fsdpctl.run.files import LOGS, METRICS
+from fsdpctl.io.run_files import LOGS, METRICS
 from fsdpctl.run.heartbeat import read_heartbeat
 from fsdpctl.train.callbacks.checkpoint_manager import CheckpointManager
 from fsdpctl.train.callbacks.reporting import Heartbeat

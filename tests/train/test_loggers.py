@@ -12,9 +12,9 @@ from fsdpctl.config.compose import compose_config
 from fsdpctl.config.schema import Config
 from fsdpctl.config.training import CheckpointConfig, LogConfig
 from fsdpctl.errors import UsageError
+from fsdpctl.io.run_files import TENSORBOARD, WANDB_ID
 from fsdpctl.resolve import preflight as besides
 from fsdpctl.resolve.preflight import check_preflight
-from fsdpctl.run.files import TENSORBOARD, WANDB_ID
 from fsdpctl.train import journal as loggers
 from fsdpctl.train.journal import Loggers
 from fsdpctl.train.trainer import Trainer

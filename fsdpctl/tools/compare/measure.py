@@ -21,11 +21,11 @@ from fsdpctl.errors import FsdpctlError, InterruptError, StoppedError, UsageErro
 from fsdpctl.estimate.estimator import Estimator
 from fsdpctl.estimate.run_plan import estimate_run, sent_in_step
 from fsdpctl.estimate.search import choose
+from fsdpctl.io.run_files import METRICS
 from fsdpctl.plan.strategy import FSDPCTL
 from fsdpctl.resolve.machine import placed_on_cluster, world_size
 from fsdpctl.resolve.run import Opened, Settled, open_run, settle
 from fsdpctl.run.assets import collect_assets
-from fsdpctl.run.files import METRICS
 from fsdpctl.run.metrics import read_metrics
 from fsdpctl.start.probe import short_run
 from fsdpctl.tools.compare.row import FAILED, NOT_REACHED, OK, REFUSED, Round, Row

@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdpctl.config.sealed import MANIFEST
 from fsdpctl.errors import UsageError
-from fsdpctl.io.files import last_line
+from fsdpctl.io.files import last_line, open_own
 
 LOG = "after-save.log"
 _REPORT_INTERVAL = 10.0  # seconds
@@ -146,7 +146,7 @@ class AfterSave:
     def _run(self, job: _Job) -> HookMessage:
         began = time.monotonic()
         try:
-            with self._log.open("ab") as log:
+            with open_own(self._log, "ab", folders=1) as log:
                 log.write(f"step {job.step}:\n".encode())
                 log.flush()
                 printed = log.tell()

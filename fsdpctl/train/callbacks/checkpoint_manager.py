@@ -9,8 +9,8 @@ from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.comm.rank_status import FINISHING, RANK_STATUS
 from fsdpctl.config.schema import Config
 from fsdpctl.errors import FsdpctlError
+from fsdpctl.io.run_files import LOGS
 from fsdpctl.resolve.preflight import command_words
-from fsdpctl.run.files import LOGS
 from fsdpctl.run.progress import format_seconds
 from fsdpctl.train.callback import Callback, is_joint
 from fsdpctl.train.callbacks.after_save import AfterSave

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
+from fsdpctl.io.run_files import PROFILES
 from fsdpctl.train.callback import Callback
 from fsdpctl.train.requests import PROFILE, RequestFlags
 from fsdpctl.train.step import TrainedModel
@@ -19,7 +20,6 @@ from fsdpctl.train.step import TrainedModel
 if TYPE_CHECKING:
     from fsdpctl.train.trainer import Trainer
 
-FOLDER = "profile"
 _TRACED = 3  # steps
 _SKIPPED = 2  # at a start: the first creates optimizer states, the second starts the tracer
 _SKIPPED_LATER = 1
@@ -37,7 +37,7 @@ class Profiling(Callback):
     ) -> None:
         """Trace into `run_dir`; with `at_start` also without a request."""
         self._model = model
-        self._folder = run_dir / FOLDER
+        self._folder = run_dir / PROFILES
         self._rank = rank
         self._at_start = at_start
         self._profile: profile | None = None
@@ -76,6 +76,7 @@ class Profiling(Callback):
         self._model.name_ranges(is_on=True)
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / f"from-step-{run.step}-rank-{self._rank}.json"
+        file.unlink(missing_ok=True)
 
         def write(traced: profile) -> None:
             traced.export_chrome_trace(str(file))
@@ -122,6 +123,7 @@ def keep_snapshot(error: BaseException, run_dir: Path, rank: int) -> None:
         return
     path = run_dir / f"memory-snapshot-rank-{rank:05d}.bin"
     try:
+        path.unlink(missing_ok=True)
         torch.cuda.memory._dump_snapshot(str(path))
     except Exception:
         return

@@ -16,7 +16,7 @@ import msgspec
 from fsdpctl.comm.collectives import ObjectExchange
 from fsdpctl.estimate.saved import read_estimate
 from fsdpctl.io import files
-from fsdpctl.run.files import HEARTBEAT
+from fsdpctl.io.run_files import HEARTBEAT
 from fsdpctl.run.heartbeat import ENDED, FAILED, INTERVAL, STOPPED, HeartbeatRecord, pid_namespace
 from fsdpctl.run.progress import format_bytes
 from fsdpctl.run.step_metrics import StepMetrics, peak_memory

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from fsdpctl.config.schema import Config
-from fsdpctl.run.files import METRICS
+from fsdpctl.io.run_files import METRICS
 from fsdpctl.run.metrics import was_validated
 from fsdpctl.run.step_metrics import finite
 from fsdpctl.train.callback import Callback

@@ -1,0 +1,157 @@
+"""Checksums of an exported directory, in a file next to the weights that other tools ignore."""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+
+from fsdpctl.checkpoint.manifest import FileInfo
+from fsdpctl.checkpoint.tensor_file import (
+    CHUNK_BYTES,
+    TensorEntry,
+    make_header,
+    open_tensor_file,
+    write_synced,
+    write_tensor_file,
+)
+from fsdpctl.config.sealed import CHECKSUMS, CHECKSUMS_FORMAT, read_sealed, seal
+from fsdpctl.errors import CheckpointError
+from fsdpctl.io.documents import as_type
+from fsdpctl.io.files import open_regular, plain_name, refusing
+
+_ANY = r".*"
+# Others add these to a directory that they publish; no tool reads a model from them.
+_MAY_BE_ADDED = re.compile(r"\..*|(README|LICENSE|NOTICE).*|.*\.md", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    files: dict[str, FileInfo]  # all, with the checksums of all their bytes
+    tensors: dict[str, str]  # checksums by name
+
+
+class Checksums:
+    """The checksums of an export, computed while its files are written."""
+
+    def __init__(self) -> None:
+        self._content = _Content({}, {})
+
+    def write_tensors(
+        self,
+        path: Path,
+        entries: Sequence[TensorEntry],
+        metadata: dict[str, str],
+        read: Callable[[TensorEntry], Iterator[memoryview]],
+    ) -> None:
+        """Write a file of tensors, with the bytes that `read` yields of each.
+
+        Raises:
+            CheckpointError: If the reference implementation cannot open it.
+        """
+        header = make_header(entries, metadata)
+        whole = xxhash.xxh3_128(header)
+
+        def chunks() -> Iterator[memoryview]:
+            for entry in entries:
+                own = xxhash.xxh3_128()
+                for data in read(entry):
+                    own.update(data)
+                    whole.update(data)
+                    yield data
+                self._content.tensors[entry.name] = own.hexdigest()
+
+        size = write_tensor_file(path, header, chunks())
+        self._content.files[path.name] = FileInfo(size, whole.hexdigest())
+
+    def write(self, folder: Path) -> None:
+        """Write the file with the checksums, also of the other files in `folder`."""
+        for name, path in _files_in(folder):
+            if name not in self._content.files:
+                content = path.read_bytes()
+                self._content.files[name] = FileInfo(
+                    len(content), xxhash.xxh3_128_hexdigest(content)
+                )
+        write_synced(folder / CHECKSUMS, seal(asdict(self._content), CHECKSUMS_FORMAT).encode())
+
+
+class ExportedDirectory:
+    """An exported directory whose files have the recorded names and sizes."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the checksums, and check everything except the bytes of the files.
+
+        Raises:
+            CheckpointError: If a file is missing, truncated or unexpected.
+        """
+        self.folder = folder
+        where = f"{folder / CHECKSUMS}: corrupted"
+        sealed = read_sealed(folder, CHECKSUMS, CHECKSUMS_FORMAT)
+        self._content = as_type(sealed, _Content, where, CheckpointError)
+        for name in self._content.files:
+            for part in name.split("/"):
+                plain_name(part, _ANY, where, CheckpointError)
+        self._check_files()
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of files, without that of the checksums, of tensors and of bytes."""
+        files = self._content.files
+        num_bytes = sum(each.size for each in files.values())
+        return {"files": len(files), "tensors": len(self._content.tensors), "bytes": num_bytes}
+
+    def verify(self) -> Iterator[int]:
+        """Verify every byte; yield, often, the bytes verified since the last time.
+
+        Raises:
+            CheckpointError: If a checksum does not match; the message names the file.
+        """
+        for name, info in self._content.files.items():
+            path, whole = self.folder / name, xxhash.xxh3_128()
+            descriptor = open_regular(path, CheckpointError)
+            with refusing(path, CheckpointError), open(descriptor, "rb", buffering=0) as file:
+                while data := file.read(CHUNK_BYTES):
+                    whole.update(data)
+                    yield len(data)
+            if whole.hexdigest() != info.xxh3:
+                raise CheckpointError(f"{path}: corrupted: {self._damage(path)}")
+
+    def _damage(self, path: Path) -> str:
+        """Return what of a file does not match: a tensor, if it has one that does not."""
+        for name, entry in _entries(path).items():
+            own = xxhash.xxh3_128()
+            for data in open_tensor_file(path).chunks(entry, 0, entry.nbytes):
+                own.update(data)
+            if own.hexdigest() != self._content.tensors.get(name):
+                return f"the checksum of {name} does not match"
+        return "the checksum does not match"
+
+    def _check_files(self) -> None:
+        found = dict(_files_in(self.folder))
+        for name, info in self._content.files.items():
+            if name not in found:
+                raise CheckpointError(f"{self.folder / name}: not found; {CHECKSUMS} names it")
+            if (size := found[name].stat().st_size) != info.size:
+                raise CheckpointError(
+                    f"{self.folder / name}: corrupted: expected {info.size:,} bytes, got {size:,}"
+                )
+        for name, path in found.items():
+            is_known = name in self._content.files or name == CHECKSUMS
+            if not is_known and not _MAY_BE_ADDED.fullmatch(name.partition("/")[0]):
+                raise CheckpointError(f"{path}: does not belong to this export")
+
+
+def _entries(path: Path) -> dict[str, TensorEntry]:
+    try:
+        return open_tensor_file(path).entries if path.suffix == ".safetensors" else {}
+    except CheckpointError:  # its header is damaged
+        return {}
+
+
+def _files_in(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the files below a directory, by their names relative to it."""
+    for place, _, names in os.walk(folder):
+        for each in sorted(names):
+            path = Path(place, each)
+            yield str(path.relative_to(folder)), path

@@ -1,0 +1,90 @@
+"""The files in a run directory: their names, and the check that none of them leads elsewhere."""
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from fsdpctl.errors import UsageError
+
+RUNS = "runs"  # the folder of runs without a given directory
+OVERRIDES, METRICS, LOGS = "overrides.txt", "metrics.jsonl", "logs"
+LOG = f"{LOGS}/node-00000.log"
+LOCK = "lock"
+HEARTBEAT, ENVIRONMENT = "heartbeat.json", "environment.json"
+TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id.txt"
+HANDSHAKE, ESTIMATE, PROFILES = "handshake", "estimate.json", "profile"
+STOP, SAVE, PROFILE = "STOP", "SAVE", "PROFILE"  # requests
+RUN_CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
+RUN_ASSETS = "assets"  # of the files that belong to the model's weights
+LATEST = "latest"  # a link to the newest checkpoint, or to the newest run
+STEP = re.compile(r"step-(\d{8,18})")
+_LINK = re.compile(rf"{LATEST}(\.tmp-\d+)?")
+_WHOLE = (
+    OVERRIDES, METRICS, f"{METRICS}.old", LOGS, LOCK, HEARTBEAT, ENVIRONMENT, TENSORBOARD, WANDB_ID,
+    HANDSHAKE, ESTIMATE, PROFILES, STOP, SAVE, PROFILE, RUN_CONFIG, RUN_ASSETS,
+)  # fmt: skip
+_SNAPSHOT = "memory-snapshot-"
+_NEXT = "remove it, or copy what it leads to"
+
+
+def check_own(run_dir: Path) -> None:
+    """Check that no file that a run reads or writes in `run_dir` is a link or a special file.
+
+    The directory itself may be a link. Files of the user are not looked at, and neither are those
+    that wandb writes. The content of a checkpoint is checked where it is read.
+
+    Raises:
+        UsageError: If one is; the message names it.
+    """
+    for each in _entries(run_dir):
+        if each.name in _WHOLE or each.name.startswith(_SNAPSHOT):
+            _check(each)
+        elif each.name in (CHECKPOINTS, "wandb") and (each.is_symlink() or not each.is_dir()):
+            raise UsageError(f"{each.path}: expected a directory, not a link; {_NEXT}")
+    check_steps(run_dir / CHECKPOINTS)
+
+
+def check_steps(checkpoints: Path) -> None:
+    """Check that the only link in a checkpoints directory is the one to the newest of them.
+
+    Raises:
+        UsageError: If there is another.
+    """
+    for each in _entries(checkpoints):
+        if each.is_symlink() and not (_LINK.fullmatch(each.name) and STEP.fullmatch(_read(each))):
+            raise UsageError(f"{each.path}: is a link to {_read(each)}; {_NEXT}")
+
+
+def _read(link: "os.DirEntry[str]") -> str:
+    try:
+        return os.readlink(link.path)
+    except OSError:  # removed meanwhile
+        return ""
+
+
+def _entries(folder: Path) -> list["os.DirEntry[str]"]:
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise UsageError(f"{folder}: {error.strerror}") from None
+
+
+def _check(entry: "os.DirEntry[str]") -> None:
+    """Check a file, or a directory with everything in it."""
+    problem = ""
+    with suppress(FileNotFoundError):  # removed meanwhile
+        if entry.is_symlink():
+            problem = f"is a link to {_read(entry)}"
+        elif entry.is_dir():
+            for each in _entries(Path(entry.path)):
+                _check(each)
+        elif not entry.is_file():
+            problem = "not a regular file"
+        elif entry.stat().st_nlink > 1:
+            problem = "has another hard link, whose content would change too"
+    if problem:
+        raise UsageError(f"{entry.path}: {problem}; {_NEXT}")

@@ -1,0 +1,111 @@
+"""What one command refuses, every command refuses, in the same words."""
+
+import itertools
+import random
+
+import pytest
+
+from fsdpctl.config.auto import left_open
+from fsdpctl.config.compose import compose_config
+from fsdpctl.errors import UsageError
+from fsdpctl.estimate.estimator import Estimator
+from fsdpctl.estimate.search import estimates_of
+from fsdpctl.plan.attention import KERNELS
+from fsdpctl.plan.owners import OWNER_MAPS
+from fsdpctl.plan.sizes import Offload
+from fsdpctl.plan.states import SPLIT, STATE_DTYPES
+from fsdpctl.plan.strategy import STRATEGIES
+from fsdpctl.resolve.run import open_run, settle
+from tests.cli.run import TINY, make_text
+
+VALUES: dict[str, tuple[object, ...]] = {
+    "engine": ("fsdpctl", "fsdp2", "ddp"),
+    "strategy": (*STRATEGIES, "auto"),
+    "strategy.dp_shard_size": (1, 2, 3, 4),
+    "strategy.owner_map": OWNER_MAPS,
+    "optimizer": ("adamw", "sgd", "muon"),
+    "optimizer.lr": ("auto", 0.1),
+    "optimizer.state_dtype": STATE_DTYPES,
+    "optimizer.offload": tuple(Offload),
+    "optimizer.nesterov": ("false",),
+    "optimizer.beta1": (0.5,),
+    "precision": ("fp32", "bf16", "bf16_true"),
+    "precision.master_dtype": ("float32", "bfloat16", SPLIT),
+    "precision.reduce_dtype": ("float32", "bfloat16"),
+    "precision.wire_dtype": ("float32", "bfloat16"),
+    "activation_checkpointing": ("none", "selective", "full"),
+    "activation_checkpointing.offload": ("true",),
+    "accumulation": ("every", "last"),
+    "accumulation.steps": (1, 2, 3, 99),
+    "train.micro_batch_size": ("auto", 1, 2, 99),
+    "train.compile": ("true",),
+    "train.deterministic": ("true",),
+    "train.context_parallel": (2, 3, 4),
+    "train.seq_len": (16, 100_000),
+    "train.loss_chunk_tokens": (0, 7),
+    "train.mlp_chunk_tokens": (0, 7),
+    "model.attention": tuple(KERNELS),
+    "model.lora.rank": (2,),
+    "model.trainable": ("norm", "nothing"),
+    "model.base_dtype": ("nf4",),
+    "model.router_aux_loss": ("global",),
+    "launch.nproc_per_node": (1, 2, 4),
+    "prefetch": ("none", "backward", "both"),
+    "data.packing": ("true", "false"),
+}
+BASE = [*TINY, "launch.device=cpu", "train.global_batch_size=12", "train.steps=2"]
+PAIRS = 20
+NAMED = [
+    ["optimizer=muon", "strategy=shard_optimizer", f"precision.master_dtype={SPLIT}"],
+    ["optimizer=sgd", "optimizer.lr=0.1", f"precision.master_dtype={SPLIT}"],
+    ["optimizer.offload=states", "strategy=hybrid_shard", "strategy.dp_shard_size=1"],
+    ["engine=fsdp2", "optimizer.offload=states"],
+    ["engine=ddp", "strategy=no_shard", "activation_checkpointing.offload=true"],
+    ["engine=fsdp2", "model.lora.rank=2"],
+    ["optimizer=sgd"],
+]
+
+
+def drawn(count: int, seed: int) -> list[list[str]]:
+    draw = random.Random(seed)
+    pairs = list(itertools.combinations(VALUES, 2))
+    return [
+        [f"{key}={draw.choice(VALUES[key])}" for key in pair] for pair in draw.sample(pairs, count)
+    ]
+
+
+def refusal(words: list[str], *, trains: bool) -> str:
+    """Why a command refuses the settings; empty if it accepts them."""
+    given = {each.partition("=")[0]: each for each in [*BASE, "launch.nproc_per_node=2", *words]}
+    try:
+        composed = compose_config(list(given.values()))
+        config = composed.config
+        if not trains:
+            estimates_of(Estimator(), config, every=False)
+        else:
+            opened = open_run(composed, (config.launch, None))
+            if not left_open(opened.config):
+                settle(opened.config)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(NAMED, id="named"),
+        pytest.param(drawn(PAIRS, 1), id="pairs"),
+        pytest.param(drawn(200, 2), id="more pairs", marks=pytest.mark.slow),
+    ],
+)
+def test_estimate_memory_refuses_what_train_refuses(cases, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = f"data.path={make_text(tmp_path)}"
+    seen = [
+        (words, *(refusal([text, *words], trains=trains) for trains in (False, True)))
+        for words in cases
+    ]
+    assert [each for each in seen if each[1] != each[2]] == []
+    if cases is NAMED:
+        assert all(estimated for _, estimated, _ in seen)
