@@ -19,17 +19,13 @@ from fsdpctl.checkpoint.tensor_file import (
     write_tensor_file,
 )
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.peft import ADAPTER_CONFIG, adapted_layers, is_adapter
+from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapted_layers, is_adapter
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.errors import UsageError
+from fsdpctl.models.products import transposed_layers
+from fsdpctl.models.registry import build_plain
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of PEFT's names of tensors
-_UNSUPPORTED = {  # parts of the names of tensors that are not low-rank matrices of a linear layer
-    "lora_magnitude_vector": "DoRA",
-    "lora_B.bias": "lora_bias",
-    "lora_embedding": "an embedding adapter",
-}
 
 
 class PeftAdapters(FileTensors):
@@ -73,14 +69,10 @@ class PeftAdapters(FileTensors):
 
 
 def _model_name(name: str, folder: Path) -> str:
-    where = f"model.lora.path={folder}"
-    for part, kind in _UNSUPPORTED.items():
-        if part in name:
-            raise UsageError(f"{where}: {name}: {kind} is not supported")
     if not re.fullmatch(re.escape(_PREFIX) + r".+\.lora_[AB]\.weight", name):
         raise UsageError(
-            f"{where}: {name} is not an adapter of a linear layer; fully trained weights "
-            "(modules_to_save) are not supported"
+            f"model.lora.path={folder}: {name}: expected lora_A.weight or lora_B.weight of a "
+            "linear layer; DoRA, biases, embeddings and modules_to_save are not supported"
         )
     return name.removeprefix(_PREFIX)
 
@@ -115,7 +107,9 @@ def write_peft(reader: CheckpointReader, destination: Path, *, overwrite: bool =
     with new_export(destination, reader.folder, overwrite=overwrite) as folder:
         header = make_header(entries, {"format": "pt", **WRITTEN})
         write_tensor_file(folder / ADAPTER_WEIGHTS, header, chunks())
-        write_synced(folder / ADAPTER_CONFIG, _adapter_config(model, _targets(names), base))
+        is_transposed = not transposed_layers(build_plain(model)).isdisjoint(adapted_layers(names))
+        content = _adapter_config(model, _targets(names), base, is_transposed=is_transposed)
+        write_synced(folder / ADAPTER_CONFIG, content)
     return sum(entry.nbytes for entry in entries)
 
 
@@ -128,7 +122,9 @@ def _targets(names: list[str]) -> list[str]:
     return sorted(ends) if alike <= set(layers) else layers
 
 
-def _adapter_config(model: ModelConfig, targets: list[str], base: str | None) -> bytes:
+def _adapter_config(
+    model: ModelConfig, targets: list[str], base: str | None, *, is_transposed: bool
+) -> bytes:
     """Return the contents of adapter_config.json; `base`: the weights that were adapted."""
     lora = model.lora
     assert lora.rank is not None
@@ -144,7 +140,7 @@ def _adapter_config(model: ModelConfig, targets: list[str], base: str | None) ->
         "use_dora": False,
         "target_modules": targets,
         "bias": "none",
-        "fan_in_fan_out": model.architecture == "gpt2",
+        "fan_in_fan_out": is_transposed,
         "modules_to_save": None,
         "rank_pattern": {},
         "alpha_pattern": {},

@@ -29,8 +29,9 @@ def plain_name(name: object, pattern: str, where: str, refusal: Refusal) -> str:
 def open_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = False) -> int:
     """Open a regular file and return its descriptor. A named pipe never blocks.
 
-    Symbolic links may lead to the same directory and into the cache of huggingface_hub. With
-    `follows`, for a path that the user typed, they may lead anywhere.
+    Symbolic links may lead to the same directory and, in a snapshot in the cache of
+    huggingface_hub, to the files of its repository. With `follows`, for a path that the user typed,
+    they may lead anywhere.
 
     Raises:
         FsdpctlError: Of type `refusal`, if the file is missing, not regular, or elsewhere.
@@ -49,10 +50,13 @@ def open_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = F
 
 
 def _stays_inside(path: Path, real: Path) -> bool:
-    if Path(os.path.realpath(path.parent)) in real.parents:
+    folder = Path(os.path.realpath(path.parent))
+    if folder in real.parents:
         return True
     blobs = real.parent
-    return blobs.name == "blobs" and blobs.parent.name.startswith("models--")
+    repository = blobs.parent
+    is_cached = blobs.name == "blobs" and repository.name.startswith("models--")
+    return is_cached and repository / "snapshots" in folder.parents
 
 
 def read_regular(
