@@ -55,8 +55,8 @@ def adapted(text: str) -> list[str]:
         "[q_proj,v_proj]", "[ 'q_proj' , \"v_proj\" ]", '["q_proj", "v_proj"]', "q_proj,v_proj",
         "q_proj, v_proj", "q_proj v_proj", "(q_proj,v_proj)", "{q_proj,v_proj}", "q_proj;v_proj",
         "'q_proj','v_proj'", "[q_proj,v_proj,]", "self_attn.q_proj,v_proj",
-        "q_proj|v_proj", "(q|v)_proj", "[qv]_proj", r"(^|\.)(q_proj|v_proj)$", r"layers\.\d{1,2}\..*(q|v)_proj",
-        r".*(?<!k|o)_attn\.(?:q|v)_proj",
+        "q_proj|v_proj", "(q|v)_proj", "[qv]_proj", r"(^|\.)(q_proj|v_proj)$",
+        r"layers\.\d{1,2}\..*(q|v)_proj", r".*(?<!k|o)_attn\.(?:q|v)_proj",
     ],
 )  # fmt: skip
 def test_lists_and_patterns_select_their_layers(text):
