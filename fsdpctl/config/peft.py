@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdpctl.config.model import ModelConfig
 from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import as_type, read_json
 
@@ -68,13 +67,13 @@ def has_adapters(folder: Path) -> bool:
     return any(os.path.lexists(folder / name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
 
 
-def notes_on_adapters(model: ModelConfig) -> tuple[str, ...]:
-    """Return a note if the directory of the model has adapters that are not read."""
-    if model.path is None or model.lora.path is not None or not has_adapters(Path(model.path)):
+def notes_on_adapters(path: str | None, adapters: str | None) -> tuple[str, ...]:
+    """Return a note if the directory of the model has adapters, and none are read."""
+    if path is None or adapters is not None or not has_adapters(Path(path)):
         return ()
     return (
-        f"model.path={model.path}: only the weights of the model are read, not the adapters beside "
-        f"them; to use these too, set model.lora.path={model.path}",
+        f"{path}: only the weights of the model are read, not the adapters beside them; to train "
+        f"with these too, set model.lora.path={path}",
     )
 
 

@@ -126,7 +126,7 @@ def _open(composed: Composed, where: Place, on_rows: Callable[[int], None]) -> O
     notes += notes_on_engine(config, composed.automatic)
     config = _with_alpha(_with_model_path(config))
     config, on_packing = with_packing(config)
-    notes += on_packing + notes_on_adapters(config.model)
+    notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)
     check_shared_rows(config)
     data = checked_data(config, on_rows)
     config = with_batch_size(with_data(_with_length(config, data, composed), data))

@@ -17,7 +17,7 @@ from fsdpctl.checkpoint.peft import write_peft
 from fsdpctl.checkpoint.publish import About
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
-from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_words
+from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_words, notes_on_adapters
 from fsdpctl.config.serialize import config_words
 from fsdpctl.errors import UsageError
 from fsdpctl.models.registry import build_model
@@ -150,3 +150,11 @@ def test_layers_whose_weights_are_read_directly_get_no_adapter(tmp_path):
     left = [name for name, p in module.named_parameters() if "dt_proj" in name]
     assert not any("lora_" in name for name in left)
     assert all(module.get_parameter(name).is_floating_point() for name in left)
+
+
+def test_adapters_beside_the_weights_get_a_note(bases, tmp_path):
+    assert not notes_on_adapters(str(bases / "llama"), None)
+    write_adapters(bases / "llama", tmp_path)
+    assert not notes_on_adapters(str(tmp_path), str(tmp_path))
+    (line,) = notes_on_adapters(str(tmp_path), None)
+    assert f"set model.lora.path={tmp_path}" in line
