@@ -54,7 +54,11 @@ class PeftAdapters(FileTensors):
         where = f"model.lora.path={self.folder}"
         for name, shape in shapes.items():
             if name not in self._found:
-                raise UsageError(f"{where}: {name} not found; model.lora.targets requires it")
+                layers = {each.rpartition(".")[2] for each in adapted_layers(self._found)}
+                raise UsageError(
+                    f"{where}: {name} not found; model.lora.targets requires it; set "
+                    f"model.lora.targets={','.join(sorted(layers))}, the layers in the file"
+                )
             found = self._found[name][1].shape
             if found != shape:
                 raise UsageError(

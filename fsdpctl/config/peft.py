@@ -56,9 +56,10 @@ def adapter_words(path: str) -> dict[str, str]:
         "model.lora.rslora": str(about.use_rslora).lower(),
     }
     if isinstance(about.target_modules, list):
-        # Regular expressions of untrusted files are not run; the names of tensors are checked.
+        # Regular expressions of untrusted files are not run; the names of tensors are checked. The
+        # group has a name because, as in PEFT, only one of the modules has to exist.
         ends = "|".join(map(re.escape, sorted(about.target_modules)))
-        words["model.lora.targets"] = rf"(^|\.)({ends})$"
+        words["model.lora.targets"] = rf"(^|\.)(?P<any>{ends})$"
     return words
 
 
@@ -72,7 +73,7 @@ def notes_on_adapters(path: str | None, adapters: str | None) -> tuple[str, ...]
     if path is None or adapters is not None or not has_adapters(Path(path)):
         return ()
     return (
-        f"{path}: only the weights of the model are read, not the adapters beside them; to train "
+        f"{path}: only the weights of the model are read, not the adapters next to them; to train "
         f"with these too, set model.lora.path={path}",
     )
 

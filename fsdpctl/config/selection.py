@@ -16,11 +16,12 @@ _MARKS, _QUOTES = r"[\s,;]+", "'\"`"
 _NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
 _QUANTIFIER = re.compile(r"\{\d*,?\d*\}")
 _ENCLOSED = re.compile(r"[\[({](.*)[\])}]", re.DOTALL)
-_INNERMOST = re.compile(r"\((?!\?<?!)(?:\?:)?([^()]*\|[^()]*)\)")  # group with a bar
+# A group with a bar and no group in it. Named groups may have alternatives that match nothing.
+_INNERMOST = re.compile(r"\((?:\?:)?(?!\?)([^()]*\|[^()]*)\)")
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class NameFilter:
     """A list of names or a pattern, and the setting that it is the value of."""
 
     key: str
@@ -29,7 +30,7 @@ class Selection:
     whole_parts: bool = False  # a name of the list is the end of a matching name, not any part
 
     @staticmethod
-    def of(key: str, text: str, *, whole_parts: bool = False) -> "Selection":
+    def of(key: str, text: str, *, whole_parts: bool = False) -> "NameFilter":
         """Read the value of a setting.
 
         Raises:
@@ -38,7 +39,7 @@ class Selection:
         names = _listed(key, text)
         if names is None:
             _compiled(key, text, text)
-        return Selection(key, text, names, whole_parts)
+        return NameFilter(key, text, names, whole_parts)
 
     @property
     def is_all_linear(self) -> bool:
@@ -118,10 +119,19 @@ def _alternatives(text: str) -> Iterator[tuple[str, str]]:
             parts[-1] += letter
     if len(parts) > 1:
         for part in parts:
-            yield from [(part, part)] if re.search(r"\w", re.sub(r"\\.", "", part)) else []
+            yield from [(part, part)] if _has_letters(part) else []
             yield from _alternatives(part)
         return
     for group in _INNERMOST.finditer(text):
         for part in group[1].split("|"):
-            if re.search(r"\w", re.sub(r"\\.", "", part)):
+            if _has_letters(part):
                 yield part, f"{text[: group.start()]}(?:{part}){text[group.end() :]}"
+
+
+def _has_letters(part: str) -> bool:
+    """Return whether a part of a pattern is one itself, with a letter or digit."""
+    try:
+        re.compile(part)
+    except re.error:  # its bar is in brackets
+        return False
+    return re.search(r"\w", re.sub(r"\\.", "", part)) is not None

@@ -58,9 +58,10 @@ def _sizes_of(word: str, layer: nn.Module, owner: nn.Module) -> Sizes | None:
     is_known = type(owner).__module__.startswith(("transformers.", "fsdpctl."))
     rule = _RULES.get(word) if is_known else None
     try:
-        return None if rule is None else rule(owner, layer)
+        sizes = None if rule is None else rule(owner, layer)
     except AttributeError:  # another module with a layer of this name
         return None
+    return sizes if sizes and all(isinstance(n, int) and n > 0 for n in sizes) else None
 
 
 def _rows(layer: nn.Module) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsdpctl.config.model import LoraConfig, ModelConfig
 from fsdpctl.config.peft import UP
-from fsdpctl.config.selection import ALL_LINEAR, Selection
+from fsdpctl.config.selection import ALL_LINEAR, NameFilter
 from fsdpctl.errors import UsageError
 from fsdpctl.models.products import is_transposed, read_elsewhere
 from fsdpctl.models.quantized import PACKINGS, FrozenLinear
@@ -98,7 +98,7 @@ def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
 
 
 def _freeze_all_but(module: nn.Module, text: str) -> None:
-    chosen = Selection.of(TRAINABLE, text)
+    chosen = NameFilter.of(TRAINABLE, text)
     names = [name for name, _ in module.named_parameters()]
     words = {word for name in names for word in name.split(".")}
     chosen.check(names, "parameter name", f"names are {names[0]} … {names[-1]}", words)
@@ -109,16 +109,13 @@ def _freeze_all_but(module: nn.Module, text: str) -> None:
 def _targets(module: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
     """Return the layers that get an adapter, by name."""
     layers, read = dict(_linear_layers(module)), read_elsewhere(module)
-    chosen = Selection.of(TARGETS, config.targets, whole_parts=True)
+    chosen = NameFilter.of(TARGETS, config.targets, whole_parts=True)
     if chosen.is_all_linear:
         return {name: layer for name, layer in layers.items() if name not in read}
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
     known = f"linear layers except the output head are {', '.join(leaves)}"
-    if config.path is None:  # PEFT needs only one of its names, and the file has those of tensors
-        chosen.check(layers, "linear layer", known, [*leaves, ALL_LINEAR])
+    chosen.check(layers, "linear layer", known, [*leaves, ALL_LINEAR])
     found = {name: layer for name, layer in layers.items() if chosen.matches(name)}
-    if not found:
-        raise UsageError(f"{TARGETS}={config.targets}: matches no linear layer; {known}")
     if without_effect := sorted({name.rpartition(".")[2] for name in found if name in read}):
         raise UsageError(
             f"{TARGETS}={config.targets}: {', '.join(without_effect)}: not supported, because the "

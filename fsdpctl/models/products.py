@@ -28,7 +28,7 @@ def is_transposed(layer: nn.Module) -> bool | None:
         return layer.is_transposed
     if type(layer) is nn.Linear:
         return False
-    kind = type(layer)
+    kind: Any = type(layer)
     if f"{kind.__module__}.{kind.__name__}" in _TRANSPOSED:
         return True
     if not isinstance(layer, nn.Linear) or set(layer._parameters) != {"weight", "bias"}:
@@ -74,8 +74,9 @@ def read_elsewhere(module: nn.Module) -> set[str]:
     for name, owner in module.named_modules():
         if getattr(owner, "slow_but_exact", None) is False:  # Bloom's, which then reads none
             continue
+        kind: Any = type(owner)
         for word, layer in owner.named_children():
-            if is_transposed(layer) is not None and word in _words_read(type(owner)):
+            if is_transposed(layer) is not None and word in _words_read(kind):
                 found.add(f"{name}.{word}" if name else word)
     return found
 

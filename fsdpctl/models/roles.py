@@ -1,4 +1,4 @@
-"""What a parameter does in its module: multiply as a matrix, scale and shift, or something else."""
+"""The roles of parameters in their modules: matrices, vectors that scale or shift, and others."""
 
 import re
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ def _role(
 def _is_vector(owner: nn.Module, key: str, param: nn.Parameter) -> bool:
     """Return whether a parameter of several dimensions is a bias, the weight of a norm, or alike.
 
-    Biases of experts have a row for each, beside the matrices.
+    Biases of experts have a row for each, next to the matrices.
     """
     if isinstance(owner, _NORMS) or _NORM.search(type(owner).__name__):
         return True
@@ -74,13 +74,13 @@ def _is_vector(owner: nn.Module, key: str, param: nn.Parameter) -> bool:
 
 
 def _is_router(module: nn.Module, name: str, owner: nn.Module) -> bool:
-    """Return whether a module chooses experts: by its class, its name, or what is beside it."""
+    """Return whether a module chooses experts: by its class, its name, or its neighbors."""
     words = name.split(".")
     if "Router" in type(owner).__name__ or any("router" in word for word in words):
         return True
     if not {"gate", "wg"} & {*words}:
         return False
     place = next(place for place, word in enumerate(words) if word in ("gate", "wg"))
-    beside = module.get_submodule(".".join(words[:place]))
-    names = [name for name, _ in beside.named_parameters()]
+    above = module.get_submodule(".".join(words[:place]))
+    names = [name for name, _ in above.named_parameters()]
     return any("expert" in each for each in names)

@@ -93,7 +93,7 @@ class Fused:
     sizes: tuple[int, ...]
 
 
-# What a parameter does: matrices multiply, vectors are biases, weights of norms and alike of any
+# The role of a parameter: matrices multiply, vectors are biases, weights of norms and alike of any
 # number of dimensions, and others are embeddings, convolutions, routers or unknown.
 Role = Literal["matrix", "vector", "other"]
 
@@ -112,7 +112,7 @@ class ParamSpec:
 
     @property
     def role(self) -> Role:
-        """What the parameter does in its module."""
+        """The role of the parameter in its module."""
         if self.known_role is not None:
             return self.known_role
         return "vector" if len(self.shape) <= 1 else "matrix"

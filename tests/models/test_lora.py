@@ -55,7 +55,8 @@ def adapted(text: str) -> list[str]:
         "[q_proj,v_proj]", "[ 'q_proj' , \"v_proj\" ]", '["q_proj", "v_proj"]', "q_proj,v_proj",
         "q_proj, v_proj", "q_proj v_proj", "(q_proj,v_proj)", "{q_proj,v_proj}", "q_proj;v_proj",
         "'q_proj','v_proj'", "[q_proj,v_proj,]", "self_attn.q_proj,v_proj",
-        "q_proj|v_proj", "(q|v)_proj", "[qv]_proj", r"(^|\.)(q_proj|v_proj)$",
+        "q_proj|v_proj", "(q|v)_proj", "[qv]_proj", "[q|v]_proj",
+        "(?P<one>q|absent|v)_proj", "(?i:Q|V)_proj", r"(^|\.)(q_proj|v_proj)$",
         r"layers\.\d{1,2}\..*(q|v)_proj", r".*(?<!k|o)_attn\.(?:q|v)_proj",
     ],
 )  # fmt: skip

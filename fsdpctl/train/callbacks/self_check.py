@@ -12,7 +12,7 @@ from fsdpctl.codes import CODES, SCALES
 from fsdpctl.config.any_decoder import TRANSFORMERS
 from fsdpctl.config.peft import is_adapter
 from fsdpctl.config.schema import Config
-from fsdpctl.config.selection import Selection
+from fsdpctl.config.selection import NameFilter
 from fsdpctl.data.batches import MicroBatch
 from fsdpctl.data.documents import IGNORED
 from fsdpctl.engine.build import Sharding
@@ -144,7 +144,7 @@ def _moment_dtype(config: Config, may_be_compressed: bool) -> str | None:
 def _frozen_findings(run: "Trainer") -> Iterator[str]:
     """Yield parameters that are frozen, but are trained by the configuration."""
     model = run.parts.config.model
-    chosen = None if model.trainable is None else Selection.of(TRAINABLE, model.trainable)
+    chosen = None if model.trainable is None else NameFilter.of(TRAINABLE, model.trainable)
     for name, param in run.parts.model.module.named_parameters():
         is_trained = is_adapter(name) if model.lora.rank else chosen is None or chosen.matches(name)
         is_own_choice = model.architecture == TRANSFORMERS and param.ndim <= 1
