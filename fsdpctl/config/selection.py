@@ -132,6 +132,7 @@ def _has_letters(part: str) -> bool:
     """Return whether a part of a pattern is one itself, with a letter or digit."""
     try:
         re.compile(part)
-    except re.error:  # its bar is in brackets
+    except re.error:
         return False
-    return re.search(r"\w", re.sub(r"\\.", "", part)) is not None
+    is_whole = part.count("[") == part.count("]")  # else the bar is in brackets
+    return is_whole and re.search(r"\w", re.sub(r"\\.", "", part)) is not None
