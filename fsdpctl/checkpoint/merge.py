@@ -44,7 +44,7 @@ def exported_weights(reader: CheckpointReader, dtype: str | None, *, merges: boo
     if merges and model.base_dtype is not None:
         weights = _merged_into_quantized(weights, model, dtype)
     elif merges:
-        weights = MergedWeights(weights, model, dtype)
+        weights = MergedWeights(weights, model, dtype, transposed=_transposed(model))
     if model.architecture == TRANSFORMERS:
         from fsdpctl.checkpoint.hub_weights import to_hub  # imports torch
 
@@ -62,7 +62,15 @@ def _merged_into_quantized(weights: Tensors, model: ModelConfig, dtype: str | No
     stored = {weights.info(tensor_key(PARAMETER, name)).dtype for name in shapes}
     if dtype is None:
         dtype = stored.pop() if len(stored) == 1 and stored <= {*FLOATS} else "F32"
-    return MergedWeights(DequantizedTensors(weights, shapes, packing), model, dtype, rounded=shapes)
+    unpacked = DequantizedTensors(weights, shapes, packing)
+    return MergedWeights(unpacked, model, dtype, shapes, _transposed(model))
+
+
+def _transposed(model: ModelConfig) -> frozenset[str]:
+    from fsdpctl.models.products import transposed_layers  # imports torch
+    from fsdpctl.models.registry import build_plain
+
+    return transposed_layers(build_plain(model))
 
 
 def notes_on_merge(reader: CheckpointReader, *, merges: bool) -> tuple[str, ...]:
@@ -86,14 +94,16 @@ class MergedWeights:
         model: ModelConfig,
         dtype: str | None = None,
         rounded: Collection[str] = (),
+        transposed: Collection[str] = (),
     ) -> None:
         """Merge as the weights are read.
 
-        `dtype` is that of merged weights, None as stored, and of the parameters `rounded`.
+        `dtype` is that of merged weights, None as stored, and of the parameters `rounded`. The
+        weights of layers `transposed` are (in, out).
         """
         self._weights = weights
         self._scale = np.float32(model.lora.scale)
-        self._is_transposed = model.architecture == "gpt2"
+        self._transposed = transposed
         self._dtype = dtype
         self._last: tuple[str, tuple[Matrix, Matrix]] | None = None
         self._merged = {f"{name}.weight" for name in adapted_layers(weights.names(PARAMETER))}
@@ -136,7 +146,7 @@ class MergedWeights:
         """Return the factors of the update of a layer; those of the last layer are kept."""
         if self._last is None or self._last[0] != layer:
             down, up = self._full(f"{layer}.{DOWN}.weight"), self._full(f"{layer}.{UP}.weight")
-            self._last = (layer, (down.T, up.T) if self._is_transposed else (up, down))
+            self._last = (layer, (down.T, up.T) if layer in self._transposed else (up, down))
         return self._last[1]
 
     def _full(self, name: str) -> Matrix:

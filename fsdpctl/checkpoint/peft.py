@@ -18,17 +18,13 @@ from fsdpctl.checkpoint.tensor_file import (
     write_synced,
 )
 from fsdpctl.config.model import ModelConfig
-from fsdpctl.config.peft import ADAPTER_CONFIG, adapted_layers, is_adapter
+from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapted_layers, is_adapter
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.errors import UsageError
+from fsdpctl.models.products import transposed_layers
+from fsdpctl.models.registry import build_plain
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of PEFT's names of tensors
-_UNSUPPORTED = {  # parts of the names of tensors that are not low-rank matrices of a linear layer
-    "lora_magnitude_vector": "DoRA",
-    "lora_B.bias": "lora_bias",
-    "lora_embedding": "an embedding adapter",
-}
 
 
 class PeftAdapters(FileTensors):
@@ -57,7 +53,11 @@ class PeftAdapters(FileTensors):
         where = f"model.lora.path={self.folder}"
         for name, shape in shapes.items():
             if name not in self._found:
-                raise UsageError(f"{where}: {name} not found; model.lora.targets requires it")
+                layers = {each.rpartition(".")[2] for each in adapted_layers(self._found)}
+                raise UsageError(
+                    f"{where}: {name} not found; model.lora.targets requires it; set "
+                    f"model.lora.targets={','.join(sorted(layers))}, the layers in the file"
+                )
             found = self._found[name][1].shape
             if found != shape:
                 raise UsageError(
@@ -72,14 +72,10 @@ class PeftAdapters(FileTensors):
 
 
 def _model_name(name: str, folder: Path) -> str:
-    where = f"model.lora.path={folder}"
-    for part, kind in _UNSUPPORTED.items():
-        if part in name:
-            raise UsageError(f"{where}: {name}: {kind} is not supported")
     if not re.fullmatch(re.escape(_PREFIX) + r".+\.lora_[AB]\.weight", name):
         raise UsageError(
-            f"{where}: {name} is not an adapter of a linear layer; fully trained weights "
-            "(modules_to_save) are not supported"
+            f"model.lora.path={folder}: {name}: expected lora_A.weight or lora_B.weight of a "
+            "linear layer; DoRA, biases, embeddings and modules_to_save are not supported"
         )
     return name.removeprefix(_PREFIX)
 
@@ -113,7 +109,9 @@ def write_peft(reader: CheckpointReader, destination: Path, *, overwrite: bool =
     with new_export(destination, reader.folder, overwrite=overwrite) as folder:
         checksums, metadata = Checksums(), {"format": "pt", **WRITTEN}
         checksums.write_tensors(folder / ADAPTER_WEIGHTS, entries, metadata, read)
-        write_synced(folder / ADAPTER_CONFIG, _adapter_config(model, _targets(names), base))
+        is_transposed = not transposed_layers(build_plain(model)).isdisjoint(adapted_layers(names))
+        content = _adapter_config(model, _targets(names), base, is_transposed=is_transposed)
+        write_synced(folder / ADAPTER_CONFIG, content)
         checksums.write(folder)
     return sum(entry.nbytes for entry in entries)
 
@@ -127,7 +125,9 @@ def _targets(names: list[str]) -> list[str]:
     return sorted(ends) if alike <= set(layers) else layers
 
 
-def _adapter_config(model: ModelConfig, targets: list[str], base: str | None) -> bytes:
+def _adapter_config(
+    model: ModelConfig, targets: list[str], base: str | None, *, is_transposed: bool
+) -> bytes:
     """Return the contents of adapter_config.json; `base`: the weights that were adapted."""
     lora = model.lora
     assert lora.rank is not None
@@ -143,7 +143,7 @@ def _adapter_config(model: ModelConfig, targets: list[str], base: str | None) ->
         "use_dora": False,
         "target_modules": targets,
         "bias": "none",
-        "fan_in_fan_out": model.architecture == "gpt2",
+        "fan_in_fan_out": is_transposed,
         "modules_to_save": None,
         "rank_pattern": {},
         "alpha_pattern": {},

@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from fsdpctl.cli.checkpoint import found_checkpoint
 from fsdpctl.cli.config_args import ConfigArguments, Settings, normalized
-from fsdpctl.cli.console import CONVERSATIONS, count_of, emit, err, out, say
+from fsdpctl.cli.console import CONVERSATIONS, count_of, emit, err, note, out, say
 
 Weights = Annotated[
     Path,
@@ -56,6 +56,7 @@ def sample(  # noqa: PLR0913  # each is an option
     sampling = Sampling(seed, 0.0 if greedy else temperature, top_p)
     source = cached_model(source)
     place = source if is_hugging_face(source) else found_checkpoint(source)
+    _note_adapters(source)
     if not chat:
         _show(sample_text(place, prompt, tokens, sampling))
         return
@@ -67,6 +68,13 @@ def sample(  # noqa: PLR0913  # each is an option
 def _show(text: str) -> None:
     """Print generated text: verbatim, but without control characters in a terminal."""
     (say if out.is_terminal else emit)(text)
+
+
+def _note_adapters(source: Path) -> None:
+    from fsdpctl.config.peft import notes_on_adapters
+
+    for line in notes_on_adapters(str(source), None):
+        note(line)
 
 
 def _user_messages() -> Iterator[str]:
@@ -97,6 +105,7 @@ def evaluate(
 
     source = cached_model(source)
     place = source if is_hugging_face(source) else find_checkpoint(source)
+    _note_adapters(source)
     given = normalized(ConfigArguments(settings)).settings or []
     named = {text.partition("=")[0] for text in given}
     other_data = bool({"data", "data.path"} & named)
@@ -122,5 +131,7 @@ def evaluate(
     say(f"{place}: {opened.data.description}{note}")
     for line in opened.data.about_files:
         say(line)
+    seen = {"training": ", training data (no validation data)", "all": ", all data"}.get(part, "")
+    say(f"{place}: {opened.data.description}{seen}")
     say(f"loss {found.loss:.4f} nats per token, perplexity {found.perplexity:.2f}{bits}")
     say(f"over {found.tokens:,} tokens in samples of {opened.config.train.seq_len}")

@@ -40,8 +40,9 @@ class LoraConfig:
     dropout: float = key(0.0, "dropout of the inputs of LoRA adapters", minimum=0, maximum=0.99)
     targets: str = key(
         "all_linear",
-        "layers with LoRA adapters: all_linear (except the output head), or a regular expression "
-        "that is searched in the names of layers",
+        "layers with LoRA adapters: all_linear (except the output head), a list of names or their "
+        "ends such as q_proj,v_proj, or a regular expression that is searched in the names",
+        is_names=True,
     )
     path: str | None = key(
         None, "PEFT directory with the initial adapters", is_path=True, optional=True
@@ -162,8 +163,10 @@ class ModelConfig:
 
     trainable: str | None = key(
         None,
-        "regular expression; only parameters whose names contain a match are trained",
+        "trained parameters: a list of parts of their names such as norm,lm_head, or a regular "
+        "expression that is searched in the names",
         optional=True,
+        is_names=True,
     )
     lora: LoraConfig = field(default_factory=LoraConfig)
     base_dtype: str | None = key(

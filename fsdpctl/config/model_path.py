@@ -9,6 +9,7 @@ from fsdpctl.config.hub_cache import local_model
 from fsdpctl.config.hub_models import hub_config
 from fsdpctl.config.hugging_face import CONFIG_JSON, config_json, model_words_of, words_of_content
 from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.peft import has_adapters
 from fsdpctl.config.recipe import read_recipe
 from fsdpctl.config.schema import KEYS
 from fsdpctl.config.sealed import MANIFEST, read_sealed
@@ -62,6 +63,11 @@ def model_words(path: str, *, by_transformers: bool = False) -> dict[str, str]:
         for name, text in _words_of_ours(folder).items()
         if name.startswith("model.") and name not in _NOT_THE_MODELS
     }
+    if not words and has_adapters(folder):
+        raise UsageError(
+            f"model.path={path}: adapters without a model; set model.path to the model that they "
+            f"were trained on, and model.lora.path={path}"
+        )
     if not words:
         raise UsageError(
             f"model.path={path}: no model found; expected {CONFIG_JSON}, a run, or a checkpoint"

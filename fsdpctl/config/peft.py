@@ -1,7 +1,8 @@
 """Adapters of the library PEFT: their names, and the settings in adapter_config.json."""
 
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,17 @@ from fsdpctl.errors import UsageError
 from fsdpctl.io.documents import as_type, read_json
 
 DOWN, UP = "lora_A", "lora_B"  # the layers of an adapter, B(A(x))
-ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_KEYS = tuple(f"model.lora.{name}" for name in ("rank", "alpha", "rslora"))
-# Settings that change the computation; the only supported value is null, false, or empty.
-_NOT_SUPPORTED = (
-    "use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern",
-    "trainable_token_indices", "target_parameters", "megatron_config", "layer_replication",
-    "use_qalora", "alora_invocation_tokens", "use_bdlora", "exclude_modules",
+# Of adapter_config.json: what the computation doesn't depend on. `fan_in_fan_out` is that of the
+# layers, whatever the file has, as in PEFT. The others are about files, or about initialization.
+_IRRELEVANT = (
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
+    "fan_in_fan_out", "inference_mode", "layers_pattern", "loftq_config", "lora_ga_config",
+    "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 )  # fmt: skip
+# Initializations that leave the base weights as they are, so that A and B are all there is.
+_INITIALIZATIONS = ("true", "false", "none", "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +29,13 @@ class _Adapters:
     """The fields of adapter_config.json that fsdpctl reads."""
 
     peft_type: str
-    r: int
+    r: int = 8
     lora_alpha: float = 8
     lora_dropout: float = 0.0
     use_rslora: bool = False
     target_modules: list[str] | str | None = None
     bias: str = "none"
+    init_lora_weights: bool | str | None = True
 
 
 def adapter_words(path: str) -> dict[str, str]:
@@ -41,16 +46,9 @@ def adapter_words(path: str) -> dict[str, str]:
     """
     where = f"model.lora.path={path}"
     file = Path(path) / ADAPTER_CONFIG
-    if not file.is_file():
+    if not file.exists():
         raise UsageError(f"{where}: {ADAPTER_CONFIG} not found; expected a PEFT directory")
-    content = read_json(file, dict[str, Any])
-    for name in _NOT_SUPPORTED:
-        if content.get(name):
-            raise UsageError(f"{where}: {name}={content[name]!r} is not supported")
-    about = as_type(content, _Adapters, str(file))
-    for name, value, only in (("peft_type", about.peft_type, "LORA"), ("bias", about.bias, "none")):
-        if value != only:
-            raise UsageError(f"{where}: {name}={value}: expected {only}")
+    about = _checked(read_json(file, dict[str, Any]), where, file)
     words = {
         "model.lora.rank": str(about.r),
         "model.lora.alpha": str(about.lora_alpha),
@@ -58,11 +56,45 @@ def adapter_words(path: str) -> dict[str, str]:
         "model.lora.rslora": str(about.use_rslora).lower(),
     }
     if isinstance(about.target_modules, list):
-        # PEFT matches each with a layer's whole name, or with its end. Regular expressions of
-        # untrusted files are not run; the names of the tensors are checked instead.
+        # Regular expressions of untrusted files are not run; the names of tensors are checked. The
+        # group has a name because, as in PEFT, only one of the modules has to exist.
         ends = "|".join(map(re.escape, sorted(about.target_modules)))
-        words["model.lora.targets"] = rf"(^|\.)({ends})$"
+        words["model.lora.targets"] = rf"(^|\.)(?P<any>{ends})$"
     return words
+
+
+def has_adapters(folder: Path) -> bool:
+    """Return whether a directory has a file of PEFT."""
+    return any(os.path.lexists(folder / name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))
+
+
+def notes_on_adapters(path: str | None, adapters: str | None) -> tuple[str, ...]:
+    """Return a note if the directory of the model has adapters, and none are read."""
+    if path is None or adapters is not None or not has_adapters(Path(path)):
+        return ()
+    return (
+        f"{path}: only the weights of the model are read, not the adapters next to them; to train "
+        f"with these too, set model.lora.path={path}",
+    )
+
+
+def _checked(content: Mapping[str, Any], where: str, file: Path) -> _Adapters:
+    """Return the settings if all that are set are known, and of a supported value."""
+    about = as_type(dict(content), _Adapters, str(file))
+    for name, value, only in (("peft_type", about.peft_type, "LORA"), ("bias", about.bias, "none")):
+        if value != only:
+            raise UsageError(f"{where}: {name}={value}: expected {only}")
+    if str(about.init_lora_weights).lower() not in _INITIALIZATIONS:
+        raise UsageError(
+            f"{where}: init_lora_weights={about.init_lora_weights}: not supported, because it may "
+            "have changed the base weights or what is trained; save the adapters with PEFT's "
+            "path_initial_model_for_weight_conversion, or merge them"
+        )
+    for name, value in content.items():
+        is_unset = value in (None, "", [], {}) or value is False
+        if not is_unset and name not in (*_Adapters.__dataclass_fields__, *_IRRELEVANT):
+            raise UsageError(f"{where}: {name}={str(value)[:80]}: not supported")
+    return about
 
 
 def is_adapter(name: str) -> bool:

@@ -135,6 +135,8 @@ def _flatten(path: Path, prefix: str, content: object) -> Iterator[tuple[str, st
             yield from _flatten(path, f"{name}.", inner)
         elif isinstance(value, str):
             yield name, value
+        elif name in KEYS and KEYS[name].is_names and isinstance(value, list):
+            yield name, f"[{', '.join(map(str, value))}]"
         elif name in KEYS or name in GROUPS:
             raise UsageError(f"{path}: {name}: expected a plain value")
         else:

@@ -1,11 +1,12 @@
 """A module as the plan sees it, and its parameters by name."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
-from fsdpctl.plan.layout import Fused, ParamSpec
+from fsdpctl.models.roles import describe_parameters
+from fsdpctl.plan.layout import ParamSpec
 from fsdpctl.plan.units import ModuleSpec, UnitSpec, divide_into_units
 
 
@@ -21,7 +22,7 @@ def describe_module(module: nn.Module) -> ModuleSpec:
     matrices.
     """
     names = {id(param): name for name, param in module.named_parameters()}
-    fused: Mapping[str, Fused] = getattr(module, "fused_parameters", dict)()
+    roles, fused = describe_parameters(module)
 
     def describe(name: str, each: nn.Module) -> ModuleSpec:
         own = tuple(
@@ -31,6 +32,7 @@ def describe_module(module: nn.Module) -> ModuleSpec:
                 dtype_name(param.dtype),
                 param.requires_grad,
                 fused.get(names[id(param)]),
+                known_role=roles[names[id(param)]],
             )
             for param in each._parameters.values()
             if param is not None

@@ -30,9 +30,9 @@ def plain_name(name: object, pattern: str, where: str, refusal: Refusal) -> str:
 def open_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = False) -> int:
     """Open a regular file and return its descriptor. A named pipe never blocks.
 
-    Symbolic links may lead to the same directory, from a snapshot of huggingface_hub to its blobs,
-    and into the cache of huggingface_hub. With
-    `follows`, for a path that the user typed, they may lead anywhere.
+    Symbolic links may lead to the same directory and, in a snapshot in the cache of
+    huggingface_hub, to the files of its repository. With `follows`, for a path that the user typed,
+    they may lead anywhere.
 
     Raises:
         FsdpctlError: Of type `refusal`, if the file is missing, not regular, or elsewhere.
@@ -51,24 +51,13 @@ def open_regular(path: Path, refusal: Refusal = UsageError, *, follows: bool = F
 
 
 def _stays_inside(path: Path, real: Path) -> bool:
-    above = Path(os.path.realpath(path.parent))
-    repository = real.parent.parent
-    is_snapshot = (
-        repository.name.startswith("models--") and repository / "snapshots" in above.parents
-    )
-    return (
-        above in real.parents
-        or (real.parent.name == "blobs" and is_snapshot)
-        or Path(os.path.realpath(_hub_cache())) in real.parents
-    )
-
-
-def _hub_cache() -> Path:
-    """Return the cache of huggingface_hub, whose import takes long."""
-    variables = os.environ
-    caches = variables.get("XDG_CACHE_HOME") or "~/.cache"
-    home = variables.get("HF_HOME") or os.path.join(caches, "huggingface")
-    return Path(os.path.expanduser(variables.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
+    folder = Path(os.path.realpath(path.parent))
+    if folder in real.parents:
+        return True
+    blobs = real.parent
+    repository = blobs.parent
+    is_cached = blobs.name == "blobs" and repository.name.startswith("models--")
+    return is_cached and repository / "snapshots" in folder.parents
 
 
 def read_regular(

@@ -5,7 +5,6 @@ the parameter names of PEFT.
 """
 
 import math
-import re
 from collections.abc import Iterator
 
 import torch
@@ -13,20 +12,20 @@ from torch import Tensor, nn
 
 from fsdpctl.config.model import LoraConfig, ModelConfig
 from fsdpctl.config.peft import UP
-from fsdpctl.errors import UsageError, nearest
-from fsdpctl.models.gpt2 import Projection
+from fsdpctl.config.selection import ALL_LINEAR, NameFilter
+from fsdpctl.errors import UsageError
+from fsdpctl.models.products import is_transposed, read_elsewhere
 from fsdpctl.models.quantized import PACKINGS, FrozenLinear
 
-ALL_LINEAR = "all_linear"
-Linear = nn.Linear | Projection | FrozenLinear
+TARGETS, TRAINABLE = "model.lora.targets", "model.trainable"
 
 
 class LoraLinear(FrozenLinear):
     """A linear layer with its own names and an adapter: W x + b + scale * B(A(dropout(x)))."""
 
-    def __init__(self, base: Linear, config: LoraConfig) -> None:
+    def __init__(self, base: nn.Module, config: LoraConfig) -> None:
         """Take over the parameters of `base`."""
-        super().__init__(base, is_transposed=_is_transposed(base))
+        super().__init__(base, is_transposed=bool(is_transposed(base)))
         assert config.rank is not None
         self.scale = config.scale
         rows, columns = self.rows, self.columns
@@ -39,10 +38,6 @@ class LoraLinear(FrozenLinear):
         """Project from shape (..., in) to (..., out)."""
         added = self.lora_B(self.lora_A(self.lora_dropout(x)))
         return torch.add(super().forward(x), added, alpha=self.scale)
-
-
-def _is_transposed(base: Linear) -> bool:
-    return base.is_transposed if isinstance(base, FrozenLinear) else isinstance(base, Projection)
 
 
 def _without_values(width: int, out: int) -> nn.Linear:
@@ -84,13 +79,16 @@ def choose_trained(module: nn.Module, config: ModelConfig) -> None:
             "only the adapters"
         )
     if config.base_dtype is not None:
+        read = read_elsewhere(module)
         for name, base in list(_linear_layers(module)):
-            frozen = FrozenLinear(base, is_transposed=_is_transposed(base))
+            if name in read:
+                continue
+            frozen = FrozenLinear(base, is_transposed=bool(is_transposed(base)))
             frozen.quantize(PACKINGS[config.base_dtype])
             _replace(module, name, frozen)
-    targets = _targets(module, config.lora.targets)
+    targets = _targets(module, config.lora)
     module.requires_grad_(False)
-    for name, base in targets:
+    for name, base in targets.items():
         _replace(module, name, LoraLinear(base, config.lora))
 
 
@@ -100,46 +98,36 @@ def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
 
 
 def _freeze_all_but(module: nn.Module, text: str) -> None:
-    pattern = _pattern("model.trainable", text)
+    chosen = NameFilter.of(TRAINABLE, text)
     names = [name for name, _ in module.named_parameters()]
-    if not any(map(pattern.search, names)):
-        words = {word for name in names for word in name.split(".")}
-        raise UsageError(
-            f"model.trainable={text}: matches no parameter name{nearest(text, words)}; names are "
-            f"{names[0]} … {names[-1]}"
-        )
+    words = {word for name in names for word in name.split(".")}
+    chosen.check(names, "parameter name", f"names are {names[0]} … {names[-1]}", words)
     for name, param in module.named_parameters():
-        param.requires_grad_(pattern.search(name) is not None)
+        param.requires_grad_(chosen.matches(name))
 
 
-def _targets(module: nn.Module, text: str) -> list[tuple[str, Linear]]:
-    """Return the layers that get an adapter, with their names."""
-    layers = dict(_linear_layers(module))
-    if text == ALL_LINEAR:
-        return list(layers.items())
-    pattern = _pattern("model.lora.targets", text)
-    found = [(name, layer) for name, layer in layers.items() if pattern.search(name)]
-    if not found:
-        leaves = dict.fromkeys(name.rpartition(".")[2] for name in layers)
+def _targets(module: nn.Module, config: LoraConfig) -> dict[str, nn.Module]:
+    """Return the layers that get an adapter, by name."""
+    layers, read = dict(_linear_layers(module)), read_elsewhere(module)
+    chosen = NameFilter.of(TARGETS, config.targets, whole_parts=True)
+    if chosen.is_all_linear:
+        return {name: layer for name, layer in layers.items() if name not in read}
+    leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+    known = f"linear layers except the output head are {', '.join(leaves)}"
+    chosen.check(layers, "linear layer", known, [*leaves, ALL_LINEAR])
+    found = {name: layer for name, layer in layers.items() if chosen.matches(name)}
+    if without_effect := sorted({name.rpartition(".")[2] for name in found if name in read}):
         raise UsageError(
-            f"model.lora.targets={text}: matches no linear layer{nearest(text, leaves)}; linear "
-            f"layers except the output head are {', '.join(leaves)}"
+            f"{TARGETS}={config.targets}: {', '.join(without_effect)}: not supported, because the "
+            "model reads the weights without calling the layer; select other layers"
         )
     return found
 
 
-def _linear_layers(module: nn.Module) -> Iterator[tuple[str, Linear]]:
-    """Yield all but the output head: merging its adapter would change a tied embedding.
-
-    Subclasses of torch's layer, such as routers of transformers, may return more than a product.
-    """
+def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all but the output head: merging its adapter would change a tied embedding."""
+    get_head = getattr(module, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
     for name, each in module.named_modules():
-        if type(each) in (nn.Linear, Projection, FrozenLinear):
+        if each is not head and is_transposed(each) is not None:
             yield name, each
-
-
-def _pattern(key: str, text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise UsageError(f"{key}={text}: not a regular expression: {error}") from None

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,9 +13,7 @@ from fsdpctl.errors import UsageError
 from fsdpctl.models.cache import Cache
 from fsdpctl.models.documents import Documents
 from fsdpctl.models.experts import Counts, aux_loss_factor, global_balance
-from fsdpctl.models.fused import Heads, fused_parameters
 from fsdpctl.models.transformers_context import SharedRows
-from fsdpctl.plan.layout import Fused
 
 _BACKBONES = ("model", "transformer", "backbone")  # where base_model_prefix is not an attribute
 
@@ -189,10 +186,6 @@ class TransformersDecoder(nn.Module):
         """Return the output head."""
         found: OwnHead = getattr(self, self._head)
         return found
-
-    def fused_parameters(self) -> Mapping[str, Fused]:
-        """Return the parameters that are several matrices, by name."""
-        return fused_parameters(self, Heads.of_transformers(self.transformers_model.config))
 
     def full_logits(self, tokens: Tensor) -> Tensor:
         """Return the logits of transformers' own forward, of all tokens at once."""

@@ -14,10 +14,11 @@ from fsdpctl.comm.rank_status import RANK_STATUS
 from fsdpctl.comm.replica_check import as_integers, compare_replicas
 from fsdpctl.comm.waits import Seconds
 from fsdpctl.errors import EngineError
+from fsdpctl.models.roles import describe_parameters
 from fsdpctl.peers.fully import FullyShard
 from fsdpctl.peers.replicated import Replicated
 from fsdpctl.peers.setup import Draw, Local, PeerSetup, Values
-from fsdpctl.plan.layout import FlatLayout, ParamSpec, Placement, Span
+from fsdpctl.plan.layout import FlatLayout, ParamSpec, Placement, Role, Span
 from fsdpctl.plan.strategy import FSDP2
 from fsdpctl.shards import FlatShard, persistent_buffers
 
@@ -32,13 +33,17 @@ class PeerModel(nn.Module):
     can_prefetch = False  # from one step to the next
 
     def __init__(
-        self, module: nn.Module, runner: FullyShard | Replicated, world: Collectives
+        self,
+        module: nn.Module,
+        runner: FullyShard | Replicated,
+        world: Collectives,
+        roles: Mapping[str, Role],
     ) -> None:
         super().__init__()
         self.module = module
         self.mesh = Mesh(world, world, None)
         self._runner = runner
-        self._shards = tuple(map(_shard, runner.locals))
+        self._shards = tuple(_shard(local, roles[local.name]) for local in runner.locals)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's own result."""
@@ -142,12 +147,12 @@ def peer_model(
     `draw` initializes an unsharded parameter; None: zeros, to be overwritten.
     """
     world = collectives_for(device)
+    roles, _ = describe_parameters(module)  # before `fully_shard` replaces the classes of modules
     values = Values(module, device, setup.master_dtype, draw)
     for name in setup.blocks:
         _report_progress(name, module.get_submodule(name))
-    if setup.engine == FSDP2:
-        return PeerModel(module, FullyShard(module, setup, world, values), world)
-    return PeerModel(module, Replicated(module, setup, world, values), world)
+    kind = FullyShard if setup.engine == FSDP2 else Replicated
+    return PeerModel(module, kind(module, setup, world, values), world, roles)
 
 
 def _report_progress(name: str, block: nn.Module) -> None:
@@ -169,10 +174,11 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _shard(local: Local) -> FlatShard:
+def _shard(local: Local, role: Role) -> FlatShard:
     own = _own(local.param.detach())
     dtype = str(own.dtype).removeprefix("torch.")
-    spec = ParamSpec(local.name, local.shape, dtype, local.param.requires_grad)
+    trains = local.param.requires_grad
+    spec = ParamSpec(local.name, local.shape, dtype, trains, known_role=role)
     layout = FlatLayout((Placement(spec, Span(0, spec.numel)),), spec.numel, (local.held,))
     return FlatShard(
         local.name,

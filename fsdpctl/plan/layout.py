@@ -11,7 +11,7 @@ that collectives and fused kernels always see 16-byte-aligned memory, at any num
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import overload
+from typing import Literal, overload
 
 ALIGNMENT = 64  # elements: 128 bytes in bf16, and no fused kernel's vector tail within a span
 
@@ -93,6 +93,11 @@ class Fused:
     sizes: tuple[int, ...]
 
 
+# The role of a parameter: matrices multiply, vectors are biases, weights of norms and alike of any
+# number of dimensions, and others are embeddings, convolutions, routers or unknown.
+Role = Literal["matrix", "vector", "other"]
+
+
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
     """The properties of a parameter that the plan depends on."""
@@ -103,6 +108,14 @@ class ParamSpec:
     trainable: bool = True
     fused: Fused | None = None
     in_block: bool = field(default=False, compare=False)  # of a repeated block
+    known_role: Role | None = None  # None: by its shape
+
+    @property
+    def role(self) -> Role:
+        """The role of the parameter in its module."""
+        if self.known_role is not None:
+            return self.known_role
+        return "vector" if len(self.shape) <= 1 else "matrix"
 
     @property
     def numel(self) -> int:
@@ -197,10 +210,10 @@ class FlatLayout:
 def flat_layout(params: Sequence[ParamSpec], num_parts: int, shares: int = 1) -> FlatLayout:
     """Lay out `params` and cut the buffer evenly into `num_parts` parts of `shares` each.
 
-    Matrices come first: weight decay applies to them and not to vectors and scalars, and elements
-    treated alike by the optimizer should form long runs.
+    Vectors come last: weight decay doesn't apply to them and scalars, and elements treated alike by
+    the optimizer should form long runs.
     """
-    ordered = sorted(params, key=lambda param: len(param.shape) <= 1)
+    ordered = sorted(params, key=decay_group)
     placements, end = [], 0
     for param in ordered:
         start = round_up(end, ALIGNMENT)
@@ -214,8 +227,8 @@ DECAY, NO_DECAY = 0, 1
 
 
 def decay_group(param: ParamSpec) -> int:
-    """Return the default group of a parameter: only matrices decay."""
-    return DECAY if len(param.shape) > 1 else NO_DECAY
+    """Return the default group of a parameter: vectors don't decay."""
+    return NO_DECAY if param.role == "vector" else DECAY
 
 
 @dataclass(frozen=True, slots=True)

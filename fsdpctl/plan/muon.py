@@ -24,14 +24,10 @@ def keeps_matrices(strategy: Strategy) -> bool:
 def is_muons(param: ParamSpec) -> bool:
     """Return whether Muon steps a parameter: a matrix of a block, or one for each expert.
 
-    Embedding, head, vectors, routers and the decay rates of state space models are left to AdamW.
+    Embedding, head, vectors, routers and convolutions are left to AdamW.
     """
-    words = param.name.split(".")
-    is_router = any(word in ("gate", "wg") or "router" in word for word in words)
     is_matrix = len(param.shape) in (2, 3) and min(param.shape[-2:]) > 1
-    return (
-        param.trainable and param.in_block and is_matrix and not is_router and words[-1] != "A_log"
-    )
+    return param.trainable and param.in_block and param.role == "matrix" and is_matrix
 
 
 def matrices_of(param: ParamSpec) -> Iterator[Shape]:

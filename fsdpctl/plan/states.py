@@ -18,7 +18,7 @@ def is_compressible(param: ParamSpec) -> bool:
 
     It depends on the whole parameter, not on a rank's part, so that every number of ranks agrees.
     """
-    return param.numel >= SMALLEST and len(param.shape) > 1
+    return param.numel >= SMALLEST and param.role != "vector"
 
 
 def run_group(param: ParamSpec, group: int | None = None) -> int:

@@ -17,6 +17,7 @@ from fsdpctl.config.auto import MICRO_BATCH, Selection, filled, left_open
 from fsdpctl.config.compose import Composed
 from fsdpctl.config.hub_cache import local_model
 from fsdpctl.config.model import ModelConfig
+from fsdpctl.config.peft import notes_on_adapters
 from fsdpctl.config.placement import LaunchConfig
 from fsdpctl.config.schema import Config, OptimizerConfig
 from fsdpctl.config.serialize import config_words
@@ -118,7 +119,7 @@ def _open(composed: Composed, where: Place, on_rows: Callable[[int], None]) -> O
     notes += notes_on_engine(config, composed.automatic)
     config = _with_alpha(_with_model_path(config))
     config, on_packing = with_packing(config)
-    notes += on_packing
+    notes += on_packing + notes_on_adapters(config.model.path, config.model.lora.path)
     check_shared_rows(config)
     data = checked_data(config, on_rows)
     config = with_batch_size(with_data(_with_length(config, data, composed), data))

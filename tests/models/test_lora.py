@@ -40,6 +40,43 @@ def test_targets_and_trainable_are_searched_for_in_names():
     assert trained("model.trainable=^model.norm") == {"model.norm.weight"}
 
 
+Q_AND_V = ["q_proj", "v_proj"]
+
+
+def adapted(text: str) -> list[str]:
+    """The ends of the names of adapted layers."""
+    names = trained("model.lora.rank=2", f"model.lora.targets={text}")
+    return sorted({name.split(".")[-3] for name in names})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[q_proj,v_proj]", "[ 'q_proj' , \"v_proj\" ]", '["q_proj", "v_proj"]', "q_proj,v_proj",
+        "q_proj, v_proj", "q_proj v_proj", "(q_proj,v_proj)", "{q_proj,v_proj}", "q_proj;v_proj",
+        "'q_proj','v_proj'", "[q_proj,v_proj,]", "self_attn.q_proj,v_proj",
+        "q_proj|v_proj", "(q|v)_proj", "[qv]_proj", "[q|v]_proj",
+        "(?P<one>q|absent|v)_proj", "(?i:Q|V)_proj", r"(^|\.)(q_proj|v_proj)$",
+        r"layers\.\d{1,2}\..*(q|v)_proj", r".*(?<!k|o)_attn\.(?:q|v)_proj",
+    ],
+)  # fmt: skip
+def test_lists_and_patterns_select_their_layers(text):
+    assert adapted(text) == Q_AND_V
+
+
+@pytest.mark.parametrize("text", ["all-linear", "All_Linear", '"all-linear"', "[all-linear]"])
+def test_all_linear_has_the_spellings_of_other_tools(text):
+    assert adapted(text) == adapted("all_linear")
+
+
+def test_a_list_of_parameters_has_parts_of_their_names(tmp_path):
+    plain = trained("model.trainable=norm|mlp")
+    assert trained("model.trainable=[norm,mlp]") == trained("model.trainable=norm, mlp") == plain
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model: {name: llama_tiny, trainable: [norm, mlp]}\n")
+    assert compose_config([], str(file)).config.model.trainable == "[norm, mlp]"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -52,6 +89,23 @@ def test_targets_and_trainable_are_searched_for_in_names():
         (["model.lora.rank=2", "model.lora.targets=("], "not a regular expression"),
         (["model.lora.rank=2", "model.lora.targets=lm_head"], "layers except the output head are"),
         (["model.lora.rank=2", "model.lora.targets=embed"], "matches no linear layer"),
+        *(
+            (["model.lora.rank=2", f"model.lora.targets={text}"], said)
+            for text, said in [
+                ("q_proj|lm_head", ": lm_head matches no linear layer"),
+                ("k_proj|(q_proj|lm_head)", ": lm_head matches no linear layer"),
+                ("[q_proj,lm_head]", ": lm_head matches no linear layer"),
+                ("q_proj,q_prj", ": q_prj matches no linear layer; did you mean q_proj?"),
+                ("query_key_value", "linear layers except the output head are q_proj, k_proj"),
+                ("all", "did you mean all_linear?"),
+                ("[qv]", ": qv matches no linear layer"),
+                ("[q_proj|v_proj]", "q_proj|v_proj in a list: expected names such as"),
+                ("q_.*,v_proj", "q_.* in a list"),
+                ("[]", "empty; expected names"),
+            ]
+        ),
+        (["model.trainable=norm|foo"], "model.trainable=norm|foo: foo matches no parameter name"),
+        (["model.trainable=[norm,foo]"], "[norm,foo]: foo matches no parameter name"),
     ],
 )  # fmt: skip
 def test_invalid_selections_of_parameters_are_rejected(words, said):

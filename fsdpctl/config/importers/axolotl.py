@@ -1,6 +1,5 @@
 """Translation of axolotl's YAML file, by its schema up to version 0.19."""
 
-import re
 from fnmatch import fnmatchcase
 
 from fsdpctl.config.importers.models import settings_of_model
@@ -213,8 +212,7 @@ def _read_adapters(found: Translation) -> bool:
     if alpha:
         found.map(alpha, f"model.lora.alpha={alpha.text}")
     if targets and not (linear and linear.is_on):
-        ends = "|".join(map(re.escape, targets.items))
-        found.map(targets, rf"model.lora.targets=(^|\.)({ends})$")
+        found.map(targets, f"model.lora.targets=[{','.join(targets.items)}]")
     elif linear or targets:
         found.map(linear or targets, "model.lora.targets=all_linear")
     if (scaled := source.take("peft_use_rslora")) and scaled.is_on:

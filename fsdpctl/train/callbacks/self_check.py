@@ -1,6 +1,5 @@
 """The check of the first step of a start: whether it was what the configuration says."""
 
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,11 +12,13 @@ from fsdpctl.codes import CODES, SCALES
 from fsdpctl.config.any_decoder import TRANSFORMERS
 from fsdpctl.config.peft import is_adapter
 from fsdpctl.config.schema import Config
+from fsdpctl.config.selection import NameFilter
 from fsdpctl.data.batches import MicroBatch
 from fsdpctl.data.documents import IGNORED
 from fsdpctl.engine.build import Sharding
 from fsdpctl.engine.model import ShardedModel
 from fsdpctl.errors import SelfCheckError
+from fsdpctl.models.lora import TRAINABLE
 from fsdpctl.models.parts import evaluating
 from fsdpctl.plan.states import SPLIT, is_compressible
 from fsdpctl.run.step_metrics import StepMetrics
@@ -143,9 +144,9 @@ def _moment_dtype(config: Config, may_be_compressed: bool) -> str | None:
 def _frozen_findings(run: "Trainer") -> Iterator[str]:
     """Yield parameters that are frozen, but are trained by the configuration."""
     model = run.parts.config.model
-    pattern = re.compile(model.trainable or "")
+    chosen = None if model.trainable is None else NameFilter.of(TRAINABLE, model.trainable)
     for name, param in run.parts.model.module.named_parameters():
-        is_trained = is_adapter(name) if model.lora.rank else pattern.search(name) is not None
+        is_trained = is_adapter(name) if model.lora.rank else chosen is None or chosen.matches(name)
         is_own_choice = model.architecture == TRANSFORMERS and param.ndim <= 1
         if is_trained and not param.requires_grad and not is_own_choice:
             yield f"{name}: is frozen; model.trainable and model.lora train it"

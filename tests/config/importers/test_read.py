@@ -60,7 +60,7 @@ def test_the_translation_lists_what_the_estimate_excludes():
     found = asked("axolotl-qlora.yml")
     config, lora = found.composed.config, found.composed.config.model.lora
     assert (lora.rank, lora.alpha, lora.dropout, lora.rslora) == (32, 16, 0.05, True)
-    assert lora.targets == r"(^|\.)(q_proj|v_proj)$"
+    assert lora.targets == "[q_proj,v_proj]"
     assert config.strategy.name == "shard_grad_op"
     assert config.engine.name == "fsdpctl"
     assert found.translation.own_engine

@@ -1,0 +1,138 @@
+"""The text of a setting that selects layers or parameters: a list of names, or a pattern.
+
+It is a list if it has a comma or space outside of a quantifier such as {1,2}, if brackets or quotes
+enclose it, or if it is from a list in a file. Every other text is a regular expression that is
+searched in the names.
+"""
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from fsdpctl.errors import UsageError, nearest
+
+ALL_LINEAR = "all_linear"
+_MARKS, _QUOTES = r"[\s,;]+", "'\"`"
+_NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
+_QUANTIFIER = re.compile(r"\{\d*,?\d*\}")
+_ENCLOSED = re.compile(r"[\[({](.*)[\])}]", re.DOTALL)
+# A group with a bar and no group in it. Named groups may have alternatives that match nothing.
+_INNERMOST = re.compile(r"\((?:\?:)?(?!\?)([^()]*\|[^()]*)\)")
+
+
+@dataclass(frozen=True, slots=True)
+class NameFilter:
+    """A list of names or a pattern, and the setting that it is the value of."""
+
+    key: str
+    text: str
+    names: tuple[str, ...] | None  # None: the text is a pattern
+    whole_parts: bool = False  # a name of the list is the end of a matching name, not any part
+
+    @staticmethod
+    def of(key: str, text: str, *, whole_parts: bool = False) -> "NameFilter":
+        """Read the value of a setting.
+
+        Raises:
+            UsageError: If it is neither a list of names nor a regular expression.
+        """
+        names = _listed(key, text)
+        if names is None:
+            _compiled(key, text, text)
+        return NameFilter(key, text, names, whole_parts)
+
+    @property
+    def is_all_linear(self) -> bool:
+        """Whether it is all_linear, in any spelling."""
+        names = (self.text,) if self.names is None else self.names
+        return [name.lower().replace("-", "_") for name in names] == [ALL_LINEAR]
+
+    def matches(self, name: str) -> bool:
+        """Return whether the name of a layer or parameter is selected."""
+        return any(self._finds(part, name) for part in self.names or (self.text,))
+
+    def check(self, names: Collection[str], what: str, known: str, words: Collection[str]) -> None:
+        """Check that each name of the list, or each alternative of the pattern, matches `names`.
+
+        Args:
+            names: The names to select from.
+            what: One of them, in the message.
+            known: The end of the message.
+            words: The spellings to propose.
+
+        Raises:
+            UsageError: If one matches nothing.
+        """
+        parts = [(self.text, self.text), *_alternatives(self.text)]
+        if self.names is not None:
+            parts = [(name, name) for name in self.names]
+        for part, reduced in parts:
+            if not any(self._finds(reduced, name) for name in names):
+                shown = f"{part} " if part != self.text else ""
+                hint = nearest(part, words)
+                raise UsageError(f"{self.key}={self.text}: {shown}matches no {what}{hint}; {known}")
+
+    def _finds(self, part: str, name: str) -> bool:
+        if self.names is None:
+            return _compiled(self.key, self.text, part).search(name) is not None
+        if self.whole_parts:
+            return name == part or name.endswith(f".{part}")
+        return part in name
+
+
+def _listed(key: str, text: str) -> tuple[str, ...] | None:
+    """Return the names in a list, or None for a pattern."""
+    plain = text.strip()
+    inner = _ENCLOSED.fullmatch(plain)
+    is_bracketed = inner is not None and plain[0] in "[{" and not set("[]{}") & set(inner[1])
+    is_quoted = plain[:1] in _QUOTES
+    if not (is_bracketed or is_quoted or re.search(_MARKS, _QUANTIFIER.sub("", plain))):
+        return None
+    within = inner[1] if inner is not None else plain
+    names = [each.strip(_QUOTES) for each in re.split(_MARKS, within) if each.strip(_QUOTES)]
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise UsageError(
+                f"{key}={text}: {name} in a list: expected names such as q_proj,v_proj, or one "
+                "regular expression without a list, such as q_proj|v_proj"
+            )
+    if not names:
+        raise UsageError(f"{key}={text}: empty; expected names such as q_proj,v_proj")
+    return tuple(dict.fromkeys(names))
+
+
+def _compiled(key: str, text: str, part: str) -> re.Pattern[str]:
+    try:
+        return re.compile(part)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UsageError(f"{key}={text}: not a regular expression: {error}") from None
+
+
+def _alternatives(text: str) -> Iterator[tuple[str, str]]:
+    """Yield each alternative that has a letter or digit, and the pattern with no other one."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "|" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    if len(parts) > 1:
+        for part in parts:
+            yield from [(part, part)] if _has_letters(part) else []
+            yield from _alternatives(part)
+        return
+    for group in _INNERMOST.finditer(text):
+        for part in group[1].split("|"):
+            if _has_letters(part):
+                yield part, f"{text[: group.start()]}(?:{part}){text[group.end() :]}"
+
+
+def _has_letters(part: str) -> bool:
+    """Return whether a part of a pattern is one itself, with a letter or digit."""
+    try:
+        re.compile(part)
+    except re.error:
+        return False
+    is_whole = part.count("[") == part.count("]")  # else the bar is in brackets
+    return is_whole and re.search(r"\w", re.sub(r"\\.", "", part)) is not None

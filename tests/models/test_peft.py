@@ -1,0 +1,160 @@
+"""Adapters of PEFT give its logits in training, in an export and merged, or are refused by name."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdpctl.checkpoint.base import weights_in_model_path
+from fsdpctl.checkpoint.consolidate import consolidate
+from fsdpctl.checkpoint.load import load_weights
+from fsdpctl.checkpoint.manifest import Progress
+from fsdpctl.checkpoint.peft import write_peft
+from fsdpctl.checkpoint.publish import About
+from fsdpctl.checkpoint.reader import CheckpointReader
+from fsdpctl.checkpoint.save import take_snapshot, write_checkpoint
+from fsdpctl.config.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_words, notes_on_adapters
+from fsdpctl.config.serialize import config_words
+from fsdpctl.errors import UsageError
+from fsdpctl.models.registry import build_model
+from fsdpctl.train.assemble import make_model
+from tests.models.decoders import CPU, compose, load_decoder, save_decoder
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+LENGTH, ALL = 8, "all-linear"
+
+
+def tokens() -> Tensor:
+    return torch.arange(3, 3 + 2 * LENGTH).view(2, LENGTH)
+
+
+def write_adapters(base: Path, folder: Path, **about: Any) -> Any:
+    """Write adapters with drawn values, and return PEFT's model from their directory."""
+    torch.manual_seed(0)
+    settings = {"r": 4, "lora_alpha": 12, "target_modules": ALL, "task_type": "CAUSAL_LM"} | about
+    model = peft.get_peft_model(load_decoder(base), peft.LoraConfig(**settings))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_" in name:
+                param.add_(torch.randn_like(param), alpha=0.03)
+    model.save_pretrained(folder)
+    return peft.PeftModel.from_pretrained(load_decoder(base), folder)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bases")
+    for family in ("llama", "falcon", "gpt2"):
+        save_decoder(family, folder / family)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "about"),
+    [
+        ("llama", {"init_lora_weights": True, "target_modules": ["q_proj", "v_proj"]}),
+        ("llama", {"init_lora_weights": False, "use_rslora": True}),
+        ("llama", {"init_lora_weights": "gaussian", "target_modules": r".*(q|v)_proj"}),
+        ("llama", {"init_lora_weights": "orthogonal", "target_modules": ["q_proj", "absent"]}),
+        ("falcon", {"init_lora_weights": True}),
+        ("gpt2", {"init_lora_weights": True, "fan_in_fan_out": True}),
+        ("gpt2", {"target_modules": ["attn.c_proj"], "fan_in_fan_out": False}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*fan_in_fan_out.*:UserWarning")
+@torch.no_grad()
+def test_logits_are_those_of_peft(bases, tmp_path, family, about):
+    expected = write_adapters(bases / family, tmp_path / "adapters", **about)(tokens()).logits
+    words = [f"model.lora.path={tmp_path / 'adapters'}"]
+    if isinstance(about.get("target_modules"), str):
+        words.append("model.lora.targets=q_proj,v_proj")
+    config = compose(bases / family, *words)
+    model = make_model(config, CPU, strategy="no_shard", empty=True)
+    load_weights(weights_in_model_path(config.model, build_model(config.model), 0), model)
+    model.train(False)
+    assert (model(tokens()) - expected).abs().max() <= 1e-5
+    saved = About(Progress(1), config_words(config), {})
+    write_checkpoint(tmp_path / "step", take_snapshot(model, None, 0, saved), model.collectives)
+    consolidate(CheckpointReader(tmp_path / "step"), tmp_path / "merged", merges=True)
+    assert (load_decoder(tmp_path / "merged")(tokens()).logits - expected).abs().max() <= 1e-5
+    write_peft(CheckpointReader(tmp_path / "step"), tmp_path / "again")
+    again = peft.PeftModel.from_pretrained(load_decoder(bases / family), tmp_path / "again")
+    assert (again(tokens()).logits - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "mica"])
+def test_adapters_of_a_changed_base_are_refused(bases, tmp_path, init):
+    write_adapters(bases / "llama", tmp_path / "adapters", init_lora_weights=init)
+    with pytest.raises(UsageError, match=f"init_lora_weights={init}: not supported, because"):
+        adapter_words(str(tmp_path / "adapters"))
+
+
+PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}
+OTHER: dict[str, Any] = {
+    "use_dora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2},
+    "layers_to_transform": 0, "modules_to_save": ["lm_head"], "target_parameters": ["w"],
+    "lora_bias": True, "trainable_token_indices": [1], "layer_replication": [[0, 2]],
+    "exclude_modules": ["lm_head"], "bias": "all", "megatron_config": {"a": 1},
+    "alora_invocation_tokens": [1], "use_qalora": True, "arrow_config": {"top_k": 3},
+    "use_bdlora": {"nblocks": 2}, "velora_config": {"num_groups": 2}, "kasa_config": {"beta": 1},
+    "monteclora_config": {"samples": 2}, "init_lora_weights": "corda", "a_key_of_tomorrow": 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_settings_that_are_not_known_are_refused_by_name(tmp_path, name):
+    file = tmp_path / ADAPTER_CONFIG
+    file.write_text(json.dumps(PLAIN | {name: OTHER[name]}))
+    with pytest.raises(UsageError, match=rf"^model\.lora\.path=.*: {name}="):
+        adapter_words(str(tmp_path))
+    for unset in (None, False, {}, []):
+        if name not in ("bias", "init_lora_weights"):
+            file.write_text(json.dumps(PLAIN | {name: unset}))
+            adapter_words(str(tmp_path))
+
+
+def test_the_defaults_of_the_installed_peft_are_accepted(tmp_path):
+    peft.LoraConfig(**PLAIN | {"peft_type": None}).save_pretrained(tmp_path)
+    content = json.loads((tmp_path / ADAPTER_CONFIG).read_text())
+    assert {each.name for each in fields(peft.LoraConfig)} - {"runtime_config"} <= content.keys()
+    assert adapter_words(str(tmp_path))["model.lora.rank"] == "4"
+
+
+def test_a_linked_adapter_config_is_refused(tmp_path):
+    (tmp_path / "elsewhere.json").write_text(json.dumps(PLAIN))
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / ADAPTER_CONFIG).symlink_to("../elsewhere.json")
+    with pytest.raises(UsageError, match="links to .*, outside its directory"):
+        adapter_words(str(tmp_path / "adapters"))
+
+
+def test_adapters_without_a_model_are_named(tmp_path):
+    (tmp_path / ADAPTER_WEIGHTS).write_bytes(b"")
+    with pytest.raises(UsageError, match="adapters without a model; set model.path to the model"):
+        compose(tmp_path)
+
+
+def test_layers_whose_weights_are_read_directly_get_no_adapter(tmp_path):
+    save_decoder("jamba", tmp_path)
+    with pytest.raises(UsageError, match=r"\[dt_proj,in_proj\]: dt_proj: not supported, because"):
+        build_model(
+            compose(tmp_path, "model.lora.rank=2", "model.lora.targets=[dt_proj,in_proj]").model
+        )
+    words = ["model.lora.rank=2", "model.base_dtype=nf4"]
+    module = build_model(compose(tmp_path, *words).model)
+    left = [name for name, p in module.named_parameters() if "dt_proj" in name]
+    assert not any("lora_" in name for name in left)
+    assert all(module.get_parameter(name).is_floating_point() for name in left)
+
+
+def test_adapters_beside_the_weights_get_a_note(bases, tmp_path):
+    assert not notes_on_adapters(str(bases / "llama"), None)
+    write_adapters(bases / "llama", tmp_path)
+    assert not notes_on_adapters(str(tmp_path), str(tmp_path))
+    (line,) = notes_on_adapters(str(tmp_path), None)
+    assert f"set model.lora.path={tmp_path}" in line
