@@ -44,7 +44,8 @@ from fsdpctl.checkpoint.tensor_file import (
     write_synced,
     write_tensor_file,
 )
-from fsdpctl.config.hugging_face import CONFIG_JSON, config_json
+from fsdpctl.config.any_decoder import config_json
+from fsdpctl.config.hugging_face import CONFIG_JSON
 from fsdpctl.config.serialize import config_of_checkpoint
 from fsdpctl.data.tokenizer import TOKENIZER_JSON
 from fsdpctl.errors import CheckpointError, UsageError

@@ -10,7 +10,7 @@ from fsdpctl.checkpoint.manifest import PARAMETER, TensorInfo, parameter_name, t
 from fsdpctl.checkpoint.pretrained import whole_weights
 from fsdpctl.checkpoint.reader import CheckpointReader
 from fsdpctl.checkpoint.source import Tensors
-from fsdpctl.config.any_decoder import TRANSFORMERS
+from fsdpctl.config.any_decoder import TRANSPOSED, family_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import DOWN, UP, adapted_layers, is_adapter
 from fsdpctl.config.serialize import config_of_checkpoint
@@ -45,7 +45,7 @@ def exported_weights(reader: CheckpointReader, dtype: str | None, *, merges: boo
         weights = _merged_into_quantized(weights, model, dtype)
     elif merges:
         weights = MergedWeights(weights, model, dtype)
-    if model.architecture == TRANSFORMERS:
+    if model.is_foreign:
         from fsdpctl.checkpoint.hub_weights import to_hub  # imports torch
 
         return to_hub(weights, model)
@@ -93,7 +93,7 @@ class MergedWeights:
         """
         self._weights = weights
         self._scale = np.float32(model.lora.scale)
-        self._is_transposed = model.architecture == "gpt2"
+        self._is_transposed = family_of(model) in TRANSPOSED
         self._dtype = dtype
         self._last: tuple[str, tuple[Matrix, Matrix]] | None = None
         self._merged = {f"{name}.weight" for name in adapted_layers(weights.names(PARAMETER))}

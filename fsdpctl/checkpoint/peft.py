@@ -18,6 +18,7 @@ from fsdpctl.checkpoint.tensor_file import (
     write_synced,
     write_tensor_file,
 )
+from fsdpctl.config.any_decoder import TRANSPOSED, family_of
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.config.peft import ADAPTER_CONFIG, adapted_layers, is_adapter
 from fsdpctl.config.serialize import config_of_checkpoint
@@ -144,7 +145,7 @@ def _adapter_config(model: ModelConfig, targets: list[str], base: str | None) ->
         "use_dora": False,
         "target_modules": targets,
         "bias": "none",
-        "fan_in_fan_out": model.architecture == "gpt2",
+        "fan_in_fan_out": family_of(model) in TRANSPOSED,
         "modules_to_save": None,
         "rank_pattern": {},
         "alpha_pattern": {},

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from fsdpctl.config.model import LoraConfig, ModelConfig
 from fsdpctl.config.peft import UP
 from fsdpctl.errors import UsageError, nearest
-from fsdpctl.models.gpt2 import Projection
 from fsdpctl.models.quantized import PACKINGS, FrozenLinear
 
 ALL_LINEAR = "all_linear"
-Linear = nn.Linear | Projection | FrozenLinear
+Linear = nn.Module  # torch's, that of GPT-2, or a FrozenLinear
 
 
 class LoraLinear(FrozenLinear):
@@ -42,7 +41,13 @@ class LoraLinear(FrozenLinear):
 
 
 def _is_transposed(base: Linear) -> bool:
-    return base.is_transposed if isinstance(base, FrozenLinear) else isinstance(base, Projection)
+    return base.is_transposed if isinstance(base, FrozenLinear) else _is_projection(base)
+
+
+def _is_projection(layer: nn.Module) -> bool:
+    """Return whether a layer is that of GPT-2, whose weight has the shape (in, out)."""
+    about = type(layer)
+    return (about.__module__, about.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def _without_values(width: int, out: int) -> nn.Linear:
@@ -134,7 +139,7 @@ def _linear_layers(module: nn.Module) -> Iterator[tuple[str, Linear]]:
     Subclasses of torch's layer, such as routers of transformers, may return more than a product.
     """
     for name, each in module.named_modules():
-        if type(each) in (nn.Linear, Projection, FrozenLinear):
+        if type(each) in (nn.Linear, FrozenLinear) or _is_projection(each):
             yield name, each
 
 

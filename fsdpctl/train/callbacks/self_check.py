@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fsdpctl.codes import CODES, SCALES
-from fsdpctl.config.any_decoder import TRANSFORMERS
 from fsdpctl.config.peft import is_adapter
 from fsdpctl.config.schema import Config
 from fsdpctl.data.batches import MicroBatch
@@ -146,7 +145,7 @@ def _frozen_findings(run: "Trainer") -> Iterator[str]:
     pattern = re.compile(model.trainable or "")
     for name, param in run.parts.model.module.named_parameters():
         is_trained = is_adapter(name) if model.lora.rank else pattern.search(name) is not None
-        is_own_choice = model.architecture == TRANSFORMERS and param.ndim <= 1
+        is_own_choice = model.is_foreign and param.ndim <= 1
         if is_trained and not param.requires_grad and not is_own_choice:
             yield f"{name}: is frozen; model.trainable and model.lora train it"
 
