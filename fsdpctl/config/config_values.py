@@ -47,7 +47,7 @@ _POSITIVE = re.compile(
     r"num_(hidden_layers|layers|attention_heads|key_value_heads|kv_heads|heads|labels)"
     r"|(encoder|decoder)_(layers|attention_heads|ffn_dim)|n_(layers?|heads?|embd|inner|positions"
     r"|ctx)|d_model|hidden_size|intermediate_size|moe_intermediate_size|ffn_dim|head_dim"
-    r"|vocab_size|(original_)?max_position_embeddings|max_seq_len|.*(sliding|attention)_window"
+    r"|vocab_size|(original_)?max_position_embeddings|max_seq_len|(?!use_).*(sliding|attention)_window"
     r"|.*sliding_window_size|attention_chunk_size"
 )
 _CHECKS = [(re.compile(each.names), each) for each in _TABLE]
@@ -109,7 +109,8 @@ def _problem(name: str, value: object, usual: object, depth: int = 0) -> str:
             (found for each in value if (found := _problem(name, each, None, depth + 1))), ""
         )
     if isinstance(value, str):
-        if _is_number(usual) and not isinstance(usual, bool):
+        bounds = _bounds_of(name, 0, depth)
+        if bounds.above or bounds.below or (_is_number(usual) and not isinstance(usual, bool)):
             return "expected a number"
         return f"expected at most {_MOST_TEXT} characters" if len(value) > _MOST_TEXT else ""
     if isinstance(value, bool):
