@@ -20,6 +20,7 @@ from fsdpctl.config.hugging_face import (
 )
 from fsdpctl.config.model import OWN, TRANSFORMERS, ModelConfig
 from fsdpctl.errors import UsageError, nearest
+from fsdpctl.io.documents import parse_json
 
 CONFIG_OF = "model.config_json"  # in messages about one that was read before
 # About the file rather than the model, or set by fsdpctl. Names of kernels are left out, as private
@@ -49,6 +50,7 @@ _GPT2 = {
 }  # fmt: skip
 # Families whose linear layers have weights of the shape (in, out).
 TRANSPOSED = ("gpt2", "openai-gpt")
+_UNKNOWN = 50257  # tokens of a vocabulary that is known with the data
 _DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
 
 
@@ -112,18 +114,18 @@ def _not_ours(where: str, error: InexactError) -> UsageError:
 def content_of(model: ModelConfig) -> dict[str, Any]:
     """Return the values of config.json that describe a model."""
     if model.config_json is not None:
-        content: dict[str, Any] = json.loads(model.config_json)
-        return content
+        return parse_json(model.config_json, dict[str, Any], CONFIG_OF)
     if model.architecture in OWN_FAMILIES:
         return own_content(model)
     content = {theirs: getattr(model, ours) for ours, theirs in _GPT2.items()}
+    content["vocab_size"] = model.vocab_size or _UNKNOWN
     content["activation_function"] = ACTIVATIONS[model.activation or "gelu_tanh"][0]
     return {**content, **dict.fromkeys(_DROPOUTS, 0.0), "model_type": "gpt2"}
 
 
 def family_of(model: ModelConfig) -> str:
     """Return the `model_type` of a model."""
-    return str(content_of(model)["model_type"])
+    return str(content_of(model).get("model_type"))
 
 
 def config_json(model: ModelConfig, dtype: str, source: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +146,10 @@ def config_json(model: ModelConfig, dtype: str, source: Mapping[str, Any]) -> di
         kept |= {name: value for name, value in source.items() if name not in dropped}
     elif model.config_json is not None:
         kept = {}
-    config = read_configuration({**kept, **content}, CONFIG_OF)
+    try:
+        config = read_configuration({**kept, **content}, CONFIG_OF)
+    except UsageError:  # a value that is not the model's, such as a label
+        config = read_configuration({**_of_the_model(kept), **content}, CONFIG_OF)
     class_name = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
     config.architectures = kept.get("architectures") or [class_name]
     config.dtype = dtype

@@ -4,6 +4,7 @@ transformers checks the types of the keys that it declares. It has no bounds: a 
 negative, or large enough to fill the memory. A value that is the default of its class is accepted.
 """
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
@@ -135,12 +136,14 @@ def _bounds_of(name: str, value: float, depth: int) -> _Bounds:
 
 def _out_of(bounds: _Bounds, value: float, usual: object) -> str:
     least, most = bounds.least, bounds.most
+    if not math.isfinite(value):
+        return "expected a finite number"
     if isinstance(usual, int | float) and least is not None:
         least = min(least, usual)
     if least is not None and (value < least or (bounds.above and value == least)):
-        return f"expected a number {'above' if bounds.above else 'of at least'} {least:g}"
+        return f"expected a number {'above' if bounds.above else 'of at least'} {least:.15g}"
     if most is not None and (value > most or (bounds.below and value == most)):
-        return f"expected a number {'below' if bounds.below else 'of at most'} {most:g}"
+        return f"expected a number {'below' if bounds.below else 'of at most'} {most:.15g}"
     return ""
 
 

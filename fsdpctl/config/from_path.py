@@ -58,7 +58,7 @@ def values_of_path(choices: Mapping[str, str], given: Mapping[str, str]) -> dict
     module = str(KEYS["model.module"].parse(given.get("model.module", usual)))
     words = model_words(folder, module)
     is_random = given.get("model.init") == "random"
-    if is_random and words["model.architecture"] == TRANSFORMERS:
+    if is_random and words.get("model.architecture") == TRANSFORMERS:
         words |= _resized(words, given, path)
     try:
         values = {name: known_key(name).parse(text) for name, text in words.items()}
@@ -90,7 +90,7 @@ def _check_given(
     is_random: bool,
 ) -> None:
     """Check that no setting contradicts the weights, or the config.json of transformers' module."""
-    is_foreign = words["model.architecture"] == TRANSFORMERS
+    is_foreign = words.get("model.architecture") == TRANSFORMERS
     fixed = () if is_random else SHAPE_KEYS + (LORA_KEYS if "model.lora.rank" in words else ())
     for name in (*fixed, *(CONFIG_KEYS if is_foreign else ())):
         if name in given and values.get(name, KEYS[name].default) != KEYS[name].parse(given[name]):

@@ -24,6 +24,8 @@ _KINDS = 4  # of blocks, in the copy
 _SHRUNK = {
     "vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "ffn_dim": 64,
     "shared_expert_intermediate_size": 32, "ffn_hidden_size": 64, "n_inner": 64,
+    "num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16, "n_positions": 512,
+    "max_position_embeddings": 1 << 16,
 }  # fmt: skip
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
