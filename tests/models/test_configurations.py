@@ -115,7 +115,8 @@ EDITS: list[dict[str, Any]] = [
 
 def content_of(family: str, edit: dict[str, Any]) -> dict[str, Any]:
     base = GPT2 if family == "gpt2" else SIZES
-    return json.loads(json.dumps({"model_type": family, **base, **edit}))
+    content: dict[str, Any] = json.loads(json.dumps({"model_type": family, **base, **edit}))
+    return content
 
 
 def theirs_of(content: dict[str, Any]) -> nn.Module:

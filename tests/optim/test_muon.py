@@ -186,7 +186,8 @@ def drawn(config: Config) -> nn.Module:
         fill_buffers(module)
     allocate(module)
     assert isinstance(module, CausalDecoder | TransformersDecoder)
-    module.get_output_embeddings().weight = module.get_input_embeddings().weight
+    head: Any = module.get_output_embeddings()
+    head.weight = module.get_input_embeddings().weight
     for name, param in module.named_parameters():
         initialize_parameter(name, param.data, seed=config.train.seed, config=config.model)
     return module
