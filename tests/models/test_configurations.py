@@ -1,6 +1,8 @@
 """A config.json means here what it means in transformers, whatever it says, or it is refused."""
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from fsdpctl.models.registry import build_plain
 from fsdpctl.models.transformers_build import fill_buffers
 from fsdpctl.models.transformers_decoder import TransformersDecoder
 from fsdpctl.resolve.decoder_check import allocate
+from tests.cli.run import environment
 from tests.models.families import VOCABULARY
 
 SIZES: dict[str, Any] = {
@@ -309,3 +312,12 @@ def test_runs_of_earlier_versions_are_read(family):
     if family == "gemma3_text":
         assert content["layer_types"] == ["sliding_attention", "full_attention"]
         assert content["query_pre_attn_scalar"] == 12
+
+
+def test_models_with_our_own_decoder_are_estimated_without_transformers():
+    code = (
+        "import sys; from fsdpctl.config.compose import compose_config as of\n"
+        "of(['model=hf', 'model.path=Qwen/Qwen3-0.6B', 'model.init=random']); of(['model=gpt2'])\n"
+        "assert 'transformers' not in sys.modules and 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == 0
