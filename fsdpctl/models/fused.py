@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fsdpctl.config.model import ModelConfig
 from fsdpctl.plan.layout import Fused
 
 _ATTENTION = ("c_attn", "qkv_proj", "query_key_value", "Wqkv")
@@ -24,12 +23,6 @@ class Heads(NamedTuple):
     queries: int
     keys: int
     width: int
-
-    @staticmethod
-    def of(config: ModelConfig) -> "Heads":
-        """Return those of a decoder of fsdpctl."""
-        width = config.head_dim or config.hidden_size // config.num_heads
-        return Heads(config.architecture, config.num_heads, config.num_kv_heads, width)
 
     @staticmethod
     def of_transformers(config: Any) -> "Heads | None":

@@ -1,6 +1,6 @@
 """Layers of all decoders."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -13,8 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from fsdpctl.config.model import ModelConfig
 from fsdpctl.models.cache import Cache
 from fsdpctl.models.documents import Documents
-from fsdpctl.models.fused import Heads, fused_parameters
-from fsdpctl.plan.layout import Fused
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -103,7 +101,6 @@ class CausalDecoder(nn.Module):
         super().__init__()
         self.model = backbone
         self.lm_head = Head(config.hidden_size, vocab_size)
-        self._heads = Heads.of(config)
         if config.tie_embeddings:
             self.lm_head.weight = self.get_input_embeddings().weight
 
@@ -111,10 +108,6 @@ class CausalDecoder(nn.Module):
         """Return the token embedding."""
         found: nn.Embedding = self.model.embed_tokens  # type: ignore[assignment]  # its place is known
         return found
-
-    def fused_parameters(self) -> Mapping[str, Fused]:
-        """Return the parameters that are several matrices, by name."""
-        return fused_parameters(self, self._heads)
 
     def get_output_embeddings(self) -> Head:
         """Return the output head."""
