@@ -73,6 +73,8 @@ def words_of_content(
     kept = _of_the_model(content)
     config = read_configuration(kept, where, own_code="auto_map" in content)
     if module != TRANSFORMERS:
+        if getattr(config, "rope_parameters", None):
+            config.standardize_rope_params()  # keys of the top level, as its module does it
         try:
             return own_words(config.to_dict(), type(config)().to_dict())
         except InexactError as error:
