@@ -66,7 +66,7 @@ def words_of_content(
 
     Raises:
         UsageError: If the installed transformers has no code for a causal decoder of this type, or
-            if a value is one that nobody can mean.
+            if a value is out of its bounds.
     """
     if content.get("quantization_config") is not None:
         raise UsageError(f"{where}: quantization_config: not supported; expected full weights")
