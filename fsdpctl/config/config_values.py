@@ -48,7 +48,8 @@ _POSITIVE = re.compile(
     r"num_(hidden_layers|layers|attention_heads|key_value_heads|kv_heads|heads|labels)"
     r"|(encoder|decoder)_(layers|attention_heads|ffn_dim)|n_(layers?|heads?|embd|inner|positions"
     r"|ctx)|d_model|hidden_size|intermediate_size|moe_intermediate_size|ffn_dim|head_dim"
-    r"|vocab_size|(original_)?max_position_embeddings|max_seq_len|(?!use_).*(sliding|attention)_window"
+    r"|vocab_size|(original_)?max_position_embeddings|max_seq_len"
+    r"|(?!use_).*(sliding|attention)_window"
     r"|.*sliding_window_size|attention_chunk_size"
 )
 _CHECKS = [(re.compile(each.names), each) for each in _TABLE]

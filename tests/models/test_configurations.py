@@ -192,7 +192,8 @@ def test_logits_are_those_of_transformers_for_every_edit():
 
 
 def test_our_own_decoder_computes_the_usual_configurations():
-    usual: list[dict[str, Any]] = [{}, rope("linear"), rope("llama3", **BANDS) | TOP, rope("yarn") | TOP, {"note": "x"}]
+    scaled = [rope("linear"), rope("llama3", **BANDS) | TOP, rope("yarn") | TOP]
+    usual: list[dict[str, Any]] = [{}, *scaled, {"note": "x"}]
     for family in OWN_FAMILIES:
         assert [model_of(content_of(family, edit)).architecture for edit in usual] == [family] * 5
 
